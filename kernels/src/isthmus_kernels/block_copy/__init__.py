@@ -1,0 +1,1 @@
+"""Copy of whole KV blocks inside one pool."""

@@ -1,0 +1,110 @@
+// Shared by all CPU sources. Each source is compiled once per instruction set (ISTHMUS_LEVEL), so everything
+// here is in an anonymous namespace and no standard-library template is used: the linker would keep one copy
+// of such a template for all levels, possibly the one an older CPU cannot run.
+#pragma once
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define ISTHMUS_CAT2(a, b) a##b
+#define ISTHMUS_CAT(a, b) ISTHMUS_CAT2(a, b)
+#define EXPORT(name) \
+    extern "C" __attribute__((visibility("default"))) int64_t ISTHMUS_CAT(isthmus_##name##_, ISTHMUS_LEVEL)
+#define INLINE inline __attribute__((always_inline))
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int VW = 16;
+#elif defined(__AVX2__)
+constexpr int VW = 8;
+#else
+constexpr int VW = 4;
+#endif
+typedef float vf __attribute__((vector_size(VW * 4)));
+typedef int32_t vi __attribute__((vector_size(VW * 4)));
+typedef uint32_t vu __attribute__((vector_size(VW * 4)));
+typedef uint16_t vh __attribute__((vector_size(VW * 2)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+enum { F32 = 0, BF16 = 1 };
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(bf16 x) {
+    uint32_t u = uint32_t(x.bits) << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+
+// Round to nearest even; a NaN stays a NaN.
+INLINE uint16_t bf16_bits(float f) {
+    uint32_t u;
+    memcpy(&u, &f, 4);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return uint16_t(u >> 16) | 0x40;
+    return uint16_t((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
+}
+INLINE void put(float *p, float x) { *p = x; }
+INLINE void put(bf16 *p, float x) { p->bits = bf16_bits(x); }
+
+INLINE vf load(const float *p) {
+    vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+INLINE vf load(const bf16 *p) {
+    vh h;
+    memcpy(&h, p, sizeof h);
+    return (vf)(__builtin_convertvector(h, vu) << 16);
+}
+INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE void store(bf16 *p, vf v) {
+    vu u = (vu)v;
+    vu rounded = (u + 0x7fffu + ((u >> 16) & 1)) >> 16;
+    vu nan = (vu)((u & 0x7fffffffu) > 0x7f800000u);
+    vh h = __builtin_convertvector((nan & ((u >> 16) | 0x40)) | (~nan & rounded), vh);
+    memcpy(p, &h, sizeof h);
+}
+INLINE vf splat(float x) { return vf{} + x; }
+INLINE vf select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+INLINE vf vmax(vf a, vf b) { return select(a > b, a, b); }
+INLINE vf vmin(vf a, vf b) { return select(a < b, a, b); }
+INLINE float hsum(vf v) {
+    float s = 0;
+    for (int i = 0; i < VW; i++) s += v[i];
+    return s;
+}
+INLINE float hmax(vf v) {
+    float s = v[0];
+    for (int i = 1; i < VW; i++) s = v[i] > s ? v[i] : s;
+    return s;
+}
+
+// e^x, about 1 ulp (Cephes expf coefficients); exactly 0 below the smallest normal result, +inf never occurs
+// (x is clamped to 88.3).
+INLINE vf vexp(vf x) {
+    const vf clamped = vmin(vmax(x, splat(-87.3f)), splat(88.3f));
+    const vf shifted = clamped * 1.44269504088896341f + 12582912.0f;  // round to integer in the low mantissa bits
+    const vf n = shifted - 12582912.0f;
+    vf r = clamped - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    vf p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    const vi scale = ((vi)shifted - 0x4b400000 + 127) << 23;
+    return select(x < splat(-87.3f), vf{}, p * (vf)scale);
+}
+
+// Below this many elements a parallel region costs more than it saves.
+constexpr int64_t PARALLEL_MIN = 16384;
+
+}  // namespace

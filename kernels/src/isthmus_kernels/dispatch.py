@@ -1,0 +1,302 @@
+"""The ops of the engine. Each call goes to the best implementation for the device of its tensors.
+
+`impl` overrides the choice by name: "cpu" (compiled C++), "triton", "torch" or "reference". The choice per
+(op, device) is logged once. Ops never synchronise with the device, never loop over requests in Python and
+write to the given buffers, so that a captured graph can replay them.
+"""
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isthmus_kernels import native
+from isthmus_kernels.kv_view import Layout, check_layer, layer_view
+from isthmus_kernels.linear.packed import PackedLinear
+
+__all__ = [
+    "Layout",
+    "PackedLinear",
+    "add_rms_norm",
+    "block_copy",
+    "layer_view",
+    "linear",
+    "logprobs",
+    "pack",
+    "paged_attention",
+    "rms_norm",
+    "rope_kv_write",
+    "sample",
+    "silu_mul",
+]
+
+_LOG = logging.getLogger(__name__)
+
+# Per op: its folder, and the implementations that exist, best first.
+_OPS = MappingProxyType(
+    {
+        "paged_attention": ("paged_attention", ("cpu", "torch", "reference")),
+        "rope_kv_write": ("rope_kv_write", ("cpu", "reference")),
+        "rms_norm": ("rms_norm", ("cpu", "reference")),
+        "add_rms_norm": ("rms_norm", ("cpu", "reference")),
+        "silu_mul": ("silu_mul", ("cpu", "reference")),
+        "block_copy": ("block_copy", ("torch", "reference")),
+        "sample": ("sampling", ("torch", "reference")),
+        "logprobs": ("sampling", ("reference",)),
+    }
+)
+
+
+def _usable(impl: str, device: str) -> bool:
+    if impl == "cpu":
+        return device == "cpu" and native.available()
+    if impl == "triton":
+        return device == "cuda"
+    return True
+
+
+@cache
+def _select(op: str, device: str, impl: str | None) -> Callable[..., Any]:
+    folder, known = _OPS[op]
+    usable = [name for name in known if _usable(name, device)]
+    if impl is not None and impl not in usable:
+        raise ValueError(f"impl: {impl!r} cannot run {op} on {device}; usable here: {', '.join(usable)}")
+    chosen = impl or usable[0]
+    _LOG.info("%s on %s: %s", op, device, f"cpu ({native.level()})" if chosen == "cpu" else chosen)
+    module = chosen if chosen == "reference" else f"{chosen}_impl"
+    found: Callable[..., Any] = getattr(importlib.import_module(f"isthmus_kernels.{folder}.{module}"), op)
+    return found
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    window: int | None = None,
+    out: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Causal grouped-query attention of R requests, prefill chunks and decode rows in one call.
+
+    Args:
+        q: ``[T, Hq, D]``, fp32 or bf16; D contiguous, token stride free (a slice of a fused qkv is fine).
+        kv: one layer, ``[num_blocks, 2, block_size, Hkv, D]`` (`layer_view`); holds this chunk's keys already.
+        block_tables: int32 ``[R, max_blocks]``; entries past a request's context are never read.
+        query_start_loc: int32 ``[R + 1]``; rows of `out` at or past its last value are not written.
+        seq_lens: int32 ``[R]``: context length including this chunk. Query i of a chunk of n is at position
+            ``seq_len - n + i``.
+        scale: factor on q·k, usually ``D ** -0.5``.
+        max_query_len, max_seq_len: host-known upper bounds over the batch (they size grids).
+        window: a query sees the last `window` positions, itself included; None means all.
+        out: ``[T, Hq, D]``; allocated when None. Accumulation is fp32 whatever the dtypes.
+    """
+    check_layer(kv)
+    if q.shape[1] % kv.shape[3]:
+        raise ValueError(f"q: {q.shape[1]} heads are not a multiple of {kv.shape[3]} kv heads")
+    if q.shape[2] != kv.shape[4]:
+        raise ValueError(f"q: head_dim {q.shape[2]} differs from the pool's {kv.shape[4]}")
+    run = _select("paged_attention", q.device.type, impl)
+    result: Tensor = run(
+        q,
+        kv,
+        block_tables,
+        query_start_loc,
+        seq_lens,
+        scale=scale,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len,
+        window=window,
+        out=out,
+    )
+    return result
+
+
+def rope_kv_write(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: Tensor,
+    slot_mapping: Tensor,
+    *,
+    num_heads: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    impl: str | None = None,
+) -> Tensor:
+    """Rotate q in place, and write rotated k and plain v to the paged pool.
+
+    Args:
+        qkv: fused projection ``[T, (num_heads + 2 Hkv) * D]``, fp32 or bf16, contiguous. Only q changes.
+        positions: int64 ``[T]``, indices into the tables.
+        cos, sin: fp32 ``[max_pos, rot / 2]``; neox (half-split) style on the first ``rot <= D`` channels.
+        kv: one layer of the pool (`layer_view`), fp32 or bf16.
+        slot_mapping: int64 ``[T]``: ``block_id * block_size + offset``; negative: this token is not written.
+        q_norm, k_norm: weights ``[D]`` of a per-head RMSNorm before the rotation (Qwen3), or None.
+
+    Returns:
+        q as a view ``[T, num_heads, D]`` of `qkv`, ready for `paged_attention`.
+    """
+    check_layer(kv)
+    width = (num_heads + 2 * kv.shape[3]) * kv.shape[4]
+    if qkv.dim() != 2 or qkv.shape[1] != width or not qkv.is_contiguous():
+        raise ValueError(f"qkv: expected a contiguous [T, {width}], got {tuple(qkv.shape)}")
+    run = _select("rope_kv_write", qkv.device.type, impl)
+    result: Tensor = run(
+        qkv,
+        positions,
+        cos,
+        sin,
+        kv,
+        slot_mapping,
+        num_heads=num_heads,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        eps=eps,
+    )
+    return result
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None, impl: str | None = None
+) -> Tensor:
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` of `x` ``[T, H]``, computed in fp32."""
+    result: Tensor = _select("rms_norm", x.device.type, impl)(x, weight, eps, out=out)
+    return result
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    out: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Set ``residual += x`` in place and return its RMSNorm; `out` may be `x`."""
+    result: Tensor = _select("add_rms_norm", x.device.type, impl)(x, residual, weight, eps, out=out)
+    return result
+
+
+def silu_mul(x: Tensor, *, out: Tensor | None = None, impl: str | None = None) -> Tensor:
+    """Return ``silu(x[:, :I]) * x[:, I:]`` of `x` ``[T, 2 I]``, computed in fp32."""
+    result: Tensor = _select("silu_mul", x.device.type, impl)(x, out=out)
+    return result
+
+
+def block_copy(
+    pool: Tensor, src: Sequence[int], dst: Sequence[int], *, block_dim: int = 0, impl: str | None = None
+) -> None:
+    """Copy block ``src[i]`` of `pool` over block ``dst[i]``, for all i, sources read first.
+
+    `block_dim` is the dimension of `pool` that counts blocks: 0 block-major, 2 layer-major. Raises one
+    ValueError naming each bad index (negative, >= num_blocks, duplicate destination); then nothing is copied.
+    """
+    _select("block_copy", pool.device.type, impl)(pool, src, dst, block_dim=block_dim)
+
+
+def pack(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    impl: str | None = None,
+) -> PackedLinear:
+    """Prepare `weight` ``[N, K]`` (fp32 or bf16) for `linear`. The caller may free `weight` afterwards.
+
+    `dtype` is that of the activations (default: the weight's). A bf16 weight for fp32 activations stays bf16
+    in memory and is expanded, without loss, inside the product.
+    """
+    dtype = dtype or weight.dtype
+    usable = ["torch"]
+    if _usable("cpu", weight.device.type) and weight.dtype in native.DTYPES and dtype in native.DTYPES:
+        # oneDNN on hardware that multiplies bf16 natively beats fp32 arithmetic; else ours is first.
+        usable.insert(1 if dtype == torch.bfloat16 and _native_bf16() else 0, "cpu")
+    if impl is not None and impl not in usable:
+        raise ValueError(f"impl: {impl!r} cannot run linear here; usable: {', '.join(usable)}")
+    chosen = impl or usable[0]
+    _log_linear(weight.device.type, chosen, weight.dtype, dtype)
+    return PackedLinear.pack(weight, bias, dtype, compiled=chosen == "cpu")
+
+
+def linear(x: Tensor, packed: PackedLinear, *, out: Tensor | None = None) -> Tensor:
+    """Return ``x @ weight.T + bias``, in x's dtype, for `x` ``[T, K]``; accumulation is fp32."""
+    return packed.weight.apply(x, out)
+
+
+@cache
+def _native_bf16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@cache
+def _log_linear(device: str, chosen: str, stored: torch.dtype, dtype: torch.dtype) -> None:
+    _LOG.info("linear on %s: %s, %s weights, %s activations", device, chosen, stored, dtype)
+
+
+def sample(
+    logits: Tensor,
+    *,
+    temperature: Tensor | None = None,
+    top_k: Tensor | None = None,
+    top_p: Tensor | None = None,
+    min_p: Tensor | None = None,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+    out: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Choose one token id per row of `logits` ``[B, V]``; int64 ``[B]``.
+
+    Pass `temperature` None when every row is greedy: that is the short path, nothing else is read. Filters
+    are None when no row uses them. Equal logits stand or fall together in every filter.
+
+    Args:
+        temperature: fp32 ``[B]``; 0 means greedy for that row.
+        top_k: int32 ``[B]``; <= 0 means off.
+        top_p: fp32 ``[B]``; >= 1 means off. Applied after `top_k` and `min_p`, to what they left.
+        min_p: fp32 ``[B]``; 0 means off.
+        seeds: int64 ``[B]``, any values; needed with `temperature`.
+        positions: int64 ``[B]``: index of the token to be chosen in its sequence; needed with `temperature`.
+            (seed, position) fully determine a row's noise, whatever else is in the batch.
+    """
+    if temperature is not None and (seeds is None or positions is None):
+        raise ValueError("sample: seeds and positions are needed with temperature")
+    result: Tensor = _select("sample", logits.device.type, impl)(
+        logits,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seeds=seeds,
+        positions=positions,
+        out=out,
+    )
+    return result
+
+
+def logprobs(
+    logits: Tensor, tokens: Tensor, top_n: int, *, impl: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities under the unfiltered softmax of `logits` ``[B, V]``.
+
+    Returns (log-probability of ``tokens[b]`` ``[B]``, its rank ``[B]`` from 1, ids ``[B, top_n]`` and
+    log-probabilities ``[B, top_n]`` of the best tokens).
+    """
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _select("logprobs", logits.device.type, impl)(
+        logits, tokens, top_n
+    )
+    return result

@@ -1,0 +1,64 @@
+"""Linear on CPU through the compiled panel product (cpu/linear.cpp)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isthmus_kernels import native
+
+
+@dataclass(frozen=True, slots=True)
+class PanelWeight:
+    """A weight cut into panels of output channels, each stored along K (see the README)."""
+
+    panels: Tensor
+    bias: Tensor | None
+    rows: int
+    columns: int
+    weight_code: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> "PanelWeight":
+        """Cut `weight` into panels; any activation dtype can use them."""
+        native.dtype_code(dtype, "dtype")
+        code = native.dtype_code(weight.dtype, "weight")
+        rows, columns = weight.shape
+        width = native.function("linear_panel_width", "")()
+        count = -(-rows // width)
+        panels = torch.empty(count * width * columns, dtype=weight.dtype)
+        native.function("linear_pack", "pplli")(
+            panels.data_ptr(), weight.contiguous().data_ptr(), rows, columns, code
+        )
+        return cls(panels, None if bias is None else bias.float().contiguous(), rows, columns, code)
+
+    def apply(self, x: Tensor, out: Tensor | None) -> Tensor:
+        """Return ``x @ weight.T + bias``."""
+        if x.dim() != 2 or x.shape[1] != self.columns or x.stride(1) != 1:
+            raise ValueError(f"x: expected [T, {self.columns}] with contiguous rows, got {tuple(x.shape)}")
+        tokens = x.shape[0]
+        if out is None:
+            out = torch.empty((tokens, self.rows), dtype=x.dtype)
+        elif out.shape != (tokens, self.rows) or out.dtype != x.dtype or out.stride(1) != 1:
+            raise ValueError(f"out: expected {x.dtype} [{tokens}, {self.rows}], got {out.dtype} {tuple(out.shape)}")
+        code = native.function("linear", "pppplllllii")(
+            out.data_ptr(),
+            x.data_ptr(),
+            self.panels.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            tokens,
+            self.rows,
+            self.columns,
+            x.stride(0),
+            out.stride(0),
+            native.dtype_code(x.dtype, "x"),
+            self.weight_code,
+        )
+        if code:
+            raise MemoryError("linear: no memory for the scratch of the product")
+        return out

@@ -1,0 +1,1 @@
+"""Causal attention of a mixed prefill and decode batch over a paged KV pool."""

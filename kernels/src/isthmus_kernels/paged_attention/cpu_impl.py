@@ -1,0 +1,89 @@
+"""Paged attention on CPU through the compiled library (cpu/paged_attention.cpp)."""
+
+import torch
+from torch import Tensor
+
+from isthmus_kernels import native
+from isthmus_kernels.paged_attention import torch_impl
+
+# What the compiled tiles hold; other shapes run as PyTorch operations.
+_DIM_STEP = 16
+_MAX_DIM = 256
+_MAX_GROUP = 64
+
+
+def _check_ids(name: str, tensor: Tensor) -> None:
+    if tensor.dtype != torch.int32 or tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: expected int32 with a contiguous last dimension, got {tensor.dtype}")
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    window: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Same contract as `reference.paged_attention`."""
+    tokens, heads, dim = q.shape
+    blocks, _, block_size, kv_heads, _ = kv.shape
+    group = heads // kv_heads
+    if dim % _DIM_STEP or dim > _MAX_DIM or group > _MAX_GROUP:
+        return torch_impl.paged_attention(
+            q,
+            kv,
+            block_tables,
+            query_start_loc,
+            seq_lens,
+            scale=scale,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            window=window,
+            out=out,
+        )
+    _check_ids("block_tables", block_tables)
+    _check_ids("query_start_loc", query_start_loc)
+    _check_ids("seq_lens", seq_lens)
+    if out is None:
+        out = torch.empty((tokens, heads, dim), dtype=q.dtype)
+    elif out.shape != q.shape or out.dtype != q.dtype or out.stride(2) != 1:
+        raise ValueError(f"out: expected {q.dtype} {tuple(q.shape)}, got {out.dtype} {tuple(out.shape)}")
+    code = native.function("paged_attention", "pppppp" + "l" * 16 + "dii")(
+        out.data_ptr(),
+        q.data_ptr(),
+        kv.data_ptr(),
+        block_tables.data_ptr(),
+        query_start_loc.data_ptr(),
+        seq_lens.data_ptr(),
+        block_tables.shape[0],
+        heads,
+        kv_heads,
+        dim,
+        block_size,
+        blocks,
+        block_tables.stride(0),
+        0 if window is None else window,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        kv.stride(0),
+        kv.stride(1),
+        kv.stride(2),
+        kv.stride(3),
+        scale,
+        native.dtype_code(q.dtype, "q"),
+        native.dtype_code(kv.dtype, "kv"),
+    )
+    if code == 1:
+        raise MemoryError("paged_attention: no memory for the scratch of the call")
+    if code:
+        row = code - 2
+        raise IndexError(f"block_tables[{row}]: an id within the context is outside the pool's {blocks} blocks")
+    return out

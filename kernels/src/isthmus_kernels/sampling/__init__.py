@@ -1,0 +1,1 @@
+"""Token choice from logits: greedy, filtered random, log-probabilities."""

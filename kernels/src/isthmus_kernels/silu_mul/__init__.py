@@ -1,0 +1,1 @@
+"""Gated activation silu(gate) * up on a fused gate/up projection."""

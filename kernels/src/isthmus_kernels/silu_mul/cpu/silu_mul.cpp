@@ -1,0 +1,31 @@
+// silu(gate) * up over the two halves of each row.
+#include "common.h"
+
+namespace {
+
+template <class T>
+void run(T *out, const T *x, int64_t rows, int64_t width, int64_t out_stride, int64_t x_stride) {
+#pragma omp parallel for schedule(static) if (rows > 1 && rows * width > PARALLEL_MIN)
+    for (int64_t r = 0; r < rows; r++) {
+        const T *gate = x + r * x_stride, *up = gate + width;
+        T *o = out + r * out_stride;
+        int64_t i = 0;
+        for (; i + VW <= width; i += VW) {
+            const vf g = load(gate + i);
+            store(o + i, g / (vexp(-g) + 1.0f) * load(up + i));
+        }
+        for (; i < width; i++) {
+            const float g = to_float(gate[i]);
+            put(o + i, g / (1.0f + expf(-g)) * to_float(up[i]));
+        }
+    }
+}
+
+}  // namespace
+
+EXPORT(silu_mul)(void *out, const void *x, int64_t rows, int64_t width, int64_t out_stride, int64_t x_stride,
+                 int32_t dtype) {
+    if (dtype == F32) run((float *)out, (const float *)x, rows, width, out_stride, x_stride);
+    else run((bf16 *)out, (const bf16 *)x, rows, width, out_stride, x_stride);
+    return 0;
+}

@@ -1,0 +1,27 @@
+"""Gated SiLU on CPU through the compiled library (cpu/silu_mul.cpp)."""
+
+import torch
+from torch import Tensor
+
+from isthmus_kernels import native
+
+
+def silu_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Same contract as `reference.silu_mul`."""
+    if x.dim() != 2 or x.shape[1] % 2 or x.stride(1) != 1:
+        raise ValueError(f"x: expected [T, 2 I] with contiguous rows, got shape {tuple(x.shape)}")
+    rows, width = x.shape[0], x.shape[1] // 2
+    if out is None:
+        out = torch.empty((rows, width), dtype=x.dtype)
+    elif out.shape != (rows, width) or out.dtype != x.dtype or out.stride(1) != 1:
+        raise ValueError(f"out: expected {x.dtype} [{rows}, {width}], got {out.dtype} {tuple(out.shape)}")
+    native.function("silu_mul", "pplllli")(
+        out.data_ptr(),
+        x.data_ptr(),
+        rows,
+        width,
+        out.stride(0),
+        x.stride(0),
+        native.dtype_code(x.dtype, "x"),
+    )
+    return out

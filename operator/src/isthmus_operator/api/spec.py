@@ -1,0 +1,528 @@
+"""The spec of an InferenceService. The docstring under a field is its description in the CRD.
+
+Only settings that take effect are declared. Settings that decide the KV layout exist once, in `engine`, so that
+prefill and decode cannot be given different ones.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints, WithJsonSchema
+
+from .fields import AbsolutePath, Block, CountOrPercent, Duration, Label, Name, Quantity, Text
+
+_OPEN = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+Count = Annotated[int, Field(ge=0, le=10000)]
+Open = Annotated[dict[str, Any], WithJsonSchema(_OPEN)]
+"""A Kubernetes object passed through unread; the API server checks it when the pods are made."""
+
+
+class Mode(StrEnum):
+    DISAGGREGATED = "Disaggregated"
+    UNIFIED = "Unified"
+
+
+class ScalingMode(StrEnum):
+    STATIC = "Static"
+    EXTERNAL = "External"
+    AUTO = "Auto"
+
+
+class ScalingMetric(StrEnum):
+    QUEUED_REQUESTS = "QueuedRequests"
+    KV_CACHE_USAGE = "KVCacheUsage"
+
+
+class Dtype(StrEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class KvLayout(StrEnum):
+    BLOCK_MAJOR = "BlockMajor"
+    LAYER_MAJOR = "LayerMajor"
+
+
+class TransferMode(StrEnum):
+    DIRECT = "Direct"
+    STORE = "Store"
+
+
+class Transport(StrEnum):
+    AUTO = "Auto"
+    RDMA = "RDMA"
+    NVLINK = "NVLink"
+    TCP = "TCP"
+
+
+class Fallback(StrEnum):
+    DENY = "Deny"
+    ALLOW_TCP = "AllowTCP"
+
+
+class TransferFailure(StrEnum):
+    RECOMPUTE = "Recompute"
+    FAIL = "Fail"
+
+
+class Enforcement(StrEnum):
+    PREFERRED = "Preferred"
+    REQUIRED = "Required"
+
+
+class RouterPolicy(StrEnum):
+    ROUND_ROBIN = "RoundRobin"
+    LEAST_LOAD = "LeastLoad"
+
+
+class PrefillUnavailable(StrEnum):
+    LOCAL = "Local"
+    REJECT = "Reject"
+
+
+class RolloutStrategy(StrEnum):
+    COORDINATED = "Coordinated"
+    RECREATE = "Recreate"
+    INDEPENDENT = "Independent"
+
+
+class RolloutFailure(StrEnum):
+    PAUSE = "Pause"
+    ROLLBACK = "Rollback"
+
+
+class Toggle(StrEnum):
+    AUTO = "Auto"
+    DISABLED = "Disabled"
+
+
+class ServiceType(StrEnum):
+    CLUSTER_IP = "ClusterIP"
+    NODE_PORT = "NodePort"
+    LOAD_BALANCER = "LoadBalancer"
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class PullPolicy(StrEnum):
+    ALWAYS = "Always"
+    IF_NOT_PRESENT = "IfNotPresent"
+    NEVER = "Never"
+
+
+class SecretKey(Block):
+    name: Name
+    """Name of a Secret in the service's namespace. Pods mount it; the operator never reads it."""
+    key: Annotated[str, StringConstraints(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")]
+    """Key inside the Secret."""
+
+
+class SecretName(Block):
+    name: Name
+    """Name of a Secret in the service's namespace. Pods mount it; the operator never reads it."""
+
+
+class HuggingFaceSource(Block):
+    repo: Annotated[str, StringConstraints(max_length=200, pattern=r"^[\w.-]+/[\w.-]+$")]
+    """Hub id, owner/name."""
+    revision: Annotated[str, StringConstraints(max_length=100, pattern=r"^[\w./-]+$")] = "main"
+    """Branch, tag or commit. Give a commit to make restarts reproducible."""
+    token_secret_ref: SecretKey | None = None
+    """Access token for private models."""
+
+
+class PvcSource(Block):
+    claim_name: Name
+    """PersistentVolumeClaim that already holds the model; mounted read-only."""
+    path: Annotated[str, StringConstraints(max_length=512, pattern=r"^[^/\s][^\s]*$")] = "."
+    """Folder of the model inside the volume."""
+
+
+class S3Source(Block):
+    uri: Annotated[str, StringConstraints(max_length=512, pattern=r"^s3://[^/\s]+/[^\s]+$")]
+    """s3://bucket/prefix of the model's folder."""
+    endpoint: Annotated[str, StringConstraints(max_length=256, pattern=r"^https?://[^\s]+$")] | None = None
+    """URL of an S3-compatible server; absent: AWS."""
+    region: Text | None = None
+    """Region of the bucket."""
+    credentials_secret_ref: SecretName | None = None
+    """Secret with the keys accessKeyId and secretAccessKey; absent: the pod's own identity."""
+
+
+class OciSource(Block):
+    image: Text
+    """Image or artifact whose root is the model's folder; mounted read-only by the kubelet as an image volume."""
+    pull_policy: PullPolicy = PullPolicy.IF_NOT_PRESENT
+    """When the kubelet pulls it."""
+
+
+class HostPathSource(Block):
+    path: AbsolutePath
+    """Absolute folder of the model, present on every node that may run a pod of this service."""
+
+
+class ModelSource(Block):
+    hugging_face: HuggingFaceSource | None = None
+    """Downloaded from the Hugging Face hub into the cache before the engine starts."""
+    pvc: PvcSource | None = None
+    """A volume that already holds the model."""
+    s3: S3Source | None = None
+    """Downloaded from object storage into the cache before the engine starts."""
+    oci: OciSource | None = None
+    """An OCI image or artifact, mounted as an image volume (Kubernetes 1.33 or later)."""
+    host_path: HostPathSource | None = None
+    """A folder on the node."""
+
+
+class CachePvc(Block):
+    claim_name: Name
+    """PersistentVolumeClaim the pods write downloads to; ReadWriteMany when pods run on several nodes."""
+
+
+class CacheHostPath(Block):
+    path: AbsolutePath
+    """Absolute folder on the node; created if missing, shared by all pods of the node."""
+
+
+class CacheEmptyDir(Block):
+    size_limit: Quantity | None = None
+    """Most bytes a pod may keep."""
+
+
+class ModelCache(Block):
+    pvc: CachePvc | None = None
+    """A volume shared by the pods: one download for the service."""
+    host_path: CacheHostPath | None = None
+    """A folder of the node: one download per node."""
+    empty_dir: CacheEmptyDir | None = None
+    """Storage of the pod: one download per pod. The default."""
+
+
+class Model(Block):
+    source: ModelSource = Field(default_factory=ModelSource)
+    """Where the weights come from: exactly one kind."""
+    served_names: Annotated[tuple[Text, ...], Field(max_length=16)] = ()
+    """Names clients may ask for. Default: the name of the InferenceService."""
+    cache: ModelCache | None = None
+    """Where downloaded models are kept. Only with huggingFace and s3."""
+
+
+class KvMemory(Block):
+    """Size of a pod's KV pool: the part of the KV settings that does not change the layout."""
+
+    memory: Quantity | None = None
+    """Bytes of the KV pool, for example 2Gi. Absent: gpuMemoryFraction decides."""
+    gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the memory left after loading the weights (device memory, or host memory on a CPU) that the KV pool
+    takes. Absent: the engine's default. Excludes memory."""
+    num_blocks_override: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None
+    """Exact number of KV blocks, whatever the memory allows. For tests and tuning."""
+
+
+class KvCache(KvMemory):
+    block_size: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Tokens in one KV block."""
+    dtype: Dtype = Dtype.AUTO
+    """Number format of the KV pool; auto: the compute format."""
+    prefix_caching: bool = True
+    """Whether finished blocks are kept and shared by prompts with the same beginning."""
+    layout: KvLayout = KvLayout.BLOCK_MAJOR
+    """Order in memory. BlockMajor makes one block one contiguous fragment, which transfers fastest."""
+
+
+class EngineTuning(Block):
+    """Engine settings that do not change the KV layout, so prefill and decode may differ in them."""
+
+    threads: Annotated[int, Field(ge=0, le=4096)] | None = None
+    """CPU threads of the executor; 0 or absent: all CPUs the container may use."""
+    max_batched_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
+    """Most tokens in one step, prefill and decode together. Absent: the engine's default."""
+    max_num_seqs: Annotated[int, Field(ge=1, le=65536)] | None = None
+    """Most requests that run at once. Absent: the engine's default."""
+    max_waiting: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    """Most requests that wait; more are answered with 429. Absent: the engine's default."""
+    queue_timeout: Duration | None = None
+    """How long a request may wait before it is answered with 504. Absent: the engine's default."""
+    no_progress_timeout: Duration | None = None
+    """The engine counts as hung when there is work and no step ends for this long. Absent: the engine's default."""
+
+
+class RoleEngine(EngineTuning):
+    kv_cache: KvMemory | None = None
+    """Size of this role's KV pool, in place of the shared one."""
+
+
+class Engine(EngineTuning):
+    image: Text | None = None
+    """Image of the engine. Absent: the operator's default, fixed when a revision is first made."""
+    image_pull_policy: PullPolicy | None = None
+    """Absent: Kubernetes' own default."""
+    image_pull_secrets: Annotated[tuple[SecretName, ...], Field(max_length=8)] = ()
+    """Secrets for pulling images, for all pods of the service."""
+    dtype: Dtype = Dtype.AUTO
+    """Compute format; auto: the fastest the hardware computes well."""
+    max_model_len: Annotated[int, Field(ge=1, le=2**24)] | None = None
+    """Most tokens of prompt and answer together. Absent: the model's limit, or what the KV pool holds if less."""
+    kv_cache: KvCache = Field(default_factory=KvCache)
+    """The KV pool."""
+    extra_args: Annotated[
+        dict[Annotated[str, StringConstraints(max_length=63, pattern=r"^[a-z][a-z0-9-]*$")], Text],
+        Field(max_length=32),
+    ] = Field(default_factory=dict)
+    """Further engine flags without their dashes. Flags that have a field cannot be given here; one that the engine
+    does not know makes it refuse to start."""
+
+
+class ScalingTarget(Block):
+    metric: ScalingMetric
+    """What is held at the target, averaged over the pods of the role."""
+    value: Quantity
+    """QueuedRequests: waiting requests per pod. KVCacheUsage: used share of the KV pool, for example 800m for 80%."""
+
+
+class Scaling(Block):
+    mode: ScalingMode = ScalingMode.STATIC
+    """Who owns the number of pods. Static: this resource. External: an autoscaler or a person, through the scale of
+    the role. Auto: this resource, between min and max."""
+    replicas: Count | None = None
+    """Number of pods. Only with Static. Absent: 1."""
+    min: Annotated[int, Field(ge=1, le=10000)] | None = None
+    """Fewest pods. Only with Auto."""
+    max: Annotated[int, Field(ge=1, le=10000)] | None = None
+    """Most pods. Only with Auto."""
+    target: ScalingTarget | None = None
+    """What to scale for. Only with Auto."""
+
+
+class Resources(Block):
+    requests: Annotated[dict[Label, Quantity], Field(max_length=16)] = Field(default_factory=dict)
+    """What the scheduler reserves. Absent for a resource that has a limit: the limit."""
+    limits: Annotated[dict[Label, Quantity], Field(max_length=16)] = Field(default_factory=dict)
+    """What the container may use, for example nvidia.com/gpu: 1."""
+
+
+class Placement(Block):
+    node_selector: Annotated[dict[Label, Annotated[str, StringConstraints(max_length=63)]], Field(max_length=32)] = (
+        Field(default_factory=dict)
+    )
+    """Labels a node must have."""
+    tolerations: Annotated[tuple[Open, ...], Field(max_length=32)] = ()
+    """Taints to accept, as in a pod."""
+    affinity: Open = Field(default_factory=dict)
+    """Affinity, as in a pod. Joined with what transfer.locality asks for."""
+    topology_spread: Toggle = Toggle.AUTO
+    """Auto: pods of the role are spread over nodes when that is possible."""
+    priority_class_name: Name | None = None
+    """Priority class of the pods."""
+    runtime_class_name: Name | None = None
+    """Runtime class of the pods."""
+
+
+class PodSettings(Block):
+    resources: Resources = Field(default_factory=Resources)
+    """Resources of the main container."""
+    placement: Placement = Field(default_factory=Placement)
+    """Where the pods may run."""
+    pod_patch: Open = Field(default_factory=dict)
+    """Strategic merge patch on the pod template (metadata and spec), applied last. The main container is `engine`,
+    or `router`."""
+
+
+class Role(PodSettings):
+    scaling: Scaling = Field(default_factory=Scaling)
+    """How many pods."""
+    engine: RoleEngine = Field(default_factory=RoleEngine)
+    """Settings of this role in place of the shared ones. Only settings that leave the KV layout alone."""
+
+
+class Roles(Block):
+    prefill: Role | None = None
+    """Pods that compute prompts. Required by mode Disaggregated."""
+    decode: Role | None = None
+    """Pods that generate. Required by mode Disaggregated. Fields as in prefill."""
+    worker: Role | None = None
+    """Pods that do both. Required by mode Unified. Fields as in prefill."""
+
+
+class Rdma(Block):
+    resource_name: Label = "rdma/ib"
+    """Extended resource of the RDMA device plugin, added to the engines' limits."""
+    resource_count: Annotated[int, Field(ge=1, le=64)] = 1
+    """How many devices each engine pod gets."""
+    host_network: bool = False
+    """Run engines in the node's network. Their ports then are the node's, and NetworkPolicies do not apply to them."""
+
+
+class Locality(Block):
+    topology_key: Label = "topology.kubernetes.io/zone"
+    """Node label whose value prefill and decode pods should share."""
+    enforcement: Enforcement = Enforcement.PREFERRED
+    """Required: pods that cannot be placed together stay pending."""
+
+
+class Transfer(Block):
+    mode: TransferMode = TransferMode.DIRECT
+    """Direct: prefill writes into decode's memory. Store: KV goes through the Mooncake pool of spec.store."""
+    transport: Transport = Transport.AUTO
+    """What moves the bytes. Auto probes and reports. An explicit one is never replaced."""
+    fallback: Fallback = Fallback.DENY
+    """Whether Auto may settle for TCP when a faster transport was expected."""
+    timeout: Duration = Duration("30s")
+    """How long the KV of one prompt may take."""
+    on_failure: TransferFailure = TransferFailure.RECOMPUTE
+    """Recompute: decode computes the prompt itself. Fail: the request is answered with 502."""
+    verify_checksums: bool = False
+    """Checksum every prompt's KV on both sides. Costs one pass over the bytes."""
+    rdma: Rdma | None = None
+    """RDMA devices for the engine pods. Assumed with its defaults by transport RDMA."""
+    locality: Locality | None = None
+    """Keep prefill and decode near each other."""
+
+
+class ManagedMaster(Block):
+    resources: Resources = Field(default_factory=Resources)
+    """Resources of the master."""
+
+
+class ExternalMaster(Block):
+    address: Annotated[str, StringConstraints(max_length=259, pattern=r"^[^\s:/]+:[0-9]{1,5}$")]
+    """host:port of a running mooncake_master."""
+
+
+class StoreMaster(Block):
+    managed: ManagedMaster | None = None
+    """A master run by this service. The default."""
+    external: ExternalMaster | None = None
+    """A master run by somebody else."""
+
+
+class Store(Block):
+    segment_size: Quantity = Quantity("1Gi")
+    """Host memory each engine pod lends to the pool. Must fit in the pod's memory limit."""
+    replicas: Annotated[int, Field(ge=1, le=16)] = 1
+    """Copies of each KV object, on different engine pods."""
+    master: StoreMaster = Field(default_factory=StoreMaster)
+    """The pool's master: managed or external."""
+
+
+class RouterAuth(Block):
+    api_key_secret_ref: SecretKey
+    """Key that clients must send as a bearer token."""
+
+
+class ExposeService(Block):
+    type: ServiceType = ServiceType.CLUSTER_IP
+    """Type of the Service in front of the router."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 80
+    """Port of that Service."""
+
+
+class ParentRef(Block):
+    name: Name
+    """Name of a Gateway."""
+    namespace: Name | None = None
+    """Namespace of the Gateway. Absent: the service's own."""
+    section_name: Name | None = None
+    """Listener of the Gateway."""
+
+
+class HttpRoute(Block):
+    parent_refs: Annotated[tuple[ParentRef, ...], Field(min_length=1, max_length=8)]
+    """Gateways that carry the route."""
+    hostnames: Annotated[tuple[Text, ...], Field(max_length=16)] = ()
+    """Host names of the route. Absent: all of the Gateway."""
+
+
+class Expose(Block):
+    service: ExposeService = Field(default_factory=ExposeService)
+    """The Service clients use."""
+    http_route: HttpRoute | None = None
+    """An HTTPRoute (Gateway API) to the router. Skipped with an Event while that API is not installed."""
+
+
+class Router(PodSettings):
+    replicas: Count = 1
+    """Number of routers. They share nothing."""
+    image: Text | None = None
+    """Image of the router. Absent: the operator's default, fixed when a revision is first made."""
+    policy: RouterPolicy = RouterPolicy.LEAST_LOAD
+    """How pods are chosen."""
+    disaggregate_above: Annotated[int, Field(ge=0, le=2**24)] = 0
+    """Prompts of at most this many tokens are computed on the decode pod itself."""
+    on_prefill_unavailable: PrefillUnavailable = PrefillUnavailable.LOCAL
+    """Local: decode computes prompts while no prefill pod can. Reject: 503 with Retry-After."""
+    max_queue: Annotated[int, Field(ge=1, le=2**31 - 1)] = 1024
+    """Most requests in flight per router; more are answered with 429."""
+    request_timeout: Duration = Duration("10m")
+    """Longest a request may take from arrival to its last token."""
+    auth: RouterAuth | None = None
+    """Absent: no key is asked for."""
+    expose: Expose = Field(default_factory=Expose)
+    """How clients reach the router."""
+
+
+class Rollout(Block):
+    strategy: RolloutStrategy = RolloutStrategy.COORDINATED
+    """Coordinated: prefill and decode change in step, so that pairs of one KV layout exist at any time.
+    Recreate: all old pods stop first. Independent: each role by itself."""
+    max_unavailable: CountOrPercent = CountOrPercent("25%")
+    """Pods of a role that may be missing during a rollout (a percentage is rounded up)."""
+    max_surge: CountOrPercent = CountOrPercent("0")
+    """Pods of a role that may exist beyond the desired number. 0 works when all GPUs are in use."""
+    drain_timeout: Duration = Duration("120s")
+    """How long a stopping pod may finish its work, which for prefill means until its KV has been fetched."""
+    progress_deadline: Duration = Duration("30m")
+    """A rollout without progress for this long has failed."""
+    on_failure: RolloutFailure = RolloutFailure.PAUSE
+    """What a failed rollout does."""
+    paused: bool = False
+    """Stop at the next safe point and change nothing until this is false."""
+
+
+class Availability(Block):
+    pdb: Toggle = Toggle.AUTO
+    """Auto: a PodDisruptionBudget per role lets one pod go at a time."""
+    startup_timeout: Duration = Duration("30m")
+    """How long a pod may take to load its model before it is restarted."""
+
+
+class Observability(Block):
+    log_level: LogLevel = LogLevel.INFO
+    """Detail of the logs of engines and router."""
+    pod_monitor: Toggle = Toggle.AUTO
+    """Auto: a PodMonitor (Prometheus Operator) for all pods. Skipped with an Event while that API is not installed."""
+    scrape_namespaces: Annotated[tuple[Name, ...], Field(max_length=16)] = ()
+    """Namespaces whose pods may reach the engines' HTTP port through the NetworkPolicy, for scraping metrics."""
+
+
+class Spec(Block):
+    mode: Mode = Mode.DISAGGREGATED
+    """Disaggregated: separate prefill and decode pods. Unified: worker pods do both."""
+    model: Model = Field(default_factory=Model)
+    """What is served."""
+    engine: Engine = Field(default_factory=Engine)
+    """Settings shared by all engine pods."""
+    roles: Roles = Field(default_factory=Roles)
+    """The engine pods: prefill and decode, or worker, as the mode says."""
+    transfer: Transfer = Field(default_factory=Transfer)
+    """How KV travels from prefill to decode. Only with mode Disaggregated."""
+    store: Store | None = None
+    """A Mooncake storage pool. Required by transfer mode Store; with Direct it is a shared prefix cache."""
+    router: Router = Field(default_factory=Router)
+    """The entry point for clients."""
+    rollout: Rollout = Field(default_factory=Rollout)
+    """How changes reach the pods."""
+    availability: Availability = Field(default_factory=Availability)
+    """Disruptions and slow starts."""
+    observability: Observability = Field(default_factory=Observability)
+    """Logs and metrics."""
+    network_policy: Toggle = Toggle.AUTO
+    """Auto: only the service's own pods reach the engines and the store; clients reach the router."""

@@ -1,0 +1,136 @@
+"""The status of an InferenceService, written only by the operator, through the status subresource."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import Field, StringConstraints, WithJsonSchema
+
+from .fields import Block
+from .spec import TransferMode, Transport
+
+Time = Annotated[str, StringConstraints(max_length=64), WithJsonSchema({"type": "string", "format": "date-time"})]
+
+
+class ConditionStatus(StrEnum):
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+class ConditionType(StrEnum):
+    """Types the operator writes. All are positive: True is good."""
+
+    READY = "Ready"
+    AVAILABLE = "Available"
+    PROGRESSING = "Progressing"
+    MODEL_READY = "ModelReady"
+    PREFILL_READY = "PrefillReady"
+    DECODE_READY = "DecodeReady"
+    WORKER_READY = "WorkerReady"
+    ROUTER_READY = "RouterReady"
+    STORE_READY = "StoreReady"
+    TRANSFER_READY = "TransferReady"
+    COMPATIBLE = "Compatible"
+
+
+class Condition(Block):
+    """metav1.Condition."""
+
+    type: Annotated[str, StringConstraints(max_length=316)]
+    """Ready, Available, Progressing, ModelReady, PrefillReady, DecodeReady, WorkerReady, RouterReady, StoreReady,
+    TransferReady or Compatible."""
+    status: ConditionStatus
+    """True, False or Unknown."""
+    reason: Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
+    """One CamelCase word for programs."""
+    message: Annotated[str, StringConstraints(max_length=32768)]
+    """What happened, naming the object to look at."""
+    last_transition_time: Time
+    """When status last changed."""
+    observed_generation: Annotated[int, Field(ge=0)] | None = None
+    """Generation of the spec this is about."""
+
+
+class RoleStatus(Block):
+    desired: int = 0
+    """Pods wanted."""
+    ready: int = 0
+    """Pods that are ready."""
+    updated: int = 0
+    """Pods of the newest revision."""
+    routable: int = 0
+    """Pods the router may choose now."""
+    summary: str = ""
+    """ready/desired, for kubectl get."""
+
+
+class RolesStatus(Block):
+    prefill: RoleStatus | None = None
+    """Prefill pods."""
+    decode: RoleStatus | None = None
+    """Decode pods."""
+    worker: RoleStatus | None = None
+    """Unified pods."""
+    router: RoleStatus | None = None
+    """Routers."""
+    store: RoleStatus | None = None
+    """The managed Mooncake master."""
+
+
+class TransferStatus(Block):
+    mode: TransferMode | None = None
+    """Mode in use."""
+    effective: Transport | None = None
+    """Transport that really moved the bytes of the last probe."""
+    probed_gbps: Annotated[str, Field(alias="probedGBps")] = ""
+    """Speed of the last probe in GB/s."""
+    last_probe: Time | None = None
+    """When it was probed."""
+
+
+class KvCacheStatus(Block):
+    physical_blocks: int = 0
+    """KV blocks in the smallest pool of a role."""
+    usable_blocks: int = 0
+    """Blocks requests may use."""
+    bytes_per_block: int = 0
+    """Bytes of one block on one pod."""
+    max_model_len: int = 0
+    """Tokens one request may have, after fitting the pool."""
+
+
+class Revision(Block):
+    current: str = ""
+    """Revision that serves."""
+    updated: str = ""
+    """Revision of the present spec."""
+
+
+class Pinned(Block):
+    engine_image: str = ""
+    """Image the engines of this revision run."""
+    router_image: str = ""
+    """Image the routers of this revision run."""
+
+
+class Status(Block):
+    observed_generation: int | None = None
+    """Generation of the spec that this status describes."""
+    url: str = ""
+    """Base URL for OpenAI clients inside the cluster."""
+    revision: Revision | None = None
+    """Hash of the spec in canonical form."""
+    fingerprint: str = ""
+    """KV layout and engine KV ABI, as the engines report it. Only equal ones are paired."""
+    roles: RolesStatus | None = None
+    """Pods by role."""
+    transfer: TransferStatus | None = None
+    """KV transfer as measured."""
+    kv_cache: KvCacheStatus | None = None
+    """KV pool as the engines report it."""
+    pinned: Pinned | None = None
+    """What the operator's defaults were when this revision was made."""
+    conditions: tuple[Condition, ...] = ()
+    """State in detail; Ready sums it up."""

@@ -1,0 +1,127 @@
+"""InferenceService, serving.isthmus.dev/v1alpha1: the parsed resource, and `parse`, the only way to make one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..errors import InvalidSpec, Problem
+from . import rules
+from .problems import Location, from_pydantic, nearest, path_of, show, without
+from .spec import Spec
+
+GROUP = "serving.isthmus.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "InferenceService"
+PLURAL = "inferenceservices"
+
+MAX_NAME = 40
+NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+RESERVED_SUFFIXES = ("-prefill", "-decode", "-worker", "-router", "-store")
+"""A service with such a name would share its Service object with a child of another service."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceService:
+    """One validated resource. `uid` and `generation` are empty for a file that was never applied."""
+
+    name: str
+    namespace: str
+    spec: Spec
+    uid: str = ""
+    generation: int = 0
+
+    @property
+    def served_names(self) -> tuple[str, ...]:
+        """Names clients may ask for."""
+        return self.spec.model.served_names or (self.name,)
+
+
+def parse(manifest: Mapping[str, Any], *, namespace: str = "default") -> InferenceService:
+    """A manifest as a validated resource; `namespace` is for manifests that name none.
+
+    Raises InvalidSpec with every problem found: unknown fields, wrong values and broken rules together.
+    """
+    metadata = manifest.get("metadata")
+    metadata = metadata if isinstance(metadata, Mapping) else {}
+    name = metadata.get("name")
+    found = _envelope(manifest) + _metadata(metadata)
+    raw_spec = manifest.get("spec", {})
+    spec, problems = _spec({} if raw_spec is None else raw_spec)
+    found += problems
+    if found or spec is None:
+        raise InvalidSpec(str(name or ""), sorted(found, key=lambda problem: problem.path))
+    return InferenceService(
+        name=str(name),
+        namespace=str(metadata.get("namespace") or namespace),
+        spec=spec,
+        uid=str(metadata.get("uid") or ""),
+        generation=int(metadata.get("generation") or 0),
+    )
+
+
+def _spec(raw: object) -> tuple[Spec | None, list[Problem]]:
+    if not isinstance(raw, Mapping):
+        return None, [Problem("spec", f"{show(raw)} has the wrong type", "a mapping of fields", "give a mapping")]
+    text = json.dumps(raw, default=str)
+    found: list[tuple[Location, Problem]] = []
+    removed: list[Location] = []
+    # What is wrong is taken out and the rest parsed again, so that the rules between fields are checked too.
+    # A round removes at least one value, or a holder of a missing one; the bound only guards against a bug.
+    for _ in range(8):
+        try:
+            spec = Spec.model_validate_json(text)
+            break
+        except ValidationError as error:
+            batch = from_pydantic(Spec, error.errors(include_url=False))
+            missing = {e["loc"] for e in error.errors(include_url=False) if e["type"] == "missing"}
+            found += [item for item in batch if not any(_below(item[0], gone) for gone in removed)]
+            removed += [where[:-1] if where in missing else where for where, _ in batch]
+            text = json.dumps(without(json.loads(text), removed))
+    else:
+        return None, [problem for _, problem in found]
+    wrong = tuple(path_of(where, "").lstrip(".").split("[")[0] for where in removed)
+    return spec, [problem for _, problem in found] + rules.check(spec, wrong)
+
+
+def _below(location: Location, holder: Location) -> bool:
+    return location[: len(holder)] == holder
+
+
+def _envelope(manifest: Mapping[str, Any]) -> list[Problem]:
+    found = []
+    for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
+        if manifest.get(field) != wanted:
+            value = f"{show(manifest[field])} is not known" if field in manifest else "is missing"
+            found.append(Problem(field, value, wanted, f"set {field}: {wanted}"))
+    known = ["apiVersion", "kind", "metadata", "spec", "status"]
+    for field in manifest:
+        if field not in known:
+            near = nearest(str(field), known)
+            found.append(Problem(str(field), "is not a field", ", ".join(known), f"did you mean {near}?" if near else "remove it"))
+    return found
+
+
+def _metadata(metadata: Mapping[str, Any]) -> list[Problem]:
+    name = metadata.get("name")
+    path = "metadata.name"
+    if not isinstance(name, str) or not name:
+        return [Problem(path, "is missing" if name is None else f"{show(name)} is not a name", "a text", f"set {path}")]
+    found = []
+    if len(name) > MAX_NAME:
+        found.append(
+            Problem(path, f"{show(name)} has {len(name)} characters", f"{MAX_NAME} or fewer, as children add to it", "shorten it")
+        )
+    if not re.match(NAME_PATTERN, name):
+        form = "lower-case letters, digits and '-', beginning with a letter and not ending with '-'"
+        found.append(Problem(path, f"{show(name)} has the wrong form", form, "rename it"))
+    if name.endswith(RESERVED_SUFFIXES):
+        allowed = f"a name that does not end with {', '.join(RESERVED_SUFFIXES)}"
+        found.append(Problem(path, f"{show(name)} is how children are named", allowed, "rename it"))
+    return found

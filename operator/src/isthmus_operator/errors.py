@@ -1,0 +1,53 @@
+"""The error tree of the operator.
+
+    UserError (ValueError)      something the user wrote or asked for; the command line exits with 2
+    ├── BadFile                 a file that cannot be read as one InferenceService
+    └── InvalidSpec             a resource that breaks rules; carries every problem
+    LaunchError (RuntimeError)  `isthmus up` could not start or keep a process; exits with 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class UserError(ValueError):
+    """What a user wrote is wrong; the message names the place, the value, what is allowed and the fix."""
+
+
+class BadFile(UserError):
+    """A file that is missing, is not YAML, or does not hold what the command needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One broken rule.
+
+    path:    field path as in the manifest, for example `spec.roles.decode.scaling.replicas`
+    message: the value found and what is wrong with it
+    allowed: what would be accepted
+    fix:     what to write or remove
+    """
+
+    path: str
+    message: str
+    allowed: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.message}; allowed: {self.allowed}; fix: {self.fix}"
+
+
+class InvalidSpec(UserError):
+    """All problems of one resource, in the order of their paths."""
+
+    def __init__(self, name: str, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = f"{len(self.problems)} problem" + ("s" if len(self.problems) != 1 else "")
+        lines = "".join(f"\n  {problem}" for problem in self.problems)
+        super().__init__(f"InferenceService {name or '(no name)'}: {count}{lines}")
+
+
+class LaunchError(RuntimeError):
+    """A local process could not be started or kept; the message holds the one cause and a hint."""

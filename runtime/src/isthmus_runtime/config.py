@@ -1,0 +1,392 @@
+"""Frozen configuration, one record per component, parsed once from the command line.
+
+The only module of this distribution that may read the environment (pod identity). Parsing has no side effects;
+every problem is reported at once, each naming the flag, the value and the fix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from .errors import ConfigError
+
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_QUANTITY = re.compile(r"^(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?$")
+_DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)?$")
+_SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_quantity(text: str) -> int:
+    """Kubernetes quantity (`512Mi`, `1G`, `1024`) to bytes. ValueError names the accepted suffixes."""
+    match = _QUANTITY.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write a number with one of k M G T Ki Mi Gi Ti, for example 512Mi")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def parse_duration(text: str) -> float:
+    """`30s`, `5m`, `250ms`, `1h` or plain seconds, to seconds."""
+    match = _DURATION.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a duration; write a number with one of ms s m h, for example 30s")
+    return float(match[1]) * _SECONDS[match[2] or ""]
+
+
+class Role(StrEnum):
+    """What a process does."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    UNIFIED = "unified"
+    ROUTER = "router"
+
+
+class OnFailure(StrEnum):
+    """What decode does when KV does not arrive."""
+
+    RECOMPUTE = "recompute"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """HTTP side of any role."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    drain_timeout_s: float = 120.0
+    """After SIGTERM: finish what runs for at most this long, then abort the rest."""
+    no_progress_timeout_s: float = 30.0
+    """/health turns 503 when there is work and no step finished for this long."""
+    log_level: str = "info"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which weights, under which names."""
+
+    path: str
+    served_names: tuple[str, ...] = ()
+    """Names clients may use; default: the last path component."""
+    dtype: str = "auto"
+    """auto | float32 | bfloat16; auto picks what this CPU computes fast."""
+    threads: int = 0
+    """CPU threads for the executor; 0: what the scheduler affinity or cgroup gives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvConfig:
+    """The KV pool."""
+
+    block_size: int = 16
+    dtype: str = "auto"
+    """auto: same as compute."""
+    memory_bytes: int | None = None
+    """Pool size; None: `memory_fraction` of what is free after the weights are loaded."""
+    memory_fraction: float = 0.5
+    num_blocks_override: int | None = None
+    prefix_caching: bool = True
+    layout: str = "block-major"
+    """block-major | layer-major"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """One token budget for prefill and decode alike."""
+
+    max_model_len: int | None = None
+    """None: the model's own limit, shrunk to what the pool holds (auto-fit)."""
+    max_batched_tokens: int = 2048
+    max_num_seqs: int = 128
+    max_waiting: int = 1024
+    """More waiting requests than this are refused with 429."""
+    queue_timeout_s: float = 300.0
+    """A request that waited this long without running ends with 504."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """Mooncake storage pool."""
+
+    master: str = ""
+    """host:port of mooncake_master."""
+    segment_bytes: int = 1 << 30
+    """Host memory this process lends to the pool."""
+    replicas: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferConfig:
+    """How KV travels."""
+
+    mode: str = "none"
+    """none | direct | store | memory (tests)"""
+    transport: str = "auto"
+    """auto | rdma | nvlink | tcp. An explicit one is never replaced in silence."""
+    fallback: str = "deny"
+    """deny | allow-tcp: whether auto may settle on TCP when a faster class was expected."""
+    timeout_s: float = 30.0
+    on_failure: OnFailure = OnFailure.RECOMPUTE
+    host: str = ""
+    """Address peers reach this process at; default: the server's host, or POD_IP."""
+    verify_crc: bool = False
+    store: StoreConfig = field(default_factory=StoreConfig)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine process needs, each part handed to its own component."""
+
+    role: Role
+    server: ServerConfig
+    model: ModelConfig
+    kv: KvConfig
+    scheduler: SchedulerConfig
+    transfer: TransferConfig
+    executor: str = "torch"
+    """torch | fake (no weights, no torch: protocol tests and load tests)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """The router. Engine addresses are host:port, where a host may resolve to many pods."""
+
+    server: ServerConfig
+    model: ModelConfig
+    prefill: tuple[str, ...] = ()
+    decode: tuple[str, ...] = ()
+    worker: tuple[str, ...] = ()
+    policy: str = "least-load"
+    """round-robin | least-load"""
+    disaggregate_above: int = 0
+    """Prompts of at most this many tokens are computed on decode itself."""
+    on_prefill_unavailable: str = "local"
+    """local | reject"""
+    max_queue: int = 1024
+    """Most requests in flight; more are refused with 429."""
+    request_timeout_s: float = 600.0
+    discovery_interval_s: float = 1.0
+    api_key_file: str = ""
+    """Path of a mounted file holding the key clients must send; empty: no key."""
+
+
+def pod_ip(environ: Mapping[str, str] | None = None) -> str:
+    """The pod's own address, from the downward API; empty outside Kubernetes."""
+    return (os.environ if environ is None else environ).get("POD_IP", "")
+
+
+def _addresses(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def build_serve_parser() -> argparse.ArgumentParser:
+    """Flags of `isthmus-runtime serve`. tests/contract freezes this list."""
+    p = argparse.ArgumentParser(prog="isthmus-runtime serve", description="Run one role of an Isthmus service.")
+    p.add_argument("--role", required=True, choices=[r.value for r in Role])
+    p.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    p.add_argument("--port", default="8000", help="port to listen on")
+    p.add_argument("--drain-timeout", default="120s", help="after SIGTERM, how long running requests may take")
+    p.add_argument("--no-progress-timeout", default="30s", help="/health fails after this long with work and no step")
+    p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    p.add_argument("--model", required=True, help="directory with config.json, safetensors and tokenizer.json")
+    p.add_argument("--served-model-name", action="append", default=[], help="repeatable; default: directory name")
+    engine = p.add_argument_group("engine (prefill, decode, unified)")
+    engine.add_argument("--executor", default="torch", choices=["torch", "fake"])
+    engine.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    engine.add_argument("--threads", default="0", help="CPU threads; 0: all this process may use")
+    engine.add_argument("--max-model-len", default="auto", help="tokens, or auto")
+    engine.add_argument("--max-batched-tokens", default="2048")
+    engine.add_argument("--max-num-seqs", default="128")
+    engine.add_argument("--max-waiting", default="1024")
+    engine.add_argument("--queue-timeout", default="300s")
+    engine.add_argument("--block-size", default="16")
+    engine.add_argument("--kv-dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    engine.add_argument("--kv-memory", default="", help="pool size, for example 2Gi; default: a fraction of free memory")
+    engine.add_argument("--kv-memory-fraction", default="0.5")
+    engine.add_argument("--num-blocks-override", default="")
+    engine.add_argument("--no-prefix-caching", action="store_true")
+    engine.add_argument("--kv-layout", default="block-major", choices=["block-major", "layer-major"])
+    transfer = p.add_argument_group("transfer")
+    transfer.add_argument("--transfer-mode", default="none", choices=["none", "direct", "store", "memory"])
+    transfer.add_argument("--transfer-transport", default="auto", choices=["auto", "rdma", "nvlink", "tcp"])
+    transfer.add_argument("--transfer-fallback", default="deny", choices=["deny", "allow-tcp"])
+    transfer.add_argument("--transfer-timeout", default="30s")
+    transfer.add_argument("--transfer-on-failure", default="recompute", choices=[f.value for f in OnFailure])
+    transfer.add_argument("--transfer-host", default="", help="address peers reach this process at")
+    transfer.add_argument("--transfer-crc", action="store_true", help="checksum every prompt's KV")
+    transfer.add_argument("--store-master", default="", help="host:port of mooncake_master")
+    transfer.add_argument("--store-segment-size", default="1Gi")
+    transfer.add_argument("--store-replicas", default="1")
+    router = p.add_argument_group("router")
+    router.add_argument("--prefill", default="", help="comma-separated host:port; a host may resolve to many pods")
+    router.add_argument("--decode", default="")
+    router.add_argument("--worker", default="", help="unified engines")
+    router.add_argument("--policy", default="least-load", choices=["round-robin", "least-load"])
+    router.add_argument("--disaggregate-above", default="0", help="shorter prompts are computed on decode")
+    router.add_argument("--on-prefill-unavailable", default="local", choices=["local", "reject"])
+    router.add_argument("--max-queue", default="1024")
+    router.add_argument("--request-timeout", default="600s")
+    router.add_argument("--discovery-interval", default="1s")
+    router.add_argument("--api-key-file", default="")
+    return p
+
+
+class _Reader:
+    """Converts flag texts, collecting every problem instead of stopping at the first."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self.problems: list[str] = []
+
+    def text(self, name: str) -> str:
+        return str(getattr(self._args, name))
+
+    def _flag(self, name: str) -> str:
+        return "--" + name.replace("_", "-")
+
+    def integer(self, name: str, low: int, high: int = 2**63) -> int:
+        text = self.text(name)
+        try:
+            value = int(text)
+        except ValueError:
+            self.problems.append(f"{self._flag(name)} {text!r} is not a whole number; allowed: {low} or more")
+            return low
+        if not low <= value <= high:
+            limit = f"{low} or more" if high == 2**63 else f"{low} to {high}"
+            self.problems.append(f"{self._flag(name)} {value} is out of range; allowed: {limit}")
+        return value
+
+    def fraction(self, name: str) -> float:
+        text = self.text(name)
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 < value <= 1:
+            self.problems.append(f"{self._flag(name)} {text!r} is not a fraction; allowed: above 0 up to 1")
+            return 0.5
+        return value
+
+    def duration(self, name: str) -> float:
+        try:
+            value = parse_duration(self.text(name))
+        except ValueError as e:
+            self.problems.append(f"{self._flag(name)}: {e}")
+            return 1.0
+        if value <= 0:
+            self.problems.append(f"{self._flag(name)} {self.text(name)!r} must be above 0")
+        return value
+
+    def size(self, name: str) -> int:
+        try:
+            return parse_quantity(self.text(name))
+        except ValueError as e:
+            self.problems.append(f"{self._flag(name)}: {e}")
+            return 1
+
+
+def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
+    """Command line of `serve` to a config. ConfigError carries all problems at once."""
+    args = build_serve_parser().parse_args(argv)
+    read = _Reader(args)
+    role = Role(args.role)
+    server = ServerConfig(
+        host=args.host,
+        port=read.integer("port", 0, 65535),
+        drain_timeout_s=read.duration("drain_timeout"),
+        no_progress_timeout_s=read.duration("no_progress_timeout"),
+        log_level=args.log_level,
+    )
+    path = args.model.rstrip("/") or args.model
+    model = ModelConfig(
+        path=path,
+        served_names=tuple(args.served_model_name) or (os.path.basename(path),),
+        dtype=args.dtype,
+        threads=read.integer("threads", 0, 4096),
+    )
+    config: EngineConfig | RouterConfig
+    config = _router(args, read, server, model) if role is Role.ROUTER else _engine(args, read, role, server, model)
+    if read.problems:
+        raise ConfigError(read.problems)
+    return config
+
+
+def _router(args: argparse.Namespace, read: _Reader, server: ServerConfig, model: ModelConfig) -> RouterConfig:
+    config = RouterConfig(
+        server=server,
+        model=model,
+        prefill=_addresses(args.prefill),
+        decode=_addresses(args.decode),
+        worker=_addresses(args.worker),
+        policy=args.policy,
+        disaggregate_above=read.integer("disaggregate_above", 0),
+        on_prefill_unavailable=args.on_prefill_unavailable,
+        max_queue=read.integer("max_queue", 1),
+        request_timeout_s=read.duration("request_timeout"),
+        discovery_interval_s=read.duration("discovery_interval"),
+        api_key_file=args.api_key_file,
+    )
+    if not config.worker and not config.decode:
+        read.problems.append("--role router needs --worker, or --decode with --prefill: there is nobody to serve")
+    if config.worker and (config.decode or config.prefill):
+        read.problems.append("--worker (unified) and --prefill/--decode exclude each other; give one of the two")
+    if config.prefill and not config.decode:
+        read.problems.append("--prefill needs --decode: nobody would generate")
+    for flag in ("prefill", "decode", "worker"):
+        for address in getattr(config, flag):
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdigit():
+                read.problems.append(f"--{flag} {address!r} is not host:port")
+    return config
+
+
+def _engine(
+    args: argparse.Namespace, read: _Reader, role: Role, server: ServerConfig, model: ModelConfig
+) -> EngineConfig:
+    transfer = TransferConfig(
+        mode=args.transfer_mode,
+        transport=args.transfer_transport,
+        fallback=args.transfer_fallback,
+        timeout_s=read.duration("transfer_timeout"),
+        on_failure=OnFailure(args.transfer_on_failure),
+        host=args.transfer_host or pod_ip() or server.host,
+        verify_crc=args.transfer_crc,
+        store=StoreConfig(
+            master=args.store_master,
+            segment_bytes=read.size("store_segment_size"),
+            replicas=read.integer("store_replicas", 1),
+        ),
+    )
+    if transfer.mode == "store" and not transfer.store.master:
+        read.problems.append("--transfer-mode store needs --store-master host:port of a mooncake_master")
+    if role is not Role.UNIFIED and transfer.mode == "none":
+        read.problems.append(f"--role {role.value} needs --transfer-mode direct or store")
+    override = read.integer("num_blocks_override", 1) if args.num_blocks_override else None
+    return EngineConfig(
+        role=role,
+        server=server,
+        model=model,
+        kv=KvConfig(
+            block_size=read.integer("block_size", 1, 1024),
+            dtype=args.kv_dtype,
+            memory_bytes=read.size("kv_memory") if args.kv_memory else None,
+            memory_fraction=read.fraction("kv_memory_fraction"),
+            num_blocks_override=override,
+            prefix_caching=not args.no_prefix_caching,
+            layout=args.kv_layout,
+        ),
+        scheduler=SchedulerConfig(
+            max_model_len=None if args.max_model_len == "auto" else read.integer("max_model_len", 1),
+            max_batched_tokens=read.integer("max_batched_tokens", 1),
+            max_num_seqs=read.integer("max_num_seqs", 1, 65536),
+            max_waiting=read.integer("max_waiting", 1),
+            queue_timeout_s=read.duration("queue_timeout"),
+        ),
+        transfer=transfer,
+        executor=args.executor,
+    )

@@ -1,0 +1,114 @@
+"""The local engine as a Backend, and the bridge from the engine thread to asyncio streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from ..errors import InvalidRequest
+from ..interfaces import Backend
+from ..protocol import PrefillAnswer, PrefillCall, Ticket
+from ..request import GenerateRequest, TokenChunk
+from .loop import EngineLoop, Reply
+
+
+class Streams:
+    """Delivers replies from the engine thread to waiting coroutines: one wake-up of the event loop per step."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._queues: dict[str, asyncio.Queue[Reply]] = {}
+
+    def sink(self, replies: Sequence[tuple[str, Reply]]) -> None:
+        """Called on the engine thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver, replies)
+
+    def open(self, sid: str) -> asyncio.Queue[Reply]:
+        """A queue for the replies to `sid`; close it in a `finally`."""
+        return self._queues.setdefault(sid, asyncio.Queue())
+
+    def close(self, sid: str) -> None:
+        """Nobody listens to `sid` any more."""
+        self._queues.pop(sid, None)
+
+    def busy(self, sid: str) -> bool:
+        """Whether somebody listens to `sid`."""
+        return sid in self._queues
+
+    def _deliver(self, replies: Sequence[tuple[str, Reply]]) -> None:
+        for sid, reply in replies:
+            queue = self._queues.get(sid)
+            if queue is not None:
+                queue.put_nowait(reply)
+
+
+class EngineBackend(Backend):
+    """Serves requests by the engine in this process."""
+
+    def __init__(self, engine: EngineLoop, streams: Streams) -> None:
+        self.engine = engine
+        self._streams = streams
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, tokens."""
+        return self.engine.scheduler.max_model_len
+
+    def ready(self) -> str:
+        """Empty, or why the engine cannot serve."""
+        return self.engine.failure
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Stream the answer; closing the generator aborts the request."""
+        async for reply in self.stream(request):
+            assert isinstance(reply, TokenChunk)
+            yield reply
+
+    async def stream(
+        self, request: GenerateRequest, *, attempt: str = "", peer_url: str = "", peer_epoch: str = ""
+    ) -> AsyncGenerator[TokenChunk | Ticket, None]:
+        """Like `generate`; with an attempt, the Ticket for the prefill peer comes first.
+
+        Raises the RequestError that ends the request when nothing was yielded before it.
+        """
+        sid = attempt or request.request_id
+        queue = self._claim(sid)
+        ended = first = False
+        try:
+            self.engine.generate(request, attempt=attempt, peer_url=peer_url, peer_epoch=peer_epoch)
+            while not ended:
+                reply = await queue.get()
+                assert not isinstance(reply, PrefillAnswer)
+                if isinstance(reply, TokenChunk):
+                    ended = reply.finish_reason is not None
+                    if reply.error is not None and not first:
+                        raise reply.error
+                first = True
+                yield reply
+        finally:
+            self._streams.close(sid)
+            if not ended:
+                self.engine.abort(request.request_id, attempt, "the client disconnected")
+
+    async def prefill(self, call: PrefillCall) -> PrefillAnswer:
+        """Compute and send one prompt. Raises the RequestError that ended it; cancellation aborts it."""
+        queue = self._claim(call.attempt)
+        ended = False
+        try:
+            self.engine.prefill(call)
+            reply = await queue.get()
+            ended = True
+            if isinstance(reply, PrefillAnswer):
+                return reply
+            assert isinstance(reply, TokenChunk) and reply.error is not None
+            raise reply.error
+        finally:
+            self._streams.close(call.attempt)
+            if not ended:
+                self.engine.abort(call.request.request_id, call.attempt, "the router closed the prefill call")
+
+    def _claim(self, sid: str) -> asyncio.Queue[Reply]:
+        if self._streams.busy(sid):
+            raise InvalidRequest(f"request id {sid!r} is already in progress; use a new one", param="request_id")
+        return self._streams.open(sid)

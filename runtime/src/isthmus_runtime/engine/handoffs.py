@@ -1,0 +1,178 @@
+"""The scheduler's side of KV transfers: which blocks an attempt holds, and under which keys. Pure.
+
+A sending attempt holds reader leases, a receiving one holds writer leases and the request's references, from the
+moment the transfer learns the block ids until it says `released`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..interfaces import BlockRef, ReceiveJob
+from ..kv.keys import ExtraKeys, full_block_key, keys_digest, root_hash, tail_key
+from ..protocol import PrefillRecord
+from ..request import TokenLogprobs
+from .blocks import SequenceBlocks
+from .sequence import Effect, FinishSend, OpenReceive, Phase, SendBlocks, Sequence
+
+
+@dataclass(slots=True)
+class _Hold:
+    """What one attempt keeps out of circulation."""
+
+    receiving: bool
+    ids: list[int] = field(default_factory=list)
+    arrived: bool = False
+    quarantined: bool = False
+
+
+class Handoffs:
+    """Holds per attempt. The scheduler asks it to reserve, hand out and take back; the pool does the counting."""
+
+    def __init__(self, blocks: SequenceBlocks, layout_digest: str, kv_heads: int, block_bytes: int) -> None:
+        self._blocks = blocks
+        self._pool = blocks.pool
+        self._block_bytes = block_bytes
+        self._layout = layout_digest
+        self._heads = (0, kv_heads)
+        self._holds: dict[str, _Hold] = {}
+
+    def holding(self) -> bool:
+        """Whether some attempt will give blocks back within a deadline (quarantine has none)."""
+        return any(not hold.quarantined for hold in self._holds.values())
+
+    def receiving_blocks(self) -> int:
+        """Blocks that peers are writing or about to write."""
+        return sum(len(hold.ids) for hold in self._holds.values() if hold.receiving and not hold.quarantined)
+
+    def open(self, attempt: str) -> bool:
+        """Whether the transfer of this attempt still has something to end."""
+        hold = self._holds.get(attempt)
+        return hold is not None and not hold.arrived and not hold.quarantined
+
+    def open_send(self, attempt: str) -> None:
+        """A sending leg exists from now on, before it holds any block."""
+        assert attempt not in self._holds, f"attempt {attempt} opened twice"
+        self._holds[attempt] = _Hold(receiving=False)
+
+    # ------------------------------------------------------------------------------------------------------------ receive
+
+    def reserve(self, seq: Sequence) -> Effect:
+        """Take blocks for the prompt beyond the local hits, lease them to the peer, and describe the job."""
+        assert len(seq.blocks) == 1, "transfers work on one full-attention group"
+        skip = len(seq.blocks[0])
+        self._blocks.grow(seq, seq.prompt_len)
+        ids = seq.blocks[0][skip:]
+        self._pool.lease_write(ids)
+        self._holds[seq.attempt] = _Hold(receiving=True, ids=list(ids))
+        seq.phase = Phase.RECEIVING
+        return OpenReceive(
+            ReceiveJob(
+                request_id=seq.request.request_id,
+                attempt=seq.attempt,
+                skip_blocks=skip,
+                blocks=tuple(self._ref(seq, skip + i) for i in range(len(ids))),
+                num_tokens=seq.prompt_len,
+                peer_url=seq.peer_url,
+                peer_epoch=seq.peer_epoch,
+                deadline_s=seq.deadline_s,
+            )
+        )
+
+    def received(self, attempt: str) -> bool:
+        """The writers are done and their bytes verified: the blocks become ordinary owned ones. False: not expected."""
+        hold = self._holds.get(attempt)
+        if hold is None or not hold.receiving or hold.arrived:
+            return False
+        self._pool.end_write(hold.ids, ok=True)
+        hold.arrived = True
+        hold.ids = []
+        return True
+
+    def detach(self, seq: Sequence) -> list[int]:
+        """The request leaves while a peer writes: its local hits come back to the caller, the rest stays held."""
+        hold = self._holds[seq.attempt]
+        kept = set(hold.ids)
+        ids = [b for b in self._blocks.take_all(seq) if b not in kept]
+        return ids
+
+    # --------------------------------------------------------------------------------------------------------------- send
+
+    def blocks_written(self, seq: Sequence) -> list[Effect]:
+        """Hand over prompt blocks that became final with the last step."""
+        full = min(seq.written, seq.prompt_len) // self._blocks.block_size
+        return self._hand_over(seq, full)
+
+    def prompt_done(self, seq: Sequence, token: int, logprob: TokenLogprobs | None) -> list[Effect]:
+        """Hand over the rest, the incomplete last block too, and the record that is written last."""
+        total = -(-seq.prompt_len // self._blocks.block_size)
+        effects = self._hand_over(seq, total)
+        keys = [self._ref(seq, i).key for i in range(seq.skip_blocks, total)]
+        record = PrefillRecord(
+            attempt=seq.attempt,
+            num_tokens=seq.prompt_len,
+            first_token=token,
+            first_logprobs=None if logprob is None else (logprob.token_id, logprob.logprob, logprob.top),
+            key_digest=keys_digest(keys),
+            block_bytes=self._block_bytes,
+        )
+        effects.append(FinishSend(seq.attempt, record))
+        return effects
+
+    def _hand_over(self, seq: Sequence, last: int) -> list[Effect]:
+        first = max(seq.sent_blocks, seq.skip_blocks)
+        hold = self._holds.get(seq.attempt)
+        if last <= first or hold is None:
+            return []
+        refs = tuple(self._ref(seq, i) for i in range(first, last))
+        ids = [ref.block_id for ref in refs]
+        self._pool.lease_read(ids)
+        hold.ids += ids
+        seq.sent_blocks = last
+        return [SendBlocks(seq.attempt, refs)]
+
+    # --------------------------------------------------------------------------------------------------------- both sides
+
+    def released(self, attempt: str, drained: bool) -> bool:
+        """End the holds, or quarantine what a peer may still write. False when the attempt is unknown."""
+        hold = self._holds.get(attempt)
+        if hold is None:
+            return False
+        if not hold.receiving:
+            self._pool.end_read(hold.ids)
+        elif hold.arrived:
+            assert drained, f"attempt {attempt} arrived whole and is still being written"
+        elif drained:
+            self._pool.end_write(hold.ids, ok=False)
+            self._pool.release(hold.ids)
+        else:
+            self._pool.quarantine(hold.ids)
+            hold.quarantined = True
+            return True
+        del self._holds[attempt]
+        return True
+
+    def drained(self, attempt: str) -> bool:
+        """The quarantine of this attempt is over."""
+        hold = self._holds.get(attempt)
+        if hold is None or not hold.quarantined:
+            return False
+        self._pool.unquarantine(hold.ids)
+        del self._holds[attempt]
+        return True
+
+    # --------------------------------------------------------------------------------------------------------------- keys
+
+    def _ref(self, seq: Sequence, index: int) -> BlockRef:
+        """Prompt block `index` under its content key; the incomplete last one is scoped to the attempt."""
+        bs = self._blocks.block_size
+        if (index + 1) * bs <= seq.prompt_len:
+            key = full_block_key(self._layout, seq.hashes[index], self._heads)
+        else:
+            tail = seq.request.prompt_token_ids[index * bs :]
+            extra = ExtraKeys(cache_salt=seq.request.cache_salt)
+            parent = seq.hashes[index - 1] if index else root_hash(extra)
+            key = tail_key(
+                self._layout, parent, len(tail), tail, seq.request.request_id, seq.attempt, self._heads, extra=extra
+            )
+        return BlockRef(index, seq.blocks[0][index], key)

@@ -1,0 +1,162 @@
+"""What the scheduler knows of one request, and the effects it asks the loop to carry out. Plain records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from ..interfaces import BlockRef, ReceiveJob
+from ..protocol import PrefillRecord
+from ..request import GenerateRequest, TokenChunk
+
+
+class Kind(StrEnum):
+    """Where a request's prompt KV is computed and where it goes."""
+
+    LOCAL = "local"
+    SEND = "send"
+    """Prefill: compute the prompt and one token, move the KV to a peer."""
+    RECEIVE = "receive"
+    """Decode: the prompt's KV comes from a peer."""
+
+
+class Phase(StrEnum):
+    """Where a live request stands. Each waiting phase has a deadline."""
+
+    WAITING = "waiting"
+    """Holds no block and no row."""
+    RECEIVING = "receiving"
+    """Holds blocks a peer writes into; no row."""
+    READY = "ready"
+    """KV has arrived; waits for a row."""
+    RUNNING = "running"
+    SENDING = "sending"
+    """Prompt computed; the last bytes are leaving. Blocks are held by reader leases only."""
+    ENDED = "ended"
+    """No longer live; a step in flight may still name it."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One live request. `scheduled` runs ahead of `written` by what is in flight in the executor."""
+
+    sid: str
+    """Scheduler id: the attempt id where there is one, else the request id."""
+    request: GenerateRequest
+    kind: Kind
+    arrival_s: float
+    deadline_s: float
+    queue_deadline_s: float
+    end_len: int
+    """Total length at which the request ends by length."""
+    tokens: list[int]
+    """Prompt, then generated tokens as they become known."""
+    attempt: str = ""
+    peer_url: str = ""
+    peer_epoch: str = ""
+    skip_blocks: int = 0
+    """SEND: leading blocks the peer already has."""
+    phase: Phase = Phase.WAITING
+    scheduled: int = 0
+    """Positions handed to the executor in this run."""
+    written: int = 0
+    """Positions whose KV is complete in this run."""
+    unseen: int = 0
+    """Sampled tokens still in flight."""
+    run: int = 0
+    """Counts starts: a step of an earlier run must not advance this one."""
+    row: int = -1
+    blocks: list[list[int]] = field(default_factory=list)
+    """Per group, in position order; 0 where a sliding window gave the block back."""
+    trimmed: list[int] = field(default_factory=list)
+    """Per group: leading blocks given back."""
+    hashes: list[bytes] = field(default_factory=list)
+    """Chain hashes of the full blocks of `tokens`."""
+    published: int = 0
+    reserved: int = 0
+    """Blocks the admission gate still keeps for this request."""
+    sent_blocks: int = 0
+    """SEND: prompt blocks handed to the transfer so far (skipped ones included)."""
+    last_step: int = 0
+    """Newest step that contains it."""
+    cached_tokens: int = 0
+    note: str = "local"
+    started: bool = False
+    prompt_done_s: float = 0.0
+
+    @property
+    def prompt_len(self) -> int:
+        """Prompt tokens."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def known(self) -> int:
+        """Positions that have a token, counting those still in flight."""
+        return len(self.tokens) + self.unseen
+
+    @property
+    def rank(self) -> tuple[int, float, str]:
+        """Scheduling order: lower goes first, the highest is preempted first."""
+        return (self.request.priority, self.arrival_s, self.sid)
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Give this chunk to whoever waits for `sid`. A chunk with a finish reason is the request's one ending."""
+
+    sid: str
+    chunk: TokenChunk
+
+
+@dataclass(frozen=True, slots=True)
+class OpenReceive:
+    """Blocks are reserved: open the receiving leg, then tell the router."""
+
+    job: ReceiveJob
+
+
+@dataclass(frozen=True, slots=True)
+class SendBlocks:
+    """These prompt blocks are final: move them now."""
+
+    attempt: str
+    blocks: tuple[BlockRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishSend:
+    """Every block was handed over: write the record last."""
+
+    attempt: str
+    record: PrefillRecord
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAttempt:
+    """The request ended for another reason: end its transfer too."""
+
+    attempt: str
+    reason: str
+
+
+Effect = Emit | OpenReceive | SendBlocks | FinishSend | CancelAttempt
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """Counts for metrics and tests."""
+
+    running: int
+    waiting: int
+    receiving: int
+    sending: int
+    preemptions: int
+    never_fit: int
+    prefix_queries: int
+    """Prompt tokens looked up in the prefix cache."""
+    prefix_hits: int
+    """Prompt tokens found there."""
+    recomputes: int
+    """Requests whose KV did not arrive and that computed their prompt again."""
+    unknown_events: int
+    """Late or duplicate handoff events and aborts that named nobody."""

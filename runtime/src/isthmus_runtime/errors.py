@@ -1,0 +1,160 @@
+"""The one error tree. Each class fixes the HTTP status and OpenAI error type it ends a request with.
+
+    IsthmusError
+    ├── ConfigError (ValueError)         start-up refused: a flag, a file, a number
+    │   ├── PlanError                    the KV arithmetic says no (`code` tells which rule)
+    │   └── WeightsError                 model files missing, corrupt or unsupported
+    └── RequestError                     ends exactly one request
+        ├── InvalidRequest (ValueError)  400, names the parameter
+        │   ├── UnknownModel             404
+        │   └── NeverFits                400, context_length_exceeded
+        ├── Overloaded                   429 or 503 with Retry-After
+        ├── TransferFailed               502 with stage and attempt
+        ├── DeadlineExceeded             504
+        ├── Cancelled                    499: the client left or the request was aborted
+        └── EngineFailed                 500
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class IsthmusError(Exception):
+    """Root of every error this package raises on purpose."""
+
+
+class ConfigError(IsthmusError, ValueError):
+    """Start-up is refused. `problems` holds every finding, each naming field, value and fix."""
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class PlanError(ConfigError):
+    """The KV plan is impossible; `code` is stable and machine-readable (for example `no_memory`)."""
+
+    def __init__(self, code: str, message: str | Sequence[str]) -> None:
+        self.code = code
+        super().__init__(message)
+
+
+class WeightsError(ConfigError):
+    """Model files are missing, corrupt or of an unsupported kind."""
+
+
+class RequestError(IsthmusError):
+    """Ends one request. `status` is HTTP, `kind` the OpenAI `error.type`, `code` the OpenAI `error.code`."""
+
+    status = 500
+    kind = "server_error"
+    code: str | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        stage: str | None = None,
+        attempt: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.stage = stage
+        self.attempt = attempt
+        self.retry_after_s = retry_after_s
+
+    def to_json(self) -> dict[str, object]:
+        """The error as it travels between router and engine and inside an SSE stream."""
+        body: dict[str, object] = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        if self.stage is not None:
+            body["stage"] = self.stage
+        if self.attempt is not None:
+            body["attempt"] = self.attempt
+        if self.retry_after_s is not None:
+            body["retry_after"] = self.retry_after_s
+        return body
+
+
+class InvalidRequest(RequestError, ValueError):
+    """The client asked for something impossible; `param` names the offending field."""
+
+    status = 400
+    kind = "invalid_request_error"
+
+
+class UnknownModel(InvalidRequest):
+    """The `model` field names no served model."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class NeverFits(InvalidRequest):
+    """The prompt and its output can never fit the KV pool or the model's length limit."""
+
+    code = "context_length_exceeded"
+
+
+class Overloaded(RequestError):
+    """No capacity now. Carries Retry-After; 429 when a queue is full, 503 when nobody can serve."""
+
+    status = 503
+    kind = "overloaded_error"
+    code = "overloaded"
+
+    def __init__(self, message: str, *, status: int = 503, retry_after_s: float = 1.0) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.status = status
+
+
+class TransferFailed(RequestError):
+    """KV did not arrive whole. `stage` is the leg state it failed in, `attempt` the attempt id."""
+
+    status = 502
+    code = "kv_transfer_failed"
+
+
+class DeadlineExceeded(RequestError):
+    """A waiting state ran past its deadline."""
+
+    status = 504
+    code = "deadline_exceeded"
+
+
+class Cancelled(RequestError):
+    """The client disconnected or asked for the abort."""
+
+    status = 499
+    code = "cancelled"
+
+
+class EngineFailed(RequestError):
+    """The engine broke while it held the request."""
+
+    code = "engine_failed"
+
+
+_BY_CODE: dict[str, type[RequestError]] = {
+    cls.code: cls
+    for cls in (UnknownModel, NeverFits, TransferFailed, DeadlineExceeded, Cancelled, EngineFailed)
+    if cls.code is not None
+}
+
+
+def error_from_json(status: int, body: dict[str, object]) -> RequestError:
+    """Rebuild the error a peer reported, so that status, parameter, stage and attempt survive the hop."""
+    message = str(body.get("message", f"peer answered HTTP {status} without a message"))
+    code = body.get("code")
+    retry = body.get("retry_after")
+    if code == Overloaded.code or status in (429, 503):
+        delay = float(retry) if isinstance(retry, (int, float)) else 1.0
+        return Overloaded(message, status=status if status in (429, 503) else 503, retry_after_s=delay)
+    cls = _BY_CODE.get(str(code)) if code else None
+    if cls is None:
+        cls = InvalidRequest if status == 400 else EngineFailed
+    text = {k: v for k in ("param", "stage", "attempt") if isinstance(v := body.get(k), str)}
+    return cls(message, **text)

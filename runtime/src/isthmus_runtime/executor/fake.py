@@ -1,0 +1,125 @@
+"""An executor without a model: each next token is a function of the KV bytes it finds through the block table.
+
+A wrong, stale, missing or garbled block therefore changes the tokens, as it would with a real model, and
+`expected_tokens` says what they must be. Used by protocol, load and fault tests and by the simulator. Torch-free.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from zlib import crc32
+
+from ..interfaces import KvMemory, RowBlocks, RowStart, StepOutput, StepPlan
+from ..request import SamplingParams
+
+ENTRY_BYTES = 8
+"""KV bytes per position: token id and position, 4 bytes each."""
+_ENTRY = struct.Struct("<iI")
+VOCAB_SIZE = 997
+
+
+def _next(state: int, sampling: SamplingParams, position: int) -> int:
+    seed = sampling.seed if sampling.temperature > 0 else 0
+    return crc32(struct.pack("<qI", seed, position), state) % VOCAB_SIZE
+
+
+def expected_tokens(prompt: Sequence[int], sampling: SamplingParams, count: int) -> list[int]:
+    """The tokens that follow `prompt` when every KV byte is right."""
+    state = 0
+    for position, token in enumerate(prompt):
+        state = crc32(_ENTRY.pack(token, position), state)
+    out: list[int] = []
+    for position in range(len(prompt), len(prompt) + count):
+        token = _next(state, sampling, position)
+        out.append(token)
+        state = crc32(_ENTRY.pack(token, position), state)
+    return out
+
+
+class _Row:
+    """One row of the persistent batch."""
+
+    __slots__ = ("blocks", "sampling", "tokens")
+
+    def __init__(self, start: RowStart) -> None:
+        self.tokens = list(start.token_ids)
+        self.blocks = [list(ids) for ids in start.block_ids]
+        self.sampling = start.sampling
+
+
+class FakeExecutor:
+    """Implements `interfaces.Executor`. `run` is synchronous and deterministic; `submit` runs it in a thread."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, layout_digest: str = "fake") -> None:
+        self._block_size = block_size
+        self._block_bytes = block_size * ENTRY_BYTES
+        self._buffer = ctypes.create_string_buffer(num_blocks * self._block_bytes)
+        self._view = memoryview(self._buffer).cast("B")
+        self._memory = KvMemory(
+            base=ctypes.addressof(self._buffer),
+            num_blocks=num_blocks,
+            block_bytes=self._block_bytes,
+            block_stride=self._block_bytes,
+            layout_digest=layout_digest,
+        )
+        self._rows: dict[int, _Row] = {}
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="fake-executor")
+
+    def submit(self, plan: StepPlan) -> Future[StepOutput]:
+        """Queue a step."""
+        return self._worker.submit(self.run, plan)
+
+    def run(self, plan: StepPlan) -> StepOutput:
+        """Compute one step now."""
+        for start in plan.starts:
+            self._rows[start.row] = _Row(start)
+        for grown in plan.grown:
+            self._grow(grown)
+        sampled: list[int] = []
+        for chunk in plan.chunks:
+            row = self._rows[chunk.row]
+            for position in range(chunk.start, chunk.start + chunk.count):
+                at = self._at(row, position)
+                _ENTRY.pack_into(self._view, at, row.tokens[position], position)
+            if chunk.samples:
+                length = chunk.start + chunk.count
+                token = _next(self._state(row, length), row.sampling, length)
+                del row.tokens[length:]
+                row.tokens.append(token)
+                sampled.append(token)
+        return StepOutput(plan.step, tuple(sampled))
+
+    def _grow(self, grown: RowBlocks) -> None:
+        table = self._rows[grown.row].blocks[grown.group]
+        table[grown.index : grown.index + len(grown.block_ids)] = grown.block_ids
+
+    def _at(self, row: _Row, position: int) -> int:
+        block = row.blocks[0][position // self._block_size]
+        assert block != 0, f"position {position} would be written into the null block"
+        return block * self._block_bytes + position % self._block_size * ENTRY_BYTES
+
+    def _state(self, row: _Row, length: int) -> int:
+        """Digest of positions [0, length), read through the block table."""
+        state, left = 0, length * ENTRY_BYTES
+        for block in row.blocks[0]:
+            if left <= 0:
+                break
+            base = block * self._block_bytes
+            state = crc32(self._view[base : base + min(left, self._block_bytes)], state)
+            left -= self._block_bytes
+        return state
+
+    def block_bytes(self, block_id: int) -> memoryview:
+        """The block's bytes, writable: for tests that poison or inspect them."""
+        return self._view[block_id * self._block_bytes : (block_id + 1) * self._block_bytes]
+
+    def kv_memory(self) -> KvMemory:
+        """The pool as plain memory."""
+        return self._memory
+
+    def close(self) -> None:
+        """Stop the worker thread."""
+        self._worker.shutdown(wait=True, cancel_futures=True)

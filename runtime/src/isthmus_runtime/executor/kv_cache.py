@@ -1,0 +1,103 @@
+"""The one creator of KV tensors: for every role, every layout and every profile run."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..interfaces import KvMemory
+from ..kv.groups import LayerSpec
+from ..kv.plan import KvPlan
+from .compute import KV_NAMES
+
+NULL_BLOCK = 0
+# Of each block: a cache line, and what a DMA engine likes.
+_ALIGN = 64
+LAYOUTS = ("block-major", "layer-major")
+
+
+class KvCache:
+    """Keys and values of all layers, in blocks.
+
+    Layouts:
+        block-major: `[num_blocks, slots, 2, block_size, Hk, D]`, a block of all layers in one run (with pages of
+            several sizes, each block packs its layers' pages one after another, as the plan says).
+        layer-major: `[slots, 2, num_blocks, block_size, Hk, D]`; pages of one size only, no transfer.
+
+    Memory is anonymous and committed page by page when it is first written, so that a large pool costs nothing at
+    start. It is zero, hence finite, until then.
+
+    Attributes:
+        layers: per model layer, its group and its view `[num_blocks, 2, block_size, Hk, D]`.
+    """
+
+    def __init__(self, plan: KvPlan, specs: tuple[LayerSpec, ...], dtype: torch.dtype, layout: str) -> None:
+        if layout not in LAYOUTS:
+            raise ConfigError(f"--kv-layout {layout!r} is not supported; known: {', '.join(LAYOUTS)}")
+        worker = plan.workers[0]
+        self.num_blocks = plan.num_blocks
+        self.block_bytes = worker.bytes_per_block
+        self.block_stride = -(-self.block_bytes // _ALIGN) * _ALIGN
+        self.layout = layout
+        self.dtype = dtype
+        # A mapping starts at a page boundary, and anonymous memory is committed on first write only.
+        size = self.num_blocks * self.block_stride
+        self._pool = torch.frombuffer(mmap.mmap(-1, size), dtype=dtype, count=size // dtype.itemsize)
+        first = [0]
+        for spec in specs:
+            first.append(first[-1] + spec.layers)
+        views: dict[int, tuple[int, Tensor]] = {}
+        for place in worker.placements:
+            spec = specs[place.spec]
+            assert KV_NAMES[dtype] == spec.dtype, (dtype, spec)
+            assert spec.kv_heads is not None and spec.head_dim is not None
+            page = (2, spec.block_size, spec.kv_heads, spec.head_dim)
+            view = (
+                self._block_major(place.offset, page)
+                if layout == "block-major"
+                else self._layer_major(place.slot, place.page_bytes, page, plan)
+            )
+            views[first[place.spec] + place.index] = (place.group, view)
+        self.layers = [views[number] for number in range(first[-1])]
+        self._digest = hashlib.sha256(repr((layout, dtype, self.block_bytes, specs, worker)).encode()).hexdigest()[:16]
+
+    def _block_major(self, offset: int, page: tuple[int, ...]) -> Tensor:
+        two, size, heads, dim = page
+        strides = (self.block_stride // self.dtype.itemsize, size * heads * dim, heads * dim, dim, 1)
+        return self._pool.as_strided((self.num_blocks, two, size, heads, dim), strides, offset // self.dtype.itemsize)
+
+    def _layer_major(self, slot: int, page_bytes: int, page: tuple[int, ...], plan: KvPlan) -> Tensor:
+        if any(place.page_bytes != page_bytes for place in plan.workers[0].placements):
+            raise ConfigError("--kv-layout layer-major needs layers with pages of one size; use block-major")
+        two, size, heads, dim = page
+        half = self.num_blocks * size * heads * dim
+        strides = (size * heads * dim, half, heads * dim, dim, 1)
+        return self._pool.as_strided((self.num_blocks, two, size, heads, dim), strides, slot * 2 * half)
+
+    def memory(self) -> KvMemory:
+        """The pool as plain memory, for a transport. ConfigError when a block is not one run."""
+        if self.layout != "block-major":
+            raise ConfigError(
+                f"--kv-layout {self.layout} scatters a block over all layers, and a transfer moves blocks as one run; "
+                "use --kv-layout block-major with --transfer-mode direct or store"
+            )
+        return KvMemory(
+            base=self._pool.data_ptr(),
+            num_blocks=self.num_blocks,
+            block_bytes=self.block_bytes,
+            block_stride=self.block_stride,
+            layout_digest=self._digest,
+        )
+
+    def poison(self, block_ids: Iterable[int] | None = None) -> None:
+        """Fill blocks (None: all but the null block) with NaN, so that a read of bytes nobody wrote shows. For tests:
+        it commits the memory."""
+        ids = torch.tensor(list(range(self.num_blocks) if block_ids is None else block_ids), dtype=torch.int64)
+        ids = ids[ids != NULL_BLOCK]
+        for _, view in self.layers:
+            view[ids] = float("nan")

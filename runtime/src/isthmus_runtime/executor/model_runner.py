@@ -1,0 +1,221 @@
+"""The torch executor: one worker thread that runs steps in the order of submission.
+
+Start has two phases, because the KV plan needs the model and the memory left beside it: `load` reads the weights,
+then `TorchExecutor` makes the KV tensors and the persistent buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+
+from ..config import KvConfig, ModelConfig, SchedulerConfig
+from ..errors import ConfigError, EngineFailed
+from ..interfaces import Chunk, KvMemory, RowStart, StepOutput, StepPlan
+from ..kv.groups import LayerSpec
+from ..kv.plan import KvPlan
+from ..models.config import ModelSpec, read_model_spec
+from ..models.llama import LlamaModel, tensor_shapes
+from ..request import SamplingParams
+from . import compute
+from .input_batch import InputBatch
+from .kv_cache import KvCache
+from .sampler import sample
+from .weights import Checkpoint
+
+_LOG = logging.getLogger(__name__)
+_CLOSE_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model with its weights in memory, before there is a KV pool."""
+
+    spec: ModelSpec
+    model: LlamaModel
+    threads: int
+
+    def kv_dtype(self, kv_dtype: str) -> torch.dtype:
+        """The pool's element type for `--kv-dtype`: auto is the compute dtype."""
+        if kv_dtype == "auto":
+            return self.model.dtype
+        if kv_dtype not in compute.DTYPES:
+            raise ConfigError(f"--kv-dtype {kv_dtype!r} is not supported; known: auto, {', '.join(compute.DTYPES)}")
+        return compute.DTYPES[kv_dtype]
+
+    def layer_specs(self, block_size: int, kv_dtype: str) -> tuple[LayerSpec, ...]:
+        """What `kv.plan` needs to know about the layers: neighbours of one kind are one entry, in model order."""
+        dtype = compute.KV_NAMES[self.kv_dtype(kv_dtype)]
+        specs: list[LayerSpec] = []
+        run = 0
+        for number, window in enumerate(self.spec.windows):
+            run += 1
+            if number + 1 < self.spec.num_layers and self.spec.windows[number + 1] == window:
+                continue
+            specs.append(
+                LayerSpec(
+                    kind="full" if window is None else "sliding",
+                    layers=run,
+                    block_size=block_size,
+                    dtype=dtype,
+                    kv_heads=self.spec.num_kv_heads,
+                    head_dim=self.spec.head_dim,
+                    window=window,
+                )
+            )
+            run = 0
+        return tuple(specs)
+
+    def free_memory_bytes(self) -> int:
+        """Memory left for the KV pool, now that the weights are loaded."""
+        return compute.free_memory_bytes()
+
+
+def load(config: ModelConfig) -> LoadedModel:
+    """Read, check and pack the weights of `config.path`. Raises WeightsError or ConfigError."""
+    start = perf_counter()
+    spec = read_model_spec(config.path)
+    threads = compute.usable_threads(config.threads)
+    torch.set_num_threads(threads)
+    dtype = compute.choose_dtype(config.dtype)
+    with torch.inference_mode(), Checkpoint(config.path, tensor_shapes(spec)) as checkpoint:
+        model = LlamaModel(spec, checkpoint, dtype)
+    _LOG.info(
+        "loaded %s from %s: %.0f MB of weights, %s, %d threads, %.2f s",
+        spec.architecture,
+        config.path,
+        model.weight_bytes / 1e6,
+        dtype,
+        threads,
+        perf_counter() - start,
+    )
+    return LoadedModel(spec=spec, model=model, threads=threads)
+
+
+class TorchExecutor:
+    """`interfaces.Executor` on torch. Owns the KV pool, the batch's rows and the thread that computes."""
+
+    def __init__(
+        self, loaded: LoadedModel, kv_plan: KvPlan, scheduler_cfg: SchedulerConfig, kv_cfg: KvConfig
+    ) -> None:
+        self._loaded = loaded
+        # At most a budget of rows can have a token in one step, but every row that was started must exist.
+        self._max_tokens = max(scheduler_cfg.max_batched_tokens, 1)
+        self._kv = KvCache(
+            kv_plan,
+            loaded.layer_specs(kv_cfg.block_size, kv_cfg.dtype),
+            loaded.kv_dtype(kv_cfg.dtype),
+            kv_cfg.layout,
+        )
+        self._batch = InputBatch(
+            max_rows=scheduler_cfg.max_num_seqs,
+            max_tokens=self._max_tokens,
+            max_len=kv_plan.max_model_len,
+            groups=kv_plan.groups,
+        )
+        self._workspace = loaded.model.workspace(self._max_tokens, kv_plan.max_model_len)
+        self._changed = threading.Condition()
+        self._queue: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
+        self._broken = ""
+        self._closed = False
+        warm = self._warm_up_plan(len(kv_plan.groups), kv_plan.max_model_len)
+        self._thread = threading.Thread(target=self._work, name="executor", daemon=True)
+        self._thread.start()
+        self.submit(warm).result()
+
+    @property
+    def kv_cache(self) -> KvCache:
+        """The pool, for tests that poison it."""
+        return self._kv
+
+    def submit(self, plan: StepPlan) -> Future[StepOutput]:
+        """Queue a step. The future fails with EngineFailed once the executor is broken or closed."""
+        future: Future[StepOutput] = Future()
+        future.set_running_or_notify_cancel()
+        with self._changed:
+            refusal = self._broken or ("the executor is closed" if self._closed else "")
+            if not refusal:
+                self._queue.append((plan, future))
+                self._changed.notify()
+        if refusal:
+            future.set_exception(EngineFailed(f"step {plan.step} was not run: {refusal}"))
+        return future
+
+    def kv_memory(self) -> KvMemory:
+        """The pool; valid until `close`. ConfigError for a layout that cannot be transferred."""
+        return self._kv.memory()
+
+    def close(self) -> None:
+        """Finish the step that runs, fail those that wait, stop the thread."""
+        with self._changed:
+            self._closed = True
+            waiting = list(self._queue)
+            self._queue.clear()
+            self._changed.notify()
+        for plan, future in waiting:
+            future.set_exception(EngineFailed(f"step {plan.step} was not run: the executor is closed"))
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            _LOG.error("the executor's thread did not stop within %.0f s; its step is abandoned", _CLOSE_TIMEOUT_S)
+
+    def _work(self) -> None:
+        # OpenMP keeps the number of threads per calling thread.
+        torch.set_num_threads(self._loaded.threads)
+        with torch.inference_mode():
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._queue or self._closed)
+                    if self._closed:
+                        return
+                    plan, future = self._queue.popleft()
+                try:
+                    output = self._step(plan)
+                except Exception as e:
+                    self._fail(plan, future, e)
+                    return
+                future.set_result(output)
+
+    def _fail(self, plan: StepPlan, future: Future[StepOutput], error: Exception) -> None:
+        _LOG.error("step %d failed; the executor stops", plan.step, exc_info=error)
+        reason = f"step {plan.step} failed: {type(error).__name__}: {error}"
+        with self._changed:
+            self._broken = reason
+            waiting = list(self._queue)
+            self._queue.clear()
+        future.set_exception(EngineFailed(reason))
+        for later, waiter in waiting:
+            waiter.set_exception(EngineFailed(f"step {later.step} was not run: {reason}"))
+
+    def _step(self, plan: StepPlan) -> StepOutput:
+        if not plan.chunks:
+            self._batch.update(plan)
+            return StepOutput(plan.step, ())
+        batch, drawn = self._batch.apply(plan)
+        logits = self._loaded.model.forward(batch, self._kv.layers, self._workspace)
+        if not len(drawn.rows):
+            return StepOutput(plan.step, ())
+        token_ids, logprobs = sample(logits, drawn, self._batch)
+        self._batch.store(drawn, token_ids)
+        return StepOutput(plan.step, tuple(token_ids.tolist()), logprobs)
+
+    def _warm_up_plan(self, num_groups: int, max_len: int) -> StepPlan:
+        """A step on row 0 whose table is all null: nothing is written, every kernel is chosen and bound, and the
+        scratch of a typical step is committed."""
+        count = min(self._max_tokens, max_len, 64)
+        start = RowStart(
+            row=0,
+            request_id="warm-up",
+            token_ids=[0] * count,
+            prompt_len=count,
+            block_ids=((),) * num_groups,
+            sampling=SamplingParams(max_tokens=1, temperature=1.0),
+        )
+        return StepPlan(
+            step=-1, starts=(start,), grown=(), chunks=(Chunk(0, 0, count, samples=True),), num_tokens=count
+        )

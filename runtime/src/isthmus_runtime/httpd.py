@@ -1,0 +1,215 @@
+"""Shared HTTP server parts of every role: error bodies, in-flight tracking, and a run with a graceful end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import math
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+from aiohttp import web
+from aiohttp.abc import AbstractAccessLogger
+
+from .errors import ConfigError, EngineFailed, Overloaded, RequestError
+
+_log = logging.getLogger(__name__)
+_ABORT_GRACE_S = 2.0
+"""After aborting what is left, how long its last bytes may take to leave."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def error_response(error: RequestError) -> web.Response:
+    """`error` as an OpenAI error body with its status, and Retry-After where it has one."""
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+    return _json_error(error.status, error.to_json(), headers)
+
+
+def plain_error(status: int, message: str, *, code: str | None = None, headers: dict[str, str] | None = None) -> web.Response:
+    """An OpenAI error body for what has no class in the error tree (401, 404, 405, 413)."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return _json_error(status, {"message": message, "type": kind, "param": None, "code": code}, headers or {})
+
+
+def _json_error(status: int, body: dict[str, object], headers: dict[str, str]) -> web.Response:
+    return web.Response(
+        status=status, body=json.dumps({"error": body}).encode(), content_type="application/json", headers=headers
+    )
+
+
+def json_response(body: object) -> web.Response:
+    """A 200 with a JSON body."""
+    return web.Response(body=json.dumps(body).encode(), content_type="application/json")
+
+
+@web.middleware
+async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turns every exception that a handler lets out into an error body: ours, aiohttp's own, and the unforeseen."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        return error_response(error)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        return plain_error(error.status, f"{request.method} {request.path}: {error.reason}", headers=allow)
+    except Exception:
+        _log.exception("%s %s failed", request.method, request.path)
+        return error_response(EngineFailed("internal error; the log of this process has the details"))
+
+
+class InFlight:
+    """The requests a process works on, for a drain: counts them, refuses new ones, and ends the rest.
+
+    Handlers wrap their work in `track()`. After `abort()` they get CancelledError with `aborting` True, which means
+    "answer with `refusal()`", while False means that the client has gone.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+        self.aborting = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @contextmanager
+    def track(self) -> Iterator[None]:
+        """Counts the current task; raises the refusal when draining."""
+        if self.draining:
+            raise self.refusal()
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+            if not self._tasks:
+                self._idle.set()
+
+    def refusal(self) -> Overloaded:
+        """What a request gets that this process will not take or finish."""
+        return Overloaded("this process is shutting down; try again", retry_after_s=1.0)
+
+    def start_drain(self) -> None:
+        """Take no new request from now on."""
+        self.draining = True
+
+    async def wait_idle(self) -> None:
+        """Returns when no request is left."""
+        await self._idle.wait()
+
+    def abort(self) -> None:
+        """Cancel every tracked task."""
+        self.aborting = True
+        for task in self._tasks:
+            task.cancel()
+
+
+class _DebugAccessLogger(AbstractAccessLogger):
+    @property
+    def enabled(self) -> bool:
+        return self.logger.isEnabledFor(logging.DEBUG)
+
+    def log(self, request: web.BaseRequest, response: web.StreamResponse, time: float) -> None:
+        self.logger.debug("%s %s %s %.1f ms", request.method, request.path, response.status, time * 1e3)
+
+
+async def run_app(
+    app: web.Application,
+    *,
+    host: str,
+    port: int,
+    drain_timeout_s: float,
+    in_flight: InFlight | None = None,
+    stop: asyncio.Event | None = None,
+    on_started: Callable[[int], None] | None = None,
+    on_drain: Callable[[], None] | None = None,
+    drained: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Serve `app` until SIGTERM, SIGINT or `stop`, then drain.
+
+    The listener stays open while draining, so that probes and peers (drain acknowledgements, aborts) are answered;
+    new work is refused by `in_flight`. After `in_flight` is idle and `drained()` has returned, or after
+    `drain_timeout_s`, or at a second signal, what is left is aborted and the listener closed.
+
+    `on_started` gets the bound port (useful with port 0). Raises ConfigError when the port cannot be bound.
+    """
+    stop = asyncio.Event() if stop is None else stop
+    in_flight = InFlight() if in_flight is None else in_flight
+    again = asyncio.Event()
+
+    def on_signal() -> None:
+        (again if stop.is_set() else stop).set()
+
+    runner = web.AppRunner(
+        app,
+        handler_cancellation=True,
+        shutdown_timeout=_ABORT_GRACE_S,
+        access_log=logging.getLogger("isthmus_runtime.access"),
+        access_log_class=_DebugAccessLogger,
+    )
+    await runner.setup()
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    try:
+        try:
+            await web.TCPSite(runner, host, port, backlog=1024).start()
+        except OSError as e:
+            raise ConfigError(_bind_problem(host, port, e)) from e
+        for number in signals:
+            loop.add_signal_handler(number, on_signal)
+        if on_started is not None:
+            on_started(runner.addresses[0][1])
+        await stop.wait()
+        in_flight.start_drain()
+        if on_drain is not None:
+            on_drain()
+        _log.info("draining: %d requests, at most %g s", len(in_flight), drain_timeout_s)
+        await _drain(in_flight, drained, again, drain_timeout_s)
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+        in_flight.start_drain()
+        if len(in_flight):
+            _log.warning("aborting %d requests that did not end in time", len(in_flight))
+            in_flight.abort()
+        await runner.cleanup()
+
+
+async def _drain(
+    in_flight: InFlight, drained: Callable[[], Awaitable[None]] | None, again: asyncio.Event, timeout_s: float
+) -> None:
+    async def quiet() -> None:
+        await in_flight.wait_idle()
+        if drained is not None:
+            await drained()
+
+    ends = [asyncio.ensure_future(quiet()), asyncio.ensure_future(again.wait())]
+    try:
+        done, _ = await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in ends:
+            task.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+
+def _bind_problem(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"--port {port} on {host} is already in use; stop the other process or choose another --port"
+    if error.errno == errno.EACCES:
+        return f"--port {port} on {host} may not be bound by this user; choose a --port of 1024 or more"
+    return f"--host {host} --port {port} cannot be bound: {error.strerror or error}"

@@ -1,0 +1,289 @@
+"""The one key function: prefix cache, KV store and both transfer modes name block contents here.
+
+A full block's hash is chained: ``SHA-256(parent hash, token ids, extra keys)``, so it stands for the whole prefix.
+Everything that changes the bytes of a block but is not a token id (adapter, cache salt, multimodal input) is an
+extra key. Every variable part is tagged and length-prefixed, so that no two different inputs encode equally.
+
+A store key adds what changes the *representation*: the layout digest (model revision, dtype, block size, heads,
+layers, layout) and the range of heads and layers held. A key never names other bytes than the first time: a store
+keeps the old value when a key is put again.
+"""
+
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from urllib.parse import quote
+
+TOKEN_BYTES = 4
+_VERSION = b"isthmus-kv-1"
+_MAX_READABLE = 96
+
+# Tags of the encoded parts. Values are part of every stored key: never renumber.
+_TAG_SEED = b"\x01"
+_TAG_LORA = b"\x02"
+_TAG_SALT = b"\x03"
+_TAG_MULTIMODAL = b"\x04"
+_TAG_TAIL = b"\x05"
+_TAG_LAYOUT = b"\x06"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultimodalItem:
+    """One image, audio clip or video whose placeholder tokens lie at ``[offset, offset + length)`` in the prompt.
+
+    ``identifier`` is a digest of the content, never a URL or a name.
+    """
+
+    identifier: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExtraKeys:
+    """What changes KV bytes besides token ids.
+
+    ``lora_name`` and ``lora_digest`` come together: a name alone would hit stale KV after a reload under the same
+    name. ``cache_salt`` separates tenants.
+    """
+
+    lora_name: str | None = None
+    lora_digest: str | None = None
+    cache_salt: str | None = None
+    multimodal: tuple[MultimodalItem, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.lora_name is None) != (self.lora_digest is None):
+            raise ValueError(
+                "extra keys: lora_name and lora_digest must be given together, "
+                f"got {self.lora_name!r} and {self.lora_digest!r}"
+            )
+        for number, item in enumerate(self.multimodal):
+            if item.offset < 0 or item.length < 1:
+                raise ValueError(
+                    f"extra keys: multimodal[{number}] must have offset >= 0 and length >= 1, "
+                    f"got {item.offset} and {item.length}"
+                )
+
+
+NO_EXTRA = ExtraKeys()
+
+
+def pack_tokens(token_ids: Sequence[int] | bytes) -> bytes:
+    """Token ids as little-endian int32, 4 bytes each; bytes pass unchanged.
+
+    Raises:
+        ValueError: an id does not fit in a signed 32-bit integer.
+    """
+    if isinstance(token_ids, bytes):
+        return token_ids
+    try:
+        packed = array("i", token_ids)
+    except OverflowError as error:
+        wrong = next(token for token in token_ids if not -(2**31) <= token < 2**31)
+        raise ValueError(f"token id {wrong} does not fit in 32 bits") from error
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def root_hash(extra: ExtraKeys = NO_EXTRA, seed: bytes = b"") -> bytes:
+    """Parent of the first block: the seed and the request-wide extra keys, so that the chain carries them on."""
+    parts = [_VERSION, _field(_TAG_SEED, seed)]
+    if extra.lora_name is not None and extra.lora_digest is not None:
+        parts.append(_field(_TAG_LORA, _utf8(extra.lora_name), _utf8(extra.lora_digest)))
+    if extra.cache_salt is not None:
+        parts.append(_field(_TAG_SALT, _utf8(extra.cache_salt)))
+    return sha256(b"".join(parts)).digest()
+
+
+def block_hashes(
+    token_ids: Sequence[int] | bytes, block_size: int, *, extra: ExtraKeys = NO_EXTRA, seed: bytes = b""
+) -> list[bytes]:
+    """Chained hashes (32 bytes each) of the full blocks of a sequence; an incomplete last block has none.
+
+    Args:
+        token_ids: the whole sequence, as ids or packed by ``pack_tokens``.
+        block_size: tokens per block.
+        extra: what else changes the bytes.
+        seed: separates deployments that must not share; the same on every process that must.
+    """
+    hashes: list[bytes] = []
+    extend(hashes, token_ids, block_size, extra=extra, seed=seed)
+    return hashes
+
+
+def extend(
+    hashes: list[bytes],
+    token_ids: Sequence[int] | bytes,
+    block_size: int,
+    *,
+    extra: ExtraKeys = NO_EXTRA,
+    seed: bytes = b"",
+) -> None:
+    """Append the hashes of the blocks that a growing sequence has filled since ``hashes`` was last extended.
+
+    Args:
+        hashes: hashes of the first ``len(hashes)`` blocks of the same sequence, changed in place.
+        token_ids: the whole sequence so far. Only the new blocks are read.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size: must be at least 1, got {block_size}")
+    width = TOKEN_BYTES if isinstance(token_ids, bytes) else 1
+    first, stop = len(hashes), len(token_ids) // (block_size * width)
+    if first >= stop:
+        return
+    packed = pack_tokens(token_ids[first * block_size * width : stop * block_size * width])
+    step = block_size * TOKEN_BYTES
+    head = step.to_bytes(8, "little")
+    parent = hashes[-1] if hashes else root_hash(extra, seed)
+    for index in range(first, stop):
+        start = (index - first) * step
+        body = parent + head + packed[start : start + step]
+        if extra.multimodal:
+            body += _multimodal(extra.multimodal, index * block_size, block_size)
+        parent = sha256(body).digest()
+        hashes.append(parent)
+
+
+def tail_hash(
+    parent_hash: bytes, tail_ids: Sequence[int] | bytes, *, extra: ExtraKeys = NO_EXTRA, start: int = 0
+) -> bytes:
+    """Hash of an incomplete last block over (parent, N, ids); never equal to a full block's.
+
+    Args:
+        parent_hash: hash of the last full block, or ``root_hash(...)`` when there is none.
+        extra, start: only multimodal items matter here, and where the tail starts in the prompt.
+    """
+    packed = pack_tokens(tail_ids)
+    body = parent_hash + _field(_TAG_TAIL, packed)
+    if extra.multimodal:
+        body += _multimodal(extra.multimodal, start, len(packed) // TOKEN_BYTES)
+    return sha256(body).digest()
+
+
+def layout_digest(
+    *,
+    model_revision: str,
+    dtype: str,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_layers: int,
+    layout: str,
+    details: Sequence[str] = (),
+) -> str:
+    """Digest (32 hex digits) of all that decides how tokens become bytes; compared at the transfer handshake.
+
+    Args:
+        model_revision: digest or pinned revision of the weights, not a name that can move.
+        num_kv_heads, num_layers: of the whole model, so that it does not depend on TP or PP.
+        layout: ``block-major`` or ``layer-major``.
+        details: one line for each further layer kind of a hybrid model (window, width, block size).
+    """
+    numbers = (block_size, num_kv_heads, head_dim, num_layers)
+    parts = [_utf8(model_revision), _utf8(dtype), _utf8(layout)]
+    parts.extend(str(number).encode() for number in numbers)
+    parts.extend(_utf8(detail) for detail in details)
+    return sha256(_VERSION + _field(_TAG_LAYOUT, *parts)).hexdigest()[:32]
+
+
+def full_block_key(
+    layout: str,
+    chain_hash: bytes,
+    head_range: tuple[int, int],
+    *,
+    group: int = 0,
+    layer_range: tuple[int, int] | None = None,
+) -> str:
+    """Store key of a full block: shared by all requests and independent of TP.
+
+    Args:
+        layout: ``layout_digest(...)``.
+        chain_hash: from ``block_hashes``.
+        head_range: half-open range of the model's KV heads that the value holds.
+        group: KV cache group, for hybrid models (its layers have other bytes for the same tokens).
+        layer_range: half-open range of layers, when a pipeline stage holds only some.
+    """
+    return f"{layout}:{chain_hash.hex()}:{_part(head_range, group, layer_range)}"
+
+
+def tail_key(
+    layout: str,
+    parent_hash: bytes,
+    n: int,
+    tail_ids: Sequence[int] | bytes,
+    request_id: str,
+    attempt: int | str,
+    head_range: tuple[int, int],
+    *,
+    group: int = 0,
+    layer_range: tuple[int, int] | None = None,
+    extra: ExtraKeys = NO_EXTRA,
+    start: int = 0,
+) -> str:
+    """Store key of the incomplete last block with ``n`` valid tokens, scoped to one attempt of one request.
+
+    Raises:
+        ValueError: ``n`` differs from the number of tail ids, or is 0.
+    """
+    packed = pack_tokens(tail_ids)
+    if n < 1 or n * TOKEN_BYTES != len(packed):
+        raise ValueError(f"tail key: n must be the number of tail ids ({len(packed) // TOKEN_BYTES}), got {n}")
+    digest = tail_hash(parent_hash, packed, extra=extra, start=start)
+    part = _part(head_range, group, layer_range)
+    return f"{layout}:{digest.hex()}:{part}:partial:{n}:{_name(request_id)}:{_name(str(attempt))}"
+
+
+def record_key(request_id: str, attempt: int | str) -> str:
+    """Store key of the record that prefill writes last for one attempt of one request."""
+    return f"record:{_name(request_id)}:{_name(str(attempt))}"
+
+
+def _utf8(text: str) -> bytes:
+    # JSON may carry lone surrogates; they must hash, and hash differently, not raise.
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _field(tag: bytes, *parts: bytes) -> bytes:
+    return tag + len(parts).to_bytes(8, "little") + b"".join(len(p).to_bytes(8, "little") + p for p in parts)
+
+
+def _multimodal(items: Sequence[MultimodalItem], start: int, length: int) -> bytes:
+    """Items that overlap ``[start, start + length)``, each with its own position relative to ``start``."""
+    return b"".join(
+        _field(
+            _TAG_MULTIMODAL,
+            _utf8(item.identifier),
+            (item.offset - start).to_bytes(8, "little", signed=True),
+            item.length.to_bytes(8, "little"),
+        )
+        for item in items
+        if item.offset < start + length and start < item.offset + item.length
+    )
+
+
+def _part(head_range: tuple[int, int], group: int, layer_range: tuple[int, int] | None) -> str:
+    for name, span in (("head_range", head_range), ("layer_range", layer_range)):
+        if span is not None and not 0 <= span[0] < span[1]:
+            raise ValueError(f"{name}: must be a half-open range [start, stop) with 0 <= start < stop, got {span}")
+    layers = "all" if layer_range is None else f"{layer_range[0]}-{layer_range[1]}"
+    return f"g{group}:l{layers}:h{head_range[0]}-{head_range[1]}"
+
+
+def _name(text: str) -> str:
+    """An injective, separator-free spelling; long names become a digest, marked by a sign that quoting never yields."""
+    quoted = quote(text, safe="", errors="surrogatepass")
+    return quoted if len(quoted) <= _MAX_READABLE else "=" + sha256(_utf8(text)).hexdigest()
+
+
+def keys_digest(keys: Sequence[str]) -> str:
+    """Hex SHA-256 over an ordered list of keys, each length-prefixed: what a transfer must have moved, in order."""
+    digest = sha256()
+    for key in keys:
+        body = key.encode()
+        digest.update(len(body).to_bytes(8, "little"))
+        digest.update(body)
+    return digest.hexdigest()

@@ -1,0 +1,72 @@
+"""Self-attention over the paged KV pool: projection, rotation and KV write, attention, output projection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from isthmus_kernels import dispatch
+from torch import Tensor
+
+from .batch import ForwardBatch
+from .linear import Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Grouped-query attention of one layer. `qkv` is the joined projection, rows in the order q, k, v."""
+
+    qkv: Linear
+    output: Linear
+    num_heads: int
+    head_dim: int
+    window: int | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+
+    def __call__(
+        self,
+        x: Tensor,
+        batch: ForwardBatch,
+        group: int,
+        kv: Tensor,
+        cos_sin: tuple[Tensor, Tensor],
+        *,
+        qkv: Tensor,
+        context: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        """x [T, H] to `out` [T, H]; this step's keys and values are written to `kv` first.
+
+        Args:
+            group: which of `batch.groups` this layer belongs to.
+            kv: this layer's view of the pool, [num_blocks, 2, block_size, Hk, D].
+            qkv, context: scratch, [T, (Hq + 2 Hk) D] and [T, Hq D].
+        """
+        where = batch.groups[group]
+        self.qkv(x, qkv)
+        q = dispatch.rope_kv_write(
+            qkv,
+            batch.positions,
+            cos_sin[0],
+            cos_sin[1],
+            kv,
+            where.slot_mapping,
+            num_heads=self.num_heads,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            eps=self.eps,
+        )
+        dispatch.paged_attention(
+            q,
+            kv,
+            where.block_tables,
+            batch.query_start_loc,
+            batch.seq_lens,
+            scale=self.head_dim**-0.5,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            window=self.window,
+            out=context.view(context.shape[0], self.num_heads, self.head_dim),
+        )
+        return self.output(context, out)

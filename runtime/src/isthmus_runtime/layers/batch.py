@@ -1,0 +1,41 @@
+"""What one forward pass is told about its batch. Requests are flattened: there is no padding and no loop over them.
+
+Dimension letters used in layers and models:
+    T tokens of the step, all requests one after another     R requests of the step     S tokens to sample for
+    H hidden size     I MLP size     V vocabulary     D head dim     Hq query heads     Hk key/value heads
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """Where the requests' keys and values are, in one KV group."""
+
+    block_tables: Tensor
+    """int32 [R, max blocks]; entries past a request's context are not read."""
+    slot_mapping: Tensor
+    """int64 [T]: block id * block size + offset; -1: the token is not written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """One step."""
+
+    token_ids: Tensor
+    """int32 [T]."""
+    positions: Tensor
+    """int64 [T]."""
+    query_start_loc: Tensor
+    """int32 [R + 1]: request r has tokens query_start_loc[r] to query_start_loc[r + 1]."""
+    seq_lens: Tensor
+    """int32 [R]: context length, this step's tokens included."""
+    groups: tuple[GroupBatch, ...]
+    logit_rows: Tensor
+    """int64 [S]: the tokens whose successor is drawn."""
+    max_query_len: int
+    max_seq_len: int

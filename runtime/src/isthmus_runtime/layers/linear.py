@@ -1,0 +1,36 @@
+"""Linear layers over weights that are packed once."""
+
+from __future__ import annotations
+
+import torch
+from isthmus_kernels import dispatch
+from torch import Tensor
+
+
+def storage_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The narrowest dtype that holds `weight` for a computation in `dtype` without changing it.
+
+    Decoding is bound by the bytes of the weights. A checkpoint made in bf16 and saved in fp32 is still bf16: kept
+    so, it is read at half the cost and expands to the same fp32 numbers.
+    """
+    if weight.dtype == torch.bfloat16 or dtype == torch.bfloat16:
+        return torch.bfloat16
+    wide = weight.float()
+    # The first row settles it for nearly every true fp32 weight.
+    exact = all(bool((part.bfloat16().float() == part).all()) for part in (wide[:1], wide))
+    return torch.bfloat16 if exact else torch.float32
+
+
+class Linear:
+    """``y = x W^T + b`` for x [T, in]. Several projections of the same input are one layer with joined rows."""
+
+    __slots__ = ("_packed", "nbytes")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        stored = weight.to(storage_dtype(weight, dtype))
+        self._packed = dispatch.pack(stored, bias, dtype=dtype)
+        self.nbytes = self._packed.nbytes
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """x [T, in] to [T, out]."""
+        return dispatch.linear(x, self._packed, out=out)

@@ -1,0 +1,227 @@
+"""Prometheus metrics: one class per component, each given a registry; nothing here is global.
+
+Our names start with `isthmus_`. Engines also export the `vllm:*` names that existing dashboards, endpoint pickers and
+KEDA queries use, as views of the same numbers: a router must not (a sum over pods would count a request twice).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics import MetricWrapperBase
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+"""Of what `render` returns."""
+
+_TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+_ITL_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0)
+_E2E_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0, 600.0)
+_TRANSFER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+
+def render(registry: CollectorRegistry) -> bytes:
+    """All metrics of `registry` in the text format of GET /metrics."""
+    return generate_latest(registry)
+
+
+class _Alias(Collector):
+    """The samples of one metric under a second name. Costs nothing until scraped."""
+
+    def __init__(self, source: MetricWrapperBase, alias: str) -> None:
+        self._source = source
+        self._alias = alias
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._source.collect():
+            copy = Metric(self._alias, metric.documentation, metric.type)
+            cut = len(metric.name)
+            copy.samples = [s._replace(name=self._alias + s.name[cut:]) for s in metric.samples]
+            yield copy
+
+
+class _Names:
+    """Creates metrics with the `model_name` label bound, and their `vllm:` views."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, prefix: str, vllm_names: bool) -> None:
+        self._registry = registry
+        self._model = model_name
+        self._prefix = prefix
+        self._vllm = vllm_names
+
+    def _view(self, metric: MetricWrapperBase, vllm: str) -> None:
+        if vllm and self._vllm:
+            self._registry.register(_Alias(metric, f"vllm:{vllm}"))
+
+    def gauge(self, name: str, text: str, *, vllm: str = "") -> Gauge:
+        metric = Gauge(self._prefix + name, text, ("model_name",), registry=self._registry)
+        self._view(metric, vllm)
+        return metric.labels(self._model)
+
+    def counter(self, name: str, text: str, *, vllm: str = "") -> Counter:
+        metric = Counter(self._prefix + name, text, ("model_name",), registry=self._registry)
+        self._view(metric, vllm)
+        return metric.labels(self._model)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...], *, vllm: str = "") -> Histogram:
+        metric = Histogram(self._prefix + name, text, ("model_name",), registry=self._registry, buckets=buckets)
+        self._view(metric, vllm)
+        return metric.labels(self._model)
+
+    def counter_by(self, name: str, text: str, labels: tuple[str, ...], *, vllm: str = "") -> _LabelledCounter:
+        metric = Counter(self._prefix + name, text, ("model_name", *labels), registry=self._registry)
+        self._view(metric, vllm)
+        return _LabelledCounter(metric, self._model)
+
+
+class _LabelledCounter:
+    """A counter whose first label, the model, is already bound."""
+
+    def __init__(self, metric: Counter, model_name: str) -> None:
+        self._metric = metric
+        self._model = model_name
+
+    def inc(self, *labels: str, amount: float = 1.0) -> None:
+        """Add `amount` to the series of these label values, in the order of construction."""
+        self._metric.labels(self._model, *labels).inc(amount)
+
+
+class RequestMetrics:
+    """How requests fared, observed once per request where tokens leave the process (the API layer or the engine server)."""
+
+    def __init__(
+        self, registry: CollectorRegistry, model_name: str, *, prefix: str = "isthmus_", vllm_names: bool = True
+    ) -> None:
+        names = _Names(registry, model_name, prefix, vllm_names)
+        self.time_to_first_token = names.histogram(
+            "time_to_first_token_seconds",
+            "Arrival to first token.",
+            _TTFT_BUCKETS,
+            vllm="time_to_first_token_seconds",
+        )
+        self.inter_token_latency = names.histogram(
+            "inter_token_latency_seconds",
+            "Between two tokens of a request.",
+            _ITL_BUCKETS,
+            vllm="inter_token_latency_seconds",
+        )
+        self.e2e_latency = names.histogram(
+            "e2e_request_latency_seconds", "Arrival to end.", _E2E_BUCKETS, vllm="e2e_request_latency_seconds"
+        )
+        self.prompt_tokens = names.counter("prompt_tokens", "Prompt tokens received.", vllm="prompt_tokens")
+        self.generation_tokens = names.counter("generation_tokens", "Tokens generated.", vllm="generation_tokens")
+        self._success = names.counter_by(
+            "request_success", "Requests ended with an answer.", ("finished_reason",), vllm="request_success"
+        )
+        self._failures = names.counter_by(
+            "request_failures", "Requests ended with an error; status 499: the client left.", ("status", "code")
+        )
+
+    def succeeded(self, finished_reason: str, seconds: float) -> None:
+        """Count an answered request; `seconds` from arrival to end."""
+        self._success.inc(finished_reason)
+        self.e2e_latency.observe(seconds)
+
+    def failed(self, status: int, code: str | None) -> None:
+        """Count a request that ended with an error."""
+        self._failures.inc(str(status), code or "")
+
+
+class EngineMetrics:
+    """The scheduler and KV pool of one engine."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        names = _Names(registry, model_name, "isthmus_", vllm_names=True)
+        self._registry = registry
+        self._model = model_name
+        self.running = names.gauge("num_requests_running", "Requests being computed.", vllm="num_requests_running")
+        self.waiting = names.gauge("num_requests_waiting", "Requests queued.", vllm="num_requests_waiting")
+        self.kv_usage = names.gauge(
+            "kv_cache_usage_ratio", "Share of usable KV blocks in use, 0 to 1.", vllm="kv_cache_usage_perc"
+        )
+        self.prefix_queries = names.counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", vllm="prefix_cache_queries"
+        )
+        self.prefix_hits = names.counter(
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache.", vllm="prefix_cache_hits"
+        )
+        self.preemptions = names.counter(
+            "num_preemptions", "Requests preempted and recomputed.", vllm="num_preemptions"
+        )
+        self.quarantined_blocks = names.gauge("quarantined_blocks", "KV blocks a peer may still write.")
+        self.never_fit_rejections = names.counter("never_fit_rejections", "Requests refused because they can never fit.")
+        self.no_progress_seconds = names.gauge(
+            "no_progress_seconds", "Time with work waiting and no finished step; 0 while there is progress."
+        )
+
+    def set_cache_config(self, **labels: str) -> None:
+        """Publish `cache_config_info`: block_size, num_gpu_blocks, cache_dtype, ... as labels of a constant 1. Call once."""
+        names = ("model_name", *labels)
+        values = (self._model, *labels.values())
+        metric = Gauge("isthmus_cache_config_info", "KV cache configuration.", names, registry=self._registry)
+        metric.labels(*values).set(1)
+        self._registry.register(_Alias(metric, "vllm:cache_config_info"))
+
+
+class TransferMetrics:
+    """KV movement of one engine."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        names = _Names(registry, model_name, "isthmus_", vllm_names=False)
+        self._failures = names.counter_by("xfer_failures", "Failed KV transfers by stage of the leg.", ("stage",))
+        self.sent_bytes = names.counter("xfer_sent_bytes", "KV bytes sent.")
+        self.received_bytes = names.counter("xfer_received_bytes", "KV bytes received and verified.")
+        self.seconds = names.histogram(
+            "xfer_exposed_seconds", "End of a prompt's computation to the record's write.", _TRANSFER_BUCKETS
+        )
+        self.late_messages = names.counter("late_messages", "Late or duplicate transfer messages, dropped.")
+        self._prompts = names.counter_by("xfer_prompts", "Prompts by where their KV came from.", ("source",))
+
+    def failed(self, stage: str) -> None:
+        """Count a failed transfer."""
+        self._failures.inc(stage)
+
+    def prompt(self, source: str) -> None:
+        """Count a prompt: `local`, `transferred` or `recomputed`."""
+        self._prompts.inc(source)
+
+
+class RouterMetrics:
+    """Choices and legs of the router."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        names = _Names(registry, model_name, "isthmus_router_", vllm_names=False)
+        self.in_flight = names.gauge("requests_in_flight", "Requests the router holds.")
+        self._choices = names.counter_by("choices", "Routing decisions by reason.", ("reason",))
+        self._refusals = names.counter_by("refusals", "Requests nobody could take, by reason.", ("reason",))
+        self._leg_failures = names.counter_by("leg_failures", "Failed legs.", ("leg", "code"))
+        self.retries = names.counter("retries", "Requests tried again on another pair.")
+        self._prompts = names.counter_by("prompts", "Prompts by where their KV came from.", ("source",))
+        self._endpoints = Gauge(
+            "isthmus_router_endpoints", "Engines by role and state.", ("role", "state"), registry=registry
+        )
+
+    def chosen(self, reason: str) -> None:
+        """Count a decision of the policy."""
+        self._choices.inc(reason)
+
+    def refused(self, reason: str) -> None:
+        """Count a refusal of the policy or of the queue limit."""
+        self._refusals.inc(reason)
+
+    def leg_failed(self, leg: str, code: str | None) -> None:
+        """Count a failed `prefill` or `decode` leg by error code."""
+        self._leg_failures.inc(leg, code or "")
+
+    def prompt(self, source: str) -> None:
+        """Count a prompt: `local`, `transferred` or `recomputed`, as decode reported it."""
+        self._prompts.inc(source)
+
+    def endpoints(self, role: str, state: str, count: int) -> None:
+        """Publish how many engines of `role` are in `state`."""
+        self._endpoints.labels(role, state).set(count)

@@ -1,0 +1,128 @@
+"""Token ids to text, one token at a time, with stop strings."""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+
+from ..request import TokenLogprobs
+from .pieces import Pieces
+
+
+class _Matcher:
+    """Knuth-Morris-Pratt search for one stop string, a character at a time."""
+
+    __slots__ = ("_fallback", "matched", "pattern")
+
+    def __init__(self, pattern: str) -> None:
+        assert pattern, "an empty stop string would match everywhere"
+        self.pattern = pattern
+        self.matched = 0
+        """Length of the longest end of the text so far that begins the pattern."""
+        self._fallback = [0] * len(pattern)
+        length = 0
+        for i in range(1, len(pattern)):
+            while length and pattern[i] != pattern[length]:
+                length = self._fallback[length - 1]
+            length += pattern[i] == pattern[length]
+            self._fallback[i] = length
+
+    def step(self, char: str) -> bool:
+        """Add a character; True when the pattern is complete. Not to be called after that."""
+        matched = self.matched
+        while matched and char != self.pattern[matched]:
+            matched = self._fallback[matched - 1]
+        matched += char == self.pattern[matched]
+        self.matched = matched
+        return matched == len(self.pattern)
+
+
+class TextStream:
+    """Text of one generation as it grows.
+
+    Never shows half a character, nor text that may turn out to be part of a stop string. Where a stop string ends
+    first, the text is cut right before it; how tokens are cut into calls of `push` makes no difference. Work per
+    token does not grow with the length of the text.
+
+    With `logprobs=True` the entries given to `push` come back from `take_logprobs` together with the text they made.
+    """
+
+    def __init__(self, pieces: Pieces, stop: Sequence[str] = (), *, logprobs: bool = False) -> None:
+        self._piece = pieces.of
+        self._stop = tuple(_Matcher(s) for s in stop)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+        self._shown = 0
+        self._keep_logprobs = logprobs
+        self._waiting: deque[tuple[int, int, TokenLogprobs]] = deque()
+        self._released: list[TokenLogprobs] = []
+        self.stopped = False
+        """A stop string was met; `push` must not be called again."""
+
+    def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> str:
+        """Add tokens; returns the text that is now certain, often all of it, sometimes none."""
+        if self._keep_logprobs:
+            text = self._push_one_by_one(token_ids, logprobs)
+        else:
+            text = self._utf8.decode(b"".join(map(self._piece, token_ids)))
+        return self._advance(text, final=False)
+
+    def finish(self) -> str:
+        """No token follows: what was held back, an incomplete character as U+FFFD."""
+        if self.stopped:
+            return ""
+        return self._advance(self._utf8.decode(b"", final=True), final=True)
+
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        """Entries of the tokens that made the text returned since the last call."""
+        taken, self._released = self._released, []
+        return taken
+
+    def _push_one_by_one(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> str:
+        parts = []
+        offset = self._shown + len(self._held)
+        for token_id, entry in zip(token_ids, logprobs, strict=True):
+            start = offset
+            parts.append(part := self._utf8.decode(self._piece(token_id)))
+            offset += len(part)
+            # A token that ends inside a character belongs with the text in which the character appears.
+            end = offset + 1 if self._utf8.getstate()[0] else offset
+            self._waiting.append((start, end, entry))
+        return "".join(parts)
+
+    def _advance(self, text: str, *, final: bool) -> str:
+        if not self._stop:
+            self._shown += len(text)
+            self._release(final=final)
+            return text
+        cut = self._find_stop(text)
+        held = self._held + text
+        if cut is not None:
+            self.stopped = True
+            out, self._held = held[:cut], ""
+        else:
+            keep = 0 if final else max(m.matched for m in self._stop)
+            out, self._held = held[: len(held) - keep], held[len(held) - keep :]
+        self._shown += len(out)
+        self._release(final=final or self.stopped)
+        return out
+
+    def _find_stop(self, text: str) -> int | None:
+        """Where held + `text` must be cut: the start of the stop string that is complete first; of several, the longest."""
+        end = len(self._held)
+        for char in text:
+            end += 1
+            complete = [len(m.pattern) for m in self._stop if m.step(char)]
+            if complete:
+                return end - max(complete)
+        return None
+
+    def _release(self, *, final: bool) -> None:
+        waiting = self._waiting
+        while waiting and waiting[0][1] <= self._shown:
+            self._released.append(waiting.popleft()[2])
+        if final:
+            # After a stop string, tokens that begin behind the cut made no text and are left out.
+            self._released += [e for start, _, e in waiting if not self.stopped or start < self._shown]
+            waiting.clear()

@@ -1,0 +1,330 @@
+"""Bodies of /v1/completions and /v1/chat/completions: what is accepted, and a clear refusal of everything else.
+
+A parameter is either honoured or refused by name; none is ignored. JSON null means "not given".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..errors import InvalidRequest
+
+MAX_CHOICES = 128
+"""Most generations one request may ask for: prompts times n."""
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+Prompt = str | tuple[int, ...]
+"""Text, or ids that are taken as they are."""
+
+# Parameters of the OpenAI API (and some common extensions) that are not implemented, with the values that ask for
+# nothing. Clients send those by default, so they are let through.
+_NEUTRAL_BOTH: Mapping[str, tuple[object, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "min_tokens": (0,),
+    "metadata": ({},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "prompt_cache_key": ("",),
+}
+_NEUTRAL_COMPLETION = {**_NEUTRAL_BOTH, "echo": (False,), "suffix": ("",)}
+_NEUTRAL_CHAT: Mapping[str, tuple[object, ...]] = {
+    **_NEUTRAL_BOTH,
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+_NEUTRAL_MESSAGE: Mapping[str, tuple[object, ...]] = {
+    "refusal": (),
+    "tool_calls": ([],),
+    "function_call": (),
+    "audio": (),
+    "annotations": ([],),
+    "reasoning_content": ("",),
+}
+_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+_StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> StreamOptions:
+        if self.include_obfuscation:
+            raise ValueError("include_obfuscation is not supported; remove it or set it to false")
+        return self
+
+
+class _Common(BaseModel):
+    """Parameters of both endpoints. `None` means the model's default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    model: str
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    stop: str | list[_StopString] | None = None
+    user: str | None = None
+    # Extensions, with the names that other servers use.
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = Field(default_factory=list, max_length=256)
+    cache_salt: str = Field(default="", max_length=256)
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+
+    @model_validator(mode="after")
+    def _check_common(self) -> _Common:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only allowed together with stream: true")
+        if len(self.stop_strings) > MAX_STOP_STRINGS:
+            raise ValueError(f"stop: {len(self.stop_strings)} strings, at most {MAX_STOP_STRINGS} are allowed")
+        if self.stop == "":
+            raise ValueError("stop: an empty string would stop everything; remove it")
+        return self
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [] if self.stop is None else [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_logprobs(self) -> int:
+        """-1 off, else how many alternatives per position."""
+        raise AssertionError("defined by both endpoints")
+
+
+class CompletionRequest(_Common):
+    """POST /v1/completions."""
+
+    prompt: Any
+    """Checked by `prompts`: validating a long id list element by element is not pydantic's strength."""
+    best_of: int | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _check(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != self.n:
+            raise ValueError(f"best_of: {self.best_of} is not supported; only the value of n ({self.n}) is")
+        return self
+
+    @property
+    def num_logprobs(self) -> int:
+        """-1 off, else how many alternatives per position."""
+        return -1 if self.logprobs is None else self.logprobs
+
+    def prompts(self) -> list[Prompt]:
+        """The prompts, each text or ids. InvalidRequest names `prompt` and what it may be."""
+        value = self.prompt
+        if isinstance(value, str):
+            found: list[Prompt] = [value]
+        elif isinstance(value, list) and value and all(isinstance(p, str) for p in value):
+            found = list(value)
+        elif _is_ids(value):
+            found = [tuple(value)]
+        elif isinstance(value, list) and value and all(_is_ids(p) for p in value):
+            found = [tuple(p) for p in value]
+        else:
+            raise InvalidRequest(
+                "prompt: must be a string, a list of strings, a list of token ids, or a list of such lists, none empty",
+                param="prompt",
+            )
+        if len(found) * self.n > MAX_CHOICES:
+            raise InvalidRequest(
+                f"prompt: {len(found)} prompts times n = {self.n} are more than {MAX_CHOICES} generations; "
+                "send several requests",
+                param="prompt",
+            )
+        return found
+
+
+class ChatRequest(_Common):
+    """POST /v1/chat/completions."""
+
+    messages: Any
+    """Checked by `conversation`, which gives paths into the messages."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    safety_identifier: str | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only allowed together with logprobs: true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_completion_tokens: differs from max_tokens; give one of the two")
+        return self
+
+    @property
+    def num_logprobs(self) -> int:
+        """-1 off, else how many alternatives per position."""
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
+    @property
+    def output_limit(self) -> int | None:
+        """Most tokens to generate; None: as many as fit."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    def conversation(self) -> list[dict[str, str]]:
+        """Messages with plain text content, as chat templates take them. InvalidRequest names the path."""
+        if not isinstance(self.messages, list) or not self.messages:
+            raise InvalidRequest("messages: must be a list with at least one message", param="messages")
+        return [_message(m, f"messages[{i}]") for i, m in enumerate(self.messages)]
+
+
+_R = TypeVar("_R", CompletionRequest, ChatRequest)
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """A checked request. InvalidRequest tells every problem and names the parameter of the first."""
+    return _parse(CompletionRequest, body, _NEUTRAL_COMPLETION)
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """A checked request. InvalidRequest tells every problem and names the parameter of the first."""
+    return _parse(ChatRequest, body, _NEUTRAL_CHAT)
+
+
+def _parse(model: type[_R], body: bytes, neutral: Mapping[str, tuple[object, ...]]) -> _R:
+    data = _json_object(body)
+    problems: list[tuple[str, str]] = []
+    given = {}
+    for name, value in data.items():
+        if value is None:
+            continue
+        if name in neutral:
+            _check_neutral(name, value, neutral[name], problems)
+        else:
+            given[name] = value
+    try:
+        request = model.model_validate(given)
+    except ValidationError as e:
+        problems += [_problem(error["loc"], error["type"], error["msg"]) for error in e.errors(include_url=False)]
+    if problems:
+        raise InvalidRequest("; ".join(dict.fromkeys(text for _, text in problems)), param=problems[0][0])
+    return request
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
+    try:
+        data = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+        if b"\\ud" in body or b"\\uD" in body:
+            # A lone surrogate is legal in JSON, but is no text.
+            json.dumps(data, ensure_ascii=False).encode("utf-8")
+    except json.JSONDecodeError as e:
+        raise InvalidRequest(f"the body is not valid JSON: {e.msg} at line {e.lineno}, column {e.colno}") from e
+    except UnicodeDecodeError as e:
+        raise InvalidRequest(f"the body is not valid UTF-8: byte {e.object[e.start]:#04x} at offset {e.start}") from e
+    except UnicodeEncodeError as e:
+        raise InvalidRequest("the body holds half of a surrogate pair (\\ud800 to \\udfff); send whole characters") from e
+    except RecursionError as e:
+        raise InvalidRequest("the body is nested too deeply") from e
+    if not isinstance(data, dict):
+        raise InvalidRequest(f"the body is a JSON {type(data).__name__}, expected an object")
+    return data
+
+
+def _refuse_constant(name: str) -> None:
+    raise InvalidRequest(f"the body holds {name}, which is not JSON")
+
+
+def _check_neutral(name: str, value: object, accepted: tuple[object, ...], problems: list[tuple[str, str]]) -> None:
+    if value in accepted:
+        return
+    fix = f"remove it or set it to {' or '.join(json.dumps(a) for a in accepted)}" if accepted else "remove it"
+    problems.append((name, f"{name}: not supported; {fix}"))
+
+
+def _problem(loc: tuple[int | str, ...], kind: str, message: str) -> tuple[str, str]:
+    if kind == "value_error":  # from our own validators: the text begins with the parameter
+        text = message.removeprefix("Value error, ")
+        return text.partition(":")[0].partition(" ")[0], text
+    # Positions inside a union (`stop.list[...]`) are pydantic's, not the client's.
+    param = ".".join(str(p) for p in loc if isinstance(p, int) or p.isidentifier())
+    for kind_name in (".str", ".list"):
+        param = param.removesuffix(kind_name)
+    if kind == "extra_forbidden":
+        return param, f"{param}: unknown parameter; remove it"
+    if kind == "missing":
+        return param, f"{param}: required"
+    return param, f"{param}: {message[0].lower()}{message[1:]}"
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
+
+
+def _message(value: object, path: str) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{path}: must be an object with role and content", param=path)
+    role = value.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        known = ", ".join(_ROLES)
+        raise InvalidRequest(f"{path}.role: {role!r} is not supported; supported: {known}", param=f"{path}.role")
+    message = {"role": _ROLES[role], "content": _content(value.get("content"), f"{path}.content")}
+    problems: list[tuple[str, str]] = []
+    for name, field in value.items():
+        if name in ("role", "content") or field is None:
+            continue
+        if name == "name" and isinstance(field, str):
+            message["name"] = field
+        elif name in _NEUTRAL_MESSAGE:
+            _check_neutral(f"{path}.{name}", field, _NEUTRAL_MESSAGE[name], problems)
+        else:
+            problems.append((f"{path}.{name}", f"{path}.{name}: unknown parameter; remove it"))
+    if problems:
+        raise InvalidRequest("; ".join(text for _, text in problems), param=problems[0][0])
+    return message
+
+
+def _content(value: object, path: str) -> str:
+    """Text, or text parts joined by newlines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{path}: must be a string or a list of text parts", param=path)
+    texts = []
+    for i, part in enumerate(value):
+        where = f"{path}[{i}]"
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise InvalidRequest(f"{where}.type: {kind!r} is not supported; only text is", param=f"{where}.type")
+        text = part.get("text")
+        if not isinstance(text, str) or len(part) != 2:
+            raise InvalidRequest(f"{where}: must hold type and text (a string), and nothing else", param=where)
+        texts.append(text)
+    return "\n".join(texts)

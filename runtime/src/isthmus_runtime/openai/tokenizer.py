@@ -1,0 +1,185 @@
+"""A model directory's tokenizer, chat template and generation defaults, as the API needs them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as HfTokenizer
+
+from ..errors import ConfigError, InvalidRequest
+from .chat import ChatTemplate
+from .pieces import Pieces
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What a request that names no value gets: generation_config.json, else OpenAI's defaults."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+class Tokenizer:
+    """Text to ids and back. Made by `load`; immutable, safe to use from several threads."""
+
+    def __init__(
+        self,
+        tokenizer: HfTokenizer,
+        *,
+        config: Mapping[str, Any],
+        eos_token_ids: Sequence[int],
+        vocab_size: int,
+        chat_template: str | None,
+        defaults: SamplingDefaults,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        """`config` is tokenizer_config.json. ConfigError: an unsupported decoder, a broken template, unknown specials."""
+        self._tokenizer = tokenizer
+        raw = json.loads(tokenizer.to_str())
+        added = tokenizer.get_added_tokens_decoder()
+        self.pieces = Pieces(tokenizer, raw.get("decoder"), frozenset(i for i, t in added.items() if t.special))
+        special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
+        self.eos_token_ids = tuple(eos_token_ids)
+        """Ids that end a generation."""
+        self.vocab_size = vocab_size
+        """Ids a prompt may use are below this."""
+        self.defaults = defaults
+        self._template = ChatTemplate(chat_template, special, now) if chat_template is not None else None
+        # Absent in tokenizer_config.json: whatever the post-processor of tokenizer.json does is right.
+        self._add_bos: bool | None = config.get("add_bos_token")
+        bos = special.get("bos_token")
+        self._bos = tokenizer.token_to_id(bos) if bos is not None else None
+        if self._add_bos and self._bos is None:
+            raise ConfigError(
+                f"tokenizer_config.json: add_bos_token is true, but bos_token {bos!r} is no token of tokenizer.json"
+            )
+
+    @staticmethod
+    def load(path: str | Path, *, now: Callable[[], datetime] = datetime.now) -> Tokenizer:
+        """Read a Hugging Face model directory. ConfigError names the file and what is wrong with it."""
+        root = Path(path)
+        file = root / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(f"--model {path}: there is no tokenizer.json; give a Hugging Face model directory")
+        try:
+            tokenizer = HfTokenizer.from_file(str(file))
+        except Exception as e:  # the library raises plain Exception
+            raise ConfigError(f"{file}: {e}") from e
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        config = {**_read_json(root / "special_tokens_map.json"), **_read_json(root / "tokenizer_config.json")}
+        model = _read_json(root / "config.json")
+        generation = _read_json(root / "generation_config.json")
+        text_model = model.get("text_config") or model
+        return Tokenizer(
+            tokenizer,
+            config=config,
+            eos_token_ids=_eos_ids(tokenizer, generation, model, text_model, config),
+            vocab_size=int(text_model.get("vocab_size") or tokenizer.get_vocab_size()),
+            chat_template=_template_source(root, config),
+            defaults=_defaults(root, generation),
+            now=now,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a completion prompt, with the beginning-of-text token if the model wants one."""
+        if self._add_bos is None:
+            return self._ids(text, special=True)
+        ids = self._ids(text, special=False)
+        return [self._bos, *ids] if self._add_bos and self._bos is not None else ids
+
+    def encode_chat(self, text: str) -> list[int]:
+        """Ids of a rendered chat template, which holds its special tokens as text already."""
+        return self._ids(text, special=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt text of a conversation, ready for the assistant's turn."""
+        if self._template is None:
+            raise InvalidRequest(
+                "the model has no chat template (tokenizer_config.json or chat_template.jinja); use /v1/completions",
+                param="messages",
+            )
+        return self._template.render(messages)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids` without special tokens."""
+        return self.pieces.join(token_ids)
+
+    def _ids(self, text: str, *, special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        return ids
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as e:
+        raise ConfigError(f"{path}: {e}") from e
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def _token_text(value: object) -> str | None:
+    """A special token as tokenizer_config.json writes it: text, or an object with `content`."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _eos_ids(
+    tokenizer: HfTokenizer,
+    generation: Mapping[str, Any],
+    model: Mapping[str, Any],
+    text_model: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> tuple[int, ...]:
+    ids: list[int] = []
+    for source in (generation, model, text_model):
+        value = source.get("eos_token_id")
+        ids += [value] if isinstance(value, int) else value if isinstance(value, list) else []
+    text = _token_text(config.get("eos_token"))
+    if text is not None and (found := tokenizer.token_to_id(text)) is not None:
+        ids.append(found)
+    return tuple(dict.fromkeys(ids))
+
+
+def _template_source(root: Path, config: Mapping[str, Any]) -> str | None:
+    file = root / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    value = config.get("chat_template")
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{root / 'tokenizer_config.json'}: chat_template is {type(value).__name__}, expected text")
+    return value
+
+
+def _defaults(root: Path, generation: Mapping[str, Any]) -> SamplingDefaults:
+    limits = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "top_k": (0, 1 << 31), "min_p": (0.0, 1.0)}
+    found: dict[str, Any] = {}
+    problems = []
+    for name, (low, high) in limits.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+        if not fits or (name == "top_p" and value == 0):
+            problems.append(f"{root / 'generation_config.json'}: {name} {value!r} is out of range {low} to {high}")
+        found[name] = value
+    if problems:
+        raise ConfigError(problems)
+    return SamplingDefaults(**found)

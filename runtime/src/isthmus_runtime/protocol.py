@@ -1,0 +1,260 @@
+"""Wire records between router, prefill and decode. JSON over HTTP/1.1; token streams are NDJSON lines.
+
+| call | from -> to | body -> answer |
+|---|---|---|
+| GET  /info              | router -> engine  | EngineInfo |
+| POST /internal/generate | router -> decode  | GenerateCall -> lines: reserved line (with an attempt), then token lines |
+| POST /internal/prefill  | router -> prefill | PrefillCall -> PrefillAnswer |
+| POST /internal/commit   | router -> decode  | CommitCall -> {} : prefill has sent everything, or has failed |
+| POST /internal/abort    | router -> engine  | AbortCall -> {} : idempotent, unknown ids are counted and ignored |
+| GET  /internal/drained  | decode -> prefill | ?attempt= -> DrainAnswer : may a byte of this attempt still move? |
+
+Closing the connection of a generate or prefill call cancels it. An attempt id is in every message. Peer addresses come only from the router in these records, never from a client.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .errors import RequestError, error_from_json
+from .request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+
+KV_ABI = 1
+"""Engine KV ABI; part of the fingerprint. Raise it when bytes in a block change meaning."""
+
+
+class _Wire(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WireSampling(_Wire):
+    """`SamplingParams` on the wire."""
+
+    max_tokens: int = Field(ge=1)
+    temperature: float = Field(default=1.0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int = -1
+
+
+class WireRequest(_Wire):
+    """`GenerateRequest` on the wire."""
+
+    request_id: str = Field(min_length=1, max_length=128)
+    prompt_token_ids: tuple[int, ...] = Field(min_length=1)
+    sampling: WireSampling
+    priority: int = 0
+    cache_salt: str = ""
+    timeout_s: float = Field(default=600.0, gt=0)
+
+    def to_request(self) -> GenerateRequest:
+        """The plain record the engine works with."""
+        return GenerateRequest(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            sampling=SamplingParams(**self.sampling.model_dump()),
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+            timeout_s=self.timeout_s,
+        )
+
+    @staticmethod
+    def of(request: GenerateRequest) -> WireRequest:
+        """Inverse of `to_request`."""
+        s = request.sampling
+        return WireRequest(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=WireSampling(
+                max_tokens=s.max_tokens,
+                temperature=s.temperature,
+                top_p=s.top_p,
+                top_k=s.top_k,
+                min_p=s.min_p,
+                seed=s.seed,
+                stop_token_ids=s.stop_token_ids,
+                logprobs=s.logprobs,
+            ),
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            timeout_s=request.timeout_s,
+        )
+
+
+class KvInfo(_Wire):
+    """KV numbers of one engine, both counts named (kv.md)."""
+
+    block_size: int
+    physical_blocks: int
+    usable_blocks: int
+    bytes_per_block: int
+    max_model_len: int
+    layout_digest: str
+
+
+class TransferInfo(_Wire):
+    """What this engine really moves KV with."""
+
+    mode: Literal["none", "direct", "store", "memory"] = "none"
+    transport: str = ""
+    """Effective transport as probed, for example `tcp`."""
+    probed_gbps: float = 0.0
+    """GB/s of the probe; 0 when not probed."""
+    epoch: str = ""
+    """Changes with each start of the process: a peer with a new epoch cannot write into old blocks."""
+    ready: bool = True
+    reason: str = ""
+
+
+class EngineInfo(_Wire):
+    """Answer of GET /info. The router pairs only engines of equal `fingerprint`."""
+
+    role: Literal["prefill", "decode", "unified"]
+    model: str
+    served_names: tuple[str, ...]
+    fingerprint: str
+    kv: KvInfo
+    transfer: TransferInfo
+    version: str
+    running: int = 0
+    waiting: int = 0
+    draining: bool = False
+    vocab_size: int = 0
+
+
+class Ticket(_Wire):
+    """What decode tells prefill, through the router, so that prefill can send. Opaque to the router."""
+
+    mode: Literal["direct", "store", "memory"]
+    attempt: str
+    layout_digest: str
+    skip_blocks: int = 0
+    """Leading full blocks decode already has in its own prefix cache: not sent."""
+    session: str = ""
+    """Direct: TransferEngine peer id `host:port`."""
+    pool_base: int = 0
+    """Direct: address of block 0 of decode's pool."""
+    block_stride: int = 0
+    """Direct: bytes between two blocks."""
+    block_ids: tuple[int, ...] = ()
+    """Direct: decode's blocks for prompt blocks skip_blocks, skip_blocks+1, ..."""
+    record_address: int = 0
+    record_capacity: int = 0
+    """Direct: where the record is written, last, and how many bytes it may take."""
+
+
+class PrefillRecord(_Wire):
+    """Written last by prefill; decode starts only when it verifies."""
+
+    attempt: str
+    num_tokens: int
+    """Prompt tokens whose KV was written."""
+    first_token: int
+    first_logprobs: tuple[int, float, tuple[tuple[int, float], ...]] | None = None
+    """(token id, logprob, top) of the first token when logprobs were asked for."""
+    key_digest: str
+    """Hex digest over the ordered block keys (kv/keys.py)."""
+    block_bytes: int
+    crc: int | None = None
+
+
+class GenerateCall(_Wire):
+    """Run a request on decode or unified; with `attempt` set its KV comes from a prefill peer."""
+
+    request: WireRequest
+    attempt: str = ""
+    """Empty: compute the prompt locally."""
+    prefill_url: str = ""
+    """Peer to ask for the drain acknowledgement; from the router's discovery only."""
+    prefill_epoch: str = ""
+
+
+class PrefillCall(_Wire):
+    """Compute the prompt, send KV as `ticket` says."""
+
+    request: WireRequest
+    attempt: str
+    ticket: Ticket
+
+
+class PrefillAnswer(_Wire):
+    """Everything was sent, the record last."""
+
+    attempt: str
+    num_tokens: int
+    cached_tokens: int = 0
+    sent_bytes: int = 0
+    transfer_s: float = 0.0
+    """Seconds between the end of the prompt's computation and the record's write: what was not hidden."""
+
+
+class CommitCall(_Wire):
+    """The router's word about the prefill leg."""
+
+    request_id: str
+    attempt: str
+    ok: bool
+    stage: str = ""
+    reason: str = ""
+
+
+class AbortCall(_Wire):
+    """End a request wherever it is. An empty attempt means any attempt."""
+
+    request_id: str
+    attempt: str = ""
+
+
+class DrainAnswer(_Wire):
+    """True: no byte of the attempt can still move, now or later."""
+
+    attempt: str
+    drained: bool
+    epoch: str
+
+
+def reserved_line(ticket: Ticket) -> bytes:
+    """First line of a decode stream whose KV comes from a peer."""
+    return b'{"reserved":' + ticket.model_dump_json().encode() + b"}\n"
+
+
+def token_line(chunk: TokenChunk) -> bytes:
+    """One `TokenChunk` as an NDJSON line. Short keys: this is the hot path."""
+    body: dict[str, object] = {"t": chunk.token_ids}
+    if chunk.logprobs:
+        body["l"] = [(p.token_id, p.logprob, p.top) for p in chunk.logprobs]
+    if chunk.cached_tokens:
+        body["c"] = chunk.cached_tokens
+    if chunk.note:
+        body["n"] = chunk.note
+    if chunk.finish_reason is not None:
+        body["f"] = chunk.finish_reason.value
+    if chunk.error is not None:
+        body["e"] = {"status": chunk.error.status, **chunk.error.to_json()}
+    return json.dumps(body, separators=(",", ":")).encode() + b"\n"
+
+
+def parse_line(line: bytes) -> Ticket | TokenChunk:
+    """Inverse of `reserved_line` and `token_line`. Raises ValueError on anything else."""
+    body = json.loads(line)
+    if not isinstance(body, dict):
+        raise ValueError(f"stream line is {type(body).__name__}, expected an object")
+    if "reserved" in body:
+        return Ticket.model_validate(body["reserved"])
+    error: RequestError | None = None
+    if (raw := body.get("e")) is not None:
+        error = error_from_json(int(raw.get("status", 500)), raw)
+    return TokenChunk(
+        token_ids=tuple(body["t"]),
+        logprobs=tuple(TokenLogprobs(i, p, tuple((a, b) for a, b in top)) for i, p, top in body.get("l", ())),
+        finish_reason=FinishReason(body["f"]) if "f" in body else None,
+        error=error,
+        cached_tokens=body.get("c", 0),
+        note=body.get("n", ""),
+    )

@@ -1,0 +1,39 @@
+"""What a back end offers `TransferAgent` beyond `interfaces.KvTransfer`: tickets, cleanup, and what it measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..interfaces import KvTransfer, ReceiveJob
+from ..protocol import Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Effective:
+    """The transport that really moves bytes, as found at `prepare`."""
+
+    transport: str
+    gbps: float
+    """GB/s of the loopback probe; 0 when not probed."""
+
+
+class TransferBackend(KvTransfer, Protocol):
+    """A transport as the agent uses it.
+
+    `drained` with an empty `peer_url` asks about this process alone: may a byte of the attempt still move because of
+    an operation started here? Callbacks are never called while the back end holds a lock.
+    """
+
+    @property
+    def peer_writes(self) -> bool:
+        """True: the sender writes into the receiver's memory. False: the receiver fetches."""
+
+    def reserve(self, job: ReceiveJob, layout_digest: str) -> Ticket:
+        """Describe where to write. Raises Overloaded when no record slot is free."""
+
+    def forget(self, attempt: str) -> None:
+        """The attempt is over and drained: free its record slot, remove its request-scoped keys."""
+
+    def effective(self) -> Effective:
+        """For `/info`; valid after `prepare`."""

@@ -1,0 +1,20 @@
+"""Settings shared by every test: the hypothesis profile, and skipping `gpu` tests on a machine without a GPU."""
+
+import pytest
+from hypothesis import settings
+
+# No per-example deadline: a busy machine is not a failing test. The blob reproduces a failure.
+settings.register_profile("isthmus", deadline=None, print_blob=True)
+settings.load_profile("isthmus")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_tests:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in gpu_tests:
+            item.add_marker(skip)

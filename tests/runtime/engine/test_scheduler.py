@@ -1,0 +1,452 @@
+"""The scheduler over a fake executor whose tokens depend on every KV byte: right tokens, one ending, no leak."""
+
+from __future__ import annotations
+
+import pytest
+from engine_world import World, make_plan, request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus_runtime.config import SchedulerConfig
+from isthmus_runtime.engine.scheduler import Scheduler
+from isthmus_runtime.engine.sequence import CancelAttempt, FinishSend, Kind, OpenReceive, Phase, SendBlocks
+from isthmus_runtime.errors import DeadlineExceeded, InvalidRequest, NeverFits, Overloaded, TransferFailed
+from isthmus_runtime.executor.fake import expected_tokens
+from isthmus_runtime.kv.groups import GroupPlan
+from isthmus_runtime.kv.keys import keys_digest
+from isthmus_runtime.kv.pool import BlockPool
+from isthmus_runtime.protocol import PrefillRecord
+from isthmus_runtime.request import FinishReason
+
+
+def expect(world: World, sid: str, prompt: list[int], max_tokens: int) -> None:
+    count = min(max_tokens, world.max_model_len - len(prompt))
+    req = request(sid, prompt, max_tokens)
+    assert world.tokens[sid] == expected_tokens(prompt, req.sampling, count)
+    assert world.finish(sid) is FinishReason.LENGTH
+
+
+def test_one_request_by_chunks() -> None:
+    world = World(max_batched_tokens=5)
+    prompt = list(range(23))
+    world.add(request("a", prompt, 7))
+    world.run()
+    expect(world, "a", prompt, 7)
+
+
+def test_a_batch_of_mixed_lengths_shares_the_budget() -> None:
+    world = World(num_blocks=65)
+    prompts = {f"r{i}": [i * 7 + j for j in range(1 + 5 * i)] for i in range(6)}
+    for sid, prompt in prompts.items():
+        world.add(request(sid, prompt, 3 + len(sid)))
+    world.run()
+    for sid, prompt in prompts.items():
+        expect(world, sid, prompt, 3 + len(sid))
+
+
+def test_second_request_hits_the_prefix_of_the_first() -> None:
+    world = World()
+    prompt = list(range(18))
+    world.add(request("a", prompt, 2))
+    world.run()
+    world.add(request("b", [*prompt, 99], 2))
+    world.run()
+    expect(world, "b", [*prompt, 99], 2)
+    assert world.scheduler.stats().prefix_hits == 16
+
+
+def test_salted_prefixes_do_not_meet() -> None:
+    world = World()
+    prompt = list(range(18))
+    for salt in ("x", "y"):
+        req = request(salt, prompt, 2)
+        world.add(type(req)(**{f: getattr(req, f) for f in req.__slots__} | {"cache_salt": salt}))
+        world.run()
+    assert world.scheduler.stats().prefix_hits == 0
+
+
+def test_the_longest_admitted_request_finishes_and_one_more_token_is_refused() -> None:
+    world = World(num_blocks=17, max_model_len=64)  # 16 usable blocks of 4 tokens
+    prompt = list(range(63))
+    world.add(request("fits", prompt, 1000))
+    world.run()
+    expect(world, "fits", prompt, 1000)
+    with pytest.raises(NeverFits, match=r"64 tokens.*at most 63.*max_model_len 64"):
+        world.add(request("over", list(range(64)), 1))
+
+
+def test_a_request_whose_peak_exceeds_the_pool_is_refused_with_numbers() -> None:
+    pool = BlockPool(5)
+    scheduler = Scheduler(SchedulerConfig(), make_plan(5, 4, 64), pool)
+    with pytest.raises(NeverFits, match=r"20 tokens needs 5 KV blocks, the pool has 4 usable"):
+        scheduler.add(request("a", list(range(10)), 10), 0.0)
+    scheduler.add(request("b", list(range(10)), 6), 0.0)
+
+
+def test_preemption_recomputes_and_the_oldest_wins() -> None:
+    world = World(num_blocks=13, max_model_len=48, max_batched_tokens=64, prefix_caching=False)
+    for sid in "abc":
+        world.add(request(sid, [ord(sid)] * 10, 30))
+    world.run()
+    for sid in "abc":
+        expect(world, sid, [ord(sid)] * 10, 30)
+    assert world.scheduler.stats().preemptions > 0
+    assert list(world.ends) == ["a", "b", "c"]
+
+
+def test_priority_goes_first() -> None:
+    world = World(max_num_seqs=1)
+    order: list[str] = []
+    for sid, priority in (("late", 5), ("soon", 0), ("first", -1)):
+        req = request(sid, [1, 2, 3], 2)
+        world.add(type(req)(**{f: getattr(req, f) for f in req.__slots__} | {"priority": priority}))
+    while world.scheduler.has_work:
+        assert world.turn()
+        order += [sid for sid, ends in world.ends.items() if ends and sid not in order]
+    assert order == ["first", "soon", "late"]
+
+
+def test_stop_token_ends_the_request_and_the_step_in_flight_is_dropped() -> None:
+    world = World()
+    prompt = [5, 6, 7]
+    tokens = expected_tokens(prompt, request("x", prompt, 1).sampling, 10)
+    world.add(request("a", prompt, 10, stop_token_ids=(tokens[3],)))
+    world.run()
+    assert world.tokens["a"] == tokens[: tokens.index(tokens[3]) + 1]
+    assert world.finish("a") is FinishReason.STOP
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_abort_is_valid_at_any_moment(turns: int) -> None:
+    world = World(max_num_seqs=1)
+    for sid in "ab":
+        world.add(request(sid, list(range(20)), 4))
+    for _ in range(turns):
+        world.turn()
+    for sid in "ab":
+        world.take(world.scheduler.abort(sid, "", "left"))
+    world.run()
+    for sid in "ab":
+        assert world.finish(sid) in (FinishReason.ABORT, FinishReason.LENGTH)
+    world.scheduler.check()
+    assert world.scheduler.abort("a", "", "again") == []
+    assert world.scheduler.stats().unknown_events >= 1
+
+
+def test_waiting_request_ends_at_its_queue_deadline() -> None:
+    world = World(max_num_seqs=1, num_blocks=17)
+    world.add(request("runs", [1] * 8, 50))
+    world.add(request("waits", [2] * 8, 50))
+    world.turn()
+    world.now = 200.0
+    world.take(world.scheduler.tick(world.now))
+    chunk = world.ends["waits"][0]
+    assert isinstance(chunk.error, DeadlineExceeded)
+    assert "waited" in chunk.error.message
+
+
+def test_full_queue_and_duplicate_ids_are_refused() -> None:
+    scheduler = Scheduler(SchedulerConfig(max_waiting=1), make_plan(33, 4, 64), BlockPool(33))
+    scheduler.add(request("a", [1], 1), 0.0)
+    with pytest.raises(InvalidRequest, match="already in progress"):
+        scheduler.add(request("a", [1], 1), 0.0)
+    with pytest.raises(Overloaded, match="max-waiting 1") as caught:
+        scheduler.add(request("b", [1], 1), 0.0)
+    assert caught.value.status == 429
+
+
+def test_sliding_window_blocks_come_back_while_the_request_runs() -> None:
+    window, bs = 8, 4
+    groups = (GroupPlan(block_size=bs, window=window, tokens_in_flight=16),)
+    world = World(num_blocks=9)
+    plan = make_plan(9, bs, 64, groups)
+    world.scheduler = Scheduler(SchedulerConfig(max_batched_tokens=8, max_num_seqs=2), plan, world.pool)
+    world.max_batched_tokens = 8
+    world.add(request("a", list(range(20)), 40))
+    for _ in range(1000):
+        if not world.scheduler.has_work:
+            break
+        assert world.turn()
+    assert world.finish("a") is FinishReason.LENGTH
+    assert len(world.tokens["a"]) == 40
+
+
+# ------------------------------------------------------------------------------------------------------------- handoffs
+
+
+def move(source: World, target: World, sent: SendBlocks | tuple[SendBlocks, ...], job: OpenReceive) -> None:
+    """Copy the sent blocks into the reserved ones, as a transport would."""
+    where = {ref.index: ref for ref in job.job.blocks}
+    for effect in sent if isinstance(sent, tuple) else (sent,):
+        for ref in effect.blocks:
+            assert where[ref.index].key == ref.key
+            target.executor.block_bytes(where[ref.index].block_id)[:] = source.executor.block_bytes(ref.block_id)
+
+
+def prefill(world: World, sid: str, prompt: list[int], skip: int = 0) -> tuple[tuple[SendBlocks, ...], PrefillRecord]:
+    world.add(request(sid, prompt, 9), kind=Kind.SEND, attempt=sid, skip_blocks=skip)
+    world.scheduler.handoffs.open_send(sid)
+    for _ in range(200):
+        finish = [e for e in world.effects if isinstance(e, FinishSend) and e.attempt == sid]
+        if finish:
+            return tuple(e for e in world.effects if isinstance(e, SendBlocks) and e.attempt == sid), finish[0].record
+        world.turn()
+    raise AssertionError("prefill never finished")
+
+
+@pytest.mark.parametrize("length", [1, 4, 15, 16, 17, 23])
+def test_prefill_then_decode_equals_unified(length: int) -> None:
+    prompt = [3 * i for i in range(length)]
+    p, d = World(max_batched_tokens=5), World()
+    d.add(request("t", prompt, 9), kind=Kind.RECEIVE, attempt="t")
+    d.turn()
+    (job,) = [e for e in d.effects if isinstance(e, OpenReceive)]
+    sent, record = prefill(p, "t", prompt)
+    assert record.key_digest == keys_digest([ref.key for ref in job.job.blocks])
+    move(p, d, sent, job)
+    assert p.scheduler.sent("t") is not None
+    p.scheduler.released("t", True)
+    p.scheduler.check()
+    d.take(d.scheduler.received("t", record))
+    d.scheduler.released("t", True)
+    d.run()
+    expect(d, "t", prompt, 9)
+    d.scheduler.check()
+
+
+def test_blocks_are_sent_while_the_prompt_is_still_computed() -> None:
+    world = World(max_batched_tokens=4, depth=1)
+    world.add(request("t", list(range(16)), 1), kind=Kind.SEND, attempt="t")
+    world.scheduler.handoffs.open_send("t")
+    world.turn()
+    assert [ref.index for e in world.effects if isinstance(e, SendBlocks) for ref in e.blocks] == [0]
+    (seq,) = world.scheduler.live()
+    assert seq.phase is Phase.RUNNING
+
+
+def test_local_prefix_hits_are_skipped() -> None:
+    prompt = list(range(22))
+    p, d = World(), World()
+    d.add(request("warm", prompt[:16], 1))
+    d.run()
+    d.add(request("t", prompt, 4), kind=Kind.RECEIVE, attempt="t")
+    d.turn()
+    (job,) = [e for e in d.effects if isinstance(e, OpenReceive)]
+    assert job.job.skip_blocks == 4
+    assert [ref.index for ref in job.job.blocks] == [4, 5]
+    sent, record = prefill(p, "t", prompt, skip=4)
+    assert [ref.index for e in sent for ref in e.blocks] == [4, 5]
+    move(p, d, sent, job)
+    d.take(d.scheduler.received("t", record))
+    d.scheduler.released("t", True)
+    d.run()
+    expect(d, "t", prompt, 4)
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_failed_transfer_is_recomputed_and_its_blocks_are_quarantined_until_drained(drained: bool) -> None:
+    world = World()
+    prompt = list(range(10))
+    world.add(request("t", prompt, 4), kind=Kind.RECEIVE, attempt="t")
+    world.turn()
+    (job,) = [e for e in world.effects if isinstance(e, OpenReceive)]
+    ids = [ref.block_id for ref in job.job.blocks]
+    world.take(world.scheduler.transfer_failed("t", TransferFailed("lost", stage="sending", attempt="t")))
+    world.scheduler.released("t", drained)
+    assert {world.pool.state(b).name for b in ids} == ({"FREE"} if drained else {"QUARANTINED"})
+    world.run()
+    expect(world, "t", prompt, 4)
+    if not drained:
+        assert world.pool.counts().quarantined == len(ids)
+        world.scheduler.drained("t")
+    assert world.pool.counts().quarantined == 0
+    world.scheduler.check()
+
+
+def test_failed_transfer_ends_the_request_when_recompute_is_off() -> None:
+    world = World()
+    world.scheduler._recompute = False
+    world.add(request("t", [1, 2, 3], 4), kind=Kind.RECEIVE, attempt="t")
+    world.turn()
+    world.take(world.scheduler.transfer_failed("t", TransferFailed("lost", stage="sending", attempt="t")))
+    error = world.ends["t"][0].error
+    assert isinstance(error, TransferFailed)
+    assert (error.stage, error.attempt) == ("sending", "t")
+
+
+def test_abort_while_receiving_cancels_the_attempt_and_holds_the_blocks() -> None:
+    world = World()
+    world.add(request("r", list(range(10)), 4), kind=Kind.RECEIVE, attempt="t")
+    world.turn()
+    world.take(world.scheduler.abort("r", "t", "left"))
+    assert [e for e in world.effects if isinstance(e, CancelAttempt)] == [CancelAttempt("t", "left")]
+    assert world.pool.counts().writing == 3
+    assert world.scheduler.received("t", PrefillRecord(
+        attempt="t", num_tokens=10, first_token=1, key_digest="", block_bytes=0)) == []
+    world.scheduler.released("t", True)
+    world.scheduler.check()
+    assert world.pool.counts().writing == 0
+
+
+def test_receiving_requests_hold_no_row_and_cannot_starve_running_ones() -> None:
+    world = World(max_num_seqs=1, num_blocks=17)
+    world.add(request("runs", list(range(8)), 40))
+    world.turn()
+    for i in range(4):
+        world.add(request(f"t{i}", [i] * 12, 4), kind=Kind.RECEIVE, attempt=f"t{i}")
+    for _ in range(500):
+        if world.ends["runs"]:
+            break
+        world.turn()
+    expect(world, "runs", list(range(8)), 40)
+
+
+# ------------------------------------------------------------------------------------------------------------ properties
+
+requests = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2), st.integers(0, 12)), min_size=1, max_size=10
+)
+
+
+@given(
+    work=requests,
+    num_blocks=st.integers(6, 24),
+    block_size=st.sampled_from([1, 2, 4, 8]),
+    rows=st.integers(1, 5),
+    budget=st.integers(1, 24),
+    depth=st.integers(1, 2),
+    caching=st.booleans(),
+)
+def test_whatever_is_admitted_finishes_with_the_right_tokens(
+    work: list[tuple[int, int, int, int]],
+    num_blocks: int,
+    block_size: int,
+    rows: int,
+    budget: int,
+    depth: int,
+    caching: bool,
+) -> None:
+    max_len = (num_blocks - 1) * block_size
+    world = World(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_model_len=max_len,
+        max_num_seqs=rows,
+        max_batched_tokens=budget,
+        depth=depth,
+        prefix_caching=caching,
+    )
+    admitted: dict[str, tuple[list[int], int]] = {}
+    for number, (length, max_tokens, family, pause) in enumerate(work):
+        prompt = [family * 100 + i for i in range(length)]
+        sid = f"r{number}"
+        try:
+            world.add(request(sid, prompt, max_tokens))
+        except NeverFits:
+            assert length > max_len - 1
+            continue
+        admitted[sid] = (prompt, max_tokens)
+        for _ in range(pause):
+            world.turn()
+    world.run(limit=20000)
+    for sid, (prompt, max_tokens) in admitted.items():
+        expect(world, sid, prompt, max_tokens)
+    counts = world.pool.counts()
+    assert counts.free + counts.cached == num_blocks - 1
+
+
+@given(data=st.data())
+def test_handoffs_in_any_order_leak_nothing_and_end_once(data: st.DataObject) -> None:
+    """Adds, turns, arrivals, failures, aborts and releases in any order; then everything is released and drained."""
+    world = World(num_blocks=data.draw(st.integers(8, 30)), max_num_seqs=2, prefix_caching=data.draw(st.booleans()))
+    prompts: dict[str, list[int]] = {}
+    open_legs: dict[str, OpenReceive] = {}
+    settled: set[str] = set()
+    quarantined: set[str] = set()
+    for number in range(data.draw(st.integers(1, 25))):
+        for effect in world.effects:
+            if isinstance(effect, OpenReceive):
+                open_legs[effect.job.attempt] = effect
+        world.effects.clear()
+        match data.draw(st.sampled_from(["add", "turn", "turn", "arrive", "fail", "abort", "release", "drain"])):
+            case "add":
+                sid = f"t{number}"
+                prompt = [data.draw(st.integers(0, 1)) * 50 + i for i in range(data.draw(st.integers(1, 20)))]
+                kind = data.draw(st.sampled_from([Kind.LOCAL, Kind.RECEIVE]))
+                attempt = sid if kind is Kind.RECEIVE else ""
+                try:
+                    world.add(request(sid, prompt, 5), kind=kind, attempt=attempt)
+                    prompts[sid] = prompt
+                except NeverFits:
+                    pass
+            case "turn":
+                world.turn()
+            case "arrive" if open_legs.keys() - settled:
+                sid = data.draw(st.sampled_from(sorted(open_legs.keys() - settled)))
+                fill(world, open_legs[sid], prompts[sid])
+                first = expected_tokens(prompts[sid], request("x", [1], 1).sampling, 1)[0]
+                record = PrefillRecord(attempt=sid, num_tokens=1, first_token=first, key_digest="", block_bytes=0)
+                world.take(world.scheduler.received(sid, record))
+                settled.add(sid)
+                world.scheduler.released(sid, True)
+                open_legs.pop(sid)
+            case "fail" if open_legs.keys() - settled:
+                sid = data.draw(st.sampled_from(sorted(open_legs.keys() - settled)))
+                world.take(world.scheduler.transfer_failed(sid, TransferFailed("x", stage="s", attempt=sid)))
+                settled.add(sid)
+            case "abort" if prompts:
+                sid = data.draw(st.sampled_from(sorted(prompts)))
+                world.take(world.scheduler.abort(sid, "", "left"))
+            case "release" if settled & open_legs.keys():
+                sid = data.draw(st.sampled_from(sorted(settled & open_legs.keys())))
+                drained = data.draw(st.booleans())
+                world.scheduler.released(sid, drained)
+                open_legs.pop(sid)
+                if not drained:
+                    quarantined.add(sid)
+            case "drain" if quarantined:
+                world.scheduler.drained(quarantined.pop())
+            case _:
+                pass
+        world.scheduler.check()
+    for sid in list(prompts):
+        if not world.ends[sid] and sid in open_legs and sid not in settled:
+            world.take(world.scheduler.transfer_failed(sid, TransferFailed("x", stage="s", attempt=sid)))
+    for effect in world.effects:
+        if isinstance(effect, OpenReceive):
+            open_legs[effect.job.attempt] = effect
+    for _ in range(3000):
+        for effect in [e for e in world.effects if isinstance(e, OpenReceive)]:
+            sid = effect.job.attempt
+            world.effects.remove(effect)
+            world.take(world.scheduler.transfer_failed(sid, TransferFailed("x", stage="s", attempt=sid)))
+            world.scheduler.released(sid, True)
+            open_legs.pop(sid, None)
+        for sid in list(open_legs):
+            world.take(world.scheduler.transfer_failed(sid, TransferFailed("x", stage="s", attempt=sid)))
+            world.scheduler.released(sid, True)
+            open_legs.pop(sid)
+        for sid in list(quarantined):
+            world.scheduler.drained(sid)
+            quarantined.discard(sid)
+        if not world.scheduler.has_work:
+            break
+        world.turn()
+    assert not world.scheduler.has_work, list(world.scheduler.live())
+    for sid, prompt in prompts.items():
+        if world.finish(sid) is FinishReason.LENGTH:
+            expect(world, sid, prompt, 5)
+    world.scheduler.check()
+    counts = world.pool.counts()
+    assert counts.owned == counts.writing == counts.quarantined == 0
+
+
+def fill(world: World, job: OpenReceive, prompt: list[int]) -> None:
+    """Write what a right prefill would have written."""
+    from isthmus_runtime.executor.fake import _ENTRY, ENTRY_BYTES
+
+    bs = world.block_size
+    for ref in job.job.blocks:
+        view = world.executor.block_bytes(ref.block_id)
+        for position in range(ref.index * bs, min((ref.index + 1) * bs, len(prompt))):
+            _ENTRY.pack_into(view, position % bs * ENTRY_BYTES, prompt[position], position)

@@ -1,0 +1,126 @@
+"""Drives a real Scheduler and FakeExecutor with a virtual clock and up to two steps in flight."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from isthmus_runtime.config import SchedulerConfig
+from isthmus_runtime.engine.scheduler import Scheduler
+from isthmus_runtime.engine.sequence import Effect, Emit
+from isthmus_runtime.executor.fake import ENTRY_BYTES, FakeExecutor
+from isthmus_runtime.interfaces import StepOutput
+from isthmus_runtime.kv.groups import GroupPlan
+from isthmus_runtime.kv.plan import KvPlan
+from isthmus_runtime.kv.pool import BlockPool
+from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
+
+POISON = 0xA5
+
+
+def make_plan(num_blocks: int, block_size: int, max_model_len: int, groups: tuple[GroupPlan, ...] = ()) -> KvPlan:
+    groups = groups or (GroupPlan(block_size=block_size),)
+    return KvPlan(
+        num_blocks=num_blocks,
+        usable_blocks=num_blocks - 1,
+        block_size=block_size,
+        bytes_per_block=block_size * ENTRY_BYTES,
+        max_model_len=max_model_len,
+        groups=groups,
+        workers=(),
+    )
+
+
+def request(rid: str, prompt: list[int], max_tokens: int, **sampling: object) -> GenerateRequest:
+    params = {"temperature": 0.0, **sampling}
+    return GenerateRequest(
+        request_id=rid,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
+    )
+
+
+@dataclass
+class World:
+    """One engine under test. `tokens[sid]` and `ends[sid]` collect what clients saw."""
+
+    num_blocks: int = 33
+    block_size: int = 4
+    max_model_len: int = 64
+    max_num_seqs: int = 4
+    max_batched_tokens: int = 16
+    depth: int = 2
+    prefix_caching: bool = True
+    poison: bool = True
+    now: float = 0.0
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, list[TokenChunk]] = field(default_factory=dict)
+    effects: list[Effect] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.num_blocks, prefix_caching=self.prefix_caching)
+        self.executor = FakeExecutor(self.num_blocks, self.block_size)
+        config = SchedulerConfig(
+            max_batched_tokens=self.max_batched_tokens, max_num_seqs=self.max_num_seqs, queue_timeout_s=100.0
+        )
+        plan = make_plan(self.num_blocks, self.block_size, self.max_model_len)
+        self.scheduler = Scheduler(config, plan, self.pool, layout_digest="fake")
+        self.in_flight: deque[StepOutput] = deque()
+        self.steps = 0
+
+    def add(self, req: GenerateRequest, **kwargs: object) -> str:
+        sid = self.scheduler.add(req, self.now, **kwargs)  # type: ignore[arg-type]
+        self.tokens[sid], self.ends[sid] = [], []
+        return sid
+
+    def turn(self) -> bool:
+        """One turn of the loop; False when nothing moved."""
+        self.now += 0.01
+        self.steps += 1
+        self.take(self.scheduler.tick(self.now))
+        planned = False
+        if len(self.in_flight) < self.depth:
+            plan, effects = self.scheduler.schedule(self.now)
+            self.take(effects)
+            if plan is not None:
+                planned = True
+                assert plan.num_tokens <= self.max_batched_tokens
+                self._poison_free()
+                self.in_flight.append(self.executor.run(plan))
+        moved = planned
+        if self.in_flight and (len(self.in_flight) == self.depth or not planned):
+            self.take(self.scheduler.complete(self.in_flight.popleft(), self.now))
+            moved = True
+        self.scheduler.check()
+        return moved
+
+    def run(self, limit: int = 5000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_work:
+                return
+            assert self.turn(), f"work but no progress: {list(self.scheduler.live())}"
+        raise AssertionError(f"not finished after {limit} turns: {list(self.scheduler.live())}")
+
+    def take(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Emit):
+                self.tokens[effect.sid].extend(effect.chunk.token_ids)
+                if effect.chunk.finish_reason is not None:
+                    self.ends[effect.sid].append(effect.chunk)
+            else:
+                self.effects.append(effect)
+
+    def _poison_free(self) -> None:
+        """Free blocks hold garbage: reading one changes the tokens."""
+        if not self.poison:
+            return
+        for block in range(1, self.num_blocks):
+            if self.pool.state(block).name == "FREE":
+                view = self.executor.block_bytes(block)
+                view[:] = bytes([POISON]) * len(view)
+
+    def finish(self, sid: str) -> FinishReason:
+        assert len(self.ends[sid]) == 1, f"{sid} ended {len(self.ends[sid])} times"
+        reason = self.ends[sid][0].finish_reason
+        assert reason is not None
+        return reason
