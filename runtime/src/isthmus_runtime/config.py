@@ -125,7 +125,7 @@ class TransferConfig:
     """How KV travels."""
 
     mode: str = "none"
-    """none | direct | store | memory (tests)"""
+    """none | direct | store"""
     transport: str = "auto"
     """auto | rdma | nvlink | tcp. An explicit one is never replaced in silence."""
     fallback: str = "deny"
@@ -206,13 +206,13 @@ def build_serve_parser() -> argparse.ArgumentParser:
     engine.add_argument("--queue-timeout", default="300s")
     engine.add_argument("--block-size", default="16")
     engine.add_argument("--kv-dtype", default="auto", choices=["auto", "float32", "bfloat16"])
-    engine.add_argument("--kv-memory", default="", help="pool size, for example 2Gi; default: a fraction of free memory")
+    engine.add_argument("--kv-memory", default="", help="pool size, as 2Gi; default: a share of free memory")
     engine.add_argument("--kv-memory-fraction", default="0.5")
     engine.add_argument("--num-blocks-override", default="")
     engine.add_argument("--no-prefix-caching", action="store_true")
     engine.add_argument("--kv-layout", default="block-major", choices=["block-major", "layer-major"])
     transfer = p.add_argument_group("transfer")
-    transfer.add_argument("--transfer-mode", default="none", choices=["none", "direct", "store", "memory"])
+    transfer.add_argument("--transfer-mode", default="none", choices=["none", "direct", "store"])
     transfer.add_argument("--transfer-transport", default="auto", choices=["auto", "rdma", "nvlink", "tcp"])
     transfer.add_argument("--transfer-fallback", default="deny", choices=["deny", "allow-tcp"])
     transfer.add_argument("--transfer-timeout", default="30s")
@@ -390,3 +390,8 @@ def _engine(
         transfer=transfer,
         executor=args.executor,
     )
+
+
+def apply_transport_environment(settings: Mapping[str, str]) -> None:
+    """Set what the native transport reads from the environment. Only before its first engine starts."""
+    os.environ.update(settings)

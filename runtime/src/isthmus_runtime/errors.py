@@ -156,5 +156,5 @@ def error_from_json(status: int, body: dict[str, object]) -> RequestError:
     cls = _BY_CODE.get(str(code)) if code else None
     if cls is None:
         cls = InvalidRequest if status == 400 else EngineFailed
-    text = {k: v for k in ("param", "stage", "attempt") if isinstance(v := body.get(k), str)}
-    return cls(message, **text)
+    param, stage, attempt = (v if isinstance(v := body.get(k), str) else None for k in ("param", "stage", "attempt"))
+    return cls(message, param=param, stage=stage, attempt=attempt)

@@ -31,7 +31,9 @@ def error_response(error: RequestError) -> web.Response:
     return _json_error(error.status, error.to_json(), headers)
 
 
-def plain_error(status: int, message: str, *, code: str | None = None, headers: dict[str, str] | None = None) -> web.Response:
+def plain_error(
+    status: int, message: str, *, code: str | None = None, headers: dict[str, str] | None = None
+) -> web.Response:
     """An OpenAI error body for what has no class in the error tree (401, 404, 405, 413)."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return _json_error(status, {"message": message, "type": kind, "param": None, "code": code}, headers or {})

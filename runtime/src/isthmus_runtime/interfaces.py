@@ -13,7 +13,7 @@ from typing import Protocol
 from .protocol import CommitCall, PrefillRecord, Ticket
 from .request import GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 
-# ---------------------------------------------------------------------------------------------- API <-> whatever serves
+# ----------------------------------------------------------------------------------------- API <-> whatever serves
 
 
 class Backend(Protocol):
@@ -33,7 +33,7 @@ class Backend(Protocol):
         """
 
 
-# ------------------------------------------------------------------------------------------------ scheduler -> executor
+# ------------------------------------------------------------------------------------------- scheduler -> executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Executor(Protocol):
         """Stop the worker thread and free the tensors."""
 
 
-# ------------------------------------------------------------------------------------------- engine loop <-> KV handoff
+# -------------------------------------------------------------------------------------- engine loop <-> KV handoff
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +218,7 @@ class KvHandoff(Protocol):
         """Stop threads; nothing moves afterwards."""
 
 
-# ----------------------------------------------------------------------------------------- handoff <-> transport back end
+# ---------------------------------------------------------------------------------- handoff <-> transport back end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,12 +249,20 @@ Done = Callable[[TransferResult], None]
 
 
 class KvTransfer(Protocol):
-    """A transport: `direct`, `store` or `memory`. Calls return at once; `done` is called exactly once, from any thread."""
+    """A transport: `direct`, `store` or `memory`. Calls return at once; `done` comes exactly once, from any thread."""
 
     def prepare(self, memory: KvMemory, timeout_s: float) -> None:
         """Register the pool and connect. Raises ConfigError naming the peer and the fix; never outlives timeout_s."""
 
-    def write(self, attempt: str, ticket: Ticket, pieces: Sequence[Piece], record: bytes | None, timeout_s: float, done: Done) -> None:
+    def write(
+        self,
+        attempt: str,
+        ticket: Ticket,
+        pieces: Sequence[Piece],
+        record: bytes | None,
+        timeout_s: float,
+        done: Done,
+    ) -> None:
         """Move pieces to the peer or pool, then (only if all succeeded) the record."""
 
     def read(self, attempt: str, pieces: Sequence[Piece], timeout_s: float, done: Done) -> None:

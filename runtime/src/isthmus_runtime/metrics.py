@@ -92,7 +92,7 @@ class _LabelledCounter:
 
 
 class RequestMetrics:
-    """How requests fared, observed once per request where tokens leave the process (the API layer or the engine server)."""
+    """How requests fared, observed once per request where tokens leave the process (API layer or engine server)."""
 
     def __init__(
         self, registry: CollectorRegistry, model_name: str, *, prefix: str = "isthmus_", vllm_names: bool = True
@@ -154,13 +154,15 @@ class EngineMetrics:
             "num_preemptions", "Requests preempted and recomputed.", vllm="num_preemptions"
         )
         self.quarantined_blocks = names.gauge("quarantined_blocks", "KV blocks a peer may still write.")
-        self.never_fit_rejections = names.counter("never_fit_rejections", "Requests refused because they can never fit.")
+        self.never_fit_rejections = names.counter(
+            "never_fit_rejections", "Requests refused because they can never fit."
+        )
         self.no_progress_seconds = names.gauge(
             "no_progress_seconds", "Time with work waiting and no finished step; 0 while there is progress."
         )
 
     def set_cache_config(self, **labels: str) -> None:
-        """Publish `cache_config_info`: block_size, num_gpu_blocks, cache_dtype, ... as labels of a constant 1. Call once."""
+        """Publish `cache_config_info` once: block_size, num_gpu_blocks, cache_dtype, ... as labels of a constant 1."""
         names = ("model_name", *labels)
         values = (self._model, *labels.values())
         metric = Gauge("isthmus_cache_config_info", "KV cache configuration.", names, registry=self._registry)

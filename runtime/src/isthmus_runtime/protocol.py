@@ -3,13 +3,14 @@
 | call | from -> to | body -> answer |
 |---|---|---|
 | GET  /info              | router -> engine  | EngineInfo |
-| POST /internal/generate | router -> decode  | GenerateCall -> lines: reserved line (with an attempt), then token lines |
+| POST /internal/generate | router -> decode  | GenerateCall -> reserved line (with an attempt), token lines |
 | POST /internal/prefill  | router -> prefill | PrefillCall -> PrefillAnswer |
 | POST /internal/commit   | router -> decode  | CommitCall -> {} : prefill has sent everything, or has failed |
 | POST /internal/abort    | router -> engine  | AbortCall -> {} : idempotent, unknown ids are counted and ignored |
 | GET  /internal/drained  | decode -> prefill | ?attempt= -> DrainAnswer : may a byte of this attempt still move? |
 
-Closing the connection of a generate or prefill call cancels it. An attempt id is in every message. Peer addresses come only from the router in these records, never from a client.
+Closing the connection of a generate or prefill call cancels it. An attempt id is in every message. Peer addresses
+come only from the router in these records, never from a client.
 """
 
 from __future__ import annotations

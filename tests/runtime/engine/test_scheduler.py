@@ -171,7 +171,7 @@ def test_sliding_window_blocks_come_back_while_the_request_runs() -> None:
     assert len(world.tokens["a"]) == 40
 
 
-# ------------------------------------------------------------------------------------------------------------- handoffs
+# -------------------------------------------------------------------------------------------------------- handoffs
 
 
 def move(source: World, target: World, sent: SendBlocks | tuple[SendBlocks, ...], job: OpenReceive) -> None:
@@ -301,7 +301,7 @@ def test_receiving_requests_hold_no_row_and_cannot_starve_running_ones() -> None
     expect(world, "runs", list(range(8)), 40)
 
 
-# ------------------------------------------------------------------------------------------------------------ properties
+# ------------------------------------------------------------------------------------------------------ properties
 
 requests = st.lists(
     st.tuples(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2), st.integers(0, 12)), min_size=1, max_size=10

@@ -14,6 +14,7 @@ from isthmus_runtime.kv.keys import (
     block_hashes,
     extend,
     full_block_key,
+    keys_digest,
     layout_digest,
     pack_tokens,
     record_key,
@@ -234,3 +235,9 @@ def test_wrong_arguments_are_named(call: object, words: str) -> None:
 
 def test_no_extra_means_nothing_set() -> None:
     assert ExtraKeys() == NO_EXTRA
+
+
+def test_the_digest_of_a_key_list_depends_on_order_and_boundaries() -> None:
+    lists = [[], [""], ["ab"], ["a", "b"], ["b", "a"], ["a", "b", ""]]
+    assert len({keys_digest(keys) for keys in lists}) == len(lists)
+    assert keys_digest(["a"]) == sha256(struct.pack("<Q", 1) + b"a").hexdigest()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isthmus_runtime.errors import ConfigError, PlanError
-from isthmus_runtime.kv.groups import LayerSpec
+from isthmus_runtime.kv.groups import GroupPlan, LayerSpec
 from isthmus_runtime.kv.plan import KvPlanInput, kv_shape, plan, plan_from_json
 
 CASES = json.loads((Path(__file__).parent / "kv_plan_cases.json").read_text())
@@ -217,6 +217,15 @@ def test_scales_are_counted_per_token_and_head() -> None:
 def test_value_heads_may_be_narrower_than_key_heads() -> None:
     spec = LayerSpec(kind="full", layers=1, kv_heads=2, head_dim=192, head_dim_v=128, block_size=16, dtype="bf16")
     assert spec.page_bytes == 16 * 2 * (192 + 128) * 2
+
+
+@pytest.mark.parametrize(
+    ("length", "blocks"),
+    [(0, 0), (1, 2), (16, 2), (17, 3), (32, 3), (33, 3), (10**6, 3)],
+)
+def test_a_window_looks_back_at_one_token_less_than_its_width(length: int, blocks: int) -> None:
+    """w - 1 + F = 16 + 16 tokens are exactly two blocks, and one more for a window that starts inside a block."""
+    assert GroupPlan(block_size=16, window=17, tokens_in_flight=16).blocks_needed(length) == blocks
 
 
 def test_every_page_has_its_own_place_in_the_block() -> None:

@@ -138,16 +138,16 @@ def test_a_negative_count_is_refused() -> None:
 
 
 def test_allocation_with_hits_protects_the_hits_of_every_group() -> None:
-    """With 4 blocks left, group 0's new blocks must not evict what group 1 is about to use."""
+    """The hits are the oldest cached blocks: new blocks taken before they are touched would evict them."""
     pool = BlockPool(5, num_groups=2)
-    first, second = pool.allocate(1), pool.allocate(1)
+    first, second, others = pool.allocate(1), pool.allocate(1), pool.allocate(2)
     publish(pool, first, group=0)
     publish(pool, second, group=1)
-    pool.release(first)
-    pool.release(second)
-    pool.release(pool.allocate(2))
+    publish(pool, others, first=5)
+    for blocks in (first, second, others):
+        pool.release(blocks)
     new = pool.allocate_with_hits([first, second], [1, 1])
-    assert not set(new[0] + new[1]) & {*first, *second}
+    assert sorted(new[0] + new[1]) == sorted(others)
     assert [len(blocks) for blocks in new] == [1, 1]
     assert pool.cached_block(HASHES[0], 0) == first[0]
     assert pool.cached_block(HASHES[0], 1) == second[0]
@@ -204,16 +204,14 @@ def test_one_failed_writer_of_several_fails_the_block() -> None:
 
 
 def test_a_failed_write_is_forgotten_with_its_owner() -> None:
+    """The next owner computes the block itself, without a lease, and may publish it."""
     pool = BlockPool(2)
-    for ok in (False, True):
-        (block,) = pool.allocate(1)
-        pool.lease_write([block])
-        pool.end_write([block], ok=ok)
-        if ok:
-            publish(pool, [block])
-        pool.release([block])
-    (block,) = pool.allocate(1)
-    publish(pool, [block])
+    blocks = pool.allocate(1)
+    pool.lease_write(blocks)
+    pool.end_write(blocks, ok=False)
+    pool.release(blocks)
+    assert pool.allocate(1) == blocks
+    publish(pool, blocks)
 
 
 def test_only_owned_blocks_are_published() -> None:

@@ -74,15 +74,37 @@ INLINE vf splat(float x) { return vf{} + x; }
 INLINE vf select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
 INLINE vf vmax(vf a, vf b) { return select(a > b, a, b); }
 INLINE vf vmin(vf a, vf b) { return select(a < b, a, b); }
+// Four lanes: what a horizontal reduction folds to.
+typedef float v4 __attribute__((vector_size(16)));
+INLINE v4 fold(vf v) {
+#if defined(__AVX512F__)
+    typedef float v8 __attribute__((vector_size(32)));
+    const v8 w = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
+                 __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    return __builtin_shufflevector(w, w, 0, 1, 2, 3) + __builtin_shufflevector(w, w, 4, 5, 6, 7);
+#elif defined(__AVX2__)
+    return __builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7);
+#else
+    return v;
+#endif
+}
+// {sum(a), sum(b), sum(c), sum(d)}
+INLINE v4 hsum4(vf a, vf b, vf c, vf d) {
+    const v4 p = fold(a), q = fold(b), r = fold(c), s = fold(d);
+    const v4 x = __builtin_shufflevector(p, q, 0, 4, 1, 5) + __builtin_shufflevector(p, q, 2, 6, 3, 7);
+    const v4 y = __builtin_shufflevector(r, s, 0, 4, 1, 5) + __builtin_shufflevector(r, s, 2, 6, 3, 7);
+    return __builtin_shufflevector(x, y, 0, 1, 4, 5) + __builtin_shufflevector(x, y, 2, 3, 6, 7);
+}
 INLINE float hsum(vf v) {
-    float s = 0;
-    for (int i = 0; i < VW; i++) s += v[i];
-    return s;
+    const v4 w = fold(v);
+    return (w[0] + w[2]) + (w[1] + w[3]);
 }
 INLINE float hmax(vf v) {
-    float s = v[0];
-    for (int i = 1; i < VW; i++) s = v[i] > s ? v[i] : s;
-    return s;
+    float lanes[VW];
+    memcpy(lanes, &v, sizeof v);
+    for (int half = VW / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    return lanes[0];
 }
 
 // e^x, about 1 ulp (Cephes expf coefficients); exactly 0 below the smallest normal result, +inf never occurs

@@ -34,7 +34,7 @@ class SequenceBlocks:
         self.groups = plan.groups
         self._caching = prefix_caching
 
-    # -------------------------------------------------------------------------------------------------- hashes and hits
+    # --------------------------------------------------------------------------------------------- hashes and hits
 
     def hash_prompt(self, seq: Sequence) -> None:
         """Extend the chain of block hashes over the tokens known so far."""
@@ -53,7 +53,7 @@ class SequenceBlocks:
         held = [b for table in tables for b in table if b]
         return Hits(tokens, tuple(tuple(table) for table in tables), self.pool.evictable(held))
 
-    # -------------------------------------------------------------------------------------------------------- allocation
+    # -------------------------------------------------------------------------------------------------- allocation
 
     def peak(self, length: int) -> int:
         """Most blocks a request of `length` tokens ever holds, over all groups."""

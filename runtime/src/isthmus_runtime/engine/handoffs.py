@@ -55,7 +55,7 @@ class Handoffs:
         assert attempt not in self._holds, f"attempt {attempt} opened twice"
         self._holds[attempt] = _Hold(receiving=False)
 
-    # ------------------------------------------------------------------------------------------------------------ receive
+    # ----------------------------------------------------------------------------------------------------- receive
 
     def reserve(self, seq: Sequence) -> Effect:
         """Take blocks for the prompt beyond the local hits, lease them to the peer, and describe the job."""
@@ -80,7 +80,7 @@ class Handoffs:
         )
 
     def received(self, attempt: str) -> bool:
-        """The writers are done and their bytes verified: the blocks become ordinary owned ones. False: not expected."""
+        """The writers are done, the bytes verified: the blocks become ordinary owned ones. False: not expected."""
         hold = self._holds.get(attempt)
         if hold is None or not hold.receiving or hold.arrived:
             return False
@@ -96,7 +96,7 @@ class Handoffs:
         ids = [b for b in self._blocks.take_all(seq) if b not in kept]
         return ids
 
-    # --------------------------------------------------------------------------------------------------------------- send
+    # -------------------------------------------------------------------------------------------------------- send
 
     def blocks_written(self, seq: Sequence) -> list[Effect]:
         """Hand over prompt blocks that became final with the last step."""
@@ -131,7 +131,7 @@ class Handoffs:
         seq.sent_blocks = last
         return [SendBlocks(seq.attempt, refs)]
 
-    # --------------------------------------------------------------------------------------------------------- both sides
+    # -------------------------------------------------------------------------------------------------- both sides
 
     def released(self, attempt: str, drained: bool) -> bool:
         """End the holds, or quarantine what a peer may still write. False when the attempt is unknown."""
@@ -161,7 +161,7 @@ class Handoffs:
         del self._holds[attempt]
         return True
 
-    # --------------------------------------------------------------------------------------------------------------- keys
+    # -------------------------------------------------------------------------------------------------------- keys
 
     def _ref(self, seq: Sequence, index: int) -> BlockRef:
         """Prompt block `index` under its content key; the incomplete last one is scoped to the attempt."""

@@ -71,7 +71,7 @@ class EngineLoop:
         self.snapshot = Snapshot(scheduler.stats(), scheduler.pool.counts())
         """Counts as of the last turn; replaced whole, so any thread may read it."""
 
-    # ------------------------------------------------------------------------------------------------ commands, any thread
+    # ---------------------------------------------------------------------------------------- commands, any thread
 
     def start(self) -> None:
         """Start the thread."""
@@ -179,7 +179,7 @@ class EngineLoop:
     def _on_handoff(self, event: HandoffEvent) -> None:
         self._inbox.put(lambda now: self._handoff_event(event, now))
 
-    # ------------------------------------------------------------------------------------------------------- engine thread
+    # ----------------------------------------------------------------------------------------------- engine thread
 
     def _run(self) -> None:
         while not self._stopping:
@@ -191,8 +191,12 @@ class EngineLoop:
 
     def step(self) -> None:
         """One turn: inbox, deadlines, plan, submit, collect."""
-        idle = not self._in_flight
-        effects = self._take_inbox(wait=idle and not self._can_plan())
+        if self.turn():
+            self.collect()
+
+    def turn(self) -> bool:
+        """Inbox, deadlines, plan, submit. True: nothing is left to do before the oldest step in flight ends."""
+        effects = self._take_inbox(wait=not self._in_flight and not self._can_plan())
         now = self._clock()
         effects += self.scheduler.tick(now)
         if self._handoff is not None:
@@ -207,13 +211,25 @@ class EngineLoop:
         self._wake = planned
         self._apply(effects, now)
         self.snapshot = Snapshot(self.scheduler.stats(), self.scheduler.pool.counts())
-        if self._in_flight and (len(self._in_flight) == STEPS_IN_FLIGHT or not planned):
-            output = self._in_flight.popleft().result()
-            now = self._clock()
-            self.last_progress_s = now
-            self.steps += 1
-            self._wake = True
-            self._apply(self.scheduler.complete(output, now), now)
+        return bool(self._in_flight) and (len(self._in_flight) == STEPS_IN_FLIGHT or not planned)
+
+    def collect(self) -> None:
+        """Take the result of the oldest step in flight, waiting for it."""
+        output = self._in_flight.popleft().result()
+        now = self._clock()
+        self.last_progress_s = now
+        self.steps += 1
+        self._wake = True
+        self._apply(self.scheduler.complete(output, now), now)
+
+    def wakes_at(self) -> float | None:
+        """When the next turn has something to do: now, at a deadline, or (None) only after a new command."""
+        if self._in_flight or self._can_plan() or not self._inbox.empty():
+            return self._clock()
+        deadlines = [self.scheduler.next_deadline()]
+        if self._handoff is not None:
+            deadlines.append(self._handoff.next_deadline())
+        return min((d for d in deadlines if d is not None), default=None)
 
     def _can_plan(self) -> bool:
         return self._wake and self.scheduler.has_work
@@ -233,11 +249,8 @@ class EngineLoop:
 
     def _patience(self) -> float | None:
         """How long the inbox may stay empty before a deadline needs us; None: for ever."""
-        deadlines = [self.scheduler.next_deadline()]
-        if self._handoff is not None:
-            deadlines.append(self._handoff.next_deadline())
-        known = [d for d in deadlines if d is not None]
-        return max(0.0, min(known) - self._clock()) if known else None
+        wake = self.wakes_at()
+        return None if wake is None else max(0.0, wake - self._clock())
 
     def _apply(self, effects: list[Effect], now: float) -> None:
         replies: list[tuple[str, Reply]] = []

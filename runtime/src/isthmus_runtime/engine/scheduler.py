@@ -66,7 +66,7 @@ class Scheduler:
         self._preemptions = self._never_fit = self._recomputes = self._unknown = 0
         self._prefix_queries = self._prefix_hits = 0
 
-    # ------------------------------------------------------------------------------------------------------------ intake
+    # ------------------------------------------------------------------------------------------------------ intake
 
     def add(
         self,
@@ -79,14 +79,15 @@ class Scheduler:
         peer_epoch: str = "",
         skip_blocks: int = 0,
     ) -> str:
-        """Queue a request and return its scheduler id. Raises InvalidRequest, NeverFits or Overloaded: refused whole."""
+        """Queue a request and return its scheduler id. Raises InvalidRequest, NeverFits or Overloaded."""
         sid = attempt or request.request_id
         self._check_fits(request, kind)
         if sid in self._live:
             raise InvalidRequest(f"request id {sid!r} is already in progress; use a new one", param="request_id")
         if len(self._waiting) >= self.config.max_waiting:
             raise Overloaded(
-                f"{len(self._waiting)} requests wait already (limit --max-waiting {self.config.max_waiting}); retry later",
+                f"{len(self._waiting)} requests wait already (limit --max-waiting {self.config.max_waiting}); "
+                "retry later",
                 status=429,
             )
         prompt_len = len(request.prompt_token_ids)
@@ -152,7 +153,7 @@ class Scheduler:
         """End everything with one error (drain deadline, broken executor)."""
         return [e for seq in list(self._live.values()) for e in self._end(seq, FinishReason.ERROR, error)]
 
-    # ---------------------------------------------------------------------------------------------------------- deadlines
+    # --------------------------------------------------------------------------------------------------- deadlines
 
     def next_deadline(self) -> float | None:
         """When `tick` must run next; None while nothing is live."""
@@ -177,7 +178,7 @@ class Scheduler:
             effects += self._end(seq, FinishReason.ERROR, DeadlineExceeded(error, stage=seq.phase.value))
         return effects
 
-    # ----------------------------------------------------------------------------------------------------------- planning
+    # ---------------------------------------------------------------------------------------------------- planning
 
     def schedule(self, now: float) -> tuple[StepPlan | None, list[Effect]]:
         """Plan the next step: running requests first, then arrived and waiting ones. None when nothing can run."""
@@ -244,10 +245,10 @@ class Scheduler:
                 continue  # preempted while an older arrival made room
             if budget == 0 or not self._rows:
                 return budget
-            if self._free_unreserved() < self.blocks.missing(seq, seq.known):
-                # With nothing running nobody else will give blocks back: the newest arrival must.
-                if self._running or not self._make_room(seq, seq.known, effects)[0]:
-                    return budget
+            short = self._free_unreserved() < self.blocks.missing(seq, seq.known)
+            # With nothing running nobody else will give blocks back: the newest arrival must.
+            if short and (self._running or not self._make_room(seq, seq.known, effects)[0]):
+                return budget
             self._ready.remove(seq)
             budget -= self._start(seq, budget, starts, work)
         for seq in list(self._waiting):
@@ -321,7 +322,7 @@ class Scheduler:
     def _free_unreserved(self) -> int:
         return self.pool.num_free - self._reserved
 
-    # --------------------------------------------------------------------------------------------------------- preemption
+    # -------------------------------------------------------------------------------------------------- preemption
 
     def _make_room(self, seq: Sequence, upto: int, effects: list[Effect]) -> tuple[bool, bool]:
         """Find blocks for `seq` to reach `upto`, from newer requests if need be: (found, somebody was preempted)."""
@@ -386,7 +387,7 @@ class Scheduler:
         else:
             self.pool.release(ids)
 
-    # ------------------------------------------------------------------------------------------------------------ results
+    # ----------------------------------------------------------------------------------------------------- results
 
     def complete(self, output: StepOutput, now: float) -> list[Effect]:
         """Take the result of the oldest step in flight."""
@@ -463,7 +464,7 @@ class Scheduler:
         seq.phase = Phase.ENDED
         del self._live[seq.sid]
 
-    # ---------------------------------------------------------------------------------------------------- handoff results
+    # --------------------------------------------------------------------------------------------- handoff results
 
     def received(self, attempt: str, record: PrefillRecord) -> list[Effect]:
         """The KV of `attempt` has arrived and verified: the request may run."""
@@ -516,7 +517,7 @@ class Scheduler:
         """A quarantined attempt's peer is drained: its blocks return."""
         self._unknown += not self.handoffs.drained(attempt)
 
-    # -------------------------------------------------------------------------------------------------------------- views
+    # ------------------------------------------------------------------------------------------------------- views
 
     @property
     def has_work(self) -> bool:

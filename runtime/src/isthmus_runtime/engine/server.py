@@ -1,4 +1,4 @@
-"""HTTP surface of an engine: the router's control channel, probes and metrics. Joins protocol records to the backend."""
+"""HTTP surface of an engine: the router's control channel, probes and metrics. Thin over the backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ValidationError
 
-from ..errors import EngineFailed, InvalidRequest, RequestError
+from ..errors import InvalidRequest, RequestError
 from ..httpd import InFlight, error_response, json_response
 from ..metrics import CONTENT_TYPE, EngineMetrics, RequestMetrics, TransferMetrics, render
 from ..protocol import (
@@ -85,7 +85,7 @@ class EngineServer:
             web.get("/internal/drained", self.drained),
         ]
 
-    # -------------------------------------------------------------------------------------------------------------- probes
+    # ------------------------------------------------------------------------------------------------------ probes
 
     def unhealthy(self) -> str:
         """Empty, or why this process should be restarted: a broken engine, or work without progress."""
@@ -100,7 +100,7 @@ class EngineServer:
     async def health(self, request: web.Request) -> web.Response:
         """200 while the engine makes progress or is idle."""
         reason = self.unhealthy()
-        return error_response(EngineFailed(reason)) if reason else json_response({"status": "ok"})
+        return web.json_response({"status": reason or "ok"}, status=503 if reason else 200)
 
     async def ready(self, request: web.Request) -> web.Response:
         """200 when new requests are welcome."""
@@ -139,7 +139,7 @@ class EngineServer:
             counter.inc(value - seen)
         meters._seen = now
 
-    # ----------------------------------------------------------------------------------------------------- control channel
+    # --------------------------------------------------------------------------------------------- control channel
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Stream tokens as NDJSON; the connection's end is the cancellation."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
 
-from isthmus_runtime.errors import PlanError
-from isthmus_runtime.kv.groups import GroupPlan, WorkerGroups, blocks_needed, group_layers, max_len_that_fits
-from isthmus_runtime.kv.plan_input import KvPlanInput as KvPlanInput
-from isthmus_runtime.kv.plan_input import as_json, input_problems, parse_input
+from ..errors import PlanError
+from .groups import GroupPlan, WorkerGroups, blocks_needed, group_layers, max_len_that_fits
+from .plan_input import KvPlanInput as KvPlanInput
+from .plan_input import as_json, input_problems, parse_input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ All problems of an input are found at once, each named by the path of its field.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from isthmus_runtime.errors import PlanError
-from isthmus_runtime.kv.groups import DTYPES, KINDS, LayerSpec
+from ..errors import PlanError
+from .groups import DTYPES, KINDS, LayerSpec
 
 _INT64_MAX = 2**63 - 1
 # Layers are enumerated one by one; the deepest public models have a few hundred.

@@ -18,13 +18,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from isthmus_runtime.errors import IsthmusError
-from isthmus_runtime.kv.groups import GroupPlan, agree_hit_length
-from isthmus_runtime.kv.keys import pack_tokens
-from isthmus_runtime.kv.prefix import BlockEvent as BlockEvent
-from isthmus_runtime.kv.prefix import BlockRemoved as BlockRemoved
-from isthmus_runtime.kv.prefix import BlockStored as BlockStored
-from isthmus_runtime.kv.prefix import PrefixIndex
+from ..errors import IsthmusError
+from .groups import GroupPlan, agree_hit_length
+from .keys import pack_tokens
+from .prefix import BlockEvent as BlockEvent
+from .prefix import BlockRemoved as BlockRemoved
+from .prefix import BlockStored as BlockStored
+from .prefix import PrefixIndex
 
 NULL_BLOCK = 0
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from isthmus_runtime.kv.keys import pack_tokens
+from .keys import pack_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
             (partial / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         for path in partial.iterdir():
             path.chmod(0o644)
-        _replace(partial, out)
+        _replace(partial, out, marker)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -127,8 +127,11 @@ def _is_done(out: Path, marker: Mapping[str, Any]) -> bool:
     return isinstance(held, dict) and all(held.get(key) == marker[key] for key in ("format", "sha256"))
 
 
-def _replace(partial: Path, out: Path) -> None:
-    if out.exists():
+def _replace(partial: Path, out: Path, marker: Mapping[str, Any]) -> None:
+    if _is_done(out, marker):
+        # Another process imported the same file meanwhile.
+        shutil.rmtree(partial)
+    elif out.exists():
         # A directory cannot be replaced in one step: the old one steps aside, and comes back if the rename fails.
         aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".old", dir=out.parent))
         out.rename(aside / "old")

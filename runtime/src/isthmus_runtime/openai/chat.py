@@ -17,7 +17,7 @@ from ..errors import ConfigError, InvalidRequest
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; for serving it is transparent."""
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it is transparent."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration of the attribute)
 
@@ -51,7 +51,7 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
     ) -> None:
-        """`special_tokens`: `bos_token`, `eos_token`, ... as the template names them. ConfigError: it does not parse."""
+        """`special_tokens`: `bos_token`, `eos_token`, ... by the template's names. ConfigError: it does not parse."""
         env = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )

@@ -54,7 +54,7 @@ class TextStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self._shown = 0
-        self._keep_logprobs = logprobs
+        self.keeps_logprobs = logprobs
         self._waiting: deque[tuple[int, int, TokenLogprobs]] = deque()
         self._released: list[TokenLogprobs] = []
         self.stopped = False
@@ -62,7 +62,7 @@ class TextStream:
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> str:
         """Add tokens; returns the text that is now certain, often all of it, sometimes none."""
-        if self._keep_logprobs:
+        if self.keeps_logprobs:
             text = self._push_one_by_one(token_ids, logprobs)
         else:
             text = self._utf8.decode(b"".join(map(self._piece, token_ids)))
@@ -109,7 +109,7 @@ class TextStream:
         return out
 
     def _find_stop(self, text: str) -> int | None:
-        """Where held + `text` must be cut: the start of the stop string that is complete first; of several, the longest."""
+        """Where to cut held + `text`: the start of the stop string that is complete first; of several, the longest."""
         end = len(self._held)
         for char in text:
             end += 1

@@ -250,7 +250,9 @@ def _json_object(body: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as e:
         raise InvalidRequest(f"the body is not valid UTF-8: byte {e.object[e.start]:#04x} at offset {e.start}") from e
     except UnicodeEncodeError as e:
-        raise InvalidRequest("the body holds half of a surrogate pair (\\ud800 to \\udfff); send whole characters") from e
+        raise InvalidRequest(
+            "the body holds half of a surrogate pair (\\ud800 to \\udfff); send whole characters"
+        ) from e
     except RecursionError as e:
         raise InvalidRequest("the body is nested too deeply") from e
     if not isinstance(data, dict):

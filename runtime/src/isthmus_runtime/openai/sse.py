@@ -16,6 +16,8 @@ from ..request import TokenLogprobs
 from .pieces import Pieces
 
 DONE = b"data: [DONE]\n\n"
+_LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot carry."""
 
 
 @dataclass(slots=True)
@@ -46,7 +48,7 @@ class Answer:
 
 
 def error_event(error: RequestError) -> bytes:
-    """An error after the first byte. OpenAI's client raises APIError on it; [DONE] releases readers that wait for it."""
+    """An error after the first byte. OpenAI's client raises APIError; [DONE] releases readers that wait for it."""
     return b"data: " + json.dumps({"error": error.to_json()}).encode() + b"\n\n" + DONE
 
 
@@ -61,7 +63,12 @@ class _Format:
     ) -> None:
         self._pieces = pieces
         self._logprobs = logprobs
-        self._head: dict[str, object] = {"id": answer_id, "object": self.object_name, "created": created, "model": model}
+        self._head: dict[str, object] = {
+            "id": answer_id,
+            "object": self.object_name,
+            "created": created,
+            "model": model,
+        }
         head = json.dumps({**self._head, "object": self.chunk_name}, separators=(",", ":"))[:-1]
         self._open = f'data: {head},"choices":[{{"index":'
         self._close = ("}]" + (',"usage":null' if include_usage else "") + "}\n\n").encode()
@@ -137,8 +144,9 @@ class ChatFormat(_Format):
             top = []
             for token_id, logprob in entry.top[: self._logprobs]:
                 other, other_raw = shown(token_id)
-                top.append({"token": other, "logprob": logprob, "bytes": other_raw})
-            content.append({"token": token, "logprob": entry.logprob, "bytes": raw, "top_logprobs": top})
+                top.append({"token": other, "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": other_raw})
+            logprob = max(entry.logprob, _LOWEST_LOGPROB)
+            content.append({"token": token, "logprob": logprob, "bytes": raw, "top_logprobs": top})
         return {"content": content, "refusal": None}
 
 
@@ -175,12 +183,12 @@ class CompletionFormat(_Format):
         for entry in entries:
             token, raw = shown(entry.token_id)
             tokens.append(token)
-            logprobs.append(entry.logprob)
+            logprobs.append(max(entry.logprob, _LOWEST_LOGPROB))
             # Different tokens may look alike (incomplete characters): the likeliest keeps the name.
             top: dict[str, float] = {}
             for token_id, logprob in entry.top[: self._logprobs]:
-                top.setdefault(shown(token_id)[0], logprob)
-            top.setdefault(token, entry.logprob)
+                top.setdefault(shown(token_id)[0], max(logprob, _LOWEST_LOGPROB))
+            top.setdefault(token, logprobs[-1])
             tops.append(top)
             offsets.append(offset)
             offset += 0 if raw is None else len(token)

@@ -42,7 +42,7 @@ class Tokenizer:
         defaults: SamplingDefaults,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`config` is tokenizer_config.json. ConfigError: an unsupported decoder, a broken template, unknown specials."""
+        """`config` is tokenizer_config.json. ConfigError: unsupported decoder, broken template, unknown specials."""
         self._tokenizer = tokenizer
         raw = json.loads(tokenizer.to_str())
         added = tokenizer.get_added_tokens_decoder()

@@ -10,7 +10,7 @@
 | RESERVED (receive) | Commit(ok) | RECEIVING | Read |
 | RECEIVING | OpDone(ok) | RECEIVING | Check |
 | RECEIVING | Checked("") | RELEASED (by VERIFIED, RUNNING, DONE) | Emit received, Emit released, Forget |
-| any of the above | Admit or Checked with a problem, OpDone not ok, Commit not ok, Cancel, deadline | CANCELLING | Emit failed, Stop, Ask |
+| any of the above | a problem, OpDone or Commit not ok, Cancel, deadline | CANCELLING | Emit failed, Stop, Ask |
 | CANCELLING | nothing can move any more | RELEASED (by DRAINED) | Emit released, Forget |
 | CANCELLING | RELEASE_BOUND_S passed | QUARANTINED | Emit released(drained=False) |
 | QUARANTINED | nothing can move any more | RELEASED (by DRAINED) | Emit drained, Forget |

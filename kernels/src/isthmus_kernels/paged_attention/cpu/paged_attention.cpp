@@ -2,8 +2,9 @@
 //
 // Work unit: one request, one kv head, a tile of queries (all q heads of the group together, so that each key
 // and value is read once for the group), one partition of the context. Partial results of partitions are
-// merged at the end. Two forms of the tile: few query rows (decode) read keys and values in place; many rows
-// (prefill) first lay the keys out as [D][KEYS] so that the scores are a plain matrix product.
+// merged at the end. Few query rows (decode) read keys and values in place. Many rows (prefill) compute the
+// scores transposed, [keys][rows]: the queries are laid out as [D][rows] once, keys are broadcast, and the
+// softmax and the weighted sum need no transposition and no horizontal operation.
 #include "common.h"
 
 namespace {
@@ -11,7 +12,7 @@ namespace {
 constexpr int KEYS = 64;         // keys of a tile
 constexpr int ROW_TILE = 48;     // wanted query rows of a prefill unit
 constexpr int FEW = 8;           // at most this many rows take the in-place form
-constexpr int MAX_ROWS = 64;     // rows of a unit: ROW_TILE or one token's group
+constexpr int MAX_ROWS = 64;     // rows of a unit, padded: ROW_TILE or one token's group
 constexpr int MAX_DIM = 256;
 constexpr int64_t SPLIT_MIN = 128;  // fewest keys worth a partition of their own
 constexpr float LOWEST = -3.0e38f;
@@ -37,19 +38,20 @@ struct Unit {
 };
 
 struct Scratch {
-    float q[MAX_ROWS * MAX_DIM], sum[MAX_ROWS * MAX_DIM];
-    float keys[MAX_DIM * KEYS], values[KEYS * MAX_DIM];
-    float scores[MAX_ROWS * KEYS];
-    float top[MAX_ROWS], total[MAX_ROWS];
+    float q[MAX_ROWS * MAX_DIM];  // few: [rows][D]; many: [D][padded rows]
+    float sum[MAX_ROWS * MAX_DIM];
+    float keys[KEYS * MAX_DIM], values[KEYS * MAX_DIM];
+    float scores[MAX_ROWS * KEYS];  // few: [rows][KEYS]; many: [KEYS][padded rows]
+    float top[MAX_ROWS], total[MAX_ROWS], shrink[MAX_ROWS];
 };
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// c[M][2 VW] = (c or 0) + a[M][depth] b[depth][2 VW]
+// c[M][2 VW] = (c or 0) + a b, with a(m, k) = a[m * a_row + k * a_col] and b [depth][2 VW].
 template <int M>
-INLINE void product_tile(float *c, int64_t c_step, bool resume, const float *a, int64_t a_step, const float *b,
-                         int64_t b_step, int64_t depth) {
+INLINE void product_tile(float *c, int64_t c_step, bool resume, const float *a, int64_t a_row, int64_t a_col,
+                         const float *b, int64_t b_step, int64_t depth) {
     vf lo[M], hi[M];
     for (int m = 0; m < M; m++) {
         lo[m] = resume ? load(c + m * c_step) : vf{};
@@ -59,7 +61,7 @@ INLINE void product_tile(float *c, int64_t c_step, bool resume, const float *a, 
         const vf x = load(b + k * b_step), y = load(b + k * b_step + VW);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
-            const float s = a[m * a_step + k];
+            const float s = a[m * a_row + k * a_col];
             lo[m] += x * s;
             hi[m] += y * s;
         }
@@ -70,137 +72,185 @@ INLINE void product_tile(float *c, int64_t c_step, bool resume, const float *a, 
     }
 }
 
-// One column of width VW, for a width that is no multiple of 2 VW.
-INLINE void product_column(float *c, int64_t c_step, bool resume, const float *a, int64_t a_step, const float *b,
-                           int64_t b_step, int64_t rows, int64_t depth) {
-    for (int64_t m = 0; m < rows; m++) {
-        vf acc = resume ? load(c + m * c_step) : vf{};
-        for (int64_t k = 0; k < depth; k++) acc += load(b + k * b_step) * a[m * a_step + k];
-        store(c + m * c_step, acc);
-    }
-}
-
-void product(float *c, int64_t c_step, bool resume, const float *a, int64_t a_step, const float *b, int64_t b_step,
-             int64_t rows, int64_t columns, int64_t depth) {
-    int64_t j = 0;
-    for (; j + 2 * VW <= columns; j += 2 * VW) {
-        int64_t m = 0;
-        for (; m + MR <= rows; m += MR)
-            product_tile<MR>(c + m * c_step + j, c_step, resume, a + m * a_step, a_step, b + j, b_step, depth);
-        for (; m + 3 <= rows; m += 3)
-            product_tile<3>(c + m * c_step + j, c_step, resume, a + m * a_step, a_step, b + j, b_step, depth);
-        for (; m < rows; m++)
-            product_tile<1>(c + m * c_step + j, c_step, resume, a + m * a_step, a_step, b + j, b_step, depth);
-    }
-    for (; j < columns; j += VW) product_column(c + j, c_step, resume, a, a_step, b + j, b_step, rows, depth);
-}
-
-// Fold a tile of scores into the running maximum and sum of one query row; scores become weights.
-INLINE void softmax_row(float *scores, int64_t padded, float *top, float *total, float *sum, int64_t dim) {
-    vf best = splat(LOWEST);
-    for (int64_t k = 0; k < padded; k += VW) best = vmax(best, load(scores + k));
-    const float peak = hmax(best);
-    if (peak <= LOWEST) {  // nothing visible in this tile
-        memset(scores, 0, padded * sizeof(float));
-        return;
-    }
-    if (peak > *top) {
-        const float shrink = expf(*top - peak);
-        *total *= shrink;
-        for (int64_t d = 0; d < dim; d += VW) store(sum + d, load(sum + d) * shrink);
-        *top = peak;
-    }
-    vf added = {};
-    for (int64_t k = 0; k < padded; k += VW) {
-        const vf p = vexp(load(scores + k) - *top);
-        store(scores + k, p);
-        added += p;
-    }
-    *total += hsum(added);
-}
-
-// scores[m][k] = q[m] . key for M rows and one key read in place, D in steps of VW.
-template <int M, class C>
-INLINE void dots(float *scores, const float *q, const C *key, int64_t dim) {
-    vf acc[M] = {};
-    for (int64_t d = 0; d < dim; d += VW) {
-        const vf x = load(key + d);
-#pragma GCC unroll 8
-        for (int m = 0; m < M; m++) acc[m] += x * load(q + m * dim + d);
-    }
-    for (int m = 0; m < M; m++) scores[m * KEYS] = hsum(acc[m]);
-}
-
-// sum[m] += weights[m][k] value[k], values read in place.
-template <int M, class C>
-INLINE void weigh(float *sum, const float *weights, const C *const *values, int64_t keys, int64_t dim) {
-    int64_t d = 0;
-    for (; d + 2 * VW <= dim; d += 2 * VW) {
-        vf lo[M], hi[M];
-        for (int m = 0; m < M; m++) lo[m] = load(sum + m * dim + d), hi[m] = load(sum + m * dim + d + VW);
-        for (int64_t k = 0; k < keys; k++) {
-            const vf x = load(values[k] + d), y = load(values[k] + d + VW);
-#pragma GCC unroll 8
-            for (int m = 0; m < M; m++) {
-                lo[m] += x * weights[m * KEYS + k];
-                hi[m] += y * weights[m * KEYS + k];
+void product(float *c, int64_t c_step, bool resume, const float *a, int64_t a_row, int64_t a_col, const float *b,
+             int64_t b_step, int64_t rows, int64_t columns, int64_t depth) {
+    for (int64_t j = 0; j < columns; j += 2 * VW) {
+        if (columns - j < 2 * VW) {  // one last column of VW
+            for (int64_t m = 0; m < rows; m++) {
+                vf acc = resume ? load(c + m * c_step + j) : vf{};
+                for (int64_t k = 0; k < depth; k++) acc += load(b + k * b_step + j) * a[m * a_row + k * a_col];
+                store(c + m * c_step + j, acc);
             }
+            return;
         }
-        for (int m = 0; m < M; m++) store(sum + m * dim + d, lo[m]), store(sum + m * dim + d + VW, hi[m]);
+        int64_t m = 0;
+#define TILES(M)                  \
+    for (; m + M <= rows; m += M) \
+    product_tile<M>(c + m * c_step + j, c_step, resume, a + m * a_row, a_row, a_col, b + j, b_step, depth)
+        TILES(MR);
+        TILES(4);
+        TILES(1);
+#undef TILES
     }
-    for (; d < dim; d += VW)
-        for (int m = 0; m < M; m++) {
-            vf acc = load(sum + m * dim + d);
-            for (int64_t k = 0; k < keys; k++) acc += load(values[k] + d) * weights[m * KEYS + k];
-            store(sum + m * dim + d, acc);
-        }
 }
 
-// FORM(M) for groups of at most 4 of the rows.
-#define EACH_FEW(FORM)                     \
-    int64_t m = 0;                         \
-    for (; m + 4 <= rows; m += 4) FORM(4); \
-    if (rows - m == 3) FORM(3);            \
-    if (rows - m == 2) FORM(2);            \
+// Scores of M rows against four keys read in place, D in steps of VW.
+template <int M, class C>
+INLINE void dots(float *scores, const float *q, const C *const *keys, int64_t dim) {
+    vf acc[M][4] = {};
+    for (int64_t d = 0; d < dim; d += VW) {
+        vf x[4];
+        for (int k = 0; k < 4; k++) x[k] = load(keys[k] + d);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) {
+            const vf y = load(q + m * dim + d);
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) acc[m][k] += x[k] * y;
+        }
+    }
+    for (int m = 0; m < M; m++) {
+        const v4 four = hsum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
+        memcpy(scores + m * KEYS, &four, sizeof four);
+    }
+}
+
+// sum[m][0..N VW) += weights[m][k] value[k], values read in place.
+template <int M, int N, class C>
+INLINE void weigh(float *sum, const float *weights, const C *const *values, int64_t at, int64_t keys, int64_t dim) {
+    vf acc[M][N];
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) acc[m][n] = load(sum + m * dim + n * VW);
+    for (int64_t k = 0; k < keys; k++) {
+        vf x[N];
+        for (int n = 0; n < N; n++) x[n] = load(values[k] + at + n * VW);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; m++) {
+            const float w = weights[m * KEYS + k];
+#pragma GCC unroll 4
+            for (int n = 0; n < N; n++) acc[m][n] += x[n] * w;
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) store(sum + m * dim + n * VW, acc[m][n]);
+}
+
+constexpr int STEP = VW == 16 ? 4 : 3;  // rows of the in-place forms: what the register file holds
+
+// FORM(M) for groups of at most STEP of the rows.
+#define EACH_FEW(FORM)                              \
+    int64_t m = 0;                                  \
+    for (; m + STEP <= rows; m += STEP) FORM(STEP); \
+    if (rows - m == 3) FORM(3);                     \
+    if (rows - m == 2) FORM(2);                     \
     if (rows - m == 1) FORM(1);
 
+// Fold one tile into the running maximum, sum and weighted sum of a few query rows.
 template <class C>
-void scores_in_place(Scratch &s, const C *const *keys, int64_t rows, int64_t count, int64_t dim) {
-#define FORM(M) \
-    for (int64_t k = 0; k < count; k++) dots<M>(s.scores + m * KEYS + k, s.q + m * dim, keys[k], dim)
-    EACH_FEW(FORM)
+void few_rows(const Args &a, Scratch &s, const C *const *keys, const C *const *values, int64_t count, int64_t rows,
+              int64_t first, int64_t position, int64_t group) {
+    const int64_t dim = a.dim, padded = (count + VW - 1) / VW * VW;
+    {
+        // A last group of four repeats its final key; the surplus scores are masked below.
+        const int64_t whole = (count + 3) / 4 * 4;
+#define FORM(M)                          \
+    for (int64_t k = 0; k < whole; k += 4) \
+    dots<M>(s.scores + m * KEYS + k, s.q + m * dim, keys + k, dim)
+        EACH_FEW(FORM)
+#undef FORM
+    }
+    for (int64_t m = 0; m < rows; m++) {
+        float *row = s.scores + m * KEYS;
+        const int64_t last = position + m / group;
+        // Keys [from, to) of this tile are visible to the row; the rest weigh nothing.
+        const int64_t to = smaller(count, larger(0, last + 1 - first));
+        const int64_t from = a.window ? smaller(to, larger(0, last + 1 - a.window - first)) : 0;
+        for (int64_t k = 0; k < from; k++) row[k] = -INFINITY;
+        for (int64_t k = to; k < padded; k++) row[k] = -INFINITY;
+        vf best = splat(s.top[m]);
+        for (int64_t k = 0; k < padded; k += VW) best = vmax(best, load(row + k));
+        const float peak = hmax(best);
+        if (peak > s.top[m]) {
+            const float shrink = expf(s.top[m] - peak);
+            s.total[m] *= shrink;
+            for (int64_t d = 0; d < dim; d += VW) store(s.sum + m * dim + d, load(s.sum + m * dim + d) * shrink);
+            s.top[m] = peak;
+        }
+        vf added = {};
+        for (int64_t k = 0; k < padded; k += VW) {
+            const vf p = vexp(load(row + k) - peak);
+            store(row + k, p);
+            added += p;
+        }
+        s.total[m] += hsum(added);
+    }
+    int64_t d = 0;
+#define FORM(M) weigh<M, 4>(s.sum + m * dim + d, s.scores + m * KEYS, values, d, count, dim)
+    for (; d + 4 * VW <= dim; d += 4 * VW) {
+        EACH_FEW(FORM)
+    }
+#undef FORM
+#define FORM(M) weigh<M, 1>(s.sum + m * dim + d, s.scores + m * KEYS, values, d, count, dim)
+    for (; d < dim; d += VW) {
+        EACH_FEW(FORM)
+    }
 #undef FORM
 }
 
+// The tile's keys or values as fp32 [count][D].
 template <class C>
-void sums_in_place(Scratch &s, const C *const *values, int64_t rows, int64_t count, int64_t dim) {
-#define FORM(M) weigh<M>(s.sum + m * dim, s.scores + m * KEYS, values, count, dim)
-    EACH_FEW(FORM)
-#undef FORM
-}
-
-// keys [D][KEYS] in fp32, zero beyond `count`.
-template <class C>
-void transpose_keys(float *to, const C *const *keys, int64_t count, int64_t padded, int64_t dim) {
+INLINE void widen(float *to, const C *const *from, int64_t count, int64_t dim) {
     for (int64_t k = 0; k < count; k++)
-        for (int64_t d = 0; d < dim; d++) to[d * KEYS + k] = to_float(keys[k][d]);
-    for (int64_t d = 0; d < dim; d++)
-        for (int64_t k = count; k < padded; k++) to[d * KEYS + k] = 0.0f;
+        for (int64_t d = 0; d < dim; d += VW) store(to + k * dim + d, load(from[k] + d));
 }
+
+// As few_rows, with scores [keys][padded rows].
+template <class C>
+void many_rows(const Args &a, Scratch &s, const C *const *keys, const C *const *values, int64_t count, int64_t rows,
+               int64_t padded, int64_t first, int64_t position, int64_t group) {
+    const int64_t dim = a.dim;
+    widen(s.keys, keys, count, dim);
+    product(s.scores, padded, false, s.keys, dim, 1, s.q, padded, count, padded, dim);
+    for (int64_t k = 0; k < count; k++) {
+        // Key first + k is visible to the query rows [from, to).
+        const int64_t from = smaller(padded, larger(0, first + k - position) * group);
+        const int64_t to = a.window ? smaller(padded, larger(0, first + k - position + a.window) * group) : padded;
+        for (int64_t m = 0; m < from; m++) s.scores[k * padded + m] = -INFINITY;
+        for (int64_t m = larger(from, to); m < padded; m++) s.scores[k * padded + m] = -INFINITY;
+    }
+    for (int64_t m = 0; m < padded; m += VW) {
+        const vf old = load(s.top + m);
+        vf peak = old, added = {};
+        for (int64_t k = 0; k < count; k++) peak = vmax(peak, load(s.scores + k * padded + m));
+        for (int64_t k = 0; k < count; k++) {
+            const vf p = vexp(load(s.scores + k * padded + m) - peak);
+            store(s.scores + k * padded + m, p);
+            added += p;
+        }
+        const vf shrink = vexp(old - peak);
+        store(s.total + m, load(s.total + m) * shrink + added);
+        store(s.top + m, peak);
+        store(s.shrink + m, shrink);
+    }
+    for (int64_t m = 0; m < rows; m++) {
+        if (s.shrink[m] == 1.0f) continue;
+        for (int64_t d = 0; d < dim; d += VW) store(s.sum + m * dim + d, load(s.sum + m * dim + d) * s.shrink[m]);
+    }
+    widen(s.values, values, count, dim);
+    product(s.sum, dim, true, s.scores, 1, padded, s.values, dim, rows, dim, count);
+}
+
+INLINE int64_t padded_rows(int64_t rows) { return (rows + 2 * VW - 1) / (2 * VW) * (2 * VW); }
 
 template <class C>
 void attend(const Args &a, const C *pool, const Unit &u, Scratch &s, int64_t rows, int64_t group) {
-    const int64_t dim = a.dim;
-    const int64_t chunk_start = a.lens[u.row] - (a.starts[u.row + 1] - a.starts[u.row]);
-    const bool few = rows <= FEW;
+    const int64_t position = a.lens[u.row] - (a.starts[u.row + 1] - a.starts[u.row]) + u.first;
+    const int64_t padded = padded_rows(rows);
     const int32_t *table = a.tables + u.row * a.table_stride;
     const C *base = pool + u.kv_head * a.head;
-    for (int64_t m = 0; m < rows; m++) s.top[m] = LOWEST, s.total[m] = 0.0f;
-    memset(s.sum, 0, rows * dim * sizeof(float));
-
+    for (int64_t m = 0; m < padded; m++) s.top[m] = LOWEST, s.total[m] = 0.0f;
+    memset(s.sum, 0, rows * a.dim * sizeof(float));
     for (int64_t first = u.begin; first < u.end; first += KEYS) {
         const int64_t count = smaller(KEYS, u.end - first);
-        const int64_t padded = (count + 2 * VW - 1) / (2 * VW) * (2 * VW);
         const C *keys[KEYS], *values[KEYS];
         int64_t block = first / a.block_size, offset = first % a.block_size;
         for (int64_t k = 0; k < count;) {
@@ -212,40 +262,24 @@ void attend(const Args &a, const C *pool, const Unit &u, Scratch &s, int64_t row
             block++;
             offset = 0;
         }
-        if (few) {
-            scores_in_place(s, keys, rows, count, dim);
-        } else {
-            transpose_keys(s.keys, keys, count, padded, dim);
-            product(s.scores, KEYS, false, s.q, dim, s.keys, KEYS, rows, padded, dim);
-        }
-        for (int64_t m = 0; m < rows; m++) {
-            float *row = s.scores + m * KEYS;
-            const int64_t position = chunk_start + u.first + m / group;
-            // Keys [from, to) of this tile are visible to the row; the rest weigh nothing.
-            const int64_t to = smaller(count, larger(0, position + 1 - first));
-            const int64_t from = a.window ? smaller(to, larger(0, position + 1 - a.window - first)) : 0;
-            for (int64_t k = 0; k < from; k++) row[k] = -INFINITY;
-            for (int64_t k = to; k < padded; k++) row[k] = -INFINITY;
-            softmax_row(row, padded, s.top + m, s.total + m, s.sum + m * dim, dim);
-        }
-        if (few) {
-            sums_in_place(s, values, rows, count, dim);
-        } else {
-            for (int64_t k = 0; k < count; k++)
-                for (int64_t d = 0; d < dim; d += VW) store(s.values + k * dim + d, load(values[k] + d));
-            product(s.sum, dim, true, s.scores, KEYS, s.values, dim, rows, dim, count);
-        }
+        for (int64_t k = count; k % 4; k++) keys[k] = keys[count - 1];
+        if (rows <= FEW) few_rows(a, s, keys, values, count, rows, first, position, group);
+        else many_rows(a, s, keys, values, count, rows, padded, first, position, group);
     }
 }
 
 template <class T>
-void load_queries(const Args &a, const T *q, const Unit &u, Scratch &s, int64_t group) {
-    for (int64_t t = 0; t < u.count; t++)
-        for (int64_t g = 0; g < group; g++) {
-            const T *from = q + (a.starts[u.row] + u.first + t) * a.q_token + (u.kv_head * group + g) * a.q_head;
-            float *to = s.q + (t * group + g) * a.dim;
-            for (int64_t d = 0; d < a.dim; d += VW) store(to + d, load(from + d) * a.scale);
-        }
+void load_queries(const Args &a, const T *q, const Unit &u, Scratch &s, int64_t rows, int64_t group) {
+    const int64_t padded = padded_rows(rows);
+    if (rows > FEW) memset(s.q, 0, a.dim * padded * sizeof(float));
+    for (int64_t m = 0; m < rows; m++) {
+        const T *from = q + (a.starts[u.row] + u.first + m / group) * a.q_token +
+                        (u.kv_head * group + m % group) * a.q_head;
+        if (rows <= FEW)
+            for (int64_t d = 0; d < a.dim; d += VW) store(s.q + m * a.dim + d, load(from + d) * a.scale);
+        else
+            for (int64_t d = 0; d < a.dim; d++) s.q[d * padded + m] = to_float(from[d]) * a.scale;
+    }
 }
 
 template <class T>
@@ -334,7 +368,7 @@ int64_t run(const Args &a, T *out, const T *q, const C *pool, int64_t requests) 
         for (int64_t i = 0; i < size.count; i++) {
             const Unit &u = units[i];
             const int64_t rows = u.count * group;
-            load_queries(a, q, u, s, group);
+            load_queries(a, q, u, s, rows, group);
             attend(a, pool, u, s, rows, group);
             for (int64_t m = 0; m < rows; m++) {
                 if (u.splits == 1) {

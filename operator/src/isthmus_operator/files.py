@@ -1,0 +1,74 @@
+"""Reads a YAML file of one InferenceService, with the ConfigMaps and Secrets a local run may need beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .api.v1alpha1 import API_VERSION, KIND
+from .errors import BadFile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Documents:
+    """service: the InferenceService as written; objects: (kind, name) -> ConfigMap or Secret."""
+
+    service: dict[str, Any]
+    objects: dict[tuple[str, str], dict[str, Any]]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 without the silent loss of a field that is written twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the field {key!r} is there twice; keep one", key_node.start_mark
+                )
+            if isinstance(key, str):
+                seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def load(path: str) -> Documents:
+    """BadFile names the file, the place and the fix."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise BadFile(f"{path}: no such file; give the path of a YAML file, for example examples/direct.yaml") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadFile(f"{path}: cannot be read: {error}") from error
+    try:
+        documents = [d for d in yaml.load_all(text, Loader=_Loader) if d is not None]
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
+        raise BadFile(f"{place}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise BadFile(f"{path}: not valid YAML: {error}") from None
+    return _sorted_out(path, documents)
+
+
+def _sorted_out(path: str, documents: list[Any]) -> Documents:
+    services: list[dict[str, Any]] = []
+    objects: dict[tuple[str, str], dict[str, Any]] = {}
+    for number, document in enumerate(documents, start=1):
+        if not isinstance(document, dict):
+            raise BadFile(f"{path}: document {number} is not a mapping; it must begin with apiVersion: {API_VERSION}")
+        kind = document.get("kind")
+        if kind == KIND:
+            services.append(document)
+        elif kind in ("ConfigMap", "Secret"):
+            objects[kind, str((document.get("metadata") or {}).get("name"))] = document
+        else:
+            found = f"kind {kind!r}" if kind else "no kind"
+            raise BadFile(f"{path}: document {number} has {found}; allowed: {KIND}, and ConfigMap or Secret beside it")
+    if len(services) != 1:
+        raise BadFile(f"{path}: holds {len(services)} resources of kind {KIND}; give exactly one per file")
+    return Documents(service=services[0], objects=objects)

@@ -1,0 +1,91 @@
+"""Names, labels, ports and addresses of the children of a service. Used by every renderer, and by whoever looks for them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ..api.v1alpha1 import GROUP, InferenceService
+
+ROUTER_PORT = 8000
+ENGINE_PORT = 8001
+MASTER_RPC_PORT = 50051
+MASTER_METRICS_PORT = 9003
+MAX_LABEL = 63
+
+SERVICE_LABEL = f"{GROUP}/service"
+ROLE_LABEL = f"{GROUP}/role"
+REVISION_LABEL = f"{GROUP}/revision"
+
+
+class Component(StrEnum):
+    """What a pod of a service is for; the value of the role label."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    WORKER = "worker"
+    ROUTER = "router"
+    STORE = "store"
+
+
+_PICKER_ROLES = {Component.PREFILL: "prefill", Component.DECODE: "decode", Component.WORKER: "prefill-decode"}
+"""Values of the label by which endpoint pickers of the llm-d family tell pods apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What the installation, not the resource, decides: images for resources that name none."""
+
+    engine_image: str = "isthmus-engine:0.1.0"
+    router_image: str = "isthmus-router:0.1.0"
+
+
+def child_name(service: str, *parts: str) -> str:
+    """`service-part-…`, cut and made unique by a hash where it would be longer than a label may be."""
+    name = "-".join((service, *parts))
+    if len(name) <= MAX_LABEL:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: MAX_LABEL - 9].rstrip('-')}-{digest}"
+
+
+def selector(service: InferenceService, component: Component) -> dict[str, str]:
+    """Labels that pick all pods of a component, whatever their revision."""
+    return {SERVICE_LABEL: service.name, ROLE_LABEL: component.value}
+
+
+def labels(service: InferenceService, component: Component | None = None, revision: str = "") -> dict[str, str]:
+    """Labels of a child. None of them depends on the operator's version, so that an upgrade changes no pod."""
+    out = {
+        "app.kubernetes.io/name": "isthmus",
+        "app.kubernetes.io/instance": service.name,
+        "app.kubernetes.io/part-of": "isthmus",
+        "app.kubernetes.io/managed-by": "isthmus-operator",
+        SERVICE_LABEL: service.name,
+    }
+    if component is not None:
+        out |= {"app.kubernetes.io/component": component.value, ROLE_LABEL: component.value}
+        if component in _PICKER_ROLES:
+            out["llm-d.ai/role"] = _PICKER_ROLES[component]
+    if revision:
+        out[REVISION_LABEL] = revision
+    return out
+
+
+def metadata(
+    service: InferenceService, name: str, component: Component | None = None, revision: str = ""
+) -> dict[str, object]:
+    """Object metadata of a child."""
+    return {"name": name, "namespace": service.namespace, "labels": labels(service, component, revision)}
+
+
+def address(service: InferenceService, component: Component, port: int) -> str:
+    """host:port of a component's Service. No cluster domain, which is not ours to know: the pod's search list adds it."""
+    return f"{child_name(service.name, component.value)}.{service.namespace}.svc:{port}"
+
+
+def url(service: InferenceService) -> str:
+    """Base URL for OpenAI clients inside the cluster."""
+    port = service.spec.router.expose.service.port
+    return f"http://{service.name}.{service.namespace}.svc" + ("" if port == 80 else f":{port}") + "/v1"

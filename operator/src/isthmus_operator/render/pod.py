@@ -1,0 +1,181 @@
+"""The pod template around a main container: security, probes, placement, volumes, and the user's patch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..api.spec import PodSettings, Resources, Toggle
+from ..api.v1alpha1 import InferenceService
+from .names import Component, labels, selector
+
+GRACE_AFTER_DRAIN_S = 15
+"""Time between the end of a drain and SIGKILL: for telling peers, and for closing the transfer engine."""
+
+USER_ID = 65532
+
+_MERGE_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "volumes": "name",
+    "env": "name",
+    "imagePullSecrets": "name",
+    "volumeMounts": "mountPath",
+    "ports": "containerPort",
+    "hostAliases": "ip",
+    "topologySpreadConstraints": "topologyKey",
+}
+"""Lists that a strategic merge patch joins by a key, as the pod API declares them. Other lists are replaced."""
+
+
+def pod_env() -> list[dict[str, Any]]:
+    """Environment of every container: the pod's identity, and a home that can be written to."""
+    return [
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "HOME", "value": "/tmp"},
+    ]
+
+
+def resources(block: Resources, *, extra: dict[str, str] | None = None) -> dict[str, Any]:
+    """Container resources; `extra` is added to the limits (extended resources are requested through them)."""
+    limits = {name: str(value) for name, value in block.limits.items()} | (extra or {})
+    requests = {name: str(value) for name, value in block.requests.items()}
+    return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
+
+
+def security_context(*, capabilities: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Container security: Pod Security "restricted", unless capabilities are asked for (RDMA)."""
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]} | ({"add": list(capabilities)} if capabilities else {}),
+    }
+
+
+def http_probes(*, startup_timeout_s: float) -> dict[str, Any]:
+    """Startup, readiness and liveness of a container whose HTTP port is named `http`.
+
+    Startup and liveness ask /health, which answers while a model loads or a kernel compiles; only a hung process
+    fails it. Readiness asks /ready.
+    """
+    period = 2
+
+    def get(path: str) -> dict[str, Any]:
+        return {"path": path, "port": "http"}
+
+    return {
+        "startupProbe": {
+            "httpGet": get("/health"),
+            "periodSeconds": period,
+            "timeoutSeconds": 5,
+            "failureThreshold": max(1, math.ceil(startup_timeout_s / period)),
+        },
+        "readinessProbe": {"httpGet": get("/ready"), "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 2},
+        "livenessProbe": {"httpGet": get("/health"), "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
+    }
+
+
+def pod_template(
+    service: InferenceService,
+    component: Component,
+    revision: str,
+    settings: PodSettings | None,
+    *,
+    container: dict[str, Any],
+    init_containers: list[dict[str, Any]],
+    volumes: list[dict[str, Any]],
+    grace_s: float,
+    affinity: dict[str, Any] | None = None,
+    host_network: bool = False,
+    host_ipc: bool = False,
+) -> dict[str, Any]:
+    """metadata and spec of the pods of one component."""
+    main = {**container, "volumeMounts": [*container.get("volumeMounts", []), {"name": "tmp", "mountPath": "/tmp"}]}
+    main.setdefault("securityContext", security_context())
+    spec: dict[str, Any] = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": math.ceil(grace_s),
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [main],
+        "volumes": [*volumes, {"name": "tmp", "emptyDir": {}}],
+    }
+    if init_containers:
+        spec["initContainers"] = [
+            {
+                **init,
+                "env": pod_env(),
+                "securityContext": security_context(),
+                "volumeMounts": [*init["volumeMounts"], {"name": "tmp", "mountPath": "/tmp"}],
+            }
+            for init in init_containers
+        ]
+    if secrets := service.spec.engine.image_pull_secrets:
+        spec["imagePullSecrets"] = [{"name": secret.name} for secret in secrets]
+    if host_network:
+        spec |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
+    if host_ipc:
+        spec["hostIPC"] = True
+    if policy := service.spec.engine.image_pull_policy:
+        for one in (*spec["containers"], *spec.get("initContainers", [])):
+            one["imagePullPolicy"] = policy.value
+    if settings is not None:
+        spec |= _placement(service, component, settings, affinity or {})
+    template = {"metadata": {"labels": labels(service, component, revision)}, "spec": spec}
+    return merge(template, settings.pod_patch) if settings is not None and settings.pod_patch else template
+
+
+def _placement(
+    service: InferenceService, component: Component, settings: PodSettings, affinity: dict[str, Any]
+) -> dict[str, Any]:
+    wanted = settings.placement
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": selector(service, component)},
+    }
+    out = {
+        "nodeSelector": dict(wanted.node_selector),
+        "tolerations": list(wanted.tolerations),
+        "affinity": merge(affinity, wanted.affinity),
+        "topologySpreadConstraints": [spread] if wanted.topology_spread is Toggle.AUTO else [],
+        "priorityClassName": wanted.priority_class_name,
+        "runtimeClassName": wanted.runtime_class_name,
+    }
+    return {key: value for key, value in out.items() if value}
+
+
+def merge(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
+    """Strategic merge: mappings join, null removes, lists with a merge key join by it, other values are replaced."""
+    out = dict(base)
+    for key, value in patch.items():
+        old = out.get(key)
+        if value is None:
+            out.pop(key, None)
+        elif isinstance(value, dict):
+            out[key] = merge(old if isinstance(old, dict) else {}, value)
+        elif isinstance(value, list) and isinstance(old, list) and key in _MERGE_KEYS:
+            out[key] = _merge_list(old, value, _MERGE_KEYS[key])
+        else:
+            out[key] = value
+    return out
+
+
+def _merge_list(old: list[Any], patch: list[Any], key: str) -> list[Any]:
+    out = list(old)
+    for item in patch:
+        where = next((i for i, known in enumerate(out) if known.get(key) == item.get(key)), None)
+        if where is None:
+            out.append(item)
+        else:
+            out[where] = merge(out[where], item)
+    return out

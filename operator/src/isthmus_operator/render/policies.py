@@ -1,0 +1,98 @@
+"""Disruption budgets, network policies and metric scraping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..api.spec import Toggle
+from ..api.v1alpha1 import InferenceService
+from .names import (
+    ENGINE_PORT,
+    MASTER_METRICS_PORT,
+    ROLE_LABEL,
+    ROUTER_PORT,
+    SERVICE_LABEL,
+    Component,
+    child_name,
+    metadata,
+    selector,
+)
+
+
+def disruption_budgets(service: InferenceService, components: tuple[Component, ...]) -> list[dict[str, Any]]:
+    """One per component: voluntary disruptions take one pod at a time."""
+    if service.spec.availability.pdb is Toggle.DISABLED:
+        return []
+    return [
+        {
+            "apiVersion": "policy/v1",
+            "kind": "PodDisruptionBudget",
+            "metadata": metadata(service, child_name(service.name, component.value), component),
+            "spec": {
+                "maxUnavailable": 1,
+                # A pod that never became ready protects nobody, and must not block a node's drain.
+                "unhealthyPodEvictionPolicy": "AlwaysAllow",
+                "selector": {"matchLabels": selector(service, component)},
+            },
+        }
+        for component in components
+    ]
+
+
+def network_policies(service: InferenceService, components: tuple[Component, ...]) -> list[dict[str, Any]]:
+    """Anyone reaches the router's port; only pods of this service reach engines and store, on any port, because the
+    transfer engine chooses its ports when it starts."""
+    if service.spec.network_policy is Toggle.DISABLED:
+        return []
+    inside = [c.value for c in components if c is not Component.ROUTER]
+    own_pods = {"podSelector": {"matchLabels": {SERVICE_LABEL: service.name}}}
+    ingress: list[dict[str, Any]] = [{"from": [own_pods]}]
+    if namespaces := service.spec.observability.scrape_namespaces:
+        expression = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": list(namespaces)}
+        ingress.append(
+            {
+                "from": [{"namespaceSelector": {"matchExpressions": [expression]}}],
+                "ports": [{"protocol": "TCP", "port": port} for port in (ENGINE_PORT, MASTER_METRICS_PORT)],
+            }
+        )
+    return [
+        {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": metadata(service, child_name(service.name, "engines")),
+            "spec": {
+                "podSelector": {
+                    "matchLabels": {SERVICE_LABEL: service.name},
+                    "matchExpressions": [{"key": ROLE_LABEL, "operator": "In", "values": inside}],
+                },
+                "policyTypes": ["Ingress"],
+                "ingress": ingress,
+            },
+        },
+        {
+            "apiVersion": "networking.k8s.io/v1",
+            "kind": "NetworkPolicy",
+            "metadata": metadata(service, child_name(service.name, "router"), Component.ROUTER),
+            "spec": {
+                "podSelector": {"matchLabels": selector(service, Component.ROUTER)},
+                "policyTypes": ["Ingress"],
+                "ingress": [{"ports": [{"protocol": "TCP", "port": ROUTER_PORT}]}],
+            },
+        },
+    ]
+
+
+def pod_monitor(service: InferenceService) -> dict[str, Any] | None:
+    """Scraping by the Prometheus Operator; applied only where its API is installed."""
+    if service.spec.observability.pod_monitor is Toggle.DISABLED:
+        return None
+    return {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PodMonitor",
+        "metadata": metadata(service, service.name),
+        "spec": {
+            "selector": {"matchLabels": {SERVICE_LABEL: service.name}},
+            "podTargetLabels": [SERVICE_LABEL, ROLE_LABEL],
+            "podMetricsEndpoints": [{"port": "http", "path": "/metrics"}, {"port": "metrics", "path": "/metrics"}],
+        },
+    }

@@ -1,0 +1,85 @@
+"""Revisions: hashes of the part of the spec that a pod template comes from, in canonical form.
+
+They depend on the spec alone. Defaults, and fields that this version added, are not in the canonical form, so an
+operator upgrade gives every existing spec the revision it had. What does not change a pod (counts, rollout policy,
+exposure) is not in it either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+from ..api.fields import canonical
+from ..api.spec import Role, Router
+from ..api.v1alpha1 import InferenceService
+from .names import Component
+
+LENGTH = 8
+
+
+def _digest(value: object) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
+
+
+def _without(value: object, *fields: str) -> object:
+    assert isinstance(value, dict)
+    return {key: item for key, item in value.items() if key not in fields}
+
+
+def role_revision(service: InferenceService, component: Component) -> str:
+    """Revision of one component: equal exactly when its pods need not be replaced."""
+    spec = service.spec
+    shared = {
+        "name": service.name,
+        "model": canonical(spec.model),
+        "drainTimeout": canonical(spec.rollout.drain_timeout),
+        "logLevel": spec.observability.log_level.value,
+        "pullPolicy": canonical(spec.engine.image_pull_policy),
+        "pullSecrets": canonical(spec.engine.image_pull_secrets),
+    }
+    if component is Component.STORE:
+        return _digest({"master": canonical(spec.store.master) if spec.store else None, "image": spec.engine.image})
+    if component is Component.ROUTER:
+        assert isinstance(spec.router, Router)
+        own = _without(canonical(spec.router), "replicas", "expose")
+        return _digest(shared | {"router": own, "mode": spec.mode.value})
+    role = {
+        Component.PREFILL: spec.roles.prefill,
+        Component.DECODE: spec.roles.decode,
+        Component.WORKER: spec.roles.worker,
+    }[component]
+    assert isinstance(role, Role), f"{component} is not part of this service"
+    return _digest(
+        shared
+        | {
+            "component": component.value,
+            "engine": canonical(spec.engine),
+            "role": _without(canonical(role), "scaling"),
+            "transfer": canonical(spec.transfer),
+            "store": _store_as_engines_see_it(service),
+            "startupTimeout": canonical(spec.availability.startup_timeout),
+        }
+    )
+
+
+def _store_as_engines_see_it(service: InferenceService) -> object:
+    store = service.spec.store
+    if store is None:
+        return None
+    return {
+        "segmentSize": store.segment_size.canonical,
+        "replicas": store.replicas,
+        "external": canonical(store.master.external),
+    }
+
+
+def service_revision(service: InferenceService) -> str:
+    """Revision of the whole service: changes when that of any component does."""
+    spec = service.spec
+    present = [c for c, role in ((Component.PREFILL, spec.roles.prefill), (Component.DECODE, spec.roles.decode),
+                                 (Component.WORKER, spec.roles.worker)) if role]  # fmt: skip
+    if spec.store:
+        present.append(Component.STORE)
+    return _digest([role_revision(service, component) for component in (*present, Component.ROUTER)])

@@ -1,0 +1,138 @@
+"""The router: Deployment, the Service clients use, and an HTTPRoute where one is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..api.spec import Mode, PrefillUnavailable, RouterPolicy
+from ..api.v1alpha1 import InferenceService
+from .model import model_parts
+from .names import (
+    ENGINE_PORT,
+    ROUTER_PORT,
+    Component,
+    Defaults,
+    address,
+    child_name,
+    metadata,
+    selector,
+)
+from .pod import GRACE_AFTER_DRAIN_S, http_probes, pod_env, pod_template, resources
+from .revision import role_revision
+
+KEY_FOLDER = "/etc/isthmus/auth"
+_STARTUP_S = 300.0
+"""The router loads only a tokenizer."""
+
+
+def router_args(service: InferenceService, model_path: str) -> list[str]:
+    """Arguments of `isthmus-runtime serve --role router`."""
+    spec, router = service.spec, service.spec.router
+    args = ["serve", "--role", "router", "--host", "0.0.0.0", "--port", str(ROUTER_PORT), "--model", model_path]
+    for name in service.served_names:
+        args += ["--served-model-name", name]
+    args += ["--log-level", spec.observability.log_level.value]
+    args += ["--drain-timeout", spec.rollout.drain_timeout.canonical]
+    if spec.mode is Mode.DISAGGREGATED:
+        args += ["--prefill", address(service, Component.PREFILL, ENGINE_PORT)]
+        args += ["--decode", address(service, Component.DECODE, ENGINE_PORT)]
+        args += ["--disaggregate-above", str(router.disaggregate_above)]
+        local = router.on_prefill_unavailable is PrefillUnavailable.LOCAL
+        args += ["--on-prefill-unavailable", "local" if local else "reject"]
+    else:
+        args += ["--worker", address(service, Component.WORKER, ENGINE_PORT)]
+    args += ["--policy", "round-robin" if router.policy is RouterPolicy.ROUND_ROBIN else "least-load"]
+    args += ["--max-queue", str(router.max_queue), "--request-timeout", router.request_timeout.canonical]
+    if router.auth:
+        args += ["--api-key-file", f"{KEY_FOLDER}/key"]
+    return args
+
+
+def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
+    """The routers. They share nothing, so this Deployment rolls by itself, with a surge: a router needs no GPU."""
+    spec, router = service.spec, service.spec.router
+    revision = role_revision(service, Component.ROUTER)
+    image = router.image or defaults.router_image
+    model = model_parts(service, image=image, tokenizer_only=True)
+    volumes, mounts = list(model.volumes), list(model.mounts)
+    if router.auth:
+        ref = router.auth.api_key_secret_ref
+        secret = {"secretName": ref.name, "items": [{"key": ref.key, "path": "key"}], "defaultMode": 0o440}
+        volumes.append({"name": "api-key", "secret": secret})
+        mounts.append({"name": "api-key", "mountPath": KEY_FOLDER, "readOnly": True})
+    container = {
+        "name": "router",
+        "image": image,
+        "command": ["isthmus-runtime"],
+        "args": router_args(service, model.path),
+        "env": pod_env(),
+        "ports": [{"name": "http", "containerPort": ROUTER_PORT}],
+        "resources": resources(router.resources),
+        **http_probes(startup_timeout_s=_STARTUP_S),
+        "volumeMounts": mounts,
+    }
+    template = pod_template(
+        service,
+        Component.ROUTER,
+        revision,
+        router,
+        container=container,
+        init_containers=model.init_containers,
+        volumes=volumes,
+        grace_s=spec.rollout.drain_timeout.seconds + GRACE_AFTER_DRAIN_S,
+    )
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": metadata(service, child_name(service.name, Component.ROUTER.value), Component.ROUTER, revision),
+        "spec": {
+            "replicas": router.replicas,
+            "selector": {"matchLabels": selector(service, Component.ROUTER)},
+            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "revisionHistoryLimit": 1,
+            "template": template,
+        },
+    }
+
+
+def client_service(service: InferenceService) -> dict[str, Any]:
+    """The Service clients use; it has the name of the InferenceService."""
+    expose = service.spec.router.expose.service
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": metadata(service, service.name, Component.ROUTER),
+        "spec": {
+            "type": expose.type.value,
+            "selector": selector(service, Component.ROUTER),
+            "ports": [{"name": "http", "port": expose.port, "targetPort": "http"}],
+        },
+    }
+
+
+def http_route(service: InferenceService) -> dict[str, Any] | None:
+    """An HTTPRoute to the router; None when the resource asks for none."""
+    expose = service.spec.router.expose
+    if expose.http_route is None:
+        return None
+    parents = [
+        {
+            "name": ref.name,
+            **({"namespace": ref.namespace} if ref.namespace else {}),
+            **({"sectionName": ref.section_name} if ref.section_name else {}),
+        }
+        for ref in expose.http_route.parent_refs
+    ]
+    backend = {"name": service.name, "port": expose.service.port}
+    # Token streams outlive the usual timeout of a gateway; the router has its own.
+    rule = {"backendRefs": [backend], "timeouts": {"request": "0s"}}
+    return {
+        "apiVersion": "gateway.networking.k8s.io/v1",
+        "kind": "HTTPRoute",
+        "metadata": metadata(service, service.name, Component.ROUTER),
+        "spec": {
+            "parentRefs": parents,
+            **({"hostnames": list(expose.http_route.hostnames)} if expose.http_route.hostnames else {}),
+            "rules": [rule],
+        },
+    }

@@ -1,0 +1,97 @@
+"""`isthmus-runtime`: the one place that joins the parts. Imports per command, so that the router needs no torch.
+
+    serve --role prefill|decode|unified|router    run one role
+    kv-plan FILE                                  the KV arithmetic on a JSON file
+    model import|fetch                            put a model directory in place
+    bench                                         load one endpoint and report
+    simulate                                      proof runs and capacity planning
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from .errors import ConfigError, IsthmusError
+
+USAGE = __doc__ or ""
+
+
+def _serve(argv: Sequence[str]) -> int:
+    from .config import RouterConfig, parse_serve
+
+    config = parse_serve(argv)
+    logging.basicConfig(
+        level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    if isinstance(config, RouterConfig):
+        from .serve_router import serve_router
+
+        return serve_router(config)
+    from .serve_engine import serve_engine
+
+    return serve_engine(config)
+
+
+def _kv_plan(argv: Sequence[str]) -> int:
+    from .kv.plan import kv_plan_main
+
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print("usage: isthmus-runtime kv-plan FILE", file=sys.stderr)
+        return 2
+    return kv_plan_main(argv[0])
+
+
+def _model(argv: Sequence[str]) -> int:
+    from .model_cli import model_main
+
+    return model_main(argv)
+
+
+def _bench(argv: Sequence[str]) -> int:
+    from .bench_cli import bench_main
+
+    return bench_main(argv)
+
+
+def _simulate(argv: Sequence[str]) -> int:
+    from .simulate_cli import simulate_main
+
+    return simulate_main(argv)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "serve": _serve,
+    "kv-plan": _kv_plan,
+    "model": _model,
+    "bench": _bench,
+    "simulate": _simulate,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 2 for a wrong command line or configuration, 1 for a failure at run time."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if args else 2
+    command = COMMANDS.get(args[0])
+    if command is None:
+        print(f"isthmus-runtime: unknown command {args[0]!r}; one of: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        return command(args[1:])
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"isthmus-runtime {args[0]}: {problem}", file=sys.stderr)
+        return 2
+    except IsthmusError as error:
+        print(f"isthmus-runtime {args[0]}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""Runs the generations of one request over a Backend and writes the answer, streamed or whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from ..errors import Cancelled, EngineFailed, RequestError
+from ..interfaces import Backend
+from ..metrics import RequestMetrics
+from ..request import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
+from .detokenizer import TextStream
+from .pieces import Pieces
+from .sse import DONE, Answer, ChatFormat, CompletionFormat, Usage
+
+_STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # nginx in front would collect the stream otherwise
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A request that was checked and tokenised."""
+
+    answer_id: str
+    requests: tuple[GenerateRequest, ...]
+    """One for each choice, in the order of `index`."""
+    n: int
+    """Choices per prompt."""
+    prompt_tokens: int
+    """Each prompt once, whatever n is."""
+    stop: tuple[str, ...]
+    logprobs: bool
+    stream: bool
+    include_usage: bool
+    format: ChatFormat | CompletionFormat
+
+
+class _Choice:
+    """One generation as text."""
+
+    def __init__(self, index: int, request: GenerateRequest, job: Job, pieces: Pieces) -> None:
+        self.index = index
+        self.request = request
+        self.text = TextStream(pieces, job.stop, logprobs=job.logprobs)
+        self.tokens = 0
+        self.cached = 0
+        self.finish = ""
+
+    def feed(self, chunk: TokenChunk) -> str:
+        """Text that is certain after `chunk`. Raises the error that ends the generation."""
+        if chunk.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            raise chunk.error or Cancelled("the request was aborted")
+        self.cached = max(self.cached, chunk.cached_tokens)
+        ids: Sequence[int] = chunk.token_ids
+        logprobs: Sequence[TokenLogprobs] = chunk.logprobs
+        self.tokens += len(ids)
+        if chunk.finish_reason is FinishReason.STOP and ids and ids[-1] in self.request.sampling.stop_token_ids:
+            ids, logprobs = ids[:-1], logprobs[:-1]  # a stop token ends the text and is no part of it
+        if self.text.keeps_logprobs and len(logprobs) != len(ids):
+            raise EngineFailed(f"{len(ids)} tokens came with {len(logprobs)} log-probabilities")
+        text = self.text.push(ids, logprobs)
+        if self.text.stopped:
+            self.finish = FinishReason.STOP.value
+        elif chunk.finish_reason is not None:
+            text += self.text.finish()
+            self.finish = chunk.finish_reason.value
+        return text
+
+
+Sink = Callable[[_Choice, str], Awaitable[None]]
+
+
+class Runner:
+    """Answers jobs; one for the whole process."""
+
+    def __init__(
+        self, backend: Backend, pieces: Pieces, metrics: RequestMetrics | None, clock: Callable[[], float]
+    ) -> None:
+        """`clock`: monotonic seconds."""
+        self._backend = backend
+        self._pieces = pieces
+        self._metrics = metrics
+        self._clock = clock
+
+    async def whole(self, job: Job, arrived: float) -> web.Response:
+        """The answer in one piece. Raises RequestError."""
+        answers = [Answer() for _ in job.requests]
+
+        async def sink(choice: _Choice, text: str) -> None:
+            answer = answers[choice.index]
+            answer.text += text
+            answer.logprobs += choice.text.take_logprobs()
+            answer.finish_reason = choice.finish
+
+        usage = await self._run(job, sink, arrived)
+        return web.Response(
+            body=job.format.whole(answers, usage),
+            content_type="application/json",
+            headers={"X-Request-Id": job.answer_id},
+        )
+
+    async def stream(self, job: Job, arrived: float, request: web.Request, response: web.StreamResponse) -> None:
+        """The answer as server-sent events into `response`, which is prepared when the first text is there: until
+        then a failure still gets its own HTTP status. Raises RequestError."""
+        opening = asyncio.Lock()
+        form = job.format
+
+        async def sink(choice: _Choice, text: str) -> None:
+            if not response.prepared:
+                async with opening:
+                    if not response.prepared:
+                        response.headers.update({**_STREAM_HEADERS, "X-Request-Id": job.answer_id})
+                        await response.prepare(request)
+                        await response.write(b"".join(form.first(i) for i in range(len(job.requests))))
+            logprobs = choice.text.take_logprobs()
+            data = form.text(choice.index, text, logprobs) if text or logprobs else b""
+            if choice.finish:
+                data += form.finish(choice.index, choice.finish)
+            await response.write(data)
+
+        usage = await self._run(job, sink, arrived)
+        await response.write(form.usage(usage) + DONE if job.include_usage else DONE)
+        await response.write_eof()
+
+    async def _run(self, job: Job, sink: Sink, arrived: float) -> Usage:
+        choices = [_Choice(i, r, job, self._pieces) for i, r in enumerate(job.requests)]
+        if len(choices) == 1:
+            await self._generate(choices[0], sink, arrived)
+        else:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for choice in choices:
+                        group.create_task(self._generate(choice, sink, arrived))
+            except BaseExceptionGroup as errors:
+                # The first error has cancelled the others; what they raise while ending is its echo.
+                raise _first(errors) from errors
+        usage = Usage(job.prompt_tokens, sum(c.tokens for c in choices), sum(c.cached for c in choices[:: job.n]))
+        if self._metrics is not None:
+            self._metrics.prompt_tokens.inc(usage.prompt_tokens)
+            self._metrics.generation_tokens.inc(usage.completion_tokens)
+            for choice in choices:
+                self._metrics.succeeded(choice.finish, self._clock() - arrived)
+        return usage
+
+    async def _generate(self, choice: _Choice, sink: Sink, arrived: float) -> None:
+        last = 0.0
+        async with aclosing(self._backend.generate(choice.request)) as chunks:
+            async for chunk in chunks:
+                if self._metrics is not None and chunk.token_ids:
+                    now = self._clock()
+                    if last:
+                        self._metrics.inter_token_latency.observe((now - last) / len(chunk.token_ids))
+                    else:
+                        self._metrics.time_to_first_token.observe(now - arrived)
+                    last = now
+                text = choice.feed(chunk)
+                if text or choice.finish:
+                    await sink(choice, text)
+                if choice.text.stopped:
+                    break
+        if not choice.finish:
+            raise EngineFailed("the token stream ended without a finish reason")
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    found = errors.exceptions[0]
+    for error in errors.exceptions:
+        if isinstance(error, RequestError):
+            found = error
+            break
+    return _first(found) if isinstance(found, BaseExceptionGroup) else found

@@ -1,0 +1,252 @@
+"""The OpenAI routes: checks, tokenises once, hands over to a Backend, and ends every request exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from aiohttp import web
+
+from ..errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    RequestError,
+)
+from ..httpd import InFlight, error_response, json_response
+from ..interfaces import Backend
+from ..metrics import RequestMetrics
+from .answer import Job, Runner
+from .plan import Planner
+from .sse import error_event
+from .tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+_OFF_LOOP_BYTES = 20_000
+"""Bodies above this are parsed and tokenised in a thread, so that other streams do not wait (about 5 ms of work)."""
+_DEADLINE_MARGIN_S = 1.0
+"""The backend enforces the deadline and knows the reason; we step in when it is stuck, or the client does not read."""
+_LAST_WORDS_S = 1.0
+"""How long a client that does not read may hold up its own error event."""
+
+
+class _Unauthorised(InvalidRequest):
+    status = 401
+    code = "invalid_api_key"
+
+
+class _TooLarge(InvalidRequest):
+    status = 413
+    code = "request_too_large"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiConfig:
+    """Settings of the API layer."""
+
+    served_names: tuple[str, ...]
+    """Values of `model` that are accepted."""
+    request_timeout_s: float = 600.0
+    max_body_bytes: int = 16 << 20
+    api_key: str = ""
+    """What clients must send as bearer token; empty: nothing is asked."""
+
+
+def read_api_key(path: str) -> str:
+    """The key in a mounted file, without surrounding white space; "" for no path. ConfigError names the file."""
+    if not path:
+        return ""
+    try:
+        key = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--api-key-file {path}: {e}") from e
+    if not key:
+        raise ConfigError(f"--api-key-file {path} is empty; put the key clients must send into it")
+    return key
+
+
+def add_openai_routes(
+    app: web.Application,
+    backend: Backend,
+    tokenizer: Tokenizer,
+    config: ApiConfig,
+    *,
+    in_flight: InFlight,
+    metrics: RequestMetrics | None = None,
+    seeds: Callable[[], int] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+) -> None:
+    """Add /v1/models, /v1/completions and /v1/chat/completions to `app`.
+
+    `seeds` gives the seed of a request that names none: drawn here, so that prefill, decode and a recompute agree.
+    """
+    api = _Api(
+        backend,
+        tokenizer,
+        config,
+        in_flight=in_flight,
+        metrics=metrics,
+        seeds=seeds or _seed_source(),
+        clock=clock,
+        wall_clock=wall_clock,
+    )
+    app.router.add_get("/v1/models", api.models)
+    app.router.add_get("/v1/models/{name:.+}", api.model)
+    app.router.add_post("/v1/completions", api.completions)
+    app.router.add_post("/v1/chat/completions", api.chat)
+
+
+def _seed_source() -> Callable[[], int]:
+    source = random.Random()
+    return lambda: source.getrandbits(63)
+
+
+class _Api:
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        config: ApiConfig,
+        *,
+        in_flight: InFlight,
+        metrics: RequestMetrics | None,
+        seeds: Callable[[], int],
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._backend = backend
+        self._config = config
+        self._in_flight = in_flight
+        self._metrics = metrics
+        self._clock = clock
+        self._started = int(wall_clock())
+        self._planner = Planner(
+            backend,
+            tokenizer,
+            config.served_names,
+            timeout_s=config.request_timeout_s,
+            seeds=seeds,
+            wall_clock=wall_clock,
+        )
+        self._runner = Runner(backend, tokenizer.pieces, metrics, clock)
+        self._key = config.api_key.encode()
+
+    async def models(self, request: web.Request) -> web.Response:
+        """GET /v1/models."""
+        self._authorise(request)
+        return json_response({"object": "list", "data": [self._model(n) for n in self._config.served_names]})
+
+    async def model(self, request: web.Request) -> web.Response:
+        """GET /v1/models/NAME."""
+        self._authorise(request)
+        name = request.match_info["name"]
+        self._planner.check_model(name)
+        return json_response(self._model(name))
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        return await self._endpoint(request, self._planner.completion)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        return await self._endpoint(request, self._planner.chat)
+
+    # ------------------------------------------------------------------------------------------------- one request
+
+    async def _endpoint(self, request: web.Request, plan: Callable[[bytes], Job]) -> web.StreamResponse:
+        arrived = self._clock()
+        response = web.StreamResponse()
+        try:
+            with self._in_flight.track():
+                self._authorise(request)
+                return await self._answer(request, plan, arrived, response)
+        except RequestError as e:
+            error = e
+        except asyncio.CancelledError:
+            if not self._in_flight.aborting:
+                self._count(Cancelled("the client left"))
+                raise
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()  # ours, from InFlight.abort: the client is still there and gets an answer
+            error = self._in_flight.refusal()
+        except ConnectionResetError:
+            self._count(Cancelled("the client left"))
+            return response
+        except Exception:
+            _log.exception("%s %s failed", request.method, request.path)
+            error = EngineFailed("internal error; the log of this process has the details")
+        self._count(error)
+        if not response.prepared:
+            return error_response(error)
+        await self._last_words(request, response, error)
+        return response
+
+    async def _answer(
+        self, request: web.Request, plan: Callable[[bytes], Job], arrived: float, response: web.StreamResponse
+    ) -> web.StreamResponse:
+        limit = self._config.request_timeout_s
+        try:
+            async with asyncio.timeout(limit + _DEADLINE_MARGIN_S):
+                body = await self._read(request)
+                job = await asyncio.to_thread(plan, body) if len(body) > _OFF_LOOP_BYTES else plan(body)
+                if not job.stream:
+                    return await self._runner.whole(job, arrived)
+                await self._runner.stream(job, arrived, request, response)
+                return response
+        except TimeoutError as e:
+            raise DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)") from e
+
+    async def _last_words(self, request: web.Request, response: web.StreamResponse, error: RequestError) -> None:
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await response.write(error_event(error))
+                await response.write_eof()
+        except (TimeoutError, ConnectionResetError):
+            if request.transport is not None:
+                request.transport.abort()
+
+    async def _read(self, request: web.Request) -> bytes:
+        limit = self._config.max_body_bytes
+        size = request.content_length or 0
+        body = bytearray()
+        if size <= limit:
+            async for part in request.content.iter_any():
+                body += part
+                size = max(size, len(body))
+                if size > limit:
+                    break
+        if size > limit:
+            raise _TooLarge(f"the body has {size} bytes or more, the limit is {limit}; shorten the prompt")
+        return bytes(body)
+
+    def _authorise(self, request: web.Request) -> None:
+        if not self._key:
+            return
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        given = token.strip().encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self._key) or scheme.lower() != "bearer":
+            raise _Unauthorised("Authorization: a valid API key is needed as `Bearer KEY`", param="Authorization")
+
+    def _count(self, error: RequestError) -> None:
+        if self._metrics is not None:
+            self._metrics.failed(error.status, error.code)
+
+    def _model(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "isthmus",
+            "max_model_len": self._backend.max_model_len or None,
+        }

@@ -1,0 +1,182 @@
+"""From the body of a request to the generations it asks for: checks, tokenises, resolves every default."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+
+from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
+from ..interfaces import Backend
+from ..request import GenerateRequest, SamplingParams
+from .answer import Job
+from .schema import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from .sse import ChatFormat, CompletionFormat
+from .tokenizer import Tokenizer
+
+_DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default of `max_tokens` for /v1/completions."""
+
+
+class Planner:
+    """Makes jobs. Called from several threads: long bodies are planned off the event loop."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        served_names: tuple[str, ...],
+        *,
+        timeout_s: float,
+        seeds: Callable[[], int],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        """`seeds` gives the seed of a request that names none; `wall_clock` seconds since the epoch."""
+        self._backend = backend
+        self._tokenizer = tokenizer
+        self._names = served_names
+        self._timeout_s = timeout_s
+        self._seeds = seeds
+        self._wall_clock = wall_clock
+
+    def completion(self, body: bytes) -> Job:
+        """A body of /v1/completions. Raises RequestError."""
+        request = parse_completion(body)
+        limit = self._admit(request.model)
+        prompts = [self._prompt_ids(p) for p in request.prompts()]
+        longest = max(map(len, prompts))
+        room = _room(longest, limit, "prompt")
+        wanted = min(_DEFAULT_COMPLETION_TOKENS, room) if request.max_tokens is None else request.max_tokens
+        return self._job(request, prompts, _within(wanted, longest, limit, "max_tokens"), "cmpl-", CompletionFormat)
+
+    def chat(self, body: bytes) -> Job:
+        """A body of /v1/chat/completions. Raises RequestError."""
+        request = parse_chat(body)
+        limit = self._admit(request.model)
+        text = self._tokenizer.render_chat(request.conversation())
+        ids = tuple(self._tokenizer.encode_chat(text))
+        if not ids:
+            raise InvalidRequest("messages: the rendered prompt is empty", param="messages")
+        room = _room(len(ids), limit, "messages")
+        wanted = room if request.output_limit is None else request.output_limit
+        param = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+        return self._job(request, [ids], _within(wanted, len(ids), limit, param), "chatcmpl-", ChatFormat)
+
+    def _admit(self, model: str) -> int:
+        """The length limit. Raises when the model is not ours or nobody can serve it now."""
+        self.check_model(model)
+        reason = self._backend.ready()
+        limit = self._backend.max_model_len
+        if reason or not limit:
+            raise Overloaded(f"not ready: {reason or 'the length limit is not known yet'}")
+        return limit
+
+    def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            ids = tuple(self._tokenizer.encode(prompt))
+            if not ids:
+                raise InvalidRequest("prompt: is empty; give at least one token", param="prompt")
+            return ids
+        low, high, size = min(prompt), max(prompt), self._tokenizer.vocab_size
+        if low < 0 or high >= size:
+            bad = low if low < 0 else high
+            raise InvalidRequest(f"prompt: token id {bad} is not in the vocabulary (0 to {size - 1})", param="prompt")
+        return prompt
+
+    def _job(
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[tuple[int, ...]],
+        max_tokens: int,
+        prefix: str,
+        form: type[ChatFormat] | type[CompletionFormat],
+    ) -> Job:
+        answer_id = prefix + uuid.uuid4().hex
+        logprobs = request.num_logprobs
+        sampling = self._sampling(request, max_tokens)
+        seed = self._seeds() if request.seed is None else request.seed
+        requests = tuple(
+            GenerateRequest(
+                request_id=f"{answer_id}-{p * request.n + i}",
+                prompt_token_ids=ids,
+                sampling=sampling(seed + i),
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                timeout_s=self._timeout_s,
+            )
+            for p, ids in enumerate(prompts)
+            for i in range(request.n)
+        )
+        return Job(
+            answer_id=answer_id,
+            requests=requests,
+            n=request.n,
+            prompt_tokens=sum(map(len, prompts)),
+            stop=tuple(request.stop_strings),
+            logprobs=logprobs >= 0,
+            stream=request.stream,
+            include_usage=request.include_usage,
+            format=form(
+                self._tokenizer.pieces,
+                answer_id,
+                int(self._wall_clock()),
+                request.model,
+                logprobs=logprobs,
+                include_usage=request.include_usage,
+            ),
+        )
+
+    def _sampling(self, request: CompletionRequest | ChatRequest, max_tokens: int) -> Callable[[int], SamplingParams]:
+        defaults = self._tokenizer.defaults
+        size = self._tokenizer.vocab_size
+        outside = [i for i in request.stop_token_ids if not 0 <= i < size]
+        if outside:
+            raise InvalidRequest(
+                f"stop_token_ids: {outside[0]} is not in the vocabulary (0 to {size - 1})", param="stop_token_ids"
+            )
+        eos = () if request.ignore_eos else self._tokenizer.eos_token_ids
+        top_k = defaults.top_k if request.top_k is None else max(request.top_k, 0)  # -1 means off elsewhere
+        stop_ids = tuple(dict.fromkeys((*eos, *request.stop_token_ids)))
+        temperature = defaults.temperature if request.temperature is None else request.temperature
+        top_p = defaults.top_p if request.top_p is None else request.top_p
+        min_p = defaults.min_p if request.min_p is None else request.min_p
+
+        def with_seed(seed: int) -> SamplingParams:
+            return SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k,
+                min_p=min_p,
+                seed=seed % (1 << 63),
+                stop_token_ids=stop_ids,
+                logprobs=request.num_logprobs,
+            )
+
+        return with_seed
+
+    def check_model(self, name: str) -> None:
+        """Raises UnknownModel."""
+        if name not in self._names:
+            served = ", ".join(self._names)
+            raise UnknownModel(f"model: {name!r} is not served here; served: {served}", param="model")
+
+
+def _room(prompt_tokens: int, limit: int, param: str) -> int:
+    """Tokens left for the output, at least 1."""
+    if prompt_tokens >= limit:
+        raise NeverFits(
+            f"{param}: {prompt_tokens} tokens, but prompt and output together may have {limit}; "
+            f"shorten the prompt to {limit - 1} tokens or fewer",
+            param=param,
+        )
+    return limit - prompt_tokens
+
+
+def _within(max_tokens: int, prompt_tokens: int, limit: int, param: str) -> int:
+    if prompt_tokens + max_tokens > limit:
+        raise NeverFits(
+            f"{param}: {max_tokens} plus {prompt_tokens} prompt tokens are {prompt_tokens + max_tokens}, but prompt "
+            f"and output together may have {limit}; lower {param} to {limit - prompt_tokens} or shorten the prompt",
+            param=param,
+        )
+    return max_tokens

@@ -1,0 +1,266 @@
+"""One try of one request on one choice of engines: the decode leg, and the prefill leg beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import aiohttp
+from pydantic import ValidationError
+
+from ..errors import DeadlineExceeded, EngineFailed, Overloaded, RequestError
+from ..metrics import RouterMetrics
+from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line
+from ..request import FinishReason, GenerateRequest, TokenChunk
+from .links import LOST, Links, lost, refusal
+from .policy import Choice, Facts
+from .pool import Pool
+
+_T = TypeVar("_T")
+
+
+class TryElsewhere(Exception):
+    """Nothing was delivered yet and another engine may do better than `url`."""
+
+    def __init__(self, error: RequestError, url: str) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.url = url
+
+
+class Attempt:
+    """Use: `first()` once, then `next()` until a chunk has a finish reason; `close()` always.
+
+    The caller's task reads the decode leg; the prefill leg runs in a task of its own from decode's reservation on.
+    Whatever goes wrong on one leg ends the other: decode learns of prefill's failure by a commit and recomputes or fails
+    by its own setting; prefill is cancelled by closing its connection and by an abort.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        body: str,
+        choice: Choice,
+        facts: Facts,
+        *,
+        attempt: str,
+        deadline: float,
+        pool: Pool,
+        links: Links,
+        other_prefill: Callable[[str], bool],
+        metrics: RouterMetrics | None,
+    ) -> None:
+        """`body`: the request as JSON. `deadline`: on the event loop's clock. `other_prefill(url)`: whether the
+        request could be paired without that prefill engine."""
+        self._request = request
+        self._body = body
+        self._decode = choice.decode
+        self._prefill = choice.prefill
+        self._prompt_tokens = facts.prompt_tokens
+        self._attempt = attempt
+        self._deadline = deadline
+        self._pool = pool
+        self._links = links
+        self._other_prefill = other_prefill
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._failure: RequestError | TryElsewhere | None = None
+        self._timer: asyncio.Timeout | None = None
+        self._response: aiohttp.ClientResponse | None = None
+        self._lines: deque[bytes] = deque()
+        self._rest = b""
+        self._prefill_task: asyncio.Task[None] | None = None
+        self._delivered = False
+        self._ended = False
+        self._closed = False
+        self._leg = pool.hold(self._decode.url, facts.decode_tokens, self._decode_lost)
+
+    async def first(self) -> TokenChunk:
+        """The first chunk. Raises TryElsewhere or RequestError."""
+        try:
+            await self._open()
+            line = await self._line()
+            if isinstance(line, Ticket):
+                self._start_prefill(line)
+                line = await self._line()
+            if isinstance(line, Ticket):
+                raise EngineFailed(f"decode engine {self._decode.url} reserved twice", stage="decode")
+            if line.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                raise line.error or EngineFailed(f"decode engine {self._decode.url} gave no reason", stage="decode")
+        except RequestError as error:
+            self._count("decode", error)
+            if isinstance(error, EngineFailed | Overloaded):
+                raise TryElsewhere(error, self._decode.url) from error
+            raise
+        self._delivered = True
+        return line
+
+    async def next(self) -> TokenChunk:
+        """A later chunk. Raises RequestError."""
+        try:
+            line = await self._line()
+            if isinstance(line, Ticket):
+                raise EngineFailed(f"decode engine {self._decode.url} reserved in mid-stream", stage="decode")
+        except RequestError as error:
+            self._count("decode", error)
+            raise
+        return line
+
+    def close(self) -> None:
+        """End what still runs, at once and without waiting. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._leg.release()
+        if self._prefill_task is not None and not self._prefill_task.done():
+            assert self._prefill is not None
+            self._prefill_task.cancel()
+            self._links.abort(self._prefill.url, self._request.request_id, self._attempt)
+        if self._ended:
+            assert self._response is not None
+            self._links.discard(self._response)
+            return
+        if self._response is not None:
+            self._response.close()
+        if not self._leg.lost:
+            self._links.abort(self._decode.url, self._request.request_id, self._attempt)
+
+    # -------------------------------------------------------------------------------------------------- decode leg
+
+    async def _open(self) -> None:
+        body = f'{{"request":{self._body}}}'
+        if self._prefill is not None:
+            body = (
+                f'{{"request":{self._body},"attempt":"{self._attempt}",'
+                f'"prefill_url":"{self._prefill.url}","prefill_epoch":"{self._prefill.epoch}"}}'
+            )
+        response = await self._wait(self._links.open(self._decode.url, "/internal/generate", body))
+        self._response = response
+        if response.status != 200:
+            raw = await self._wait(response.read())
+            self._ended = True
+            raise refusal(response.status, raw, "decode", self._decode.url)
+
+    async def _line(self) -> Ticket | TokenChunk:
+        while not self._lines:
+            assert self._response is not None
+            data = await self._wait(self._response.content.readany())
+            if not data:
+                raise self._lost_decode("it closed the stream without an end")
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            self._lines.extend(lines)
+        try:
+            line = parse_line(self._lines.popleft())
+        except (ValueError, KeyError, TypeError) as e:
+            raise EngineFailed(f"decode engine {self._decode.url} sent a line that is no chunk: {e}") from e
+        if isinstance(line, TokenChunk) and line.finish_reason is not None:
+            self._ended = True
+        return line
+
+    async def _wait(self, work: Awaitable[_T]) -> _T:
+        """`work`, unless the deadline passes, decode is lost, or the prefill leg decides otherwise."""
+        timer = self._timer = asyncio.timeout_at(self._deadline if self._failure is None else self._loop.time())
+        try:
+            async with timer:
+                return await work
+        except LOST as e:
+            if self._failure is not None:
+                raise self._failure from e
+            if timer.expired():
+                limit = self._request.timeout_s
+                raise DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)") from e
+            raise self._lost_decode(e) from e
+        finally:
+            self._timer = None
+
+    def _lost_decode(self, cause: object) -> EngineFailed:
+        error = lost("decode", self._decode.url, self._attempt, cause)
+        self._pool.failed(self._decode.url, error.message)
+        return error
+
+    def _decode_lost(self, reason: str) -> None:
+        self._interrupt(lost("decode", self._decode.url, self._attempt, reason))
+
+    def _interrupt(self, failure: RequestError | TryElsewhere) -> None:
+        """Make the reader of the decode leg raise `failure`, now or at its next wait."""
+        if self._failure is None:
+            self._failure = failure
+            if self._timer is not None and not self._timer.expired():
+                self._timer.reschedule(self._loop.time())
+
+    # ------------------------------------------------------------------------------------------------- prefill leg
+
+    def _start_prefill(self, ticket: Ticket) -> None:
+        if self._prefill is None or ticket.attempt != self._attempt:
+            raise EngineFailed(
+                f"decode engine {self._decode.url} reserved for attempt {ticket.attempt!r}, "
+                f"asked was {self._attempt if self._prefill else 'none'!r}",
+                stage="decode",
+            )
+        self._prefill_task = asyncio.create_task(self._run_prefill(self._prefill.url, ticket))
+
+    async def _run_prefill(self, url: str, ticket: Ticket) -> None:
+        try:
+            await self._ask_prefill(url, ticket)
+        except RequestError as error:
+            self._count("prefill", error)
+            elsewhere = isinstance(error, EngineFailed | Overloaded) and not self._delivered
+            if elsewhere and self._other_prefill(url):
+                self._interrupt(TryElsewhere(error, url))
+                return
+            outcome = CommitCall(
+                request_id=self._request.request_id,
+                attempt=self._attempt,
+                ok=False,
+                stage=error.stage or "prefill",
+                reason=error.message,
+            )
+        else:
+            outcome = CommitCall(request_id=self._request.request_id, attempt=self._attempt, ok=True)
+        try:
+            await self._links.commit(self._decode.url, outcome)
+        except RequestError as error:
+            self._interrupt(error)
+        except LOST as e:
+            self._interrupt(self._lost_decode(e))
+
+    async def _ask_prefill(self, url: str, ticket: Ticket) -> None:
+        body = f'{{"request":{self._body},"attempt":"{self._attempt}","ticket":{ticket.model_dump_json()}}}'
+        timer = asyncio.timeout_at(self._deadline)
+
+        def on_lost(reason: str) -> None:
+            if not timer.expired():
+                timer.reschedule(self._loop.time())
+
+        leg = self._pool.hold(url, self._prompt_tokens, on_lost)
+        try:
+            async with timer:
+                response = await self._links.open(url, "/internal/prefill", body)
+                async with response:
+                    raw = await response.read()
+        except LOST as e:
+            self._links.abort(url, self._request.request_id, self._attempt)
+            if timer.expired() and not leg.lost:
+                raise DeadlineExceeded("the prompt was not computed within the request's deadline") from e
+            error = lost("prefill", url, self._attempt, leg.lost or e)
+            self._pool.failed(url, error.message)
+            raise error from e
+        finally:
+            leg.release()
+        if response.status != 200:
+            raise refusal(response.status, raw, "prefill", url)
+        try:
+            answer = PrefillAnswer.model_validate_json(raw)
+        except ValidationError as e:
+            raise EngineFailed(f"prefill engine {url} sent an answer that is none: {e}", stage="prefill") from e
+        if answer.attempt != self._attempt:
+            raise EngineFailed(
+                f"prefill engine {url} answered for attempt {answer.attempt!r}, asked was {self._attempt!r}",
+                stage="prefill",
+            )
+
+    def _count(self, leg: str, error: RequestError) -> None:
+        if self._metrics is not None:
+            self._metrics.leg_failed(leg, error.code)

@@ -1,0 +1,166 @@
+"""Which engines take a request. Pure: the live engines, their loads and the request in; a choice or a refusal out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+EXPECTED_OUTPUT_TOKENS = 256
+"""What an answer is taken to need when loads are compared: `max_tokens` is a limit, mostly far above the real length."""
+
+
+UNPAIRED = "none"
+"""Transfer mode of an engine that moves no KV."""
+
+
+class PolicyName(StrEnum):
+    """How one of several possible engines is picked."""
+
+    ROUND_ROBIN = "round-robin"
+    LEAST_LOAD = "least-load"
+
+
+class Reason(StrEnum):
+    """Why a request goes where it goes."""
+
+    PAIR = "pair"
+    SHORT_PROMPT = "short-prompt"
+    NO_PREFILL = "prefill-unavailable"
+    UNIFIED = "unified"
+
+
+class Refusal(StrEnum):
+    """Why nobody takes a request."""
+
+    NO_DECODE = "no-decode"
+    NO_PREFILL = "no-prefill"
+    NO_COMPATIBLE_PREFILL = "no-compatible-prefill"
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An engine that takes new requests, as its own /info reports it."""
+
+    url: str
+    fingerprint: str
+    """KV layout and engine KV ABI: only equal ones understand each other's blocks."""
+    mode: str = UNPAIRED
+    """Transfer mode; a pair needs the same."""
+    epoch: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What this router has outstanding at an engine."""
+
+    requests: int = 0
+    tokens: int = 0
+
+    def plus(self, requests: int, tokens: int) -> Load:
+        """The load after a change."""
+        return Load(self.requests + requests, self.tokens + tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """All engines that take new requests. Made by `fleet` when the set changes, not for each request."""
+
+    prefill: tuple[Endpoint, ...] = ()
+    decode: tuple[Endpoint, ...] = ()
+    """Decode, or unified engines."""
+    peers: Mapping[tuple[str, str], tuple[Endpoint, ...]] = field(default_factory=dict)
+    """(fingerprint, mode) -> prefill engines."""
+    unified: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """The router's settings that bear on a choice."""
+
+    policy: PolicyName = PolicyName.LEAST_LOAD
+    disaggregate_above: int = 0
+    """Prompts of at most this many tokens are computed on decode."""
+    local_without_prefill: bool = True
+    """Compute on decode when no prefill engine can take the prompt; else refuse."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of a request. A prefix-aware policy would add the prompt's block keys here."""
+
+    prompt_tokens: int
+    max_tokens: int
+    turn: int
+    """Counts requests: rotates equals."""
+    excluded: frozenset[str] = frozenset()
+    """Engines that failed this request already."""
+
+    @property
+    def decode_tokens(self) -> int:
+        """Load on the decode engine."""
+        return self.prompt_tokens + min(self.max_tokens, EXPECTED_OUTPUT_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where the request goes. `prefill` None: decode computes the prompt."""
+
+    prefill: Endpoint | None
+    decode: Endpoint
+    reason: Reason
+
+
+def fleet(prefill: Iterable[Endpoint], decode: Iterable[Endpoint], *, unified: bool = False) -> Fleet:
+    """Sort engines for `choose`."""
+    peers: dict[tuple[str, str], list[Endpoint]] = {}
+    givers = tuple(prefill)
+    for endpoint in givers:
+        if endpoint.mode == UNPAIRED:
+            continue
+        peers.setdefault((endpoint.fingerprint, endpoint.mode), []).append(endpoint)
+    return Fleet(givers, tuple(decode), {k: tuple(v) for k, v in peers.items()}, unified)
+
+
+def choose(rules: Rules, engines: Fleet, loads: Mapping[str, Load], facts: Facts) -> Choice | Refusal:
+    """Pick a pair of equal fingerprint and transfer mode, or decode alone where the rules say so."""
+    decode = _allowed(engines.decode, facts)
+    if not decode:
+        return Refusal.NO_DECODE
+    if engines.unified:
+        return Choice(None, _pick(rules, decode, loads, facts), Reason.UNIFIED)
+    if facts.prompt_tokens <= rules.disaggregate_above:
+        return Choice(None, _pick(rules, decode, loads, facts), Reason.SHORT_PROMPT)
+    paired = [d for d in decode if _peers(engines, d, facts)]
+    if paired:
+        chosen = _pick(rules, paired, loads, facts)
+        return Choice(_pick(rules, _peers(engines, chosen, facts), loads, facts), chosen, Reason.PAIR)
+    if rules.local_without_prefill:
+        return Choice(None, _pick(rules, decode, loads, facts), Reason.NO_PREFILL)
+    return Refusal.NO_COMPATIBLE_PREFILL if _allowed(engines.prefill, facts) else Refusal.NO_PREFILL
+
+
+def _allowed(engines: Sequence[Endpoint], facts: Facts) -> Sequence[Endpoint]:
+    return [e for e in engines if e.url not in facts.excluded] if facts.excluded else engines
+
+
+def _peers(engines: Fleet, decode: Endpoint, facts: Facts) -> Sequence[Endpoint]:
+    return _allowed(engines.peers.get((decode.fingerprint, decode.mode), ()), facts)
+
+
+_IDLE = Load()
+
+
+def _pick(rules: Rules, engines: Sequence[Endpoint], loads: Mapping[str, Load], facts: Facts) -> Endpoint:
+    count = len(engines)
+    start = facts.turn % count
+    if rules.policy is PolicyName.ROUND_ROBIN or count == 1:
+        return engines[start]
+    best = engines[start]
+    best_load = loads.get(best.url, _IDLE)
+    for i in range(start + 1, start + count):
+        candidate = engines[i % count]
+        load = loads.get(candidate.url, _IDLE)
+        if (load.tokens, load.requests) < (best_load.tokens, best_load.requests):
+            best, best_load = candidate, load
+    return best

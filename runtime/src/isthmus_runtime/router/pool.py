@@ -1,0 +1,351 @@
+"""The live engines: found by name resolution, asked for /info and /ready, dropped on the first failed contact."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import aiohttp
+from pydantic import ValidationError
+
+from ..config import RouterConfig
+from ..metrics import RouterMetrics
+from ..protocol import EngineInfo
+from .policy import UNPAIRED, Endpoint, Fleet, Load, fleet
+
+_log = logging.getLogger(__name__)
+
+FleetRole = Literal["prefill", "decode", "unified"]
+
+_PROBE_TIMEOUT_S = 2.0
+_RESOLVE_TIMEOUT_S = 5.0
+_DEAD_AFTER_S = 5.0
+"""An engine that answers no probe for this long is dead, whatever its connections look like (a stopped process)."""
+_FIRST_BACKOFF_S = 0.1
+_LAST_BACKOFF_S = 5.0
+_NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
+
+Resolve = Callable[[str, int], Awaitable[set[str]]]
+
+
+async def resolve_all(host: str, port: int) -> set[str]:
+    """All IPv4 and IPv6 addresses of `host`; empty when the name does not exist (a headless Service without pods).
+
+    Raises OSError when the resolver cannot tell.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except socket.gaierror as e:
+        if e.errno in _NO_SUCH_NAME:
+            return set()
+        raise
+    return {str(entry[4][0]) for entry in found}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """One engine as GET /info of the router shows it."""
+
+    url: str
+    role: FleetRole
+    state: str
+    reason: str
+    requests: int
+    fingerprint: str
+
+
+class Leg:
+    """A hold on one engine by one request: counts as load, and is told when the engine is lost."""
+
+    __slots__ = ("_engine", "_on_lost", "_tokens", "lost")
+
+    def __init__(self, engine: _Engine, tokens: int, on_lost: Callable[[str], None]) -> None:
+        self._engine = engine
+        self._tokens = tokens
+        self._on_lost = on_lost
+        self.lost = ""
+        """Why the engine is considered lost; empty while it is not."""
+
+    def lose(self, reason: str) -> None:
+        """The engine is gone. Told once."""
+        if not self.lost:
+            self.lost = reason
+            self._on_lost(reason)
+
+    def release(self) -> None:
+        """The request has left the engine. Idempotent."""
+        self._engine.release(self, self._tokens)
+
+
+class _Engine:
+    """One address. Changed only by its own watch task, and by `Pool` on the event loop."""
+
+    def __init__(self, url: str, role: FleetRole, loads: dict[str, Load]) -> None:
+        self.url = url
+        self.role = role
+        self.info: EngineInfo | None = None
+        self.problem = "not asked yet"
+        """Why it takes no requests; empty when it does."""
+        self.listed = True
+        """Whether name resolution still returns it."""
+        self.failures = 0
+        self.last_answer = 0.0
+        self.wake = asyncio.Event()
+        self.legs: set[Leg] = set()
+        self._loads = loads
+
+    @property
+    def routable(self) -> bool:
+        return self.listed and not self.problem and self.info is not None
+
+    def hold(self, tokens: int, on_lost: Callable[[str], None]) -> Leg:
+        leg = Leg(self, tokens, on_lost)
+        self.legs.add(leg)
+        self._loads[self.url] = self._loads.get(self.url, Load()).plus(1, tokens)
+        return leg
+
+    def release(self, leg: Leg, tokens: int) -> None:
+        if leg in self.legs:
+            self.legs.discard(leg)
+            self._loads[self.url] = self._loads[self.url].plus(-1, -tokens)
+            if not self.listed:
+                self.wake.set()  # lets the watch end with the last request
+
+    def endpoint(self) -> Endpoint:
+        assert self.info is not None
+        transfer = self.info.transfer
+        mode = transfer.mode if transfer.ready else UNPAIRED
+        return Endpoint(self.url, self.info.fingerprint, mode, transfer.epoch)
+
+    def known(self) -> tuple[Endpoint, int] | None:
+        """What the fleet shows of this engine; None: it takes no requests."""
+        return (self.endpoint(), self.info.kv.max_model_len) if self.routable and self.info is not None else None
+
+
+class Pool:
+    """Keeps the fleet up to date in the background. `fleet` and `loads` are what the policy reads."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        session: aiohttp.ClientSession,
+        *,
+        metrics: RouterMetrics | None = None,
+        resolve: Resolve = resolve_all,
+        dead_after_s: float = _DEAD_AFTER_S,
+    ) -> None:
+        self._session = session
+        self._interval = config.discovery_interval_s
+        self._metrics = metrics
+        self._resolve = resolve
+        self._dead_after = dead_after_s
+        roles: tuple[tuple[FleetRole, tuple[str, ...]], ...] = (
+            ("prefill", config.prefill),
+            ("decode", config.decode),
+            ("unified", config.worker),
+        )
+        self._addresses: tuple[tuple[FleetRole, str], ...] = tuple((r, a) for r, group in roles for a in group)
+        self._unified = bool(config.worker)
+        self._engines: dict[str, _Engine] = {}
+        self._of_address: dict[str, set[str]] = {}
+        self._loads: dict[str, Load] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self.fleet = Fleet(unified=self._unified)
+        """Engines that take new requests now."""
+        self.max_model_len = 0
+        """The shortest limit of the engines that generate; 0: none is known."""
+
+    @property
+    def loads(self) -> Mapping[str, Load]:
+        """Outstanding work by engine URL."""
+        return self._loads
+
+    def start(self) -> None:
+        """Begin discovery and probing."""
+        for role, address in self._addresses:
+            self._spawn(self._discover(role, address))
+
+    async def close(self) -> None:
+        """Stop all background work."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def changed(self) -> None:
+        """Returns after the next change of the fleet."""
+        await self._changed.wait()
+
+    def hold(self, url: str, tokens: int, on_lost: Callable[[str], None]) -> Leg:
+        """Count a request at the engine until `release`; `on_lost` is called once if the engine dies meanwhile."""
+        return self._engines[url].hold(tokens, on_lost)
+
+    def failed(self, url: str, problem: str) -> None:
+        """A contact failed: no new requests until a probe succeeds."""
+        engine = self._engines.get(url)
+        if engine is not None and not engine.problem:
+            engine.problem = problem
+            engine.failures = 1
+            engine.wake.set()
+            _log.warning("%s %s: %s", engine.role, url, problem)
+            self._rebuild()
+
+    def statuses(self) -> list[EngineStatus]:
+        """Every known engine."""
+        return [
+            EngineStatus(
+                url=e.url,
+                role=e.role,
+                state=self._state(e),
+                reason=e.problem,
+                requests=len(e.legs),
+                fingerprint=e.info.fingerprint if e.info else "",
+            )
+            for e in self._engines.values()
+        ]
+
+    # --------------------------------------------------------------------------------------------------- discovery
+
+    async def _discover(self, role: FleetRole, address: str) -> None:
+        host, _, port = address.rpartition(":")
+        host = host.strip("[]")
+        while True:
+            try:
+                async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
+                    found = await self._resolve(host, int(port))
+            except (OSError, TimeoutError) as e:
+                # The resolver cannot tell: what is known stays, the probes judge it.
+                _log.warning("cannot resolve %s (%s): %s", host, role, str(e) or "no answer in time")
+            else:
+                self._update(role, address, {_url(ip, port) for ip in found})
+            await asyncio.sleep(self._interval)
+
+    def _update(self, role: FleetRole, address: str, urls: set[str]) -> None:
+        before = self._of_address.get(address, set())
+        self._of_address[address] = urls
+        if urls == before:
+            return
+        for url in before - urls:
+            if (gone := self._engines.get(url)) is not None:
+                gone.listed = False
+                gone.wake.set()
+        for url in urls - before:
+            if (known := self._engines.get(url)) is not None:
+                known.listed = True
+                known.wake.set()
+                continue
+            engine = self._engines[url] = _Engine(url, role, self._loads)
+            engine.last_answer = asyncio.get_running_loop().time()
+            self._spawn(self._watch(engine))
+        self._rebuild()
+
+    # ----------------------------------------------------------------------------------------------------- probing
+
+    async def _watch(self, engine: _Engine) -> None:
+        """Probe one engine until it is neither listed nor in use."""
+        while engine.listed or engine.legs:
+            before = engine.known()
+            problem = await self._probe(engine)
+            engine.failures = engine.failures + 1 if problem else 0
+            if problem != engine.problem:
+                level = logging.WARNING if problem else logging.INFO
+                _log.log(level, "%s %s: %s", engine.role, engine.url, problem or "takes requests")
+                engine.problem = problem
+            self._check_alive(engine)
+            if engine.known() != before:
+                self._rebuild()
+            engine.wake.clear()
+            try:
+                async with asyncio.timeout(self._pause(engine)):
+                    await engine.wake.wait()
+            except TimeoutError:
+                continue
+        del self._engines[engine.url]
+        self._loads.pop(engine.url, None)
+        self._rebuild()
+
+    def _pause(self, engine: _Engine) -> float:
+        if engine.legs or not engine.failures:
+            return min(self._interval, self._dead_after / 4) if engine.legs else self._interval
+        return min(_FIRST_BACKOFF_S * 2.0 ** (engine.failures - 1), _LAST_BACKOFF_S)
+
+    async def _probe(self, engine: _Engine) -> str:
+        """Ask the engine; returns why it takes no requests."""
+        timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
+        try:
+            async with self._session.get(engine.url + "/info", timeout=timeout) as answer:
+                body = await answer.read()
+                engine.last_answer = asyncio.get_running_loop().time()
+                if answer.status != 200:
+                    return f"/info answered HTTP {answer.status}"
+                info = EngineInfo.model_validate_json(body)
+            async with self._session.get(engine.url + "/ready", timeout=timeout) as answer:
+                ready = answer.status == 200
+                text = (await answer.text(errors="replace"))[:200]
+        except (aiohttp.ClientError, OSError, TimeoutError) as e:
+            return f"no answer: {str(e) or type(e).__name__}"
+        except ValidationError as e:
+            return f"/info is not understood: {e.error_count()} problems, first {e.errors()[0]['loc']}"
+        engine.info = info
+        if info.role != engine.role:
+            return f"is a {info.role} engine, but is listed as {engine.role}"
+        if info.draining:
+            return "draining"
+        if not ready:
+            return f"not ready: {text}"
+        if not info.transfer.ready and engine.role == "prefill":
+            return f"transfer not ready: {info.transfer.reason}"
+        return ""
+
+    def _check_alive(self, engine: _Engine) -> None:
+        silent = asyncio.get_running_loop().time() - engine.last_answer
+        if engine.legs and silent >= self._dead_after:
+            _log.error("%s %s: silent for %.1f s, its requests end", engine.role, engine.url, silent)
+            for leg in tuple(engine.legs):
+                leg.lose(f"it answered nothing for {silent:.1f} s")
+
+    def _rebuild(self) -> None:
+        able = [e for e in self._engines.values() if e.routable]
+        generate = [e for e in able if e.role != "prefill"]
+        self.fleet = fleet(
+            (e.endpoint() for e in able if e.role == "prefill"),
+            (e.endpoint() for e in generate),
+            unified=self._unified,
+        )
+        limits = [e.info.kv.max_model_len for e in generate if e.info is not None]
+        self.max_model_len = min(limits, default=self.max_model_len)
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self._metrics is not None:
+            counts: dict[tuple[str, str], int] = {
+                (r, s): 0 for r, _ in self._addresses for s in ("ready", "unready", "leaving")
+            }
+            for engine in self._engines.values():
+                counts[engine.role, self._state(engine)] += 1
+            for (role, state), count in counts.items():
+                self._metrics.endpoints(role, state, count)
+
+    @staticmethod
+    def _state(engine: _Engine) -> str:
+        return "ready" if engine.routable else "unready" if engine.listed else "leaving"
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.critical("engine discovery has stopped", exc_info=error)
+
+
+def _url(ip: str, port: str) -> str:
+    address = ipaddress.ip_address(ip.partition("%")[0])
+    return f"http://[{ip}]:{port}" if address.version == 6 else f"http://{ip}:{port}"

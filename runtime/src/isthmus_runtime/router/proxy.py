@@ -1,0 +1,165 @@
+"""The router as a Backend: chooses engines, runs attempts on them, and hands the chunks on as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncGenerator, Callable
+
+from ..config import RouterConfig
+from ..errors import Overloaded, RequestError
+from ..metrics import RouterMetrics
+from ..protocol import WireRequest
+from ..request import FinishReason, GenerateRequest, TokenChunk
+from .attempt import Attempt, TryElsewhere
+from .links import Links
+from .policy import Choice, Facts, PolicyName, Refusal, Rules, choose
+from .pool import Pool
+
+_DEADLINE_MARGIN_S = 0.5
+"""Engines enforce the deadline and know what they were waiting for; the router steps in when they do not answer."""
+_RETRY_AFTER_S = 1.0
+
+_REFUSALS = {
+    Refusal.NO_DECODE: "no decode engine takes requests now",
+    Refusal.NO_PREFILL: "no prefill engine takes requests now, and computing prompts on decode is switched off",
+    Refusal.NO_COMPATIBLE_PREFILL: (
+        "no prefill engine has the fingerprint and transfer mode of a decode engine, and computing prompts on decode "
+        "is switched off"
+    ),
+}
+
+
+class RouterBackend:
+    """A pair of remote engines behind the Backend protocol."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        pool: Pool,
+        links: Links,
+        *,
+        metrics: RouterMetrics | None = None,
+        new_attempt: Callable[[], str] = lambda: uuid.uuid4().hex,
+    ) -> None:
+        self._pool = pool
+        self._links = links
+        self._metrics = metrics
+        self._new_attempt = new_attempt
+        self._max_queue = config.max_queue
+        self._rules = Rules(
+            policy=PolicyName(config.policy),
+            disaggregate_above=config.disaggregate_above,
+            local_without_prefill=config.on_prefill_unavailable == "local",
+        )
+        self._in_flight = 0
+        self._turn = 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Shortest limit of the engines that generate, tokens; 0 while none has reported."""
+        return self._pool.max_model_len
+
+    def ready(self) -> str:
+        """Empty when a prompt could be served now, else why not."""
+        long_prompt = Facts(prompt_tokens=self._rules.disaggregate_above + 1, max_tokens=1, turn=0)
+        choice = choose(self._rules, self._pool.fleet, self._pool.loads, long_prompt)
+        if isinstance(choice, Choice):
+            return ""
+        problems = "; ".join(f"{s.url} {s.reason}" for s in self._pool.statuses() if s.reason)
+        return f"{_REFUSALS[choice]} ({problems or 'none was found yet'})"
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Stream the answer. A failure before the first token is tried once more on another pair, then raised; a later
+        one arrives as the last chunk."""
+        if self._in_flight >= self._max_queue:
+            self._refuse("queue-full")
+            raise Overloaded(
+                f"{self._in_flight} requests are in flight, the limit is {self._max_queue} (--max-queue)",
+                status=429,
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self._in_flight += 1
+        self._show_in_flight()
+        attempt: Attempt | None = None
+        try:
+            attempt, chunk = await self._begin(request)
+            while True:
+                if chunk.note and self._metrics is not None:
+                    self._metrics.prompt(chunk.note)
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+                try:
+                    chunk = await attempt.next()
+                except RequestError as error:
+                    attempt.close()
+                    chunk = TokenChunk(finish_reason=FinishReason.ERROR, error=error)
+        finally:
+            if attempt is not None:
+                attempt.close()
+            self._in_flight -= 1
+            self._show_in_flight()
+
+    async def _begin(self, request: GenerateRequest) -> tuple[Attempt, TokenChunk]:
+        """The attempt that works, with its first chunk."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + request.timeout_s + _DEADLINE_MARGIN_S
+        body = WireRequest.of(request).model_dump_json()
+        self._turn += 1
+        excluded: frozenset[str] = frozenset()
+        failed: RequestError | None = None
+        while True:
+            facts = self._facts(request, excluded)
+            choice = choose(self._rules, self._pool.fleet, self._pool.loads, facts)
+            if isinstance(choice, Refusal):
+                self._refuse(choice.value)
+                raise failed or Overloaded(_REFUSALS[choice], retry_after_s=_RETRY_AFTER_S)
+            if self._metrics is not None:
+                self._metrics.chosen(choice.reason.value)
+            attempt = Attempt(
+                request,
+                body,
+                choice,
+                facts,
+                attempt=self._new_attempt(),
+                deadline=deadline,
+                pool=self._pool,
+                links=self._links,
+                other_prefill=(lambda url: self._could_pair(request, url)) if failed is None else lambda _: False,
+                metrics=self._metrics,
+            )
+            try:
+                return attempt, await attempt.first()
+            except TryElsewhere as e:
+                attempt.close()
+                if failed is not None:
+                    raise e.error from e
+                failed = e.error
+                excluded = frozenset((e.url,))
+                if self._metrics is not None:
+                    self._metrics.retries.inc()
+            except BaseException:
+                attempt.close()
+                raise
+
+    def _could_pair(self, request: GenerateRequest, without: str) -> bool:
+        facts = self._facts(request, frozenset((without,)))
+        choice = choose(self._rules, self._pool.fleet, self._pool.loads, facts)
+        return isinstance(choice, Choice) and choice.prefill is not None
+
+    def _facts(self, request: GenerateRequest, excluded: frozenset[str]) -> Facts:
+        return Facts(
+            prompt_tokens=len(request.prompt_token_ids),
+            max_tokens=request.sampling.max_tokens,
+            turn=self._turn,
+            excluded=excluded,
+        )
+
+    def _refuse(self, reason: str) -> None:
+        if self._metrics is not None:
+            self._metrics.refused(reason)
+
+    def _show_in_flight(self) -> None:
+        if self._metrics is not None:
+            self._metrics.in_flight.set(self._in_flight)

@@ -1,0 +1,230 @@
+"""Joins the parts of an engine process. Part of `__main__`: nothing else may import it.
+
+weights -> KV plan -> executor -> scheduler -> transfer -> loop -> HTTP
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from importlib.metadata import version
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from .config import EngineConfig, Role
+from .engine.backend import EngineBackend, Streams
+from .engine.loop import STEPS_IN_FLIGHT, EngineLoop
+from .engine.scheduler import Scheduler
+from .engine.server import MAX_BODY_BYTES, EngineMeters, EngineServer
+from .errors import EngineFailed
+from .httpd import InFlight, error_middleware, run_app
+from .interfaces import Executor, KvMemory
+from .kv.keys import layout_digest
+from .kv.plan import KvPlan, plan
+from .kv.plan_input import KvPlanInput
+from .kv.pool import BlockPool
+from .openai.app import ApiConfig, add_openai_routes
+from .openai.tokenizer import Tokenizer
+from .protocol import KV_ABI, EngineInfo, KvInfo, TransferInfo
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """An executor with its pool, and what peers must agree on."""
+
+    executor: Executor
+    plan: KvPlan
+    digest: str
+    kv_heads: int
+    vocab_size: int
+
+
+def serve_engine(config: EngineConfig) -> int:
+    """Run one engine until SIGTERM. Raises ConfigError when it cannot start."""
+    started = time.monotonic()
+    loaded = _load_fake(config) if config.executor == "fake" else _load_torch(config)
+    kv = loaded.plan
+    log.info(
+        "KV pool: %d blocks (%d usable) of %d tokens, %.1f MiB; max_model_len %d",
+        kv.num_blocks,
+        kv.usable_blocks,
+        kv.block_size,
+        kv.num_blocks * kv.bytes_per_block / 2**20,
+        kv.max_model_len,
+    )
+    return asyncio.run(_serve(config, loaded, started))
+
+
+def _plan(config: EngineConfig, specs: tuple[object, ...], free_bytes: int, model_limit: int) -> KvPlan:
+    memory = config.kv.memory_bytes
+    auto = config.scheduler.max_model_len is None
+    return plan(
+        KvPlanInput(
+            workers=(specs,),  # type: ignore[arg-type]
+            available_bytes=(memory if memory is not None else int(free_bytes * config.kv.memory_fraction),),
+            max_model_len=config.scheduler.max_model_len or model_limit,
+            auto_fit=auto,
+            num_blocks_override=config.kv.num_blocks_override,
+            max_num_batched_tokens=config.scheduler.max_batched_tokens,
+            batches_in_flight=STEPS_IN_FLIGHT,
+        )
+    )
+
+
+def _load_torch(config: EngineConfig) -> _Loaded:
+    from .executor.model_runner import TorchExecutor, load
+    from .models.revision import weights_revision
+
+    model = load(config.model)
+    specs = model.layer_specs(config.kv.block_size, config.kv.dtype)
+    kv = _plan(config, specs, model.free_memory_bytes(), model.spec.max_position_embeddings)
+    digest = layout_digest(
+        model_revision=weights_revision(config.model.path),
+        dtype=specs[0].dtype,
+        block_size=kv.block_size,
+        num_kv_heads=model.spec.num_kv_heads,
+        head_dim=model.spec.head_dim,
+        num_layers=model.spec.num_layers,
+        layout=config.kv.layout,
+        details=[repr(spec) for spec in specs],
+    )
+    executor = TorchExecutor(model, kv, config.scheduler, config.kv)
+    return _Loaded(
+        executor=executor,
+        plan=kv,
+        digest=digest,
+        kv_heads=model.spec.num_kv_heads,
+        vocab_size=model.spec.vocab_size,
+    )
+
+
+def _load_fake(config: EngineConfig) -> _Loaded:
+    from .executor.fake import ENTRY_BYTES, VOCAB_SIZE, FakeExecutor
+    from .kv.groups import LayerSpec
+
+    # One head of width 1 in fp32, keys and values, takes as many bytes as a fake entry.
+    spec = LayerSpec(kind="full", layers=1, block_size=config.kv.block_size, dtype="fp32", kv_heads=1, head_dim=1)
+    assert spec.page_bytes == config.kv.block_size * ENTRY_BYTES
+    kv = _plan(config, (spec,), 1 << 24, 8192)
+    digest = layout_digest(
+        model_revision=config.model.path,
+        dtype="fake",
+        block_size=kv.block_size,
+        num_kv_heads=1,
+        head_dim=1,
+        num_layers=1,
+        layout=config.kv.layout,
+    )
+    executor = FakeExecutor(kv.num_blocks, kv.block_size, layout_digest=digest)
+    return _Loaded(executor=executor, plan=kv, digest=digest, kv_heads=1, vocab_size=VOCAB_SIZE)
+
+
+async def _serve(config: EngineConfig, loaded: _Loaded, started: float) -> int:
+    kv, model_name = loaded.plan, config.model.served_names[0]
+    scheduler = Scheduler(
+        config.scheduler,
+        kv,
+        BlockPool(kv.num_blocks, num_groups=len(kv.groups), prefix_caching=config.kv.prefix_caching),
+        layout_digest=loaded.digest,
+        kv_heads=loaded.kv_heads,
+        block_bytes=kv.bytes_per_block,
+        recompute=config.transfer.on_failure == "recompute",
+    )
+    streams = Streams(asyncio.get_running_loop())
+    mover = _Mover.none() if config.transfer.mode == "none" else _Mover.start(config, loaded)
+    engine = EngineLoop(scheduler, loaded.executor, streams.sink, handoff=mover.handoff)
+    backend = EngineBackend(engine, streams)
+    in_flight = InFlight()
+    meters = EngineMeters(CollectorRegistry(), model_name)
+    meters.engine.set_cache_config(block_size=str(kv.block_size), num_gpu_blocks=str(kv.num_blocks))
+    kv_info = KvInfo(
+        block_size=kv.block_size,
+        physical_blocks=kv.num_blocks,
+        usable_blocks=kv.usable_blocks,
+        bytes_per_block=kv.bytes_per_block,
+        max_model_len=kv.max_model_len,
+        layout_digest=loaded.digest,
+    )
+    fingerprint = sha256(f"{loaded.digest}:{KV_ABI}".encode()).hexdigest()[:16]
+
+    def info() -> EngineInfo:
+        stats = engine.snapshot.stats
+        return EngineInfo(
+            role=config.role.value,  # type: ignore[arg-type]
+            model=config.model.path,
+            served_names=config.model.served_names,
+            fingerprint=fingerprint,
+            kv=kv_info,
+            transfer=mover.info,
+            version=version("isthmus-runtime"),
+            running=stats.running,
+            waiting=stats.waiting + stats.receiving,
+            draining=in_flight.draining,
+            vocab_size=loaded.vocab_size,
+        )
+
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[error_middleware])
+    server = EngineServer(
+        backend,
+        info,
+        meters,
+        in_flight,
+        no_progress_timeout_s=config.server.no_progress_timeout_s,
+        clock=time.monotonic,
+    )
+    app.add_routes(server.routes())
+    if config.role is Role.UNIFIED:
+        add_openai_routes(
+            app,
+            backend,
+            Tokenizer.load(config.model.path),
+            ApiConfig(served_names=config.model.served_names),
+            in_flight=in_flight,
+            metrics=meters.requests,
+        )
+    engine.start()
+    try:
+        await run_app(
+            app,
+            host=config.server.host,
+            port=config.server.port,
+            drain_timeout_s=config.server.drain_timeout_s,
+            in_flight=in_flight,
+            on_started=lambda port: log.info(
+                "%s ready on %s:%d after %.1f s", config.role.value, config.server.host, port, time.monotonic() - started
+            ),
+        )
+    finally:
+        # Stopping waits for the step that runs; the event loop must stay free to deliver the last replies.
+        await asyncio.to_thread(engine.stop)
+        loaded.executor.close()
+    if engine.failure:
+        raise EngineFailed(engine.failure)
+    return 0
+
+
+class _Mover:
+    """The transfer side of an engine, or its absence."""
+
+    def __init__(self, info: TransferInfo, handoff: object = None) -> None:
+        self.info = info
+        self.handoff = handoff
+
+    @staticmethod
+    def none() -> _Mover:
+        """A unified engine without transfer."""
+        return _Mover(TransferInfo())
+
+    @staticmethod
+    def start(config: EngineConfig, loaded: _Loaded) -> _Mover:
+        """Register the pool with the transport and measure it."""
+        memory: KvMemory = replace(loaded.executor.kv_memory(), layout_digest=loaded.digest)
+        del memory
+        return _Mover(TransferInfo(epoch=uuid.uuid4().hex))

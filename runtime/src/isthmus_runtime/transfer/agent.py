@@ -1,0 +1,429 @@
+"""`KvHandoff` for the engine loop: joins the pure legs to one transport.
+
+Calls from the engine, completions from transport threads and answers from peers all become events in one queue.
+Whichever thread finds the queue idle applies events until it is empty; no lock is held while the transport or the
+engine is called, and the events of an attempt are applied, and its results reported, in one order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from ..config import TransferConfig
+from ..errors import ConfigError
+from ..interfaces import BlockRef, HandoffEvent, KvMemory, Piece, ReceiveJob, SendJob, TransferResult
+from ..protocol import CommitCall, PrefillRecord, Ticket
+from . import leg as lg
+from .backend import TransferBackend
+from .record import Expected, keys_digest, mismatch, pack_record, unpack_record
+
+_CLOSED_KEPT = 65536
+"""Ended attempts remembered, so that a late message cannot bring one back."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentStats:
+    """Counters for metrics."""
+
+    live: int
+    quarantined: int
+    sent: int
+    received: int
+    failed: int
+    dropped: int
+    """Late, repeated or unknown messages."""
+    sent_bytes: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """What one attempt needs beside its leg."""
+
+    leg: lg.Leg
+    ticket: Ticket
+    job: SendJob | ReceiveJob
+    blocks: dict[int, BlockRef] = field(default_factory=dict)
+    record: PrefillRecord | None = None
+    raw_record: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Resume:
+    """Goes on with an attempt's work after something that was done on another thread."""
+
+    attempt: str
+    work: Callable[[_Attempt], None]
+
+
+def blocks_crc32(memory: KvMemory, block_ids: Sequence[int]) -> int:
+    """CRC-32 over the payload bytes of host-memory blocks, in the given order."""
+    crc = 0
+    for block in block_ids:
+        view = (ctypes.c_char * memory.block_bytes).from_address(memory.base + block * memory.block_stride)
+        crc = zlib.crc32(view, crc)
+    return crc
+
+
+class TransferAgent:
+    """Owns the legs of this process and its one back end; see `interfaces.KvHandoff` for the calls.
+
+    The agent fills in `key_digest`, `block_bytes` and (with `verify_crc`) `crc` of a record: they describe the
+    blocks that were really moved, prompt blocks `skip_blocks` onwards.
+    """
+
+    def __init__(
+        self,
+        backend: TransferBackend,
+        memory: KvMemory,
+        cfg: TransferConfig,
+        notify: Callable[[HandoffEvent], None],
+        clock: Callable[[], float],
+    ) -> None:
+        if cfg.verify_crc and memory.device != "cpu":
+            raise ConfigError(
+                f"--transfer-crc reads KV in host memory, but the pool is on {memory.device!r}; leave it out"
+            )
+        self._backend = backend
+        self._memory = memory
+        self._cfg = cfg
+        self._notify = notify
+        self._clock = clock
+        self._mutex = threading.Lock()
+        self._inbox: deque[tuple[lg.Event | _Resume, float]] = deque()
+        self._pumping = False
+        self._attempts: dict[str, _Attempt] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()
+        self._counts = {"sent": 0, "received": 0, "failed": 0, "dropped": 0, "sent_bytes": 0}
+        self._checksums = ThreadPoolExecutor(1, "transfer-crc") if cfg.verify_crc else None
+
+    # ------------------------------------------------------------------------------------------------ engine's calls
+
+    def open_send(self, job: SendJob, now: float) -> None:
+        ticket, mine = job.ticket, self._memory.layout_digest
+        problem = ""
+        if ticket.layout_digest != mine:
+            problem = (
+                f"KV layouts differ: decode has {ticket.layout_digest}, this prefill has {mine}; "
+                "run both with the same model, dtype, block size and layout"
+            )
+        elif ticket.attempt != job.attempt:
+            problem = f"ticket is of attempt {ticket.attempt}, the call of attempt {job.attempt}"
+        leg = self._new_leg(job.attempt, lg.Side.SEND, job.deadline_s)
+        with self._mutex:
+            if job.attempt in self._attempts:
+                self._counts["dropped"] += 1
+                return
+            if job.attempt in self._closed:
+                problem = "the attempt was ended before its prefill began"
+            self._attempts[job.attempt] = _Attempt(leg=leg, ticket=ticket, job=job)
+        self._post(lg.Admit(job.attempt, problem), now)
+
+    def send_blocks(self, attempt: str, blocks: Sequence[BlockRef], now: float) -> None:
+        entry = self._open_for_blocks(attempt)
+        if entry is None:
+            return
+        skip, theirs = entry.ticket.skip_blocks, entry.ticket.block_ids
+        pieces: list[tuple[int, Piece]] = []
+        for block in blocks:
+            place = block.index - skip
+            if place < 0:
+                continue
+            if theirs and place >= len(theirs):
+                reason = f"prompt block {block.index} has no place: decode reserved {len(theirs)} after skipping {skip}"
+                self._post(lg.Cancel(attempt, reason), now)
+                return
+            address = entry.ticket.pool_base + theirs[place] * entry.ticket.block_stride if theirs else 0
+            piece = Piece(
+                block_id=block.block_id, key=block.key, nbytes=self._memory.block_bytes, remote_address=address
+            )
+            pieces.append((block.index, piece))
+            entry.blocks.setdefault(block.index, block)
+        if pieces:
+            self._post(lg.Blocks(attempt, tuple(pieces)), now)
+
+    def finish_send(self, attempt: str, record: PrefillRecord, now: float) -> None:
+        entry = self._open_for_blocks(attempt)
+        if entry is None:
+            return
+        skip, count = entry.ticket.skip_blocks, len(entry.blocks)
+        wanted = len(entry.ticket.block_ids) or count
+        if sorted(entry.blocks) != list(range(skip, skip + wanted)):
+            reason = f"{count} blocks were given for prompt blocks {skip} to {skip + wanted - 1}; all or none are sent"
+            self._post(lg.Cancel(attempt, reason), now)
+            return
+        entry.record = record
+        self._post(lg.Finish(attempt), now)
+
+    def open_receive(self, job: ReceiveJob, now: float) -> Ticket:
+        """As in `KvHandoff`. Raises Overloaded when the transport has no record slot left."""
+        ticket = self._backend.reserve(job, self._memory.layout_digest)
+        leg = self._new_leg(job.attempt, lg.Side.RECEIVE, job.deadline_s)
+        with self._mutex:
+            assert job.attempt not in self._attempts, f"attempt {job.attempt} was opened twice"
+            self._attempts[job.attempt] = _Attempt(leg=leg, ticket=ticket, job=job)
+        self._post(lg.Admit(job.attempt), now)
+        return ticket
+
+    def commit(self, call: CommitCall, now: float) -> None:
+        if self._live(call.attempt) is not None:
+            self._post(lg.Commit(call.attempt, call.ok, call.stage, call.reason), now)
+
+    def cancel(self, attempt: str, reason: str, now: float) -> None:
+        with self._mutex:
+            known = attempt in self._attempts
+            if not known:
+                self._counts["dropped"] += 1
+                self._remember(attempt)
+        if known:
+            self._post(lg.Cancel(attempt, reason), now)
+
+    def tick(self, now: float) -> None:
+        with self._mutex:
+            due = [e.leg.attempt for e in self._attempts.values() if e.leg.timer_s <= now]
+        for attempt in due:
+            self._post(lg.Tick(attempt), now)
+
+    def next_deadline(self) -> float | None:
+        with self._mutex:
+            return min((e.leg.timer_s for e in self._attempts.values()), default=None)
+
+    def is_drained(self, attempt: str) -> bool:
+        """As in `KvHandoff`. A peer that asks has given the attempt up: a live one is ended, an unknown one is
+        remembered, so that a `open_send` that comes later is refused."""
+        with self._mutex:
+            entry = self._attempts.get(attempt)
+            if entry is None:
+                self._remember(attempt)
+                return True
+        if not entry.leg.closing:
+            self._post(lg.Cancel(attempt, "decode gave the attempt up"), self._clock())
+        with self._mutex:
+            return attempt not in self._attempts
+
+    def stats(self) -> AgentStats:
+        """A snapshot of the counters."""
+        with self._mutex:
+            legs = [e.leg for e in self._attempts.values()]
+            return AgentStats(
+                live=len(legs),
+                quarantined=sum(leg.state is lg.State.QUARANTINED for leg in legs),
+                sent=self._counts["sent"],
+                received=self._counts["received"],
+                failed=self._counts["failed"],
+                dropped=self._counts["dropped"] + sum(leg.dropped for leg in legs),
+                sent_bytes=self._counts["sent_bytes"],
+            )
+
+    def close(self) -> None:
+        self._backend.close()
+        if self._checksums is not None:
+            self._checksums.shutdown(wait=True, cancel_futures=True)
+
+    # -------------------------------------------------------------------------------------------------------- events
+
+    def _new_leg(self, attempt: str, side: lg.Side, deadline_s: float) -> lg.Leg:
+        return lg.new_leg(
+            attempt,
+            side,
+            deadline_s=deadline_s,
+            timeout_s=self._cfg.timeout_s,
+            peer_writes=self._backend.peer_writes,
+        )
+
+    def _live(self, attempt: str) -> _Attempt | None:
+        with self._mutex:
+            entry = self._attempts.get(attempt)
+            if entry is None or entry.leg.closing:
+                self._counts["dropped"] += 1
+                return None
+            return entry
+
+    def _open_for_blocks(self, attempt: str) -> _Attempt | None:
+        entry = self._live(attempt)
+        if entry is not None and entry.record is not None:
+            with self._mutex:
+                self._counts["dropped"] += 1
+            return None
+        return entry
+
+    def _remember(self, attempt: str) -> None:
+        self._closed[attempt] = None
+        self._closed.move_to_end(attempt)
+        while len(self._closed) > _CLOSED_KEPT:
+            self._closed.popitem(last=False)
+
+    def _post(self, event: lg.Event | _Resume, now: float) -> None:
+        with self._mutex:
+            self._inbox.append((event, now))
+            if self._pumping:
+                return
+            self._pumping = True
+        while True:
+            with self._mutex:
+                if not self._inbox:
+                    self._pumping = False
+                    return
+                event, now = self._inbox.popleft()
+                entry = self._attempts.get(event.attempt)
+                if entry is None:
+                    self._counts["dropped"] += 1
+                    continue
+                actions: tuple[lg.Action, ...] = ()
+                if not isinstance(event, _Resume):
+                    entry.leg, actions = lg.step(entry.leg, event, now)
+            try:
+                if isinstance(event, _Resume):
+                    event.work(entry)
+                for action in actions:
+                    self._perform(entry, action)
+            except BaseException:
+                with self._mutex:
+                    self._pumping = False
+                raise
+
+    def _perform(self, entry: _Attempt, action: lg.Action) -> None:
+        attempt = entry.leg.attempt
+        match action:
+            case lg.Write(op=op, pieces=pieces):
+                self._write(entry, op, [piece for _, piece in pieces], None)
+            case lg.WriteRecord(op=op):
+                moved = [entry.blocks[index].block_id for index in sorted(entry.blocks)]
+                self._with_crc(entry, moved, lambda e, crc: self._write_record(e, op, crc))
+            case lg.Read(op=op):
+                assert isinstance(entry.job, ReceiveJob)
+                size = self._memory.block_bytes
+                wanted = [Piece(block_id=b.block_id, key=b.key, nbytes=size) for b in entry.job.blocks]
+                done = self._done(entry, op)
+                self._start(done, lambda: self._backend.read(attempt, wanted, self._time_left(entry), done))
+            case lg.Check():
+                assert isinstance(entry.job, ReceiveJob)
+                self._with_crc(entry, [b.block_id for b in entry.job.blocks], self._check)
+            case lg.Stop():
+                self._backend.cancel(attempt)
+            case lg.Ask():
+                job = entry.job
+                url, epoch = (job.peer_url, job.peer_epoch) if isinstance(job, ReceiveJob) else ("", "")
+                self._backend.drained(
+                    attempt, url, epoch, lambda ok: self._post(lg.DrainAnswer(attempt, ok), self._clock())
+                )
+            case lg.Emit():
+                self._emit(entry, action)
+            case lg.Forget():
+                with self._mutex:
+                    del self._attempts[attempt]
+                    self._counts["dropped"] += entry.leg.dropped
+                    self._remember(attempt)
+                self._backend.forget(attempt)
+
+    def _with_crc(
+        self, entry: _Attempt, block_ids: Sequence[int], work: Callable[[_Attempt, int | None], None]
+    ) -> None:
+        """Go on with the blocks' checksum, or with None where checksums are off.
+
+        They take about a second per gigabyte: not on the engine's thread. The work comes back through the queue, so
+        that nothing is started for an attempt that was ended meanwhile without the leg's knowledge.
+        """
+        if self._checksums is None:
+            work(entry, None)
+            return
+        attempt = entry.leg.attempt
+
+        def compute() -> None:
+            crc = blocks_crc32(self._memory, block_ids)
+            self._post(_Resume(attempt, lambda e: work(e, crc)), self._clock())
+
+        self._checksums.submit(compute)
+
+    def _start(self, done: Callable[[TransferResult], None], call: Callable[[], None]) -> None:
+        """Hand an operation to the back end. One that could not be started may have started in part."""
+        try:
+            call()
+        except Exception as error:
+            done(TransferResult(ok=False, moved_bytes=0, reason=f"transport refused: {error!r}", settled=False))
+
+    def _time_left(self, entry: _Attempt) -> float:
+        # The leg's own timer fires first; the margin lets a transport tell a late end from none.
+        return max(0.0, entry.leg.timer_s - self._clock()) + 0.1
+
+    def _done(self, entry: _Attempt, op: int) -> Callable[[TransferResult], None]:
+        attempt = entry.leg.attempt
+
+        def done(result: TransferResult) -> None:
+            if result.record is not None:
+                entry.raw_record = result.record
+            event = lg.OpDone(attempt, op, result.ok, result.settled, result.moved_bytes, result.reason)
+            self._post(event, self._clock())
+
+        return done
+
+    def _write(self, entry: _Attempt, op: int, pieces: Sequence[Piece], record: bytes | None) -> None:
+        leg, done = entry.leg, self._done(entry, op)
+        left = self._time_left(entry)
+        self._start(done, lambda: self._backend.write(leg.attempt, entry.ticket, pieces, record, left, done))
+
+    def _write_record(self, entry: _Attempt, op: int, crc: int | None) -> None:
+        if entry.leg.closing:
+            self._done(entry, op)(TransferResult(ok=False, moved_bytes=0, reason="ended before the record"))
+            return
+        assert entry.record is not None
+        record = entry.record.model_copy(
+            update={
+                "attempt": entry.leg.attempt,
+                "key_digest": keys_digest([entry.blocks[index].key for index in sorted(entry.blocks)]),
+                "block_bytes": self._memory.block_bytes,
+                "crc": crc,
+            }
+        )
+        self._write(entry, op, (), pack_record(record))
+
+    def _check(self, entry: _Attempt, crc: int | None) -> None:
+        self._post(lg.Checked(entry.leg.attempt, self._problem(entry, crc)), self._clock())
+
+    def _problem(self, entry: _Attempt, crc: int | None) -> str:
+        job = entry.job
+        assert isinstance(job, ReceiveJob)
+        if entry.raw_record is None:
+            return "no record came with the blocks"
+        try:
+            record = unpack_record(entry.raw_record)
+        except ValueError as error:
+            return str(error)
+        expected = Expected(
+            attempt=job.attempt,
+            num_tokens=job.num_tokens,
+            keys=tuple(block.key for block in job.blocks),
+            block_bytes=self._memory.block_bytes,
+        )
+        problem = mismatch(record, expected)
+        if not problem and crc is not None:
+            if record.crc is None:
+                problem = "record has no checksum; set --transfer-crc on prefill as well"
+            elif record.crc != crc:
+                problem = f"blocks have CRC-32 {crc:08x}, the record says {record.crc:08x}"
+        entry.record = record
+        return problem
+
+    def _emit(self, entry: _Attempt, emit: lg.Emit) -> None:
+        with self._mutex:
+            if emit.kind in self._counts:
+                self._counts[emit.kind] += 1
+            if emit.kind == "sent":
+                self._counts["sent_bytes"] += emit.sent_bytes
+        self._notify(
+            HandoffEvent(
+                attempt=entry.leg.attempt,
+                kind=emit.kind,
+                drained=emit.drained,
+                record=entry.record if emit.kind == "received" else None,
+                stage=emit.stage,
+                reason=emit.reason,
+                sent_bytes=emit.sent_bytes,
+                seconds=emit.seconds,
+            )
+        )

@@ -1,0 +1,461 @@
+"""Direct mode: prefill writes into the blocks that decode reserved, through Mooncake's TransferEngine.
+
+One thread owns every transfer in flight. It submits each run of adjacent blocks as a transfer of its own and reads
+its status until that is final: a batch call would report the first failure while the rest of the batch still moves,
+and would free a batch that timed out. So an operation that ends here has truly ended, and one that does not end in
+time is reported as unsettled and watched until it does. Mooncake offers no completion event and its own waits spin
+on a core; the thread looks every POLL_S while something moves and sleeps on an event otherwise.
+
+A write is complete when the receiver has stored it (acknowledged framing, MC_TCP_PROTO 2), so the record, submitted
+after everything else completed, is really last.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..config import apply_transport_environment
+from ..errors import ConfigError
+from ..interfaces import Done, KvMemory, Piece, ReceiveJob, TransferResult
+from ..protocol import Ticket
+from .backend import Effective
+from .bounded import INSTALL_HINT, TookTooLong, connect_problem, run_bounded
+from .drain import ask_peer
+from .slots import SLOT_BYTES, RecordSlots
+
+POLL_S = 0.0005
+WINDOW = 64
+"""Runs in flight per operation: what a cancelled operation still has to wait for."""
+CONNECT_S = 0.4
+"""A peer that does not accept a connection within this is down."""
+FRESH_S = 1.0
+"""A peer that accepted a connection this recently is not asked again."""
+GRACE_S = 0.1
+"""After a peer's drain acknowledgement: bytes already in this host's socket buffers reach memory meanwhile."""
+PROBE_BYTES = 8 << 20
+FLOOR_GBPS = {"rdma": 2.0, "nvlink": 20.0}
+"""A probe below this means that something slower moved the bytes."""
+IDLE_POLL_S = 0.01
+"""Pace of looking at transfers that have not moved for BUSY_S."""
+BUSY_S = 0.1
+_DONE, _FAILED = 1, -1
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Adjacent bytes on both sides."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+def merge_runs(pieces: Iterable[Piece], memory: KvMemory) -> list[Run]:
+    """Pieces as the fewest runs that are adjacent both here and at the peer. Order is free, so they are sorted."""
+    runs: list[Run] = []
+    for piece in sorted(pieces, key=lambda p: p.block_id):
+        source = memory.base + piece.block_id * memory.block_stride
+        last = runs[-1] if runs else None
+        if last and last.source + last.nbytes == source and last.target + last.nbytes == piece.remote_address:
+            runs[-1] = Run(last.source, last.target, last.nbytes + piece.nbytes)
+        else:
+            runs.append(Run(source, piece.remote_address, piece.nbytes))
+    return runs
+
+
+def choose_transport(
+    asked: str, fallback: str, *, device: str, rdma_devices: Sequence[str], nvlink_built: bool
+) -> tuple[str, str]:
+    """(transport, Mooncake protocol) for a request of auto | rdma | nvlink | tcp.
+
+    Raises:
+        ConfigError: an explicit transport is not available here, or auto would settle for less than the device needs.
+    """
+    gpu = device.startswith("cuda")
+    if asked == "rdma":
+        if not rdma_devices:
+            raise ConfigError("--transfer-transport rdma: no RDMA device in /sys/class/infiniband; use tcp or auto")
+        return "rdma", "rdma"
+    if asked == "nvlink":
+        if not gpu:
+            raise ConfigError(f"--transfer-transport nvlink: the KV pool is on {device!r}, not on a GPU; use tcp")
+        if not nvlink_built:
+            raise ConfigError("--transfer-transport nvlink: this Mooncake build has no NVLink; install the CUDA build")
+        return "nvlink", "nvlink_intra"
+    if asked == "tcp":
+        return "tcp", "tcp"
+    if asked != "auto":
+        raise ConfigError(f"--transfer-transport {asked!r} is unknown; allowed: auto, rdma, nvlink, tcp")
+    if gpu and nvlink_built:
+        return "nvlink", "nvlink_intra"
+    if rdma_devices:
+        return "rdma", "rdma"
+    if gpu and fallback != "allow-tcp":
+        raise ConfigError("--transfer-transport auto found neither NVLink nor RDMA; --transfer-fallback allow-tcp")
+    return "tcp", "tcp"
+
+
+def transport_environment(transport: str, timeout_s: float) -> dict[str, str]:
+    """Mooncake's settings, which it reads from the environment when an engine starts."""
+    seconds = str(max(1, round(timeout_s)))
+    env = {
+        # Defaults of 1024 make a large prompt fail after partial writes, and can leave the peer unusable.
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+        "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+        # 1 would report a write as complete while its bytes are still in socket buffers.
+        "MC_TCP_PROTO": "2",
+        "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+        "MC_TCP_SLICE_SIZE": str(256 << 10),
+        # How long a dead or silent peer goes unnoticed.
+        "MC_TCP_ADMISSION_TIMEOUT_MS": "300",
+        "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
+        "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
+        "MC_LOG_LEVEL": "ERROR",
+    }
+    if transport == "tcp":
+        # Without it an engine on a host with RDMA cards takes those, whatever protocol it is given.
+        env["MC_FORCE_TCP"] = "1"
+    if transport == "nvlink":
+        # The name differs between releases; without it the protocol silently runs over TCP.
+        env["MC_INTRANODE_NVLINK"] = env["MC_INTRA_NVLINK"] = "1"
+    return env
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Op:
+    attempt: str
+    session: str
+    runs: deque[Run]
+    record: tuple[int, int] | None
+    """(slot here, bytes) still to be written once all runs are done."""
+    record_target: int
+    done: Done
+    timeout_s: float
+    deadline: float
+    ready: bool = False
+    flying: dict[int, Run] = field(default_factory=dict)
+    moved: int = 0
+    problem: str = ""
+    reported: bool = False
+    slot: int | None = None
+
+
+class DirectTransfer:
+    """Implements `TransferBackend` over TransferEngine with P2PHANDSHAKE. `host`: the address peers reach this at."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        transport: str = "auto",
+        fallback: str = "deny",
+        timeout_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host = host
+        self._asked = (transport, fallback)
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._wake = threading.Condition()
+        self._closing = threading.Event()
+        self._new: list[_Op] = []
+        self._ops: list[_Op] = []
+        self._calls: list[Callable[[], None]] = []
+        self._slots = RecordSlots()
+        self._reserved: dict[str, int] = {}
+        self._reachable: dict[str, float] = {}
+        self._helpers = ThreadPoolExecutor(4, "transfer-peers")
+        self._thread = threading.Thread(target=self._run, name="transfer-direct", daemon=True)
+        self._engine: Any = None
+        self._memory: KvMemory | None = None
+        self._session = ""
+        self._moved_at = 0.0
+        self._effective = Effective("", 0.0)
+
+    @property
+    def peer_writes(self) -> bool:
+        return True
+
+    @property
+    def session(self) -> str:
+        """TransferEngine peer id of this process; valid after `prepare`."""
+        return self._session
+
+    def effective(self) -> Effective:
+        return self._effective
+
+    # ------------------------------------------------------------------------------------------------------- start-up
+
+    def prepare(self, memory: KvMemory, timeout_s: float) -> None:
+        """As in `KvTransfer`; also measures a loopback write of 8 MiB."""
+        try:
+            run_bounded(lambda: self._prepare(memory), timeout_s, "transfer-prepare")
+        except TookTooLong as error:
+            raise ConfigError(
+                f"--transfer-mode direct: TransferEngine on {self._host!r} was not ready within {timeout_s:g} s; "
+                "check that --transfer-host is an address of this machine"
+            ) from error
+        self._thread.start()
+
+    def _prepare(self, memory: KvMemory) -> None:
+        rdma = sorted(p.name for p in Path("/sys/class/infiniband").glob("*"))
+        try:
+            import mooncake.engine as mooncake
+        except ImportError as error:
+            raise ConfigError(f"--transfer-mode direct: Mooncake cannot be loaded ({error}); {INSTALL_HINT}") from error
+        transport, protocol = choose_transport(
+            *self._asked,
+            device=memory.device,
+            rdma_devices=rdma,
+            nvlink_built=bool(getattr(mooncake, "SUPPORT_INTRA_NVLINK", False)),
+        )
+        apply_transport_environment(transport_environment(transport, self._timeout_s))
+        engine = mooncake.TransferEngine()
+        code = engine.initialize(self._host, "P2PHANDSHAKE", protocol, ",".join(rdma) if transport == "rdma" else "")
+        if code != 0:
+            raise ConfigError(
+                f"--transfer-transport {transport}: TransferEngine did not start on {self._host!r} (code {code}); "
+                "--transfer-host must be an address of this machine"
+            )
+        size = memory.num_blocks * memory.block_stride
+        for name, base, nbytes in (("KV pool", memory.base, size), ("records", self._slots.base, self._slots.nbytes)):
+            code = engine.register_memory(base, nbytes)
+            if code != 0:
+                raise ConfigError(f"--transfer-transport {transport}: registering {name} ({nbytes} bytes) gave {code}")
+        self._engine, self._memory = engine, memory
+        self._session = f"{self._host}:{engine.get_rpc_port()}"
+        gbps = self._probe(memory, size)
+        if gbps < FLOOR_GBPS.get(transport, 0.0):
+            raise ConfigError(
+                f"--transfer-transport {transport}: the probe moved {gbps} GB/s, below the {FLOOR_GBPS[transport]} GB/s of "
+                "its class; another transport moved the bytes: fix the driver, or ask for tcp"
+            )
+        self._effective = Effective(transport, gbps)
+
+    def _probe(self, memory: KvMemory, size: int) -> float:
+        """GB/s of a write within the still unused memory of this process, through its own session."""
+        on_host = memory.device == "cpu"
+        nbytes = min(PROBE_BYTES, self._slots.nbytes if on_host else size // 2, size)
+        target = self._slots.base if on_host else memory.base + nbytes
+        best = 0.0
+        for _ in range(2):  # the first one opens the connections
+            began = self._clock()
+            transfer = self._engine.transfer_submit_write(self._session, memory.base, target, nbytes)
+            while _started(transfer) and (status := self._engine.transfer_check_status(transfer)) != _DONE:
+                if status == _FAILED or self._clock() - began > CONNECT_S * 10:
+                    transfer = 0
+                self._closing.wait(POLL_S)
+            if not _started(transfer):
+                raise ConfigError(f"a probe of {nbytes} bytes to this process's own {self._session} failed")
+            best = max(best, nbytes / (self._clock() - began) / 1e9)
+        return round(best, 2)
+
+    # -------------------------------------------------------------------------------------------------------- calls
+
+    def reserve(self, job: ReceiveJob, layout_digest: str) -> Ticket:
+        assert self._memory is not None, "prepare comes first"
+        with self._wake:
+            address = self._slots.take()
+            self._reserved[job.attempt] = address
+        return Ticket(
+            mode="direct",
+            attempt=job.attempt,
+            layout_digest=layout_digest,
+            skip_blocks=job.skip_blocks,
+            session=self._session,
+            pool_base=self._memory.base,
+            block_stride=self._memory.block_stride,
+            block_ids=tuple(block.block_id for block in job.blocks),
+            record_address=address,
+            record_capacity=SLOT_BYTES,
+        )
+
+    def write(
+        self,
+        attempt: str,
+        ticket: Ticket,
+        pieces: Sequence[Piece],
+        record: bytes | None,
+        timeout_s: float,
+        done: Done,
+    ) -> None:
+        assert self._memory is not None, "prepare comes first"
+        if record is not None and len(record) > min(ticket.record_capacity, SLOT_BYTES):
+            raise ValueError(f"record of {len(record)} bytes; decode has room for {ticket.record_capacity}")
+        op = _Op(
+            attempt=attempt,
+            session=ticket.session,
+            runs=deque(merge_runs(pieces, self._memory)),
+            record=None,
+            record_target=ticket.record_address,
+            done=done,
+            timeout_s=timeout_s,
+            deadline=self._clock() + timeout_s,
+        )
+        with self._wake:
+            if record is not None:
+                op.slot = self._slots.take()
+                self._slots.write(op.slot, record)
+                op.record = (op.slot, len(record))
+            op.ready = self._clock() - self._reachable.get(op.session, float("-inf")) < FRESH_S
+            self._new.append(op)
+            self._wake.notify()
+        if not op.ready:
+            self._helpers.submit(self._check_peer, op)
+
+    def read(self, attempt: str, pieces: Sequence[Piece], timeout_s: float, done: Done) -> None:
+        """The peer wrote the blocks; what is left to fetch is the record in its slot."""
+
+        def look() -> None:
+            with self._wake:
+                address = self._reserved.get(attempt)
+                raw = b"" if address is None else self._slots.read(address)
+            ok = address is not None
+            done(TransferResult(ok=ok, moved_bytes=0, record=raw, reason="" if ok else "no record slot is reserved"))
+
+        self._call(look)
+
+    def cancel(self, attempt: str) -> None:
+        with self._wake:
+            for op in (*self._ops, *self._new):
+                if op.attempt == attempt:
+                    _stop(op, "cancelled")
+            self._wake.notify()
+
+    def drained(self, attempt: str, peer_url: str, peer_epoch: str, done: Callable[[bool], None]) -> None:
+        def look() -> None:
+            with self._wake:
+                moving = any(op.attempt == attempt for op in (*self._ops, *self._new))
+            if moving or not peer_url:
+                done(not moving)
+            else:
+                self._helpers.submit(ask)
+
+        def ask() -> None:
+            answer = ask_peer(peer_url, peer_epoch, attempt)
+            if answer:
+                self._closing.wait(GRACE_S)
+            done(answer)
+
+        self._call(look)
+
+    def forget(self, attempt: str) -> None:
+        with self._wake:
+            address = self._reserved.pop(attempt, None)
+            if address is not None:
+                self._slots.give(address)
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._wake:
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._helpers.shutdown(wait=True, cancel_futures=True)
+        if self._engine is not None and self._memory is not None:
+            self._engine.unregister_memory(self._memory.base)
+            self._engine.unregister_memory(self._slots.base)
+            self._engine = None
+
+    def _call(self, work: Callable[[], None]) -> None:
+        with self._wake:
+            self._calls.append(work)
+            self._wake.notify()
+
+    def _check_peer(self, op: _Op) -> None:
+        """A dead host would hold up the transfer thread inside Mooncake's handshake; find out here first."""
+        problem = connect_problem(op.session, CONNECT_S)
+        with self._wake:
+            if problem:
+                _stop(op, f"decode's TransferEngine at {op.session} does not answer: {problem}")
+            else:
+                self._reachable[op.session] = self._clock()
+            op.ready = True
+            self._wake.notify()
+
+    # ------------------------------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            with self._wake:
+                if not (self._calls or self._new):
+                    self._wake.wait(self._pause())
+                calls, self._calls = self._calls, []
+                self._ops.extend(self._new)
+                self._new.clear()
+            for call in calls:
+                call()
+            for op in tuple(self._ops):
+                self._advance(op)
+
+    def _pause(self) -> float | None:
+        if any(op.flying or op.ready for op in self._ops):
+            return POLL_S if self._clock() - self._moved_at < BUSY_S else IDLE_POLL_S
+        return max(0.0, min((op.deadline for op in self._ops), default=0.0) - self._clock()) if self._ops else None
+
+    def _advance(self, op: _Op) -> None:
+        for transfer, run in tuple(op.flying.items()):
+            status = self._engine.transfer_check_status(transfer)
+            if status == _DONE:
+                op.moved += run.nbytes
+                self._moved_at = self._clock()
+                del op.flying[transfer]
+            elif status == _FAILED:
+                del op.flying[transfer]
+                _stop(op, f"write of {run.nbytes} bytes to {op.session} failed")
+                self._reachable.pop(op.session, None)
+        if op.ready:
+            self._submit(op)
+        if op.ready and not (op.flying or op.runs or op.record):
+            self._finish(op)
+        elif not op.reported and self._clock() >= op.deadline:
+            op.reported = True
+            with self._wake:
+                _stop(op, f"{op.session} did not take the bytes within {op.timeout_s:.3g} s")
+            still = bool(op.flying)
+            op.done(TransferResult(ok=False, moved_bytes=op.moved, reason=op.problem, settled=not still))
+
+    def _submit(self, op: _Op) -> None:
+        while len(op.flying) < WINDOW:
+            with self._wake:
+                if op.runs:
+                    run = op.runs.popleft()
+                elif op.record and not op.flying:
+                    run, op.record = Run(op.record[0], op.record_target, op.record[1]), None
+                else:
+                    return
+            transfer = self._engine.transfer_submit_write(op.session, run.source, run.target, run.nbytes)
+            if _started(transfer):
+                op.flying[transfer] = run
+                self._moved_at = self._clock()
+            else:
+                with self._wake:
+                    _stop(op, f"{op.session} refused the handshake")
+
+    def _finish(self, op: _Op) -> None:
+        with self._wake:
+            self._ops.remove(op)
+            if op.slot is not None:
+                self._slots.give(op.slot)
+        if not op.reported:
+            op.done(TransferResult(ok=not op.problem, moved_bytes=op.moved, reason=op.problem))
+
+
+def _stop(op: _Op, problem: str) -> None:
+    """Submit nothing more of the operation; what is in flight is watched until it ends."""
+    op.runs.clear()
+    op.record = None
+    op.problem = op.problem or problem
+
+
+def _started(transfer: int) -> bool:
+    """Mooncake answers 0, or -1 as signed or unsigned 64 bits, for a transfer that it did not take."""
+    return transfer not in (0, -1, 2**64 - 1)

@@ -1,0 +1,41 @@
+"""Asks a prefill process whether a byte of an attempt may still leave it: `GET /internal/drained`."""
+
+from __future__ import annotations
+
+import http.client
+from urllib.parse import quote, urlsplit
+
+from pydantic import ValidationError
+
+from ..protocol import DrainAnswer
+
+ASK_TIMEOUT_S = 0.3
+"""Connect and answer, each."""
+
+
+def ask_peer(peer_url: str, peer_epoch: str, attempt: str, timeout_s: float = ASK_TIMEOUT_S) -> bool:
+    """True when the peer acknowledged the drain, or its process of `peer_epoch` is gone.
+
+    A refused connection means that no process listens there any more; an answer with another epoch, that a new one
+    does. Silence, an error status or nonsense prove nothing: False.
+    """
+    parts = urlsplit(peer_url if "//" in peer_url else f"//{peer_url}")
+    if not parts.hostname:
+        return False
+    connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
+    try:
+        connection.request("GET", f"/internal/drained?attempt={quote(attempt, safe='')}")
+        response = connection.getresponse()
+        body = response.read(65536)
+        if response.status != 200:
+            return False
+        answer = DrainAnswer.model_validate_json(body)
+    except ConnectionRefusedError:
+        return True
+    except (OSError, http.client.HTTPException, ValidationError):
+        return False
+    finally:
+        connection.close()
+    if peer_epoch and answer.epoch != peer_epoch:
+        return True
+    return answer.attempt == attempt and answer.drained

@@ -1,0 +1,44 @@
+"""Builds the back end that a configuration asks for. Mooncake is loaded only when its modes are prepared."""
+
+from __future__ import annotations
+
+from ..config import TransferConfig
+from ..errors import ConfigError
+from .backend import TransferBackend
+from .memory import MemoryFabric
+
+
+def make_transfer(
+    cfg: TransferConfig, *, fabric: MemoryFabric | None = None, name: str = "", epoch: str = ""
+) -> TransferBackend:
+    """The back end for `cfg.mode`, not yet prepared.
+
+    Args:
+        fabric, name, epoch: for mode `memory`: the network to join, and as whom.
+
+    Raises:
+        ConfigError: the mode moves nothing, is unknown, or lacks what it needs.
+    """
+    if cfg.mode == "direct":
+        from .direct import DirectTransfer
+
+        return DirectTransfer(host=cfg.host, transport=cfg.transport, fallback=cfg.fallback, timeout_s=cfg.timeout_s)
+    if cfg.mode == "store":
+        from .store import StoreTransfer
+
+        if cfg.transport not in ("auto", "tcp"):
+            raise ConfigError(f"--transfer-transport {cfg.transport} with --transfer-mode store: only tcp is available")
+        return StoreTransfer(
+            host=cfg.host,
+            master=cfg.store.master,
+            segment_bytes=cfg.store.segment_bytes,
+            replicas=cfg.store.replicas,
+            timeout_s=cfg.timeout_s,
+        )
+    if cfg.mode == "memory":
+        if fabric is None or not name:
+            raise ConfigError(
+                "--transfer-mode memory works inside one process only: it needs a MemoryFabric and a name"
+            )
+        return fabric.connect(name, epoch)
+    raise ConfigError(f"--transfer-mode {cfg.mode!r} moves no KV; allowed: direct, store, memory")

@@ -1,0 +1,449 @@
+"""Store mode: prefill puts blocks into the Mooncake storage pool, decode fetches them. Neither knows the other.
+
+Full blocks are named by their content and stay as a shared prefix cache. The incomplete last block (`:partial:`) and
+the record belong to one attempt: hard-pinned, removed by decode when it has them or gives up, and swept by prefill
+later in case decode could not. A full block is protected from eviction until decode reads it by a lease, taken with
+`is_exist` right after the put (docs/adr/0004): that also covers blocks that were in the pool before, and shows
+whether a block was evicted between the two calls.
+
+Calls into a master that died block for seconds, so they run in worker threads and a watch thread gives them up. A
+call that was given up may still read or write the KV pool: its attempt is not drained before the call returns.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import apply_transport_environment
+from ..errors import ConfigError
+from ..interfaces import Done, KvMemory, Piece, ReceiveJob, TransferResult
+from ..kv.keys import record_key
+from ..protocol import Ticket
+from .backend import Effective
+from .bounded import INSTALL_HINT, TookTooLong, connect_problem, run_bounded
+from .direct import transport_environment
+from .slots import SLOT_BYTES, RecordSlots
+
+WORKERS = 4
+CHUNK_KEYS = 256
+"""Keys per call: keeps a call well inside the pool's lease."""
+STALL_S = 0.3
+"""A call that takes longer makes the watch look whether the master still answers."""
+CONNECT_S = 0.25
+FRESH_S = 0.25
+"""The master is not asked again within this time of an answer."""
+NO_SPACE_PAUSE_S = 0.2
+SWEEP_AFTER_S = 60.0
+"""After its timeout, when prefill removes keys that decode should have removed."""
+_NO_SPACE, _MISSING = -200, -704
+_UNREACHABLE = (-900, -1010)
+_MEANING = {
+    -10: "buffer too small",
+    -200: "the pool has no space",
+    -600: "invalid size",
+    -704: "not in the pool",
+    -706: "leased by a reader",
+    -707: "lease ended during the read",
+    -800: "the pod that held it is gone",
+    -900: "mooncake_master does not answer",
+    -1010: "mooncake_master is unavailable",
+}
+
+
+def is_scoped(key: str) -> bool:
+    """Keys of one attempt; all others are shared by content."""
+    return ":partial:" in key or key.startswith("record:")
+
+
+def explain(code: int) -> str:
+    """A Mooncake code in words."""
+    return f"{_MEANING.get(code, 'failed')} ({code})"
+
+
+class _Broken(Exception):
+    """Ends an operation with a reason."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Job:
+    attempt: str
+    work: Callable[[_Job], TransferResult]
+    done: Done
+    timeout_s: float
+    deadline: float
+    started: float | None = None
+    cancelled: bool = False
+    reported: bool = False
+    slot: int | None = None
+
+
+class StoreTransfer:
+    """Implements `TransferBackend` over MooncakeDistributedStore. `host`: the address peers reach this process at."""
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        master: str,
+        segment_bytes: int,
+        replicas: int = 1,
+        timeout_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host = host
+        self._master = master
+        self._segment_bytes = segment_bytes
+        self._replicas = replicas
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._wake = threading.Condition()
+        self._closing = threading.Event()
+        self._queue: deque[_Job] = deque()
+        self._jobs: list[_Job] = []
+        self._slots = RecordSlots()
+        self._scoped: dict[str, set[str]] = {}
+        """Request-scoped keys to remove, per attempt."""
+        self._sweep: list[tuple[float, str]] = []
+        self._answered = float("-inf")
+        self._threads: list[threading.Thread] = []
+        self._native: Any = None
+        self._store: Any = None
+        self._memory: KvMemory | None = None
+
+    @property
+    def peer_writes(self) -> bool:
+        return False
+
+    def effective(self) -> Effective:
+        return Effective("store/tcp", 0.0)
+
+    # ------------------------------------------------------------------------------------------------------- start-up
+
+    def prepare(self, memory: KvMemory, timeout_s: float) -> None:
+        fix = "start mooncake_master there, or correct --store-master"
+        if problem := connect_problem(self._master, min(timeout_s, 2.0)):
+            raise ConfigError(f"--store-master {self._master}: no connection ({problem}); {fix}")
+        apply_transport_environment(transport_environment("tcp", self._timeout_s))
+        try:
+            run_bounded(lambda: self._prepare(memory), timeout_s, "store-setup")
+        except TookTooLong as error:
+            raise ConfigError(
+                f"--store-master {self._master}: setup did not end within {timeout_s:g} s; {fix}"
+            ) from error
+        bodies = [self._work] * WORKERS + [self._watch]
+        self._threads = [threading.Thread(target=body, name="transfer-store", daemon=True) for body in bodies]
+        for thread in self._threads:
+            thread.start()
+
+    def _prepare(self, memory: KvMemory) -> None:
+        try:
+            import mooncake.store as mooncake
+        except ImportError as error:
+            raise ConfigError(f"--transfer-mode store: Mooncake cannot be loaded ({error}); {INSTALL_HINT}") from error
+        store = mooncake.MooncakeDistributedStore()
+        # The local buffer only serves calls that copy; all of ours use registered memory.
+        code = store.setup(self._host, "P2PHANDSHAKE", self._segment_bytes, 16 << 20, "tcp", "", self._master)
+        if code != 0:
+            raise ConfigError(
+                f"--store-master {self._master}: setup from {self._host!r} with --store-segment-size "
+                f"{self._segment_bytes} gave {explain(code)}"
+            )
+        size = memory.num_blocks * memory.block_stride
+        for name, base, nbytes in (("KV pool", memory.base, size), ("records", self._slots.base, self._slots.nbytes)):
+            code = store.register_buffer(base, nbytes)
+            if code != 0:
+                raise ConfigError(f"--transfer-mode store: registering {name} ({nbytes} bytes) gave {explain(code)}")
+        self._native, self._store, self._memory = mooncake, store, memory
+
+    # -------------------------------------------------------------------------------------------------------- calls
+
+    def reserve(self, job: ReceiveJob, layout_digest: str) -> Ticket:
+        keys = {block.key for block in job.blocks if is_scoped(block.key)}
+        with self._wake:
+            self._scoped[job.attempt] = keys | {record_key("", job.attempt)}
+        return Ticket(mode="store", attempt=job.attempt, layout_digest=layout_digest, skip_blocks=job.skip_blocks)
+
+    def write(
+        self,
+        attempt: str,
+        ticket: Ticket,
+        pieces: Sequence[Piece],
+        record: bytes | None,
+        timeout_s: float,
+        done: Done,
+    ) -> None:
+        if record is not None and len(record) > SLOT_BYTES:
+            raise ValueError(f"record of {len(record)} bytes; the limit is {SLOT_BYTES}")
+        moving = tuple(pieces)
+
+        def work(job: _Job) -> TransferResult:
+            moved = self._put(job, moving)
+            if record is not None:
+                self._put_record(job, record)
+            return TransferResult(ok=True, moved_bytes=moved)
+
+        self._submit(attempt, work, timeout_s, done, with_slot=record is not None)
+
+    def read(self, attempt: str, pieces: Sequence[Piece], timeout_s: float, done: Done) -> None:
+        moving = tuple(pieces)
+
+        def work(job: _Job) -> TransferResult:
+            assert job.slot is not None
+            self._slots.clear(job.slot)
+            length = self._get_codes(job, [record_key("", attempt)], [job.slot], [SLOT_BYTES])[0]
+            if length < 0:
+                raise _Broken(f"the record of attempt {attempt}: {explain(length)}")
+            record = self._slots.read(job.slot)[:length]
+            return TransferResult(ok=True, moved_bytes=self._get(job, moving), record=record)
+
+        self._submit(attempt, work, timeout_s, done, with_slot=True)
+
+    def cancel(self, attempt: str) -> None:
+        with self._wake:
+            for job in self._jobs:
+                if job.attempt == attempt:
+                    job.cancelled = True
+            self._wake.notify_all()
+
+    def drained(self, attempt: str, peer_url: str, peer_epoch: str, done: Callable[[bool], None]) -> None:
+        """Nobody writes into another's memory: only calls running here count."""
+        with self._wake:
+            moving = any(job.attempt == attempt for job in self._jobs)
+        done(not moving)
+
+    def forget(self, attempt: str) -> None:
+        """Decode removes the attempt's keys. Prefill's stay until decode did, and are swept later."""
+        with self._wake:
+            keys = self._scoped.get(attempt)
+            if keys is None or any(due for due, name in self._sweep if name == attempt):
+                return
+        self._remove(attempt)
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._wake:
+            self._wake.notify_all()
+        for thread in self._threads:
+            # A worker may sit in a call that does not end; it is a daemon.
+            thread.join(timeout=1.0)
+        if self._store is not None:
+            store, self._store = self._store, None
+            try:
+                run_bounded(store.close, 5.0, "store-close")
+            except TookTooLong:
+                pass
+
+    # --------------------------------------------------------------------------------------------------------- threads
+
+    def _submit(
+        self,
+        attempt: str,
+        work: Callable[[_Job], TransferResult],
+        timeout_s: float,
+        done: Done,
+        *,
+        with_slot: bool,
+    ) -> None:
+        job = _Job(attempt=attempt, work=work, done=done, timeout_s=timeout_s, deadline=self._clock() + timeout_s)
+        with self._wake:
+            if with_slot:
+                job.slot = self._slots.take()
+            self._jobs.append(job)
+            self._queue.append(job)
+            self._wake.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue and not self._closing.is_set():
+                    self._wake.wait()
+                if self._closing.is_set():
+                    return
+                job = self._queue.popleft()
+                job.started = self._clock()
+                skip = job.cancelled or job.reported
+            result = self._run(job, skip)
+            with self._wake:
+                self._jobs.remove(job)
+                if job.slot is not None:
+                    self._slots.give(job.slot)
+            self._report(job, result)
+
+    def _run(self, job: _Job, skip: bool) -> TransferResult:
+        try:
+            if skip:
+                raise _Broken("cancelled")
+            if problem := self._master_problem():
+                raise _Broken(problem)
+            return job.work(job)
+        except _Broken as error:
+            return TransferResult(ok=False, moved_bytes=0, reason=str(error))
+
+    def _report(self, job: _Job, result: TransferResult) -> None:
+        with self._wake:
+            if job.reported:
+                return
+            job.reported = True
+        job.done(result)
+
+    def _watch(self) -> None:
+        """Gives up operations that are late or stuck in a call to a dead master, and sweeps old keys."""
+        while not self._closing.is_set():
+            with self._wake:
+                open_jobs = [job for job in self._jobs if not job.reported]
+                due = min([self._watch_time(job) for job in open_jobs] + [t for t, _ in self._sweep], default=None)
+                if due is None or due > self._clock():
+                    self._wake.wait(None if due is None else due - self._clock())
+                    continue
+                swept = [name for t, name in self._sweep if t <= self._clock()]
+                self._sweep = [(t, name) for t, name in self._sweep if name not in swept]
+            for name in swept:
+                self._remove(name)
+            now = self._clock()
+            late = [job for job in open_jobs if now >= job.deadline]
+            stuck = [job for job in open_jobs if job not in late and now >= self._watch_time(job)]
+            if stuck and (problem := self._master_problem()):
+                for job in stuck:
+                    self._give_up(job, problem)
+            for job in stuck:
+                job.started = self._clock() if job.started is not None else None
+            for job in late:
+                self._give_up(job, f"the pool did not answer within {job.timeout_s:.3g} s")
+
+    def _watch_time(self, job: _Job) -> float:
+        waited_since = job.started if job.started is not None else job.deadline - job.timeout_s
+        return min(job.deadline, waited_since + STALL_S)
+
+    def _give_up(self, job: _Job, reason: str) -> None:
+        with self._wake:
+            job.cancelled = True
+            # A job still in the queue has not touched anything and never will.
+            running = job.started is not None
+        self._report(job, TransferResult(ok=False, moved_bytes=0, reason=reason, settled=not running))
+
+    def _master_problem(self) -> str:
+        """Empty when the master accepted a connection just now or a moment ago."""
+        if self._clock() - self._answered < FRESH_S:
+            return ""
+        problem = connect_problem(self._master, CONNECT_S)
+        if problem:
+            return f"mooncake_master at {self._master} does not answer: {problem}"
+        self._answered = self._clock()
+        return ""
+
+    def _check(self, job: _Job) -> None:
+        if job.cancelled:
+            raise _Broken("cancelled")
+
+    # ------------------------------------------------------------------------------------------------------ store calls
+
+    def _address(self, piece: Piece) -> int:
+        assert self._memory is not None
+        return self._memory.base + piece.block_id * self._memory.block_stride
+
+    def _put(self, job: _Job, pieces: Sequence[Piece]) -> int:
+        for first in range(0, len(pieces), CHUNK_KEYS):
+            chunk = pieces[first : first + CHUNK_KEYS]
+            shared = [p for p in chunk if not is_scoped(p.key)]
+            scoped = [p for p in chunk if is_scoped(p.key)]
+            if scoped:
+                self._scope(job.attempt, [p.key for p in scoped], job.timeout_s)
+                self._put_all(job, scoped, pinned=True)
+            if shared:
+                self._put_all(job, shared, pinned=False)
+                if missing := self._lease(job, shared):
+                    self._put_all(job, missing, pinned=False)
+                    if missing := self._lease(job, missing):
+                        raise _Broken(f"{len(missing)} blocks were evicted at once: the pool is too small for its load")
+        return sum(piece.nbytes for piece in pieces)
+
+    def _put_all(self, job: _Job, pieces: Sequence[Piece], *, pinned: bool) -> None:
+        left = list(pieces)
+        for attempt in (1, 2):
+            codes = self._put_codes(
+                job, [p.key for p in left], [self._address(p) for p in left], [p.nbytes for p in left], pinned=pinned
+            )
+            bad = [(p, code) for p, code in zip(left, codes, strict=True) if code != 0]
+            if not bad:
+                return
+            key, code = bad[0][0].key, bad[0][1]
+            if attempt == 2 or any(code != _NO_SPACE for _, code in bad):
+                raise _Broken(f"{len(bad)} of {len(left)} blocks were not stored; {key}: {explain(code)}")
+            left = [piece for piece, _ in bad]
+            self._closing.wait(NO_SPACE_PAUSE_S)
+
+    def _put_codes(
+        self, job: _Job, keys: list[str], addresses: list[int], sizes: list[int], *, pinned: bool
+    ) -> list[int]:
+        self._check(job)
+        config = self._native.ReplicateConfig()
+        config.replica_num = self._replicas
+        config.with_hard_pin = pinned
+        codes: list[int] = self._store.batch_put_from(keys, addresses, sizes, config)
+        return self._seen(codes)
+
+    def _put_record(self, job: _Job, record: bytes) -> None:
+        assert job.slot is not None
+        self._slots.write(job.slot, record)
+        key = record_key("", job.attempt)
+        self._scope(job.attempt, [key], job.timeout_s)
+        code = self._put_codes(job, [key], [job.slot], [len(record)], pinned=True)[0]
+        if code != 0:
+            raise _Broken(f"the record was not stored: {explain(code)}")
+
+    def _lease(self, job: _Job, pieces: Sequence[Piece]) -> list[Piece]:
+        """Lease the pieces' keys; those that are not in the pool any more."""
+        self._check(job)
+        codes = self._seen(self._store.batch_is_exist([p.key for p in pieces]))
+        return [piece for piece, code in zip(pieces, codes, strict=True) if code != 1]
+
+    def _get(self, job: _Job, pieces: Sequence[Piece]) -> int:
+        for first in range(0, len(pieces), CHUNK_KEYS):
+            chunk = pieces[first : first + CHUNK_KEYS]
+            codes = self._get_codes(
+                job, [p.key for p in chunk], [self._address(p) for p in chunk], [p.nbytes for p in chunk]
+            )
+            for piece, code in zip(chunk, codes, strict=True):
+                if code < 0:
+                    raise _Broken(f"block {piece.key}: {explain(code)}")
+                if code != piece.nbytes:
+                    raise _Broken(f"block {piece.key} has {code} bytes in the pool, expected {piece.nbytes}")
+        return sum(piece.nbytes for piece in pieces)
+
+    def _get_codes(self, job: _Job, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
+        self._check(job)
+        return self._seen(self._store.batch_get_into(keys, addresses, sizes))
+
+    def _seen(self, codes: list[int]) -> list[int]:
+        if any(code in _UNREACHABLE for code in codes):
+            self._answered = float("-inf")
+        return codes
+
+    # ---------------------------------------------------------------------------------------------- request-scoped keys
+
+    def _scope(self, attempt: str, keys: Sequence[str], timeout_s: float) -> None:
+        with self._wake:
+            if attempt not in self._scoped:
+                self._sweep.append((self._clock() + timeout_s + SWEEP_AFTER_S, attempt))
+            self._scoped.setdefault(attempt, set()).update(keys)
+            self._wake.notify_all()
+
+    def _remove(self, attempt: str) -> None:
+        with self._wake:
+            keys = self._scoped.pop(attempt, None)
+            self._sweep = [(t, name) for t, name in self._sweep if name != attempt]
+        if not keys or self._closing.is_set():
+            return
+
+        def work(_: _Job) -> TransferResult:
+            # By force: the read just done holds a lease. What was never stored or is gone already is fine.
+            codes = self._seen(self._store.batch_remove(sorted(keys), True))
+            bad = [code for code in codes if code not in (0, _MISSING)]
+            return TransferResult(ok=not bad, moved_bytes=0, reason=explain(bad[0]) if bad else "")
+
+        self._submit(f"remove {attempt}", work, self._timeout_s, lambda _: None, with_slot=False)

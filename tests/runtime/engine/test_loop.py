@@ -1,0 +1,114 @@
+"""The engine thread: concurrency, idleness, aborts, and a broken executor that strands nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+
+import pytest
+from engine_stack import engine
+from engine_world import request
+from executors import Breaking, Gated
+
+from isthmus_runtime.engine.backend import EngineBackend
+from isthmus_runtime.errors import EngineFailed, NeverFits
+from isthmus_runtime.executor.fake import expected_tokens
+from isthmus_runtime.request import FinishReason, TokenChunk
+
+DEADLINE_S = 20
+
+
+async def collect(backend: EngineBackend, rid: str, prompt: list[int], count: int) -> list[int]:
+    chunks = [c async for c in backend.generate(request(rid, prompt, count))]
+    assert [c.finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].finish_reason is FinishReason.LENGTH
+    return [t for c in chunks for t in c.token_ids]
+
+
+def test_many_clients_at_once_get_their_own_tokens() -> None:
+    async def main() -> None:
+        with engine() as backend:
+            prompts = {f"r{i}": [i + j for j in range(1 + i % 20)] for i in range(40)}
+            answers = await asyncio.wait_for(
+                asyncio.gather(*(collect(backend, rid, p, 10) for rid, p in prompts.items())), DEADLINE_S
+            )
+            for prompt, answer in zip(prompts.values(), answers, strict=True):
+                assert answer == expected_tokens(prompt, request("x", [1], 1).sampling, 10)
+            backend.engine.call(backend.engine.scheduler.check)
+
+    asyncio.run(main())
+
+
+def test_an_idle_engine_uses_no_cpu() -> None:
+    async def main() -> None:
+        with engine() as backend:
+            await collect(backend, "warm", [1, 2, 3], 4)
+            before, turns = resource.getrusage(resource.RUSAGE_SELF), backend.engine.steps
+            await asyncio.sleep(0.5)
+            after = resource.getrusage(resource.RUSAGE_SELF)
+            assert backend.engine.steps == turns
+            switches = after.ru_nvcsw - before.ru_nvcsw
+            assert switches < 20, f"{switches} wake-ups while idle"
+
+    asyncio.run(main())
+
+
+def test_closing_the_stream_aborts_the_request() -> None:
+    async def main() -> None:
+        with engine() as backend:
+            stream = backend.generate(request("a", [1, 2, 3], 100))
+            assert (await asyncio.wait_for(anext(stream), DEADLINE_S)).token_ids
+            await stream.aclose()
+            turns = (backend.engine.call(lambda: backend.engine.scheduler.has_work) for _ in range(200))
+            assert not all(turns), "the request still runs after its stream was closed"
+            backend.engine.call(backend.engine.scheduler.check)
+
+    asyncio.run(main())
+
+
+def test_a_refusal_raises_before_anything_is_yielded() -> None:
+    async def main() -> None:
+        with engine() as backend, pytest.raises(NeverFits, match="at most 127"):
+            await asyncio.wait_for(collect(backend, "long", [1] * 128, 1), DEADLINE_S)
+
+    asyncio.run(main())
+
+
+def test_a_broken_executor_ends_every_request_and_refuses_new_ones() -> None:
+    async def main() -> None:
+        with engine(executor=Breaking(65, 4)) as backend:
+            streams = [backend.generate(request(f"r{i}", [i] * 5, 50)) for i in range(5)]
+
+            async def last(stream: object) -> TokenChunk | EngineFailed:
+                try:
+                    return [c async for c in stream][-1]  # type: ignore[attr-defined]
+                except EngineFailed as error:
+                    return error
+
+            ends = await asyncio.wait_for(asyncio.gather(*map(last, streams)), DEADLINE_S)
+            for end in ends:
+                error = end if isinstance(end, EngineFailed) else end.error
+                assert error is not None and "device lost" in str(error)
+            assert "device lost" in backend.ready()
+            with pytest.raises(EngineFailed, match="device lost"):
+                await asyncio.wait_for(collect(backend, "new", [1], 1), DEADLINE_S)
+
+    asyncio.run(main())
+
+
+def test_the_next_step_is_planned_while_one_runs_and_a_stall_is_visible() -> None:
+    async def main() -> None:
+        gated = Gated()
+        with engine(executor=gated) as backend:
+            task = asyncio.create_task(collect(backend, "a", [1, 2, 3], 6))
+            await asyncio.wait_for(asyncio.to_thread(gated.queued.wait), DEADLINE_S)
+            assert backend.engine.scheduler.in_flight == 2
+            assert backend.engine.steps == 0
+            assert backend.engine.stalled_s() > 0
+            gated.gate.set()
+            assert await asyncio.wait_for(task, DEADLINE_S) == expected_tokens(
+                [1, 2, 3], request("x", [1], 1).sampling, 6
+            )
+            assert backend.engine.stalled_s() == 0
+
+    asyncio.run(main())

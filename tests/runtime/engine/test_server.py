@@ -1,0 +1,182 @@
+"""The engine's HTTP surface over real sockets: streams, cancellation by disconnect, probes, drain, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+from aiohttp import web
+from engine_stack import engine
+from engine_world import request
+from executors import Breaking, Gated
+from prometheus_client import CollectorRegistry
+
+from isthmus_runtime.engine.backend import EngineBackend
+from isthmus_runtime.engine.server import EngineMeters, EngineServer
+from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
+from isthmus_runtime.httpd import InFlight, error_middleware
+from isthmus_runtime.protocol import EngineInfo, GenerateCall, KvInfo, TransferInfo, WireRequest, parse_line
+from isthmus_runtime.request import FinishReason, TokenChunk
+
+DEADLINE_S = 20
+
+
+@asynccontextmanager
+async def served(
+    executor: FakeExecutor | None = None, no_progress_timeout_s: float = 30.0
+) -> AsyncIterator[tuple[aiohttp.ClientSession, EngineBackend, InFlight]]:
+    with engine(executor=executor) as backend:
+        in_flight = InFlight()
+        kv = KvInfo(
+            block_size=4, physical_blocks=65, usable_blocks=64, bytes_per_block=32, max_model_len=128, layout_digest="d"
+        )
+
+        def info() -> EngineInfo:
+            return EngineInfo(
+                role="unified",
+                model="fake",
+                served_names=("fake",),
+                fingerprint="f",
+                kv=kv,
+                transfer=TransferInfo(epoch="e1"),
+                version="0",
+                draining=in_flight.draining,
+            )
+
+        server = EngineServer(
+            backend,
+            info,
+            EngineMeters(CollectorRegistry(), "fake"),
+            in_flight,
+            no_progress_timeout_s=no_progress_timeout_s,
+            clock=time.monotonic,
+        )
+        app = web.Application(middlewares=[error_middleware])
+        app.add_routes(server.routes())
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+        async with aiohttp.ClientSession(f"http://{host}:{port}", timeout=timeout) as session:
+            yield session, backend, in_flight
+        await runner.cleanup()
+
+
+def call(rid: str, prompt: list[int], count: int) -> str:
+    return GenerateCall(request=WireRequest.of(request(rid, prompt, count))).model_dump_json()
+
+
+async def idle(backend: EngineBackend) -> None:
+    """Returns when the engine has no work; the caller's deadline bounds it."""
+    busy = True
+    while busy:
+        busy = bool(await asyncio.to_thread(backend.engine.call, lambda: backend.engine.scheduler.has_work))
+
+
+def test_stream_of_a_local_request() -> None:
+    async def main() -> None:
+        async with served() as (session, _, _):
+            async with session.post("/internal/generate", data=call("a", [1, 2, 3], 6)) as response:
+                assert response.status == 200
+                chunks = [parse_line(line) async for line in response.content]
+            assert all(isinstance(c, TokenChunk) for c in chunks)
+            tokens = [t for c in chunks if isinstance(c, TokenChunk) for t in c.token_ids]
+            assert tokens == expected_tokens([1, 2, 3], request("x", [1], 1).sampling, 6)
+            last = chunks[-1]
+            assert isinstance(last, TokenChunk) and last.finish_reason is FinishReason.LENGTH
+
+    asyncio.run(main())
+
+
+def test_closing_the_connection_frees_the_request() -> None:
+    async def main() -> None:
+        async with served() as (session, backend, _):
+            response = await session.post("/internal/generate", data=call("a", [1, 2, 3], 120))
+            await response.content.readline()
+            response.close()
+            await asyncio.wait_for(idle(backend), DEADLINE_S)
+            await asyncio.to_thread(backend.engine.call, backend.engine.scheduler.check)
+
+    asyncio.run(main())
+
+
+def test_refusals_are_plain_http_errors_that_name_the_field() -> None:
+    async def main() -> None:
+        async with served() as (session, _, _):
+            for body, status, word in (
+                (call("a", [1] * 500, 1), 400, "at most 127"),
+                ("{", 400, "body"),
+                ('{"request": {"request_id": "a"}}', 400, "request.prompt_token_ids"),
+                ('{"surprise": 1, "request": null}', 400, ""),
+            ):
+                async with session.post("/internal/generate", data=body) as response:
+                    text = await response.text()
+                    assert response.status == status, text
+                    assert word in text
+            async with session.get("/internal/drained") as response:
+                assert response.status == 400
+            async with session.post("/internal/abort", data='{"request_id": "nobody"}') as response:
+                assert response.status == 200
+
+    asyncio.run(main())
+
+
+def test_probes_follow_the_engine() -> None:
+    async def main() -> None:
+        gated = Gated()
+        async with served(gated, no_progress_timeout_s=0.0) as (session, _, in_flight):
+            assert (await session.get("/health")).status == 200
+            assert (await session.get("/ready")).status == 200
+            task = asyncio.create_task(session.post("/internal/generate", data=call("a", [1], 3)))
+            await asyncio.wait_for(asyncio.to_thread(gated.queued.wait), DEADLINE_S)
+            response = await session.get("/health")
+            assert response.status == 503
+            assert "no step finished" in await response.text()
+            gated.gate.set()
+            await (await task).read()
+            assert (await session.get("/health")).status == 200
+            in_flight.start_drain()
+            assert (await session.get("/ready")).status == 503
+            refused = await session.post("/internal/generate", data=call("b", [1], 3))
+            assert refused.status == 503
+            assert "Retry-After" in refused.headers
+
+    asyncio.run(main())
+
+
+def test_a_broken_engine_is_unhealthy_and_says_why() -> None:
+    async def main() -> None:
+        async with served(Breaking(65, 4)) as (session, _, _):
+            async with session.post("/internal/generate", data=call("a", [1], 50)) as response:
+                last = [parse_line(line) async for line in response.content][-1]
+                assert isinstance(last, TokenChunk) and last.error is not None
+                assert "device lost" in last.error.message
+            health = await session.get("/health")
+            assert health.status == 503
+            assert "device lost" in await health.text()
+
+    asyncio.run(main())
+
+
+def test_metrics_have_the_names_that_dashboards_use() -> None:
+    async def main() -> None:
+        async with served() as (session, _, _):
+            await (await session.post("/internal/generate", data=call("a", [1, 2, 3], 6))).read()
+            text = await (await session.get("/metrics")).text()
+            for name in (
+                "vllm:num_requests_running",
+                "vllm:num_requests_waiting",
+                "vllm:kv_cache_usage_perc",
+                "vllm:time_to_first_token_seconds_count",
+                "isthmus_quarantined_blocks",
+                "isthmus_generation_tokens_total",
+            ):
+                assert name in text, name
+            assert 'vllm:request_success_total{finished_reason="length",model_name="fake"} 1.0' in text
+
+    asyncio.run(main())

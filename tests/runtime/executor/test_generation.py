@@ -1,0 +1,153 @@
+"""Greedy tokens equal transformers in float32, whatever the batch, the chunks, the blocks and the layout."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A random model of odd dimensions, and how to serve it."""
+
+    config: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    heads: int = 4
+    kv_heads: int = 2
+    block_size: int = 16
+    budget: int = 64
+    layout: str = "block-major"
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+TINY = {
+    "gqa-tied": Tiny("LlamaConfig", {"tie_word_embeddings": True}),
+    "mha-odd-heads-biases": Tiny(
+        "LlamaConfig", {"head_dim": 32, "attention_bias": True, "mlp_bias": True}, heads=3, kv_heads=3, block_size=4
+    ),
+    "mqa-narrow-heads": Tiny("LlamaConfig", {"head_dim": 10}, heads=5, kv_heads=1, block_size=5, budget=7),
+    "gqa3-llama3-rope": Tiny("LlamaConfig", {"rope_scaling": LLAMA3_ROPE}, heads=6, kv_heads=2, block_size=8),
+    "linear-rope-layer-major": Tiny(
+        "LlamaConfig", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, layout="layer-major", block_size=1
+    ),
+    "mistral-window": Tiny("MistralConfig", {"sliding_window": 9}, heads=6, kv_heads=3, block_size=4),
+    "qwen2-two-groups": Tiny(
+        "Qwen2Config",
+        {"sliding_window": 11, "use_sliding_window": True, "max_window_layers": 1},
+        heads=4,
+        kv_heads=1,
+        block_size=4,
+    ),
+    "qwen3-qk-norm": Tiny("Qwen3Config", {"head_dim": 24}, heads=5, kv_heads=5, block_size=32),
+}
+
+
+def build(case: Tiny, directory: Path) -> Any:
+    """Save a random model to `directory`; the transformers model."""
+    import transformers
+
+    options: dict[str, Any] = {
+        "vocab_size": 97,
+        "hidden_size": 72,
+        "intermediate_size": 76,
+        "num_hidden_layers": 3,
+        "num_attention_heads": case.heads,
+        "num_key_value_heads": case.kv_heads,
+        "max_position_embeddings": 256,
+        # Wide weights: a narrow random model repeats one token, which proves little.
+        "initializer_range": 0.4,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(0)
+    config = getattr(transformers, case.config)(**{**options, **case.overrides})
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                weight.add_(torch.randn_like(weight) * 0.2)
+    model.save_pretrained(directory, safe_serialization=True)
+    return model
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Reference: the whole sequence again for every token, no cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_models_match_transformers(name: str, tmp_path: Path, start_engine: Callable[..., Any], job: Any) -> None:
+    case = TINY[name]
+    model = build(case, tmp_path)
+    engine = start_engine(tmp_path, block_size=case.block_size, budget=case.budget, layout=case.layout, max_rows=5)
+    rng = random.Random(name)
+    prompts = [[rng.randrange(97) for _ in range(rng.choice([1, 2, 7, 16, 33, 50]))] for _ in range(9)]
+    counts = [rng.randint(1, 14) for _ in prompts]
+    got = engine.driver(seed=len(name)).run([job(p, n) for p, n in zip(prompts, counts, strict=True)])
+    expected = [greedy(model, p, n) for p, n in zip(prompts, counts, strict=True)]
+    assert got == expected
+    assert len({token for tokens in expected for token in tokens}) > 8, "the model is too dull to prove anything"
+
+
+def test_steps_submitted_ahead_give_the_same_tokens(tmp_path: Path, start_engine: Callable[..., Any], job: Any) -> None:
+    model = build(TINY["gqa-tied"], tmp_path)
+    engine = start_engine(tmp_path, budget=20)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(97) for _ in range(rng.randint(1, 40))] for _ in range(6)]
+    got = engine.driver(seed=4, poison=False, ahead=True).run([job(p, 12) for p in prompts])
+    assert got == [greedy(model, p, 12) for p in prompts]
+
+
+def test_longest_sequence_fills_every_position(tmp_path: Path, start_engine: Callable[..., Any], job: Any) -> None:
+    model = build(TINY["gqa-tied"], tmp_path)
+    engine = start_engine(tmp_path, max_model_len=48, block_size=16, num_blocks=4)
+    prompt = list(range(40))
+    assert engine.driver(seed=1).run([job(prompt, 8)]) == [greedy(model, prompt, 8)]
+
+
+def test_sharded_checkpoint_gives_the_same_tokens(tmp_path: Path, start_engine: Callable[..., Any], job: Any) -> None:
+    model = build(TINY["mha-odd-heads-biases"], tmp_path / "whole")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    prompt = [5, 6, 7]
+    engine = start_engine(tmp_path / "shards")
+    assert engine.driver(seed=1).run([job(prompt, 6)]) == [greedy(model, prompt, 6)]
+
+
+@pytest.mark.slow
+def test_smollm2_matches_transformers(smollm2: Path, start_engine: Callable[..., Any], job: Any) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
+    chats = ["What is the capital of France?", "Write a haiku about rain.", "2+2=", "Explain KV caches. " * 20]
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
+        for text in chats
+    ]
+    engine = start_engine(smollm2, budget=48, max_rows=3)
+    got = engine.driver(seed=5).run([job(p, 24) for p in prompts])
+    for prompt, tokens in zip(prompts, got, strict=True):
+        with torch.no_grad():
+            reference = model.generate(
+                torch.tensor([prompt]), max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        assert tokens == reference[0, len(prompt) :].tolist()
+    assert "Paris" in tokenizer.decode(got[0])
