@@ -1,9 +1,9 @@
 """The error tree of the operator.
 
-    UserError (ValueError)      something the user wrote or asked for; the command line exits with 2
-    ├── BadFile                 a file that cannot be read as one InferenceService
-    └── InvalidSpec             a resource that breaks rules; carries every problem
-    LaunchError (RuntimeError)  `isthmus up` could not start or keep a process; exits with 1
+UserError (ValueError)      something the user wrote or asked for; the command line exits with 2
+├── BadFile                 a file that cannot be read as one InferenceService
+└── InvalidSpec             a resource that breaks rules; carries every problem
+LaunchError (RuntimeError)  `isthmus up` could not start or keep a process; exits with 1
 """
 
 from __future__ import annotations

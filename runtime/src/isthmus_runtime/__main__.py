@@ -22,9 +22,8 @@ def _serve(argv: Sequence[str]) -> int:
     from .config import RouterConfig, parse_serve
 
     config = parse_serve(argv)
-    logging.basicConfig(
-        level=config.server.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
+    level = config.server.log_level.upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if isinstance(config, RouterConfig):
         from .serve_router import serve_router
 

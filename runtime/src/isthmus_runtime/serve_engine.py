@@ -84,7 +84,7 @@ def _load_torch(config: EngineConfig) -> _Loaded:
 
     model = load(config.model)
     specs = model.layer_specs(config.kv.block_size, config.kv.dtype)
-    kv = _plan(config, specs, model.free_memory_bytes(), model.spec.max_position_embeddings)
+    kv = _plan(config, specs, model.free_memory_bytes(), model.spec.max_position)
     digest = layout_digest(
         model_revision=weights_revision(config.model.path),
         dtype=specs[0].dtype,
@@ -197,9 +197,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, started: float) -> int:
             port=config.server.port,
             drain_timeout_s=config.server.drain_timeout_s,
             in_flight=in_flight,
-            on_started=lambda port: log.info(
-                "%s ready on %s:%d after %.1f s", config.role.value, config.server.host, port, time.monotonic() - started
-            ),
+            on_started=lambda port: log.info("ready on port %d after %.1f s", port, time.monotonic() - started),
         )
     finally:
         # Stopping waits for the step that runs; the event loop must stay free to deliver the last replies.

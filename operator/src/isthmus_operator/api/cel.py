@@ -23,7 +23,10 @@ _SCALING_RULES = [
         "self.mode == 'Auto' || !(has(self.min) || has(self.max) || has(self.target))",
         "min, max and target are only for mode Auto",
     ),
-    ("self.mode != 'Auto' || (has(self.min) && has(self.max) && has(self.target))", "mode Auto needs min, max and target"),
+    (
+        "self.mode != 'Auto' || (has(self.min) && has(self.max) && has(self.target))",
+        "mode Auto needs min, max and target",
+    ),
     ("!has(self.min) || !has(self.max) || self.min <= self.max", "min must not be above max"),
 ]
 _KV_RULES = [("!(has(self.memory) && has(self.gpuMemoryFraction))", "give one of memory and gpuMemoryFraction")]
@@ -32,7 +35,10 @@ _ROLES = ("prefill", "decode", "worker")
 
 RULES: dict[Place, list[tuple[str, str]]] = {
     (): [
-        (f"size(self.metadata.name) <= {MAX_NAME}", f"the name may have at most {MAX_NAME} characters: children add to it"),
+        (
+            f"size(self.metadata.name) <= {MAX_NAME}",
+            f"the name may have at most {MAX_NAME} characters: children add to it",
+        ),
         (
             f"self.metadata.name.matches('{NAME_PATTERN}')",
             "the name must begin with a letter and hold only lower-case letters, digits and '-'",
@@ -69,7 +75,9 @@ RULES: dict[Place, list[tuple[str, str]]] = {
             "cache is only for huggingFace and s3",
         )
     ],
-    ("spec", "model", "cache"): [(_one_of("pvc", "hostPath", "emptyDir"), "give exactly one of pvc, hostPath, emptyDir")],
+    ("spec", "model", "cache"): [
+        (_one_of("pvc", "hostPath", "emptyDir"), "give exactly one of pvc, hostPath, emptyDir")
+    ],
     ("spec", "engine", "kvCache"): _KV_RULES,
     ("spec", "transfer"): [
         (

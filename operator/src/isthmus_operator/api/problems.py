@@ -66,7 +66,9 @@ def nearest(word: str, known: Sequence[str]) -> str:
     return matches[0] if matches else ""
 
 
-def from_pydantic(model: type[BaseModel], errors: Sequence[ErrorDetails], root: str = "spec") -> list[tuple[Location, Problem]]:
+def from_pydantic(
+    model: type[BaseModel], errors: Sequence[ErrorDetails], root: str = "spec"
+) -> list[tuple[Location, Problem]]:
     """One problem per finding, with its location relative to `model`."""
     return [_one(model, error, root) for error in errors]
 
@@ -106,7 +108,10 @@ def _unknown(model: type[BaseModel], location: Location, path: str) -> Problem:
     if parent in (RoleEngine, KvMemory) and name in _aliases(Engine) + _aliases(KvCache):
         shared = "spec.engine." + ("kvCache." if parent is KvMemory else "") + name
         return Problem(
-            path, "must be the same for prefill and decode", ", ".join(known), f"set {shared} for all roles and remove it here"
+            path,
+            "must be the same for prefill and decode",
+            ", ".join(known),
+            f"set {shared} for all roles and remove it here",
         )
     near = nearest(name, known)
     fix = f"did you mean {near}?" if near else "remove it"
@@ -118,7 +123,8 @@ def _choice(model: type[BaseModel], location: Location, path: str, value: object
     choices: list[str] = []
     if parent is not None:
         info = next((f for n, f in parent.model_fields.items() if (f.alias or n) == location[-1]), None)
-        enum = next((t for t in _flatten(info.annotation if info else None) if isinstance(t, type) and issubclass(t, Enum)), None)
+        types = _flatten(info.annotation if info else None)
+        enum = next((t for t in types if isinstance(t, type) and issubclass(t, Enum)), None)
         choices = [str(member.value) for member in enum] if enum else []
     near = nearest(str(value), choices)
     return Problem(path, f"{show(value)} is not one of the choices", " | ".join(choices),

@@ -24,12 +24,16 @@ from .spec import (
 HOSTNAME_KEY = "kubernetes.io/hostname"
 
 TYPED_FLAGS = frozenset(
-    """role host port drain-timeout no-progress-timeout log-level model served-model-name dtype threads max-model-len
-    max-batched-tokens max-num-seqs max-waiting queue-timeout block-size kv-dtype kv-memory kv-memory-fraction
-    num-blocks-override no-prefix-caching kv-layout transfer-mode transfer-transport transfer-fallback transfer-timeout
-    transfer-on-failure transfer-host transfer-crc store-master store-segment-size store-replicas prefill decode worker
-    policy disaggregate-above on-prefill-unavailable max-queue request-timeout discovery-interval
-    api-key-file""".split()
+    {
+        *("role", "host", "port", "model", "served-model-name", "log-level", "drain-timeout", "no-progress-timeout"),
+        *("dtype", "threads", "max-model-len", "max-batched-tokens", "max-num-seqs", "max-waiting", "queue-timeout"),
+        *("block-size", "kv-dtype", "kv-memory", "kv-memory-fraction", "num-blocks-override", "no-prefix-caching"),
+        *("kv-layout", "transfer-mode", "transfer-transport", "transfer-fallback", "transfer-timeout"),
+        *("transfer-on-failure", "transfer-host", "transfer-crc"),
+        *("store-master", "store-segment-size", "store-replicas"),
+        *("prefill", "decode", "worker", "policy", "disaggregate-above", "on-prefill-unavailable", "max-queue"),
+        *("request-timeout", "discovery-interval", "api-key-file"),
+    }
 )
 """Flags that the rendered arguments own; `engine.extraArgs` may not repeat them."""
 
@@ -84,7 +88,11 @@ def _one_source(spec: Spec) -> Iterator[Problem]:
     given = [name for name, value in kinds.items() if value is not None]
     if len(given) != 1:
         found = "names no source" if not given else f"names {len(given)} sources ({', '.join(given)})"
-        fix = "add one, for example hostPath: {path: /models/my-model}" if not given else f"keep one of {', '.join(given)}"
+        fix = (
+            "add one, for example hostPath: {path: /models/my-model}"
+            if not given
+            else f"keep one of {', '.join(given)}"
+        )
         yield Problem("spec.model.source", found, f"exactly one of {', '.join(kinds)}", fix)
 
 
@@ -106,7 +114,9 @@ def _names_differ(spec: Spec) -> Iterator[Problem]:
     seen: set[str] = set()
     for index, name in enumerate(spec.model.served_names):
         if name in seen:
-            yield Problem(f"spec.model.servedNames[{index}]", f"{show(name)} is there twice", "distinct names", "remove it")
+            yield Problem(
+                f"spec.model.servedNames[{index}]", f"{show(name)} is there twice", "distinct names", "remove it"
+            )
         seen.add(name)
 
 
@@ -129,10 +139,15 @@ def _kv_size(spec: Spec) -> Iterator[Problem]:
     for path, kv in places:
         if kv.memory is not None and kv.gpu_memory_fraction is not None:
             yield Problem(
-                f"{path}.gpuMemoryFraction", "contradicts memory, which is set too", "one of the two", "remove one of them"
+                f"{path}.gpuMemoryFraction",
+                "contradicts memory, which is set too",
+                "one of the two",
+                "remove one of them",
             )
         if kv.memory is not None and kv.memory.value < 1:
-            yield Problem(f"{path}.memory", f"{show(kv.memory)} is out of range", "1 byte or more", "give a size such as 2Gi")
+            yield Problem(
+                f"{path}.memory", f"{show(kv.memory)} is out of range", "1 byte or more", "write 2Gi, for example"
+            )
         block, length = spec.engine.kv_cache.block_size, spec.engine.max_model_len
         blocks = kv.num_blocks_override
         if blocks is not None and length is not None and blocks * block < length:
@@ -157,11 +172,17 @@ def _scaling(spec: Spec) -> Iterator[Problem]:
         for field, value in values.items():
             if value is not None and field not in owner:
                 allowed = ", ".join(owner) or "no further field: the number belongs to the autoscaler"
-                yield Problem(f"{path}.{field}", f"does not go with mode {mode.value}", allowed, "remove it, or change mode")
+                yield Problem(
+                    f"{path}.{field}", f"does not go with mode {mode.value}", allowed, "remove it, or change mode"
+                )
             if value is None and field in owner and mode is ScalingMode.AUTO:
-                yield Problem(f"{path}.{field}", "is missing with mode Auto", "min, max and target", f"set {path}.{field}")
+                yield Problem(
+                    f"{path}.{field}", "is missing with mode Auto", "min, max and target", f"set {path}.{field}"
+                )
         if scaling.min is not None and scaling.max is not None and scaling.min > scaling.max:
-            yield Problem(f"{path}.min", f"{scaling.min} is above max", f"{scaling.max} or less", "lower min or raise max")
+            yield Problem(
+                f"{path}.min", f"{scaling.min} is above max", f"{scaling.max} or less", "lower min or raise max"
+            )
 
 
 def _requests_within_limits(spec: Spec) -> Iterator[Problem]:
@@ -174,7 +195,10 @@ def _requests_within_limits(spec: Spec) -> Iterator[Problem]:
             limit = resources.limits.get(name)
             if limit is not None and asked.value > limit.value:
                 yield Problem(
-                    f"{path}.resources.requests.{name}", f"{show(asked)} is above the limit", f"{limit} or less", "lower it"
+                    f"{path}.resources.requests.{name}",
+                    f"{show(asked)} is above the limit",
+                    f"{limit} or less",
+                    "lower it",
                 )
 
 
@@ -241,7 +265,10 @@ def _transport(spec: Spec) -> Iterator[Problem]:
             )
     if transfer.rdma is not None and transfer.transport not in (Transport.AUTO, Transport.RDMA):
         yield Problem(
-            "spec.transfer.rdma", f"does not go with transport {transfer.transport.value}", "transport Auto or RDMA", "remove it"
+            "spec.transfer.rdma",
+            f"does not go with transport {transfer.transport.value}",
+            "transport Auto or RDMA",
+            "remove it",
         )
     if transfer.fallback is Fallback.ALLOW_TCP and transfer.transport is not Transport.AUTO:
         yield Problem(

@@ -43,7 +43,7 @@ class Condition(Block):
     TransferReady or Compatible."""
     status: ConditionStatus
     """True, False or Unknown."""
-    reason: Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
+    reason: Annotated[str, StringConstraints(max_length=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]
     """One CamelCase word for programs."""
     message: Annotated[str, StringConstraints(max_length=32768)]
     """What happened, naming the object to look at."""

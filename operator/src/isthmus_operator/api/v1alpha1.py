@@ -104,7 +104,11 @@ def _envelope(manifest: Mapping[str, Any]) -> list[Problem]:
     for field in manifest:
         if field not in known:
             near = nearest(str(field), known)
-            found.append(Problem(str(field), "is not a field", ", ".join(known), f"did you mean {near}?" if near else "remove it"))
+            found.append(
+                Problem(
+                    str(field), "is not a field", ", ".join(known), f"did you mean {near}?" if near else "remove it"
+                )
+            )
     return found
 
 
@@ -116,7 +120,12 @@ def _metadata(metadata: Mapping[str, Any]) -> list[Problem]:
     found = []
     if len(name) > MAX_NAME:
         found.append(
-            Problem(path, f"{show(name)} has {len(name)} characters", f"{MAX_NAME} or fewer, as children add to it", "shorten it")
+            Problem(
+                path,
+                f"{show(name)} has {len(name)} characters",
+                f"{MAX_NAME} or fewer, as children add to it",
+                "shorten it",
+            )
         )
     if not re.match(NAME_PATTERN, name):
         form = "lower-case letters, digits and '-', beginning with a letter and not ending with '-'"

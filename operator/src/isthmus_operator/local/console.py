@@ -15,6 +15,7 @@ class Console:
         self._quiet = quiet
         self._colours: dict[str, int] = {}
         self._tty = out.isatty()
+        self._gone = False
 
     def say(self, text: str) -> None:
         """A message of ours."""
@@ -31,5 +32,11 @@ class Console:
         self._write(prefix + line)
 
     def _write(self, text: str) -> None:
-        self._out.write(text + "\n")
-        self._out.flush()
+        if self._gone:
+            return
+        try:
+            self._out.write(text + "\n")
+            self._out.flush()
+        except OSError:
+            # The reader left (a closed terminal, `| head`). The pods go on; their log files have everything.
+            self._gone = True

@@ -17,7 +17,7 @@ from ..errors import UserError
 from ..render.names import ROLE_LABEL, Component
 
 START_FIRST = (Component.STORE.value,)
-"""Roles that must be ready before others start: clients of a dead Mooncake master wait for a minute before they fail."""
+"""Roles that must be ready before others start: clients of a dead Mooncake master wait a minute before they fail."""
 
 STOP_ORDER = (Component.ROUTER.value, "", Component.STORE.value)
 """First who takes new work, last what the others depend on; the empty entry stands for all other roles."""
@@ -132,7 +132,9 @@ def _service_names(services: Sequence[dict[str, Any]], drafts: Sequence[_Draft])
     table: dict[tuple[str, str, int], str] = {}
     for service in services:
         meta, spec = service["metadata"], service["spec"]
-        behind = [d for d in drafts if spec["selector"].items() <= d.labels.items() and d.namespace == meta["namespace"]]
+        behind = [
+            d for d in drafts if spec["selector"].items() <= d.labels.items() and d.namespace == meta["namespace"]
+        ]
         if spec.get("clusterIP") != "None":
             behind = behind[:1]
         for port in spec["ports"]:
@@ -147,9 +149,7 @@ def _service_names(services: Sequence[dict[str, Any]], drafts: Sequence[_Draft])
     return replace
 
 
-def _pod(
-    draft: _Draft, run_dir: str, replace: Callable[[str], str], http_port: int | None, objects: Objects
-) -> Pod:
+def _pod(draft: _Draft, run_dir: str, replace: Callable[[str], str], http_port: int | None, objects: Objects) -> Pod:
     volumes = {v["name"]: v for v in draft.spec.get("volumes", [])}
     root = f"{run_dir}/pods/{draft.name}"
     files: dict[str, bytes] = {}
@@ -160,7 +160,10 @@ def _pod(
         places[name] = _place(draft.name, name, volume, root, objects, files, folders, needs)
 
     def container(raw: dict[str, Any]) -> Container:
-        mounts = {m["mountPath"]: posixpath.join(places[m["name"]], m.get("subPath", "")).rstrip("/") for m in raw.get("volumeMounts", [])}  # fmt: skip
+        mounts = {
+            m["mountPath"]: posixpath.join(places[m["name"]], m.get("subPath", "")).rstrip("/")
+            for m in raw.get("volumeMounts", [])
+        }
         env = _environment(draft, raw, objects)
 
         def final(text: str) -> str:
@@ -224,7 +227,8 @@ def _place(
             items = volume[key].get("items") or [{"key": k, "path": k} for k in content]
             for item in items:
                 if item["key"] not in content:
-                    raise UserError(f"{pod}: {kind} {volume[key][name_key]} has no key {item['key']}; add it to its data")
+                    name = volume[key][name_key]
+                    raise UserError(f"{pod}: {kind} {name} has no key {item['key']}; add it to its data")
                 files[f"{folder}/{item['path']}"] = content[item["key"]]
             return folder
     kind = next(key for key in volume if key != "name")
@@ -278,7 +282,7 @@ def _field(draft: _Draft, path: str) -> str:
 
 
 def _mounted(text: str, mounts: Mapping[str, str]) -> str:
-    """A path below a mount becomes a path of this machine. Longest mount first; once, so that a replaced path is final."""
+    """A path below a mount becomes a path of this machine. Longest mount first; once, so that the result is final."""
     for mount in sorted(mounts, key=len, reverse=True):
         match = re.search(rf"(?:^|(?<==)){re.escape(mount)}(?=/|$)", text)
         if match:

@@ -1,4 +1,4 @@
-"""Names, labels, ports and addresses of the children of a service. Used by every renderer, and by whoever looks for them."""
+"""Names, labels, ports and addresses of a service's children, for the renderers and for whoever looks for them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def metadata(
 
 
 def address(service: InferenceService, component: Component, port: int) -> str:
-    """host:port of a component's Service. No cluster domain, which is not ours to know: the pod's search list adds it."""
+    """host:port of a component's Service. The cluster's domain is not ours to know; the pod's search list adds it."""
     return f"{child_name(service.name, component.value)}.{service.namespace}.svc:{port}"
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -18,14 +21,26 @@ from ..models.config import read_json
 
 _LOG = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
-_DTYPES = ("F32", "F16", "BF16")
+_DTYPES = MappingProxyType({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16})
 # Derived from config.json, and stored by old exporters all the same.
 _DERIVED = "rotary_emb.inv_freq"
 _MAX_LISTED = 8
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """Where a tensor is."""
+
+    path: Path
+    file: FileIO
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """Byte offset in the file."""
+
+
 class Checkpoint:
-    """The tensors of a model directory, memory-mapped. A context manager: files are closed on leaving it."""
+    """The tensors of a model directory. A context manager: files are closed on leaving it."""
 
     def __init__(self, directory: str | Path, expected: Mapping[str, tuple[int, ...]]) -> None:
         """Open `directory` and check that it holds `expected` (name to shape), readable and nothing else.
@@ -34,7 +49,7 @@ class Checkpoint:
         """
         self._folder = Path(directory)
         self._stack = ExitStack()
-        self._where: dict[str, tuple[Path, Any]] = {}
+        self._entries: dict[str, _Entry] = {}
         try:
             self._open()
             self._check(expected)
@@ -46,35 +61,61 @@ class Checkpoint:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
-        self._where.clear()
         self._stack.close()
 
-    def take(self, name: str) -> Tensor:
-        """The tensor, backed by the mapped file."""
-        path, file = self._where[name]
-        try:
-            tensor: Tensor = file.get_tensor(name)
-        except SafetensorError as e:
-            raise WeightsError(f"{path}: tensor {name} cannot be read: {e}") from e
-        # A half-precision number is exact in fp32; no computation here is done in fp16.
-        return tensor.float() if tensor.dtype == torch.float16 else tensor
+    def take(self, *names: str) -> Tensor:
+        """The tensors joined along their first dimension, in memory of their own.
+
+        Bytes are read, not mapped: they land where they are wanted, and a file that shrinks meanwhile is an error and
+        not a signal. The dtype is the checkpoint's, except that fp16, in which nothing is computed, becomes fp32.
+        """
+        entries = [self._entries[name] for name in names]
+        dtypes = {entry.dtype for entry in entries}
+        if len(dtypes) > 1:
+            parts = [self.take(name) for name in names]
+            return torch.cat([part.float() for part in parts])
+        rows = sum(entry.shape[0] for entry in entries)
+        joined = torch.empty((rows, *entries[0].shape[1:]), dtype=_DTYPES[entries[0].dtype])
+        target = memoryview(joined.view(torch.uint8).numpy()).cast("B")
+        at = 0
+        for name, entry in zip(names, entries, strict=True):
+            end = at + entry.shape[0] * (joined[0].nbytes)
+            entry.file.seek(entry.start)
+            while at < end:
+                count = entry.file.readinto(target[at:end])
+                if not count:
+                    raise WeightsError(f"{entry.path}: tensor {name} ends {end - at} bytes early; the file was changed")
+                at += count
+        return joined.float() if joined.dtype == torch.float16 else joined
 
     def _open(self) -> None:
-        files = self._files()
         problems: list[str] = []
-        for path in files:
+        for path in self._files():
             try:
-                file = self._stack.enter_context(safe_open(path, framework="pt"))
+                # The library checks the header against the file: sizes, gaps and overlaps.
+                with safe_open(path, framework="pt"):
+                    pass
+                file = self._stack.enter_context(FileIO(path))
             except FileNotFoundError:
                 problems.append(f"{path} is missing")
                 continue
             except (SafetensorError, OSError) as e:
                 problems.append(f"{path} is not a complete safetensors file ({path.stat().st_size} bytes): {e}")
                 continue
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                if name in self._where:
-                    problems.append(f"{path}: tensor {name} is also in {self._where[name][0].name}")
-                self._where[name] = (path, file)
+            length = int.from_bytes(file.read(8), "little")
+            header: dict[str, Any] = json.loads(file.read(length))
+            for name, entry in header.items():
+                if name == "__metadata__":
+                    continue
+                if name in self._entries:
+                    problems.append(f"{path}: tensor {name} is also in {self._entries[name].path.name}")
+                self._entries[name] = _Entry(
+                    path=path,
+                    file=file,
+                    dtype=entry["dtype"],
+                    shape=tuple(entry["shape"]),
+                    start=8 + length + entry["data_offsets"][0],
+                )
         if problems:
             raise WeightsError(problems)
 
@@ -100,24 +141,26 @@ class Checkpoint:
     def _check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
         problems: list[str] = []
         for name, shape in expected.items():
-            if name not in self._where:
+            entry = self._entries.get(name)
+            if entry is None:
                 problems.append(f"{self._folder}: tensor {name} {list(shape)} is missing")
                 continue
-            path, file = self._where[name]
-            part = file.get_slice(name)
-            found, dtype = tuple(part.get_shape()), str(part.get_dtype())
-            if found != shape:
-                problems.append(f"{path}: tensor {name} has shape {list(found)}, config.json asks for {list(shape)}")
-            if dtype not in _DTYPES:
-                problems.append(f"{path}: tensor {name} has dtype {dtype}; supported: {', '.join(_DTYPES)}")
-        for name in sorted(self._where.keys() - expected.keys()):
+            if entry.shape != shape:
+                problems.append(
+                    f"{entry.path}: tensor {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
+                )
+            if entry.dtype not in _DTYPES:
+                problems.append(
+                    f"{entry.path}: tensor {name} has dtype {entry.dtype}; supported: {', '.join(_DTYPES)}"
+                )
+        for name in sorted(self._entries.keys() - expected.keys()):
             if name.endswith(_DERIVED):
                 continue
             if name == "lm_head.weight":
                 # Tied embeddings that were saved twice.
                 _LOG.debug("%s: lm_head.weight is ignored, the embedding is tied", self._folder)
                 continue
-            problems.append(f"{self._where[name][0]}: tensor {name} is not part of the architecture in config.json")
+            problems.append(f"{self._entries[name].path}: tensor {name} is not part of the architecture in config.json")
         if problems:
             hidden = len(problems) - _MAX_LISTED
             raise WeightsError([*problems[:_MAX_LISTED], *([f"... and {hidden} more"] if hidden > 0 else [])])

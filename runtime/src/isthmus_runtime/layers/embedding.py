@@ -14,7 +14,7 @@ class Embedding:
     __slots__ = ("_weight", "nbytes")
 
     def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
-        self._weight = weight.to(storage_dtype(weight, dtype), copy=True)
+        self._weight = weight.to(storage_dtype(weight, dtype))
         self.nbytes = self._weight.nbytes
 
     def __call__(self, token_ids: Tensor, out: Tensor) -> Tensor:

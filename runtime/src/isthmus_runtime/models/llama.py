@@ -22,8 +22,11 @@ from .config import ModelSpec
 class TensorSource(Protocol):
     """Checked weights by name."""
 
-    def take(self, name: str) -> Tensor:
-        """The tensor, in the dtype of the checkpoint. Its shape was checked against `tensor_shapes` before."""
+    def take(self, *names: str) -> Tensor:
+        """The tensors joined along their first dimension, in memory of their own and the dtype of the checkpoint.
+
+        Their shapes were checked against `tensor_shapes` before.
+        """
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -89,9 +92,8 @@ class LlamaModel:
     def __init__(self, spec: ModelSpec, source: TensorSource, dtype: torch.dtype) -> None:
         def linear(*names: str, bias: bool) -> Linear:
             # Weights join along their rows: one product instead of two or three.
-            weight = torch.cat([source.take(f"{name}.weight") for name in names])
-            joined = torch.cat([source.take(f"{name}.bias") for name in names]) if bias else None
-            return Linear(weight, joined, dtype)
+            weight = source.take(*(f"{name}.weight" for name in names))
+            return Linear(weight, source.take(*(f"{name}.bias" for name in names)) if bias else None, dtype)
 
         def norm(name: str) -> RmsNorm:
             return RmsNorm(source.take(f"{name}.weight"), spec.rms_norm_eps, dtype)

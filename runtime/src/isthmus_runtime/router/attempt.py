@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -16,8 +17,9 @@ from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from .links import LOST, Links, lost, refusal
 from .policy import Choice, Facts
-from .pool import Pool
+from .pool import Leg, Pool
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -34,8 +36,8 @@ class Attempt:
     """Use: `first()` once, then `next()` until a chunk has a finish reason; `close()` always.
 
     The caller's task reads the decode leg; the prefill leg runs in a task of its own from decode's reservation on.
-    Whatever goes wrong on one leg ends the other: decode learns of prefill's failure by a commit and recomputes or fails
-    by its own setting; prefill is cancelled by closing its connection and by an abort.
+    Whatever goes wrong on one leg ends the other: decode learns of prefill's failure by a commit and recomputes or
+    fails by its own setting; prefill is cancelled by closing its connection and by an abort.
     """
 
     def __init__(
@@ -58,7 +60,6 @@ class Attempt:
         self._body = body
         self._decode = choice.decode
         self._prefill = choice.prefill
-        self._prompt_tokens = facts.prompt_tokens
         self._attempt = attempt
         self._deadline = deadline
         self._pool = pool
@@ -75,7 +76,13 @@ class Attempt:
         self._delivered = False
         self._ended = False
         self._closed = False
+        self._decode_gone = False
+        self._prefill_timer: asyncio.Timeout | None = None
         self._leg = pool.hold(self._decode.url, facts.decode_tokens, self._decode_lost)
+        # Held from the start, so that the next choice sees the work that is on its way to this engine.
+        self._prefill_leg: Leg | None = None
+        if self._prefill is not None:
+            self._prefill_leg = pool.hold(self._prefill.url, facts.prompt_tokens, self._prefill_lost)
 
     async def first(self) -> TokenChunk:
         """The first chunk. Raises TryElsewhere or RequestError."""
@@ -114,6 +121,8 @@ class Attempt:
             return
         self._closed = True
         self._leg.release()
+        if self._prefill_leg is not None:
+            self._prefill_leg.release()
         if self._prefill_task is not None and not self._prefill_task.done():
             assert self._prefill is not None
             self._prefill_task.cancel()
@@ -124,7 +133,7 @@ class Attempt:
             return
         if self._response is not None:
             self._response.close()
-        if not self._leg.lost:
+        if not self._decode_gone:
             self._links.abort(self._decode.url, self._request.request_id, self._attempt)
 
     # -------------------------------------------------------------------------------------------------- decode leg
@@ -176,12 +185,13 @@ class Attempt:
             self._timer = None
 
     def _lost_decode(self, cause: object) -> EngineFailed:
+        self._decode_gone = True
         error = lost("decode", self._decode.url, self._attempt, cause)
         self._pool.failed(self._decode.url, error.message)
         return error
 
     def _decode_lost(self, reason: str) -> None:
-        self._interrupt(lost("decode", self._decode.url, self._attempt, reason))
+        self._interrupt(self._lost_decode(reason))
 
     def _interrupt(self, failure: RequestError | TryElsewhere) -> None:
         """Make the reader of the decode leg raise `failure`, now or at its next wait."""
@@ -200,6 +210,16 @@ class Attempt:
                 stage="decode",
             )
         self._prefill_task = asyncio.create_task(self._run_prefill(self._prefill.url, ticket))
+        self._prefill_task.add_done_callback(self._prefill_ended)
+
+    def _prefill_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the prefill leg of %s broke", self._request.request_id, exc_info=error)
+            self._interrupt(EngineFailed("internal error; the router's log has the details", stage="prefill"))
+
+    def _prefill_lost(self, reason: str) -> None:
+        if self._prefill_timer is not None and not self._prefill_timer.expired():
+            self._prefill_timer.reschedule(self._loop.time())
 
     async def _run_prefill(self, url: str, ticket: Ticket) -> None:
         try:
@@ -228,26 +248,24 @@ class Attempt:
 
     async def _ask_prefill(self, url: str, ticket: Ticket) -> None:
         body = f'{{"request":{self._body},"attempt":"{self._attempt}","ticket":{ticket.model_dump_json()}}}'
-        timer = asyncio.timeout_at(self._deadline)
-
-        def on_lost(reason: str) -> None:
-            if not timer.expired():
-                timer.reschedule(self._loop.time())
-
-        leg = self._pool.hold(url, self._prompt_tokens, on_lost)
+        leg = self._prefill_leg
+        assert leg is not None
+        timer = asyncio.timeout_at(self._loop.time() if leg.lost else self._deadline)
         try:
             async with timer:
+                self._prefill_timer = timer
                 response = await self._links.open(url, "/internal/prefill", body)
                 async with response:
                     raw = await response.read()
         except LOST as e:
             self._links.abort(url, self._request.request_id, self._attempt)
-            if timer.expired() and not leg.lost:
+            if not leg.lost and timer.expired():
                 raise DeadlineExceeded("the prompt was not computed within the request's deadline") from e
             error = lost("prefill", url, self._attempt, leg.lost or e)
             self._pool.failed(url, error.message)
             raise error from e
         finally:
+            self._prefill_timer = None
             leg.release()
         if response.status != 200:
             raise refusal(response.status, raw, "prefill", url)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 EXPECTED_OUTPUT_TOKENS = 256
-"""What an answer is taken to need when loads are compared: `max_tokens` is a limit, mostly far above the real length."""
+"""What an answer is taken to need when loads are compared: `max_tokens` is a limit, mostly far above its length."""
 
 
 UNPAIRED = "none"

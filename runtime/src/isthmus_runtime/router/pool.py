@@ -231,7 +231,8 @@ class Pool:
         self._of_address[address] = urls
         if urls == before:
             return
-        for url in before - urls:
+        elsewhere = set[str]().union(*(found for other, found in self._of_address.items() if other != address))
+        for url in before - urls - elsewhere:
             if (gone := self._engines.get(url)) is not None:
                 gone.listed = False
                 gone.wake.set()
@@ -277,7 +278,7 @@ class Pool:
 
     async def _probe(self, engine: _Engine) -> str:
         """Ask the engine; returns why it takes no requests."""
-        timeout = aiohttp.ClientTimeout(total=_PROBE_TIMEOUT_S)
+        timeout = aiohttp.ClientTimeout(total=min(_PROBE_TIMEOUT_S, self._dead_after / 2))
         try:
             async with self._session.get(engine.url + "/info", timeout=timeout) as answer:
                 body = await answer.read()

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-
 INSTALL_HINT = (
     "install mooncake-transfer-engine-non-cuda (CPU) or mooncake-transfer-engine-cuda13 (GPU), "
     "and the system package libibverbs1"

@@ -12,6 +12,7 @@ call that was given up may still read or write the KV pool: its attempt is not d
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -26,8 +27,8 @@ from ..kv.keys import record_key
 from ..protocol import Ticket
 from .backend import Effective
 from .bounded import INSTALL_HINT, TookTooLong, connect_problem, run_bounded
-from .direct import transport_environment
 from .slots import SLOT_BYTES, RecordSlots
+from .transport import transport_environment
 
 WORKERS = 4
 CHUNK_KEYS = 256
@@ -76,7 +77,9 @@ class _Job:
     done: Done
     timeout_s: float
     deadline: float
-    started: float | None = None
+    look_at: float
+    """When the watch looks whether the master is the reason that this takes so long."""
+    started: bool = False
     cancelled: bool = False
     reported: bool = False
     slot: int | None = None
@@ -108,6 +111,8 @@ class StoreTransfer:
         self._slots = RecordSlots()
         self._scoped: dict[str, set[str]] = {}
         """Request-scoped keys to remove, per attempt."""
+        self._written: dict[str, list[Piece]] = {}
+        """Shared blocks put so far, per attempt that has no record yet."""
         self._sweep: list[tuple[float, str]] = []
         self._answered = float("-inf")
         self._threads: list[threading.Thread] = []
@@ -219,6 +224,7 @@ class StoreTransfer:
     def forget(self, attempt: str) -> None:
         """Decode removes the attempt's keys. Prefill's stay until decode did, and are swept later."""
         with self._wake:
+            self._written.pop(attempt, None)
             keys = self._scoped.get(attempt)
             if keys is None or any(due for due, name in self._sweep if name == attempt):
                 return
@@ -233,10 +239,9 @@ class StoreTransfer:
             thread.join(timeout=1.0)
         if self._store is not None:
             store, self._store = self._store, None
-            try:
+            # A store whose master is gone may not end; its threads end with the process.
+            with contextlib.suppress(TookTooLong):
                 run_bounded(store.close, 5.0, "store-close")
-            except TookTooLong:
-                pass
 
     # --------------------------------------------------------------------------------------------------------- threads
 
@@ -249,7 +254,15 @@ class StoreTransfer:
         *,
         with_slot: bool,
     ) -> None:
-        job = _Job(attempt=attempt, work=work, done=done, timeout_s=timeout_s, deadline=self._clock() + timeout_s)
+        now = self._clock()
+        job = _Job(
+            attempt=attempt,
+            work=work,
+            done=done,
+            timeout_s=timeout_s,
+            deadline=now + timeout_s,
+            look_at=now + STALL_S,
+        )
         with self._wake:
             if with_slot:
                 job.slot = self._slots.take()
@@ -265,7 +278,8 @@ class StoreTransfer:
                 if self._closing.is_set():
                     return
                 job = self._queue.popleft()
-                job.started = self._clock()
+                job.started = True
+                job.look_at = self._clock() + STALL_S
                 skip = job.cancelled or job.reported
             result = self._run(job, skip)
             with self._wake:
@@ -283,6 +297,8 @@ class StoreTransfer:
             return job.work(job)
         except _Broken as error:
             return TransferResult(ok=False, moved_bytes=0, reason=str(error))
+        except Exception as error:
+            return TransferResult(ok=False, moved_bytes=0, reason=f"unexpected: {error!r}")
 
     def _report(self, job: _Job, result: TransferResult) -> None:
         with self._wake:
@@ -296,7 +312,9 @@ class StoreTransfer:
         while not self._closing.is_set():
             with self._wake:
                 open_jobs = [job for job in self._jobs if not job.reported]
-                due = min([self._watch_time(job) for job in open_jobs] + [t for t, _ in self._sweep], default=None)
+                due = min(
+                    [min(job.deadline, job.look_at) for job in open_jobs] + [t for t, _ in self._sweep], default=None
+                )
                 if due is None or due > self._clock():
                     self._wake.wait(None if due is None else due - self._clock())
                     continue
@@ -306,24 +324,20 @@ class StoreTransfer:
                 self._remove(name)
             now = self._clock()
             late = [job for job in open_jobs if now >= job.deadline]
-            stuck = [job for job in open_jobs if job not in late and now >= self._watch_time(job)]
-            if stuck and (problem := self._master_problem()):
-                for job in stuck:
+            slow = [job for job in open_jobs if job not in late and now >= job.look_at]
+            problem = self._master_problem() if slow else ""
+            for job in slow:
+                job.look_at = self._clock() + STALL_S
+                if problem:
                     self._give_up(job, problem)
-            for job in stuck:
-                job.started = self._clock() if job.started is not None else None
             for job in late:
                 self._give_up(job, f"the pool did not answer within {job.timeout_s:.3g} s")
-
-    def _watch_time(self, job: _Job) -> float:
-        waited_since = job.started if job.started is not None else job.deadline - job.timeout_s
-        return min(job.deadline, waited_since + STALL_S)
 
     def _give_up(self, job: _Job, reason: str) -> None:
         with self._wake:
             job.cancelled = True
             # A job still in the queue has not touched anything and never will.
-            running = job.started is not None
+            running = job.started
         self._report(job, TransferResult(ok=False, moved_bytes=0, reason=reason, settled=not running))
 
     def _master_problem(self) -> str:
@@ -356,11 +370,19 @@ class StoreTransfer:
                 self._put_all(job, scoped, pinned=True)
             if shared:
                 self._put_all(job, shared, pinned=False)
-                if missing := self._lease(job, shared):
-                    self._put_all(job, missing, pinned=False)
-                    if missing := self._lease(job, missing):
-                        raise _Broken(f"{len(missing)} blocks were evicted at once: the pool is too small for its load")
+                self._hold(job, shared)
+                with self._wake:
+                    self._written.setdefault(job.attempt, []).extend(shared)
         return sum(piece.nbytes for piece in pieces)
+
+    def _hold(self, job: _Job, pieces: Sequence[Piece]) -> None:
+        """Lease blocks, storing again what was evicted meanwhile."""
+        for first in range(0, len(pieces), CHUNK_KEYS):
+            chunk = pieces[first : first + CHUNK_KEYS]
+            if missing := self._lease(job, chunk):
+                self._put_all(job, missing, pinned=False)
+                if missing := self._lease(job, missing):
+                    raise _Broken(f"{len(missing)} blocks were evicted at once: the pool is too small for its load")
 
     def _put_all(self, job: _Job, pieces: Sequence[Piece], *, pinned: bool) -> None:
         left = list(pieces)
@@ -389,6 +411,10 @@ class StoreTransfer:
 
     def _put_record(self, job: _Job, record: bytes) -> None:
         assert job.slot is not None
+        with self._wake:
+            written = tuple(self._written.get(job.attempt, ()))
+        # A long prompt's first leases may have ended while the rest was computed.
+        self._hold(job, written)
         self._slots.write(job.slot, record)
         key = record_key("", job.attempt)
         self._scope(job.attempt, [key], job.timeout_s)

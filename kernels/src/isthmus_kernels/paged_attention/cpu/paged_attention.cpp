@@ -1,10 +1,11 @@
 // Causal attention of a mixed batch over a paged pool: online softmax over tiles of keys (../README.md).
 //
-// Work unit: one request, one kv head, a tile of queries (all q heads of the group together, so that each key
-// and value is read once for the group), one partition of the context. Partial results of partitions are
-// merged at the end. Few query rows (decode) read keys and values in place. Many rows (prefill) compute the
-// scores transposed, [keys][rows]: the queries are laid out as [D][rows] once, keys are broadcast, and the
-// softmax and the weighted sum need no transposition and no horizontal operation.
+// Work unit: one request, a tile of queries (all q heads of a kv head together, so that each key and value is
+// read once for the group) and one partition of the context. Partial results of partitions are merged at the
+// end. Few query rows (decode) take all kv heads in one unit and read keys and values in place, which walks
+// the pool in long runs. Many rows (prefill) take one kv head and compute the scores transposed, [keys][rows]:
+// the queries are laid out as [D][rows] once, keys are broadcast, and the softmax and the weighted sum need no
+// transposition and no horizontal operation.
 #include "common.h"
 
 namespace {
@@ -14,7 +15,7 @@ constexpr int ROW_TILE = 48;     // wanted query rows of a prefill unit
 constexpr int FEW = 8;           // at most this many rows take the in-place form
 constexpr int MAX_ROWS = 64;     // rows of a unit, padded: ROW_TILE or one token's group
 constexpr int MAX_DIM = 256;
-constexpr int64_t SPLIT_MIN = 128;  // fewest keys worth a partition of their own
+constexpr int64_t SPLIT_MIN = KEYS;  // fewest keys worth a partition of their own
 constexpr float LOWEST = -3.0e38f;
 
 #if defined(__AVX512F__)
@@ -31,18 +32,19 @@ struct Args {
 };
 
 struct Unit {
-    int32_t row, kv_head, first, count;  // queries [first, first + count) of the request's chunk
+    int32_t row, first, count;           // queries [first, first + count) of the request's chunk
+    int32_t head, heads;                 // kv heads [head, head + heads)
     int64_t begin, end;                  // keys
     int32_t splits, part;                // this is partition `part` of `splits`
     int64_t partial;                     // its place in the partial buffer, in query rows
 };
 
+// Of one thread. Decode units use all kv heads of `q`, `sum`, `top` and `total`, head by head.
 struct Scratch {
-    float q[MAX_ROWS * MAX_DIM];  // few: [rows][D]; many: [D][padded rows]
-    float sum[MAX_ROWS * MAX_DIM];
-    float keys[KEYS * MAX_DIM], values[KEYS * MAX_DIM];
-    float scores[MAX_ROWS * KEYS];  // few: [rows][KEYS]; many: [KEYS][padded rows]
-    float top[MAX_ROWS], total[MAX_ROWS], shrink[MAX_ROWS];
+    float *q;                       // few: [rows][D]; many: [D][padded rows]
+    float *sum, *top, *total;       // [rows][D], [rows], [rows]
+    float *shrink, *keys, *values;  // many rows only
+    float *scores;                  // few: [rows][KEYS]; many: [KEYS][padded rows]
 };
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -96,11 +98,11 @@ void product(float *c, int64_t c_step, bool resume, const float *a, int64_t a_ro
 
 // Scores of M rows against four keys read in place, D in steps of VW.
 template <int M, class C>
-INLINE void dots(float *scores, const float *q, const C *const *keys, int64_t dim) {
+INLINE void dots(float *scores, const float *q, const C *const *keys, int64_t shift, int64_t dim) {
     vf acc[M][4] = {};
     for (int64_t d = 0; d < dim; d += VW) {
         vf x[4];
-        for (int k = 0; k < 4; k++) x[k] = load(keys[k] + d);
+        for (int k = 0; k < 4; k++) x[k] = load(keys[k] + shift + d);
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) {
             const vf y = load(q + m * dim + d);
@@ -144,17 +146,45 @@ constexpr int STEP = VW == 16 ? 4 : 3;  // rows of the in-place forms: what the 
     if (rows - m == 2) FORM(2);                     \
     if (rows - m == 1) FORM(1);
 
-// Fold one tile into the running maximum, sum and weighted sum of a few query rows.
+// The keys of one tile: where each key and value of kv head 0 lies.
 template <class C>
-void few_rows(const Args &a, Scratch &s, const C *const *keys, const C *const *values, int64_t count, int64_t rows,
-              int64_t first, int64_t position, int64_t group) {
-    const int64_t dim = a.dim, padded = (count + VW - 1) / VW * VW;
-    {
-        // A last group of four repeats its final key; the surplus scores are masked below.
-        const int64_t whole = (count + 3) / 4 * 4;
-#define FORM(M)                          \
-    for (int64_t k = 0; k < whole; k += 4) \
-    dots<M>(s.scores + m * KEYS + k, s.q + m * dim, keys + k, dim)
+struct Tile {
+    int64_t first, count;
+    const C *keys[KEYS], *values[KEYS];
+
+    void locate(const Args &a, const C *pool, const int32_t *table, int64_t begin, int64_t end) {
+        first = begin;
+        count = smaller(KEYS, end - begin);
+        int64_t block = begin / a.block_size, offset = begin % a.block_size;
+        for (int64_t k = 0; k < count; block++, offset = 0) {
+            const C *at = pool + int64_t(table[block]) * a.block + offset * a.token;
+            for (; offset < a.block_size && k < count; offset++, k++, at += a.token) {
+                keys[k] = at;
+                values[k] = at + a.half;
+            }
+        }
+        // Keys are taken by fours; the surplus repeats the last one and is masked.
+        for (int64_t k = count; k % 4; k++) keys[k] = keys[count - 1];
+    }
+};
+
+INLINE void prefetch(const void *at, int64_t bytes) {
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)at + b, 0, 2);
+}
+
+// Fold one tile into the running maximum, sum and weighted sum of the few query rows of one kv head, while the
+// next tile (or head) is on its way from memory.
+template <class C>
+void few_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shift, const Tile<C> *next,
+              int64_t next_shift, int64_t rows, int64_t position, int64_t group) {
+    const int64_t dim = a.dim, count = tile.count, padded = (count + VW - 1) / VW * VW;
+    for (int64_t k = 0; k < count; k += 4) {
+        if (next)
+            for (int64_t i = k; i < smaller(k + 4, next->count); i++) {
+                prefetch(next->keys[i] + next_shift, dim * sizeof(C));
+                prefetch(next->values[i] + next_shift, dim * sizeof(C));
+            }
+#define FORM(M) dots<M>(s.scores + m * KEYS + k, s.q + m * dim, tile.keys + k, shift, dim)
         EACH_FEW(FORM)
 #undef FORM
     }
@@ -162,8 +192,8 @@ void few_rows(const Args &a, Scratch &s, const C *const *keys, const C *const *v
         float *row = s.scores + m * KEYS;
         const int64_t last = position + m / group;
         // Keys [from, to) of this tile are visible to the row; the rest weigh nothing.
-        const int64_t to = smaller(count, larger(0, last + 1 - first));
-        const int64_t from = a.window ? smaller(to, larger(0, last + 1 - a.window - first)) : 0;
+        const int64_t to = smaller(count, larger(0, last + 1 - tile.first));
+        const int64_t from = a.window ? smaller(to, larger(0, last + 1 - a.window - tile.first)) : 0;
         for (int64_t k = 0; k < from; k++) row[k] = -INFINITY;
         for (int64_t k = to; k < padded; k++) row[k] = -INFINITY;
         vf best = splat(s.top[m]);
@@ -184,12 +214,12 @@ void few_rows(const Args &a, Scratch &s, const C *const *keys, const C *const *v
         s.total[m] += hsum(added);
     }
     int64_t d = 0;
-#define FORM(M) weigh<M, 4>(s.sum + m * dim + d, s.scores + m * KEYS, values, d, count, dim)
+#define FORM(M) weigh<M, 4>(s.sum + m * dim + d, s.scores + m * KEYS, tile.values, shift + d, count, dim)
     for (; d + 4 * VW <= dim; d += 4 * VW) {
         EACH_FEW(FORM)
     }
 #undef FORM
-#define FORM(M) weigh<M, 1>(s.sum + m * dim + d, s.scores + m * KEYS, values, d, count, dim)
+#define FORM(M) weigh<M, 1>(s.sum + m * dim + d, s.scores + m * KEYS, tile.values, shift + d, count, dim)
     for (; d < dim; d += VW) {
         EACH_FEW(FORM)
     }
@@ -198,17 +228,17 @@ void few_rows(const Args &a, Scratch &s, const C *const *keys, const C *const *v
 
 // The tile's keys or values as fp32 [count][D].
 template <class C>
-INLINE void widen(float *to, const C *const *from, int64_t count, int64_t dim) {
+INLINE void widen(float *to, const C *const *from, int64_t shift, int64_t count, int64_t dim) {
     for (int64_t k = 0; k < count; k++)
-        for (int64_t d = 0; d < dim; d += VW) store(to + k * dim + d, load(from[k] + d));
+        for (int64_t d = 0; d < dim; d += VW) store(to + k * dim + d, load(from[k] + shift + d));
 }
 
 // As few_rows, with scores [keys][padded rows].
 template <class C>
-void many_rows(const Args &a, Scratch &s, const C *const *keys, const C *const *values, int64_t count, int64_t rows,
-               int64_t padded, int64_t first, int64_t position, int64_t group) {
-    const int64_t dim = a.dim;
-    widen(s.keys, keys, count, dim);
+void many_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shift, int64_t rows, int64_t padded,
+               int64_t position, int64_t group) {
+    const int64_t dim = a.dim, first = tile.first, count = tile.count;
+    widen(s.keys, tile.keys, shift, count, dim);
     product(s.scores, padded, false, s.keys, dim, 1, s.q, padded, count, padded, dim);
     for (int64_t k = 0; k < count; k++) {
         // Key first + k is visible to the query rows [from, to).
@@ -235,72 +265,94 @@ void many_rows(const Args &a, Scratch &s, const C *const *keys, const C *const *
         if (s.shrink[m] == 1.0f) continue;
         for (int64_t d = 0; d < dim; d += VW) store(s.sum + m * dim + d, load(s.sum + m * dim + d) * s.shrink[m]);
     }
-    widen(s.values, values, count, dim);
+    widen(s.values, tile.values, shift, count, dim);
     product(s.sum, dim, true, s.scores, 1, padded, s.values, dim, rows, dim, count);
 }
 
 INLINE int64_t padded_rows(int64_t rows) { return (rows + 2 * VW - 1) / (2 * VW) * (2 * VW); }
 
+// The scratch of the unit's kv head number h.
+INLINE Scratch of_head(const Args &a, const Scratch &s, int64_t h, int64_t rows) {
+    Scratch own = s;
+    own.q += h * rows * a.dim;
+    own.sum += h * rows * a.dim;
+    own.top += h * rows;
+    own.total += h * rows;
+    return own;
+}
+
 template <class C>
-void attend(const Args &a, const C *pool, const Unit &u, Scratch &s, int64_t rows, int64_t group) {
+void attend(const Args &a, const C *pool, const Unit &u, const Scratch &s, int64_t rows, int64_t group) {
     const int64_t position = a.lens[u.row] - (a.starts[u.row + 1] - a.starts[u.row]) + u.first;
     const int64_t padded = padded_rows(rows);
     const int32_t *table = a.tables + u.row * a.table_stride;
-    const C *base = pool + u.kv_head * a.head;
-    for (int64_t m = 0; m < padded; m++) s.top[m] = LOWEST, s.total[m] = 0.0f;
-    memset(s.sum, 0, rows * a.dim * sizeof(float));
-    for (int64_t first = u.begin; first < u.end; first += KEYS) {
-        const int64_t count = smaller(KEYS, u.end - first);
-        const C *keys[KEYS], *values[KEYS];
-        int64_t block = first / a.block_size, offset = first % a.block_size;
-        for (int64_t k = 0; k < count;) {
-            const C *at = base + int64_t(table[block]) * a.block + offset * a.token;
-            for (; offset < a.block_size && k < count; offset++, k++, at += a.token) {
-                keys[k] = at;
-                values[k] = at + a.half;
-            }
-            block++;
-            offset = 0;
+    const bool few = rows <= FEW;
+    for (int64_t m = 0; m < (few ? u.heads * rows : padded); m++) s.top[m] = LOWEST, s.total[m] = 0.0f;
+    memset(s.sum, 0, u.heads * rows * a.dim * sizeof(float));
+    Tile<C> tiles[2];
+    tiles[0].locate(a, pool, table, u.begin, u.end);
+    for (int64_t i = 0, first = u.begin; first < u.end; first += KEYS, i ^= 1) {
+        const bool more = first + KEYS < u.end;
+        if (more) tiles[i ^ 1].locate(a, pool, table, first + KEYS, u.end);
+        if (!few) {
+            many_rows(a, s, tiles[i], u.head * a.head, rows, padded, position, group);
+            continue;
         }
-        for (int64_t k = count; k % 4; k++) keys[k] = keys[count - 1];
-        if (rows <= FEW) few_rows(a, s, keys, values, count, rows, first, position, group);
-        else many_rows(a, s, keys, values, count, rows, padded, first, position, group);
+        for (int64_t h = 0; h < u.heads; h++) {
+            const bool last = h == u.heads - 1;
+            const Tile<C> *next = !last ? &tiles[i] : more ? &tiles[i ^ 1] : nullptr;
+            few_rows(a, of_head(a, s, h, rows), tiles[i], (u.head + h) * a.head, next,
+                     (u.head + (last ? 0 : h + 1)) * a.head, rows, position, group);
+        }
     }
 }
 
 template <class T>
-void load_queries(const Args &a, const T *q, const Unit &u, Scratch &s, int64_t rows, int64_t group) {
+INLINE T *query_row(const Args &a, T *base, int64_t token_stride, int64_t head_stride, const Unit &u, int64_t h,
+                    int64_t m, int64_t group) {
+    return base + (a.starts[u.row] + u.first + m / group) * token_stride +
+           ((u.head + h) * group + m % group) * head_stride;
+}
+
+template <class T>
+void load_queries(const Args &a, const T *q, const Unit &u, const Scratch &s, int64_t rows, int64_t group) {
     const int64_t padded = padded_rows(rows);
     if (rows > FEW) memset(s.q, 0, a.dim * padded * sizeof(float));
-    for (int64_t m = 0; m < rows; m++) {
-        const T *from = q + (a.starts[u.row] + u.first + m / group) * a.q_token +
-                        (u.kv_head * group + m % group) * a.q_head;
-        if (rows <= FEW)
-            for (int64_t d = 0; d < a.dim; d += VW) store(s.q + m * a.dim + d, load(from + d) * a.scale);
-        else
-            for (int64_t d = 0; d < a.dim; d++) s.q[d * padded + m] = to_float(from[d]) * a.scale;
-    }
+    for (int64_t h = 0; h < u.heads; h++)
+        for (int64_t m = 0; m < rows; m++) {
+            const T *from = query_row(a, q, a.q_token, a.q_head, u, h, m, group);
+            float *to = s.q + h * rows * a.dim;
+            if (rows <= FEW)
+                for (int64_t d = 0; d < a.dim; d += VW) store(to + m * a.dim + d, load(from + d) * a.scale);
+            else
+                for (int64_t d = 0; d < a.dim; d++) to[d * padded + m] = to_float(from[d]) * a.scale;
+        }
 }
 
 template <class T>
-INLINE T *out_row(const Args &a, T *out, const Unit &u, int64_t m, int64_t group) {
-    return out + (a.starts[u.row] + u.first + m / group) * a.out_token + (u.kv_head * group + m % group) * a.out_head;
+void write_out(const Args &a, T *out, const Unit &u, const Scratch &s, int64_t rows, int64_t group) {
+    for (int64_t h = 0; h < u.heads; h++)
+        for (int64_t m = 0; m < rows; m++) {
+            T *to = query_row(a, out, a.out_token, a.out_head, u, h, m, group);
+            const float *sum = s.sum + (h * rows + m) * a.dim, factor = 1.0f / s.total[h * rows + m];
+            for (int64_t d = 0; d < a.dim; d += VW) store(to + d, load(sum + d) * factor);
+        }
 }
 
 // Partial buffer: per query row of a partition, top, total, then the unnormalised sum [D].
 template <class T>
 void merge(const Args &a, T *out, const Unit &u, const float *partial, int64_t group) {
-    const int64_t rows = u.count * group, width = a.dim + 2;
-    for (int64_t m = 0; m < rows; m++) {
+    const int64_t rows = u.count * group, all = u.heads * rows, width = a.dim + 2;
+    for (int64_t m = 0; m < all; m++) {
         float top = LOWEST, total = 0.0f, sum[MAX_DIM] = {};
-        for (int p = 0; p < u.splits; p++) top = fmaxf(top, partial[(u.partial + p * rows + m) * width]);
+        for (int p = 0; p < u.splits; p++) top = fmaxf(top, partial[(u.partial + p * all + m) * width]);
         for (int p = 0; p < u.splits; p++) {
-            const float *from = partial + (u.partial + p * rows + m) * width;
+            const float *from = partial + (u.partial + p * all + m) * width;
             const float factor = expf(from[0] - top);
             total += from[1] * factor;
             for (int64_t d = 0; d < a.dim; d++) sum[d] += from[2 + d] * factor;
         }
-        T *to = out_row(a, out, u, m, group);
+        T *to = query_row(a, out, a.out_token, a.out_head, u, m / rows, m % rows, group);
         for (int64_t d = 0; d < a.dim; d++) put(to + d, sum[d] / total);
     }
 }
@@ -314,8 +366,10 @@ struct Plan {
 Plan plan(const Args &a, int64_t requests, int64_t group, int64_t threads, Unit *to) {
     const int64_t tokens_per_tile = larger(1, ROW_TILE / group);
     int64_t whole = 0;
-    for (int64_t r = 0; r < requests; r++)
-        whole += (a.starts[r + 1] - a.starts[r] + tokens_per_tile - 1) / tokens_per_tile * a.kv_heads;
+    for (int64_t r = 0; r < requests; r++) {
+        const int64_t queries = a.starts[r + 1] - a.starts[r];
+        whole += queries * group <= FEW ? queries > 0 : (queries + tokens_per_tile - 1) / tokens_per_tile * a.kv_heads;
+    }
     // With plenty of units every thread is busy anyway, and partitions only cost their merge.
     const int64_t wanted = whole >= 8 * threads || threads == 1 ? 1 : (8 * threads + whole - 1) / larger(1, whole);
     Plan plan = {to, 0, 0};
@@ -325,26 +379,47 @@ Plan plan(const Args &a, int64_t requests, int64_t group, int64_t threads, Unit 
         for (int64_t tile = (queries + tokens_per_tile - 1) / tokens_per_tile - 1; tile >= 0; tile--) {
             const int64_t first = tile * tokens_per_tile, count = smaller(tokens_per_tile, queries - first);
             const int64_t begin = a.window ? larger(0, start + first + 1 - a.window) : 0, end = start + first + count;
-            const int64_t splits = larger(1, smaller(wanted, (end - begin) / SPLIT_MIN));
-            const int64_t size = (end - begin + splits - 1) / splits;
-            for (int64_t h = 0; h < a.kv_heads; h++)
+            const int64_t parts = larger(1, smaller(wanted, (end - begin) / SPLIT_MIN));
+            // Whole tiles to each partition, so that none has a ragged tile inside the context.
+            const int64_t size = ((end - begin + parts - 1) / parts + KEYS - 1) / KEYS * KEYS;
+            const int64_t splits = (end - begin + size - 1) / size;
+            const int64_t heads = count * group <= FEW ? a.kv_heads : 1;
+            for (int64_t h = 0; h < a.kv_heads; h += heads) {
                 for (int64_t p = 0; p < splits; p++) {
                     if (to)
-                        to[plan.count] = {int32_t(r),
-                                          int32_t(h),
-                                          int32_t(first),
-                                          int32_t(count),
-                                          begin + p * size,
+                        to[plan.count] = {int32_t(r),     int32_t(first),
+                                          int32_t(count), int32_t(h),
+                                          int32_t(heads), begin + p * size,
                                           smaller(begin + (p + 1) * size, end),
-                                          int32_t(splits),
-                                          int32_t(p),
+                                          int32_t(splits), int32_t(p),
                                           plan.partial_rows};
                     plan.count++;
-                    if (p == splits - 1 && splits > 1) plan.partial_rows += splits * count * group;
                 }
+                if (splits > 1) plan.partial_rows += splits * heads * count * group;
+            }
         }
     }
     return plan;
+}
+
+// Floats of one thread's scratch, and the scratch laid out in them.
+INLINE int64_t scratch_rows(const Args &a) { return larger(MAX_ROWS, FEW * a.kv_heads); }
+INLINE int64_t scratch_floats(const Args &a) {
+    const int64_t rows = scratch_rows(a);
+    return 2 * rows * a.dim + 2 * rows + MAX_ROWS + 2 * KEYS * a.dim + MAX_ROWS * KEYS;
+}
+INLINE Scratch lay_out(const Args &a, float *at) {
+    const int64_t rows = scratch_rows(a);
+    Scratch s;
+    s.q = at, at += rows * a.dim;
+    s.sum = at, at += rows * a.dim;
+    s.keys = at, at += KEYS * a.dim;
+    s.values = at, at += KEYS * a.dim;
+    s.scores = at, at += MAX_ROWS * KEYS;
+    s.shrink = at, at += MAX_ROWS;
+    s.top = at, at += rows;
+    s.total = at;
+    return s;
 }
 
 template <class T, class C>
@@ -352,10 +427,10 @@ int64_t run(const Args &a, T *out, const T *q, const C *pool, int64_t requests) 
     const int64_t group = a.heads / a.kv_heads, threads = omp_get_max_threads();
     const Plan size = plan(a, requests, group, threads, nullptr);
     if (size.count == 0) return 0;
-    const int64_t width = a.dim + 2;
+    const int64_t width = a.dim + 2, floats = (scratch_floats(a) + 15) / 16 * 16;
     Unit *units = (Unit *)malloc(size.count * sizeof(Unit));
     float *partial = size.partial_rows ? (float *)malloc(size.partial_rows * width * sizeof(float)) : nullptr;
-    Scratch *scratch = (Scratch *)malloc(threads * sizeof(Scratch));
+    float *scratch = (float *)aligned_alloc(64, threads * floats * sizeof(float));
     if (!units || !scratch || (size.partial_rows && !partial)) {
         free(units), free(partial), free(scratch);
         return 1;
@@ -363,24 +438,22 @@ int64_t run(const Args &a, T *out, const T *q, const C *pool, int64_t requests) 
     plan(a, requests, group, threads, units);
 #pragma omp parallel num_threads(threads) if (size.count > 1)
     {
-        Scratch &s = scratch[omp_get_thread_num()];
+        const Scratch s = lay_out(a, scratch + omp_get_thread_num() * floats);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < size.count; i++) {
             const Unit &u = units[i];
-            const int64_t rows = u.count * group;
+            const int64_t rows = u.count * group, all = u.heads * rows;
             load_queries(a, q, u, s, rows, group);
             attend(a, pool, u, s, rows, group);
-            for (int64_t m = 0; m < rows; m++) {
-                if (u.splits == 1) {
-                    T *to = out_row(a, out, u, m, group);
-                    const float factor = 1.0f / s.total[m];
-                    for (int64_t d = 0; d < a.dim; d += VW) store(to + d, load(s.sum + m * a.dim + d) * factor);
-                } else {
-                    float *to = partial + (u.partial + u.part * rows + m) * width;
-                    to[0] = s.top[m];
-                    to[1] = s.total[m];
-                    memcpy(to + 2, s.sum + m * a.dim, a.dim * sizeof(float));
-                }
+            if (u.splits == 1) {
+                write_out(a, out, u, s, rows, group);
+                continue;
+            }
+            for (int64_t m = 0; m < all; m++) {
+                float *to = partial + (u.partial + u.part * all + m) * width;
+                to[0] = s.top[m];
+                to[1] = s.total[m];
+                memcpy(to + 2, s.sum + m * a.dim, a.dim * sizeof(float));
             }
         }
         if (partial) {

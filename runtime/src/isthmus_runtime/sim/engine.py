@@ -1,0 +1,319 @@
+"""One engine process: the real loop, scheduler, pool, agent and fake executor, under the virtual clock.
+
+`EngineLoop.turn` and `collect` are the two halves of the real `step`: the second runs when the oldest submitted plan
+ends in virtual time, so that other processes act in between. What `engine/backend.py` and `engine/server.py` do over
+asyncio and HTTP (claim an id, frame replies, abort when the caller hangs up) is mirrored here in `serve`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from ..config import SchedulerConfig, TransferConfig
+from ..engine.loop import EngineLoop, Reply
+from ..engine.scheduler import Scheduler
+from ..errors import InvalidRequest
+from ..executor.fake import ENTRY_BYTES, FakeExecutor
+from ..interfaces import HandoffEvent, KvHandoff, KvMemory, StepOutput, StepPlan
+from ..kv.groups import GroupPlan
+from ..kv.plan import KvPlan
+from ..kv.pool import BlockPool
+from ..kv.prefix import BlockEvent
+from ..protocol import AbortCall, CommitCall, GenerateCall, PrefillCall
+from ..request import FinishReason, TokenChunk
+from ..router.policy import Endpoint
+from ..transfer.agent import TransferAgent
+from ..transfer.backend import TransferBackend
+from .clock import Clock, Violation
+from .faults import Scenario
+from .network import Exchange
+
+TURNS_AT_ONCE = 200
+"""More turns than this at one instant is a busy loop."""
+
+
+class VirtualExecutor:
+    """`FakeExecutor` whose steps take time. The bytes move at the start or at the end of a step, as chance has it."""
+
+    def __init__(self, clock: Clock, num_blocks: int, block_size: int, layout: str, step_s: float) -> None:
+        self.fake = FakeExecutor(num_blocks, block_size, layout_digest=layout)
+        self._clock = clock
+        self._step_s = step_s
+        self._free_at = 0.0
+        self.dead = False
+        self.ends: deque[float] = deque()
+        """When each step in flight ends."""
+
+    def submit(self, plan: StepPlan) -> Future[StepOutput]:
+        """Queue a step behind those in flight."""
+        future: Future[StepOutput] = Future()
+        start = max(self._clock.now, self._free_at)
+        took = self._step_s * (0.5 + self._clock.random.random()) * (1 + plan.num_tokens / 16)
+        self._free_at = start + took
+        self.ends.append(self._free_at)
+        early = self._clock.chance(0.5)
+        output: list[StepOutput] = []
+
+        def begin() -> None:
+            if early and not self.dead:
+                output.append(self.fake.run(plan))
+
+        def end() -> None:
+            if not self.dead:
+                future.set_result(output[0] if output else self.fake.run(plan))
+
+        self._clock.after(start - self._clock.now, begin)
+        self._clock.after(self._free_at - self._clock.now, end)
+        return future
+
+    def kv_memory(self) -> KvMemory:
+        """The pool."""
+        return self.fake.kv_memory()
+
+    def close(self) -> None:
+        """No step runs any more."""
+        self.dead = True
+        self.fake.close()
+
+
+@dataclass(slots=True)
+class _Stream:
+    exchange: Exchange
+    request_id: str
+    attempt: str
+
+
+class Engine:
+    """One process, from start to crash or stop. A restart is a new `Engine` under the same name."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        scenario: Scenario,
+        name: str,
+        role: str,
+        epoch: str,
+        connect: Callable[[Engine], TransferBackend],
+        on_step: Callable[[Engine], None],
+        *,
+        odd: bool = False,
+    ) -> None:
+        self.clock = clock
+        self.name = name
+        self.role = role
+        self.epoch = epoch
+        self.up = True
+        self.draining = False
+        self._on_step = on_step
+        block_size = scenario.block_size * 2 if odd else scenario.block_size
+        self.block_size = block_size
+        self.layout = f"layout-{block_size}"
+        blocks = scenario.prefill_blocks if role == "prefill" else scenario.decode_blocks
+        self.mode = scenario.mode
+        self.executor = VirtualExecutor(clock, blocks, block_size, self.layout, scenario.step_s)
+        self.published: deque[BlockEvent] = deque(maxlen=4096)
+        self.pool = BlockPool(blocks, prefix_caching=scenario.prefix_caching, events=self.published)
+        plan = KvPlan(
+            num_blocks=blocks,
+            usable_blocks=blocks - 1,
+            block_size=block_size,
+            bytes_per_block=block_size * ENTRY_BYTES,
+            max_model_len=min(scenario.max_model_len, (blocks - 1) * block_size),
+            groups=(GroupPlan(block_size=block_size),),
+            workers=(),
+        )
+        config = SchedulerConfig(
+            max_batched_tokens=scenario.budget,
+            max_num_seqs=scenario.rows,
+            max_waiting=scenario.max_waiting,
+            queue_timeout_s=scenario.queue_timeout_s,
+        )
+        self.scheduler = Scheduler(
+            config,
+            plan,
+            self.pool,
+            layout_digest=self.layout,
+            block_bytes=block_size * ENTRY_BYTES,
+            recompute=scenario.recompute,
+        )
+        self.backend = connect(self)
+        self.backend.prepare(self.executor.kv_memory(), 1.0)
+        self.agents: list[TransferAgent] = []
+        transfer = TransferConfig(mode=scenario.mode, timeout_s=scenario.transfer_timeout_s)
+
+        def handoff(notify: Callable[[HandoffEvent], None]) -> KvHandoff:
+            agent = TransferAgent(self.backend, self.executor.kv_memory(), transfer, notify, clock.time)
+            self.agents.append(agent)
+            return agent
+
+        self.loop = EngineLoop(self.scheduler, self.executor, self._sink, handoff=handoff, clock=clock.time)
+        self._streams: dict[str, _Stream] = {}
+        self._collecting = False
+        self._timer: float | None = None
+        self._burst = (0.0, 0)
+
+    @property
+    def agent(self) -> TransferAgent:
+        """The one transfer agent."""
+        return self.agents[0]
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """What `/info` makes the router know."""
+        return Endpoint(self.name, f"{self.layout}/abi", self.mode, self.epoch)
+
+    @property
+    def busy(self) -> bool:
+        """Whether somebody waits for an answer."""
+        return bool(self._streams)
+
+    # ------------------------------------------------------------------------------------------- running the loop
+
+    def poll(self) -> None:
+        """Give the loop its thread if it has something to do. Called after every event of the world."""
+        while self.up and not self._collecting:
+            wake = self.loop.wakes_at()
+            if wake is None:
+                self._idle()
+                return
+            if wake > self.clock.now:
+                self._idle()
+                self._wake_at(wake)
+                return
+            at, turns = self._burst
+            self._burst = (self.clock.now, turns + 1 if at == self.clock.now else 0)
+            if self._burst[1] > TURNS_AT_ONCE:
+                raise Violation(f"{self.name} spins: {TURNS_AT_ONCE} turns at one instant")
+            if self.loop.turn():
+                self._collecting = True
+                self.clock.after(max(0.0, self.executor.ends[0] - self.clock.now), self._collect)
+            self._on_step(self)
+
+    def _collect(self) -> None:
+        if not self.up:
+            return
+        self.executor.ends.popleft()
+        self._collecting = False
+        self.loop.collect()
+        self._on_step(self)
+        self.poll()
+
+    def _wake_at(self, when: float) -> None:
+        if self._timer is not None and self.clock.now <= self._timer <= when:
+            return
+        self._timer = when
+
+        def fire() -> None:
+            if self._timer == when:
+                self._timer = None
+            self.poll()
+
+        self.clock.after(when - self.clock.now, fire)
+
+    def _idle(self) -> None:
+        """The thread sleeps: whoever waits must wait for something that a deadline bounds."""
+        if not self.scheduler.has_work:
+            return
+        waits = [seq for seq in self.scheduler.live() if seq.phase.value in ("waiting", "ready", "running")]
+        if not waits or self.scheduler.handoffs.holding() or self.pool.counts().quarantined:
+            return
+        ids = [f"{seq.sid} {seq.phase.value} {seq.written}/{seq.end_len}" for seq in waits]
+        raise Violation(f"{self.name} sleeps while work waits and nobody holds its blocks: {ids}; {self.pool.counts()}")
+
+    # ------------------------------------------------------------------------------------------------ HTTP surface
+
+    def serve(self, exchange: Exchange, body: object) -> None:
+        """One call of the router."""
+        match body:
+            case GenerateCall():
+                sid = body.attempt or body.request.request_id
+                if self._claim(sid, exchange, body.request.request_id, body.attempt):
+                    self.loop.generate(
+                        body.request.to_request(),
+                        attempt=body.attempt,
+                        peer_url=body.prefill_url,
+                        peer_epoch=body.prefill_epoch,
+                    )
+            case PrefillCall():
+                if self._claim(body.attempt, exchange, body.request.request_id, body.attempt):
+                    self.loop.prefill(body)
+            case CommitCall():
+                self.loop.commit(body)
+                exchange.push({})
+                exchange.end()
+            case AbortCall():
+                self.loop.abort(body.request_id, body.attempt, "aborted by the router")
+                exchange.push({})
+                exchange.end()
+            case other:
+                raise AssertionError(f"unknown call {other!r}")
+        self.poll()
+
+    def _claim(self, sid: str, exchange: Exchange, request_id: str, attempt: str) -> bool:
+        if sid in self._streams:
+            error = InvalidRequest(f"request id {sid!r} is already in progress; use a new one", param="request_id")
+            exchange.push(TokenChunk(finish_reason=FinishReason.ERROR, error=error))
+            exchange.end()
+            return False
+        self._streams[sid] = _Stream(exchange, request_id, attempt)
+
+        def closed() -> None:
+            stream = self._streams.get(sid)
+            if self.up and stream is not None and stream.exchange is exchange:
+                del self._streams[sid]
+                self.loop.abort(request_id, attempt, "the client disconnected")
+                self.poll()
+
+        exchange.on_close = closed
+        return True
+
+    def _sink(self, replies: Sequence[tuple[str, Reply]]) -> None:
+        for sid, reply in replies:
+            stream = self._streams.get(sid)
+            if stream is None:
+                continue
+            ended = not hasattr(reply, "layout_digest") and (
+                not isinstance(reply, TokenChunk) or reply.finish_reason is not None
+            )
+            if ended:
+                del self._streams[sid]
+            self.clock.note(self.name, "reply", sid, _short(reply))
+            stream.exchange.push(reply)
+            if ended:
+                stream.exchange.end()
+
+    # -------------------------------------------------------------------------------------------------- end of life
+
+    def crash(self) -> None:
+        """The process is killed: connections break, nothing more is computed or sent."""
+        self.up = False
+        self.executor.close()
+        for stream in self._streams.values():
+            stream.exchange.end("connection reset")
+        self._streams.clear()
+
+    def drain(self, timeout_s: float, gone: Callable[[Engine], None]) -> None:
+        """Take nothing new, finish what runs within `timeout_s`, then stop as SIGTERM does."""
+        self.draining = True
+        until = self.clock.now + timeout_s
+
+        def look() -> None:
+            if not self.up:
+                return
+            if self.clock.now < until and (self.busy or self.agent.stats().live):
+                self.clock.after(0.02, look)
+                return
+            self.loop.stop()
+            gone(self)
+
+        look()
+
+
+def _short(reply: Reply) -> object:
+    if isinstance(reply, TokenChunk):
+        error = "" if reply.error is None else f" {type(reply.error).__name__}: {reply.error.message}"
+        return f"tokens {list(reply.token_ids)} {reply.finish_reason or ''}{error}"
+    return type(reply).__name__

@@ -1,0 +1,93 @@
+"""Which transport moves the bytes, how Mooncake is told, and how blocks become runs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..errors import ConfigError
+from ..interfaces import KvMemory, Piece
+
+FLOOR_GBPS = {"rdma": 2.0, "nvlink": 20.0}
+"""A probe below this means that something slower moved the bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Adjacent bytes on both sides."""
+
+    source: int
+    target: int
+    nbytes: int
+
+
+def merge_runs(pieces: Iterable[Piece], memory: KvMemory) -> list[Run]:
+    """Pieces as the fewest runs that are adjacent both here and at the peer. Order is free, so they are sorted."""
+    runs: list[Run] = []
+    for piece in sorted(pieces, key=lambda p: p.block_id):
+        source = memory.base + piece.block_id * memory.block_stride
+        last = runs[-1] if runs else None
+        if last and last.source + last.nbytes == source and last.target + last.nbytes == piece.remote_address:
+            runs[-1] = Run(last.source, last.target, last.nbytes + piece.nbytes)
+        else:
+            runs.append(Run(source, piece.remote_address, piece.nbytes))
+    return runs
+
+
+def choose_transport(
+    asked: str, fallback: str, *, device: str, rdma_devices: Sequence[str], nvlink_built: bool
+) -> tuple[str, str]:
+    """(transport, Mooncake protocol) for a request of auto | rdma | nvlink | tcp.
+
+    Raises:
+        ConfigError: an explicit transport is not available here, or auto would settle for less than the device needs.
+    """
+    gpu = device.startswith("cuda")
+    if asked == "rdma":
+        if not rdma_devices:
+            raise ConfigError("--transfer-transport rdma: no RDMA device in /sys/class/infiniband; use tcp or auto")
+        return "rdma", "rdma"
+    if asked == "nvlink":
+        if not gpu:
+            raise ConfigError(f"--transfer-transport nvlink: the KV pool is on {device!r}, not on a GPU; use tcp")
+        if not nvlink_built:
+            raise ConfigError("--transfer-transport nvlink: this Mooncake build has no NVLink; install the CUDA build")
+        return "nvlink", "nvlink_intra"
+    if asked == "tcp":
+        return "tcp", "tcp"
+    if asked != "auto":
+        raise ConfigError(f"--transfer-transport {asked!r} is unknown; allowed: auto, rdma, nvlink, tcp")
+    if gpu and nvlink_built:
+        return "nvlink", "nvlink_intra"
+    if rdma_devices:
+        return "rdma", "rdma"
+    if gpu and fallback != "allow-tcp":
+        raise ConfigError("--transfer-transport auto found neither NVLink nor RDMA; --transfer-fallback allow-tcp")
+    return "tcp", "tcp"
+
+
+def transport_environment(transport: str, timeout_s: float) -> dict[str, str]:
+    """Mooncake's settings, which it reads from the environment when an engine starts."""
+    seconds = str(max(1, round(timeout_s)))
+    env = {
+        # Defaults of 1024 make a large prompt fail after partial writes, and can leave the peer unusable.
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+        "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "65535",
+        # 1 would report a write as complete while its bytes are still in socket buffers.
+        "MC_TCP_PROTO": "2",
+        "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+        "MC_TCP_SLICE_SIZE": str(256 << 10),
+        # How long a dead or silent peer goes unnoticed.
+        "MC_TCP_ADMISSION_TIMEOUT_MS": "300",
+        "MC_HANDSHAKE_CONNECT_TIMEOUT": "1",
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": seconds,
+        "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
+        "MC_LOG_LEVEL": "ERROR",
+    }
+    if transport == "tcp":
+        # Without it an engine on a host with RDMA cards takes those, whatever protocol it is given.
+        env["MC_FORCE_TCP"] = "1"
+    if transport == "nvlink":
+        # The name differs between releases; without it the protocol silently runs over TCP.
+        env["MC_INTRANODE_NVLINK"] = env["MC_INTRA_NVLINK"] = "1"
+    return env
