@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.metadata import version
@@ -23,7 +24,8 @@ from .engine.scheduler import Scheduler
 from .engine.server import MAX_BODY_BYTES, EngineMeters, EngineServer
 from .errors import EngineFailed
 from .httpd import InFlight, error_middleware, run_app
-from .interfaces import Executor, KvMemory
+from .interfaces import Executor, HandoffEvent, KvHandoff
+from .kv.groups import LayerSpec
 from .kv.keys import layout_digest
 from .kv.plan import KvPlan, plan
 from .kv.plan_input import KvPlanInput
@@ -33,6 +35,11 @@ from .openai.tokenizer import Tokenizer
 from .protocol import KV_ABI, EngineInfo, KvInfo, TransferInfo
 
 log = logging.getLogger(__name__)
+
+PREPARE_TIMEOUT_S = 30.0
+"""Registering the pool and reaching the store's master may take this long at start."""
+
+HandoffFactory = Callable[[Callable[[HandoffEvent], None]], KvHandoff]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +69,12 @@ def serve_engine(config: EngineConfig) -> int:
     return asyncio.run(_serve(config, loaded, started))
 
 
-def _plan(config: EngineConfig, specs: tuple[object, ...], free_bytes: int, model_limit: int) -> KvPlan:
+def _plan(config: EngineConfig, specs: tuple[LayerSpec, ...], free_bytes: int, model_limit: int) -> KvPlan:
     memory = config.kv.memory_bytes
     auto = config.scheduler.max_model_len is None
     return plan(
         KvPlanInput(
-            workers=(specs,),  # type: ignore[arg-type]
+            workers=(specs,),
             available_bytes=(memory if memory is not None else int(free_bytes * config.kv.memory_fraction),),
             max_model_len=config.scheduler.max_model_len or model_limit,
             auto_fit=auto,
@@ -107,7 +114,6 @@ def _load_torch(config: EngineConfig) -> _Loaded:
 
 def _load_fake(config: EngineConfig) -> _Loaded:
     from .executor.fake import ENTRY_BYTES, VOCAB_SIZE, FakeExecutor
-    from .kv.groups import LayerSpec
 
     # One head of width 1 in fp32, keys and values, takes as many bytes as a fake entry.
     spec = LayerSpec(kind="full", layers=1, block_size=config.kv.block_size, dtype="fp32", kv_heads=1, head_dim=1)
@@ -138,7 +144,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, started: float) -> int:
         recompute=config.transfer.on_failure == "recompute",
     )
     streams = Streams(asyncio.get_running_loop())
-    mover = _Mover.none() if config.transfer.mode == "none" else _Mover.start(config, loaded)
+    mover = _Mover.start(config, loaded)
     engine = EngineLoop(scheduler, loaded.executor, streams.sink, handoff=mover.handoff)
     backend = EngineBackend(engine, streams)
     in_flight = InFlight()
@@ -211,18 +217,31 @@ async def _serve(config: EngineConfig, loaded: _Loaded, started: float) -> int:
 class _Mover:
     """The transfer side of an engine, or its absence."""
 
-    def __init__(self, info: TransferInfo, handoff: object = None) -> None:
+    def __init__(self, info: TransferInfo, handoff: HandoffFactory | None = None) -> None:
         self.info = info
         self.handoff = handoff
 
     @staticmethod
-    def none() -> _Mover:
-        """A unified engine without transfer."""
-        return _Mover(TransferInfo())
-
-    @staticmethod
     def start(config: EngineConfig, loaded: _Loaded) -> _Mover:
-        """Register the pool with the transport and measure it."""
-        memory: KvMemory = replace(loaded.executor.kv_memory(), layout_digest=loaded.digest)
-        del memory
-        return _Mover(TransferInfo(epoch=uuid.uuid4().hex))
+        """Register the pool with the transport, measure it, and offer the agent to the loop."""
+        if config.transfer.mode == "none":
+            return _Mover(TransferInfo())
+        from .transfer.agent import TransferAgent
+        from .transfer.factory import make_transfer
+
+        memory = replace(loaded.executor.kv_memory(), layout_digest=loaded.digest)
+        transfer = make_transfer(config.transfer)
+        transfer.prepare(memory, PREPARE_TIMEOUT_S)
+        effective = transfer.effective()
+        log.info("KV transfer: %s over %s, %.2f GB/s", config.transfer.mode, effective.transport, effective.gbps)
+        info = TransferInfo(
+            mode=config.transfer.mode,  # type: ignore[arg-type]
+            transport=effective.transport,
+            probed_gbps=round(effective.gbps, 3),
+            epoch=uuid.uuid4().hex,
+        )
+
+        def handoff(notify: Callable[[HandoffEvent], None]) -> KvHandoff:
+            return TransferAgent(transfer, memory, config.transfer, notify, time.monotonic)
+
+        return _Mover(info, handoff)

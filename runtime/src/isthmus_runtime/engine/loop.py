@@ -260,7 +260,11 @@ class EngineLoop:
                     replies.append((sid, chunk))
                 case OpenReceive(job):
                     assert self._handoff is not None
-                    replies.append((job.attempt, self._handoff.open_receive(job, now)))
+                    try:
+                        replies.append((job.attempt, self._handoff.open_receive(job, now)))
+                    except RequestError as error:
+                        refused = self.scheduler.refuse_receive(job.attempt, error)
+                        replies += [(e.sid, e.chunk) for e in refused if isinstance(e, Emit)]
                 case SendBlocks(attempt, blocks):
                     assert self._handoff is not None
                     self._handoff.send_blocks(attempt, blocks, now)

@@ -500,6 +500,12 @@ class Scheduler:
         self._enqueue(seq)
         return []
 
+    def refuse_receive(self, attempt: str, error: RequestError) -> list[Effect]:
+        """The transfer could not open the leg that was just reserved: nobody writes, the request ends."""
+        effects = self._end(self._live[attempt], FinishReason.ERROR, error)
+        self.handoffs.released(attempt, True)
+        return effects
+
     def sent(self, attempt: str) -> Sequence | None:
         """Everything was sent: the request ends well. None when it is gone."""
         seq = self._live.get(attempt)

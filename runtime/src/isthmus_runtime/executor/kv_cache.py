@@ -47,7 +47,11 @@ class KvCache:
         self.dtype = dtype
         # A mapping starts at a page boundary, and anonymous memory is committed on first write only.
         size = self.num_blocks * self.block_stride
-        self._pool = torch.frombuffer(mmap.mmap(-1, size), dtype=dtype, count=size // dtype.itemsize)
+        try:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE)
+        except OSError as e:
+            raise ConfigError(f"the KV pool of {size} bytes cannot be mapped: {e}; lower --kv-memory") from e
+        self._pool = torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize)
         first = [0]
         for spec in specs:
             first.append(first[-1] + spec.layers)

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from ..config import SchedulerConfig, TransferConfig
 from ..engine.loop import EngineLoop, Reply
 from ..engine.scheduler import Scheduler
-from ..errors import InvalidRequest
+from ..errors import EngineFailed, InvalidRequest
 from ..executor.fake import ENTRY_BYTES, FakeExecutor
 from ..interfaces import HandoffEvent, KvHandoff, KvMemory, StepOutput, StepPlan
 from ..kv.groups import GroupPlan
 from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
 from ..kv.prefix import BlockEvent
-from ..protocol import AbortCall, CommitCall, GenerateCall, PrefillCall
+from ..protocol import AbortCall, CommitCall, GenerateCall, PrefillAnswer, PrefillCall
 from ..request import FinishReason, TokenChunk
 from ..router.policy import Endpoint
 from ..transfer.agent import TransferAgent
@@ -275,8 +275,8 @@ class Engine:
             stream = self._streams.get(sid)
             if stream is None:
                 continue
-            ended = not hasattr(reply, "layout_digest") and (
-                not isinstance(reply, TokenChunk) or reply.finish_reason is not None
+            ended = isinstance(reply, PrefillAnswer) or (
+                isinstance(reply, TokenChunk) and reply.finish_reason is not None
             )
             if ended:
                 del self._streams[sid]
@@ -306,7 +306,18 @@ class Engine:
             if self.clock.now < until and (self.busy or self.agent.stats().live):
                 self.clock.after(0.02, look)
                 return
-            self.loop.stop()
+            self.loop.abort_all(EngineFailed("the engine is shutting down"))
+            self.poll()
+            leave()
+
+        def leave() -> None:
+            if not self.up:
+                return
+            if self._collecting:
+                self.clock.after(0.01, leave)
+                return
+            self.agent.close()
+            self.crash()
             gone(self)
 
         look()

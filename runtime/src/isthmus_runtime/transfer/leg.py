@@ -73,8 +73,6 @@ class Leg:
     """The whole attempt must end by then."""
     timeout_s: float
     """Longest time from `Finish` or `Commit` to the result."""
-    peer_writes: bool
-    """A peer may write into this side's memory once the ticket is out."""
     state: State = State.NEW
     timer_s: float = NEVER
     """When `Tick` is due."""
@@ -87,7 +85,7 @@ class Leg:
     record_op: int | None = None
     checking: bool = False
     peer_clear: bool = True
-    """False while the peer may still write here."""
+    """False while the peer may still write here: from the start, for a ticket may be out before the first event."""
     moved_bytes: int = 0
     started_s: float = 0.0
     """When `Finish` or `Commit` came: what follows was not hidden behind compute."""
@@ -252,13 +250,13 @@ Step = tuple[Leg, tuple[Action, ...]]
 
 
 def new_leg(attempt: str, side: Side, *, deadline_s: float, timeout_s: float, peer_writes: bool) -> Leg:
-    """A leg in NEW. `peer_writes` matters on the receiving side only."""
+    """A leg in NEW. `peer_writes`: the sender writes into the receiver's memory; no matter to the sending side."""
     return Leg(
         attempt=attempt,
         side=side,
         deadline_s=deadline_s,
         timeout_s=timeout_s,
-        peer_writes=peer_writes and side is Side.RECEIVE,
+        peer_clear=not (peer_writes and side is Side.RECEIVE),
         timer_s=deadline_s,
     )
 
@@ -279,7 +277,7 @@ def step(leg: Leg, event: Event, now: float) -> Step:
         case Admit(problem=problem) if leg.state is State.NEW:
             if problem:
                 return _fail(leg, "", problem, now)
-            return replace(leg, state=State.RESERVED, peer_clear=not leg.peer_writes), ()
+            return replace(leg, state=State.RESERVED), ()
         case OpDone():
             return _op_done(leg, event, now)
         case Blocks() | Finish() if leg.side is Side.SEND and leg.state in (State.RESERVED, State.COMPUTING):

@@ -1,0 +1,52 @@
+"""Joins the parts of a router process. Part of `__main__`: nothing else may import it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from .config import RouterConfig
+from .httpd import InFlight, error_middleware, run_app
+from .metrics import RequestMetrics
+from .openai.app import ApiConfig, add_openai_routes, read_api_key
+from .openai.tokenizer import Tokenizer
+from .router.app import make_router
+
+log = logging.getLogger(__name__)
+
+
+def serve_router(config: RouterConfig) -> int:
+    """Run one router until SIGTERM. Raises ConfigError when it cannot start."""
+    tokenizer = Tokenizer.load(config.model.path)
+    api_key = read_api_key(config.api_key_file)
+    return asyncio.run(_serve(config, tokenizer, api_key))
+
+
+async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> int:
+    in_flight, registry = InFlight(), CollectorRegistry()
+    router = make_router(config, registry, in_flight)
+    metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_", vllm_names=False)
+    app = web.Application(middlewares=[error_middleware])
+    router.add_routes(app)
+    add_openai_routes(
+        app,
+        router.backend,
+        tokenizer,
+        ApiConfig(
+            served_names=config.model.served_names, request_timeout_s=config.request_timeout_s, api_key=api_key
+        ),
+        in_flight=in_flight,
+        metrics=metrics,
+    )
+    await run_app(
+        app,
+        host=config.server.host,
+        port=config.server.port,
+        drain_timeout_s=config.server.drain_timeout_s,
+        in_flight=in_flight,
+        on_started=lambda port: log.info("router listens on %s:%d", config.server.host, port),
+    )
+    return 0

@@ -1,0 +1,139 @@
+"""What must hold in every state of an engine, and at the end of a run. Each check raises `Violation` naming the rule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from struct import Struct
+
+from ..engine.sequence import Phase
+from ..interfaces import Piece
+from ..kv.keys import block_hashes
+from ..kv.pool import BlockState
+from ..kv.prefix import BlockStored
+from .clock import Violation
+from .engine import Engine
+
+_ENTRY = Struct("<iI")
+
+
+class Oracle:
+    """The right bytes of every block that may become visible under a hash."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, bytes] = {}
+
+    def learn(self, tokens: Sequence[int], block_size: int) -> None:
+        """Blocks of a sequence that clients may cause: a prompt and its right continuation."""
+        for index, block_hash in enumerate(block_hashes(tokens, block_size)):
+            start = index * block_size
+            self._blocks[block_hash] = b"".join(_ENTRY.pack(tokens[p], p) for p in range(start, start + block_size))
+
+    def check(self, block_hash: bytes, found: bytes | memoryview, where: str) -> None:
+        """The bytes under this hash must be the right ones."""
+        right = self._blocks.get(block_hash)
+        if right is None:
+            raise Violation(f"{where}: a hash is visible that no request can lead to")
+        if right != bytes(found):
+            raise Violation(f"{where}: visible before its bytes, or with wrong ones")
+
+    def check_value(self, key: str, data: bytes) -> None:
+        """The same for a value in the store: full blocks by their hash."""
+        if ":partial:" not in key and not key.startswith("record:"):
+            self.check(bytes.fromhex(key.split(":")[1]), data, f"store key {key}")
+
+
+def check_engine(engine: Engine, oracle: Oracle) -> None:
+    """Everything that must hold after each step of one engine."""
+    try:
+        engine.scheduler.check()
+    except AssertionError as error:
+        raise Violation(f"{engine.name}: {error}") from error
+    _check_holds(engine)
+    while engine.published:
+        event = engine.published.popleft()
+        block = engine.pool.cached_block(event.block_hash) if isinstance(event, BlockStored) else None
+        if block is not None:
+            found = engine.executor.fake.block_bytes(block)
+            oracle.check(event.block_hash, found, f"{engine.name} block {block}")
+
+
+def _check_holds(engine: Engine) -> None:
+    """Count again, from the holders, what the pool says about each block."""
+    scheduler, pool = engine.scheduler, engine.pool
+    refs: Counter[int] = Counter()
+    readers: Counter[int] = Counter()
+    writers: Counter[int] = Counter()
+    receiving: set[str] = set()
+    for seq in scheduler.live():
+        if seq.phase is Phase.RECEIVING:
+            receiving.add(seq.sid)
+        for ids in seq.blocks:
+            refs.update(b for b in ids if b)
+        for ids in seq.blocks:
+            if seq.phase is Phase.RUNNING and len(ids) * engine.block_size < seq.scheduled:
+                raise Violation(f"{engine.name}: {seq.sid} is scheduled past its blocks")
+    for _, ids in scheduler._fenced:
+        refs.update(ids)
+    quarantined: set[int] = set()
+    for attempt, hold in scheduler.handoffs._holds.items():
+        if not hold.receiving:
+            readers.update(hold.ids)
+        elif hold.quarantined:
+            quarantined.update(hold.ids)
+        elif not hold.arrived:
+            writers.update(hold.ids)
+            if attempt not in receiving:
+                refs.update(hold.ids)
+    for block in range(1, pool.num_blocks):
+        if pool.refs(block) != refs[block]:
+            raise Violation(f"{engine.name}: block {block} has {pool.refs(block)} references, holders {refs[block]}")
+        if pool._readers[block] != readers[block]:
+            raise Violation(f"{engine.name}: block {block} has {pool._readers[block]} readers, holders {readers[block]}")
+        if (pool.state(block) is BlockState.QUARANTINED) != (block in quarantined):
+            raise Violation(f"{engine.name}: block {block} is {pool.state(block).name}, quarantine says otherwise")
+        if block not in quarantined and pool._writers[block] != writers[block]:
+            raise Violation(f"{engine.name}: block {block} has {pool._writers[block]} writers, holders {writers[block]}")
+
+
+def check_landing(engine: Engine, attempt: str, block: int) -> None:
+    """A peer's bytes are about to land: only in blocks that are still held for this attempt."""
+    hold = engine.scheduler.handoffs._holds.get(attempt)
+    held = hold is not None and hold.receiving and not hold.arrived and block in hold.ids
+    if not held or engine.pool.state(block) not in (BlockState.WRITING, BlockState.QUARANTINED):
+        state = engine.pool.state(block).name
+        raise Violation(f"{engine.name}: attempt {attempt} writes into block {block}, which is {state} and not its own")
+
+
+def check_reading(engine: Engine, attempt: str, pieces: Iterable[Piece]) -> None:
+    """A transfer under way reads these blocks: each must be under a reader lease."""
+    for piece in pieces:
+        if engine.pool._readers[piece.block_id] == 0:
+            raise Violation(f"{engine.name}: attempt {attempt} reads block {piece.block_id} without a lease")
+
+
+def check_visible(engine: Engine, oracle: Oracle) -> None:
+    """Every visible block has the right bytes. Linear in the cache: done now and then, and at the end."""
+    index = engine.pool._index
+    for block in index:
+        key = index.key_of(block)
+        assert key is not None
+        oracle.check(key[0], engine.executor.fake.block_bytes(block), f"{engine.name} block {block}")
+
+
+def check_clean(engine: Engine) -> None:
+    """Nothing is left in an engine that has nothing to do."""
+    left: list[str] = []
+    if engine.scheduler.has_work:
+        left.append(f"requests {[(s.sid, s.phase.value) for s in engine.scheduler.live()]}")
+    if engine.scheduler.handoffs._holds:
+        left.append(f"holds of {list(engine.scheduler.handoffs._holds)}")
+    counts = engine.pool.counts()
+    if counts.owned or counts.writing or counts.quarantined:
+        left.append(f"blocks {counts}")
+    if engine.agent.stats().live:
+        left.append(f"legs {[(a, e.leg.state.value) for a, e in engine.agent._attempts.items()]}")
+    if engine.busy:
+        left.append("streams")
+    if left:
+        raise Violation(f"{engine.name} is not clean at the end: {'; '.join(left)}")

@@ -1,0 +1,244 @@
+"""The router in virtual time: the real policy, and the order of calls that `router/proxy.py` makes over HTTP.
+
+Per request: decode reserves and answers a ticket, prefill gets it, decode hears how that went (commit), tokens stream
+back. The first failure ends the other leg; before the first token the request may be tried again elsewhere, under a
+new attempt id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ..errors import DeadlineExceeded, Overloaded, RequestError, TransferFailed
+from ..protocol import CommitCall, GenerateCall, PrefillAnswer, PrefillCall, Ticket, WireRequest
+from ..request import FinishReason, GenerateRequest, TokenChunk
+from ..router import policy
+from ..router.policy import Choice, Endpoint, Facts, Fleet, Load, Rules
+from .clock import Clock, Violation
+from .network import Exchange, Network
+
+PROBE_S = 0.2
+RETRIES = 2
+COMMIT_TRIES = 3
+
+
+class Router:
+    """One router process."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        net: Network,
+        rules: Rules,
+        epoch: str,
+        discover: Callable[[], tuple[list[Endpoint], list[Endpoint]]],
+    ) -> None:
+        self.clock = clock
+        self.net = net
+        self.rules = rules
+        self.epoch = epoch
+        self.up = True
+        self.turn = 0
+        self.loads: dict[str, Load] = {}
+        self.flights: set[Flight] = set()
+        self._discover = discover
+        self.fleet: Fleet = policy.fleet((), ())
+        self._probe()
+
+    def _probe(self) -> None:
+        if self.up:
+            self.fleet = policy.fleet(*self._discover())
+            self.clock.after(PROBE_S, self._probe)
+
+    def failed(self, url: str) -> None:
+        """A contact failed: no new requests to it until the next probe."""
+        engines = self.fleet
+        givers = [e for e in engines.prefill if e.url != url]
+        self.fleet = policy.fleet(givers, [e for e in engines.decode if e.url != url])
+
+    def serve(self, exchange: Exchange, body: object) -> None:
+        """A client's request."""
+        assert isinstance(body, GenerateRequest)
+        flight = Flight(self, exchange, body)
+        self.flights.add(flight)
+        exchange.on_close = flight.client_left
+        flight.start()
+
+    def crash(self) -> None:
+        """The process is killed: every connection breaks, on both sides."""
+        self.up = False
+        for flight in self.flights:
+            flight.abandon("connection reset")
+        self.flights.clear()
+
+
+class Flight:
+    """One request on its way through the router."""
+
+    def __init__(self, router: Router, exchange: Exchange, request: GenerateRequest) -> None:
+        self.router = router
+        self.request = request
+        self._client = exchange
+        self._wire = WireRequest.of(request)
+        self._tries = 0
+        self._excluded: frozenset[str] = frozenset()
+        self._done = False
+        self._sent = 0
+        self._held: list[tuple[str, int]] = []
+        self._decode: Exchange | None = None
+        self._prefill: Exchange | None = None
+        self._commit: Exchange | None = None
+        router.clock.after(request.timeout_s, self._timeout)
+
+    def start(self) -> None:
+        """Choose engines and call decode."""
+        router = self.router
+        router.turn += 1
+        facts = Facts(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            max_tokens=self.request.sampling.max_tokens,
+            turn=router.turn,
+            excluded=self._excluded,
+        )
+        choice = policy.choose(router.rules, router.fleet, router.loads, facts)
+        if not isinstance(choice, Choice):
+            self._refuse(Overloaded(f"no engine takes the request: {choice}"))
+            return
+        prefill, decode = choice.prefill, choice.decode
+        if prefill is not None and (prefill.fingerprint, prefill.mode) != (decode.fingerprint, decode.mode):
+            raise Violation(f"paired {prefill} with {decode}")
+        self._tries += 1
+        attempt = f"{self.request.request_id}.{self._tries}.{router.epoch}" if prefill is not None else ""
+        router.clock.note("router", self.request.request_id, attempt, "->", prefill and prefill.url, decode.url)
+        self._hold(decode.url, facts.decode_tokens)
+        if prefill is not None:
+            self._hold(prefill.url, facts.prompt_tokens)
+        call = GenerateCall(
+            request=self._wire,
+            attempt=attempt,
+            prefill_url=prefill.url if prefill else "",
+            prefill_epoch=prefill.epoch if prefill else "",
+        )
+        self._decode = router.net.call(
+            decode.url,
+            call,
+            lambda item: self._from_decode(item, prefill, decode, attempt),
+            lambda problem: self._decode_over(problem, decode),
+        )
+
+    # ------------------------------------------------------------------------------------------------------ decode
+
+    def _from_decode(self, item: object, prefill: Endpoint | None, decode: Endpoint, attempt: str) -> None:
+        if isinstance(item, Ticket):
+            assert prefill is not None
+            self._call_prefill(item, prefill, decode, attempt)
+            return
+        assert isinstance(item, TokenChunk)
+        if item.error is not None and self._may_retry(item.error):
+            self._retry(decode.url if isinstance(item.error, Overloaded) else prefill.url if prefill else "")
+            return
+        self._sent += len(item.token_ids)
+        self._client.push(item)
+        if item.finish_reason is not None:
+            self._finish()
+
+    def _decode_over(self, problem: str, decode: Endpoint) -> None:
+        if self._done:
+            return
+        self.router.failed(decode.url)
+        error = TransferFailed(f"decode {decode.url}: {problem or 'ended early'}", stage="decode")
+        if self._may_retry(error):
+            self._retry(decode.url)
+        else:
+            self._refuse(error)
+
+    def _may_retry(self, error: RequestError) -> bool:
+        return self._sent == 0 and self._tries <= RETRIES and isinstance(error, TransferFailed | Overloaded)
+
+    def _retry(self, avoid: str) -> None:
+        if avoid:
+            self._excluded |= {avoid}
+        self._hang_up()
+        self.start()
+
+    # ----------------------------------------------------------------------------------------------------- prefill
+
+    def _call_prefill(self, ticket: Ticket, prefill: Endpoint, decode: Endpoint, attempt: str) -> None:
+        answered: list[bool] = []
+
+        def item(reply: object) -> None:
+            answered.append(True)
+            if isinstance(reply, PrefillAnswer):
+                self._tell(decode, attempt, True, "", "")
+                return
+            assert isinstance(reply, TokenChunk) and reply.error is not None
+            self._tell(decode, attempt, False, reply.error.stage or "prefill", reply.error.message)
+
+        def over(problem: str) -> None:
+            if not answered:
+                self.router.failed(prefill.url)
+                self._tell(decode, attempt, False, "prefill", problem or "ended without an answer")
+
+        call = PrefillCall(request=self._wire, attempt=attempt, ticket=ticket)
+        self._prefill = self.router.net.call(prefill.url, call, item, over)
+
+    def _tell(self, decode: Endpoint, attempt: str, ok: bool, stage: str, reason: str, tries: int = 1) -> None:
+        """Commit, repeated on a broken connection; when none gets through, decode counts as failed."""
+        if self._done:
+            return
+
+        def over(problem: str) -> None:
+            if self._done or not problem:
+                return
+            if tries < COMMIT_TRIES:
+                self._tell(decode, attempt, ok, stage, reason, tries + 1)
+            else:
+                self._hang_up()
+                self._decode_over(f"commit failed: {problem}", decode)
+
+        call = CommitCall(request_id=self.request.request_id, attempt=attempt, ok=ok, stage=stage, reason=reason)
+        self._commit = self.router.net.call(decode.url, call, lambda item: None, over)
+
+    # --------------------------------------------------------------------------------------------------------- end
+
+    def client_left(self) -> None:
+        """The client hung up."""
+        self._finish()
+
+    def abandon(self, problem: str) -> None:
+        """The router dies."""
+        self._done = True
+        self._hang_up()
+        self._client.end(problem)
+
+    def _timeout(self) -> None:
+        if not self._done:
+            self._refuse(DeadlineExceeded(f"no end within {self.request.timeout_s:g} s", stage="router"))
+
+    def _refuse(self, error: RequestError) -> None:
+        self._client.push(TokenChunk(finish_reason=FinishReason.ERROR, error=error))
+        self._finish()
+
+    def _finish(self) -> None:
+        self._done = True
+        self._hang_up()
+        self._client.end()
+        self.router.flights.discard(self)
+
+    def _hang_up(self) -> None:
+        for exchange in (self._decode, self._prefill, self._commit):
+            if exchange is not None:
+                exchange.close()
+        self._decode = self._prefill = self._commit = None
+        for url, tokens in self._held:
+            self.router.loads[url] = self.router.loads[url].plus(-1, -tokens)
+        self._held.clear()
+
+    def _hold(self, url: str, tokens: int) -> None:
+        self._held.append((url, tokens))
+        self.router.loads[url] = self.router.loads.get(url, Load()).plus(1, tokens)
+
+
+def idle(loads: Mapping[str, Load]) -> bool:
+    """Whether no load is left over."""
+    return all(load == Load() for load in loads.values())

@@ -1,0 +1,298 @@
+"""A model of the KV store in virtual time: keys, eviction, loss on restart, and the faults of its transport.
+
+Stands for a Mooncake pool where the real client cannot run under a virtual clock. What matters is kept: `put` on an
+existing key succeeds and keeps the old value, objects that are not pinned are evicted, a restarted master has
+forgotten everything, existence may be stale, and a read writes into the reader's own blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import Overloaded
+from ..interfaces import Done, KvMemory, Piece, ReceiveJob, TransferResult
+from ..kv.keys import record_key
+from ..protocol import Ticket
+from ..transfer.backend import Effective
+from ..transfer.memory import Faults
+from .clock import Clock
+
+SCOPED_TTL_S = 10.0
+"""Request-scoped keys that nobody removed are swept after this long."""
+LATENCY_S = 0.001
+
+
+@dataclass(slots=True, eq=False)
+class StoreOperation:
+    """A write or read under way."""
+
+    attempt: str
+    source: StoreTransfer | None
+    """Whose blocks are read (a write)."""
+    target: StoreTransfer | None
+    """Whose blocks are written (a read)."""
+    pieces: Sequence[Piece]
+    fault: str
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Value:
+    data: bytes
+    attempt: str
+    """The attempt a scoped key belongs to; empty for full blocks, which everyone shares."""
+
+
+class Store:
+    """The pool and its master."""
+
+    def __init__(
+        self, clock: Clock, faults: Faults, bytes_per_s: float, capacity: int, on_put: Callable[[str, bytes], None]
+    ) -> None:
+        self.clock = clock
+        self.faults = faults
+        self.up = True
+        self.operations: dict[int, StoreOperation] = {}
+        self.values: OrderedDict[str, _Value] = OrderedDict()
+        self._bytes_per_s = bytes_per_s
+        self._capacity = capacity
+        self._on_put = on_put
+        self._next = 0
+
+    def crash(self) -> None:
+        """The master is gone, and every key with it."""
+        self.up = False
+        self.values.clear()
+
+    def restart(self) -> None:
+        """An empty master answers again."""
+        self.up = True
+
+    def scoped(self) -> list[str]:
+        """Keys that belong to one attempt."""
+        return [key for key, value in self.values.items() if value.attempt]
+
+    def put(self, key: str, data: bytes, attempt: str) -> bool:
+        """False when there is no space. An existing key keeps its value."""
+        if key in self.values:
+            return True
+        while len(self.values) >= self._capacity:
+            victim = next((k for k, v in self.values.items() if not v.attempt), None)
+            if victim is None:
+                return False
+            del self.values[victim]
+        value = _Value(data, attempt)
+        self.values[key] = value
+        self._on_put(key, data)
+        if attempt:
+
+            def sweep() -> None:
+                if self.values.get(key) is value:
+                    del self.values[key]
+
+            self.clock.after(SCOPED_TTL_S, sweep)
+        return True
+
+    def get(self, key: str) -> bytes | None:
+        """The value, which becomes the most recently used; None when it is not there."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        self.values.move_to_end(key)
+        return value.data
+
+    def remove_scoped(self, attempt: str) -> None:
+        """Drop the tail and the record of an attempt."""
+        for key in [k for k, v in self.values.items() if v.attempt == attempt]:
+            del self.values[key]
+
+    def begin(
+        self, operation: StoreOperation, timeout_s: float, apply: Callable[[], TransferResult], done: Done
+    ) -> None:
+        """Let an operation take its time, or go wrong."""
+        number = self._next
+        self._next += 1
+        self.operations[number] = operation
+        took = LATENCY_S + sum(p.nbytes for p in operation.pieces) / self._bytes_per_s
+        took += self.faults.delay_s if operation.fault == "delay" else 0.0
+        never = operation.fault == "never" or took > timeout_s
+
+        def end() -> None:
+            if self.operations.pop(number, None) is None:
+                return
+            result = apply()
+            if never:
+                return
+            done(result)
+            if operation.fault == "duplicate":
+                done(result)
+
+        def time_out() -> None:
+            if number in self.operations:
+                reason = f"no end within {timeout_s:.3g} s"
+                done(TransferResult(ok=False, moved_bytes=0, reason=reason, settled=False))
+
+        if never:
+            self.clock.after(timeout_s, time_out)
+            self.clock.after(max(timeout_s, took) + self.faults.late_s, end)
+        else:
+            self.clock.after(took, end)
+
+    def draw(self, names: Sequence[str]) -> str:
+        """The fault of the next operation, or an empty text."""
+        point = self.clock.random.random()
+        for name in names:
+            point -= getattr(self.faults, name)
+            if point < 0:
+                return name
+        return ""
+
+    def forget_process(self, transfer: StoreTransfer) -> None:
+        """A client process died: its operations move nothing more."""
+        gone = [k for k, op in self.operations.items() if transfer in (op.source, op.target)]
+        for key in gone:
+            del self.operations[key]
+
+
+@dataclass(slots=True, eq=False)
+class StoreTransfer:
+    """One process's client of the store. Implements `TransferBackend`."""
+
+    store: Store
+    record_slots: int
+    on_block_written: Callable[[str, int], None] | None = None
+    _memory: KvMemory | None = None
+    _reserved: set[str] = field(default_factory=set)
+
+    @property
+    def peer_writes(self) -> bool:
+        """The receiver fetches."""
+        return False
+
+    def prepare(self, memory: KvMemory, timeout_s: float) -> None:
+        """Remember where the blocks are."""
+        self._memory = memory
+
+    def effective(self) -> Effective:
+        """Nothing is probed."""
+        return Effective("store-model", 0.0)
+
+    def reserve(self, job: ReceiveJob, layout_digest: str) -> Ticket:
+        """No address is needed."""
+        if len(self._reserved) >= self.record_slots:
+            raise Overloaded(f"all {self.record_slots} record slots of this decode are taken")
+        self._reserved.add(job.attempt)
+        return Ticket(mode="store", attempt=job.attempt, layout_digest=layout_digest, skip_blocks=job.skip_blocks)
+
+    def record_name(self, attempt: str) -> str:
+        """Key of the record."""
+        return record_key("", attempt)
+
+    def write(
+        self, attempt: str, ticket: Ticket, pieces: Sequence[Piece], record: bytes | None, timeout_s: float, done: Done
+    ) -> None:
+        """Put blocks, then the record."""
+        names = ("drop", "partial", "wrote_all_but_failed", "never", "duplicate", "delay")
+        operation = StoreOperation(attempt, self, None, pieces, self.store.draw(names))
+
+        def apply() -> TransferResult:
+            problem = self._blocked(operation)
+            if problem:
+                return TransferResult(ok=False, moved_bytes=0, reason=problem)
+            count = len(pieces) // 2 if operation.fault == "partial" else len(pieces)
+            moved = 0
+            for piece in pieces[:count]:
+                scope = attempt if ":partial:" in piece.key else ""
+                if not self.store.put(piece.key, self._bytes(piece), scope):
+                    return TransferResult(ok=False, moved_bytes=moved, reason="the pool has no space (-200)")
+                moved += piece.nbytes
+            if operation.fault == "partial":
+                return TransferResult(ok=False, moved_bytes=moved, reason="injected: partly written")
+            if record is not None and not self.store.put(self.record_name(attempt), record, attempt):
+                return TransferResult(ok=False, moved_bytes=moved, reason="the pool has no space for the record (-200)")
+            if operation.fault == "wrote_all_but_failed":
+                return TransferResult(ok=False, moved_bytes=moved, reason="injected: failure after the last byte")
+            return TransferResult(ok=True, moved_bytes=moved)
+
+        self.store.begin(operation, timeout_s, apply, done)
+
+    def read(self, attempt: str, pieces: Sequence[Piece], timeout_s: float, done: Done) -> None:
+        """Get the record and the blocks, all or none."""
+        names = ("partial", "never", "stale", "evicted", "delay", "duplicate")
+        operation = StoreOperation(attempt, None, self, pieces, self.store.draw(names))
+
+        def apply() -> TransferResult:
+            problem = self._blocked(operation)
+            if problem:
+                return TransferResult(ok=False, moved_bytes=0, reason=problem)
+            record = self.store.get(self.record_name(attempt))
+            if record is None or operation.fault == "evicted":
+                return TransferResult(ok=False, moved_bytes=0, reason="the record is missing (-704)")
+            values = [(p, self.store.get(p.key)) for p in pieces]
+            if operation.fault == "stale":
+                values = [(p, None) for p in pieces]
+            moved = 0
+            for number, (piece, data) in enumerate(values):
+                if operation.fault == "partial" and number >= len(values) // 2:
+                    break
+                if data is not None:
+                    self._land(attempt, piece, data)
+                    moved += len(data)
+            missing = sum(data is None for _, data in values)
+            if missing or operation.fault == "partial":
+                reason = f"{missing} blocks are missing (-704)" if missing else "injected: partly read"
+                return TransferResult(ok=False, moved_bytes=moved, reason=reason, record=record)
+            return TransferResult(ok=True, moved_bytes=moved, record=record)
+
+        self.store.begin(operation, timeout_s, apply, done)
+
+    def _blocked(self, operation: StoreOperation) -> str:
+        if operation.cancelled:
+            return "cancelled"
+        if operation.fault == "drop":
+            return "injected: dropped"
+        return "" if self.store.up else "the master does not answer"
+
+    def _bytes(self, piece: Piece) -> bytes:
+        assert self._memory is not None
+        return ctypes.string_at(self._memory.base + piece.block_id * self._memory.block_stride, piece.nbytes)
+
+    def _land(self, attempt: str, piece: Piece, data: bytes) -> None:
+        assert self._memory is not None and len(data) == piece.nbytes
+        if self.on_block_written is not None:
+            self.on_block_written(attempt, piece.block_id)
+        ctypes.memmove(self._memory.base + piece.block_id * self._memory.block_stride, data, len(data))
+
+    def cancel(self, attempt: str) -> None:
+        """Start no further byte. Removes the keys a sender has written for the attempt."""
+        for operation in self.store.operations.values():
+            mine = operation.source is self or operation.target is self
+            if operation.attempt == attempt and mine and operation.fault != "never":
+                operation.cancelled = True
+        if attempt not in self._reserved:
+            self.store.remove_scoped(attempt)
+
+    def drained(self, attempt: str, peer_url: str, peer_epoch: str, done: Callable[[bool], None]) -> None:
+        """Whether an operation of this process may still move bytes; peers cannot write here."""
+
+        def answer() -> None:
+            moving = any(
+                op.attempt == attempt and (op.source is self or op.target is self)
+                for op in self.store.operations.values()
+            )
+            done(not moving)
+
+        self.store.clock.after(LATENCY_S, answer)
+
+    def forget(self, attempt: str) -> None:
+        """The receiver has what it wants: the attempt's own keys go. A sender leaves them for the receiver."""
+        if attempt in self._reserved:
+            self._reserved.discard(attempt)
+            self.store.remove_scoped(attempt)
+
+    def close(self) -> None:
+        """The process ends."""
+        self.store.forget_process(self)

@@ -1,0 +1,117 @@
+"""The KV pool: addresses, layouts, laziness."""
+
+from __future__ import annotations
+
+import resource
+
+import pytest
+import torch
+from isthmus_runtime.errors import ConfigError
+from isthmus_runtime.executor.kv_cache import KvCache
+from isthmus_runtime.kv.groups import LayerSpec
+from isthmus_runtime.kv.plan import KvPlan, KvPlanInput, plan
+
+
+def specs_of(*windows: int | None, block_size: int = 4, kv_heads: int = 3, head_dim: int = 10) -> tuple[LayerSpec, ...]:
+    return tuple(
+        LayerSpec(
+            kind="full" if window is None else "sliding",
+            layers=2,
+            block_size=block_size,
+            dtype="fp32",
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            window=window,
+        )
+        for window in windows
+    )
+
+
+def plan_of(specs: tuple[LayerSpec, ...], num_blocks: int) -> KvPlan:
+    return plan(
+        KvPlanInput(
+            workers=(specs,),
+            available_bytes=(1 << 50,),
+            max_model_len=1,
+            max_num_batched_tokens=1,
+            num_blocks_override=num_blocks,
+        )
+    )
+
+
+@pytest.mark.parametrize("layout", ["block-major", "layer-major"])
+@pytest.mark.parametrize("windows", [(None,), (None, 8), (8, None, 16)])
+def test_every_element_of_every_layer_is_its_own(layout: str, windows: tuple[int | None, ...]) -> None:
+    """Groups share bytes by block id; within a group no two layers, blocks or tokens may."""
+    specs = specs_of(*windows)
+    cache = KvCache(plan_of(specs, 6), specs, torch.float32, layout)
+    assert len(cache.layers) == 2 * len(windows)
+    for group in {group for group, _ in cache.layers}:
+        views = [view for own, view in cache.layers if own == group]
+        for number, view in enumerate(views):
+            assert view.shape == (6, 2, 4, 3, 10)
+            view.copy_(torch.arange(view.numel(), dtype=torch.float32).reshape(view.shape) + number * 10_000)
+        for number, view in enumerate(views):
+            assert torch.equal(view.reshape(-1), torch.arange(view.numel(), dtype=torch.float32) + number * 10_000)
+
+
+def test_block_major_block_is_one_aligned_run() -> None:
+    specs = specs_of(None, 8)
+    cache = KvCache(plan_of(specs, 7), specs, torch.float32, "block-major")
+    memory = cache.memory()
+    assert memory.base % 64 == 0 and memory.block_stride % 64 == 0
+    assert memory.block_stride >= memory.block_bytes == 2 * 2 * 4 * 3 * 10 * 4
+    for _, view in cache.layers:
+        for block in range(7):
+            first = view[block].data_ptr()
+            assert memory.base + block * memory.block_stride <= first
+            assert first + view[block].nbytes <= memory.base + block * memory.block_stride + memory.block_bytes
+            assert view[block].is_contiguous()
+
+
+def test_layout_digest_tells_layouts_apart() -> None:
+    def digest(specs: tuple[LayerSpec, ...], dtype: torch.dtype = torch.float32) -> str:
+        return KvCache(plan_of(specs, 9), specs, dtype, "block-major").memory().layout_digest
+
+    same = specs_of(None)
+    assert digest(same) == digest(specs_of(None))
+    others = [specs_of(None, block_size=8), specs_of(None, kv_heads=2), specs_of(None, 8)]
+    assert len({digest(same), *map(digest, others)}) == 4
+
+
+def test_layer_major_cannot_be_transferred() -> None:
+    specs = specs_of(None)
+    cache = KvCache(plan_of(specs, 3), specs, torch.float32, "layer-major")
+    with pytest.raises(ConfigError, match=r"--kv-layout layer-major .*block-major"):
+        cache.memory()
+
+
+def test_unknown_layout_is_refused() -> None:
+    specs = specs_of(None)
+    with pytest.raises(ConfigError, match="'diagonal'"):
+        KvCache(plan_of(specs, 3), specs, torch.float32, "diagonal")
+
+
+def test_a_large_pool_is_not_committed_and_reads_zero() -> None:
+    specs = specs_of(None, block_size=16, kv_heads=8, head_dim=128)
+    size = plan_of(specs, 2).bytes_per_block
+    count = (64 << 30) // size
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    cache = KvCache(plan_of(specs, count), specs, torch.float32, "block-major")
+    _, view = cache.layers[1]
+    view[count - 1, 1] = 3.0
+    assert float(view[count - 1, 0].abs().max()) == 0 and float(view[count - 1, 1].min()) == 3
+    # Addresses far past 2^31 elements, and next to no memory.
+    assert view[count - 1].data_ptr() - view[0].data_ptr() == (count - 1) * cache.block_stride > 2**33
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10
+
+
+def test_poison_spares_the_null_block() -> None:
+    specs = specs_of(None)
+    cache = KvCache(plan_of(specs, 4), specs, torch.float32, "block-major")
+    cache.poison([0, 2])
+    for _, view in cache.layers:
+        assert view[2].isnan().all() and not view[[0, 1, 3]].isnan().any()
+    cache.poison()
+    for _, view in cache.layers:
+        assert view[1:].isnan().all() and not view[0].isnan().any()

@@ -1,0 +1,437 @@
+"""The whole API over HTTP: the official client for what clients see, raw sockets for what they do not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import aiohttp
+import openai
+import pytest
+from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
+from isthmus_runtime.openai.app import read_api_key
+from isthmus_runtime.request import FinishReason, TokenChunk
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def client(api, key="any"):
+    return openai.AsyncOpenAI(base_url=api.url + "/v1", api_key=key, max_retries=0, timeout=20)
+
+
+def spell(tokenizer, text, *, eos=True):
+    """A script that answers with `text`."""
+    ids = tokenizer.encode(text)
+    return lambda request: [*ids, 2] if eos else ids
+
+
+async def events(api, path, body):
+    """Status and `data:` payloads of a stream, as they are on the wire."""
+    async with aiohttp.ClientSession() as session, session.post(api.url + path, json=body) as answer:
+        raw = (await answer.read()).decode()
+        if answer.content_type != "text/event-stream":
+            return answer.status, json.loads(raw)
+        assert raw.endswith("\n\n")
+        return answer.status, [part.removeprefix("data: ") for part in raw[:-2].split("\n\n")]
+
+
+def test_chat(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "größer 🙂")) as api, client(api) as c:
+            got = await c.chat.completions.create(model="tiny", messages=HELLO, seed=7)
+            choice = got.choices[0]
+            assert (choice.message.role, choice.message.content) == ("assistant", "größer 🙂")
+            assert choice.finish_reason == "stop"
+            prompt = tokenizer.encode_chat(tokenizer.render_chat(HELLO))
+            asked = api.backend.requests[0]
+            assert asked.prompt_token_ids == tuple(prompt)
+            assert asked.sampling.seed == 7 and asked.sampling.stop_token_ids == (2, 0)
+            assert asked.sampling.max_tokens == 256 - len(prompt)
+            made = len(tokenizer.encode("größer 🙂")) + 1
+            assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (len(prompt), made)
+            assert got.usage.total_tokens == len(prompt) + made and got.usage.prompt_tokens_details.cached_tokens == 3
+            assert api.backend.ended == ["finished"]
+            assert api.metric('isthmus_request_success_total{finished_reason="stop"') == 1
+            assert api.metric("vllm:generation_tokens_total") == made
+            assert api.metric("vllm:time_to_first_token_seconds_count") == 1
+
+    run(main())
+
+
+def test_chat_stream_order(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "the fox")) as api:
+            body = {"model": "tiny", "messages": HELLO, "stream": True, "stream_options": {"include_usage": True}}
+            status, data = await events(api, "/v1/chat/completions", body)
+            assert status == 200 and data[-1] == "[DONE]"
+            chunks = [json.loads(d) for d in data[:-1]]
+            assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+            assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1]) == "the fox"
+            assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
+            assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] > 0
+            assert all(c["usage"] is None for c in chunks[:-1])
+            assert {(c["id"], c["object"], c["model"]) for c in chunks} == {
+                (chunks[0]["id"], "chat.completion.chunk", "tiny")
+            }
+            _, without = await events(api, "/v1/chat/completions", {**body, "stream_options": None})
+            assert all("usage" not in json.loads(d) for d in without[:-1])
+
+    run(main())
+
+
+def test_chunks_are_not_held_back(serve, run, tokenizer):
+    """Each token is on the wire before the next one exists."""
+
+    async def main():
+        gates = [asyncio.Event() for _ in range(3)]
+        a, b, c = (tokenizer.encode(x)[0] for x in "abc")
+        script = [a, gates[0], b, gates[1], c, gates[2], 2]
+        async with serve(lambda _: script) as api, client(api) as c:
+            stream = await c.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+            assert (await anext(stream)).choices[0].delta.role == "assistant"
+            for letter, gate in zip("abc", gates, strict=True):
+                assert (await anext(stream)).choices[0].delta.content == letter
+                gate.set()
+            assert (await anext(stream)).choices[0].finish_reason == "stop"
+            assert [chunk async for chunk in stream] == []
+
+    run(main())
+
+
+def test_several_prompts_and_choices(serve, run, tokenizer):
+    async def main():
+        def script(request):
+            return [*request.prompt_token_ids, 2]
+
+        async with serve(script) as api, client(api) as c:
+            got = await c.completions.create(model="tiny", prompt=["fox", "dog"], n=2, seed=-1, max_tokens=50)
+            assert [x.text for x in got.choices] == ["fox", "fox", "dog", "dog"]
+            assert [x.index for x in got.choices] == [0, 1, 2, 3]
+            seeds = [r.sampling.seed for r in sorted(api.backend.requests, key=lambda r: r.request_id)]
+            assert seeds == [2**63 - 1, 0, 2**63 - 1, 0]
+            assert len({r.request_id for r in api.backend.requests}) == 4
+            assert got.usage.prompt_tokens == len(tokenizer.encode("fox")) + len(tokenizer.encode("dog"))
+            assert got.usage.prompt_tokens_details.cached_tokens == 6
+            texts = {}
+            ends = []
+            ids = [tokenizer.encode("fox"), tokenizer.encode("dog")]
+            stream = await c.completions.create(model="tiny", prompt=ids, n=2, stream=True, max_tokens=50)
+            async for chunk in stream:
+                choice = chunk.choices[0]
+                texts[choice.index] = texts.get(choice.index, "") + choice.text
+                ends += [choice.index] if choice.finish_reason else []
+            assert texts == {0: "fox", 1: "fox", 2: "dog", 3: "dog"} and sorted(ends) == [0, 1, 2, 3]
+
+    run(main())
+
+
+def test_random_seed_is_drawn_here(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api, client(api) as c:
+            for _ in range(2):
+                await c.completions.create(model="tiny", prompt="x")
+            one, two = (r.sampling.seed for r in api.backend.requests)
+            assert one != two
+
+    run(main())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_stop_string_ends_the_backend(serve, run, tokenizer, streamed):
+    async def main():
+        never = asyncio.Event()
+        ids = tokenizer.encode("The fox jumps STOP here")
+        async with serve(lambda _: [*ids, never]) as api, client(api) as c:
+            got = await c.completions.create(
+                model="tiny", prompt="x", max_tokens=200, stop=["ST" + "OP", "zzz"], stream=streamed
+            )
+            if streamed:
+                chunks = [chunk.choices[0] async for chunk in got]
+                text, reasons = "".join(x.text for x in chunks), [x.finish_reason for x in chunks if x.finish_reason]
+            else:
+                text, reasons = got.choices[0].text, [got.choices[0].finish_reason]
+            assert (text, reasons) == ("The fox jumps ", ["stop"])
+            await api.backend.closed.wait()
+            assert api.backend.ended == ["closed"]
+
+    run(main())
+
+
+def test_length_and_ignore_eos(serve, run, tokenizer):
+    async def main():
+        async with serve(lambda _: [*tokenizer.encode("ab"), 2, *tokenizer.encode("cdefghijklmnop")]) as api:
+            async with client(api) as c:
+                got = await c.completions.create(
+                    model="tiny", prompt="x", max_tokens=4, extra_body={"ignore_eos": True, "top_k": -1}
+                )
+            assert (got.choices[0].text, got.choices[0].finish_reason) == ("abc", "length")
+            assert api.backend.requests[0].sampling.stop_token_ids == ()
+            assert api.backend.requests[0].sampling.top_k == 0
+            assert got.usage.completion_tokens == 4
+
+    run(main())
+
+
+def test_stop_token_is_no_text(serve, run, tokenizer):
+    async def main():
+        ids = tokenizer.encode("ab.")
+        async with serve(lambda _: ids) as api, client(api) as c:
+            got = await c.completions.create(model="tiny", prompt="x", extra_body={"stop_token_ids": [ids[-1]]})
+            assert (got.choices[0].text, got.choices[0].finish_reason) == ("ab", "stop")
+            assert got.usage.completion_tokens == len(ids)
+
+    run(main())
+
+
+def test_logprobs(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "Zß🙂")) as api, client(api) as c:
+            chat = await c.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, top_logprobs=2)
+            content = chat.choices[0].logprobs.content
+            assert b"".join(bytes(e.bytes) for e in content).decode() == "Zß🙂"
+            assert [len(e.top_logprobs) for e in content] == [2] * len(content) and content[0].logprob == -0.5
+            assert api.backend.requests[0].sampling.logprobs == 2
+            text, entries = "", []
+            stream = await c.chat.completions.create(model="tiny", messages=HELLO, logprobs=True, stream=True)
+            async for chunk in stream:
+                delta = chunk.choices[0]
+                text += delta.delta.content or ""
+                if delta.logprobs:
+                    entries += delta.logprobs.content
+                    assert b"".join(bytes(e.bytes) for e in entries).decode() == text
+            assert len(entries) == len(content)
+            plain = await c.completions.create(model="tiny", prompt="x", logprobs=2)
+            found = plain.choices[0].logprobs
+            assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset)
+            assert found.text_offset[0] == 0 and found.tokens[0] == "Z" and found.top_logprobs[0]["Z"] == -0.5
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "code", "message"),
+    [
+        ({"model": "other"}, 404, "model", "model_not_found", "served: tiny, org/tiny"),
+        ({"max_tokens": 500}, 400, "max_tokens", "context_length_exceeded", "together may have 256"),
+        ({"prompt": "x " * 400}, 400, "prompt", "context_length_exceeded", "shorten the prompt to 255"),
+        ({"prompt": [5, 100000]}, 400, "prompt", None, "token id 100000 is not in the vocabulary"),
+        ({"prompt": [-1]}, 400, "prompt", None, "token id -1"),
+        ({"prompt": ""}, 400, "prompt", None, "is empty"),
+        ({"stop_token_ids": [-5]}, 400, "stop_token_ids", None, "-5 is not in the vocabulary"),
+        ({"logit_bias": {"1": 2}}, 400, "logit_bias", None, "not supported"),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_refusals_have_the_openai_shape(serve, run, tokenizer, body, status, param, code, message, streamed):
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api:
+            got, answer = await events(
+                api, "/v1/completions", {"model": "tiny", "prompt": "x", "stream": streamed, **body}
+            )
+            error = answer["error"]
+            assert set(error) == {"message", "type", "param", "code"}
+            assert (got, error["param"], error["code"], error["type"]) == (status, param, code, "invalid_request_error")
+            assert message in error["message"]
+            assert api.backend.requests == []
+            assert api.metric(f'isthmus_request_failures_total{{code="{code or ""}",model_name="tiny",status="{status}"') == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (InvalidRequest("no", param="prompt"), 400),
+        (NeverFits("too long"), 400),
+        (Overloaded("full", status=429, retry_after_s=2.5), 429),
+        (TransferFailed("kv lost", stage="SENDING", attempt="a1"), 502),
+        (EngineFailed("broken"), 500),
+        (RuntimeError("a bug"), 500),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("n", [1, 3])
+def test_errors_before_the_first_token_keep_their_status(serve, run, error, status, streamed, n):
+    async def main():
+        async with serve(lambda _: [error]) as api, aiohttp.ClientSession() as session:
+            body = {"model": "tiny", "messages": HELLO, "stream": streamed, "n": n}
+            async with session.post(api.url + "/v1/chat/completions", json=body) as answer:
+                assert answer.status == status
+                found = (await answer.json())["error"]
+                if status == 429:
+                    assert answer.headers["Retry-After"] == "3" and found["retry_after"] == 2.5
+                if status == 502:
+                    assert (found["stage"], found["attempt"]) == ("SENDING", "a1")
+                assert "a bug" not in found["message"]
+            assert api.metric("isthmus_request_failures_total") == 1
+            assert len(api.in_flight) == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("as_chunk", [False, True])
+def test_errors_in_mid_stream_are_an_event(serve, run, tokenizer, as_chunk):
+    error = EngineFailed("decode engine died", stage="decode", attempt="a1")
+    last = TokenChunk(finish_reason=FinishReason.ERROR, error=error) if as_chunk else error
+
+    async def main():
+        async with serve(lambda _: [tokenizer.encode("a")[0], last]) as api:
+            body = {"model": "tiny", "messages": HELLO, "stream": True}
+            status, data = await events(api, "/v1/chat/completions", body)
+            assert status == 200 and data[-1] == "[DONE]"
+            assert json.loads(data[-2])["error"]["attempt"] == "a1"
+            assert not any(c["finish_reason"] for d in data[:-2] for c in json.loads(d)["choices"])
+            async with client(api) as c:
+                stream = await c.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+                with pytest.raises(openai.APIError, match="decode engine died"):
+                    async for _ in stream:
+                        pass
+                # The same without streaming: nothing was sent yet, so the status tells.
+                with pytest.raises(openai.InternalServerError, match="decode engine died"):
+                    await c.chat.completions.create(model="tiny", messages=HELLO)
+
+    run(main())
+
+
+def test_one_failing_choice_cancels_the_others(serve, run, tokenizer):
+    async def main():
+        never = asyncio.Event()
+
+        def script(request):
+            return [EngineFailed("one")] if request.request_id.endswith("-1") else [never]
+
+        async with serve(script) as api, client(api) as c:
+            with pytest.raises(openai.InternalServerError, match="one"):
+                await c.completions.create(model="tiny", prompt="x", n=3)
+            assert sorted(api.backend.ended) == ["closed", "closed", "raised"]
+
+    run(main())
+
+
+def test_a_backend_that_just_ends_is_an_error(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "ab", eos=False)) as api, client(api) as c:
+            with pytest.raises(openai.InternalServerError, match="without a finish reason"):
+                await c.completions.create(model="tiny", prompt="x")
+
+    run(main())
+
+
+async def post_and_leave(api, body, *, read_some):
+    reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+    raw = json.dumps(body).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
+    await api.backend.started.wait()
+    if read_some:
+        await reader.readuntil(b"data: ")
+    writer.close()
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_client_that_leaves_ends_the_generation(serve, run, tokenizer, streamed, n):
+    async def main():
+        never = asyncio.Event()
+        async with serve(lambda _: [tokenizer.encode("a")[0], never]) as api:
+            body = {"model": "tiny", "prompt": "x", "stream": streamed, "n": n}
+            await post_and_leave(api, body, read_some=streamed)
+            await api.in_flight.wait_idle()
+            assert api.backend.ended == ["closed"] * n
+            assert api.metric('isthmus_request_failures_total{code="cancelled",model_name="tiny",status="499"') == 1
+
+    run(main())
+
+
+def test_deadline(serve, run, tokenizer):
+    async def main():
+        never = asyncio.Event()
+        async with serve(lambda _: [never], timeout_s=-0.9) as api:
+            status, answer = await events(api, "/v1/completions", {"model": "tiny", "prompt": "x"})
+            assert status == 504 and answer["error"]["code"] == "deadline_exceeded"
+            assert api.backend.ended == ["closed"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_shutdown_answers_what_is_left(serve, run, tokenizer, streamed):
+    async def main():
+        never = asyncio.Event()
+        async with serve(lambda _: [tokenizer.encode("a")[0], never]) as api:
+            body = {"model": "tiny", "prompt": "x", "stream": streamed}
+            task = asyncio.create_task(events(api, "/v1/completions", body))
+            await api.backend.started.wait()
+            await asyncio.sleep(0)
+            api.in_flight.start_drain()
+            refused, answer = await events(api, "/v1/completions", body)
+            assert refused == 503 and "shutting down" in answer["error"]["message"]
+            api.in_flight.abort()
+            status, answer = await task
+            if isinstance(answer, list):
+                assert status == 200 and json.loads(answer[-2])["error"]["code"] == "overloaded"
+            else:
+                assert status == 503 and answer["error"]["code"] == "overloaded"
+            assert api.backend.ended == ["closed"]
+
+    run(main())
+
+
+def test_models_key_and_routes(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "a"), api_key="sécret") as api:
+            async with client(api, "wrong") as c:
+                with pytest.raises(openai.AuthenticationError, match="Bearer KEY"):
+                    await c.models.list()
+                with pytest.raises(openai.AuthenticationError):
+                    await c.completions.create(model="tiny", prompt="x")
+        async with serve(spell(tokenizer, "a"), api_key="secret", max_body_bytes=1000) as api, client(api, "secret") as c:
+            assert [m.id for m in (await c.models.list()).data] == ["tiny", "org/tiny"]
+            assert (await c.models.retrieve("org/tiny")).model_dump()["max_model_len"] == 256
+            with pytest.raises(openai.NotFoundError, match="'gone' is not served"):
+                await c.models.retrieve("gone")
+            assert (await c.completions.create(model="org/tiny", prompt="x")).model == "org/tiny"
+            with pytest.raises(openai.APIStatusError, match="limit is 1000") as caught:
+                await c.completions.create(model="tiny", prompt="x" * 2000)
+            assert caught.value.status_code == 413
+            async with aiohttp.ClientSession() as session:
+                async with session.get(api.url + "/v1/nothing") as answer:
+                    assert (answer.status, (await answer.json())["error"]["type"]) == (404, "invalid_request_error")
+                async with session.get(api.url + "/v1/completions") as answer:
+                    assert (answer.status, answer.headers["Allow"]) == (405, "POST")
+                    assert "GET /v1/completions" in (await answer.json())["error"]["message"]
+
+    run(main())
+
+
+def test_not_ready(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api:
+            api.backend.not_ready = "no decode engine"
+            status, answer = await events(api, "/v1/completions", {"model": "tiny", "prompt": "x"})
+            assert status == 503 and "no decode engine" in answer["error"]["message"]
+            assert api.backend.requests == []
+
+    run(main())
+
+
+def test_long_prompts_are_tokenised_off_the_loop(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api:
+            api.backend.max_model_len = 10**6
+            text = "the lazy fox " * 5000
+            status, _ = await events(api, "/v1/completions", {"model": "tiny", "prompt": text})
+            assert status == 200
+            assert list(api.backend.requests[0].prompt_token_ids) == tokenizer.encode(text)
+
+    run(main())
+
+
+def test_api_key_file(tmp_path):
+    file = tmp_path / "key"
+    file.write_text(" k1\n")
+    assert read_api_key(str(file)) == "k1" and read_api_key("") == ""
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="is empty"):
+        read_api_key(str(file))
+    with pytest.raises(ConfigError, match="--api-key-file /nowhere"):
+        read_api_key("/nowhere")

@@ -1,0 +1,169 @@
+"""Bodies: each parameter is honoured or refused by its name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from isthmus_runtime.errors import InvalidRequest
+from isthmus_runtime.openai.schema import parse_chat, parse_completion
+
+
+def completion(**fields):
+    return parse_completion(json.dumps({"model": "m", "prompt": "p", **fields}).encode())
+
+
+def chat(**fields):
+    messages = [{"role": "user", "content": "hi"}]
+    return parse_chat(json.dumps({"model": "m", "messages": messages, **fields}).encode())
+
+
+NEUTRAL_BOTH = {
+    "frequency_penalty": 0,
+    "presence_penalty": 0.0,
+    "logit_bias": {},
+    "seed": None,
+    "stop": None,
+    "n": None,
+    "user": "u",
+    "stream_options": None,
+}
+REFUSED_BOTH = {
+    "frequency_penalty": 0.5,
+    "presence_penalty": -1,
+    "repetition_penalty": 1.1,
+    "logit_bias": {"5": 1},
+    "min_tokens": 3,
+    "metadata": {"a": "b"},
+    "no_such_thing": 1,
+    "temperature": 2.5,
+    "top_p": 0,
+    "top_k": -2,
+    "min_p": 1.5,
+    "n": 0,
+    "seed": 1.5,
+    "stop": [""],
+    "stop_token_ids": ["a"],
+    "stream": "yes",
+    "stream_options": {"include_usage": True},
+    "max_tokens": 0,
+    "priority": 0.5,
+}
+REFUSED_CHAT = {
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "functions": [{}],
+    "response_format": {"type": "json_object"},
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "x"},
+    "reasoning_effort": "high",
+    "top_logprobs": 3,
+    "logprobs": 3,
+    "max_completion_tokens": -1,
+    "echo": True,
+}
+REFUSED_COMPLETION = {"echo": True, "suffix": "x", "best_of": 2, "logprobs": 21, "tools": []}
+
+
+@pytest.mark.parametrize(("name", "value"), NEUTRAL_BOTH.items())
+def test_neutral_values_pass(name, value):
+    completion(**{name: value})
+    chat(**{name: value})
+
+
+def test_neutral_values_of_each_endpoint_pass():
+    completion(best_of=1, echo=False, suffix="")
+    chat(tools=[], tool_choice="none", response_format={"type": "text"}, modalities=["text"], parallel_tool_calls=True)
+
+
+@pytest.mark.parametrize(
+    ("parse", "name", "value"),
+    [
+        *((completion, *item) for item in [*REFUSED_BOTH.items(), *REFUSED_COMPLETION.items()]),
+        *((chat, *item) for item in [*REFUSED_BOTH.items(), *REFUSED_CHAT.items()]),
+    ],
+)
+def test_refused_by_name(parse, name, value):
+    with pytest.raises(InvalidRequest) as caught:
+        parse(**{name: value})
+    assert caught.value.status == 400
+    assert caught.value.param is not None and caught.value.param.split(".")[0] == name
+    assert name in caught.value.message
+
+
+def test_all_problems_at_once():
+    with pytest.raises(InvalidRequest) as caught:
+        completion(frequency_penalty=1, temperature=9, wrong=1, n=0)
+    for name in ("frequency_penalty", "temperature", "wrong", "n"):
+        assert f"{name}: " in caught.value.message
+    assert caught.value.param == "frequency_penalty"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"model": "m",\n "prompt" "p"}', "line 2, column 11"),
+        (b"[]", "JSON list, expected an object"),
+        (b'{"model": "\xff"}', "0xff at offset 11"),
+        (b'{"model": "m", "prompt": "p", "temperature": NaN}', "NaN, which is not JSON"),
+        (b'{"model": "m", "prompt": "\\ud83d"}', "half of a surrogate pair"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"prompt": "p"}', "model: required"),
+    ],
+)
+def test_broken_bodies(body, message):
+    with pytest.raises(InvalidRequest, match=message):
+        parse_completion(body)
+
+
+def test_whole_surrogate_pair_is_a_character():
+    assert parse_completion(b'{"model": "m", "prompt": "\\ud83d\\ude42"}').prompts() == ["🙂"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [(1, 2)]), ([[1], [2, 3]], [(1,), (2, 3)])],
+)
+def test_prompt_forms(prompt, expected):
+    assert completion(prompt=prompt).prompts() == expected
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [1, "a"], ["a", 1], [1.0], [True], 5, {"a": 1}, [[1], []], ["a"] * 129])
+def test_bad_prompts(prompt):
+    with pytest.raises(InvalidRequest) as caught:
+        completion(prompt=prompt).prompts()
+    assert caught.value.param == "prompt"
+
+
+def test_messages():
+    conversation = chat(
+        messages=[
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"role": "assistant", "content": "x", "refusal": None, "tool_calls": [], "name": "n"},
+        ]
+    ).conversation()
+    assert conversation == [
+        {"role": "system", "content": "a\nb"},
+        {"role": "assistant", "content": "x", "name": "n"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        ([5], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": "x"}, {"role": "tool", "content": "x"}], "messages[1].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0]"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "user", "content": "x", "weight": 1}], "messages[0].weight"),
+    ],
+)
+def test_bad_messages(messages, param):
+    with pytest.raises(InvalidRequest) as caught:
+        chat(messages=messages).conversation()
+    assert caught.value.param == param
