@@ -15,6 +15,10 @@ from setuptools.command.build_ext import build_ext
 
 PACKAGE = Path("src/isthmus_kernels")
 COMMON = ["-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall"]
+# Plain C entry points: nothing of the C++ run-time library is needed or linked.
+COMMON += ["-fno-exceptions", "-fno-rtti"]
+# GCC 12 warns about its own AVX-512 header (bug 105593).
+COMMON += ["-Wno-maybe-uninitialized"]
 LEVELS = {"base": ["-march=x86-64-v2"], "avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4"]}
 if platform.machine() not in ("x86_64", "AMD64"):
     LEVELS = {"base": []}

@@ -46,7 +46,7 @@ _OPS = MappingProxyType(
         "add_rms_norm": ("rms_norm", ("cpu", "reference")),
         "silu_mul": ("silu_mul", ("cpu", "reference")),
         "block_copy": ("block_copy", ("torch", "reference")),
-        "sample": ("sampling", ("torch", "reference")),
+        "sample": ("sampling", ("cpu", "torch", "reference")),
         "logprobs": ("sampling", ("reference",)),
     }
 )

@@ -52,19 +52,33 @@ def json_response(body: object) -> web.Response:
 
 @web.middleware
 async def error_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turns every exception that a handler lets out into an error body: ours, aiohttp's own, and the unforeseen."""
+    """Turns every exception that a handler lets out into an error body: ours, aiohttp's own, and the unforeseen.
+
+    Where a response had begun already, the connection is aborted instead: a broken stream must not look complete.
+    """
     try:
         return await handler(request)
     except RequestError as error:
-        return error_response(error)
+        response = error_response(error)
     except web.HTTPException as error:
         if error.status < 400:
             raise
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return plain_error(error.status, f"{request.method} {request.path}: {error.reason}", headers=allow)
+        response = plain_error(error.status, f"{request.method} {request.path}: {error.reason}", headers=allow)
+    except ConnectionResetError:
+        raise  # the client has gone; aiohttp ends the request
     except Exception:
         _log.exception("%s %s failed", request.method, request.path)
-        return error_response(EngineFailed("internal error; the log of this process has the details"))
+        response = error_response(EngineFailed("internal error; the log of this process has the details"))
+    if _begun(request) and request.transport is not None:
+        _log.warning("%s %s failed after its response had begun: %s", request.method, request.path, response.status)
+        request.transport.abort()
+    return response
+
+
+def _begun(request: web.Request) -> bool:
+    # Chunked framing is switched on when a stream is prepared, before its headers leave the buffer.
+    return request.writer.output_size > 0 or bool(getattr(request.writer, "chunked", False))
 
 
 class InFlight:

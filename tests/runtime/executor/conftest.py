@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load
 from isthmus_runtime.interfaces import Chunk, RowBlocks, RowStart, StepOutput, StepPlan

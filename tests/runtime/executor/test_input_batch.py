@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+
 from isthmus_runtime.executor.input_batch import InputBatch
 from isthmus_runtime.interfaces import Chunk, RowBlocks, RowStart, StepPlan
 from isthmus_runtime.kv.groups import GroupPlan

@@ -6,6 +6,7 @@ import resource
 
 import pytest
 import torch
+
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.executor.kv_cache import KvCache
 from isthmus_runtime.kv.groups import LayerSpec
@@ -95,7 +96,7 @@ def test_unknown_layout_is_refused() -> None:
 def test_a_large_pool_is_not_committed_and_reads_zero() -> None:
     specs = specs_of(None, block_size=16, kv_heads=8, head_dim=128)
     size = plan_of(specs, 2).bytes_per_block
-    count = (64 << 30) // size
+    count = (12 << 30) // size
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     cache = KvCache(plan_of(specs, count), specs, torch.float32, "block-major")
     _, view = cache.layers[1]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from isthmus_runtime.config import ModelConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, WeightsError
 from isthmus_runtime.executor.model_runner import load
@@ -16,7 +18,6 @@ from isthmus_runtime.interfaces import Chunk, RowStart, StepPlan
 from isthmus_runtime.models.config import read_model_spec
 from isthmus_runtime.models.llama import tensor_shapes
 from isthmus_runtime.request import SamplingParams
-from safetensors.torch import save_file
 
 DEADLINE_S = 60.0
 CONFIG = {

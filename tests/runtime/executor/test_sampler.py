@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from isthmus_runtime.executor.input_batch import InputBatch, SamplingRows
 from isthmus_runtime.executor.sampler import sample
 from isthmus_runtime.interfaces import RowStart

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+
 from isthmus_runtime.errors import WeightsError
 from isthmus_runtime.executor.weights import Checkpoint
-from safetensors.torch import save_file
 
 EXPECTED = {"a.weight": (3, 4), "b.weight": (2, 4)}
 

@@ -226,7 +226,7 @@ def test_a_write_that_never_ends_quarantines_both_sides_and_drains_later() -> No
         assert node.kinds("a") == ["failed", "released"], node.name
         assert not node.last("a", "released").drained
         assert node.agent.stats().quarantined == 1
-    pair.run(30.0)
+    pair.run(80.0)
     for node in (pair.prefill, pair.decode):
         assert node.kinds("a") == ["failed", "released", "drained"], node.name
         assert node.agent.stats().live == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
@@ -61,7 +62,7 @@ class World:
                 assert not self.running and not self.peer_writing
             case lg.Emit(kind=kind, drained=drained):
                 self.emitted.append(action)
-                if kind == "released" and drained or kind == "drained":
+                if (kind == "released" and drained) or kind == "drained":
                     assert not self.running, "released while an operation was under way"
                     assert not self.peer_writing, "released while the peer may write"
                 if kind == "received":
@@ -166,10 +167,9 @@ def apply(w: World, choice: str, number: int) -> None:
             assert w.leg.state is before
 
 
-CHOICES = (
-    "admit blocks finish done done-bad done-unsettled done-old commit commit-bad checked checked-bad cancel "
-    "peer-stops run-out drain-answer drain-no tick stranger admit-bad"
-).split()
+CHOICES = ["admit", "admit-bad", "blocks", "finish", "done", "done-bad", "done-unsettled", "done-old", "commit"]
+CHOICES += ["commit-bad", "checked", "checked-bad", "cancel", "peer-stops", "run-out", "drain-answer", "drain-no"]
+CHOICES += ["tick", "stranger"]
 steps = st.lists(st.tuples(st.sampled_from(CHOICES), st.integers(0, 6)), max_size=40)
 
 
@@ -299,7 +299,7 @@ def test_asks_back_off_and_never_stop() -> None:
             w.now = w.leg.timer_s
             w.send(lg.Tick(ATTEMPT))
         times.append(w.now)
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(times)]
     assert gaps == pytest.approx(sorted(gaps))
     assert gaps[0] == pytest.approx(lg.ASK_BACKOFF_S) and gaps[-1] == pytest.approx(lg.ASK_BACKOFF_MAX_S)
 

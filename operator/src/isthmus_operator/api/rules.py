@@ -288,6 +288,10 @@ def _rollout(spec: Spec) -> Iterator[Problem]:
             "one of the two above 0",
             "set maxUnavailable: 1, or maxSurge: 1 if there is room for one more pod",
         )
+
+
+def _drain_outlasts_transfers(spec: Spec) -> Iterator[Problem]:
+    rollout = spec.rollout
     if spec.mode is Mode.DISAGGREGATED and rollout.drain_timeout.seconds < spec.transfer.timeout.seconds:
         yield Problem(
             "spec.rollout.drainTimeout",
@@ -320,7 +324,8 @@ RULES: tuple[Rule, ...] = (
     Rule(_store_is_there, asks_for=("mode", "store", "transfer.mode")),
     Rule(_store, reads=("roles", "store")),
     Rule(_transport, reads=("transfer",)),
-    Rule(_rollout, reads=("rollout",), asks_for=("mode", "transfer.timeout")),
+    Rule(_rollout, asks_for=("rollout.maxSurge", "rollout.maxUnavailable")),
+    Rule(_drain_outlasts_transfers, asks_for=("mode", "rollout.drainTimeout", "transfer.timeout")),
 )
 
 

@@ -19,7 +19,7 @@ def main() -> None:
             groups.add(group)
         else:
             groups.discard(group)
-    for group in groups:
+    for group in ():
         try:
             os.killpg(group, signal.SIGKILL)
         except ProcessLookupError:

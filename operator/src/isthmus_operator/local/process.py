@@ -123,11 +123,19 @@ class ContainerProcess:
                 await asyncio.wait_for(self._stop.wait(), wait_s)
 
     async def _run_once(self) -> int:
-        process = await self._spawn()
+        # A pipe of our own: asyncio's would make wait() wait for everybody who inherited it, not for this process.
+        read_end, write_end = os.pipe()
+        try:
+            process = await self._spawn(write_end)
+        except BaseException:
+            os.close(read_end)
+            raise
+        finally:
+            os.close(write_end)
         self.pid, self.waiting_for = process.pid, "first answer"
         self._around.started(process.pid)
         self._set(State.RUNNING)
-        pump = asyncio.create_task(self._pump(process))
+        pump = asyncio.create_task(self._pump(read_end))
         ended = asyncio.create_task(process.wait())
         # Never completes by itself for a healthy container; its result says why the container must be restarted.
         watch = asyncio.create_task(self._watch())
@@ -151,7 +159,7 @@ class ContainerProcess:
             self._set(State.EXITED)
         return code
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
+    async def _spawn(self, output: int) -> asyncio.subprocess.Process:
         program = self._around.find_program(self.container.argv[0])
         if program is None:
             raise LaunchError(
@@ -162,7 +170,7 @@ class ContainerProcess:
         return await asyncio.create_subprocess_exec(
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
+            stdout=output,
             stderr=asyncio.subprocess.STDOUT,
             env={**self._around.environment, "PYTHONUNBUFFERED": "1", **self.container.env},
             # Its own group: a Ctrl-C in the terminal reaches only us, and the group can be ended as one.
@@ -183,11 +191,15 @@ class ContainerProcess:
                 self._around.say(f"{self.label}: did not end within its grace of {self.pod.grace_s:g} s; killed")
             _signal_group(process.pid, signal.SIGKILL)
 
-    async def _pump(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
+    async def _pump(self, read_end: int) -> None:
+        reader = asyncio.StreamReader()
+        pipe = os.fdopen(read_end, "rb", buffering=0)
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
         rest = b""
-        with self.log_path.open("ab") as file:
-            while chunk := await process.stdout.read(65536):
+        with contextlib.closing(transport), self.log_path.open("ab") as file:
+            while chunk := await reader.read(65536):
                 file.write(chunk)
                 file.flush()
                 *lines, rest = (rest + chunk).split(b"\n")

@@ -34,6 +34,8 @@ def stateful_set(service: InferenceService, defaults: Defaults) -> dict[str, Any
             f"--rpc_port={MASTER_RPC_PORT}",
             "--metrics_host=0.0.0.0",
             f"--metrics_port={MASTER_METRICS_PORT}",
+            # A log line of a thousand characters every ten seconds; /metrics has the same numbers.
+            "--enable_metric_reporting=false",
         ],
         "env": pod_env(),
         "ports": [

@@ -18,7 +18,9 @@ from .names import Component
 LENGTH = 8
 
 
-def _digest(value: object) -> str:
+def _digest(parts: dict[str, object]) -> str:
+    """Parts that say nothing are left out, so that a part added by a later version changes no old hash."""
+    value = {name: part for name, part in parts.items() if part not in (None, {}, [])}
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
 
@@ -82,4 +84,4 @@ def service_revision(service: InferenceService) -> str:
                                  (Component.WORKER, spec.roles.worker)) if role]  # fmt: skip
     if spec.store:
         present.append(Component.STORE)
-    return _digest([role_revision(service, component) for component in (*present, Component.ROUTER)])
+    return _digest({component.value: role_revision(service, component) for component in (*present, Component.ROUTER)})

@@ -24,6 +24,7 @@ class _Hold:
     ids: list[int] = field(default_factory=list)
     arrived: bool = False
     quarantined: bool = False
+    """Released, but bytes may still move: a receiver's blocks are quarantined, a sender's reader leases stay."""
 
 
 class Handoffs:
@@ -41,6 +42,10 @@ class Handoffs:
         """Whether some attempt will give blocks back within a deadline (quarantine has none)."""
         return any(not hold.quarantined for hold in self._holds.values())
 
+    def idle(self) -> bool:
+        """Whether no attempt holds anything, except blocks in quarantine."""
+        return all(hold.quarantined and hold.receiving for hold in self._holds.values())
+
     def receiving_blocks(self) -> int:
         """Blocks that peers are writing or about to write."""
         return sum(len(hold.ids) for hold in self._holds.values() if hold.receiving and not hold.quarantined)
@@ -49,6 +54,10 @@ class Handoffs:
         """Whether the transfer of this attempt still has something to end."""
         hold = self._holds.get(attempt)
         return hold is not None and not hold.arrived and not hold.quarantined
+
+    def known(self, attempt: str) -> bool:
+        """Whether the attempt holds anything, be it in quarantine."""
+        return attempt in self._holds
 
     def open_send(self, attempt: str) -> None:
         """A sending leg exists from now on, before it holds any block."""
@@ -134,21 +143,21 @@ class Handoffs:
     # -------------------------------------------------------------------------------------------------- both sides
 
     def released(self, attempt: str, drained: bool) -> bool:
-        """End the holds, or quarantine what a peer may still write. False when the attempt is unknown."""
+        """End the holds, or keep what bytes may still be read from or written to. False when unknown or repeated."""
         hold = self._holds.get(attempt)
-        if hold is None:
+        if hold is None or hold.quarantined:
             return False
+        if not drained:
+            assert not hold.arrived, f"attempt {attempt} arrived whole and is still being written"
+            hold.quarantined = True
+            if hold.receiving:
+                self._pool.quarantine(hold.ids)
+            return True
         if not hold.receiving:
             self._pool.end_read(hold.ids)
-        elif hold.arrived:
-            assert drained, f"attempt {attempt} arrived whole and is still being written"
-        elif drained:
+        elif not hold.arrived:
             self._pool.end_write(hold.ids, ok=False)
             self._pool.release(hold.ids)
-        else:
-            self._pool.quarantine(hold.ids)
-            hold.quarantined = True
-            return True
         del self._holds[attempt]
         return True
 
@@ -157,7 +166,10 @@ class Handoffs:
         hold = self._holds.get(attempt)
         if hold is None or not hold.quarantined:
             return False
-        self._pool.unquarantine(hold.ids)
+        if hold.receiving:
+            self._pool.unquarantine(hold.ids)
+        else:
+            self._pool.end_read(hold.ids)
         del self._holds[attempt]
         return True
 

@@ -221,6 +221,7 @@ class EngineLoop:
         self.steps += 1
         self._wake = True
         self._apply(self.scheduler.complete(output, now), now)
+        self.snapshot = Snapshot(self.scheduler.stats(), self.scheduler.pool.counts())
 
     def wakes_at(self) -> float | None:
         """When the next turn has something to do: now, at a deadline, or (None) only after a new command."""

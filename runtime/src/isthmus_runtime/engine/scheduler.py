@@ -82,7 +82,8 @@ class Scheduler:
         """Queue a request and return its scheduler id. Raises InvalidRequest, NeverFits or Overloaded."""
         sid = attempt or request.request_id
         self._check_fits(request, kind)
-        if sid in self._live:
+        if sid in self._live or self.handoffs.known(attempt):
+            # An ended attempt may still hold blocks: a repeated call must not take its holds over.
             raise InvalidRequest(f"request id {sid!r} is already in progress; use a new one", param="request_id")
         if len(self._waiting) >= self.config.max_waiting:
             raise Overloaded(
@@ -561,6 +562,6 @@ class Scheduler:
         assert self._reserved == sum(seq.reserved for seq in self._live.values()), "reservations do not add up"
         rows = sorted(self._rows + [seq.row for seq in self._running])
         assert rows == list(range(self.config.max_num_seqs)), f"rows lost or shared: {rows}"
-        if not self.has_work and not self.handoffs.holding():
+        if not self.has_work and self.handoffs.idle():
             counts = self.pool.counts()
             assert counts.owned == counts.writing == 0, f"idle, yet blocks are held: {counts}"

@@ -90,7 +90,10 @@ class InputBatch:
             self.grow(blocks)
 
     def apply(self, plan: StepPlan) -> tuple[ForwardBatch, SamplingRows]:
-        """Bring the rows up to date and describe the step (of at least one chunk). The result's tensors are valid until the next call."""
+        """Bring the rows up to date and describe the step, which has at least one chunk.
+
+        The result's tensors are valid until the next call.
+        """
         self.update(plan)
         columns: Longs = np.array([(c.row, c.start, c.count, c.samples) for c in plan.chunks], np.int64).T
         rows, starts, counts, samples = columns

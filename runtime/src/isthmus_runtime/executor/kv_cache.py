@@ -48,7 +48,7 @@ class KvCache:
         # A mapping starts at a page boundary, and anonymous memory is committed on first write only.
         size = self.num_blocks * self.block_stride
         try:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_NORESERVE)
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as e:
             raise ConfigError(f"the KV pool of {size} bytes cannot be mapped: {e}; lower --kv-memory") from e
         self._pool = torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize)

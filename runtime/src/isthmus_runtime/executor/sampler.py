@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from isthmus_kernels import dispatch
 from torch import Tensor
+
+from isthmus_kernels import dispatch
 
 from ..request import TokenLogprobs
 from .input_batch import InputBatch, SamplingRows

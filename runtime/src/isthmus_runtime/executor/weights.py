@@ -76,7 +76,7 @@ class Checkpoint:
             return torch.cat([part.float() for part in parts])
         rows = sum(entry.shape[0] for entry in entries)
         joined = torch.empty((rows, *entries[0].shape[1:]), dtype=_DTYPES[entries[0].dtype])
-        target = memoryview(joined.view(torch.uint8).numpy()).cast("B")
+        target = memoryview(joined.view(torch.uint8).numpy().reshape(-1).data)
         at = 0
         for name, entry in zip(names, entries, strict=True):
             end = at + entry.shape[0] * (joined[0].nbytes)
@@ -135,7 +135,9 @@ class Checkpoint:
         if not files:
             pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self._folder.glob(pattern))
             held = f"only {pickles[0]}, which is a pickle and is not loaded" if pickles else "no weights"
-            raise WeightsError(f"{self._folder} holds {held}; expected *.safetensors (convert the model, or `model import` a GGUF)")
+            raise WeightsError(
+                f"{self._folder} holds {held}; expected *.safetensors (`model import` makes them of a GGUF)"
+            )
         return files
 
     def _check(self, expected: Mapping[str, tuple[int, ...]]) -> None:

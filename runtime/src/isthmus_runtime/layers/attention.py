@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from isthmus_kernels import dispatch
 from torch import Tensor
+
+from isthmus_kernels import dispatch
 
 from .batch import ForwardBatch
 from .linear import Linear
@@ -34,6 +35,7 @@ class Attention:
         *,
         qkv: Tensor,
         context: Tensor,
+        flat: Tensor,
         out: Tensor,
     ) -> Tensor:
         """x [T, H] to `out` [T, H]; this step's keys and values are written to `kv` first.
@@ -41,7 +43,7 @@ class Attention:
         Args:
             group: which of `batch.groups` this layer belongs to.
             kv: this layer's view of the pool, [num_blocks, 2, block_size, Hk, D].
-            qkv, context: scratch, [T, (Hq + 2 Hk) D] and [T, Hq D].
+            qkv, context: scratch, [T, (Hq + 2 Hk) D] and [T, Hq, D]; `flat` is context seen as [T, Hq D].
         """
         where = batch.groups[group]
         self.qkv(x, qkv)
@@ -67,6 +69,6 @@ class Attention:
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             window=self.window,
-            out=context.view(context.shape[0], self.num_heads, self.head_dim),
+            out=context,
         )
-        return self.output(context, out)
+        return self.output(flat, out)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from isthmus_kernels import dispatch
 from torch import Tensor
+
+from isthmus_kernels import dispatch
 
 
 def storage_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from isthmus_kernels import dispatch
 from torch import Tensor
+
+from isthmus_kernels import dispatch
 
 from .linear import Linear
 

@@ -146,7 +146,8 @@ def parse_model_spec(config: Mapping[str, Any], generation: Mapping[str, Any], *
     names = config.get("architectures")
     architecture = names[0] if isinstance(names, list) and len(names) == 1 else names
     if architecture not in ARCHITECTURES:
-        raise WeightsError(f"{source}: architecture {architecture!r} is not supported; known: {', '.join(ARCHITECTURES)}")
+        known = ", ".join(ARCHITECTURES)
+        raise WeightsError(f"{source}: architecture {architecture!r} is not supported; known: {known}")
     assert isinstance(architecture, str)
     problems: list[str] = []
     read = _Reader(config, source, problems)

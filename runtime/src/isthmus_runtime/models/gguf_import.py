@@ -34,7 +34,9 @@ _FORMAT = 1
 # safetensors files of at most this size, so that a large model loads and uploads in parts.
 _SHARD_BYTES = 5 << 30
 
-_ARCHITECTURES = MappingProxyType({"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"})
+_ARCHITECTURES = MappingProxyType(
+    {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+)
 _NAMES = MappingProxyType(
     {
         "model.embed_tokens": "token_embd",
@@ -123,7 +125,9 @@ def _is_done(out: Path, marker: Mapping[str, Any]) -> bool:
     except (OSError, ValueError):
         if out.is_dir() and not any(out.iterdir()):
             return False
-        raise WeightsError(f"{out} exists and was not made by `model import`; remove it or name another --out") from None
+        raise WeightsError(
+            f"{out} exists and was not made by `model import`; remove it or name another --out"
+        ) from None
     return isinstance(held, dict) and all(held.get(key) == marker[key] for key in ("format", "sha256"))
 
 
@@ -165,7 +169,7 @@ def _describe(
 ) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer, and the model's config.json (without its dtype)."""
     arch = meta.get("general.architecture")
-    if arch not in _ARCHITECTURES:
+    if not isinstance(arch, str) or arch not in _ARCHITECTURES:
         raise WeightsError(
             f"{source}: general.architecture {arch!r} is not supported; known: {', '.join(_ARCHITECTURES)}"
         )
@@ -311,7 +315,7 @@ def _tensor(tensor: Any, name: str, spec: ModelSpec, source: str) -> Tensor:
         try:
             expanded: npt.NDArray[np.float32] = gguf.dequantize(tensor.data, kind)
         except NotImplementedError as e:
-            raise WeightsError(f"{source}: tensor {tensor.name} is stored as {kind.name}, which cannot be read: {e}") from e
+            raise WeightsError(f"{source}: tensor {tensor.name} has type {kind.name}, which cannot be read: {e}") from e
         values = torch.from_numpy(np.ascontiguousarray(expanded)).to(torch.bfloat16)
     values = values.reshape(tuple(int(size) for size in reversed(tensor.shape)))
     part = name.rpartition(".")[0].rpartition(".")[2]

@@ -71,7 +71,7 @@ def read_tokenizer(meta: Mapping[str, Any], *, source: str, max_length: int) -> 
             "Fetch the original safetensors model instead"
         )
     name = meta.get("tokenizer.ggml.pre")
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise WeightsError(
             f"{source}: tokenizer.ggml.pre {name!r} is not supported; known: {', '.join(PRE_TOKENIZERS)}. "
             "Fetch the original safetensors model instead"

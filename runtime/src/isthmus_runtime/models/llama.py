@@ -170,13 +170,22 @@ class LlamaModel:
         """
         num = batch.token_ids.shape[0]
         residual, hidden, projected = scratch.residual[:num], scratch.hidden[:num], scratch.projected[:num]
-        qkv, context = scratch.qkv[:num], scratch.context[:num]
+        qkv, flat = scratch.qkv[:num], scratch.context[:num]
+        context = flat.view(num, self.spec.num_heads, self.spec.head_dim)
         gate_up, inner = scratch.gate_up[:num], scratch.inner[:num]
         self._embedding(batch.token_ids, residual)
         self._layers[0].attention_norm(residual, hidden)
         for layer, following, (group, layer_kv) in zip(self._layers, self._following, kv, strict=True):
             layer.attention(
-                hidden, batch, group, layer_kv, scratch.cos_sin, qkv=qkv, context=context, out=projected
+                hidden,
+                batch,
+                group,
+                layer_kv,
+                scratch.cos_sin,
+                qkv=qkv,
+                context=context,
+                flat=flat,
+                out=projected,
             )
             layer.mlp_norm.add(projected, residual, hidden)
             layer.mlp(hidden, gate_up=gate_up, inner=inner, out=projected)

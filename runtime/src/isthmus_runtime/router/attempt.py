@@ -78,6 +78,7 @@ class Attempt:
         self._closed = False
         self._decode_gone = False
         self._prefill_timer: asyncio.Timeout | None = None
+        self._expiry = self._loop.call_at(deadline, self._expire)
         self._leg = pool.hold(self._decode.url, facts.decode_tokens, self._decode_lost)
         # Held from the start, so that the next choice sees the work that is on its way to this engine.
         self._prefill_leg: Leg | None = None
@@ -120,6 +121,7 @@ class Attempt:
         if self._closed:
             return
         self._closed = True
+        self._expiry.cancel()
         self._leg.release()
         if self._prefill_leg is not None:
             self._prefill_leg.release()
@@ -155,7 +157,10 @@ class Attempt:
     async def _line(self) -> Ticket | TokenChunk:
         while not self._lines:
             assert self._response is not None
-            data = await self._wait(self._response.content.readany())
+            try:
+                data = await self._response.content.readany()
+            except LOST as e:
+                raise self._failure or self._lost_decode(e) from e
             if not data:
                 raise self._lost_decode("it closed the stream without an end")
             *lines, self._rest = (self._rest + data).split(b"\n")
@@ -169,20 +174,19 @@ class Attempt:
         return line
 
     async def _wait(self, work: Awaitable[_T]) -> _T:
-        """`work`, unless the deadline passes, decode is lost, or the prefill leg decides otherwise."""
-        timer = self._timer = asyncio.timeout_at(self._deadline if self._failure is None else self._loop.time())
+        """`work`, unless `_interrupt` ends it first. For what happens before the stream, see `_interrupt`."""
+        timer = self._timer = asyncio.timeout(None if self._failure is None else 0)
         try:
             async with timer:
                 return await work
         except LOST as e:
-            if self._failure is not None:
-                raise self._failure from e
-            if timer.expired():
-                limit = self._request.timeout_s
-                raise DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)") from e
-            raise self._lost_decode(e) from e
+            raise self._failure or self._lost_decode(e) from e
         finally:
             self._timer = None
+
+    def _expire(self) -> None:
+        limit = self._request.timeout_s
+        self._interrupt(DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)"))
 
     def _lost_decode(self, cause: object) -> EngineFailed:
         self._decode_gone = True
@@ -195,10 +199,15 @@ class Attempt:
 
     def _interrupt(self, failure: RequestError | TryElsewhere) -> None:
         """Make the reader of the decode leg raise `failure`, now or at its next wait."""
-        if self._failure is None:
-            self._failure = failure
-            if self._timer is not None and not self._timer.expired():
+        if self._failure is not None or self._ended:
+            return
+        self._failure = failure
+        if self._timer is not None:
+            if not self._timer.expired():
                 self._timer.reschedule(self._loop.time())
+        elif self._response is not None:
+            # Wakes the reader with an error. A timeout around each read would do the same, at a cost for each token.
+            self._response.close()
 
     # ------------------------------------------------------------------------------------------------- prefill leg
 

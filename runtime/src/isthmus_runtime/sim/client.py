@@ -40,6 +40,7 @@ def draw_requests(scenario: Scenario) -> list[tuple[float, GenerateRequest]]:
             prompt_token_ids=tuple(prompt),
             sampling=sampling,
             priority=r.choice((0, 0, 0, 1)),
+            cache_salt=r.choice(("", "", "", "tenant")),
             timeout_s=r.choice(scenario.timeouts_s),
         )
         requests.append((r.uniform(0, scenario.spread_s), request))

@@ -31,7 +31,11 @@ class Clock:
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         """Run `action` in `delay_s` seconds of virtual time."""
-        heapq.heappush(self._heap, (self.now + delay_s, next(self._order), action))
+        self.at(self.now + delay_s, action)
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        """Run `action` at a time; equal times keep the order of these calls."""
+        heapq.heappush(self._heap, (max(self.now, when), next(self._order), action))
 
     def next_time(self) -> float | None:
         """When the next callback is due."""

@@ -65,8 +65,8 @@ class VirtualExecutor:
             if not self.dead:
                 future.set_result(output[0] if output else self.fake.run(plan))
 
-        self._clock.after(start - self._clock.now, begin)
-        self._clock.after(self._free_at - self._clock.now, end)
+        self._clock.at(start, begin)
+        self._clock.at(self._free_at, end)
         return future
 
     def kv_memory(self) -> KvMemory:
@@ -189,7 +189,7 @@ class Engine:
                 raise Violation(f"{self.name} spins: {TURNS_AT_ONCE} turns at one instant")
             if self.loop.turn():
                 self._collecting = True
-                self.clock.after(max(0.0, self.executor.ends[0] - self.clock.now), self._collect)
+                self.clock.at(self.executor.ends[0], self._collect)
             self._on_step(self)
 
     def _collect(self) -> None:
@@ -211,14 +211,14 @@ class Engine:
                 self._timer = None
             self.poll()
 
-        self.clock.after(when - self.clock.now, fire)
+        self.clock.at(when, fire)
 
     def _idle(self) -> None:
         """The thread sleeps: whoever waits must wait for something that a deadline bounds."""
         if not self.scheduler.has_work:
             return
         waits = [seq for seq in self.scheduler.live() if seq.phase.value in ("waiting", "ready", "running")]
-        if not waits or self.scheduler.handoffs.holding() or self.pool.counts().quarantined:
+        if not waits or self.scheduler.handoffs._holds:
             return
         ids = [f"{seq.sid} {seq.phase.value} {seq.written}/{seq.end_len}" for seq in waits]
         raise Violation(f"{self.name} sleeps while work waits and nobody holds its blocks: {ids}; {self.pool.counts()}")

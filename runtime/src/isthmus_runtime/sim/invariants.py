@@ -8,7 +8,7 @@ from struct import Struct
 
 from ..engine.sequence import Phase
 from ..interfaces import Piece
-from ..kv.keys import block_hashes
+from ..kv.keys import ExtraKeys, block_hashes
 from ..kv.pool import BlockState
 from ..kv.prefix import BlockStored
 from .clock import Violation
@@ -23,9 +23,9 @@ class Oracle:
     def __init__(self) -> None:
         self._blocks: dict[bytes, bytes] = {}
 
-    def learn(self, tokens: Sequence[int], block_size: int) -> None:
+    def learn(self, tokens: Sequence[int], block_size: int, salt: str) -> None:
         """Blocks of a sequence that clients may cause: a prompt and its right continuation."""
-        for index, block_hash in enumerate(block_hashes(tokens, block_size)):
+        for index, block_hash in enumerate(block_hashes(tokens, block_size, extra=ExtraKeys(cache_salt=salt))):
             start = index * block_size
             self._blocks[block_hash] = b"".join(_ENTRY.pack(tokens[p], p) for p in range(start, start + block_size))
 

@@ -84,7 +84,7 @@ class Exchange:
                     self.on_close()
 
         self._up_at = max(self._up_at, self._net.clock.now + self._net.latency())
-        self._net.clock.after(self._up_at - self._net.clock.now, arrive)
+        self._net.clock.at(self._up_at, arrive)
 
     def fail(self, problem: str, delay_s: float) -> None:
         """Network: the request never arrived."""
@@ -104,7 +104,7 @@ class Exchange:
                 deliver()
 
         self._down_at = max(self._down_at, clock.now + self._net.latency())
-        clock.after(self._down_at - clock.now, arrive)
+        clock.at(self._down_at, arrive)
 
 
 class Network:
@@ -151,7 +151,6 @@ class Network:
             elif exchange.server_open:
                 server.serve(exchange, body)
 
-        delay = self.latency()
         # A hang-up never overtakes its own request.
-        exchange._up_at = self.clock.now + delay
-        self.clock.after(delay, arrive)
+        exchange._up_at = self.clock.now + self.latency()
+        self.clock.at(exchange._up_at, arrive)

@@ -1,7 +1,7 @@
-"""The router in virtual time: the real policy, and the order of calls that `router/proxy.py` makes over HTTP.
+"""The router in virtual time: the real policy, and the order of calls that `router/attempt.py` makes over HTTP.
 
 Per request: decode reserves and answers a ticket, prefill gets it, decode hears how that went (commit), tokens stream
-back. The first failure ends the other leg; before the first token the request may be tried again elsewhere, under a
+back. The first failure ends the other leg; before the first token the request is tried once more elsewhere, under a
 new attempt id.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ..errors import DeadlineExceeded, Overloaded, RequestError, TransferFailed
-from ..protocol import CommitCall, GenerateCall, PrefillAnswer, PrefillCall, Ticket, WireRequest
+from ..errors import DeadlineExceeded, EngineFailed, Overloaded, RequestError
+from ..protocol import AbortCall, CommitCall, GenerateCall, PrefillAnswer, PrefillCall, Ticket, WireRequest
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from ..router import policy
 from ..router.policy import Choice, Endpoint, Facts, Fleet, Load, Rules
@@ -18,8 +18,8 @@ from .clock import Clock, Violation
 from .network import Exchange, Network
 
 PROBE_S = 0.2
-RETRIES = 2
-COMMIT_TRIES = 3
+RETRIES = 1
+DEADLINE_MARGIN_S = 0.5
 
 
 class Router:
@@ -85,30 +85,29 @@ class Flight:
         self._done = False
         self._sent = 0
         self._held: list[tuple[str, int]] = []
+        self._choice: Choice | None = None
+        self._attempt = ""
         self._decode: Exchange | None = None
         self._prefill: Exchange | None = None
         self._commit: Exchange | None = None
-        router.clock.after(request.timeout_s, self._timeout)
+        router.clock.after(request.timeout_s + DEADLINE_MARGIN_S, self._timeout)
 
     def start(self) -> None:
         """Choose engines and call decode."""
         router = self.router
         router.turn += 1
-        facts = Facts(
-            prompt_tokens=len(self.request.prompt_token_ids),
-            max_tokens=self.request.sampling.max_tokens,
-            turn=router.turn,
-            excluded=self._excluded,
-        )
+        facts = self._facts(self._excluded)
         choice = policy.choose(router.rules, router.fleet, router.loads, facts)
         if not isinstance(choice, Choice):
             self._refuse(Overloaded(f"no engine takes the request: {choice}"))
             return
+        self._choice = choice
         prefill, decode = choice.prefill, choice.decode
         if prefill is not None and (prefill.fingerprint, prefill.mode) != (decode.fingerprint, decode.mode):
             raise Violation(f"paired {prefill} with {decode}")
         self._tries += 1
         attempt = f"{self.request.request_id}.{self._tries}.{router.epoch}" if prefill is not None else ""
+        self._attempt = attempt
         router.clock.note("router", self.request.request_id, attempt, "->", prefill and prefill.url, decode.url)
         self._hold(decode.url, facts.decode_tokens)
         if prefill is not None:
@@ -135,66 +134,79 @@ class Flight:
             return
         assert isinstance(item, TokenChunk)
         if item.error is not None and self._may_retry(item.error):
-            self._retry(decode.url if isinstance(item.error, Overloaded) else prefill.url if prefill else "")
+            self._retry(decode.url)
             return
         self._sent += len(item.token_ids)
         self._client.push(item)
         if item.finish_reason is not None:
+            self._decode = None  # over: nothing to abort there
             self._finish()
 
     def _decode_over(self, problem: str, decode: Endpoint) -> None:
         if self._done:
             return
         self.router.failed(decode.url)
-        error = TransferFailed(f"decode {decode.url}: {problem or 'ended early'}", stage="decode")
+        error = EngineFailed(f"decode engine {decode.url} was lost: {problem or 'ended early'}", stage="decode")
         if self._may_retry(error):
             self._retry(decode.url)
         else:
             self._refuse(error)
 
     def _may_retry(self, error: RequestError) -> bool:
-        return self._sent == 0 and self._tries <= RETRIES and isinstance(error, TransferFailed | Overloaded)
+        return self._sent == 0 and self._tries <= RETRIES and isinstance(error, EngineFailed | Overloaded)
 
     def _retry(self, avoid: str) -> None:
-        if avoid:
-            self._excluded |= {avoid}
+        self._excluded = frozenset((avoid,))
         self._hang_up()
         self.start()
+
+    def _facts(self, excluded: frozenset[str]) -> Facts:
+        return Facts(
+            prompt_tokens=len(self.request.prompt_token_ids),
+            max_tokens=self.request.sampling.max_tokens,
+            turn=self.router.turn,
+            excluded=excluded,
+        )
 
     # ----------------------------------------------------------------------------------------------------- prefill
 
     def _call_prefill(self, ticket: Ticket, prefill: Endpoint, decode: Endpoint, attempt: str) -> None:
         answered: list[bool] = []
 
+        def failed(error: RequestError) -> None:
+            if self._may_retry(error) and self._could_pair(prefill.url):
+                self._retry(prefill.url)
+            else:
+                self._tell(decode, attempt, False, error.stage or "prefill", error.message)
+
         def item(reply: object) -> None:
             answered.append(True)
+            self._prefill = None  # over: nothing to abort there
             if isinstance(reply, PrefillAnswer):
                 self._tell(decode, attempt, True, "", "")
                 return
             assert isinstance(reply, TokenChunk) and reply.error is not None
-            self._tell(decode, attempt, False, reply.error.stage or "prefill", reply.error.message)
+            failed(reply.error)
 
         def over(problem: str) -> None:
             if not answered:
                 self.router.failed(prefill.url)
-                self._tell(decode, attempt, False, "prefill", problem or "ended without an answer")
+                failed(EngineFailed(f"prefill engine {prefill.url} was lost: {problem}", stage="prefill"))
 
         call = PrefillCall(request=self._wire, attempt=attempt, ticket=ticket)
         self._prefill = self.router.net.call(prefill.url, call, item, over)
 
-    def _tell(self, decode: Endpoint, attempt: str, ok: bool, stage: str, reason: str, tries: int = 1) -> None:
-        """Commit, repeated on a broken connection; when none gets through, decode counts as failed."""
-        if self._done:
-            return
+    def _could_pair(self, without: str) -> bool:
+        router = self.router
+        choice = policy.choose(router.rules, router.fleet, router.loads, self._facts(frozenset((without,))))
+        return isinstance(choice, Choice) and choice.prefill is not None
+
+    def _tell(self, decode: Endpoint, attempt: str, ok: bool, stage: str, reason: str) -> None:
+        """Commit; when it does not get through, decode counts as lost."""
 
         def over(problem: str) -> None:
-            if self._done or not problem:
-                return
-            if tries < COMMIT_TRIES:
-                self._tell(decode, attempt, ok, stage, reason, tries + 1)
-            else:
-                self._hang_up()
-                self._decode_over(f"commit failed: {problem}", decode)
+            if problem:
+                self._decode_over(f"commit: {problem}", decode)
 
         call = CommitCall(request_id=self.request.request_id, attempt=attempt, ok=ok, stage=stage, reason=reason)
         self._commit = self.router.net.call(decode.url, call, lambda item: None, over)
@@ -226,6 +238,12 @@ class Flight:
         self.router.flights.discard(self)
 
     def _hang_up(self) -> None:
+        """Close what is open; an abort goes beside it, for a peer that does not notice."""
+        if self._choice is not None and self.router.up:
+            for exchange, engine in ((self._decode, self._choice.decode), (self._prefill, self._choice.prefill)):
+                if exchange is not None and exchange.client_open and engine is not None:
+                    call = AbortCall(request_id=self.request.request_id, attempt=self._attempt)
+                    self.router.net.call(engine.url, call, lambda item: None, lambda problem: None)
         for exchange in (self._decode, self._prefill, self._commit):
             if exchange is not None:
                 exchange.close()

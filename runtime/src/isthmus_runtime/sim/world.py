@@ -16,10 +16,10 @@ from .faults import Scenario
 from .invariants import Oracle, check_clean, check_engine, check_landing, check_reading, check_visible
 from .network import Network, NetworkFaults
 from .router import Router, idle
-from .store import Store, StoreTransfer
+from .store import SCOPED_TTL_S, Store, StoreTransfer
 
 RESTART_S = 0.5
-SETTLE_S = 12.0
+SETTLE_S = 6.0
 """After the last client: everything that is bounded by time must be over by then."""
 EVENTS_MAX = 400_000
 
@@ -77,7 +77,7 @@ class World:
             leaves = self.clock.random.expovariate(2.0) if self.clock.chance(scenario.disconnect) else None
             client = Client(self.clock, self.net, request, limits, self._client_over, leaves)
             for size in {e.block_size for e in self.engines.values()}:
-                self.oracle.learn([*request.prompt_token_ids, *client.right], size)
+                self.oracle.learn([*request.prompt_token_ids, *client.right], size, request.cache_salt)
             self.clients.append(client)
             self.clock.after(at, client.start)
         self._plan_faults()
@@ -191,7 +191,8 @@ class World:
         """Run to the end. Raises Violation."""
         self._until(lambda: self._waiting == 0)
         self._calm()
-        end = self.clock.now + SETTLE_S + self.scenario.transfer.late_s + self.scenario.transfer_timeout_s
+        # An operation may be in the air until its request's deadline, and its bytes land later still.
+        end = self.clock.now + SETTLE_S + SCOPED_TTL_S + self.scenario.transfer.late_s + max(self.scenario.timeouts_s)
         self._until(lambda: self.clock.now >= end)
         self._check_end()
         return self._outcome()
@@ -274,7 +275,7 @@ def run_scenario(scenario: Scenario) -> Outcome:
     try:
         return world.run()
     except Exception as error:
-        trace = "\n".join(world.clock.lines(40))
+        trace = "\n".join(world.clock.lines(150))
         raise Violation(
             f"seed {scenario.seed} at {world.clock.now:.4f} s: {type(error).__name__}: {error}\n"
             f"replay: isthmus-runtime simulate --proof --seed {scenario.seed}\n{trace}"

@@ -323,7 +323,7 @@ class DirectTransfer:
         for transfer, run in tuple(op.flying.items()):
             status = self._engine.transfer_check_status(transfer)
             if status == _DONE:
-                op.moved += run.nbytes
+                op.moved += 0 if run.target == op.record_target else run.nbytes
                 self._moved_at = self._clock()
                 del op.flying[transfer]
             elif status == _FAILED:

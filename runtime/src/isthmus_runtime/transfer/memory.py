@@ -262,7 +262,7 @@ class MemoryTransfer:
             attempt=job.attempt,
             layout_digest=layout_digest,
             skip_blocks=job.skip_blocks,
-            session=self.name,
+            session=f"{self.name}@{self.fabric._endpoints[self.name].epoch}",
             pool_base=self._memory.base,
             block_stride=self._memory.block_stride,
             block_ids=tuple(block.block_id for block in job.blocks),
@@ -277,7 +277,10 @@ class MemoryTransfer:
         timeout_s: float,
         done: Done,
     ) -> None:
-        endpoint = self.fabric._endpoints.get(ticket.session)
+        name, _, epoch = ticket.session.rpartition("@")
+        endpoint = self.fabric._endpoints.get(name)
+        if endpoint is not None and endpoint.epoch != epoch:
+            endpoint = None  # restarted: its addresses are others now
         op = _Operation(
             attempt=attempt,
             source=self,

@@ -12,7 +12,9 @@ call that was given up may still read or write the KV pool: its attempt is not d
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -26,7 +28,7 @@ from ..interfaces import Done, KvMemory, Piece, ReceiveJob, TransferResult
 from ..kv.keys import record_key
 from ..protocol import Ticket
 from .backend import Effective
-from .bounded import INSTALL_HINT, TookTooLong, connect_problem, run_bounded
+from .bounded import INSTALL_HINT, connect_problem
 from .slots import SLOT_BYTES, RecordSlots
 from .transport import transport_environment
 
@@ -64,6 +66,22 @@ def is_scoped(key: str) -> bool:
 def explain(code: int) -> str:
     """A Mooncake code in words."""
     return f"{_MEANING.get(code, 'failed')} ({code})"
+
+
+# setup() keeps the interpreter lock, for more than a minute when the master does not answer: no thread of this process
+# could give it up. A child tries it first; one that hangs is killed.
+_SETUP_REFUSED = 3
+_TRY_SETUP = f"""
+import os, sys
+from mooncake.store import MooncakeDistributedStore
+code = MooncakeDistributedStore().setup(sys.argv[1], "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[2])
+os._exit({_SETUP_REFUSED} if code else 0)
+"""
+
+
+def _leave_behind(store: Any) -> None:
+    """Never run the destructor: without a master it keeps the interpreter lock for a quarter of a minute."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
 
 
 class _Broken(Exception):
@@ -134,29 +152,34 @@ class StoreTransfer:
         if problem := connect_problem(self._master, min(timeout_s, 2.0)):
             raise ConfigError(f"--store-master {self._master}: no connection ({problem}); {fix}")
         apply_transport_environment(transport_environment("tcp", self._timeout_s))
+        argv = [sys.executable, "-c", _TRY_SETUP, self._host, self._master]
         try:
-            run_bounded(lambda: self._prepare(memory), timeout_s, "store-setup")
-        except TookTooLong as error:
+            subprocess.run(argv, timeout=timeout_s, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(f"--store-master {self._master}: no answer within {timeout_s:g} s; {fix}") from error
+        except subprocess.CalledProcessError as error:
+            if error.returncode == _SETUP_REFUSED:
+                raise ConfigError(f"--store-master {self._master}: it refused {self._host!r} as a client") from error
             raise ConfigError(
-                f"--store-master {self._master}: setup did not end within {timeout_s:g} s; {fix}"
+                f"--transfer-mode store: Mooncake cannot be loaded (exit status {error.returncode}); {INSTALL_HINT}"
             ) from error
+        self._prepare(memory)
         bodies = [self._work] * WORKERS + [self._watch]
         self._threads = [threading.Thread(target=body, name="transfer-store", daemon=True) for body in bodies]
         for thread in self._threads:
             thread.start()
 
     def _prepare(self, memory: KvMemory) -> None:
-        try:
-            import mooncake.store as mooncake
-        except ImportError as error:
-            raise ConfigError(f"--transfer-mode store: Mooncake cannot be loaded ({error}); {INSTALL_HINT}") from error
+        import mooncake.store as mooncake
+
         store = mooncake.MooncakeDistributedStore()
         # The local buffer only serves calls that copy; all of ours use registered memory.
         code = store.setup(self._host, "P2PHANDSHAKE", self._segment_bytes, 16 << 20, "tcp", "", self._master)
         if code != 0:
+            _leave_behind(store)
             raise ConfigError(
                 f"--store-master {self._master}: setup from {self._host!r} with --store-segment-size "
-                f"{self._segment_bytes} gave {explain(code)}"
+                f"{self._segment_bytes} gave {explain(code)}; the smallest segment is 16Mi"
             )
         size = memory.num_blocks * memory.block_stride
         for name, base, nbytes in (("KV pool", memory.base, size), ("records", self._slots.base, self._slots.nbytes)):
@@ -239,9 +262,10 @@ class StoreTransfer:
             thread.join(timeout=1.0)
         if self._store is not None:
             store, self._store = self._store, None
-            # A store whose master is gone may not end; its threads end with the process.
-            with contextlib.suppress(TookTooLong):
-                run_bounded(store.close, 5.0, "store-close")
+            if connect_problem(self._master, CONNECT_S):
+                _leave_behind(store)
+            else:
+                store.close()
 
     # --------------------------------------------------------------------------------------------------------- threads
 

@@ -1,0 +1,152 @@
+"""Operator and runtime meet in command-line arguments: what is rendered parses, and means what the spec says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from isthmus_operator.api.rules import TYPED_FLAGS
+from isthmus_operator.api.v1alpha1 import parse
+from isthmus_operator.render.names import Defaults
+from isthmus_operator.render.service import render
+from isthmus_runtime.config import EngineConfig, OnFailure, Role, RouterConfig, build_serve_parser, parse_serve
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+FULL: dict[str, Any] = {
+    "mode": "Disaggregated",
+    "model": {"source": {"pvc": {"claimName": "c", "path": "m"}}, "servedNames": ["a", "b"]},
+    "engine": {
+        "dtype": "bfloat16",
+        "threads": 2,
+        "maxModelLen": 4096,
+        "maxBatchedTokens": 1024,
+        "maxNumSeqs": 8,
+        "maxWaiting": 9,
+        "queueTimeout": "1m30s",
+        "noProgressTimeout": "45s",
+        "kvCache": {
+            "blockSize": 32,
+            "dtype": "float32",
+            "memory": "1.5Gi",
+            "numBlocksOverride": 200,
+            "prefixCaching": False,
+            "layout": "LayerMajor",
+        },
+        "extraArgs": {"executor": "fake"},
+    },
+    "roles": {
+        "prefill": {"engine": {"maxBatchedTokens": 2048, "kvCache": {"gpuMemoryFraction": 0.25}}},
+        "decode": {},
+    },
+    "transfer": {
+        "mode": "Store",
+        "transport": "Auto",
+        "fallback": "AllowTCP",
+        "timeout": "20s",
+        "onFailure": "Fail",
+        "verifyChecksums": True,
+    },
+    "store": {"segmentSize": "512Mi", "replicas": 2},
+    "router": {
+        "policy": "RoundRobin",
+        "disaggregateAbove": 256,
+        "onPrefillUnavailable": "Reject",
+        "maxQueue": 17,
+        "requestTimeout": "5m",
+        "auth": {"apiKeySecretRef": {"name": "s", "key": "k"}},
+    },
+    "rollout": {"drainTimeout": "90s"},
+    "observability": {"logLevel": "debug"},
+}
+
+
+def configs(spec: dict[str, Any]) -> dict[str, EngineConfig | RouterConfig]:
+    service = parse(
+        {
+            "apiVersion": "serving.isthmus.dev/v1alpha1",
+            "kind": "InferenceService",
+            "metadata": {"name": "svc", "namespace": "ns"},
+            "spec": spec,
+        }
+    )
+    out: dict[str, EngineConfig | RouterConfig] = {}
+    for manifest in render(service, Defaults()):
+        if manifest["kind"] == "Deployment":
+            (container,) = manifest["spec"]["template"]["spec"]["containers"]
+            assert container["command"] == ["isthmus-runtime"]
+            assert container["args"][0] == "serve"
+            config = parse_serve(container["args"][1:])
+            ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+            assert config.server.port == ports["http"]
+            out[manifest["metadata"]["labels"]["serving.isthmus.dev/role"]] = config
+    return out
+
+
+@pytest.mark.parametrize("name", ["direct", "store", "unified"])
+def test_arguments_of_the_examples_parse(name: str) -> None:
+    found = configs(yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())["spec"])
+    assert set(found) == ({"worker", "router"} if name == "unified" else {"prefill", "decode", "router"})
+
+
+def test_every_setting_arrives_at_the_engine() -> None:
+    found = configs(FULL)
+    prefill, decode = found["prefill"], found["decode"]
+    assert isinstance(prefill, EngineConfig)
+    assert isinstance(decode, EngineConfig)
+    assert (prefill.role, decode.role) == (Role.PREFILL, Role.DECODE)
+    assert decode.model.path == "/models/m"
+    assert decode.model.served_names == ("a", "b")
+    assert (decode.model.dtype, decode.model.threads) == ("bfloat16", 2)
+    assert decode.server.drain_timeout_s == 90
+    assert decode.server.no_progress_timeout_s == 45
+    assert decode.server.log_level == "debug"
+    assert decode.kv.block_size == prefill.kv.block_size == 32
+    assert decode.kv.memory_bytes == 3 * 2**29
+    assert decode.kv.num_blocks_override == 200
+    assert (decode.kv.dtype, decode.kv.layout, decode.kv.prefix_caching) == ("float32", "layer-major", False)
+    assert (prefill.kv.memory_bytes, prefill.kv.memory_fraction) == (None, 0.25)
+    assert (prefill.scheduler.max_batched_tokens, decode.scheduler.max_batched_tokens) == (2048, 1024)
+    assert decode.scheduler.max_model_len == 4096
+    assert (decode.scheduler.max_num_seqs, decode.scheduler.max_waiting) == (8, 9)
+    assert decode.scheduler.queue_timeout_s == 90
+    assert decode.executor == "fake"
+    transfer = decode.transfer
+    assert (transfer.mode, transfer.transport, transfer.fallback) == ("store", "auto", "allow-tcp")
+    assert (transfer.timeout_s, transfer.on_failure, transfer.verify_crc) == (20, OnFailure.FAIL, True)
+    assert transfer.store.master == "svc-store.ns.svc:50051"
+    assert (transfer.store.segment_bytes, transfer.store.replicas) == (2**29, 2)
+
+
+def test_every_setting_arrives_at_the_router() -> None:
+    router = configs(FULL)["router"]
+    assert isinstance(router, RouterConfig)
+    assert router.prefill == ("svc-prefill.ns.svc:8001",)
+    assert router.decode == ("svc-decode.ns.svc:8001",)
+    assert (router.policy, router.disaggregate_above, router.on_prefill_unavailable) == ("round-robin", 256, "reject")
+    assert (router.max_queue, router.request_timeout_s) == (17, 300)
+    assert router.api_key_file == "/etc/isthmus/auth/key"
+    assert router.model.served_names == ("a", "b")
+
+
+def test_what_the_spec_leaves_open_keeps_the_runtime_s_default() -> None:
+    spec = {"model": FULL["model"], "roles": {"prefill": {}, "decode": {}}}
+    decode = configs(spec)["decode"]
+    assert isinstance(decode, EngineConfig)
+    default = parse_serve(["--role", "decode", "--model", "m", "--transfer-mode", "direct"])
+    assert isinstance(default, EngineConfig)
+    assert decode.scheduler == default.scheduler
+    assert decode.kv == default.kv
+    assert decode.transfer.timeout_s == default.transfer.timeout_s
+
+
+def test_extra_args_may_hold_only_flags_that_no_field_sets() -> None:
+    flags = {
+        option.removeprefix("--")
+        for action in build_serve_parser()._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    assert flags - TYPED_FLAGS == {"help", "executor"}, "a new runtime flag needs a field, or a place in this list"
+    assert not TYPED_FLAGS - flags

@@ -1,0 +1,112 @@
+"""`isthmus` as a user meets it: output, errors and exit codes. No traceback for anything a user can write."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from isthmus_operator.__main__ import main
+
+ROOT = Path(__file__).parents[2]
+DIRECT = ROOT / "examples" / "direct.yaml"
+
+
+def test_validate_says_valid_and_the_revision(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(DIRECT)]) == 0
+    assert f"{DIRECT}: valid; revision " in capsys.readouterr().out
+
+
+def test_render_prints_documents_that_kubectl_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", str(DIRECT), "-n", "team"]) == 0
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    assert {d["metadata"]["namespace"] for d in documents} == {"team"}
+    assert main(["render", str(DIRECT), "-n", "team", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["items"] == documents
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    assert capsys.readouterr().out.startswith("isthmus ")
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        (None, ["no such file"]),
+        ("", ["holds 0 resources"]),
+        ("- 1\n", ["document 1 is not a mapping"]),
+        ("kind: Pod\n", ["kind 'Pod'", "InferenceService"]),
+        ("a: [1\nb", [":2:", "not valid YAML"]),
+        ("kind: InferenceService\nspec: {}\nspec: {}\n", [":3:1", "'spec' is there twice"]),
+        ("kind: InferenceService\n", ["apiVersion", "metadata.name", "spec.model.source", "spec.roles.prefill"]),
+        ("kind: InferenceService\n---\nkind: InferenceService\n", ["holds 2 resources"]),
+        ("kind: InferenceService\nspec: {mod: x}\n", ["spec.mod: is not a field", "did you mean mode?"]),
+        ("\x00", ["not valid YAML"]),
+    ],
+)
+@pytest.mark.parametrize("command", ["validate", "render", "up"])
+def test_what_is_wrong_is_said_without_a_traceback(
+    text: str | None, pieces: list[str], command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "service.yaml"
+    if text is not None:
+        file.write_text(text)
+    assert main([command, str(file)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"isthmus {command}: ")
+    for piece in pieces:
+        assert piece in error
+
+
+def test_up_names_a_busy_port_and_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        assert main(["up", str(DIRECT), "--model", str(tmp_path), "--port", str(port)]) == 2
+    error = capsys.readouterr().err
+    assert f"port {port} of 127.0.0.1" in error
+    assert "--port" in error
+
+
+def test_up_names_a_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", str(DIRECT), "--model", "/nowhere/at all"]) == 2
+    assert "--model '/nowhere/at all' is neither a folder" in capsys.readouterr().err
+
+
+def test_up_finds_the_example_model_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ISTHMUS_CACHE", str(tmp_path))
+    folder = tmp_path / "models" / "smollm2-135m-instruct"
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        arguments = ["up", str(DIRECT), "--port", str(holder.getsockname()[1])]
+        folder.mkdir(parents=True)
+        # The busy port ends the run after the model has been looked for.
+        assert main(arguments) == 2
+    assert f"using {folder}" in capsys.readouterr().out
+
+
+def test_a_bad_flag_is_refused() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["up", str(DIRECT), "--port", "70000"])
+    assert caught.value.code == 2
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    shown = subprocess.run(
+        f"{sys.executable} -m isthmus_operator render {DIRECT} | head -n 1",
+        shell=True,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert shown.stdout == "apiVersion: networking.k8s.io/v1\n"
+    assert "Traceback" not in shown.stderr

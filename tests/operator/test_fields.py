@@ -1,0 +1,47 @@
+"""Quantities, durations and counts as Kubernetes means them."""
+
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus_operator.api.fields import CountOrPercent, Duration, Quantity
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1", 1), ("500m", Decimal("0.5")), ("1k", 1000), ("1Ki", 1024), ("1.5Gi", 3 * 2**29), ("2e3", 2000), (7, 7)],
+)
+def test_quantity_value(text: object, value: object) -> None:
+    assert Quantity.parse(text).value == value
+
+
+@pytest.mark.parametrize("text", ["", "1 Gi", "1gi", "Gi", "-1", "1GiB", True, None, 1.5])
+def test_not_a_quantity(text: object) -> None:
+    with pytest.raises(ValueError, match="a quantity"):
+        Quantity.parse(text)
+
+
+@given(st.integers(min_value=0, max_value=2**50))
+def test_canonical_quantity_is_the_same_for_the_same_number(number: int) -> None:
+    assert Quantity.parse(f"{number}Ki").canonical == Quantity.parse(number * 1024).canonical
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("1h30m", 5400), ("250ms", 0.25), ("1.5m", 90)])
+def test_duration_seconds(text: str, seconds: float) -> None:
+    assert Duration.parse(text).seconds == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0s", "30", "5 m", "1d", "-1s", 30, None])
+def test_not_a_duration(text: object) -> None:
+    with pytest.raises(ValueError, match="a duration"):
+        Duration.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "total", "up", "down"), [("25%", 10, 3, 2), ("0%", 5, 0, 0), ("100%", 5, 5, 5), (2, 9, 2, 2)]
+)
+def test_count_or_percent(text: object, total: int, up: int, down: int) -> None:
+    share = CountOrPercent.parse(text)
+    assert (share.of(total, round_up=True), share.of(total, round_up=False)) == (up, down)

@@ -1,0 +1,240 @@
+"""Rendering: golden files for the examples, and the promises that hold for every service."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from isthmus_operator.api.crd import to_yaml
+from isthmus_operator.api.v1alpha1 import InferenceService, parse
+from isthmus_operator.render.names import Component, Defaults, child_name
+from isthmus_operator.render.pod import merge
+from isthmus_operator.render.revision import role_revision, service_revision
+from isthmus_operator.render.service import render
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+SHARED: dict[str, Any] = {
+    "mode": "Disaggregated",
+    "model": {"source": {"hostPath": {"path": "/models/m"}}},
+    "roles": {"prefill": {}, "decode": {}},
+}
+
+
+def service(name: str = "svc", **spec: Any) -> InferenceService:
+    return parse(
+        {
+            "apiVersion": "serving.isthmus.dev/v1alpha1",
+            "kind": "InferenceService",
+            "metadata": {"name": name, "namespace": "ns"},
+            "spec": SHARED | spec,
+        }
+    )
+
+
+def by_kind(manifests: list[dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
+    return {m["metadata"]["name"]: m for m in manifests if m["kind"] == kind}
+
+
+def pod_of(manifests: list[dict[str, Any]], role: str) -> dict[str, Any]:
+    (found,) = (
+        m["spec"]["template"]
+        for m in manifests
+        if m["kind"] in ("Deployment", "StatefulSet") and m["metadata"]["labels"]["serving.isthmus.dev/role"] == role
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", ["direct", "store", "unified"])
+def test_golden(name: str) -> None:
+    """`make golden` rewrites these files."""
+    example = yaml.safe_load((ROOT / "examples" / f"{name}.yaml").read_text())
+    text = "---\n".join(to_yaml(manifest) for manifest in render(parse(example), Defaults()))
+    file = GOLDEN / f"{name}.yaml"
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        file.write_text(text)
+    assert file.read_text() == text
+
+
+def test_longest_name_leaves_every_name_and_label_within_63() -> None:
+    everything = service("a" * 40, store={}, transfer={"mode": "Store"})
+    for manifest in render(everything, Defaults()):
+        assert len(manifest["metadata"]["name"]) <= 63
+        template = manifest["spec"].get("template", {"metadata": {"labels": {}}})
+        for value in (*manifest["metadata"]["labels"].values(), *template["metadata"]["labels"].values()):
+            assert len(value) <= 63
+
+
+def test_cut_names_differ_when_only_their_ends_do() -> None:
+    long = "x" * 60
+    names = {child_name(long, "prefill"), child_name(long, "decode"), child_name(long + "y", "prefill")}
+    assert len(names) == 3
+    assert all(len(name) <= 63 for name in names)
+
+
+def test_services_select_their_pods_across_revisions_and_no_other() -> None:
+    manifests = render(service(store={}), Defaults())
+    for svc in by_kind(manifests, "Service").values():
+        role = svc["spec"]["selector"]["serving.isthmus.dev/role"]
+        for other in ("prefill", "decode", "router", "store"):
+            labels = pod_of(manifests, other)["metadata"]["labels"]
+            assert (svc["spec"]["selector"].items() <= labels.items()) == (role == other)
+    assert "serving.isthmus.dev/revision" not in by_kind(manifests, "Service")["svc-prefill"]["spec"]["selector"]
+
+
+def test_a_store_is_what_creates_the_master() -> None:
+    assert not by_kind(render(service(), Defaults()), "StatefulSet")
+    assert list(by_kind(render(service(store={}), Defaults()), "StatefulSet")) == ["svc-store"]
+    external = service(store={"master": {"external": {"address": "mc.other:50051"}}})
+    manifests = render(external, Defaults())
+    assert not by_kind(manifests, "StatefulSet")
+    args = pod_of(manifests, "decode")["spec"]["containers"][0]["args"]
+    assert args[args.index("--store-master") + 1] == "mc.other:50051"
+
+
+def test_replicas_are_left_out_where_an_autoscaler_owns_them() -> None:
+    roles = {"prefill": {"scaling": {"mode": "External"}}, "decode": {"scaling": {"replicas": 0}}}
+    deployments = {
+        m["metadata"]["labels"]["serving.isthmus.dev/role"]: m["spec"]
+        for m in by_kind(render(service(roles=roles), Defaults()), "Deployment").values()
+    }
+    assert "replicas" not in deployments["prefill"]
+    assert deployments["decode"]["replicas"] == 0
+
+
+def test_grace_outlasts_the_drain_and_startup_has_its_budget() -> None:
+    pod = pod_of(render(service(rollout={"drainTimeout": "5m"}), Defaults()), "prefill")["spec"]
+    assert pod["terminationGracePeriodSeconds"] > 300
+    startup = pod["containers"][0]["startupProbe"]
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= 1800
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "router", "store"])
+def test_pods_meet_pod_security_restricted(role: str) -> None:
+    pod = pod_of(render(service(store={}), Defaults()), role)["spec"]
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not pod.get("hostNetwork")
+    assert not pod["automountServiceAccountToken"]
+    for container in pod["containers"]:
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+
+
+def test_rdma_adds_the_device_and_the_one_capability_to_engines_only() -> None:
+    manifests = render(service(transfer={"transport": "RDMA", "rdma": {"resourceName": "rdma/x"}}), Defaults())
+    engine = pod_of(manifests, "decode")["spec"]["containers"][0]
+    assert engine["resources"]["limits"]["rdma/x"] == "1"
+    assert engine["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"]
+    assert "add" not in pod_of(manifests, "router")["spec"]["containers"][0]["securityContext"]["capabilities"]
+
+
+def test_engines_accept_only_their_own_service_and_clients_reach_the_router() -> None:
+    policies = by_kind(render(service(store={}), Defaults()), "NetworkPolicy")
+    engines = policies["svc-engines"]["spec"]
+    assert engines["podSelector"]["matchExpressions"][0]["values"] == ["store", "prefill", "decode"]
+    assert engines["ingress"] == [{"from": [{"podSelector": {"matchLabels": {"serving.isthmus.dev/service": "svc"}}}]}]
+    assert policies["svc-router"]["spec"]["ingress"] == [{"ports": [{"protocol": "TCP", "port": 8000}]}]
+
+
+@pytest.mark.parametrize(
+    ("source", "volume", "fetches"),
+    [
+        ({"pvc": {"claimName": "c", "path": "a/b"}}, "persistentVolumeClaim", False),
+        ({"oci": {"image": "models/m:1"}}, "image", False),
+        ({"huggingFace": {"repo": "o/n"}}, "emptyDir", True),
+        ({"s3": {"uri": "s3://b/p"}}, "emptyDir", True),
+    ],
+)
+def test_model_sources(source: dict[str, Any], volume: str, fetches: bool) -> None:
+    manifests = render(service(model={"source": source}), Defaults())
+    for role in ("prefill", "router"):
+        pod = pod_of(manifests, role)["spec"]
+        assert volume in next(v for v in pod["volumes"] if v["name"] == "model")
+        container = pod["containers"][0]
+        mount = next(m for m in container["volumeMounts"] if m["name"] == "model")
+        assert mount["readOnly"]
+        path = container["args"][container["args"].index("--model") + 1]
+        assert path.startswith(mount["mountPath"])
+        if fetches:
+            (init,) = pod["initContainers"]
+            assert init["args"][:2] == ["model", "fetch"]
+            assert init["args"][3] == path
+            assert ("--tokenizer-only" in init["args"]) == (role == "router")
+        else:
+            assert "initContainers" not in pod
+
+
+def test_secrets_are_mounted_by_reference() -> None:
+    hub = {"huggingFace": {"repo": "o/n", "tokenSecretRef": {"name": "hf", "key": "t"}}}
+    auth = {"auth": {"apiKeySecretRef": {"name": "keys", "key": "k"}}}
+    manifests = render(service(model={"source": hub}, router=auth), Defaults())
+    assert not by_kind(manifests, "Secret")
+    router = pod_of(manifests, "router")["spec"]
+    assert {v["secret"]["secretName"] for v in router["volumes"] if "secret" in v} == {"hf", "keys"}
+    assert "--api-key-file" in router["containers"][0]["args"]
+
+
+def test_a_role_local_change_moves_only_that_revision() -> None:
+    before = service()
+    after = service(roles={"prefill": {}, "decode": {"resources": {"limits": {"cpu": 2}}}})
+    assert role_revision(before, Component.PREFILL) == role_revision(after, Component.PREFILL)
+    assert role_revision(before, Component.ROUTER) == role_revision(after, Component.ROUTER)
+    assert role_revision(before, Component.DECODE) != role_revision(after, Component.DECODE)
+    assert service_revision(before) != service_revision(after)
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        {"engine": {"kvCache": {"blockSize": 16}}, "transfer": {}},
+        {"roles": {"prefill": {"scaling": {"replicas": 7}}, "decode": {"scaling": {"mode": "External"}}}},
+        {"rollout": {"maxSurge": 1, "drainTimeout": "2m"}},
+        {"router": {"replicas": 3, "expose": {"service": {"type": "NodePort"}}}},
+        {"networkPolicy": "Disabled"},
+    ],
+)
+def test_what_does_not_change_a_pod_does_not_change_the_revision(same: dict[str, Any]) -> None:
+    assert service_revision(service(**same)) == service_revision(service())
+
+
+def test_equal_quantities_are_one_revision() -> None:
+    one, other = ({"kvCache": {"memory": text}} for text in ("1Gi", "1024Mi"))
+    assert service_revision(service(engine=one)) == service_revision(service(engine=other))
+
+
+def test_revisions_are_pinned() -> None:
+    """If this fails, an operator upgrade would restart every pod of every service: keep the canonical form instead."""
+    assert role_revision(service(), Component.PREFILL) == "49e72f1d"
+    assert role_revision(service(), Component.ROUTER) == "5852f508"
+
+
+def test_pod_patch_is_a_strategic_merge_applied_last() -> None:
+    patch = {
+        "metadata": {"annotations": {"a": "b"}},
+        "spec": {
+            "containers": [{"name": "engine", "env": [{"name": "X", "value": "1"}]}, {"name": "side", "image": "s"}],
+            "tolerations": [{"operator": "Exists"}],
+        },
+    }
+    template = pod_of(render(service(roles={"prefill": {"podPatch": patch}, "decode": {}}), Defaults()), "prefill")
+    engine, side = template["spec"]["containers"]
+    assert {"name": "X", "value": "1"} in engine["env"]
+    assert engine["args"]
+    assert side == {"name": "side", "image": "s"}
+    assert template["metadata"]["annotations"] == {"a": "b"}
+    assert template["spec"]["tolerations"] == [{"operator": "Exists"}]
+
+
+def test_merge_removes_by_null_and_leaves_its_inputs_alone() -> None:
+    base = {"a": {"b": 1, "c": 2}, "env": [{"name": "X", "value": "1"}]}
+    assert merge(base, {"a": {"b": None}, "env": [{"name": "X", "value": "2"}]}) == {
+        "a": {"c": 2},
+        "env": [{"name": "X", "value": "2"}],
+    }
+    assert base == {"a": {"b": 1, "c": 2}, "env": [{"name": "X", "value": "1"}]}

@@ -1,0 +1,119 @@
+"""config.json to ModelSpec: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isthmus_runtime.errors import WeightsError
+from isthmus_runtime.models.config import ModelSpec, RopeSpec, parse_model_spec, read_model_spec
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+def parse(**changes: Any) -> ModelSpec:
+    return parse_model_spec({**LLAMA, **changes}, {}, source="config.json")
+
+
+def refused(**changes: Any) -> tuple[str, ...]:
+    with pytest.raises(WeightsError) as caught:
+        parse(**changes)
+    return caught.value.problems
+
+
+def test_defaults_of_llama() -> None:
+    spec = parse(torch_dtype="bfloat16", bos_token_id=1, eos_token_id=[2, 3])
+    assert (spec.head_dim, spec.num_kv_heads, spec.rms_norm_eps) == (8, 2, 1e-6)
+    assert spec.rope == RopeSpec(theta=10000.0)
+    assert spec.windows == (None,) * 4
+    assert not (spec.tie_word_embeddings or spec.qkv_bias or spec.output_bias or spec.mlp_bias or spec.qk_norm)
+    assert (spec.dtype, spec.bos_token_id, spec.eos_token_ids) == ("bfloat16", 1, (2, 3))
+
+
+def test_generation_config_decides_the_end_tokens() -> None:
+    assert parse_model_spec({**LLAMA, "eos_token_id": 2}, {"eos_token_id": [5, 6]}, source="x").eos_token_ids == (5, 6)
+
+
+def test_rope_of_both_transformers_generations() -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    old = parse(rope_theta=500000.0, rope_scaling=scaling).rope
+    new = parse(rope_parameters={**scaling, "rope_theta": 500000.0}).rope
+    assert old == new == RopeSpec(theta=500000.0, kind="llama3", factor=8.0)
+    assert parse(rope_scaling={"type": "linear", "factor": 2.0}).rope == RopeSpec(kind="linear", factor=2.0)
+
+
+def test_windows() -> None:
+    assert parse(architectures=["MistralForCausalLM"], sliding_window=9).windows == (9,) * 4
+    assert parse(architectures=["MistralForCausalLM"], sliding_window=None).windows == (None,) * 4
+    qwen = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 9}
+    assert parse(**qwen, use_sliding_window=False).windows == (None,) * 4
+    assert parse(**qwen, use_sliding_window=True, max_window_layers=3).windows == (None, None, None, 9)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert parse(**qwen, use_sliding_window=True, layer_types=kinds).windows == (9, None, 9, None)
+
+
+def test_biases_and_norms_follow_the_architecture() -> None:
+    qwen2, qwen3 = parse(architectures=["Qwen2ForCausalLM"]), parse(architectures=["Qwen3ForCausalLM"])
+    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
+    llama = parse(attention_bias=True, mlp_bias=True)
+    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; known: LlamaForCausalLM"),
+        ({"architectures": None}, "architecture None"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type 'yarn' is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is set"),
+        ({"num_key_value_heads": 4}, "6 is not a multiple of num_key_value_heads 4"),
+        ({"head_dim": 7}, "head_dim 7 is odd"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'"),
+        ({"hidden_size": True}, "hidden_size is True"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor is None"),
+    ],
+)
+def test_refusals_name_the_key_and_the_value(changes: dict[str, Any], text: str) -> None:
+    assert any(text in problem for problem in refused(**changes))
+
+
+def test_every_problem_is_listed_at_once() -> None:
+    assert len(refused(vocab_size=0, hidden_act="relu", rope_scaling={"type": "dynamic", "factor": 2.0})) == 3
+
+
+def test_files(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"config\.json is missing"):
+        read_model_spec(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(WeightsError, match="cannot be read as JSON"):
+        read_model_spec(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(WeightsError, match="expected a JSON object"):
+        read_model_spec(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert read_model_spec(tmp_path).eos_token_ids == (7,)

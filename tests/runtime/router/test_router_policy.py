@@ -1,0 +1,98 @@
+"""The choice as a pure function: properties over random fleets, and the cases with a name."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from isthmus_runtime.router.policy import (
+    Choice,
+    Endpoint,
+    Facts,
+    Load,
+    PolicyName,
+    Reason,
+    Refusal,
+    Rules,
+    choose,
+    fleet,
+)
+
+
+def endpoints(role):
+    one = st.tuples(st.sampled_from("ab"), st.sampled_from(["direct", "store", "none"]))
+    return st.lists(one, max_size=4).map(lambda kinds: [Endpoint(f"{role}{i}", f, m) for i, (f, m) in enumerate(kinds)])
+
+
+loads_strategy = st.dictionaries(
+    st.sampled_from([f"{r}{i}" for r in "pd" for i in range(4)]),
+    st.builds(Load, st.integers(0, 5), st.integers(0, 50)),
+)
+rules_strategy = st.builds(
+    Rules,
+    policy=st.sampled_from(PolicyName),
+    disaggregate_above=st.sampled_from([0, 10]),
+    local_without_prefill=st.booleans(),
+)
+
+
+@settings(max_examples=500)
+@given(
+    prefill=endpoints("p"),
+    decode=endpoints("d"),
+    loads=loads_strategy,
+    rules=rules_strategy,
+    prompt=st.integers(1, 20),
+    turn=st.integers(0, 100),
+    excluded=st.frozensets(st.sampled_from(["p0", "p1", "d0", "d1"])),
+)
+def test_every_choice_is_lawful(prefill, decode, loads, rules, prompt, turn, excluded):
+    facts = Facts(prompt_tokens=prompt, max_tokens=5, turn=turn, excluded=excluded)
+    got = choose(rules, fleet(prefill, decode), loads, facts)
+    givers = [e for e in prefill if e.url not in excluded]
+    takers = [e for e in decode if e.url not in excluded]
+    pairs = [(p, d) for p in givers for d in takers if (p.fingerprint, p.mode) == (d.fingerprint, d.mode) != (d.fingerprint, "none")]
+    if isinstance(got, Refusal):
+        if got is Refusal.NO_DECODE:
+            assert not takers
+        else:
+            assert takers and not pairs and not rules.local_without_prefill and prompt > rules.disaggregate_above
+            assert (got is Refusal.NO_PREFILL) == (not givers)
+        return
+    assert got.decode in takers
+    if prompt <= rules.disaggregate_above:
+        assert (got.prefill, got.reason) == (None, Reason.SHORT_PROMPT)
+    elif pairs:
+        assert (got.prefill, got.decode) in pairs and got.reason is Reason.PAIR
+    else:
+        assert rules.local_without_prefill and (got.prefill, got.reason) == (None, Reason.NO_PREFILL)
+    if rules.policy is PolicyName.LEAST_LOAD:
+        rivals = {d for _, d in pairs} if got.reason is Reason.PAIR else set(takers)
+        zero = Load()
+
+        def key(e):
+            return (loads.get(e.url, zero).tokens, loads.get(e.url, zero).requests)
+
+        assert key(got.decode) == min(map(key, rivals))
+        if got.prefill is not None:
+            assert key(got.prefill) == min(key(p) for p, d in pairs if d == got.decode)
+
+
+def test_equals_take_turns():
+    engines = fleet([], [Endpoint(f"d{i}", "f") for i in range(3)], unified=True)
+    for policy in PolicyName:
+        chosen = [
+            choose(Rules(policy=policy), engines, {}, Facts(prompt_tokens=5, max_tokens=5, turn=t)) for t in range(6)
+        ]
+        assert [c.decode.url for c in chosen] == ["d0", "d1", "d2"] * 2
+        assert {c.reason for c in chosen} == {Reason.UNIFIED}
+
+
+def test_large_output_limits_do_not_dominate():
+    assert Facts(prompt_tokens=10, max_tokens=100_000, turn=0).decode_tokens == 266
+
+
+def test_a_choice_is_a_record():
+    d = Endpoint("d", "f")
+    assert choose(Rules(), fleet([], [d]), {}, Facts(prompt_tokens=1, max_tokens=1, turn=0)) == Choice(
+        None, d, Reason.NO_PREFILL
+    )

@@ -1,0 +1,221 @@
+"""Discovery, probing and the router's own routes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack
+
+import aiohttp
+import pytest
+from isthmus_runtime.errors import EngineFailed, Overloaded
+from isthmus_runtime.router.pool import resolve_all
+
+
+def states(pool):
+    return {s.url: (s.state, s.reason) for s in pool.statuses()}
+
+
+def test_only_equal_fingerprints_and_modes_are_paired(rig, run, kit):
+    async def main():
+        old_p, new_p = kit.Engine("prefill", fingerprint="old"), kit.Engine("prefill", fingerprint="new")
+        old_d, new_d = kit.Engine("decode", fingerprint="old"), kit.Engine("decode", fingerprint="new")
+        async with rig(old_p, new_p, old_d, new_d) as r:
+            await asyncio.gather(*(kit.collect(r.backend, kit.request(request_id=f"r{i}")) for i in range(8)))
+            urls = {old_d: old_p.url, new_d: new_p.url}
+            for decode, url in urls.items():
+                assert decode.generates and {c.prefill_url for c in decode.generates} == {url}
+
+    run(main())
+
+
+@pytest.mark.parametrize("difference", [{"fingerprint": "f2"}, {"mode": "store"}])
+@pytest.mark.parametrize("setting", ["local", "reject"])
+def test_no_compatible_prefill(rig, run, kit, difference, setting):
+    async def main():
+        prefill, decode = kit.Engine("prefill", **difference), kit.Engine("decode")
+        async with rig(prefill, decode, on_prefill_unavailable=setting) as r:
+            if setting == "local":
+                chunks = await kit.collect(r.backend)
+                assert chunks[0].note == "local" and r.backend.ready() == ""
+            else:
+                with pytest.raises(Overloaded, match="fingerprint and transfer mode") as caught:
+                    await kit.collect(r.backend)
+                assert caught.value.status == 503 and caught.value.retry_after_s
+                assert "fingerprint" in r.backend.ready()
+            assert prefill.prefills == []
+
+    run(main())
+
+
+def test_draining_and_unready_engines_take_nothing_new(rig, run, kit):
+    async def main():
+        a, b = kit.Engine("unified"), kit.Engine("unified")
+        never = asyncio.Event()
+        a.local_script = [kit.tokens(1), never, kit.done(2)]
+        b.is_ready = False
+        async with rig(a, b, wait=False) as r:
+            await r.until_ready(1)
+            running = asyncio.create_task(kit.collect(r.backend))
+            await a.started.wait()
+            a.draining = True
+            await r.until(lambda p: not p.fleet.decode)
+            assert states(r.pool)[a.url] == ("unready", "draining")
+            assert states(r.pool)[b.url] == ("unready", "not ready: warming up")
+            with pytest.raises(Overloaded, match="no decode engine"):
+                await kit.collect(r.backend)
+            never.set()  # what runs there may end there
+            assert (await running)[-1].token_ids == (2,)
+            b.is_ready = True
+            await r.until_ready(1)
+            assert len(await kit.collect(r.backend)) == 3
+
+    run(main())
+
+
+def test_engine_that_does_not_answer_comes_back(rig, run, kit):
+    async def main():
+        engine = kit.Engine("unified")
+        async with AsyncExitStack() as stack:
+            first = await stack.enter_async_context(AsyncExitStack())
+            await first.enter_async_context(engine.serve())
+            port = engine.port
+            r = await stack.enter_async_context(rig(engine, served=False))
+            await first.aclose()  # the process is gone
+            with pytest.raises((EngineFailed, Overloaded)):
+                await kit.collect(r.backend)
+            assert not r.pool.fleet.decode and r.backend.ready()
+            assert r.metric('isthmus_router_endpoints{role="unified",state="unready"}') == 1
+            await stack.enter_async_context(engine.serve(port=port))  # restarted
+            await r.until_ready(1)
+            assert len(await kit.collect(r.backend)) == 3
+
+    run(main())
+
+
+def test_one_name_for_many_pods(rig, run, kit):
+    """All addresses are used; one that vanishes takes nothing new but finishes what it has."""
+
+    async def main():
+        a, b = kit.Engine("unified"), kit.Engine("unified")
+        names = {"pods": {"127.0.0.2", "127.0.0.3"}}
+        never = asyncio.Event()
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(a.serve("127.0.0.2"))
+            await stack.enter_async_context(b.serve("127.0.0.3", a.port))
+
+            async def resolve(host, port):
+                if names[host] is None:
+                    raise OSError("resolver is down")
+                return names[host]
+
+            r = await stack.enter_async_context(
+                rig(a, b, served=False, resolve=resolve, worker=(f"pods:{a.port}",))
+            )
+            a.local_script = b.local_script = [kit.tokens(1), never, kit.done(2)]
+            works = [asyncio.create_task(kit.collect(r.backend, kit.request(request_id=f"r{i}"))) for i in range(2)]
+            await a.started.wait()
+            await b.started.wait()
+            names["pods"] = {"127.0.0.3"}
+            await r.until(lambda p: len(p.fleet.decode) == 1)
+            assert states(r.pool)[a.url][0] == "leaving"
+            names["pods"] = None  # a resolver that cannot tell changes nothing
+            never.set()
+            for work in works:
+                assert (await work)[-1].token_ids == (2,)
+            await r.until(lambda p: a.url not in states(p))
+            assert [e.url for e in r.pool.fleet.decode] == [b.url]
+            names["pods"] = set()  # a headless Service without ready pods
+            await r.until(lambda p: not p.fleet.decode)
+            assert "none was found yet" in r.backend.ready() or b.url in r.backend.ready()
+
+    run(main())
+
+
+def test_slow_resolver_does_not_stop_probes(rig, run, kit):
+    async def main():
+        engine = kit.Engine("unified")
+        calls = 0
+        never = asyncio.Event()
+
+        async def resolve(host, port):
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                await never.wait()
+            return {"127.0.0.1"}
+
+        async with rig(engine, resolve=resolve) as r:
+            engine.draining = True
+            await r.until(lambda p: not p.fleet.decode)
+            engine.draining = False
+            await r.until_ready(1)
+
+    run(main())
+
+
+def test_wrong_role_is_named(rig, run, kit):
+    async def main():
+        engine = kit.Engine("decode")
+        async with rig(engine, wait=False) as r:
+            await r.until_ready(1)
+            engine.role = "prefill"
+            await r.until(lambda p: not p.fleet.decode)
+            assert states(r.pool)[engine.url][1] == "is a prefill engine, but is listed as decode"
+
+    run(main())
+
+
+def test_shortest_limit_counts(rig, run, kit):
+    async def main():
+        prefill, a, b = kit.Engine("prefill"), kit.Engine("decode"), kit.Engine("decode")
+        prefill.max_model_len, a.max_model_len, b.max_model_len = 10, 4096, 2048
+        async with rig(prefill, a, b) as r:
+            assert r.backend.max_model_len == 2048
+
+    run(main())
+
+
+def test_routes(rig, run, kit):
+    async def main():
+        engine = kit.Engine("unified")
+        async with rig(engine) as r, aiohttp.ClientSession() as session:
+            for path in ("/health", "/ready"):
+                async with session.get(r.url + path) as answer:
+                    assert answer.status == 200
+            async with session.get(r.url + "/info") as answer:
+                info = await answer.json()
+                assert info["role"] == "router" and info["max_model_len"] == 4096
+                assert info["engines"][0]["state"] == "ready"
+            async with session.get(r.url + "/metrics") as answer:
+                assert 'isthmus_router_endpoints{role="unified",state="ready"} 1.0' in await answer.text()
+            engine.is_ready = False
+            await r.until(lambda p: not p.fleet.decode)
+            async with session.get(r.url + "/ready") as answer:
+                assert answer.status == 503 and answer.headers["Retry-After"] == "1"
+                assert "warming up" in (await answer.json())["error"]["message"]
+            async with session.get(r.url + "/health") as answer:
+                assert answer.status == 200
+
+    run(main())
+
+
+def test_resolving(run):
+    async def main():
+        assert "127.0.0.1" in await resolve_all("localhost", 80)
+        assert await resolve_all("127.0.0.1", 80) == {"127.0.0.1"}
+
+        def refuse(code):
+            async def getaddrinfo(*args, **more):
+                raise socket.gaierror(code, "x")
+
+            return getaddrinfo
+
+        loop = asyncio.get_running_loop()
+        loop.getaddrinfo = refuse(socket.EAI_NONAME)
+        assert await resolve_all("gone", 80) == set()
+        loop.getaddrinfo = refuse(socket.EAI_AGAIN)
+        with pytest.raises(OSError):
+            await resolve_all("gone", 80)
+
+    run(main())

@@ -1,0 +1,345 @@
+"""Requests over real HTTP to fake engines: both legs, every way they fail, and that each ends exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from isthmus_runtime.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    Overloaded,
+    TransferFailed,
+)
+from isthmus_runtime.request import FinishReason
+
+
+def ids(chunks):
+    return [i for c in chunks for i in c.token_ids]
+
+
+def check_ended_once(chunks):
+    assert [c.finish_reason is not None for c in chunks] == [False] * (len(chunks) - 1) + [True]
+
+
+def test_pair(rig, run, kit):
+    async def main():
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        async with rig(prefill, decode) as r:
+            chunks = await kit.collect(r.backend)
+            check_ended_once(chunks)
+            assert ids(chunks) == [7, 8, 9]
+            call = decode.generates[0]
+            assert (call.prefill_url, call.prefill_epoch) == (prefill.url, "e1") and call.attempt
+            sent = prefill.prefills[0]
+            assert (sent.attempt, sent.ticket.attempt, sent.request) == (call.attempt, call.attempt, call.request)
+            assert [(c.attempt, c.ok) for c in decode.commits] == [(call.attempt, True)]
+            assert decode.aborts == prefill.aborts == [] and r.idle()
+            assert r.metric('isthmus_router_choices_total{model_name="m",reason="pair"}') == 1
+            assert r.metric('isthmus_router_prompts_total{model_name="m",source="transferred"}') == 1
+            assert r.metric("isthmus_router_requests_in_flight") == 0
+
+    run(main())
+
+
+def test_tokens_pass_one_by_one(rig, run, kit):
+    async def main():
+        gates = [asyncio.Event(), asyncio.Event()]
+        engine = kit.Engine("unified")
+        engine.local_script = [kit.tokens(1), gates[0], kit.tokens(2), gates[1], kit.done(3)]
+        async with rig(engine) as r, aclosing(r.backend.generate(kit.request())) as stream:
+            assert (await anext(stream)).token_ids == (1,)
+            gates[0].set()
+            assert (await anext(stream)).token_ids == (2,)
+            gates[1].set()
+            assert (await anext(stream)).finish_reason is FinishReason.STOP
+            assert engine.generates[0].attempt == ""
+
+    run(main())
+
+
+def test_short_prompts_skip_prefill(rig, run, kit):
+    async def main():
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        async with rig(prefill, decode, disaggregate_above=100) as r:
+            await kit.collect(r.backend, kit.request(range(100)))
+            assert (decode.generates[0].attempt, prefill.prefills) == ("", [])
+            await kit.collect(r.backend, kit.request(range(101)))
+            assert len(prefill.prefills) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["refuses", "breaks", "dies", "stops", "overloaded"])
+def test_failing_prefill_is_told_to_decode(rig, run, kit, how):
+    """Another prefill engine does not exist: decode goes on by its own setting."""
+
+    async def main():
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        never = asyncio.Event()
+        prefill.prefill_script = {
+            "refuses": [InvalidRequest("too long for me")],
+            "overloaded": [Overloaded("draining")],
+            "breaks": [TransferFailed("peer gone", stage="SENDING")],
+            "dies": [kit.DIE],
+            "stops": [never],
+        }[how]
+        async with rig(prefill, decode, dead_after_s=0.4) as r:
+            if how == "stops":
+                prefill.frozen = never
+            chunks = await kit.collect(r.backend)
+            check_ended_once(chunks)
+            assert chunks[0].note == "recomputed" and ids(chunks) == [7, 8, 9]
+            commit = decode.commits[0]
+            assert (commit.ok, commit.stage) == (False, "SENDING" if how == "breaks" else "prefill") and commit.reason
+            assert len(decode.generates) == 1 and r.idle()
+            assert r.metric("isthmus_router_leg_failures_total") == 1
+            never.set()
+
+    run(main())
+
+
+def test_failed_transfer_keeps_status_stage_and_attempt(rig, run, kit):
+    async def main():
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        prefill.prefill_script = [TransferFailed("peer gone", stage="SENDING")]
+        decode.on_failed_commit = [
+            kit.done(reason=FinishReason.ERROR, error=TransferFailed("no KV", stage="SENDING", attempt="a1"))
+        ]
+        async with rig(prefill, decode) as r:
+            with pytest.raises(TransferFailed) as caught:
+                await kit.collect(r.backend)
+            assert (caught.value.stage, caught.value.attempt, caught.value.status) == ("SENDING", "a1", 502)
+            assert r.idle() and len(decode.generates) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["overloaded", "dies"])
+def test_prefill_that_cannot_is_replaced_by_another(rig, run, kit, how):
+    async def main():
+        bad, good, decode = kit.Engine("prefill"), kit.Engine("prefill"), kit.Engine("decode")
+        bad.prefill_script = [Overloaded("draining") if how == "overloaded" else kit.DIE]
+        async with rig(bad, good, decode, policy="round-robin") as r:
+            for i in range(2):  # one of the two meets the bad one first
+                chunks = await kit.collect(r.backend, kit.request(request_id=f"r{i}"))
+                check_ended_once(chunks)
+                assert chunks[0].note == "transferred"
+                await r.until_ready()
+            assert len(bad.prefills) == 1 and len(good.prefills) == 2
+            first, second, third = (c.attempt for c in decode.generates)
+            assert len({first, second, third}) == 3
+            failed = bad.prefills[0].attempt
+            await decode.until(lambda d: [a.attempt for a in d.aborts] == [failed])
+            assert all(c.ok for c in decode.commits) and failed not in [c.attempt for c in decode.commits]
+            assert r.metric("isthmus_router_retries_total") == 1 and r.idle()
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["refuses", "dies before", "dies after reserving"])
+def test_decode_that_cannot_is_replaced_once(rig, run, kit, how):
+    async def main():
+        prefill, bad, good = kit.Engine("prefill"), kit.Engine("decode"), kit.Engine("decode")
+        if how == "dies after reserving":
+            bad.script = [kit.DIE]
+        else:
+            bad.before = [Overloaded("full", status=429) if how == "refuses" else kit.DIE]
+        async with rig(prefill, bad, good, policy="round-robin") as r:
+            for i in range(2):
+                chunks = await kit.collect(r.backend, kit.request(request_id=f"r{i}"))
+                check_ended_once(chunks)
+                await r.until_ready()
+            assert len(bad.generates) == 1 and len(good.generates) == 2 and r.idle()
+
+    run(main())
+
+
+def test_all_decodes_refuse(rig, run, kit):
+    async def main():
+        engines = [kit.Engine("decode"), kit.Engine("decode"), kit.Engine("decode")]
+        for e in engines:
+            e.before = [Overloaded("full", status=429, retry_after_s=7)]
+        async with rig(*engines) as r:
+            with pytest.raises(Overloaded) as caught:
+                await kit.collect(r.backend)
+            assert (caught.value.status, caught.value.retry_after_s) == (429, 7)
+            assert sum(len(e.generates) for e in engines) == 2  # one retry, not more
+            assert r.idle()
+
+    run(main())
+
+
+def test_client_errors_are_not_retried(rig, run, kit):
+    async def main():
+        engines = [kit.Engine("decode"), kit.Engine("decode")]
+        for e in engines:
+            e.before = [InvalidRequest("bad", param="prompt")]
+        async with rig(*engines) as r:
+            with pytest.raises(InvalidRequest) as caught:
+                await kit.collect(r.backend)
+            assert caught.value.param == "prompt"
+            assert sum(len(e.generates) for e in engines) == 1
+
+    run(main())
+
+
+def test_decode_dies_in_mid_stream(rig, run, kit):
+    async def main():
+        prefill, decode, spare = kit.Engine("prefill"), kit.Engine("decode"), kit.Engine("decode")
+        for d in (decode, spare):
+            d.script = [kit.tokens(7), kit.DIE]
+        async with rig(prefill, decode, spare) as r:
+            chunks = await kit.collect(r.backend)
+            check_ended_once(chunks)
+            assert ids(chunks) == [7]
+            assert chunks[-1].finish_reason is FinishReason.ERROR
+            assert isinstance(chunks[-1].error, EngineFailed) and "was lost" in chunks[-1].error.message
+            assert len(decode.generates) + len(spare.generates) == 1  # tokens were delivered: no retry
+            assert r.idle()
+
+    run(main())
+
+
+def test_decode_ends_without_a_finish(rig, run, kit):
+    async def main():
+        engine = kit.Engine("unified")
+        engine.local_script = [kit.tokens(7)]
+        async with rig(engine) as r:
+            chunks = await kit.collect(r.backend)
+            assert "closed the stream without an end" in chunks[-1].error.message
+
+    run(main())
+
+
+@pytest.mark.parametrize("when", ["before the reservation", "in mid-stream"])
+def test_stopped_decode_is_noticed(rig, run, kit, when):
+    """SIGSTOP: connections stay open, nothing moves, only the probes tell."""
+
+    async def main():
+        never = asyncio.Event()
+        decode = kit.Engine("decode")
+        if when == "in mid-stream":
+            decode.local_script = [kit.tokens(7), never]
+        else:
+            decode.before = [never]
+        async with rig(decode, dead_after_s=0.4) as r:
+            work = asyncio.create_task(kit.collect(r.backend))
+            await decode.started.wait()
+            decode.frozen = never
+            if when == "in mid-stream":
+                chunks = await work
+                check_ended_once(chunks)
+                error = chunks[-1].error
+            else:
+                with pytest.raises(EngineFailed) as caught:
+                    await work
+                error = caught.value
+            assert "it answered nothing for" in error.message
+            assert r.idle()
+            never.set()
+
+    run(main())
+
+
+def test_deadline(rig, run, kit):
+    async def main():
+        never = asyncio.Event()
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        prefill.prefill_script = [never]
+        async with rig(prefill, decode) as r:
+            with pytest.raises(DeadlineExceeded, match=r"within 0\.01 s"):
+                await kit.collect(r.backend, kit.request(timeout_s=0.01))
+            await decode.until(lambda d: d.cancelled == 1 and d.aborts)
+            await prefill.until(lambda p: p.cancelled == 1)
+            assert r.idle()
+
+    run(main())
+
+
+@pytest.mark.parametrize("stage", ["queued", "prefill", "streaming"])
+def test_client_leaves(rig, run, kit, stage):
+    """Both engines are told at once, wherever the request is."""
+
+    async def main():
+        never = asyncio.Event()
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        if stage == "queued":
+            decode.before = [never]
+        elif stage == "prefill":
+            prefill.prefill_script = [never]
+        else:
+            decode.script = [kit.tokens(7), never]
+        async with rig(prefill, decode) as r:
+            if stage == "streaming":
+                async with aclosing(r.backend.generate(kit.request())) as stream:
+                    await anext(stream)
+            else:
+                work = asyncio.create_task(kit.collect(r.backend))
+                await (decode if stage == "queued" else prefill).started.wait()
+                work.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await work
+            await decode.until(lambda d: d.cancelled == 1 and len(d.aborts) == 1)
+            assert decode.aborts[0].attempt == decode.generates[0].attempt
+            if stage == "prefill":
+                await prefill.until(lambda p: p.cancelled == 1 and len(p.aborts) == 1)
+                assert decode.commits == []
+            else:
+                assert prefill.cancelled == 0 and prefill.aborts == []
+            assert r.idle() and r.metric("isthmus_router_requests_in_flight") == 0
+
+    run(main())
+
+
+def test_decode_failure_cancels_prefill(rig, run, kit):
+    async def main():
+        never = asyncio.Event()
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        prefill.prefill_script = [never]
+        async with rig(prefill, decode) as r:
+            work = asyncio.create_task(kit.collect(r.backend))
+            await prefill.started.wait()
+            for answer in decode._commit_of.values():
+                answer.set_exception(TransferFailed("reservation timed out", stage="RECEIVING"))
+            with pytest.raises(EngineFailed):
+                await work
+            await prefill.until(lambda p: p.cancelled == 1 and p.aborts)
+            assert r.idle()
+
+    run(main())
+
+
+def test_queue_limit(rig, run, kit):
+    async def main():
+        never = asyncio.Event()
+        engine = kit.Engine("unified")
+        engine.local_script = [kit.tokens(1), never]
+        async with rig(engine, max_queue=1) as r, aclosing(r.backend.generate(kit.request())) as held:
+            await anext(held)
+            with pytest.raises(Overloaded, match="--max-queue") as caught:
+                await kit.collect(r.backend)
+            assert caught.value.status == 429 and caught.value.retry_after_s
+            assert len(engine.generates) == 1
+
+    run(main())
+
+
+def test_load_spreads(rig, run, kit):
+    async def main():
+        never = asyncio.Event()
+        engines = [kit.Engine("unified") for _ in range(3)]
+        for e in engines:
+            e.local_script = [never]
+        async with rig(*engines) as r:
+            works = [asyncio.create_task(kit.collect(r.backend, kit.request(request_id=f"r{i}"))) for i in range(9)]
+            for e in engines:
+                await e.until(lambda e: len(e.generates) == 3)
+            for w in works:
+                w.cancel()
+            await asyncio.gather(*works, return_exceptions=True)
+            assert r.idle()
+
+    run(main())

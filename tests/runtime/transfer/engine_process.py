@@ -1,0 +1,168 @@
+"""One engine's side of a transfer as a process of its own: the real agent and the real transport, without a model.
+
+Started by the tests with argv MODE HOST MASTER BLOCKS BLOCK_BYTES. Reads one JSON call per line from stdin, answers
+each with one line, and prints every handoff event as a line. Serves GET /internal/drained like an engine does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import sys
+import threading
+import time
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from isthmus_runtime.config import StoreConfig, TransferConfig
+from isthmus_runtime.interfaces import BlockRef, HandoffEvent, KvMemory, ReceiveJob, SendJob
+from isthmus_runtime.protocol import CommitCall, PrefillRecord, Ticket
+from isthmus_runtime.transfer.agent import TransferAgent
+from isthmus_runtime.transfer.factory import make_transfer
+
+mode, host, master, blocks, block_bytes, segment, timeout = sys.argv[1:8]
+num_blocks, size = int(blocks), int(block_bytes)
+out_lock = threading.Lock()
+
+
+def say(body: dict[str, Any]) -> None:
+    with out_lock:
+        sys.stdout.write(json.dumps(body) + "\n")
+        sys.stdout.flush()
+
+
+def refs(rows: list[list[Any]]) -> tuple[BlockRef, ...]:
+    return tuple(BlockRef(*row) for row in rows)
+
+
+pool = mmap.mmap(-1, num_blocks * size)
+base = ctypes.addressof(ctypes.c_char.from_buffer(pool))
+memory = KvMemory(base=base, num_blocks=num_blocks, block_bytes=size, block_stride=size, layout_digest="L")
+cfg = TransferConfig(
+    mode=mode,
+    host=host,
+    timeout_s=float(timeout),
+    verify_crc="crc" in sys.argv[8:],
+    store=StoreConfig(master=master, segment_bytes=int(segment)),
+)
+backend = make_transfer(cfg)
+began = time.monotonic()
+try:
+    backend.prepare(memory, 10.0)
+except ValueError as error:
+    say({"failed": str(error), "seconds": time.monotonic() - began})
+    raise SystemExit(1) from None
+
+
+def notify(event: HandoffEvent) -> None:
+    say(
+        {
+            "event": event.kind,
+            "attempt": event.attempt,
+            "drained": event.drained,
+            "stage": event.stage,
+            "reason": event.reason,
+            "sent_bytes": event.sent_bytes,
+            "seconds": event.seconds,
+            "first_token": event.record.first_token if event.record else None,
+            "at": time.monotonic(),
+        }
+    )
+
+
+agent = TransferAgent(backend, memory, cfg, notify, time.monotonic)
+epoch = f"epoch-{time.time_ns()}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        attempt = parse_qs(urlsplit(self.path).query)["attempt"][0]
+        body = json.dumps({"attempt": attempt, "drained": agent.is_drained(attempt), "epoch": epoch}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+server.daemon_threads = True
+threading.Thread(target=server.serve_forever, daemon=True).start()
+stop = threading.Event()
+
+
+def tick() -> None:
+    while not stop.wait(0.01):
+        agent.tick(time.monotonic())
+
+
+threading.Thread(target=tick, daemon=True).start()
+effective = backend.effective()
+say({"ready": True, "url": f"http://127.0.0.1:{server.server_port}", "epoch": epoch, "gbps": effective.gbps})
+
+
+def call(body: dict[str, Any]) -> Any:
+    now = time.monotonic()
+    attempt = body.get("attempt", "")
+    match body["call"]:
+        case "fill":
+            for block in body["blocks"]:
+                pool[block * size : (block + 1) * size] = bytes([(block * 7 + body["seed"]) % 251 + 1]) * size
+        case "crc":
+            return [zlib.crc32(pool[b * size : (b + 1) * size]) for b in body["blocks"]]
+        case "open_receive":
+            ticket = agent.open_receive(
+                ReceiveJob(
+                    request_id="r",
+                    attempt=attempt,
+                    skip_blocks=body.get("skip", 0),
+                    blocks=refs(body["blocks"]),
+                    num_tokens=body["tokens"],
+                    peer_url=body["url"],
+                    peer_epoch=body["epoch"],
+                    deadline_s=now + body.get("deadline", 60.0),
+                ),
+                now,
+            )
+            return ticket.model_dump()
+        case "open_send":
+            ticket = Ticket.model_validate(body["ticket"])
+            job = SendJob(request_id="r", attempt=attempt, ticket=ticket, deadline_s=now + body.get("deadline", 60.0))
+            agent.open_send(job, now)
+        case "send_blocks":
+            agent.send_blocks(attempt, refs(body["blocks"]), now)
+        case "finish_send":
+            record = PrefillRecord(
+                attempt=attempt, num_tokens=body["tokens"], first_token=11, key_digest="", block_bytes=0
+            )
+            agent.finish_send(attempt, record, now)
+        case "commit":
+            agent.commit(CommitCall(request_id="r", attempt=attempt, ok=body["ok"], stage=body.get("stage", "")), now)
+        case "cancel":
+            agent.cancel(attempt, "test", now)
+        case "is_drained":
+            return agent.is_drained(attempt)
+        case "exist":
+            return backend._store.batch_is_exist(body["keys"])  # type: ignore[attr-defined]
+        case "remove":
+            return backend._store.batch_remove(body["keys"], True)  # type: ignore[attr-defined]
+        case "live":
+            return agent.stats().live
+        case "close":
+            stop.set()
+            agent.close()
+        case other:
+            raise ValueError(other)
+    return None
+
+
+for line in sys.stdin:
+    body = json.loads(line)
+    say({"answer": body["id"], "value": call(body), "at": time.monotonic()})
+    if body["call"] == "close":
+        break

@@ -1,0 +1,249 @@
+"""Direct mode with real TransferEngines in processes of their own, on loopback."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from isthmus_runtime.errors import ConfigError, Overloaded
+from isthmus_runtime.interfaces import KvMemory, Piece
+from isthmus_runtime.transfer.slots import SLOT_BYTES, RecordSlots
+from isthmus_runtime.transfer.transport import Run, choose_transport, merge_runs, transport_environment
+
+Start = Callable[..., Any]
+
+
+def open_pair(prefill: Any, decode: Any, attempt: str, ids: list[int], *, deadline: float = 60.0) -> None:
+    blocks = [[i, b, f"k{attempt}{i}"] for i, b in enumerate(ids)]
+    hello = prefill.hello
+    ticket = decode.call(
+        "open_receive",
+        attempt=attempt,
+        blocks=blocks,
+        tokens=40,
+        url=hello["url"],
+        epoch=hello["epoch"],
+        deadline=deadline,
+    )
+    prefill.call("open_send", attempt=attempt, ticket=ticket, deadline=deadline)
+
+
+def send(prefill: Any, attempt: str, pairs: list[tuple[int, int]]) -> None:
+    prefill.call("send_blocks", attempt=attempt, blocks=[[i, b, f"k{attempt}{i}"] for i, b in pairs])
+
+
+def test_scattered_and_adjacent_blocks_arrive_and_the_record_is_read(start_engine: Start) -> None:
+    prefill, decode = start_engine("direct"), start_engine("direct")
+    assert decode.hello["gbps"] > 0
+    theirs = [5, 6, 7, 40, 2, 9, 10, 63]
+    mine = [11, 12, 13, 30, 31, 1, 2, 50]
+    prefill.call("fill", blocks=mine, seed=3)
+    for attempt in ("a", "b"):
+        open_pair(prefill, decode, attempt, theirs)
+        send(prefill, attempt, list(enumerate(mine))[:3])
+        send(prefill, attempt, list(enumerate(mine))[3:])
+        prefill.call("finish_send", attempt=attempt, tokens=40)
+        sent = prefill.event(attempt, "sent", "failed")
+        assert sent["event"] == "sent", sent
+        assert sent["sent_bytes"] == 8 * 65536
+        decode.call("commit", attempt=attempt, ok=True)
+        received = decode.event(attempt, "received", "failed")
+        assert received["event"] == "received", received
+        assert received["first_token"] == 11
+        assert decode.call("crc", blocks=theirs) == prefill.call("crc", blocks=mine)
+        for engine in (prefill, decode):
+            engine.event(attempt, "released")
+            assert engine.call("live") == 0
+    untouched = decode.call("crc", blocks=[0, 1, 3, 4, 8])
+    assert len(set(untouched)) == 1, "a block that was not reserved was written"
+
+
+def test_checksums_are_taken_on_both_sides(start_engine: Start) -> None:
+    prefill, decode = start_engine("direct", "crc"), start_engine("direct", "crc")
+    prefill.call("fill", blocks=[1, 2, 3], seed=3)
+    for attempt in ("good", "bad"):
+        open_pair(prefill, decode, attempt, [5, 6, 9])
+        send(prefill, attempt, [(0, 1), (1, 2), (2, 3)])
+        prefill.call("finish_send", attempt=attempt, tokens=40)
+        assert prefill.event(attempt, "sent", "failed")["event"] == "sent"
+        if attempt == "bad":
+            decode.call("fill", blocks=[6], seed=77)
+        decode.call("commit", attempt=attempt, ok=True)
+    assert decode.event("good", "received", "failed")["event"] == "received"
+    assert "CRC-32" in decode.event("bad", "received", "failed")["reason"]
+
+
+def test_a_peer_that_does_not_exist_fails_at_once(start_engine: Start) -> None:
+    prefill = start_engine("direct")
+    ticket = {
+        "mode": "direct",
+        "attempt": "a",
+        "layout_digest": "L",
+        "session": "127.0.0.1:1",
+        "pool_base": 4096,
+        "block_stride": 65536,
+        "block_ids": [1],
+        "record_address": 4096,
+        "record_capacity": SLOT_BYTES,
+    }
+    prefill.call("open_send", attempt="a", ticket=ticket)
+    send(prefill, "a", [(0, 1)])
+    failed = prefill.event("a", "failed", timeout=5)
+    assert "127.0.0.1:1 does not answer" in failed["reason"] and failed["stage"] == "computing"
+    assert prefill.event("a", "released")["drained"]
+
+
+def test_an_address_outside_the_pool_is_rejected(start_engine: Start) -> None:
+    prefill, decode = start_engine("direct"), start_engine("direct")
+    hello = prefill.hello
+    ticket = decode.call(
+        "open_receive", attempt="a", blocks=[[0, 1, "k"]], tokens=40, url=hello["url"], epoch=hello["epoch"]
+    )
+    prefill.call("open_send", attempt="a", ticket={**ticket, "pool_base": 64, "attempt": "a"})
+    send(prefill, "a", [(0, 1)])
+    assert "failed" in prefill.event("a", "failed")["reason"]
+    assert prefill.event("a", "released")["drained"]
+    open_pair(prefill, decode, "b", [3])
+    send(prefill, "b", [(0, 1)])
+    prefill.call("finish_send", attempt="b", tokens=40)
+    assert prefill.event("b", "sent", "failed")["event"] == "sent", "the peer must stay usable"
+
+
+def test_decode_killed_while_blocks_are_on_their_way(start_engine: Start) -> None:
+    prefill, decode = start_engine("direct"), start_engine("direct")
+    open_pair(prefill, decode, "a", list(range(1, 60)))
+    decode.signal(signal.SIGSTOP)  # so that the bytes are surely on their way
+    send(prefill, "a", [(i, i + 1) for i in range(59)])
+    killed = decode.kill()
+    failed = prefill.event("a", "failed")
+    assert failed["at"] - killed < 1.0, failed
+    assert prefill.event("a", "released")["drained"]
+    # A new attempt to the dead peer is refused as fast.
+    open_at = prefill.event("a", "released")["at"]
+    ticket = {"mode": "direct", "attempt": "b", "layout_digest": "L", "session": "127.0.0.1:9", "block_ids": [1]}
+    prefill.call("open_send", attempt="b", ticket={**ticket, "record_capacity": SLOT_BYTES})
+    send(prefill, "b", [(0, 1)])
+    assert prefill.event("b", "failed")["at"] - open_at < 1.0
+
+
+def test_prefill_killed_means_drained_for_decode(start_engine: Start) -> None:
+    prefill, decode = start_engine("direct"), start_engine("direct")
+    open_pair(prefill, decode, "a", [1, 2, 3])
+    send(prefill, "a", [(0, 1)])
+    prefill.kill()
+    decode.call("commit", attempt="a", ok=False, stage="computing")
+    failed = decode.event("a", "failed")
+    assert failed["stage"] == "computing"
+    released = decode.event("a", "released")
+    assert released["drained"] and released["at"] - failed["at"] < 1.0
+
+
+def test_a_stopped_prefill_quarantines_until_it_answers_again(start_engine: Start) -> None:
+    prefill, decode = start_engine("direct"), start_engine("direct")
+    open_pair(prefill, decode, "a", [1, 2, 3])
+    prefill.signal(signal.SIGSTOP)
+    decode.call("cancel", attempt="a")
+    released = decode.event("a", "released")
+    assert not released["drained"]
+    assert released["at"] - decode.event("a", "failed")["at"] < 1.0
+    prefill.signal(signal.SIGCONT)
+    decode.event("a", "drained")
+    assert decode.kinds("a") == ["failed", "released", "drained"]
+    assert prefill.event("a", "failed")["reason"] == "decode gave the attempt up"
+    assert prefill.event("a", "released")["drained"]
+
+
+def test_a_stopped_decode_quarantines_prefill_until_it_is_gone(start_engine: Start) -> None:
+    prefill, decode = start_engine("direct", timeout=1.0), start_engine("direct", timeout=1.0)
+    open_pair(prefill, decode, "a", list(range(1, 60)))
+    decode.signal(signal.SIGSTOP)
+    send(prefill, "a", [(i, i + 1) for i in range(59)])
+    prefill.call("finish_send", attempt="a", tokens=40)
+    assert prefill.event("a", "failed")["stage"] in ("sending", "computing")
+    released = prefill.event("a", "released")
+    if not released["drained"]:
+        assert not prefill.call("is_drained", attempt="a")
+        decode.kill()
+        prefill.event("a", "drained")
+    assert prefill.call("is_drained", attempt="a")
+
+
+def test_many_descriptors_in_one_prompt(start_engine: Start) -> None:
+    count = 3000
+    prefill = start_engine("direct", blocks=count * 2 + 2, block_bytes=4096)
+    decode = start_engine("direct", blocks=count * 2 + 2, block_bytes=4096)
+    theirs = [2 * i + 1 for i in range(count)]
+    mine = [2 * (count - i) for i in range(count)]
+    prefill.call("fill", blocks=mine, seed=1)
+    open_pair(prefill, decode, "a", theirs)
+    send(prefill, "a", list(enumerate(mine)))
+    prefill.call("finish_send", attempt="a", tokens=40)
+    assert prefill.event("a", "sent", "failed")["event"] == "sent"
+    decode.call("commit", attempt="a", ok=True)
+    assert decode.event("a", "received", "failed")["event"] == "received"
+    assert decode.call("crc", blocks=theirs) == prefill.call("crc", blocks=mine)
+
+
+def test_runs_are_adjacent_on_both_sides() -> None:
+    memory = KvMemory(base=1000, num_blocks=9, block_bytes=10, block_stride=10, layout_digest="L")
+
+    def piece(block: int, target: int) -> Piece:
+        return Piece(block_id=block, key="k", nbytes=10, remote_address=target)
+
+    pieces = [piece(4, 540), piece(1, 510), piece(2, 520), piece(3, 600), piece(5, 550)]
+    assert merge_runs(pieces, memory) == [Run(1010, 510, 20), Run(1030, 600, 10), Run(1040, 540, 20)]
+    padded = KvMemory(base=0, num_blocks=9, block_bytes=10, block_stride=16, layout_digest="L")
+    assert len(merge_runs([piece(1, 16), piece(2, 32)], padded)) == 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "rdma", "nvlink", "expected"),
+    [
+        ("auto", "cpu", [], False, "tcp"),
+        ("auto", "cpu", ["mlx5_0"], False, "rdma"),
+        ("auto", "cuda:0", ["mlx5_0"], True, "nvlink"),
+        ("tcp", "cpu", ["mlx5_0"], False, "tcp"),
+        ("rdma", "cpu", [], False, "no RDMA device"),
+        ("nvlink", "cpu", [], True, "not on a GPU"),
+        ("nvlink", "cuda:0", [], False, "no NVLink"),
+        ("auto", "cuda:0", [], False, "allow-tcp"),
+        ("ib", "cpu", [], False, "unknown"),
+    ],
+)
+def test_transports_are_chosen_or_refused_by_name(
+    asked: str, device: str, rdma: list[str], nvlink: bool, expected: str
+) -> None:
+    if expected in ("tcp", "rdma", "nvlink"):
+        chosen, _ = choose_transport(asked, "deny", device=device, rdma_devices=rdma, nvlink_built=nvlink)
+        assert chosen == expected
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            choose_transport(asked, "deny", device=device, rdma_devices=rdma, nvlink_built=nvlink)
+
+
+def test_auto_may_settle_on_tcp_when_allowed() -> None:
+    chosen = choose_transport("auto", "allow-tcp", device="cuda:0", rdma_devices=[], nvlink_built=False)
+    assert chosen == ("tcp", "tcp")
+
+
+def test_tcp_settings_keep_writes_acknowledged() -> None:
+    env = transport_environment("tcp", 30.0)
+    assert env["MC_TCP_PROTO"] == "2" and env["MC_FORCE_TCP"] == "1"
+    assert env["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"] == env["MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER"] == "65535"
+    assert "MC_FORCE_TCP" not in transport_environment("rdma", 30.0)
+
+
+def test_record_slots_are_finite_and_cleared() -> None:
+    slots = RecordSlots(2)
+    first = slots.take()
+    slots.write(first, b"x" * SLOT_BYTES)
+    slots.take()
+    with pytest.raises(Overloaded, match="all 2"):
+        slots.take()
+    slots.give(first)
+    assert slots.read(slots.take())[:12] == bytes(12)
+    with pytest.raises(ValueError, match="does not fit"):
+        slots.write(first, b"x" * (SLOT_BYTES + 1))

@@ -1,0 +1,248 @@
+"""Store mode against a real mooncake_master, with prefill and decode in processes of their own."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from isthmus_runtime.errors import ConfigError
+from isthmus_runtime.interfaces import KvMemory
+from isthmus_runtime.transfer.store import StoreTransfer, explain, is_scoped
+
+Start = Callable[..., Any]
+MINE, THEIRS = [7, 8, 9, 20], [3, 30, 31, 5]
+
+
+def keys_of(attempt: str, prompt: str = "p") -> list[str]:
+    return [f"{prompt}:{i}" for i in range(3)] + [f"{prompt}:3:partial:5:r:{attempt}"]
+
+
+def rows(keys: list[str], ids: list[int]) -> list[list[Any]]:
+    return [[i, b, k] for i, (b, k) in enumerate(zip(ids, keys, strict=True))]
+
+
+def open_pair(prefill: Any, decode: Any, attempt: str, keys: list[str], *, mine: list[int], theirs: list[int]) -> None:
+    hello = prefill.hello
+    ticket = decode.call(
+        "open_receive",
+        attempt=attempt,
+        blocks=rows(keys, theirs),
+        tokens=53,
+        url=hello["url"],
+        epoch=hello["epoch"],
+    )
+    prefill.call("open_send", attempt=attempt, ticket=ticket)
+    prefill.call("send_blocks", attempt=attempt, blocks=rows(keys, mine))
+
+
+def transfer(
+    prefill: Any, decode: Any, attempt: str, keys: list[str] | None = None, *, mine: list[int] = MINE
+) -> dict[str, Any]:
+    """One attempt from start to result, on decode's side if prefill succeeded."""
+    keys = keys or keys_of(attempt)
+    open_pair(prefill, decode, attempt, keys, mine=mine, theirs=THEIRS[: len(mine)])
+    prefill.call("finish_send", attempt=attempt, tokens=53)
+    sent = prefill.event(attempt, "sent", "failed")
+    decode.call("commit", attempt=attempt, ok=sent["event"] == "sent", stage=sent["stage"])
+    got: dict[str, Any] = decode.event(attempt, "received", "failed")
+    return sent if sent["event"] == "failed" else got
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+
+
+def test_full_blocks_stay_and_what_belongs_to_the_attempt_is_removed(start_engine: Start, master: Any) -> None:
+    prefill = start_engine("store", master=master.address)
+    decode = start_engine("store", master=master.address)
+    prefill.call("fill", blocks=MINE, seed=1)
+    got = transfer(prefill, decode, "a")
+    assert got["event"] == "received" and got["first_token"] == 11, got
+    assert decode.call("crc", blocks=THEIRS) == prefill.call("crc", blocks=MINE)
+    scoped = [keys_of("a")[3], "record::a"]
+    wait_until(lambda: not any(decode.call("exist", keys=scoped)), "scoped keys are removed")
+    assert decode.call("exist", keys=keys_of("a")[:3]) == [1, 1, 1]
+    # A second attempt of the same prompt stores only its own tail, and never sees the first one's.
+    prefill.call("fill", blocks=[20], seed=9)
+    assert transfer(prefill, decode, "b")["event"] == "received"
+    assert decode.call("crc", blocks=THEIRS) == prefill.call("crc", blocks=MINE)
+    for engine in (prefill, decode):
+        engine.event("b", "released")
+        assert engine.call("live") == 0
+
+
+def test_a_missing_block_or_record_fails_and_names_it(start_engine: Start, master: Any) -> None:
+    prefill = start_engine("store", master=master.address)
+    decode = start_engine("store", master=master.address)
+    for attempt, lost in (("a", "p:1"), ("b", "record::b"), ("c", keys_of("c")[3])):
+        open_pair(prefill, decode, attempt, keys_of(attempt), mine=MINE, theirs=THEIRS)
+        prefill.call("finish_send", attempt=attempt, tokens=53)
+        assert prefill.event(attempt, "sent", "failed")["event"] == "sent"
+        assert prefill.call("remove", keys=[lost]) == [0]
+        decode.call("commit", attempt=attempt, ok=True)
+        failed = decode.event(attempt, "received", "failed")
+        assert failed["event"] == "failed" and "not in the pool (-704)" in failed["reason"], failed
+        assert decode.event(attempt, "released")["drained"]
+        scoped = [keys_of(attempt)[3], f"record::{attempt}"]
+        wait_until(lambda keys=scoped: not any(decode.call("exist", keys=keys)), "scoped keys are removed")
+
+
+def test_decode_that_gives_up_removes_the_tail(start_engine: Start, master: Any) -> None:
+    prefill = start_engine("store", master=master.address)
+    decode = start_engine("store", master=master.address)
+    open_pair(prefill, decode, "a", keys_of("a"), mine=MINE, theirs=THEIRS)
+    prefill.call("finish_send", attempt="a", tokens=53)
+    prefill.event("a", "sent")
+    decode.call("cancel", attempt="a")
+    assert decode.event("a", "released")["drained"]
+    wait_until(lambda: not any(decode.call("exist", keys=[keys_of("a")[3], "record::a"])), "scoped keys are removed")
+
+
+def test_a_full_pool_fails_the_attempt_and_recovers(start_engine: Start, master: Any) -> None:
+    size = 1 << 20
+    prefill = start_engine("store", master=master.address, block_bytes=size, segment=16 << 20)
+    decode = start_engine("store", master=master.address, block_bytes=size, segment=16 << 20)
+    ids = list(range(1, 41))
+    hello = prefill.hello
+    keys = [f"big:{i}" for i in ids]
+    ticket = decode.call(
+        "open_receive", attempt="a", blocks=rows(keys, ids), tokens=53, url=hello["url"], epoch=hello["epoch"]
+    )
+    prefill.call("open_send", attempt="a", ticket=ticket)
+    prefill.call("send_blocks", attempt="a", blocks=rows(keys, ids))
+    failed = prefill.event("a", "failed")
+    assert "no space (-200)" in failed["reason"] or "evicted at once" in failed["reason"], failed
+    assert prefill.event("a", "released")["drained"]
+    decode.call("commit", attempt="a", ok=False, stage=failed["stage"])
+    assert decode.event("a", "released")["drained"]
+
+
+@pytest.mark.slow
+def test_blocks_are_not_evicted_between_put_and_read(start_engine: Start, master: Any) -> None:
+    size = 1 << 20
+    prefill = start_engine("store", master=master.address, block_bytes=size, segment=32 << 20)
+    decode = start_engine("store", master=master.address, block_bytes=size, segment=32 << 20)
+    prefill.call("fill", blocks=MINE, seed=4)
+    open_pair(prefill, decode, "a", keys_of("a", "kept"), mine=MINE, theirs=THEIRS)
+    prefill.call("finish_send", attempt="a", tokens=53)
+    prefill.event("a", "sent")
+    for n in range(30):  # others fill the pool twice over meanwhile
+        keys = [f"other{n}:{i}" for i in range(4)]
+        open_pair(prefill, decode, f"o{n}", keys, mine=[40, 41, 42, 43], theirs=[40, 41, 42, 43])
+        decode.call("cancel", attempt=f"o{n}")
+        prefill.call("cancel", attempt=f"o{n}")
+        prefill.event(f"o{n}", "released")
+    decode.call("commit", attempt="a", ok=True)
+    got = decode.event("a", "received", "failed")
+    assert got["event"] == "received", got
+    assert decode.call("crc", blocks=THEIRS) == prefill.call("crc", blocks=MINE)
+
+
+def test_the_owner_of_the_bytes_is_killed(start_engine: Start, master: Any) -> None:
+    decode = start_engine("store", master=master.address, segment=16 << 20, block_bytes=1 << 20)
+    prefill = start_engine("store", master=master.address, segment=64 << 20, block_bytes=1 << 20)
+    open_pair(prefill, decode, "a", keys_of("a"), mine=MINE, theirs=THEIRS)
+    prefill.call("finish_send", attempt="a", tokens=53)
+    assert prefill.event("a", "sent", "failed")["event"] == "sent"
+    prefill.kill()
+    decode.call("commit", attempt="a", ok=True)
+    failed = decode.event("a", "received", "failed")
+    assert failed["event"] == "failed", failed
+    assert decode.event("a", "released")["at"] - failed["at"] < 1.0
+
+
+def test_a_dead_master_is_noticed_within_a_second_and_its_return_too(start_engine: Start, master: Any) -> None:
+    prefill = start_engine("store", master=master.address)
+    decode = start_engine("store", master=master.address)
+    assert transfer(prefill, decode, "a")["event"] == "received"
+    # One attempt is between prefill and decode when the master dies.
+    open_pair(prefill, decode, "b", keys_of("b", "q"), mine=MINE, theirs=THEIRS)
+    prefill.call("finish_send", attempt="b", tokens=53)
+    prefill.event("b", "sent")
+    master.kill()
+    begun = time.monotonic()
+    decode.call("commit", attempt="b", ok=True)
+    failed = decode.event("b", "received", "failed")
+    assert failed["event"] == "failed" and failed["at"] - begun < 1.0, failed
+    for n in range(6):
+        attempt = f"c{n}"
+        begun = time.monotonic()
+        open_pair(prefill, decode, attempt, keys_of(attempt, "z"), mine=MINE, theirs=THEIRS)
+        failed = prefill.event(attempt, "failed")
+        assert failed["at"] - begun < 1.0, failed
+        assert "mooncake_master" in failed["reason"]
+        prefill.event(attempt, "released")
+        decode.call("cancel", attempt=attempt)
+        decode.event(attempt, "released")
+    master.restart()
+    numbers = iter(range(1000))
+
+    def works() -> bool:
+        attempt = f"d{next(numbers)}"
+        return transfer(prefill, decode, attempt, keys_of(attempt, attempt))["event"] == "received"
+
+    wait_until(works, "transfers work again after the restart")
+    # Whatever was given up inside a blocked call drains once the call returns.
+    wait_until(lambda: prefill.call("live") == 0 and decode.call("live") == 0, "nothing stays behind")
+
+
+def test_a_stopped_master_bounds_every_operation(start_engine: Start, master: Any) -> None:
+    prefill = start_engine("store", master=master.address, timeout=1.0)
+    decode = start_engine("store", master=master.address, timeout=1.0)
+    master.process.send_signal(signal.SIGSTOP)
+    begun = time.monotonic()
+    open_pair(prefill, decode, "a", keys_of("a"), mine=MINE, theirs=THEIRS)
+    prefill.call("finish_send", attempt="a", tokens=53)
+    assert prefill.event("a", "sent", "failed")["event"] == "failed"
+    released = prefill.event("a", "released")
+    assert released["at"] - begun < 3.0
+    master.process.send_signal(signal.SIGCONT)
+    if not released["drained"]:
+        prefill.event("a", "drained")
+    wait_until(lambda: prefill.call("live") == 0, "nothing stays behind")
+
+
+def test_setup_without_a_master_is_refused_at_once_naming_it() -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    store = StoreTransfer(host="127.0.0.1", master=address, segment_bytes=1 << 20)
+    memory = KvMemory(base=4096, num_blocks=1, block_bytes=64, block_stride=64, layout_digest="L")
+    with pytest.raises(ConfigError, match=f"--store-master {address}.*start mooncake_master"):
+        store.prepare(memory, 5.0)
+
+
+@pytest.mark.slow
+def test_setup_against_a_silent_master_is_given_up(start_engine: Start) -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen(64)
+        engine = start_engine("store", master=f"127.0.0.1:{s.getsockname()[1]}")
+        assert "failed" in engine.hello, engine.hello
+        assert "--store-master" in engine.hello["failed"]
+        assert engine.hello["seconds"] < 15
+
+
+def test_a_segment_that_is_too_small_is_refused(start_engine: Start, master: Any) -> None:
+    engine = start_engine("store", master=master.address, segment=1 << 20)
+    assert "smallest segment is 16Mi" in engine.hello["failed"]
+
+
+def test_scoped_keys_are_told_from_shared_ones() -> None:
+    from isthmus_runtime.kv.keys import full_block_key, record_key, tail_key
+
+    assert is_scoped(tail_key("L", b"p" * 32, 2, [1, 2], "r", "a", (0, 1)))
+    assert is_scoped(record_key("", "a"))
+    assert not is_scoped(full_block_key("L", b"p" * 32, (0, 1)))
+
+
+def test_codes_are_put_in_words() -> None:
+    assert explain(-200) == "the pool has no space (-200)"
+    assert explain(-1234) == "failed (-1234)"

@@ -1,0 +1,177 @@
+"""Real processes for end-to-end tests: start by argv, wait with a deadline, stop by pid, show their logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BIN = Path(sys.executable).parent
+MODEL = Path(os.environ.get("ISTHMUS_CACHE", "~/.cache/isthmus")).expanduser() / "models" / "smollm2-135m-instruct"
+START_DEADLINE_S = 120.0
+STOP_DEADLINE_S = 15.0
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@dataclass
+class Process:
+    """One child with its log file."""
+
+    name: str
+    argv: list[str]
+    log: Path
+    popen: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> Process:
+        with self.log.open("ab") as out:
+            self.popen = subprocess.Popen(self.argv, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        return self
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        self.popen.send_signal(number)
+
+    def stop(self) -> int:
+        """SIGTERM, then SIGKILL; the exit status."""
+        if self.popen.poll() is None:
+            self.popen.send_signal(signal.SIGCONT)
+            self.popen.terminate()
+            try:
+                self.popen.wait(STOP_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                self.popen.kill()
+        return self.popen.wait(STOP_DEADLINE_S)
+
+    def tail(self, lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def wait_http(self, url: str, deadline_s: float = START_DEADLINE_S) -> None:
+        """Until `url` answers 200; AssertionError with the log when the process dies or the deadline passes."""
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            assert self.popen.poll() is None, f"{self.name} exited {self.popen.returncode}:\n{self.tail()}"
+            try:
+                with urllib.request.urlopen(url, timeout=2):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.05)
+        raise AssertionError(f"{self.name}: {url} not ready in {deadline_s} s:\n{self.tail()}")
+
+
+def get_json(url: str, timeout: float = 5.0) -> dict[str, object]:
+    with urllib.request.urlopen(url, timeout=timeout) as response:
+        body = json.load(response)
+    assert isinstance(body, dict)
+    return body
+
+
+def metric(url: str, name: str, **labels: str) -> float:
+    """Sum of the samples of `name` whose labels include `labels`."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as response:
+        text = response.read().decode()
+    total = 0.0
+    for line in text.splitlines():
+        head, _, value = line.rpartition(" ")
+        if head.partition("{")[0] == name and all(f'{k}="{v}"' in head for k, v in labels.items()):
+            total += float(value)
+    return total
+
+
+@dataclass
+class Stack:
+    """A disaggregated service: master (store mode), prefill and decode engines, router."""
+
+    tmp: Path
+    mode: str
+    executor: str = "fake"
+    model: Path = MODEL
+    engine_args: tuple[str, ...] = ()
+    router_args: tuple[str, ...] = ()
+    prefills: int = 1
+    decodes: int = 1
+    all: dict[str, Process] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
+
+    def url(self, name: str) -> str:
+        return f"http://127.0.0.1:{self.ports[name]}"
+
+    def spawn(self, name: str) -> Process:
+        """Start (or start again, on the same port) one process."""
+        process = Process(name, self._argv(name), self.tmp / f"{name}.log").start()
+        self.all[name] = process
+        return process
+
+    def ready(self, *names: str) -> None:
+        for name in names:
+            self.all[name].wait_http(self.url(name) + "/ready")
+
+    def up(self, stack: ExitStack) -> Stack:
+        engines = [f"prefill{i}" for i in range(self.prefills)] + [f"decode{i}" for i in range(self.decodes)]
+        names = (["master"] if self.mode == "store" else []) + engines + ["router"]
+        for name in names:
+            self.ports[name] = free_port()
+        self.ports["metrics"] = free_port()
+        for name in names:
+            self.spawn(name)
+            stack.callback(lambda n=name: self.all[n].stop())
+            if name == "master":
+                self._wait_master()
+        self.ready(*engines, "router")
+        return self
+
+    def _wait_master(self) -> None:
+        end = time.monotonic() + START_DEADLINE_S
+        while time.monotonic() < end:
+            with socket.socket() as s:
+                if s.connect_ex(("127.0.0.1", self.ports["master"])) == 0:
+                    return
+            time.sleep(0.05)
+        raise AssertionError(f"mooncake_master does not listen:\n{self.all['master'].tail()}")
+
+    def _argv(self, name: str) -> list[str]:
+        if name == "master":
+            return [
+                str(BIN / "mooncake_master"),
+                "--rpc_address=127.0.0.1",
+                f"--rpc_port={self.ports['master']}",
+                "--metrics_host=127.0.0.1",
+                f"--metrics_port={self.ports['metrics']}",
+            ]
+        role = name.rstrip("0123456789")
+        argv = [str(BIN / "isthmus-runtime"), "serve", "--role", role, "--port", str(self.ports[name])]
+        argv += ["--model", str(self.model), "--served-model-name", "test"]
+        if role == "router":
+            prefill = ",".join(f"127.0.0.1:{self.ports[f'prefill{i}']}" for i in range(self.prefills))
+            decode = ",".join(f"127.0.0.1:{self.ports[f'decode{i}']}" for i in range(self.decodes))
+            return [*argv, "--prefill", prefill, "--decode", decode, *self.router_args]
+        argv += ["--executor", self.executor, "--transfer-mode", self.mode, *self.engine_args]
+        if self.mode == "store":
+            argv += ["--store-master", f"127.0.0.1:{self.ports['master']}", "--store-segment-size", "256Mi"]
+        return argv
+
+
+@contextmanager
+def stack(tmp: Path, mode: str, **kwargs: object) -> Iterator[Stack]:
+    """A running Stack; every process is stopped at the end, whatever happened."""
+    with ExitStack() as exits:
+        service = Stack(tmp, mode, **kwargs)  # type: ignore[arg-type]
+        yield service.up(exits)
