@@ -12,10 +12,11 @@ import sys
 import aiohttp
 import pytest
 from aiohttp import web
+from prometheus_client import CollectorRegistry
+
 from isthmus_runtime.errors import ConfigError, Overloaded, TransferFailed
 from isthmus_runtime.httpd import InFlight, error_middleware, run_app
 from isthmus_runtime.metrics import EngineMetrics, RequestMetrics, RouterMetrics, TransferMetrics, render
-from prometheus_client import CollectorRegistry
 
 
 def run(work):
@@ -28,6 +29,7 @@ class Server:
     def __init__(self, handler, **settings) -> None:
         self.in_flight = InFlight()
         self.stop = asyncio.Event()
+        self.draining = asyncio.Event()
         self.port = asyncio.get_running_loop().create_future()
         app = web.Application(middlewares=[error_middleware])
         app.router.add_get("/", handler)
@@ -38,7 +40,14 @@ class Server:
         app.router.add_get("/health", probe)
         settings = {"host": "127.0.0.1", "port": 0, "drain_timeout_s": 20.0, **settings}
         self.task = asyncio.create_task(
-            run_app(app, in_flight=self.in_flight, stop=self.stop, on_started=self.port.set_result, **settings)
+            run_app(
+                app,
+                in_flight=self.in_flight,
+                stop=self.stop,
+                on_started=self.port.set_result,
+                on_drain=self.draining.set,
+                **settings,
+            )
         )
 
     async def url(self, path="/"):
@@ -103,8 +112,7 @@ def test_drain_lets_work_end_and_answers_probes():
         work = asyncio.create_task(get(await server.url()))
         await began.wait()
         server.stop.set()
-        while not server.in_flight.draining:
-            await asyncio.sleep(0)
+        await server.draining.wait()
         assert (await get(await server.url("/health")))[2] == "alive"
         status, _, body = await get(await server.url())
         assert status == 503 and "shutting down" in body

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 # torch must come first: its libgomp.so.1 is then the one that the library binds to, so both share one
 # thread pool. Two pools on the same cores would spin against each other.
@@ -68,7 +69,7 @@ def function(name: str, signature: str, at_level: str | None = None) -> Callable
     """
     lib = library()
     assert lib is not None, "ask available() first"
-    types = {
+    types: dict[str, type[ctypes._SimpleCData[Any]]] = {
         "p": ctypes.c_void_p,
         "l": ctypes.c_int64,
         "i": ctypes.c_int32,

@@ -137,6 +137,9 @@ class Ticket(_Wire):
     layout_digest: str
     skip_blocks: int = 0
     """Leading full blocks decode already has in its own prefix cache: not sent."""
+    peer_epoch: str = ""
+    """The prefill process that may write. One that was started since then knows of no drain it acknowledged before,
+    and refuses. Empty: not checked."""
     session: str = ""
     """Direct: TransferEngine peer id `host:port`."""
     pool_base: int = 0

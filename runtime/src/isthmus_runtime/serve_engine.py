@@ -242,6 +242,6 @@ class _Mover:
         )
 
         def handoff(notify: Callable[[HandoffEvent], None]) -> KvHandoff:
-            return TransferAgent(transfer, memory, config.transfer, notify, time.monotonic)
+            return TransferAgent(transfer, memory, config.transfer, notify, time.monotonic, epoch=info.epoch)
 
         return _Mover(info, handoff)

@@ -168,7 +168,8 @@ def compile_program(settings: Settings, program: str, label: str) -> None:
     said = watch(process, label, start)
     if process.wait() != 0:
         partial.unlink(missing_ok=True)
-        raise BuildError(f"{program}: go build failed with status {process.returncode}:\n" + "\n".join(said.splitlines()[-20:]))
+        last = "\n".join(said.splitlines()[-20:])
+        raise BuildError(f"{program}: go build failed with status {process.returncode}:\n{last}")
     partial.rename(target)
     say(f"{label}: done in {time.monotonic() - start:.0f} s, {target.stat().st_size / 1e6:.0f} MB")
 

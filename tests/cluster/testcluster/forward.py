@@ -5,9 +5,9 @@ connections are made inside. Ends when standard input does, unless that is /dev/
 """
 
 import asyncio
+import os
 import socket
 import sys
-from pathlib import Path
 
 CHUNK = 65536
 
@@ -42,7 +42,7 @@ async def main() -> None:
             writer.close()
 
     server = await asyncio.start_server(serve, sock=listener)
-    if Path("/proc/self/fd/0").resolve() == Path("/dev/null"):
+    if os.fstat(0).st_rdev == os.stat(os.devnull).st_rdev:
         await server.serve_forever()
     await asyncio.to_thread(sys.stdin.read)
     server.close()

@@ -208,6 +208,8 @@ def say(event: str, **fields: Any) -> None:
 
 def main() -> int:
     spec = json.loads(Path(sys.argv[1]).read_text())
+    for descriptor in [one for program in spec["programs"] for one in program["fds"]]:
+        os.set_inheritable(descriptor, False)
     prepare(spec)
     machine = Machine(spec)
     say("prepared")

@@ -160,6 +160,21 @@ def test_no_orphan_however_the_supervisor_dies(start: Any, number: signal.Signal
         wait_gone(pid)
 
 
+def test_no_orphan_when_the_guard_dies_too(start: Any) -> None:
+    pod = server("decode")
+    run = start([pod])
+    run.until("ALL READY")
+    pid, supervisor = run.pod(pod["name"])["pid"], run.process.pid
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    (guard,) = (int(c) for c in children if b"guard.py" in Path(f"/proc/{c}/cmdline").read_bytes())
+    # Both at once, as the kernel would when memory is short: the supervisor is stopped while its guard goes.
+    os.kill(supervisor, signal.SIGSTOP)
+    os.kill(guard, signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
+    run.finish()
+    wait_gone(pid)
+
+
 def test_a_killed_process_comes_back_and_its_restart_is_counted(start: Any) -> None:
     pod = server("decode", "--grandchild")
     run = start([pod])

@@ -203,6 +203,9 @@ def test_importing_again_does_nothing_until_the_source_changes(
     convert(Source(), tmp_path)
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == before
     assert "already holds this import" in capsys.readouterr().err
+    (out / "config.json").unlink()
+    convert(Source(), tmp_path)
+    assert (out / "config.json").exists(), "an incomplete directory was taken for a finished import"
     changed = Source()
     changed.tensors["output_norm.weight"] *= 2
     convert(changed, tmp_path)

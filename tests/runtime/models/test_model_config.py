@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +119,8 @@ def test_files(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
     assert read_model_spec(tmp_path).eos_token_ids == (7,)
+
+
+def test_reading_a_configuration_needs_no_torch() -> None:
+    code = "import sys, isthmus_runtime.models.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

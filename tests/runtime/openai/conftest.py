@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
 from isthmus_runtime.httpd import InFlight, error_middleware
 from isthmus_runtime.metrics import RequestMetrics, render
 from isthmus_runtime.openai.app import ApiConfig, add_openai_routes
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
-from prometheus_client import CollectorRegistry
-from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",

@@ -8,6 +8,7 @@ import json
 import aiohttp
 import openai
 import pytest
+
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
 from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.request import FinishReason, TokenChunk
@@ -233,7 +234,10 @@ def test_refusals_have_the_openai_shape(serve, run, tokenizer, body, status, par
             assert (got, error["param"], error["code"], error["type"]) == (status, param, code, "invalid_request_error")
             assert message in error["message"]
             assert api.backend.requests == []
-            assert api.metric(f'isthmus_request_failures_total{{code="{code or ""}",model_name="tiny",status="{status}"') == 1
+            assert (
+                api.metric(f'isthmus_request_failures_total{{code="{code or ""}",model_name="tiny",status="{status}"')
+                == 1
+            )
 
     run(main())
 
@@ -378,13 +382,15 @@ def test_shutdown_answers_what_is_left(serve, run, tokenizer, streamed):
 
 def test_models_key_and_routes(serve, run, tokenizer):
     async def main():
-        async with serve(spell(tokenizer, "a"), api_key="sécret") as api:
-            async with client(api, "wrong") as c:
-                with pytest.raises(openai.AuthenticationError, match="Bearer KEY"):
-                    await c.models.list()
-                with pytest.raises(openai.AuthenticationError):
-                    await c.completions.create(model="tiny", prompt="x")
-        async with serve(spell(tokenizer, "a"), api_key="secret", max_body_bytes=1000) as api, client(api, "secret") as c:
+        async with serve(spell(tokenizer, "a"), api_key="sécret") as api, client(api, "wrong") as c:
+            with pytest.raises(openai.AuthenticationError, match="Bearer KEY"):
+                await c.models.list()
+            with pytest.raises(openai.AuthenticationError):
+                await c.completions.create(model="tiny", prompt="x")
+        async with (
+            serve(spell(tokenizer, "a"), api_key="secret", max_body_bytes=1000) as api,
+            client(api, "secret") as c,
+        ):
             assert [m.id for m in (await c.models.list()).data] == ["tiny", "org/tiny"]
             assert (await c.models.retrieve("org/tiny")).model_dump()["max_model_len"] == 256
             with pytest.raises(openai.NotFoundError, match="'gone' is not served"):

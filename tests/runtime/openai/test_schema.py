@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from isthmus_runtime.errors import InvalidRequest
 from isthmus_runtime.openai.schema import parse_chat, parse_completion
 

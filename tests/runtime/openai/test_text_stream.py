@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models
+
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.openai.detokenizer import TextStream
 from isthmus_runtime.openai.pieces import Pieces
 from isthmus_runtime.request import TokenLogprobs
-from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, models
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +42,7 @@ def pieces_of(tokenizer) -> Pieces:
 
 def split(ids, cuts):
     edges = sorted({min(c, len(ids)) for c in cuts} | {0, len(ids)})
-    return [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [ids[a:b] for a, b in pairwise(edges)]
 
 
 @settings(max_examples=300)
@@ -109,7 +111,11 @@ words_of_ab = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_s
 
 
 @settings(max_examples=500)
-@given(words=words_of_ab, stops=st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=3), step=st.integers(1, 4))
+@given(
+    words=words_of_ab,
+    stops=st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=3),
+    step=st.integers(1, 4),
+)
 def test_stop_strings_cut_exactly(words, stops, step):
     expected, stopped = cut_by_scan("".join(words), stops)
     stream = TextStream(Letters([w.encode() for w in words]), stops)
@@ -131,8 +137,10 @@ def test_logprobs_travel_with_their_text(words, stops):
     for i in range(len(words)):
         got += stream.push([i], [TokenLogprobs(i, -1.0)])
         taken += stream.take_logprobs()
-        assert "".join(words[e.token_id] for e in taken).startswith(got) or stream.stopped or got.startswith(
-            "".join(words[e.token_id] for e in taken)
+        assert (
+            "".join(words[e.token_id] for e in taken).startswith(got)
+            or stream.stopped
+            or got.startswith("".join(words[e.token_id] for e in taken))
         )
         if stream.stopped:
             break

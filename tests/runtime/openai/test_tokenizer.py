@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
+
 from isthmus_runtime.errors import ConfigError, InvalidRequest
 from isthmus_runtime.openai.chat import ChatTemplate
 from isthmus_runtime.openai.tokenizer import Tokenizer
@@ -89,7 +90,7 @@ def test_template_file_comes_first_and_named_templates_work(model_dir, tmp_path)
 
 def test_no_template_says_what_to_use(model_dir, tmp_path):
     tokenizer = Tokenizer.load(copy(model_dir, tmp_path, tokenizer_config_json={}))
-    with pytest.raises(InvalidRequest, match="no chat template.*/v1/completions"):
+    with pytest.raises(InvalidRequest, match=r"no chat template.*/v1/completions"):
         tokenizer.render_chat(MESSAGES)
 
 

@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from aiohttp import web
+from prometheus_client import CollectorRegistry
+
 from isthmus_runtime.config import ModelConfig, RouterConfig, ServerConfig
 from isthmus_runtime.errors import RequestError
 from isthmus_runtime.httpd import InFlight, error_middleware
@@ -26,7 +28,6 @@ from isthmus_runtime.protocol import (
 )
 from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from isthmus_runtime.router.app import make_router
-from prometheus_client import CollectorRegistry
 
 DIE = "die"
 """In a script: the server closes the connection without another word."""
@@ -41,7 +42,7 @@ def done(*ids, reason=FinishReason.STOP, error=None):
 
 
 class FakeEngine:
-    """One engine. Scripts are lists of chunks, events to wait for, errors (before the first line: a refusal) and DIE."""
+    """One engine. Scripts hold chunks, events to wait for, errors (before the first line: a refusal) and DIE."""
 
     def __init__(self, role, *, fingerprint="f1", mode="memory") -> None:
         self.role = role
@@ -58,6 +59,7 @@ class FakeEngine:
         self.local_script = [tokens(7, note="local"), tokens(8), done(9)]
         self.on_failed_commit = [tokens(7, note="recomputed"), tokens(8), done(9)]
         self.prefill_script = []
+        self.commit_error = None
         self.generates = []
         self.prefills = []
         self.commits = []
@@ -171,6 +173,8 @@ class FakeEngine:
     async def _commit(self, request):
         call = CommitCall.model_validate_json(await request.read())
         self.commits.append(call)
+        if self.commit_error is not None:
+            raise self.commit_error
         self._commit_of[call.attempt].set_result(call)
         self.note()
         return web.json_response({})

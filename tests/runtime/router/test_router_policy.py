@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from isthmus_runtime.router.policy import (
     Choice,
     Endpoint,
@@ -50,7 +51,12 @@ def test_every_choice_is_lawful(prefill, decode, loads, rules, prompt, turn, exc
     got = choose(rules, fleet(prefill, decode), loads, facts)
     givers = [e for e in prefill if e.url not in excluded]
     takers = [e for e in decode if e.url not in excluded]
-    pairs = [(p, d) for p in givers for d in takers if (p.fingerprint, p.mode) == (d.fingerprint, d.mode) != (d.fingerprint, "none")]
+    pairs = [
+        (p, d)
+        for p in givers
+        for d in takers
+        if (p.fingerprint, p.mode) == (d.fingerprint, d.mode) != (d.fingerprint, "none")
+    ]
     if isinstance(got, Refusal):
         if got is Refusal.NO_DECODE:
             assert not takers

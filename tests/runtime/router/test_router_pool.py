@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 
 import aiohttp
 import pytest
+
 from isthmus_runtime.errors import EngineFailed, Overloaded
 from isthmus_runtime.router.pool import resolve_all
 
@@ -109,9 +110,7 @@ def test_one_name_for_many_pods(rig, run, kit):
                     raise OSError("resolver is down")
                 return names[host]
 
-            r = await stack.enter_async_context(
-                rig(a, b, served=False, resolve=resolve, worker=(f"pods:{a.port}",))
-            )
+            r = await stack.enter_async_context(rig(a, b, served=False, resolve=resolve, worker=(f"pods:{a.port}",)))
             a.local_script = b.local_script = [kit.tokens(1), never, kit.done(2)]
             works = [asyncio.create_task(kit.collect(r.backend, kit.request(request_id=f"r{i}"))) for i in range(2)]
             await a.started.wait()

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
+
 from isthmus_runtime.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -290,6 +291,21 @@ def test_client_leaves(rig, run, kit, stage):
             else:
                 assert prefill.cancelled == 0 and prefill.aborts == []
             assert r.idle() and r.metric("isthmus_router_requests_in_flight") == 0
+
+    run(main())
+
+
+def test_a_commit_that_is_not_accepted_ends_the_request(rig, run, kit):
+    """Decode would wait for its transfer timeout otherwise."""
+
+    async def main():
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        decode.commit_error = InvalidRequest("attempt unknown")
+        async with rig(prefill, decode) as r:
+            with pytest.raises(InvalidRequest, match="attempt unknown"):
+                await kit.collect(r.backend)
+            await decode.until(lambda d: d.cancelled == 1 and d.aborts)
+            assert r.idle()
 
     run(main())
 

@@ -183,6 +183,21 @@ def test_layouts_that_differ_are_refused_naming_both() -> None:
     assert "other" in reason and "has L" in reason
 
 
+def test_a_call_meant_for_an_earlier_process_is_refused() -> None:
+    pair = make_pair()
+    pair.prefill.agent = TransferAgent(
+        pair.prefill.transfer,
+        KvMemory(base=0, num_blocks=256, block_bytes=BLOCK, block_stride=BLOCK, layout_digest="L"),
+        TransferConfig(mode="memory"),
+        pair.prefill.events.append,
+        lambda: pair.now,
+        epoch="e2",
+    )
+    pair.open("a", [1])
+    assert pair.prefill.kinds("a") == ["failed", "released"]
+    assert "process e1" in pair.prefill.last("a", "failed").reason
+
+
 def test_other_token_count_is_refused() -> None:
     pair = make_pair()
     pair.open("a", [1])

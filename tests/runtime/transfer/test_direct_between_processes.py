@@ -194,9 +194,11 @@ def test_runs_are_adjacent_on_both_sides() -> None:
         return Piece(block_id=block, key="k", nbytes=10, remote_address=target)
 
     pieces = [piece(4, 540), piece(1, 510), piece(2, 520), piece(3, 600), piece(5, 550)]
-    assert merge_runs(pieces, memory) == [Run(1010, 510, 20), Run(1030, 600, 10), Run(1040, 540, 20)]
+    assert merge_runs(pieces, memory, 1000) == [Run(1010, 510, 20), Run(1030, 600, 10), Run(1040, 540, 20)]
+    assert len(merge_runs([piece(i, 10 * i) for i in range(9)], memory, 30)) == 3
+    assert len(merge_runs([piece(1, 10), piece(2, 20)], memory, 5)) == 2
     padded = KvMemory(base=0, num_blocks=9, block_bytes=10, block_stride=16, layout_digest="L")
-    assert len(merge_runs([piece(1, 16), piece(2, 32)], padded)) == 2
+    assert len(merge_runs([piece(1, 16), piece(2, 32)], padded, 1000)) == 2
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,8 @@ def test_blocks_are_not_evicted_between_put_and_read(start_engine: Start, master
 def test_the_owner_of_the_bytes_is_killed(start_engine: Start, master: Any) -> None:
     decode = start_engine("store", master=master.address, segment=16 << 20, block_bytes=1 << 20)
     prefill = start_engine("store", master=master.address, segment=64 << 20, block_bytes=1 << 20)
-    open_pair(prefill, decode, "a", keys_of("a"), mine=MINE, theirs=THEIRS)
+    ids = list(range(1, 31))  # 30 MiB: more than decode's own segment holds
+    open_pair(prefill, decode, "a", [f"owned:{i}" for i in ids], mine=ids, theirs=ids)
     prefill.call("finish_send", attempt="a", tokens=53)
     assert prefill.event("a", "sent", "failed")["event"] == "sent"
     prefill.kill()
@@ -196,6 +197,7 @@ def test_a_dead_master_is_noticed_within_a_second_and_its_return_too(start_engin
 def test_a_stopped_master_bounds_every_operation(start_engine: Start, master: Any) -> None:
     prefill = start_engine("store", master=master.address, timeout=1.0)
     decode = start_engine("store", master=master.address, timeout=1.0)
+    assert prefill.hello["ready"] and decode.hello["ready"]
     master.process.send_signal(signal.SIGSTOP)
     begun = time.monotonic()
     open_pair(prefill, decode, "a", keys_of("a"), mine=MINE, theirs=THEIRS)

@@ -8,18 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..errors import Problem
+from .choices import Enforcement, Fallback, Mode, ScalingMode, TransferMode, Transport
 from .problems import show
-from .spec import (
-    Enforcement,
-    Fallback,
-    KvMemory,
-    Mode,
-    Role,
-    ScalingMode,
-    Spec,
-    TransferMode,
-    Transport,
-)
+from .spec import KvMemory, Role, Spec
 
 HOSTNAME_KEY = "kubernetes.io/hostname"
 

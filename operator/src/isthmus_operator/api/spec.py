@@ -6,116 +6,36 @@ prefill and decode cannot be given different ones.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, WithJsonSchema
 
+from .choices import (
+    Dtype,
+    Enforcement,
+    Fallback,
+    KvLayout,
+    LogLevel,
+    Mode,
+    PrefillUnavailable,
+    PullPolicy,
+    RolloutFailure,
+    RolloutStrategy,
+    RouterPolicy,
+    ScalingMetric,
+    ScalingMode,
+    ServiceType,
+    Toggle,
+    TransferFailure,
+    TransferMode,
+    Transport,
+)
 from .fields import AbsolutePath, Block, CountOrPercent, Duration, Label, Name, Quantity, Text
 
 _OPEN = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
 Count = Annotated[int, Field(ge=0, le=10000)]
 Open = Annotated[dict[str, Any], WithJsonSchema(_OPEN)]
 """A Kubernetes object passed through unread; the API server checks it when the pods are made."""
-
-
-class Mode(StrEnum):
-    DISAGGREGATED = "Disaggregated"
-    UNIFIED = "Unified"
-
-
-class ScalingMode(StrEnum):
-    STATIC = "Static"
-    EXTERNAL = "External"
-    AUTO = "Auto"
-
-
-class ScalingMetric(StrEnum):
-    QUEUED_REQUESTS = "QueuedRequests"
-    KV_CACHE_USAGE = "KVCacheUsage"
-
-
-class Dtype(StrEnum):
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class KvLayout(StrEnum):
-    BLOCK_MAJOR = "BlockMajor"
-    LAYER_MAJOR = "LayerMajor"
-
-
-class TransferMode(StrEnum):
-    DIRECT = "Direct"
-    STORE = "Store"
-
-
-class Transport(StrEnum):
-    AUTO = "Auto"
-    RDMA = "RDMA"
-    NVLINK = "NVLink"
-    TCP = "TCP"
-
-
-class Fallback(StrEnum):
-    DENY = "Deny"
-    ALLOW_TCP = "AllowTCP"
-
-
-class TransferFailure(StrEnum):
-    RECOMPUTE = "Recompute"
-    FAIL = "Fail"
-
-
-class Enforcement(StrEnum):
-    PREFERRED = "Preferred"
-    REQUIRED = "Required"
-
-
-class RouterPolicy(StrEnum):
-    ROUND_ROBIN = "RoundRobin"
-    LEAST_LOAD = "LeastLoad"
-
-
-class PrefillUnavailable(StrEnum):
-    LOCAL = "Local"
-    REJECT = "Reject"
-
-
-class RolloutStrategy(StrEnum):
-    COORDINATED = "Coordinated"
-    RECREATE = "Recreate"
-    INDEPENDENT = "Independent"
-
-
-class RolloutFailure(StrEnum):
-    PAUSE = "Pause"
-    ROLLBACK = "Rollback"
-
-
-class Toggle(StrEnum):
-    AUTO = "Auto"
-    DISABLED = "Disabled"
-
-
-class ServiceType(StrEnum):
-    CLUSTER_IP = "ClusterIP"
-    NODE_PORT = "NodePort"
-    LOAD_BALANCER = "LoadBalancer"
-
-
-class LogLevel(StrEnum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class PullPolicy(StrEnum):
-    ALWAYS = "Always"
-    IF_NOT_PRESENT = "IfNotPresent"
-    NEVER = "Never"
 
 
 class SecretKey(Block):

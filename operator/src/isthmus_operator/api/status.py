@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints, WithJsonSchema
 
+from .choices import TransferMode, Transport
 from .fields import Block
-from .spec import TransferMode, Transport
 
 Time = Annotated[str, StringConstraints(max_length=64), WithJsonSchema({"type": "string", "format": "date-time"})]
 

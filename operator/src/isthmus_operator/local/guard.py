@@ -19,7 +19,7 @@ def main() -> None:
             groups.add(group)
         else:
             groups.discard(group)
-    for group in ():
+    for group in groups:
         try:
             os.killpg(group, signal.SIGKILL)
         except ProcessLookupError:

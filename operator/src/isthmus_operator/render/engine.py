@@ -9,19 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..api.choices import Enforcement, KvLayout, ScalingMode, TransferMode, Transport
 from ..api.rules import kv_memory
-from ..api.spec import (
-    Enforcement,
-    Engine,
-    EngineTuning,
-    KvLayout,
-    Locality,
-    Rdma,
-    Role,
-    ScalingMode,
-    TransferMode,
-    Transport,
-)
+from ..api.spec import Engine, EngineTuning, Locality, Rdma, Role
 from ..api.v1alpha1 import InferenceService
 from .model import model_parts
 from .names import (

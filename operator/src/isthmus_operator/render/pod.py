@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..api.spec import PodSettings, Resources, Toggle
+from ..api.choices import Toggle
+from ..api.spec import PodSettings, Resources
 from ..api.v1alpha1 import InferenceService
 from .names import Component, labels, selector
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..api.spec import Toggle
+from ..api.choices import Toggle
 from ..api.v1alpha1 import InferenceService
 from .names import (
     ENGINE_PORT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..api.spec import Mode, PrefillUnavailable, RouterPolicy
+from ..api.choices import Mode, PrefillUnavailable, RouterPolicy
 from ..api.v1alpha1 import InferenceService
 from .model import model_parts
 from .names import (

@@ -98,6 +98,11 @@ class KvCache:
             layout_digest=self._digest,
         )
 
+    def free(self) -> None:
+        """Give the memory back. Whoever still holds a view or an address must be done with it."""
+        self.layers = []
+        self._pool = torch.empty(0, dtype=self.dtype)
+
     def poison(self, block_ids: Iterable[int] | None = None) -> None:
         """Fill blocks (None: all but the null block) with NaN, so that a read of bytes nobody wrote shows. For tests:
         it commits the memory."""

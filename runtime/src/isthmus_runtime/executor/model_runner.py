@@ -105,8 +105,7 @@ class TorchExecutor:
         self, loaded: LoadedModel, kv_plan: KvPlan, scheduler_cfg: SchedulerConfig, kv_cfg: KvConfig
     ) -> None:
         self._loaded = loaded
-        # At most a budget of rows can have a token in one step, but every row that was started must exist.
-        self._max_tokens = max(scheduler_cfg.max_batched_tokens, 1)
+        self._max_tokens = scheduler_cfg.max_batched_tokens
         self._kv = KvCache(
             kv_plan,
             loaded.layer_specs(kv_cfg.block_size, kv_cfg.dtype),
@@ -152,7 +151,7 @@ class TorchExecutor:
         return self._kv.memory()
 
     def close(self) -> None:
-        """Finish the step that runs, fail those that wait, stop the thread."""
+        """Finish the step that runs, fail those that wait, stop the thread, free the pool."""
         with self._changed:
             self._closed = True
             waiting = list(self._queue)
@@ -162,7 +161,10 @@ class TorchExecutor:
             future.set_exception(EngineFailed(f"step {plan.step} was not run: the executor is closed"))
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
+            # It may still write the pool: the memory stays.
             _LOG.error("the executor's thread did not stop within %.0f s; its step is abandoned", _CLOSE_TIMEOUT_S)
+            return
+        self._kv.free()
 
     def _work(self) -> None:
         # OpenMP keeps the number of threads per calling thread.

@@ -30,7 +30,7 @@ from .llama import tensor_shapes
 
 MARKER = "isthmus-import.json"
 # Raise it when the import writes something else for the same file: earlier imports are then redone.
-_FORMAT = 1
+_FORMAT = 2
 # safetensors files of at most this size, so that a large model loads and uploads in parts.
 _SHARD_BYTES = 5 << 30
 
@@ -98,9 +98,9 @@ def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
             ("generation_config.json", {key: value for key, value in generation.items() if value is not None}),
             ("tokenizer.json", tokenizer.tokenizer),
             ("tokenizer_config.json", tokenizer.tokenizer_config),
-            (MARKER, marker),
         ):
-            (partial / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            _write_json(partial / name, value)
+        _write_json(partial / MARKER, {**marker, "files": {path.name: _size(path) for path in partial.iterdir()}})
         for path in partial.iterdir():
             path.chmod(0o644)
         _replace(partial, out, marker)
@@ -109,6 +109,10 @@ def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
         raise
     progress(f"wrote {out}")
     return True
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _sha256(path: Path) -> str:
@@ -128,7 +132,15 @@ def _is_done(out: Path, marker: Mapping[str, Any]) -> bool:
         raise WeightsError(
             f"{out} exists and was not made by `model import`; remove it or name another --out"
         ) from None
-    return isinstance(held, dict) and all(held.get(key) == marker[key] for key in ("format", "sha256"))
+    return (
+        isinstance(held, dict)
+        and all(held.get(key) == marker[key] for key in ("format", "sha256"))
+        and all(_size(out / name) == size for name, size in held["files"].items())
+    )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
 
 
 def _replace(partial: Path, out: Path, marker: Mapping[str, Any]) -> None:
@@ -300,7 +312,7 @@ def _write_weights(
         "metadata": {"total_size": total},
         "weight_map": {name: final[number] for name, number in where.items()},
     }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    _write_json(folder / "model.safetensors.index.json", index)
     return matrices
 
 

@@ -150,7 +150,8 @@ class LlamaModel:
         spec = self.spec
 
         def scratch(width: int) -> Tensor:
-            return torch.empty(max_tokens, width, dtype=self.dtype)
+            # Written once now, so that the first large step does not pay for the page faults.
+            return torch.empty(max_tokens, width, dtype=self.dtype).zero_()
 
         return Workspace(
             hidden=scratch(spec.hidden_size),

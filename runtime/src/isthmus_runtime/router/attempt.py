@@ -162,7 +162,7 @@ class Attempt:
             except LOST as e:
                 raise self._failure or self._lost_decode(e) from e
             if not data:
-                raise self._lost_decode("it closed the stream without an end")
+                raise self._failure or self._lost_decode("it closed the stream without an end")
             *lines, self._rest = (self._rest + data).split(b"\n")
             self._lines.extend(lines)
         try:
@@ -174,7 +174,7 @@ class Attempt:
         return line
 
     async def _wait(self, work: Awaitable[_T]) -> _T:
-        """`work`, unless `_interrupt` ends it first. For what happens before the stream, see `_interrupt`."""
+        """`work` that comes before the stream, unless `_interrupt` ends it first."""
         timer = self._timer = asyncio.timeout(None if self._failure is None else 0)
         try:
             async with timer:

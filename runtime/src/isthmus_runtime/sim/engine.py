@@ -145,7 +145,9 @@ class Engine:
         transfer = TransferConfig(mode=scenario.mode, timeout_s=scenario.transfer_timeout_s)
 
         def handoff(notify: Callable[[HandoffEvent], None]) -> KvHandoff:
-            agent = TransferAgent(self.backend, self.executor.kv_memory(), transfer, notify, clock.time)
+            agent = TransferAgent(
+                self.backend, self.executor.kv_memory(), transfer, notify, clock.time, epoch=self.epoch
+            )
             self.agents.append(agent)
             return agent
 

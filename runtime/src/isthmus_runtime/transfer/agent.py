@@ -84,7 +84,10 @@ class TransferAgent:
         cfg: TransferConfig,
         notify: Callable[[HandoffEvent], None],
         clock: Callable[[], float],
+        *,
+        epoch: str = "",
     ) -> None:
+        """`epoch`: of this process, as peers know it from `/info`."""
         if cfg.verify_crc and memory.device != "cpu":
             raise ConfigError(
                 f"--transfer-crc reads KV in host memory, but the pool is on {memory.device!r}; leave it out"
@@ -94,6 +97,7 @@ class TransferAgent:
         self._cfg = cfg
         self._notify = notify
         self._clock = clock
+        self._epoch = epoch
         self._mutex = threading.Lock()
         self._inbox: deque[tuple[lg.Event | _Resume, float]] = deque()
         self._pumping = False
@@ -112,6 +116,8 @@ class TransferAgent:
                 f"KV layouts differ: decode has {ticket.layout_digest}, this prefill has {mine}; "
                 "run both with the same model, dtype, block size and layout"
             )
+        elif ticket.peer_epoch and self._epoch and ticket.peer_epoch != self._epoch:
+            problem = f"decode reserved for prefill process {ticket.peer_epoch}; restarted since, this is {self._epoch}"
         elif ticket.attempt != job.attempt:
             problem = f"ticket is of attempt {ticket.attempt}, the call of attempt {job.attempt}"
         leg = self._new_leg(job.attempt, lg.Side.SEND, job.deadline_s)
@@ -163,6 +169,7 @@ class TransferAgent:
     def open_receive(self, job: ReceiveJob, now: float) -> Ticket:
         """As in `KvHandoff`. Raises Overloaded when the transport has no record slot left."""
         ticket = self._backend.reserve(job, self._memory.layout_digest)
+        ticket = ticket.model_copy(update={"peer_epoch": job.peer_epoch})
         leg = self._new_leg(job.attempt, lg.Side.RECEIVE, job.deadline_s)
         with self._mutex:
             assert job.attempt not in self._attempts, f"attempt {job.attempt} was opened twice"

@@ -29,7 +29,7 @@ from .backend import Effective
 from .bounded import INSTALL_HINT, TookTooLong, connect_problem, run_bounded
 from .drain import ask_peer
 from .slots import SLOT_BYTES, RecordSlots
-from .transport import FLOOR_GBPS, Run, choose_transport, merge_runs, transport_environment
+from .transport import FLOOR_GBPS, MAX_RUN_BYTES, Run, choose_transport, merge_runs, transport_environment
 
 POLL_S = 0.0005
 WINDOW = 64
@@ -41,6 +41,8 @@ FRESH_S = 1.0
 GRACE_S = 0.1
 """After a peer's drain acknowledgement: bytes already in this host's socket buffers reach memory meanwhile."""
 PROBE_BYTES = 8 << 20
+PROBE_PARTS = 8
+PROBE_S = 4.0
 IDLE_POLL_S = 0.01
 """Pace of looking at transfers that have not moved for BUSY_S."""
 BUSY_S = 0.1
@@ -163,17 +165,26 @@ class DirectTransfer:
         on_host = memory.device == "cpu"
         nbytes = min(PROBE_BYTES, self._slots.nbytes if on_host else size // 2, size)
         target = self._slots.base if on_host else memory.base + nbytes
+        part = max(1, nbytes // PROBE_PARTS)
         best = 0.0
         for _ in range(2):  # the first one opens the connections
             began = self._clock()
-            transfer = self._engine.transfer_submit_write(self._session, memory.base, target, nbytes)
-            while _started(transfer) and (status := self._engine.transfer_check_status(transfer)) != _DONE:
-                if status == _FAILED or self._clock() - began > CONNECT_S * 10:
-                    transfer = 0
-                self._closing.wait(POLL_S)
-            if not _started(transfer):
-                raise ConfigError(f"a probe of {nbytes} bytes to this process's own {self._session} failed")
-            best = max(best, nbytes / (self._clock() - began) / 1e9)
+            flying = [
+                self._engine.transfer_submit_write(self._session, memory.base + at, target + at, part)
+                for at in range(0, nbytes - part + 1, part)
+            ]
+            count = len(flying)
+            while flying:
+                if not _started(flying[0]):
+                    raise ConfigError(f"a probe of {nbytes} bytes to this process's own {self._session} failed")
+                status = self._engine.transfer_check_status(flying[0])
+                if status == _DONE:
+                    del flying[0]
+                elif status == _FAILED or self._clock() - began > PROBE_S:
+                    flying[0] = 0
+                else:
+                    self._closing.wait(POLL_S)
+            best = max(best, count * part / (self._clock() - began) / 1e9)
         return round(best, 2)
 
     # -------------------------------------------------------------------------------------------------------- calls
@@ -211,7 +222,7 @@ class DirectTransfer:
         op = _Op(
             attempt=attempt,
             session=ticket.session,
-            runs=deque(merge_runs(pieces, self._memory)),
+            runs=deque(merge_runs(pieces, self._memory, MAX_RUN_BYTES[self._effective.transport])),
             record=None,
             record_target=ticket.record_address,
             done=done,

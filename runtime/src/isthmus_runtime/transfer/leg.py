@@ -6,14 +6,14 @@
 | RESERVED, COMPUTING (send) | Blocks | COMPUTING | Write(op, new pieces) |
 | RESERVED, COMPUTING (send) | Finish | SENDING | WriteRecord if nothing is in flight |
 | SENDING | last OpDone(ok) of the blocks | SENDING | WriteRecord |
-| SENDING | OpDone(ok) of the record | RELEASED (by SENT, DONE) | Emit sent, Emit released, Forget |
+| SENDING | OpDone(ok) of the record | RELEASED (by SENT, DONE) | Emit sent, Forget, Emit released |
 | RESERVED (receive) | Commit(ok) | RECEIVING | Read |
 | RECEIVING | OpDone(ok) | RECEIVING | Check |
-| RECEIVING | Checked("") | RELEASED (by VERIFIED, RUNNING, DONE) | Emit received, Emit released, Forget |
+| RECEIVING | Checked("") | RELEASED (by VERIFIED, RUNNING, DONE) | Emit received, Forget, Emit released |
 | any of the above | a problem, OpDone or Commit not ok, Cancel, deadline | CANCELLING | Emit failed, Stop, Ask |
-| CANCELLING | nothing can move any more | RELEASED (by DRAINED) | Emit released, Forget |
+| CANCELLING | nothing can move any more | RELEASED (by DRAINED) | Forget, Emit released |
 | CANCELLING | RELEASE_BOUND_S passed | QUARANTINED | Emit released(drained=False) |
-| QUARANTINED | nothing can move any more | RELEASED (by DRAINED) | Emit drained, Forget |
+| QUARANTINED | nothing can move any more | RELEASED (by DRAINED) | Forget, Emit drained |
 
 States in brackets are passed through within one step. "Nothing can move": every operation reported its end, and
 where a peer writes into this side's memory it acknowledged the drain. Asks are repeated with backoff for as long as
@@ -357,7 +357,7 @@ def _account(leg: Leg, event: OpDone) -> Leg:
 def _complete(leg: Leg, kind: str, now: float) -> Step:
     leg = replace(leg, state=State.RELEASED, timer_s=NEVER)
     result = Emit(kind=kind, sent_bytes=leg.moved_bytes, seconds=now - leg.started_s)
-    return leg, (result, Emit(kind="released"), Forget())
+    return leg, (result, Forget(), Emit(kind="released"))
 
 
 def _fail(leg: Leg, stage: str, reason: str, now: float) -> Step:
@@ -392,7 +392,7 @@ def _settle(leg: Leg, now: float) -> Step:
     actions: list[Action] = []
     if leg.quiet:
         kind = "released" if leg.state is State.CANCELLING else "drained"
-        return replace(leg, state=State.RELEASED, timer_s=NEVER), (Emit(kind=kind), Forget())
+        return replace(leg, state=State.RELEASED, timer_s=NEVER), (Forget(), Emit(kind=kind))
     if leg.asking and now >= leg.ask_at_s:
         leg = replace(leg, asking=False, asks=leg.asks + 1)
     if not leg.asking and now >= leg.ask_at_s:

@@ -12,6 +12,10 @@ FLOOR_GBPS = {"rdma": 2.0, "nvlink": 20.0}
 """A probe below this means that something slower moved the bytes."""
 
 
+MAX_RUN_BYTES = {"tcp": 2 << 20, "rdma": 16 << 20, "nvlink": 16 << 20}
+"""NVLink needs large runs to reach its speed; TCP several connections at once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Adjacent bytes on both sides."""
@@ -21,12 +25,15 @@ class Run:
     nbytes: int
 
 
-def merge_runs(pieces: Iterable[Piece], memory: KvMemory) -> list[Run]:
-    """Pieces as the fewest runs that are adjacent both here and at the peer. Order is free, so they are sorted."""
+def merge_runs(pieces: Iterable[Piece], memory: KvMemory, max_bytes: int) -> list[Run]:
+    """Pieces as runs that are adjacent both here and at the peer. Order is free, so they are sorted.
+
+    No run outgrows `max_bytes` by merging: a run that has started cannot be cancelled, and one connection carries it.
+    """
     runs: list[Run] = []
     for piece in sorted(pieces, key=lambda p: p.block_id):
         source = memory.base + piece.block_id * memory.block_stride
-        last = runs[-1] if runs else None
+        last = runs[-1] if runs and runs[-1].nbytes + piece.nbytes <= max_bytes else None
         if last and last.source + last.nbytes == source and last.target + last.nbytes == piece.remote_address:
             runs[-1] = Run(last.source, last.target, last.nbytes + piece.nbytes)
         else:

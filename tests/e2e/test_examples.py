@@ -1,0 +1,185 @@
+"""What a user does: `isthmus up FILE`, then the official OpenAI client. Tokens must equal those of `transformers`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from processes import BIN, MODEL, Process, free_port
+
+pytestmark = pytest.mark.e2e
+ROOT = Path(__file__).resolve().parents[2]
+QUESTIONS = ("What is the capital of France?", "Name three colours.", "What is an isthmus? Answer in one sentence.")
+MAX_TOKENS = 24
+DEADLINE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def reference() -> dict[str, str]:
+    """Greedy answers of `transformers` in fp32, from the same model directory and its own chat template."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    answers = {}
+    for question in QUESTIONS:
+        chat = [{"role": "user", "content": question}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False, top_p=None,
+            temperature=None, pad_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        answers[question] = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    return answers
+
+
+class Service:
+    """One `isthmus up`."""
+
+    def __init__(self, process: Process, run_dir: Path, port: int) -> None:
+        self.process = process
+        self.run_dir = run_dir
+        self.url = f"http://127.0.0.1:{port}"
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", timeout=DEADLINE_S, max_retries=0)
+
+    def state(self) -> dict[str, Any]:
+        return dict(json.loads((self.run_dir / "state.json").read_text()))
+
+    def pids(self) -> dict[str, int]:
+        return {p["name"]: c["pid"] for p in self.state()["pods"] for c in p["containers"] if c["pid"]}
+
+    def wait_ready(self) -> None:
+        self.process.wait_http(f"{self.url}/ready", DEADLINE_S)
+
+    def stream(self, question: str, max_tokens: int = MAX_TOKENS) -> Any:
+        return self.client.chat.completions.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": question}],
+            max_tokens=max_tokens,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+
+    def ask(self, question: str) -> str:
+        text, finishes, usages = "", [], []
+        for chunk in self.stream(question):
+            if chunk.usage is not None:
+                usages.append(chunk.usage)
+            for choice in chunk.choices:
+                text += choice.delta.content or ""
+                if choice.finish_reason:
+                    finishes.append(choice.finish_reason)
+        assert len(finishes) == 1, f"{len(finishes)} finish chunks"
+        assert len(usages) == 1 and usages[0].completion_tokens >= 1
+        return text
+
+
+@contextmanager
+def up(example: str, tmp: Path) -> Iterator[Service]:
+    port, run_dir = free_port(), tmp / "run"
+    argv = [str(BIN / "isthmus"), "up", str(ROOT / "examples" / example), "--model", str(MODEL)]
+    process = Process(example, [*argv, "--port", str(port), "--run-dir", str(run_dir)], tmp / "up.log").start()
+    service = Service(process, run_dir, port)
+    pids: list[int] = []
+    try:
+        service.wait_ready()
+        pids = list(service.pids().values())
+        yield service
+    finally:
+        if (run_dir / "state.json").exists():
+            pids += list(service.pids().values())
+        process.kill(signal.SIGINT)
+        try:
+            process.popen.wait(30)
+        finally:
+            process.stop()
+    left = [pid for pid in set(pids) if Path(f"/proc/{pid}").exists()]
+    assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture(scope="module", params=["direct.yaml", "store.yaml", "unified.yaml"])
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with up(request.param, tmp_path_factory.mktemp(request.param.removesuffix(".yaml"))) as running:
+        yield running
+
+
+@pytest.mark.timeout(600)
+def test_streamed_chat_equals_transformers(service: Service, reference: dict[str, str]) -> None:
+    for question, answer in reference.items():
+        assert service.ask(question) == answer
+        plain = service.client.chat.completions.create(
+            model="smollm2", messages=[{"role": "user", "content": question}], max_tokens=MAX_TOKENS, temperature=0
+        )
+        assert plain.choices[0].message.content == answer
+
+
+@pytest.mark.timeout(600)
+def test_killing_any_process_in_mid_stream_ends_the_request_and_the_service_recovers(
+    service: Service, reference: dict[str, str]
+) -> None:
+    question = QUESTIONS[0]
+    for victim in sorted(service.pids()):
+        stream = service.stream("Tell me a long story about a canal.", max_tokens=300)
+        next(iter(stream))
+        os.kill(service.pids()[victim], signal.SIGKILL)
+        started = time.monotonic()
+        ended = "broken"
+        try:
+            for chunk in stream:
+                if chunk.choices and chunk.choices[0].finish_reason:
+                    ended = chunk.choices[0].finish_reason
+        except (openai.APIError, openai.APIConnectionError) as error:
+            ended = f"error: {error}"
+        except Exception as error:  # the transport breaks when the router itself was killed
+            assert victim.startswith("router"), f"{victim}: {error!r}"
+            ended = "connection lost"
+        assert ended != "broken", f"killing {victim}: the stream just stopped"
+        assert time.monotonic() - started < DEADLINE_S
+        service.wait_ready()
+        deadline = time.monotonic() + DEADLINE_S
+        answer = ""
+        while time.monotonic() < deadline and answer != reference[question]:
+            try:
+                answer = service.ask(question)
+            except openai.APIError:
+                service.wait_ready()
+        assert answer == reference[question], f"after killing {victim}"
+
+
+def test_wrong_requests_name_the_parameter(service: Service) -> None:
+    with pytest.raises(openai.NotFoundError, match="nope"):
+        service.client.chat.completions.create(model="nope", messages=[{"role": "user", "content": "x"}])
+    with pytest.raises(openai.BadRequestError) as caught:
+        service.client.completions.create(model="smollm2", prompt=[5] * 3000, max_tokens=1)
+    assert "2047" in str(caught.value) and "3000" in str(caught.value)
+    with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
+        service.client.completions.create(model="smollm2", prompt="x", frequency_penalty=1.5)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda text: text.replace("mode: Disaggregated", "mode: Sideways"), ["spec.mode", "Sideways"]),
+        (lambda text: text.replace("blockSize: 16", "blokSize: 16"), ["blokSize", "blockSize"]),
+        (lambda text: text + "\n  : [", ["not valid YAML"]),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_field(tmp_path: Path, edit: Any, words: list[str]) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(edit((ROOT / "examples" / "direct.yaml").read_text()))
+    done = subprocess.run([BIN / "isthmus", "up", str(path)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr

@@ -1,0 +1,90 @@
+"""The packed product against the reference: every row count around the tile sizes, ragged widths, dtypes."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus_kernels import dispatch, native
+from isthmus_kernels.linear.reference import linear as reference
+from isthmus_kernels.testing import TOLERANCES, poisoned, threads
+
+IMPLS = ["torch", *(["cpu"] if native.available() else [])]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def check(
+    impl: str, m: int, n: int, k: int, dtype: torch.dtype, weight_dtype: torch.dtype, with_bias: bool, seed: int = 0
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, k + 5, generator=generator).to(dtype)[:, :k]
+    weight = (torch.randn(n, k, generator=generator) / max(k, 1) ** 0.5).to(weight_dtype)
+    bias = torch.randn(n, generator=generator).to(weight_dtype) if with_bias else None
+    packed = dispatch.pack(weight, bias, dtype=dtype, impl=impl)
+    want = reference(x, weight, bias)
+    wide = poisoned(m, n + 4, dtype=dtype)
+    dispatch.linear(x, packed, out=wide[:, :n])
+    rtol, atol = TOLERANCES[dtype]
+    torch.testing.assert_close(wide[:, :n], want, rtol=rtol, atol=atol)
+    assert wide[:, n:].isnan().all(), "columns past the output were written"
+    torch.testing.assert_close(dispatch.linear(x, packed), want, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("m", [0, *range(1, 14), 17, 24, 25, 31, 64, 97, 200])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+def test_row_counts(impl: str, m: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    if impl == "torch" and dtype != weight_dtype:
+        dtype = weight_dtype
+    check(impl, m, 80, 100, dtype, weight_dtype, with_bias=True)
+
+
+@settings(max_examples=40)
+@given(
+    m=st.integers(1, 60),
+    n=st.integers(1, 150),
+    k=st.integers(1, 1200),
+    dtype=st.sampled_from(DTYPES),
+    weight_dtype=st.sampled_from(DTYPES),
+    with_bias=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape(
+    m: int, n: int, k: int, dtype: torch.dtype, weight_dtype: torch.dtype, with_bias: bool, seed: int
+) -> None:
+    with threads(2):
+        for impl in IMPLS:
+            if impl == "cpu" or dtype == weight_dtype:
+                check(impl, m, n, k, dtype, weight_dtype, with_bias, seed)
+
+
+@pytest.mark.skipif(not native.available(), reason="the compiled library is not built")
+@pytest.mark.parametrize("m", [1, 5, 40])
+def test_bf16_weights_lose_nothing(m: int) -> None:
+    weight = torch.randn(48, 300).bfloat16()
+    x = torch.randn(m, 300)
+    narrow = dispatch.pack(weight, dtype=torch.float32, impl="cpu")
+    wide = dispatch.pack(weight.float(), impl="cpu")
+    assert torch.equal(dispatch.linear(x, narrow), dispatch.linear(x, wide))
+    assert 2 * narrow.nbytes == wide.nbytes
+
+
+@pytest.mark.skipif(not native.available(), reason="the compiled library is not built")
+def test_rows_do_not_depend_on_the_batch() -> None:
+    packed = dispatch.pack(torch.randn(48, 300), impl="cpu")
+    x = torch.randn(50, 300)
+    together = dispatch.linear(x, packed)
+    torch.testing.assert_close(together[:7], dispatch.linear(x[:7], packed), rtol=1e-5, atol=1e-5)
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match="weight: expected"):
+        dispatch.pack(torch.ones(3))
+    with pytest.raises(ValueError, match="bias: expected"):
+        dispatch.pack(torch.ones(3, 4), torch.ones(4))
+    with pytest.raises(ValueError, match="impl: 'gpu'"):
+        dispatch.pack(torch.ones(3, 4), impl="gpu")
+    if native.available():
+        with pytest.raises(ValueError, match=r"x: expected \[T, 4\]"):
+            dispatch.linear(torch.ones(2, 5), dispatch.pack(torch.ones(3, 4), impl="cpu"))

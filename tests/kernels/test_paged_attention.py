@@ -1,0 +1,168 @@
+"""Every implementation of paged attention against the reference, over poisoned memory."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus_kernels import dispatch, native
+from isthmus_kernels.testing import PagedCase, assert_close, paged_case, poisoned, threads
+
+IMPLS = ["torch", *(["cpu"] if native.available() else [])]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def attend(case: PagedCase, impl: str, window: int | None = None) -> torch.Tensor:
+    out = poisoned(*case.q.shape, dtype=case.q.dtype)
+    returned = dispatch.paged_attention(
+        case.q,
+        case.kv,
+        case.block_tables,
+        case.query_start_loc,
+        case.seq_lens,
+        scale=case.q.shape[2] ** -0.5,
+        max_query_len=case.max_query_len,
+        max_seq_len=case.max_seq_len,
+        window=window,
+        out=out,
+        impl=impl,
+    )
+    assert returned.data_ptr() == out.data_ptr()
+    assert out[case.tokens :].isnan().all(), "rows past the batch were written"
+    return out[: case.tokens]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("block_size", [1, 8, 16, 32, 64])
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+def test_shapes(
+    impl: str, block_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    case = paged_case(
+        [1, 40, 1, 7],
+        [200, 0, 0, 70],
+        heads=9,
+        kv_heads=3,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        spare_tokens=2,
+    )
+    assert_close(attend(case, impl), attend(case, "reference"))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("window", [None, 1, 3, 33, 100])
+def test_groups_and_windows(impl: str, group: int, window: int | None) -> None:
+    case = paged_case(
+        [1, 70, 3, 1], [150, 30, 64, 0], heads=2 * group, kv_heads=2, head_dim=64, block_size=16, seed=group
+    )
+    assert_close(attend(case, impl, window), attend(case, "reference", window))
+
+
+@settings(max_examples=60)
+@given(
+    lens=st.lists(st.tuples(st.sampled_from([0, 1, 1, 2, 15, 17, 65]), st.integers(0, 300)), min_size=1, max_size=6),
+    kv_heads=st.integers(1, 5),
+    group=st.integers(1, 8),
+    head_dim=st.sampled_from([32, 64, 80, 96, 128]),
+    block_size=st.sampled_from([1, 8, 16, 32, 64]),
+    dtype=st.sampled_from(DTYPES),
+    kv_dtype=st.sampled_from(DTYPES),
+    window=st.none() | st.integers(1, 400),
+    layout=st.sampled_from(["block-major", "layer-major"]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_batch(
+    lens: list[tuple[int, int]],
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    window: int | None,
+    layout: dispatch.Layout,
+    seed: int,
+) -> None:
+    case = paged_case(
+        [query for query, _ in lens],
+        [context for _, context in lens],
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        layout=layout,
+        spare_tokens=1,
+        seed=seed,
+    )
+    want = attend(case, "reference", window)
+    with threads(2):
+        for impl in IMPLS:
+            assert_close(attend(case, impl, window), want)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_values_of_one_give_one(impl: str) -> None:
+    case = paged_case([1, 50], [333, 20], heads=6, kv_heads=2, head_dim=64, block_size=16)
+    case.kv[:, 1] = torch.where(case.kv[:, 1].isnan(), float("nan"), 1.0)
+    torch.testing.assert_close(attend(case, impl), torch.ones_like(case.q), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_large_scores_do_not_overflow(impl: str) -> None:
+    case = paged_case([1, 20], [100, 100], heads=4, kv_heads=2, head_dim=64, block_size=16)
+    case.q.mul_(300)
+    assert_close(attend(case, impl), attend(case, "reference"))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_queries_inside_a_fused_projection(impl: str) -> None:
+    case = paged_case([1, 20], [100, 0], heads=4, kv_heads=2, head_dim=32, block_size=16)
+    fused = poisoned(case.tokens, 8 * 32)
+    view = fused[:, : 4 * 32].view(case.tokens, 4, 32)
+    view.copy_(case.q)
+    got = dispatch.paged_attention(
+        view,
+        case.kv,
+        case.block_tables,
+        case.query_start_loc,
+        case.seq_lens,
+        scale=32**-0.5,
+        max_query_len=20,
+        max_seq_len=101,
+        impl=impl,
+    )
+    assert_close(got, attend(case, "reference"))
+
+
+@pytest.mark.skipif(not native.available(), reason="the compiled library is not built")
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("query_len", [1, 2, 30])
+def test_partitions_of_a_long_context_merge(count: int, query_len: int) -> None:
+    case = paged_case([query_len], [5000], heads=8, kv_heads=2, head_dim=64, block_size=16)
+    with threads(count):
+        got = attend(case, "cpu")
+    assert_close(got, attend(case, "reference"))
+
+
+@pytest.mark.skipif(not native.available(), reason="the compiled library is not built")
+def test_block_outside_the_pool_is_named() -> None:
+    case = paged_case([1, 1], [20, 20], heads=2, kv_heads=1, head_dim=32, block_size=16)
+    case.block_tables[1, 1] = case.kv.shape[0]
+    with pytest.raises(IndexError, match=r"block_tables\[1\]"):
+        attend(case, "cpu")
+
+
+def test_wrong_shapes_are_named() -> None:
+    case = paged_case([1], [20], heads=3, kv_heads=2, head_dim=32, block_size=16)
+    with pytest.raises(ValueError, match="q: 3 heads"):
+        attend(case, "torch")
+    with pytest.raises(ValueError, match="slot: 9"):
+        dispatch.layer_view(case.pool, 9)

@@ -1,0 +1,97 @@
+"""Rotary embedding and KV write against the reference; bytes outside the slots must stay poisoned."""
+
+import pytest
+import torch
+
+from isthmus_kernels import dispatch, native
+from isthmus_kernels.testing import assert_close, paged_case, poisoned
+
+DTYPES = [torch.float32, torch.bfloat16]
+needs_library = pytest.mark.skipif(not native.available(), reason="the compiled library is not built")
+
+
+def tables(rotary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.arange(512)[:, None] * 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
+    return angles.cos(), angles.sin()
+
+
+def test_reference_is_a_rotation() -> None:
+    cos, sin = tables(64)
+    case = paged_case([5], [3], heads=2, kv_heads=1, head_dim=64, block_size=8)
+    qkv = torch.randn(5, 4 * 64)
+    before = qkv.clone().view(5, 4, 64)
+    q = dispatch.rope_kv_write(
+        qkv, case.positions, cos, sin, case.kv, case.slot_mapping, num_heads=2, impl="reference"
+    )
+    # A rotation keeps lengths, and a dot product depends on the distance of the positions only.
+    torch.testing.assert_close(q.norm(dim=-1), before[:, :2].norm(dim=-1))
+    as_complex = torch.complex(before[:, :2, :32], before[:, :2, 32:])
+    turned = as_complex * torch.polar(torch.ones(5, 32), torch.atan2(sin, cos)[case.positions])[:, None]
+    torch.testing.assert_close(q, torch.cat([turned.real, turned.imag], dim=-1), rtol=1e-4, atol=1e-5)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "rotary"), [(32, 32), (64, 64), (80, 32), (96, 96), (128, 128), (10, 6)])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("layout", ["block-major", "layer-major"])
+def test_compiled(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, rotary: int, norm: bool, layout: dispatch.Layout
+) -> None:
+    case = paged_case(
+        [1, 30, 9],
+        [50, 0, 7],
+        heads=6,
+        kv_heads=3,
+        head_dim=head_dim,
+        block_size=8,
+        kv_dtype=kv_dtype,
+        layout=layout,
+    )
+    slots = case.slot_mapping.clone()
+    slots[3] = -1
+    cos, sin = tables(rotary)
+    q_norm, k_norm = (torch.rand(head_dim), torch.rand(head_dim)) if norm else (None, None)
+    qkv = torch.randn(case.tokens, 12 * head_dim).to(dtype)
+    results = []
+    for impl in ("reference", "cpu"):
+        own = qkv.clone()
+        pool = poisoned(*case.pool.shape, dtype=kv_dtype)
+        view = dispatch.layer_view(pool, 1, layout)
+        q = dispatch.rope_kv_write(
+            own,
+            case.positions,
+            cos,
+            sin,
+            view,
+            slots,
+            num_heads=6,
+            q_norm=q_norm,
+            k_norm=k_norm,
+            eps=1e-5,
+            impl=impl,
+        )
+        assert torch.equal(own[:, 6 * head_dim :], qkv[:, 6 * head_dim :]), "k and v of the projection changed"
+        results.append((q, pool))
+    assert_close(results[1][0], results[0][0])
+    written = ~results[0][1].isnan()
+    assert torch.equal(written, ~results[1][1].isnan()), "bytes outside the slots were written"
+    assert_close(results[1][1][written], results[0][1][written])
+
+
+@needs_library
+def test_bad_index_is_named_and_nothing_changes() -> None:
+    case = paged_case([4], [0], heads=2, kv_heads=1, head_dim=32, block_size=8)
+    cos, sin = tables(32)
+    qkv = torch.randn(4, 4 * 32)
+    before, pool = qkv.clone(), case.pool.clone()
+    slots, positions = case.slot_mapping.clone(), case.positions.clone()
+    slots[2] = case.kv.shape[0] * 8
+    positions[1] = 512
+    with pytest.raises(IndexError, match=r"slot_mapping\[2\]"):
+        dispatch.rope_kv_write(qkv, case.positions, cos, sin, case.kv, slots, num_heads=2, impl="cpu")
+    with pytest.raises(IndexError, match=r"positions\[1\]"):
+        dispatch.rope_kv_write(qkv, positions, cos, sin, case.kv, case.slot_mapping, num_heads=2, impl="cpu")
+    assert torch.equal(qkv, before)
+    assert torch.equal(pool.nan_to_num(), case.pool.nan_to_num())

@@ -1,0 +1,99 @@
+"""The official client through the API and the router to fake engines."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager
+
+import openai
+import pytest
+from aiohttp import web
+from tokenizers import Tokenizer as HfTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+from isthmus_runtime.httpd import InFlight, error_middleware
+from isthmus_runtime.openai.app import ApiConfig, add_openai_routes
+from isthmus_runtime.openai.tokenizer import SamplingDefaults, Tokenizer
+
+
+@asynccontextmanager
+async def api_over(backend):
+    """An API server with one token per byte."""
+    letters = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    raw = HfTokenizer(models.BPE(letters, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(
+        raw, config={}, eos_token_ids=(), vocab_size=256, chat_template=None, defaults=SamplingDefaults()
+    )
+    app = web.Application(middlewares=[error_middleware])
+    in_flight = InFlight()
+    add_openai_routes(app, backend, tokenizer, ApiConfig(served_names=("m",)), in_flight=in_flight)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    try:
+        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=20) as client:
+            client.ids = tokenizer.encode
+            client.in_flight = in_flight
+            yield client
+    finally:
+        await runner.cleanup()
+
+
+def test_stream_through_both(rig, run, kit):
+    async def main():
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        async with rig(prefill, decode) as r, api_over(r.backend) as client:
+            a, b = client.ids("ab")
+            decode.script = [kit.tokens(a), kit.done(b)]
+            stream = await client.completions.create(model="m", prompt="hello", stream=True)
+            assert "".join([c.choices[0].text async for c in stream]) == "ab"
+            assert list(decode.generates[0].request.prompt_token_ids) == client.ids("hello")
+            assert decode.generates[0].request == prefill.prefills[0].request  # one seed for both
+
+    run(main())
+
+
+def test_client_that_leaves_frees_both_engines(rig, run, kit):
+    async def main():
+        never = asyncio.Event()
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        prefill.prefill_script = [never]
+        async with rig(prefill, decode) as r, api_over(r.backend) as client:
+            work = asyncio.create_task(client.completions.create(model="m", prompt="hello"))
+            await prefill.started.wait()
+            work.cancel()
+            await decode.until(lambda d: d.cancelled == 1)
+            await prefill.until(lambda p: p.cancelled == 1 and p.aborts)
+            await client.in_flight.wait_idle()
+            assert r.idle()
+            await asyncio.gather(work, return_exceptions=True)
+
+    run(main())
+
+
+def test_engine_that_dies_is_an_error_event(rig, run, kit):
+    async def main():
+        engine = kit.Engine("unified")
+        async with rig(engine) as r, api_over(r.backend) as client:
+            engine.local_script = [kit.tokens(client.ids("a")[0]), kit.DIE]
+            stream = await client.completions.create(model="m", prompt="hello", stream=True)
+            with pytest.raises(openai.APIError, match="was lost"):
+                async for chunk in stream:
+                    assert chunk.choices[0].text == "a"
+
+    run(main())
+
+
+def test_no_engine_is_503(rig, run, kit):
+    async def main():
+        engine = kit.Engine("unified")
+        engine.is_ready = False
+        async with rig(engine, wait=False) as r, api_over(r.backend) as client:
+            with pytest.raises(openai.InternalServerError, match="not ready") as caught:
+                await client.completions.create(model="m", prompt="hello")
+            assert caught.value.status_code == 503 and caught.value.response.headers["Retry-After"] == "1"
+
+    run(main())
