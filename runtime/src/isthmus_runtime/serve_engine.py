@@ -23,7 +23,7 @@ from .engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from .engine.scheduler import Scheduler
 from .engine.server import MAX_BODY_BYTES, EngineMeters, EngineServer
 from .errors import EngineFailed
-from .httpd import InFlight, error_middleware, run_app
+from .httpd import InFlight, check_port, error_middleware, run_app
 from .interfaces import Executor, HandoffEvent, KvHandoff
 from .kv.groups import LayerSpec
 from .kv.keys import layout_digest
@@ -56,6 +56,7 @@ class _Loaded:
 def serve_engine(config: EngineConfig) -> int:
     """Run one engine until SIGTERM. Raises ConfigError when it cannot start."""
     started = time.monotonic()
+    check_port(config.server.host, config.server.port)
     loaded = _load_fake(config) if config.executor == "fake" else _load_torch(config)
     kv = loaded.plan
     log.info(
@@ -197,17 +198,17 @@ async def _serve(config: EngineConfig, loaded: _Loaded, started: float) -> int:
         )
     engine.start()
     try:
+        # The transfer ends while the port still answers: to a peer, a refused connection means that nothing can move.
         await run_app(
             app,
             host=config.server.host,
             port=config.server.port,
             drain_timeout_s=config.server.drain_timeout_s,
             in_flight=in_flight,
+            before_close=lambda: asyncio.to_thread(engine.stop),
             on_started=lambda port: log.info("ready on port %d after %.1f s", port, time.monotonic() - started),
         )
     finally:
-        # Stopping waits for the step that runs; the event loop must stay free to deliver the last replies.
-        await asyncio.to_thread(engine.stop)
         loaded.executor.close()
     if engine.failure:
         raise EngineFailed(engine.failure)

@@ -7,12 +7,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from testcluster import binaries, cluster, settings, state
+from testcluster import binaries, cluster, image_build, settings, state
 from testcluster.commands import CommandError
 from testcluster.launch import StartError
 from testcluster.settings import Settings
 
-ERRORS = (binaries.BuildError, binaries.MissingBinariesError, CommandError, StartError, state.LeftoverError)
+ERRORS = (
+    binaries.BuildError,
+    binaries.MissingBinariesError,
+    CommandError,
+    StartError,
+    image_build.ImageError,
+    state.LeftoverError,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,6 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     up = commands.add_parser("up", help="start a cluster and leave it running")
     up.add_argument("--light", action="store_true", help="API server and controllers with simulated nodes only")
     up.add_argument("--gpus", type=int, default=4, help="GPUs to advertise on each node (default: 4)")
+    pack = commands.add_parser("images", help="build the project's images and say how large they are")
+    pack.add_argument("names", nargs="*", help="which (default: all but the tests' own; `tests`: what the tests use)")
+    pack.add_argument("--base", default=image_build.BASE, help="base image, or `debootstrap` to make one")
     commands.add_parser("down", help="stop every cluster of ours and remove what it made")
     commands.add_parser("status", help="say what runs")
     options = parser.parse_args(arguments)
@@ -30,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "build":
             binaries.build(ours, binaries.FAST if options.fast else binaries.FULL)
+            return 0
+        if options.command == "images":
+            image_build.build(ours, image_names(options.names), base=options.base)
             return 0
         if options.command == "up":
             return start(ours, light=options.light, gpus=options.gpus)
@@ -39,6 +52,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ERRORS as error:
         print(f"cluster: {error}", file=sys.stderr)
         return 1
+
+
+def image_names(chosen: Sequence[str]) -> list[str]:
+    """The images meant by the command's arguments."""
+    if not chosen:
+        return [image.name for image in image_build.IMAGES if image.default]
+    names = [name for one in chosen for name in (image_build.FOR_TESTS if one == "tests" else (one,))]
+    known = {image.name for image in image_build.IMAGES}
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise image_build.ImageError(f"no image {', '.join(unknown)}; there are {', '.join(sorted(known))}")
+    return names
 
 
 def runs(ours: Settings) -> Path:

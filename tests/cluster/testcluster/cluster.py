@@ -23,9 +23,9 @@ from testcluster import binaries, certificates, images, network, state
 from testcluster.commands import run
 from testcluster.controlplane import ControlPlane, Ports, dns_service, free_ports
 from testcluster.launch import Machine, StartError, launch
-from testcluster.node import CNI_PLUGINS, FIXED_FOLDERS, PAUSE_IMAGE, Node
+from testcluster.node import CNI_PLUGINS, FIXED_FOLDERS, PAUSE_IMAGE, Node, engine_mounts
 from testcluster.programs import MachineSpec, Program
-from testcluster.settings import Settings, child_environment
+from testcluster.settings import CHECKOUT, Settings, child_environment
 from testcluster.state import LeftoverError, State
 
 FORWARD = Path(__file__).with_name("forward.py")
@@ -194,6 +194,7 @@ def start_cluster(settings: Settings, folder: Path, *, follow: bool, gpus: int =
             binaries=programs,
             control_plane=folder,
             cgroup=f"{ours.cgroup}/node{number}",
+            mounts=engine_mounts(CHECKOUT, settings.cache.parent / "models"),
         )
         for number in (1, 2)
     ]

@@ -1,10 +1,13 @@
 """A worker node: containerd, kubelet and kube-proxy, and the pod network between nodes."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from testcluster.binaries import Binaries
+from testcluster.commands import run
 from testcluster.controlplane import DNS_SERVICE, DOMAIN
 from testcluster.programs import MachineSpec, Program
 
@@ -27,15 +30,27 @@ KUBELET_SYSCTLS = {
 }
 
 
+def engine_mounts(checkout: Path, models: Path) -> dict[str, Path]:
+    """What engine.Dockerfile expects on a node, as far as it is there: libraries, kernels and models."""
+    wanted = {"/opt/host/kernels": checkout / "kernels", "/opt/host/models": models}
+    for site in (checkout / ".venv" / "lib").glob("python3.*/site-packages"):
+        wanted["/opt/host/site-packages"] = site
+    return {target: source for target, source in wanted.items() if source.is_dir()}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One node: `number` counts from 1 and gives its addresses; `cgroup` is the parent of its pods' cgroups."""
+    """One node: `number` counts from 1 and gives its addresses; `cgroup` is the parent of its pods' cgroups.
+
+    `mounts`: container path -> host folder, read-only in every container of the node whatever its pod says.
+    """
 
     number: int
     folder: Path
     binaries: Binaries
     control_plane: Path
     cgroup: str
+    mounts: Mapping[str, Path]
 
     @property
     def name(self) -> str:
@@ -69,6 +84,7 @@ class Node:
         # Nothing is resolved outside the cluster.
         (self.folder / "resolv.conf").write_text(f"nameserver {DNS_SERVICE}\n")
         (self.folder / "cni-conf" / "10-pods.conflist").write_text(json.dumps(self.cni(), indent=1))
+        (self.folder / "container.json").write_text(json.dumps(self.container_template(), indent=1))
         (self.folder / "containerd.toml").write_text(self.containerd_toml())
         (self.folder / "kubelet.json").write_text(json.dumps(self.kubelet_configuration(), indent=1))
 
@@ -135,6 +151,17 @@ class Node:
         port_map = {"type": "portmap", "capabilities": {"portMappings": True}}
         return {"cniVersion": "1.0.0", "name": "pods", "plugins": [bridge, port_map]}
 
+    def container_template(self) -> dict[str, object]:
+        """What every container starts from: containerd's own default and `mounts`."""
+        template: dict[str, Any] = json.loads(run([self.binaries["ctr"], "oci", "spec"]))
+        for target, source in self.mounts.items():
+            options = ["rbind", "ro", "nosuid", "nodev"]
+            entry = {"destination": target, "type": "bind", "source": str(source), "options": options}
+            template["mounts"].append(entry)
+        # ctr's limit of 1024 open files is not what the CRI plugin gives a container.
+        template["process"].pop("rlimits", None)
+        return template
+
     def containerd_toml(self) -> str:
         cri = "io.containerd.cri.v1"
         return f"""\
@@ -172,6 +199,7 @@ default_runtime_name = "runc"
 
 [plugins."{cri}.runtime".containerd.runtimes.runc]
 runtime_type = "io.containerd.runc.v2"
+base_runtime_spec = "{self.folder}/container.json"
 
 [plugins."{cri}.runtime".containerd.runtimes.runc.options]
 SystemdCgroup = false

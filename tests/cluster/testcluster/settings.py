@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TOOLS = Path(__file__).resolve().parent.parent / "tools"
+CHECKOUT = TOOLS.parents[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

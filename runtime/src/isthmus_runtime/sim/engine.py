@@ -145,13 +145,20 @@ class Engine:
         transfer = TransferConfig(mode=scenario.mode, timeout_s=scenario.transfer_timeout_s)
 
         def handoff(notify: Callable[[HandoffEvent], None]) -> KvHandoff:
+            def checked(event: HandoffEvent) -> None:
+                if event.record is not None and event.record.attempt != event.attempt:
+                    raise Violation(f"attempt {event.attempt} took the record of attempt {event.record.attempt}")
+                notify(event)
+
             agent = TransferAgent(
-                self.backend, self.executor.kv_memory(), transfer, notify, clock.time, epoch=self.epoch
+                self.backend, self.executor.kv_memory(), transfer, checked, clock.time, epoch=self.epoch
             )
             self.agents.append(agent)
             return agent
 
         self.loop = EngineLoop(self.scheduler, self.executor, self._sink, handoff=handoff, clock=clock.time)
+        self.orphans: dict[str, float] = {}
+        """Attempts that hold blocks though their request has ended, and since when."""
         self._streams: dict[str, _Stream] = {}
         self._collecting = False
         self._timer: float | None = None
@@ -166,6 +173,13 @@ class Engine:
     def endpoint(self) -> Endpoint:
         """What `/info` makes the router know."""
         return Endpoint(self.name, f"{self.layout}/abi", self.mode, self.epoch)
+
+    def unanswered(self) -> list[str]:
+        """Callers that wait though their request has ended. Meaningless while commands are queued."""
+        if self.loop._inbox.empty():
+            live = {seq.sid for seq in self.scheduler.live()}
+            return [sid for sid in self._streams if sid not in live]
+        return []
 
     @property
     def busy(self) -> bool:

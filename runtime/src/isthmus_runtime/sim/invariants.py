@@ -6,15 +6,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from struct import Struct
 
-from ..engine.sequence import Phase
+from ..engine.sequence import Kind, Phase
 from ..interfaces import Piece
 from ..kv.keys import ExtraKeys, block_hashes
 from ..kv.pool import BlockState
 from ..kv.prefix import BlockStored
+from ..transfer.leg import RELEASE_BOUND_S
 from .clock import Violation
 from .engine import Engine
 
 _ENTRY = Struct("<iI")
+RELEASE_WITHIN_S = RELEASE_BOUND_S + 0.3
+"""From a request's end until its attempt's blocks are free or quarantined; the margin covers one engine step."""
 
 
 class Oracle:
@@ -50,6 +53,9 @@ def check_engine(engine: Engine, oracle: Oracle) -> None:
     except AssertionError as error:
         raise Violation(f"{engine.name}: {error}") from error
     _check_holds(engine)
+    _check_orphans(engine)
+    if unanswered := engine.unanswered():
+        raise Violation(f"{engine.name}: callers wait for ended requests: {unanswered}")
     while engine.published:
         event = engine.published.popleft()
         block = engine.pool.cached_block(event.block_hash) if isinstance(event, BlockStored) else None
@@ -94,6 +100,29 @@ def _check_holds(engine: Engine) -> None:
             raise Violation(f"{engine.name}: block {block} is {pool.state(block).name}, quarantine says otherwise")
         if block not in quarantined and pool._writers[block] != writers[block]:
             raise Violation(f"{engine.name}: block {block} has {pool._writers[block]} writers, holders {writers[block]}")
+
+
+def _check_orphans(engine: Engine) -> None:
+    """An attempt outlives its request only for as long as its transfer may take to stop."""
+    live = {seq.attempt for seq in engine.scheduler.live() if seq.phase in (Phase.RECEIVING, Phase.RUNNING)}
+    live |= {seq.attempt for seq in engine.scheduler.live() if seq.kind is Kind.SEND}
+    orphans: dict[str, float] = {}
+    for attempt, hold in engine.scheduler.handoffs._holds.items():
+        if attempt in live or hold.quarantined:
+            continue
+        orphans[attempt] = engine.orphans.get(attempt, engine.clock.now)
+        held_s = engine.clock.now - orphans[attempt]
+        if held_s > RELEASE_WITHIN_S:
+            raise Violation(f"{engine.name}: attempt {attempt} holds blocks {held_s:.2f} s after its request ended")
+    engine.orphans = orphans
+
+
+def check_record_last(operations: Sequence[tuple[str, bool]]) -> None:
+    """No record is on its way while blocks of its attempt are. Operations as (attempt, carries the record)."""
+    writes = Counter(attempt for attempt, _ in operations)
+    for attempt, record in operations:
+        if record and writes[attempt] > 1:
+            raise Violation(f"the record of attempt {attempt} is written while its blocks are still on their way")
 
 
 def check_landing(engine: Engine, attempt: str, block: int) -> None:

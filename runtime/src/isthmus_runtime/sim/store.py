@@ -36,6 +36,7 @@ class StoreOperation:
     """Whose blocks are written (a read)."""
     pieces: Sequence[Piece]
     fault: str
+    record: bytes | None = None
     cancelled: bool = False
 
 
@@ -196,7 +197,7 @@ class StoreTransfer:
     ) -> None:
         """Put blocks, then the record."""
         names = ("drop", "partial", "wrote_all_but_failed", "never", "duplicate", "delay")
-        operation = StoreOperation(attempt, self, None, pieces, self.store.draw(names))
+        operation = StoreOperation(attempt, self, None, pieces, self.store.draw(names), record)
 
         def apply() -> TransferResult:
             problem = self._blocked(operation)

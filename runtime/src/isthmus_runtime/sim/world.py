@@ -13,7 +13,7 @@ from .client import Client, draw_requests
 from .clock import Clock, Violation
 from .engine import Engine
 from .faults import Scenario
-from .invariants import Oracle, check_clean, check_engine, check_landing, check_reading, check_visible
+from .invariants import Oracle, check_clean, check_engine, check_landing, check_reading, check_record_last, check_visible
 from .network import Network, NetworkFaults
 from .router import Router, idle
 from .store import SCOPED_TTL_S, Store, StoreTransfer
@@ -226,7 +226,9 @@ class World:
     def _check_transfers(self) -> None:
         """No page that a transfer may still read or write has been given to somebody else."""
         by_backend = {id(e.backend): e for e in self.engines.values() if e.up}
-        for op in (*self.fabric._in_flight.values(), *self.store.operations.values()):
+        moving = (*self.fabric._in_flight.values(), *self.store.operations.values())
+        check_record_last([(op.attempt, op.record is not None) for op in moving if op.source and not op.cancelled])
+        for op in moving:
             if op.cancelled:
                 continue
             source = by_backend.get(id(op.source))
