@@ -104,3 +104,38 @@ clean: ## Remove .venv, caches and build output (not ISTHMUS_CACHE)
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build
 	@find operator runtime kernels tests -depth \( -name __pycache__ -o -name build -o -name '*.egg-info' \) -type d -exec rm -rf {} +
 	@find kernels/src -name '*.so' -delete
+
+# ---- Cluster ---------------------------------------------------------------------------------------------------
+
+# A Kubernetes cluster on this machine, built from Go modules (tests/cluster/README.md). Needs Go, and root for more
+# than the light form.
+CLUSTER := $(PYTHON) tests/cluster/cluster.py
+
+# `make images BASE=debootstrap` makes the base image too, where no image registry is reached.
+BASE   = python:3.11-slim-bookworm
+IMAGES =
+
+# Only from make's command line, never from the environment: nobody's own cluster is tested by accident.
+E2E_KUBECONFIG := $(if $(filter command,$(firstword $(origin KUBECONFIG))),$(KUBECONFIG))
+
+.PHONY: cluster-native cluster-build cluster-up cluster-down images images-for-tests e2e
+cluster-native: ## Install what a cluster needs of the system (Debian, root)
+	@tests/cluster/native
+
+cluster-build: ## Build etcd, Kubernetes, containerd, helm, ... into ISTHMUS_CACHE; what is there is kept
+	@$(CLUSTER) build
+
+cluster-up: cluster-build ## Start a two-node cluster and leave it running (ARGS=--light: API server and simulated nodes)
+	@$(CLUSTER) up $(ARGS)
+
+cluster-down: ## Stop every cluster of ours and remove all it made
+	@$(CLUSTER) down
+
+images: ## Build the images with docker or buildah: make images [BASE=...] [IMAGES='isthmus-router ...']
+	@$(CLUSTER) images --base '$(BASE)' $(IMAGES)
+
+images-for-tests: ## Build the images that the end-to-end tests run
+	@$(CLUSTER) images --base '$(BASE)' tests
+
+e2e: venv $(if $(E2E_KUBECONFIG),,cluster-native cluster-build images-for-tests) ## Run the cluster tests: make e2e [KUBECONFIG=file: on your own cluster] [ARGS=...]
+	@E2E_KUBECONFIG='$(E2E_KUBECONFIG)' ISTHMUS_REQUIRE_CLUSTER=1 $(PY) -m pytest -q -m cluster $(ARGS)

@@ -14,7 +14,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 PACKAGE = Path("src/isthmus_kernels")
-COMMON = ["-std=c++17", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall"]
+COMMON = ["-std=c++17", "-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall"]
 # Plain C entry points: nothing of the C++ run-time library is needed or linked.
 COMMON += ["-fno-exceptions", "-fno-rtti"]
 # GCC 12 warns about its own AVX-512 header (bug 105593).

@@ -7,20 +7,16 @@
 Both skip, saying so, where the programs are not built; with ISTHMUS_REQUIRE_CLUSTER=1 they fail instead.
 """
 
-import sys
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cluster"))
-
-from testcluster import cli, image_build, settings  # noqa: E402
-from testcluster import cluster as clusters  # noqa: E402
-from testcluster.binaries import FAST, FULL, MissingBinariesError, find  # noqa: E402
-from testcluster.cluster import Cluster  # noqa: E402
-from testcluster.settings import Settings  # noqa: E402
+from testcluster import cli, image_build, settings
+from testcluster import cluster as clusters
+from testcluster.binaries import FAST, FULL, MissingBinariesError, find
+from testcluster.cluster import Cluster
+from testcluster.launch import StartError
+from testcluster.settings import Settings
 
 GPUS = 4
 
@@ -57,7 +53,7 @@ def cluster() -> Iterator[Cluster]:
     cli.sweep(ours)
     try:
         clusters.require_host()
-    except clusters.StartError as error:
+    except StartError as error:
         missing(ours, str(error))
     running = clusters.start_cluster(ours, cli.session_folder(ours, "full"), follow=True, gpus=GPUS)
     try:

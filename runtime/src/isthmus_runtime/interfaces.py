@@ -183,6 +183,20 @@ class HandoffEvent:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class HandoffStats:
+    """Counters of one handoff, since its start (`live` and `quarantined`: attempts now)."""
+
+    live: int
+    quarantined: int
+    sent: int
+    received: int
+    failed: int
+    dropped: int
+    """Late, repeated or unknown messages."""
+    sent_bytes: int
+
+
 class KvHandoff(Protocol):
     """KV movement as the engine loop sees it. All calls come from the engine thread and return at once;
     results arrive through the `notify` callback given at construction, from any thread."""
@@ -213,6 +227,9 @@ class KvHandoff(Protocol):
 
     def is_drained(self, attempt: str) -> bool:
         """For a peer: True when no byte of the attempt can still leave this process. Thread-safe."""
+
+    def stats(self) -> HandoffStats:
+        """A snapshot of the counters. Thread-safe."""
 
     def close(self) -> None:
         """Stop threads; nothing moves afterwards."""

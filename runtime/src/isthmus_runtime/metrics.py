@@ -177,16 +177,15 @@ class TransferMetrics:
         names = _Names(registry, model_name, "isthmus_", vllm_names=False)
         self._failures = names.counter_by("xfer_failures", "Failed KV transfers by stage of the leg.", ("stage",))
         self.sent_bytes = names.counter("xfer_sent_bytes", "KV bytes sent.")
-        self.received_bytes = names.counter("xfer_received_bytes", "KV bytes received and verified.")
         self.seconds = names.histogram(
             "xfer_exposed_seconds", "End of a prompt's computation to the record's write.", _TRANSFER_BUCKETS
         )
         self.late_messages = names.counter("late_messages", "Late or duplicate transfer messages, dropped.")
         self._prompts = names.counter_by("xfer_prompts", "Prompts by where their KV came from.", ("source",))
 
-    def failed(self, stage: str) -> None:
-        """Count a failed transfer."""
-        self._failures.inc(stage)
+    def failed(self, stage: str, times: int = 1) -> None:
+        """Count failed transfers."""
+        self._failures.inc(stage, amount=times)
 
     def prompt(self, source: str) -> None:
         """Count a prompt: `local`, `transferred` or `recomputed`."""

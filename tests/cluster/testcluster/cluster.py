@@ -118,8 +118,10 @@ class Cluster:
             self.run_on(node, [self.ctr_path, "--namespace=k8s.io", "images", "import", "--local", str(archive)])
 
     def enter(self, machine: str) -> list[str]:
-        """The command prefix that runs a program in the mounts and network of a node."""
-        return ["nsenter", f"--target={self.nodes[machine]}", "--mount", "--net", "--"]
+        """The command prefix that runs a program on a node: in its mounts, network and processes."""
+        pid = self.nodes[machine]
+        # `unshare` itself is outside the process namespace that it made.
+        return ["nsenter", f"--target={pid}", "--mount", "--net", f"--pid=/proc/{pid}/ns/pid_for_children", "--"]
 
     def run_on(self, machine: str, command: Sequence[str], timeout: float = 120.0) -> str:
         """Run a program on a node and return what it printed; raises CommandError."""
@@ -194,7 +196,7 @@ def start_cluster(settings: Settings, folder: Path, *, follow: bool, gpus: int =
             binaries=programs,
             control_plane=folder,
             cgroup=f"{ours.cgroup}/node{number}",
-            mounts=engine_mounts(CHECKOUT, settings.cache.parent / "models"),
+            mounts=engine_mounts(CHECKOUT),
         )
         for number in (1, 2)
     ]

@@ -30,9 +30,9 @@ KUBELET_SYSCTLS = {
 }
 
 
-def engine_mounts(checkout: Path, models: Path) -> dict[str, Path]:
-    """What engine.Dockerfile expects on a node, as far as it is there: libraries, kernels and models."""
-    wanted = {"/opt/host/kernels": checkout / "kernels", "/opt/host/models": models}
+def engine_mounts(checkout: Path) -> dict[str, Path]:
+    """What engine.Dockerfile expects on a node, as far as the checkout has it: libraries and kernels."""
+    wanted = {"/opt/host/kernels": checkout / "kernels"}
     for site in (checkout / ".venv" / "lib").glob("python3.*/site-packages"):
         wanted["/opt/host/site-packages"] = site
     return {target: source for target, source in wanted.items() if source.is_dir()}

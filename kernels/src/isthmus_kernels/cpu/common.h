@@ -13,8 +13,11 @@
 
 #define ISTHMUS_CAT2(a, b) a##b
 #define ISTHMUS_CAT(a, b) ISTHMUS_CAT2(a, b)
-#define EXPORT(name) \
-    extern "C" __attribute__((visibility("default"))) int64_t ISTHMUS_CAT(isthmus_##name##_, ISTHMUS_LEVEL)
+// Every entry point takes its arguments as 8-byte slots, in order. One shape for all lets a recorded sequence of
+// calls be replayed from here (level.cc) without Python.
+#define EXPORT(name)                                                                                         \
+    extern "C" __attribute__((visibility("default"))) int64_t ISTHMUS_CAT(isthmus_##name##_, ISTHMUS_LEVEL)( \
+        const uint64_t *slots)
 #define INLINE inline __attribute__((always_inline))
 
 namespace {
@@ -36,6 +39,20 @@ struct bf16 {
 };
 
 enum { F32 = 0, BF16 = 1 };
+
+struct Arguments {
+    const uint64_t *at;
+    template <class T>
+    T *pointer() {
+        return (T *)(uintptr_t)*at++;
+    }
+    int64_t number() { return int64_t(*at++); }
+    float real() {
+        double d;
+        memcpy(&d, at++, sizeof d);
+        return float(d);
+    }
+};
 
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(bf16 x) {

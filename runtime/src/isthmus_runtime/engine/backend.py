@@ -89,7 +89,7 @@ class EngineBackend(Backend):
         finally:
             self._streams.close(sid)
             if not ended:
-                self.engine.abort(request.request_id, attempt, "the client disconnected")
+                self.engine.abort(request.request_id, attempt, "the client disconnected", answer=False)
 
     async def prefill(self, call: PrefillCall) -> PrefillAnswer:
         """Compute and send one prompt. Raises the RequestError that ended it; cancellation aborts it."""
@@ -106,7 +106,7 @@ class EngineBackend(Backend):
         finally:
             self._streams.close(call.attempt)
             if not ended:
-                self.engine.abort(call.request.request_id, call.attempt, "the router closed the prefill call")
+                self.engine.abort(call.request.request_id, call.attempt, "the router closed the prefill call", answer=False)
 
     def _claim(self, sid: str) -> asyncio.Queue[Reply]:
         if self._streams.busy(sid):

@@ -10,13 +10,13 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ..errors import EngineFailed, RequestError, TransferFailed
-from ..interfaces import Executor, HandoffEvent, KvHandoff, SendJob, StepOutput
+from ..interfaces import Executor, HandoffEvent, HandoffStats, KvHandoff, SendJob, StepOutput
 from ..kv.pool import PoolCounts
 from ..protocol import CommitCall, PrefillAnswer, PrefillCall, Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
@@ -64,6 +64,8 @@ class EngineLoop:
         self._stopping = False
         self._wake = True
         """Whether the last turn changed something that may allow another plan without a new event."""
+        self.transfer_failures: Counter[str] = Counter()
+        """Failed transfers by stage."""
         self.failure: str = ""
         """Why the engine is broken; empty while it works."""
         self.last_progress_s = clock()
@@ -124,9 +126,17 @@ class EngineLoop:
 
         self._inbox.put(command)
 
-    def abort(self, request_id: str, attempt: str, reason: str) -> None:
-        """End a request in any phase; unknown ids are ignored."""
-        self._inbox.put(lambda now: self.scheduler.abort(request_id, attempt, reason))
+    def abort(self, request_id: str, attempt: str, reason: str, *, answer: bool = True) -> None:
+        """End a request in any phase; unknown ids are ignored.
+
+        `answer` False: its caller is gone. A last chunk would reach whoever uses the same id next.
+        """
+
+        def command(now: float) -> list[Effect]:
+            effects = self.scheduler.abort(request_id, attempt, reason)
+            return effects if answer else [e for e in effects if not isinstance(e, Emit)]
+
+        self._inbox.put(command)
 
     def abort_all(self, error: RequestError) -> None:
         """End every request."""
@@ -158,6 +168,10 @@ class EngineLoop:
     def is_drained(self, attempt: str) -> bool:
         """For a peer: may no byte of this attempt leave this process any more?"""
         return self._handoff is None or self._handoff.is_drained(attempt)
+
+    def handoff_stats(self) -> HandoffStats | None:
+        """Counters of the transfer side; None without one."""
+        return None if self._handoff is None else self._handoff.stats()
 
     def stalled_s(self) -> float:
         """Seconds with work and no progress; 0 when idle."""
@@ -296,6 +310,7 @@ class EngineLoop:
                     )
                     self._sink([(attempt, answer)])
             case "failed":
+                self.transfer_failures[event.stage] += 1
                 error = TransferFailed(event.reason, stage=event.stage, attempt=attempt)
                 return self.scheduler.transfer_failed(attempt, error)
             case "released":

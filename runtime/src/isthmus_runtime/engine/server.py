@@ -43,7 +43,12 @@ class EngineMeters:
     engine: EngineMetrics = field(init=False)
     requests: RequestMetrics = field(init=False)
     transfer: TransferMetrics = field(init=False)
-    _seen: tuple[int, int, int, int] = (0, 0, 0, 0)
+    _seen: dict[str, int] = field(default_factory=dict)
+
+    def grown(self, name: str, total: int) -> int:
+        """How much a running total has grown since it was last asked for: what a counter must be increased by."""
+        before, self._seen[name] = self._seen.get(name, 0), total
+        return total - before
 
     def __post_init__(self) -> None:
         self.engine = EngineMetrics(self.registry, self.model)
@@ -128,16 +133,16 @@ class EngineServer:
         meters.engine.kv_usage.set(1 - (blocks.free + blocks.cached) / usable)
         meters.engine.quarantined_blocks.set(blocks.quarantined)
         meters.engine.no_progress_seconds.set(engine.stalled_s())
-        now = (stats.prefix_queries, stats.prefix_hits, stats.preemptions, stats.never_fit)
-        counters = (
-            meters.engine.prefix_queries,
-            meters.engine.prefix_hits,
-            meters.engine.preemptions,
-            meters.engine.never_fit_rejections,
-        )
-        for counter, value, seen in zip(counters, now, meters._seen, strict=True):
-            counter.inc(value - seen)
-        meters._seen = now
+        meters.engine.prefix_queries.inc(meters.grown("queries", stats.prefix_queries))
+        meters.engine.prefix_hits.inc(meters.grown("hits", stats.prefix_hits))
+        meters.engine.preemptions.inc(meters.grown("preemptions", stats.preemptions))
+        meters.engine.never_fit_rejections.inc(meters.grown("never_fit", stats.never_fit))
+        for stage, total in list(engine.transfer_failures.items()):
+            meters.transfer.failed(stage, meters.grown(f"failed {stage}", total))
+        moved = engine.handoff_stats()
+        late = stats.unknown_events + (0 if moved is None else moved.dropped)
+        meters.transfer.late_messages.inc(meters.grown("late", late))
+        meters.transfer.sent_bytes.inc(0 if moved is None else meters.grown("sent", moved.sent_bytes))
 
     # --------------------------------------------------------------------------------------------- control channel
 
@@ -188,10 +193,7 @@ class EngineServer:
                 answer = await self._backend.prefill(call)
             except RequestError as error:
                 self._meters.requests.failed(error.status, error.code)
-                if error.stage is not None:
-                    self._meters.transfer.failed(error.stage)
                 return error_response(error)
-            self._meters.transfer.sent_bytes.inc(answer.sent_bytes)
             self._meters.transfer.seconds.observe(answer.transfer_s)
             self._meters.requests.prompt_tokens.inc(answer.num_tokens)
             return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")

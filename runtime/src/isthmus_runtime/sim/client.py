@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from random import Random
 
-from ..errors import InvalidRequest, NeverFits
+from ..errors import Cancelled, InvalidRequest, NeverFits
 from ..executor.fake import expected_tokens
 from ..request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .clock import Clock, Violation
@@ -106,6 +106,8 @@ class Client:
             allowed = {min(sampling.max_tokens, limit - length) for limit in self._limits}
             if len(self.got) not in allowed or stops:
                 raise Violation(f"{name} ended by length at {len(self.got)} tokens, allowed {sorted(allowed)}")
+        if isinstance(item.error, Cancelled):
+            raise Violation(f"{name} was told that it had left: {item.error.message}")
         fits = length <= min(self._limits) - 1
         if isinstance(item.error, NeverFits) and fits:
             raise Violation(f"{name} of {length} tokens was refused, limits {self._limits}: {item.error.message}")

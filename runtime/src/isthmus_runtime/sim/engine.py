@@ -113,7 +113,8 @@ class Engine:
         self.layout = f"layout-{block_size}"
         blocks = scenario.prefill_blocks if role == "prefill" else scenario.decode_blocks
         self.mode = scenario.mode
-        self.executor = VirtualExecutor(clock, blocks, block_size, self.layout, scenario.step_s)
+        step_s = scenario.step_s * (1.0 if role == "prefill" else scenario.decode_slower)
+        self.executor = VirtualExecutor(clock, blocks, block_size, self.layout, step_s)
         self.published: deque[BlockEvent] = deque(maxlen=4096)
         self.pool = BlockPool(blocks, prefix_caching=scenario.prefix_caching, events=self.published)
         plan = KvPlan(
@@ -160,6 +161,8 @@ class Engine:
         self.orphans: dict[str, float] = {}
         """Attempts that hold blocks though their request has ended, and since when."""
         self._streams: dict[str, _Stream] = {}
+        self._over: set[str] = set()
+        """Ids whose last reply is out."""
         self._collecting = False
         self._timer: float | None = None
         self._burst = (0.0, 0)
@@ -275,12 +278,13 @@ class Engine:
             exchange.end()
             return False
         self._streams[sid] = _Stream(exchange, request_id, attempt)
+        self._over.discard(sid)
 
         def closed() -> None:
             stream = self._streams.get(sid)
             if self.up and stream is not None and stream.exchange is exchange:
                 del self._streams[sid]
-                self.loop.abort(request_id, attempt, "the client disconnected")
+                self.loop.abort(request_id, attempt, "the client disconnected", answer=False)
                 self.poll()
 
         exchange.on_close = closed
@@ -288,14 +292,17 @@ class Engine:
 
     def _sink(self, replies: Sequence[tuple[str, Reply]]) -> None:
         for sid, reply in replies:
-            stream = self._streams.get(sid)
-            if stream is None:
-                continue
             ended = isinstance(reply, PrefillAnswer) or (
                 isinstance(reply, TokenChunk) and reply.finish_reason is not None
             )
+            if sid in self._over:
+                raise Violation(f"{self.name}: {sid} got {_short(reply)} after its last reply")
+            stream = self._streams.get(sid)
             if ended:
-                del self._streams[sid]
+                self._over.add(sid)
+                self._streams.pop(sid, None)
+            if stream is None:
+                continue
             self.clock.note(self.name, "reply", sid, _short(reply))
             stream.exchange.push(reply)
             if ended:

@@ -36,6 +36,8 @@ class Scenario:
     prefix_caching: bool = True
     recompute: bool = True
     step_s: float = 0.004
+    decode_slower: float = 1.0
+    """Decode's steps take this many times longer: peers then act while a step runs."""
     disaggregate_above: int = 4
     policy: str = "least-load"
     local_without_prefill: bool = True
@@ -91,6 +93,7 @@ def draw(seed: int) -> Scenario:
         prefix_caching=r.random() < 0.8,
         recompute=r.random() < 0.7,
         step_s=r.choice((0.001, 0.004, 0.01)),
+        decode_slower=r.choice((1.0, 1.0, 8.0)),
         disaggregate_above=r.choice((0, 4, 12)),
         policy=r.choice(("least-load", "round-robin")),
         local_without_prefill=r.random() < 0.8,

@@ -18,6 +18,7 @@ from .clock import Clock, Violation
 from .network import Exchange, Network
 
 PROBE_S = 0.2
+PROBE_AGAIN_S = 0.05
 RETRIES = 1
 DEADLINE_MARGIN_S = 0.5
 
@@ -43,15 +44,19 @@ class Router:
         self.flights: set[Flight] = set()
         self._discover = discover
         self.fleet: Fleet = policy.fleet((), ())
-        self._probe()
+        self._watch()
+
+    def _watch(self) -> None:
+        if self.up:
+            self._probe()
+            self.clock.after(PROBE_S, self._watch)
 
     def _probe(self) -> None:
-        if self.up:
-            self.fleet = policy.fleet(*self._discover())
-            self.clock.after(PROBE_S, self._probe)
+        self.fleet = policy.fleet(*self._discover())
 
     def failed(self, url: str) -> None:
         """A contact failed: no new requests to it until the next probe."""
+        self.clock.after(PROBE_AGAIN_S, self._probe)
         engines = self.fleet
         givers = [e for e in engines.prefill if e.url != url]
         self.fleet = policy.fleet(givers, [e for e in engines.decode if e.url != url])

@@ -17,28 +17,15 @@ from dataclasses import dataclass, field
 
 from ..config import TransferConfig
 from ..errors import ConfigError
-from ..interfaces import BlockRef, HandoffEvent, KvMemory, Piece, ReceiveJob, SendJob, TransferResult
+from ..interfaces import BlockRef, HandoffEvent, HandoffStats, KvMemory, Piece, ReceiveJob, SendJob, TransferResult
+from ..kv.keys import keys_digest
 from ..protocol import CommitCall, PrefillRecord, Ticket
 from . import leg as lg
 from .backend import TransferBackend
-from .record import Expected, keys_digest, mismatch, pack_record, unpack_record
+from .record import Expected, mismatch, pack_record, unpack_record
 
 _CLOSED_KEPT = 65536
 """Ended attempts remembered, so that a late message cannot bring one back."""
-
-
-@dataclass(frozen=True, slots=True)
-class AgentStats:
-    """Counters for metrics."""
-
-    live: int
-    quarantined: int
-    sent: int
-    received: int
-    failed: int
-    dropped: int
-    """Late, repeated or unknown messages."""
-    sent_bytes: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -213,11 +200,11 @@ class TransferAgent:
         with self._mutex:
             return attempt not in self._attempts
 
-    def stats(self) -> AgentStats:
+    def stats(self) -> HandoffStats:
         """A snapshot of the counters."""
         with self._mutex:
             legs = [e.leg for e in self._attempts.values()]
-            return AgentStats(
+            return HandoffStats(
                 live=len(legs),
                 quarantined=sum(leg.state is lg.State.QUARANTINED for leg in legs),
                 sent=self._counts["sent"],

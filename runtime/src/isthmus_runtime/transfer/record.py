@@ -8,27 +8,16 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 
 from pydantic import ValidationError
 
+from ..kv.keys import keys_digest
 from ..protocol import PrefillRecord
 
 _HEADER = struct.Struct("<4sII")
 _MAGIC = b"IKVR"
 HEADER_BYTES = _HEADER.size
-
-
-def keys_digest(keys: Sequence[str]) -> str:
-    """SHA-256 (hex) over ordered keys, each length-prefixed so that no two lists encode equally."""
-    digest = sha256()
-    for key in keys:
-        raw = key.encode()
-        digest.update(len(raw).to_bytes(8, "little"))
-        digest.update(raw)
-    return digest.hexdigest()
 
 
 def pack_record(record: PrefillRecord) -> bytes:

@@ -199,9 +199,18 @@ int64_t run(X *out, const X *x, const W *w, const float *bias, int64_t m, int64_
 
 }  // namespace
 
-EXPORT(linear_panel_width)() { return NR; }
+EXPORT(linear_panel_width) {
+    (void)slots;
+    return NR;
+}
 
-EXPORT(linear_pack)(void *panels, const void *weight, int64_t n, int64_t k, int32_t dtype) {
+EXPORT(linear_pack) {
+    Arguments in = {slots};
+    void *panels = in.pointer<void>();
+    const void *weight = in.pointer<const void>();
+    const int64_t n = in.number();
+    const int64_t k = in.number();
+    const int64_t dtype = in.number();
     const int64_t count = (n + NR - 1) / NR;
 #pragma omp parallel for schedule(static)
     for (int64_t p = 0; p < count; p++)
@@ -219,8 +228,19 @@ EXPORT(linear_pack)(void *panels, const void *weight, int64_t n, int64_t k, int3
     return 0;
 }
 
-EXPORT(linear)(void *out, const void *x, const void *panels, const float *bias, int64_t m, int64_t n, int64_t k,
-               int64_t x_step, int64_t out_step, int32_t dtype, int32_t weight_dtype) {
+EXPORT(linear) {
+    Arguments in = {slots};
+    void *out = in.pointer<void>();
+    const void *x = in.pointer<const void>();
+    const void *panels = in.pointer<const void>();
+    const float *bias = in.pointer<const float>();
+    const int64_t m = in.number();
+    const int64_t n = in.number();
+    const int64_t k = in.number();
+    const int64_t x_step = in.number();
+    const int64_t out_step = in.number();
+    const int64_t dtype = in.number();
+    const int64_t weight_dtype = in.number();
 #define CASE(A, W) run((A *)out, (const A *)x, (const W *)panels, bias, m, n, k, x_step, out_step)
     if (dtype == F32) return weight_dtype == F32 ? CASE(float, float) : CASE(float, bf16);
     return weight_dtype == F32 ? CASE(bf16, float) : CASE(bf16, bf16);

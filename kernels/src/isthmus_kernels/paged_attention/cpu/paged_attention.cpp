@@ -469,11 +469,33 @@ int64_t run(const Args &a, T *out, const T *q, const C *pool, int64_t requests) 
 }  // namespace
 
 // Returns 0, 1 when memory is short, or 2 + r when request r's table names a block outside the pool.
-EXPORT(paged_attention)(void *out, const void *q, const void *pool, const int32_t *tables, const int32_t *starts,
-                        const int32_t *lens, int64_t requests, int64_t heads, int64_t kv_heads, int64_t dim,
-                        int64_t block_size, int64_t blocks, int64_t table_stride, int64_t window, int64_t q_token,
-                        int64_t q_head, int64_t out_token, int64_t out_head, int64_t block, int64_t half,
-                        int64_t token, int64_t head, double scale, int32_t dtype, int32_t pool_dtype) {
+EXPORT(paged_attention) {
+    Arguments in = {slots};
+    void *out = in.pointer<void>();
+    const void *q = in.pointer<const void>();
+    const void *pool = in.pointer<const void>();
+    const int32_t *tables = in.pointer<const int32_t>();
+    const int32_t *starts = in.pointer<const int32_t>();
+    const int32_t *lens = in.pointer<const int32_t>();
+    const int64_t requests = in.number();
+    const int64_t heads = in.number();
+    const int64_t kv_heads = in.number();
+    const int64_t dim = in.number();
+    const int64_t block_size = in.number();
+    const int64_t blocks = in.number();
+    const int64_t table_stride = in.number();
+    const int64_t window = in.number();
+    const int64_t q_token = in.number();
+    const int64_t q_head = in.number();
+    const int64_t out_token = in.number();
+    const int64_t out_head = in.number();
+    const int64_t block = in.number();
+    const int64_t half = in.number();
+    const int64_t token = in.number();
+    const int64_t head = in.number();
+    const float scale = in.real();
+    const int64_t dtype = in.number();
+    const int64_t pool_dtype = in.number();
     const Args a = {tables, starts,   lens,   heads,     kv_heads, dim,   block_size, table_stride, window,
                     q_token, q_head, out_token, out_head, block,    half,  token,      head,         float(scale)};
     for (int64_t r = 0; r < requests; r++) {

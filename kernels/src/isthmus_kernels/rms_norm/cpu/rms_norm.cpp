@@ -45,9 +45,20 @@ void run(T *out, const T *x, T *residual, const W *weight, int64_t rows, int64_t
 
 }  // namespace
 
-EXPORT(rms_norm)(void *out, const void *x, void *residual, const void *weight, int64_t rows, int64_t width,
-                 int64_t out_stride, int64_t x_stride, int64_t residual_stride, double eps, int32_t dtype,
-                 int32_t weight_dtype) {
+EXPORT(rms_norm) {
+    Arguments in = {slots};
+    void *out = in.pointer<void>();
+    const void *x = in.pointer<const void>();
+    void *residual = in.pointer<void>();
+    const void *weight = in.pointer<const void>();
+    const int64_t rows = in.number();
+    const int64_t width = in.number();
+    const int64_t out_stride = in.number();
+    const int64_t x_stride = in.number();
+    const int64_t residual_stride = in.number();
+    const float eps = in.real();
+    const int64_t dtype = in.number();
+    const int64_t weight_dtype = in.number();
 #define CASE(T, W)                                                                                              \
     run((T *)out, (const T *)x, (T *)residual, (const W *)weight, rows, width, out_stride, x_stride,           \
         residual_stride, float(eps))

@@ -79,11 +79,32 @@ int64_t by_norm(T *qkv, const int64_t *positions, const float *cos, const float 
 }  // namespace
 
 // Returns 0, or 1 + 2 t for a bad position of token t, or 2 + 2 t for a bad slot of token t.
-EXPORT(rope_kv_write)(void *qkv, const int64_t *positions, const float *cos, const float *sin, void *pool,
-                      const int64_t *slots, const void *q_norm, const void *k_norm, int64_t tokens, int64_t q_heads,
-                      int64_t max_pos, int64_t half, int64_t blocks, int64_t block_size, int64_t kv_heads,
-                      int64_t dim, int64_t block_stride, int64_t half_stride, int64_t token_stride,
-                      int64_t head_stride, double eps, int32_t dtype, int32_t pool_dtype, int32_t norm_dtype) {
+EXPORT(rope_kv_write) {
+    Arguments in = {slots};
+    void *qkv = in.pointer<void>();
+    const int64_t *positions = in.pointer<const int64_t>();
+    const float *cos = in.pointer<const float>();
+    const float *sin = in.pointer<const float>();
+    void *pool = in.pointer<void>();
+    const int64_t *slots = in.pointer<const int64_t>();
+    const void *q_norm = in.pointer<const void>();
+    const void *k_norm = in.pointer<const void>();
+    const int64_t tokens = in.number();
+    const int64_t q_heads = in.number();
+    const int64_t max_pos = in.number();
+    const int64_t half = in.number();
+    const int64_t blocks = in.number();
+    const int64_t block_size = in.number();
+    const int64_t kv_heads = in.number();
+    const int64_t dim = in.number();
+    const int64_t block_stride = in.number();
+    const int64_t half_stride = in.number();
+    const int64_t token_stride = in.number();
+    const int64_t head_stride = in.number();
+    const float eps = in.real();
+    const int64_t dtype = in.number();
+    const int64_t pool_dtype = in.number();
+    const int64_t norm_dtype = in.number();
     const Pool p = {blocks, block_size, kv_heads, dim, block_stride, half_stride, token_stride, head_stride};
 #define CASE(T, C)                                                                                              \
     by_norm((T *)qkv, positions, cos, sin, (C *)pool, slots, q_norm, k_norm, tokens, q_heads, max_pos, half, p, \

@@ -120,9 +120,19 @@ int64_t choose(const float *logits, int64_t vocab, const Row &r, float *z, float
 }  // namespace
 
 // Null pointers stand for filters that are off. Returns 0, or 1 when memory is short.
-EXPORT(sample)(int64_t *out, const float *logits, const float *temperature, const int32_t *top_k, const float *top_p,
-               const float *min_p, const int64_t *seeds, const int64_t *positions, int64_t rows, int64_t vocab,
-               int64_t row_stride) {
+EXPORT(sample) {
+    Arguments in = {slots};
+    int64_t *out = in.pointer<int64_t>();
+    const float *logits = in.pointer<const float>();
+    const float *temperature = in.pointer<const float>();
+    const int32_t *top_k = in.pointer<const int32_t>();
+    const float *top_p = in.pointer<const float>();
+    const float *min_p = in.pointer<const float>();
+    const int64_t *seeds = in.pointer<const int64_t>();
+    const int64_t *positions = in.pointer<const int64_t>();
+    const int64_t rows = in.number();
+    const int64_t vocab = in.number();
+    const int64_t row_stride = in.number();
     const int64_t threads = omp_get_max_threads();
     float *scratch = nullptr;
     if (temperature) {

@@ -23,8 +23,15 @@ void run(T *out, const T *x, int64_t rows, int64_t width, int64_t out_stride, in
 
 }  // namespace
 
-EXPORT(silu_mul)(void *out, const void *x, int64_t rows, int64_t width, int64_t out_stride, int64_t x_stride,
-                 int32_t dtype) {
+EXPORT(silu_mul) {
+    Arguments in = {slots};
+    void *out = in.pointer<void>();
+    const void *x = in.pointer<const void>();
+    const int64_t rows = in.number();
+    const int64_t width = in.number();
+    const int64_t out_stride = in.number();
+    const int64_t x_stride = in.number();
+    const int64_t dtype = in.number();
     if (dtype == F32) run((float *)out, (const float *)x, rows, width, out_stride, x_stride);
     else run((bf16 *)out, (const bf16 *)x, rows, width, out_stride, x_stride);
     return 0;

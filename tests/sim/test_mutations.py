@@ -1,0 +1,387 @@
+"""Each test breaks one rule of the core and demands that the simulator notices within a stated number of seeds.
+
+A mutation that survives means that an invariant or a scenario is missing. `-s` shows the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+
+from isthmus_runtime.engine import handoffs as handoffs_module
+from isthmus_runtime.engine.blocks import Hits, SequenceBlocks
+from isthmus_runtime.engine.handoffs import Handoffs
+from isthmus_runtime.engine.loop import EngineLoop
+from isthmus_runtime.engine.scheduler import Scheduler
+from isthmus_runtime.engine.sequence import Emit, Kind
+from isthmus_runtime.kv.keys import ExtraKeys
+from isthmus_runtime.kv.pool import BlockPool
+from isthmus_runtime.router import policy
+from isthmus_runtime.sim.clock import Violation
+from isthmus_runtime.sim.faults import Scenario, draw
+from isthmus_runtime.sim.store import StoreTransfer
+from isthmus_runtime.sim.world import run_scenario
+from isthmus_runtime.transfer import agent as agent_module
+from isthmus_runtime.transfer import leg as leg_module
+from isthmus_runtime.transfer.agent import TransferAgent
+
+Patch = pytest.MonkeyPatch
+TABLE: list[tuple[str, int, str]] = []
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """How to break a rule, and in which worlds to look."""
+
+    name: str
+    apply: Callable[[Patch], None]
+    seeds: int = 30
+    shape: Callable[[Scenario], Scenario] = lambda scenario: scenario
+
+
+def memory(scenario: Scenario) -> Scenario:
+    return replace(scenario, mode="memory", disaggregate_above=0)
+
+
+def store(scenario: Scenario) -> Scenario:
+    return replace(scenario, mode="store", disaggregate_above=0, store_blocks=400)
+
+
+def flaky(scenario: Scenario) -> Scenario:
+    """Transfers go wrong in every way."""
+    faults = replace(
+        scenario.transfer, partial=0.1, wrote_all_but_failed=0.1, never=0.2, duplicate=0.1, delay=0.2, late_s=0.5
+    )
+    return replace(memory(scenario), transfer=faults, transfer_timeout_s=0.3)
+
+
+def flaky_store(scenario: Scenario) -> Scenario:
+    return replace(flaky(scenario), mode="store", store_blocks=400)
+
+
+def tight(scenario: Scenario) -> Scenario:
+    """Hardly enough blocks: preemption."""
+    fits = scenario.max_model_len // scenario.block_size + 3
+    return replace(scenario, decode_blocks=fits, prefill_blocks=fits, rows=4, disconnect=0.0, output_max=24)
+
+
+def busy(scenario: Scenario) -> Scenario:
+    """Slow steps, hardly enough blocks, clients that leave: blocks change hands while a step runs."""
+    return replace(
+        tight(scenario), mode="memory", disaggregate_above=0, decode_slower=30.0, step_s=0.002, disconnect=0.7,
+        link_bytes_per_s=1e7, spread_s=1.0, rows=2, prefix_caching=False,
+    )
+
+
+def lossy_store(scenario: Scenario) -> Scenario:
+    """Answers get lost and hang-ups come late: attempts of one request overlap."""
+    net = replace(scenario.network, lose=0.05, delay=0.4, delay_s=1.5, reset=0.2)
+    return replace(store(scenario), network=net, prefills=2, decodes=2)
+
+
+def leaving(scenario: Scenario) -> Scenario:
+    return replace(memory(scenario), disconnect=0.5)
+
+
+def late_calls(scenario: Scenario) -> Scenario:
+    """Prefill restarts while calls to it are on their way."""
+    net = replace(scenario.network, delay=0.4, delay_s=1.5, duplicate=0.3)
+    return replace(
+        memory(scenario), network=net, crashes=("prefill",) * 4, timeouts_s=(0.3,), spread_s=2.0, disconnect=0.3
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- mutations
+
+
+def free_without_drain(p: Patch) -> None:
+    real = Handoffs.released
+    p.setattr(Handoffs, "released", lambda self, attempt, drained: real(self, attempt, True))
+
+
+def sender_frees_without_drain(p: Patch) -> None:
+    real = Handoffs.released
+
+    def released(self: Handoffs, attempt: str, drained: bool) -> bool:
+        hold = self._holds.get(attempt)
+        return real(self, attempt, drained or (hold is not None and not hold.receiving))
+
+    p.setattr(Handoffs, "released", released)
+
+
+def publish_early(p: Patch) -> None:
+    real = Scheduler._plan_chunk
+
+    def plan(self: Scheduler, seq: object, count: int, work: list[object]) -> int:
+        planned = real(self, seq, count, work)  # type: ignore[arg-type]
+        written, seq.written = seq.written, seq.scheduled  # type: ignore[attr-defined]
+        self.blocks.publish(seq)  # type: ignore[arg-type]
+        seq.written = written  # type: ignore[attr-defined]
+        return planned
+
+    p.setattr(Scheduler, "_plan_chunk", plan)
+
+
+def publish_before_arrival(p: Patch) -> None:
+    """A receiver shows the hashes of blocks that are still being filled."""
+    p.setattr(BlockPool, "lease_write", lambda self, ids: None)
+    p.setattr(BlockPool, "end_write", lambda self, ids, ok: None)
+    real = Handoffs.reserve
+
+    def reserve(self: Handoffs, seq: object) -> object:
+        effect = real(self, seq)  # type: ignore[arg-type]
+        seq.written = seq.prompt_len  # type: ignore[attr-defined]
+        self._blocks.publish(seq)  # type: ignore[arg-type]
+        seq.written = 0  # type: ignore[attr-defined]
+        return effect
+
+    p.setattr(Handoffs, "reserve", reserve)
+
+
+def drop_attempt_check(p: Patch) -> None:
+    """Records are found by request and accepted from any attempt."""
+    p.setattr(StoreTransfer, "record_name", lambda self, attempt: "record:" + attempt.partition(".")[0])
+    real = agent_module.mismatch
+    p.setattr(agent_module, "mismatch", lambda record, want: real(record.model_copy(update={"attempt": want.attempt}), want))
+
+
+def skip_never_fit(p: Patch) -> None:
+    p.setattr(Scheduler, "_check_fits", lambda self, request, kind: None)
+
+
+def forget_sibling_cancel(p: Patch) -> None:
+    p.setattr(Handoffs, "open", lambda self, attempt: False)
+
+
+def double_release(p: Patch) -> None:
+    p.setattr(BlockPool, "_check_holds", lambda *args, **kwargs: None)
+    real = Scheduler._release
+
+    def release(self: Scheduler, seq: object, ids: list[int]) -> None:
+        real(self, seq, ids)  # type: ignore[arg-type]
+        if ids and self.pool.refs(ids[0]):
+            self.pool.release(ids[:1])
+
+    p.setattr(Scheduler, "_release", release)
+
+
+def leak_on_preemption(p: Patch) -> None:
+    real = Scheduler._preempt
+
+    def preempt(self: Scheduler, seq: object) -> None:
+        kept = [ids[:1] for ids in seq.blocks]  # type: ignore[attr-defined]
+        self.pool.touch([b for ids in kept for b in ids])
+        real(self, seq)  # type: ignore[arg-type]
+
+    p.setattr(Scheduler, "_preempt", preempt)
+
+
+def ignore_deadlines(p: Patch) -> None:
+    p.setattr(Scheduler, "tick", lambda self, now: [])
+
+
+def ignore_leg_deadlines(p: Patch) -> None:
+    p.setattr(TransferAgent, "tick", lambda self, now: None)
+    p.setattr(TransferAgent, "next_deadline", lambda self: None)
+
+
+def pair_unequal(p: Patch) -> None:
+    p.setattr(policy, "_peers", lambda engines, decode, facts: engines.prefill)
+
+
+def accept_incomplete(p: Patch) -> None:
+    """A read or write that moved only a part counts as whole."""
+    real = leg_module._op_done
+    p.setattr(leg_module, "_op_done", lambda leg, event, now: real(leg, replace(event, ok=True), now))
+
+
+def skip_fence(p: Patch) -> None:
+    p.setattr(Scheduler, "_release", lambda self, seq, ids: self.pool.release(ids))
+
+
+def record_first(p: Patch) -> None:
+    def finish(leg: leg_module.Leg, now: float) -> leg_module.Step:
+        leg = replace(leg, state=leg_module.State.SENDING, started_s=now, timer_s=min(leg.deadline_s, now + leg.timeout_s))
+        return leg_module._start_record(leg)
+
+    p.setattr(leg_module, "_finish", finish)
+
+
+def no_reader_lease(p: Patch) -> None:
+    p.setattr(BlockPool, "lease_read", lambda self, ids: None)
+    p.setattr(BlockPool, "end_read", lambda self, ids: None)
+
+
+def timeout_is_a_drain(p: Patch) -> None:
+    real = leg_module._account
+    p.setattr(leg_module, "_account", lambda leg, event: real(leg, replace(event, settled=True)))
+
+
+def peer_is_never_asked(p: Patch) -> None:
+    """A receiver thinks that nobody writes once its own operations ended."""
+    real = leg_module.new_leg
+    p.setattr(agent_module.lg, "new_leg", lambda *a, **k: real(*a, **{**k, "peer_writes": False}))
+
+
+def drain_answer_lies(p: Patch) -> None:
+    p.setattr(TransferAgent, "is_drained", lambda self, attempt: True)
+
+
+def ignore_duplicates(p: Patch) -> None:
+    """A repeated call takes over the holds of an ended attempt."""
+    p.setattr(Handoffs, "known", lambda self, attempt: False)
+
+
+def wrong_hit_length(p: Patch) -> None:
+    real = SequenceBlocks.find_hits
+
+    def find(self: SequenceBlocks, seq: object, most: int) -> Hits:
+        hits = real(self, seq, most)  # type: ignore[arg-type]
+        return replace(hits, tokens=hits.tokens + 1) if 0 < hits.tokens < most else hits
+
+    p.setattr(SequenceBlocks, "find_hits", find)
+
+
+def salt_is_ignored(p: Patch) -> None:
+    from isthmus_runtime.engine import blocks as blocks_module
+
+    p.setattr(blocks_module, "ExtraKeys", lambda cache_salt: ExtraKeys(cache_salt=""))
+    p.setattr(handoffs_module, "ExtraKeys", lambda cache_salt: ExtraKeys(cache_salt=""))
+
+
+def lose_wake_up(p: Patch) -> None:
+    real = EngineLoop.collect
+
+    def collect(self: EngineLoop) -> None:
+        real(self)
+        self._wake = False
+
+    p.setattr(EngineLoop, "collect", collect)
+
+
+def end_twice(p: Patch) -> None:
+    real = Scheduler._emit_token
+
+    def emit(self: Scheduler, seq: object, token: int, logprob: object) -> list[Emit]:
+        effects = real(self, seq, token, logprob)  # type: ignore[arg-type]
+        return effects + effects if effects[-1].chunk.finish_reason is not None else effects  # type: ignore[union-attr,return-value]
+
+    p.setattr(Scheduler, "_emit_token", emit)
+
+
+def end_never(p: Patch) -> None:
+    real = Scheduler._end
+    p.setattr(
+        Scheduler,
+        "_end",
+        lambda self, seq, reason, error: [e for e in real(self, seq, reason, error) if not isinstance(e, Emit)],
+    )
+
+
+def quarantine_for_ever(p: Patch) -> None:
+    p.setattr(Handoffs, "drained", lambda self, attempt: False)
+
+
+def stale_step_result(p: Patch) -> None:
+    """A step of an earlier run advances the present one."""
+    real = Scheduler._leave
+
+    def leave(self: Scheduler, seq: object) -> None:
+        run = seq.run  # type: ignore[attr-defined]
+        real(self, seq)  # type: ignore[arg-type]
+        seq.run = run - 1  # type: ignore[attr-defined]
+
+    p.setattr(Scheduler, "_leave", leave)
+
+
+def restarted_prefill_sends(p: Patch) -> None:
+    """A prefill process does not mind that the ticket was meant for the one before it."""
+    real = TransferAgent.__init__
+    p.setattr(TransferAgent, "__init__", lambda self, *a, **k: real(self, *a, **{**k, "epoch": ""}))
+
+
+def skip_first_token(p: Patch) -> None:
+    real = Handoffs.prompt_done
+
+    def done(self: Handoffs, seq: object, token: int, logprob: object) -> object:
+        return real(self, seq, (token + 1) % 997, logprob)  # type: ignore[arg-type]
+
+    p.setattr(Handoffs, "prompt_done", done)
+
+
+def admit_without_room(p: Patch) -> None:
+    """Prompts are admitted although their blocks are not there."""
+    p.setattr(Scheduler, "_free_unreserved", lambda self: 10**6)
+
+
+def prefill_is_kept_on_failure(p: Patch) -> None:
+    """Decode's failed leg never stops: `Stop` and `Ask` are forgotten."""
+    real = leg_module._settle
+
+    def settle(leg: leg_module.Leg, now: float) -> leg_module.Step:
+        if not leg.quiet and leg.state is leg_module.State.CANCELLING:
+            return replace(leg, timer_s=leg_module.NEVER), ()
+        return real(leg, now)
+
+    p.setattr(leg_module, "_settle", settle)
+
+
+MUTATIONS = [
+    Mutation("free without drain", free_without_drain, shape=flaky),
+    Mutation("sender frees without drain", sender_frees_without_drain, shape=flaky),
+    Mutation("publish a hash before the step ran", publish_early),
+    Mutation("publish a hash before the KV arrived", publish_before_arrival, shape=memory),
+    Mutation("drop the attempt id check", drop_attempt_check, shape=lossy_store),
+    Mutation("skip the never-fit check", skip_never_fit),
+    Mutation("forget the sibling's cancel", forget_sibling_cancel, shape=leaving),
+    Mutation("release a block twice", double_release),
+    Mutation("leak a block on preemption", leak_on_preemption, shape=tight),
+    Mutation("ignore request deadlines", ignore_deadlines, shape=lambda s: replace(s, timeouts_s=(0.1, 0.3))),
+    Mutation("ignore leg deadlines", ignore_leg_deadlines, shape=flaky),
+    Mutation("pair unequal fingerprints", pair_unequal, shape=lambda s: replace(s, odd_fingerprint=True)),
+    Mutation("accept an incomplete set of keys", accept_incomplete, shape=flaky_store),
+    Mutation("skip the fence of steps in flight", skip_fence, shape=busy),
+    Mutation("write the record before the blocks", record_first, shape=flaky),
+    Mutation("send without reader leases", no_reader_lease, shape=memory),
+    Mutation("take a timeout for a drain", timeout_is_a_drain, shape=flaky_store),
+    Mutation("never ask the peer for its drain", peer_is_never_asked, shape=leaving),
+    Mutation("acknowledge every drain", drain_answer_lies, shape=late_calls, seeds=60),
+    Mutation("ignore the duplicates check", ignore_duplicates, shape=lambda s: flaky(late_calls(s)), seeds=60),
+    Mutation("wrong hit length", wrong_hit_length, shape=lambda s: replace(s, prefix_caching=True)),
+    Mutation("ignore the cache salt", salt_is_ignored, shape=lambda s: replace(s, prefix_caching=True)),
+    Mutation("lose a wake-up", lose_wake_up),
+    Mutation("end a request twice", end_twice),
+    Mutation("end a request without saying so", end_never),
+    Mutation("quarantine for ever", quarantine_for_ever, shape=flaky),
+    Mutation("let a step of an earlier run count", stale_step_result, shape=tight),
+    Mutation("restarted prefill sends for an old ticket", restarted_prefill_sends, shape=late_calls, seeds=60),
+    Mutation("wrong first token in the record", skip_first_token, shape=memory),
+    Mutation("admit without room", admit_without_room, shape=tight),
+    Mutation("forget to stop a failed leg", prefill_is_kept_on_failure, shape=flaky),
+]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+def test_a_broken_rule_is_noticed(mutation: Mutation, monkeypatch: Patch) -> None:
+    mutation.apply(monkeypatch)
+    for seed in range(mutation.seeds):
+        try:
+            run_scenario(mutation.shape(draw(seed)))
+        except Violation as violation:
+            first = str(violation).splitlines()[0]
+            TABLE.append((mutation.name, seed + 1, first))
+            print(f"\n{mutation.name:44} caught by seed {seed + 1:>2}/{mutation.seeds}: {first[:150]}")
+            return
+    pytest.fail(f"{mutation.name}: not noticed in {mutation.seeds} seeds")
+
+
+@pytest.mark.parametrize("shape", [memory, store, flaky, flaky_store, lossy_store, tight, busy, leaving, late_calls], ids=lambda f: f.__name__)
+def test_the_worlds_of_the_mutations_hold_without_one(shape: Callable[[Scenario], Scenario]) -> None:
+    for seed in range(3):
+        run_scenario(shape(draw(seed)))
+
+
+def test_kinds_of_requests_are_all_in_the_model() -> None:
+    assert {kind.value for kind in Kind} == {"local", "send", "receive"}
