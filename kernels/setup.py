@@ -4,6 +4,7 @@ The choice among the instruction sets is made at run time (native.py), so one wh
 machine. A missing compiler is not an error: the package then uses its PyTorch implementations.
 """
 
+import hashlib
 import os
 import platform
 import sys
@@ -14,14 +15,22 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 PACKAGE = Path("src/isthmus_kernels")
-COMMON = ["-std=c++17", "-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall"]
+COMMON = ["-std=c++17", "-O3", "-g0", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 # Plain C entry points: nothing of the C++ run-time library is needed or linked.
-COMMON += ["-fno-exceptions", "-fno-rtti"]
+COMMON += ["-fno-exceptions", "-fno-rtti", "-Wall"]
 # GCC 12 warns about its own AVX-512 header (bug 105593).
 COMMON += ["-Wno-maybe-uninitialized"]
 LEVELS = {"base": ["-march=x86-64-v2"], "avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4"]}
 if platform.machine() not in ("x86_64", "AMD64"):
     LEVELS = {"base": []}
+
+
+def source_digest() -> str:
+    """What native.py compares with the sources beside it, to notice a library that was built from others."""
+    digest = hashlib.sha256()
+    for path in sorted([*PACKAGE.glob("*/cpu/*.cpp"), *PACKAGE.glob("cpu/*")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 class BuildLevels(build_ext):
@@ -49,7 +58,7 @@ class BuildLevels(build_ext):
         objects += self.compiler.compile(
             [str(PACKAGE / "cpu" / "level.cc")],
             output_dir=self.build_temp,
-            macros=[("ISTHMUS_LEVELS", str(len(LEVELS)))],
+            macros=[("ISTHMUS_LEVELS", str(len(LEVELS))), ("ISTHMUS_SOURCES", f'"{source_digest()}"')],
             extra_postargs=["-O2", "-fvisibility=hidden"],
         )
         self.compiler.link_shared_object(

@@ -1,7 +1,10 @@
-"""Settings shared by every test: the hypothesis profile, and skipping `gpu` tests on a machine without a GPU."""
+"""Shared by every test: the hypothesis profile, clusters (kube.py), and skipping `gpu` tests without a GPU."""
 
 import pytest
 from hypothesis import settings
+from kube import cluster as cluster
+from kube import control_plane as control_plane
+from kube import images as images
 
 # No per-example deadline: a busy machine is not a failing test. The blob reproduces a failure.
 settings.register_profile("isthmus", deadline=None, print_blob=True)

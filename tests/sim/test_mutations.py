@@ -15,9 +15,10 @@ from isthmus_runtime.engine.blocks import Hits, SequenceBlocks
 from isthmus_runtime.engine.handoffs import Handoffs
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
-from isthmus_runtime.engine.sequence import Emit, Kind
+from isthmus_runtime.engine.sequence import Emit
 from isthmus_runtime.kv.keys import ExtraKeys
 from isthmus_runtime.kv.pool import BlockPool
+from isthmus_runtime.protocol import PrefillRecord
 from isthmus_runtime.router import policy
 from isthmus_runtime.sim.clock import Violation
 from isthmus_runtime.sim.faults import Scenario, draw
@@ -26,6 +27,7 @@ from isthmus_runtime.sim.world import run_scenario
 from isthmus_runtime.transfer import agent as agent_module
 from isthmus_runtime.transfer import leg as leg_module
 from isthmus_runtime.transfer.agent import TransferAgent
+from isthmus_runtime.transfer.record import Expected
 
 Patch = pytest.MonkeyPatch
 TABLE: list[tuple[str, int, str]] = []
@@ -144,7 +146,11 @@ def drop_attempt_check(p: Patch) -> None:
     """Records are found by request and accepted from any attempt."""
     p.setattr(StoreTransfer, "record_name", lambda self, attempt: "record:" + attempt.partition(".")[0])
     real = agent_module.mismatch
-    p.setattr(agent_module, "mismatch", lambda record, want: real(record.model_copy(update={"attempt": want.attempt}), want))
+
+    def any_attempt(record: PrefillRecord, want: Expected) -> str:
+        return real(record.model_copy(update={"attempt": want.attempt}), want)
+
+    p.setattr(agent_module, "mismatch", any_attempt)
 
 
 def skip_never_fit(p: Patch) -> None:
@@ -203,8 +209,8 @@ def skip_fence(p: Patch) -> None:
 
 def record_first(p: Patch) -> None:
     def finish(leg: leg_module.Leg, now: float) -> leg_module.Step:
-        leg = replace(leg, state=leg_module.State.SENDING, started_s=now, timer_s=min(leg.deadline_s, now + leg.timeout_s))
-        return leg_module._start_record(leg)
+        timer = min(leg.deadline_s, now + leg.timeout_s)
+        return leg_module._start_record(replace(leg, state=leg_module.State.SENDING, started_s=now, timer_s=timer))
 
     p.setattr(leg_module, "_finish", finish)
 
@@ -377,11 +383,10 @@ def test_a_broken_rule_is_noticed(mutation: Mutation, monkeypatch: Patch) -> Non
     pytest.fail(f"{mutation.name}: not noticed in {mutation.seeds} seeds")
 
 
-@pytest.mark.parametrize("shape", [memory, store, flaky, flaky_store, lossy_store, tight, busy, leaving, late_calls], ids=lambda f: f.__name__)
+SHAPES = (memory, store, flaky, flaky_store, lossy_store, tight, busy, leaving, late_calls)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda f: f.__name__)
 def test_the_worlds_of_the_mutations_hold_without_one(shape: Callable[[Scenario], Scenario]) -> None:
-    for seed in range(3):
+    for seed in range(2):
         run_scenario(shape(draw(seed)))
-
-
-def test_kinds_of_requests_are_all_in_the_model() -> None:
-    assert {kind.value for kind in Kind} == {"local", "send", "receive"}

@@ -1,4 +1,4 @@
-"""Asks the API server, as `helm test` does, whether InferenceServices are known, accepted and refused as they should be.
+"""Asks the API server, as `helm test` does, whether InferenceServices are known, accepted and refused as they should.
 
 Nothing is stored: every request is a dry run. Arguments: namespace, and `webhook` or `no-webhook`. Uses the pod's own
 ServiceAccount and the standard library only. Ends with 0, or with 1 and one line per failed check.
@@ -64,7 +64,10 @@ def main(namespace, webhook):
             status, answer = 0, {"message": str(error)}
         good = (status in (200, 201)) == accepted and text in json.dumps(answer)
         failed = failed or not good
-        print("ok    " if good else "FAILED", what if good else f"{what}: status {status}: {answer.get('message', answer)}")
+        if good:
+            print("ok    ", what)
+        else:
+            print("FAILED", f"{what}: status {status}: {answer.get('message', answer)}")
     return int(failed)
 
 

@@ -38,7 +38,7 @@ app.kubernetes.io/name: isthmus-operator
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
-{{/* Labels of every object. A label the chart owns wins over one of the user. */}}
+{{/* Labels of every object. The schema keeps the user's from taking the chart's names. */}}
 {{- define "isthmus.labels" -}}
 {{- $own := include "isthmus.selector" . | fromYaml -}}
 {{- $_ := set $own "app.kubernetes.io/version" .Chart.AppVersion -}}

@@ -18,10 +18,12 @@ from torch import Tensor
 from isthmus_kernels import native
 from isthmus_kernels.kv_view import Layout, check_layer, layer_view
 from isthmus_kernels.linear.packed import PackedLinear
+from isthmus_kernels.native import Program, record
 
 __all__ = [
     "Layout",
     "PackedLinear",
+    "Program",
     "add_rms_norm",
     "block_copy",
     "layer_view",
@@ -29,6 +31,7 @@ __all__ = [
     "logprobs",
     "pack",
     "paged_attention",
+    "record",
     "rms_norm",
     "rope_kv_write",
     "sample",

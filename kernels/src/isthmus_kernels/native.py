@@ -1,25 +1,33 @@
 """The compiled CPU library: found beside this file, loaded once, instruction set chosen at run time.
 
-Entry points are plain C functions called through ctypes, which releases the GIL for the call.
-Each is compiled once per instruction set with a suffix (`_base`, `_avx2`, `_avx512`).
+Entry points are plain C functions called through ctypes, which releases the GIL for the call. Each is compiled
+once per instruction set with a suffix (`_base`, `_avx2`, `_avx512`), takes its arguments as an array of 8-byte
+slots and returns 0 or an error code that its caller explains.
 """
 
 import ctypes
+import hashlib
 import importlib.machinery
 import logging
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 # torch must come first: its libgomp.so.1 is then the one that the library binds to, so both share one
 # thread pool. Two pools on the same cores would spin against each other.
 import torch
+from torch import Tensor
 
 _LOG = logging.getLogger(__name__)
 _LEVELS = ("base", "avx2", "avx512")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DTYPES = frozenset(_DTYPES)
+
+Kept = tuple[Tensor | None, ...]
+Explain = Callable[[int, Kept], Exception]
 
 
 def dtype_code(dtype: torch.dtype, name: str) -> int:
@@ -42,10 +50,31 @@ def library() -> ctypes.CDLL | None:
         _LOG.warning("CPU kernels are not compiled: the slower PyTorch implementations are used")
         return None
     try:
-        return ctypes.CDLL(str(path))
+        lib = ctypes.CDLL(str(path))
     except OSError as error:
         _LOG.warning("CPU kernels cannot be loaded (%s): the slower PyTorch implementations are used", error)
         return None
+    lib.isthmus_sources.restype = ctypes.c_char_p
+    sources = _source_digest(folder)
+    if sources is not None and lib.isthmus_sources().decode() != sources:
+        _LOG.warning(
+            "CPU kernels were compiled from other sources (%s; install again): "
+            "the slower PyTorch implementations are used",
+            path,
+        )
+        return None
+    return lib
+
+
+def _source_digest(folder: Path) -> str | None:
+    """SHA-256 of the sources in a development checkout, as in setup.py; None where only the library is installed."""
+    sources = sorted([*folder.glob("*/cpu/*.cpp"), *folder.glob("cpu/*")])
+    if not sources:
+        return None
+    digest = hashlib.sha256()
+    for path in sources:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 @cache
@@ -60,23 +89,112 @@ def available() -> bool:
     return library() is not None
 
 
-@cache
-def function(name: str, signature: str, at_level: str | None = None) -> Callable[..., int]:
-    """Bind entry point `name`.
+def out_of_memory(code: int, kept: Kept) -> Exception:
+    """The explanation of an op whose only failure is its scratch."""
+    del code, kept
+    return MemoryError("no memory for the scratch of a CPU kernel")
 
-    `signature` has one letter per argument: p pointer, l int64, i int32, f float, d double.
-    Every entry point returns an int64: 0 for success, else a code that its caller explains.
+
+class Entry:
+    """One entry point of the library."""
+
+    __slots__ = ("_call", "_pack", "address", "explain")
+
+    def __init__(self, name: str, signature: str, explain: Explain, at_level: str | None) -> None:
+        lib = library()
+        assert lib is not None, "ask available() first"
+        function = lib[f"isthmus_{name}_{at_level or level()}"]
+        function.argtypes = [ctypes.c_char_p]
+        function.restype = ctypes.c_int64
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        assert address is not None
+        self.address = address
+        self.explain = explain
+        self._call: Callable[[bytes], int] = function
+        self._pack = struct.Struct(signature).pack
+
+    def __call__(self, kept: Kept, *values: float) -> int:
+        """Call with `values`; `kept` are the tensors behind the pointers. Raises what `explain` returns."""
+        packed = self._pack(*values)
+        code = self._call(packed)
+        if code:
+            raise self.explain(code, kept)
+        program = _RECORDING.get()
+        if program is not None:
+            program.add(self, packed, kept)
+        return code
+
+    def query(self) -> int:
+        """Call an entry point that returns a number instead of a code."""
+        return self._call(b"")
+
+
+@cache
+def entry(name: str, signature: str, explain: Explain = out_of_memory, at_level: str | None = None) -> Entry:
+    """Bind entry point `name`. `signature` has a letter per slot: q integer or pointer, d floating point."""
+    return Entry(name, signature, explain, at_level)
+
+
+class Program:
+    """A recorded sequence of CPU ops that runs again, on the same memory, as one call without Python.
+
+    What the tensors hold may change between runs; their addresses and shapes may not. The program keeps every
+    tensor that it uses alive. Runs on the calling thread; one run at a time.
     """
-    lib = library()
-    assert lib is not None, "ask available() first"
-    types: dict[str, type[ctypes._SimpleCData[Any]]] = {
-        "p": ctypes.c_void_p,
-        "l": ctypes.c_int64,
-        "i": ctypes.c_int32,
-        "f": ctypes.c_float,
-        "d": ctypes.c_double,
-    }
-    bound = lib[f"isthmus_{name}_{at_level or level()}"]
-    bound.argtypes = [types[letter] for letter in signature]
-    bound.restype = ctypes.c_int64
-    return bound
+
+    __slots__ = ("_calls", "_packed", "_tables")
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[Entry, Kept]] = []
+        self._packed: list[bytes] = []
+        self._tables: tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p], object] | None = None
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, called: Entry, packed: bytes, kept: Kept) -> None:
+        """Append a call."""
+        self._calls.append((called, kept))
+        self._packed.append(packed)
+        self._tables = None
+
+    def run(self) -> None:
+        """Run all calls in order; the first that fails raises what it would have raised alone."""
+        lib = library()
+        if lib is None or not self._calls:
+            return
+        if self._tables is None:
+            self._tables = self._lay_out()
+        functions, arguments, _ = self._tables
+        failed = ctypes.c_int64()
+        code = lib.isthmus_run(functions, arguments, ctypes.c_int64(len(self._calls)), ctypes.byref(failed))
+        if code:
+            called, kept = self._calls[failed.value]
+            raise called.explain(code, kept)
+
+    def _lay_out(self) -> tuple[ctypes.Array[ctypes.c_void_p], ctypes.Array[ctypes.c_void_p], object]:
+        slots = ctypes.create_string_buffer(b"".join(self._packed))
+        at = ctypes.addressof(slots)
+        addresses = []
+        for packed in self._packed:
+            addresses.append(at)
+            at += len(packed)
+        table = ctypes.c_void_p * len(self._calls)
+        return table(*(called.address for called, _ in self._calls)), table(*addresses), slots
+
+
+_RECORDING: ContextVar[Program | None] = ContextVar("isthmus_recording", default=None)
+
+
+@contextmanager
+def record() -> Iterator[Program]:
+    """Record every CPU op of the body into a `Program`, while the body also runs as usual.
+
+    PyTorch's own operations are not recorded. Records nothing where the library is not compiled.
+    """
+    program = Program()
+    token = _RECORDING.set(program)
+    try:
+        yield program
+    finally:
+        _RECORDING.reset(token)

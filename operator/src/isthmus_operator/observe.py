@@ -51,8 +51,8 @@ def is_child(service: InferenceService, child: Object) -> bool:
 
 def component_of(child: Object) -> Component | None:
     """The component a child belongs to, by its label."""
-    value = (child["metadata"].get("labels") or {}).get(ROLE_LABEL)
-    return Component(value) if value in Component else None
+    value = str((child["metadata"].get("labels") or {}).get(ROLE_LABEL, ""))
+    return next((component for component in Component if component.value == value), None)
 
 
 def conditions(status: Object) -> tuple[Condition, ...]:
@@ -163,16 +163,11 @@ def _workload(
         replicas=spec.get("replicas", 1),
         created=seconds(meta.get("creationTimestamp")),
         pairing=labels.get(PAIRING_LABEL, ""),
-        pooled=_uses(child, master_address_of(service)),
+        pooled=_uses(child, master_address(service, managed=True)),
         problem=_cannot_make_pods(status),
         settled=status.get("observedGeneration", 0) >= meta.get("generation", 0),
         pods=tuple(sorted(mine, key=lambda pod: pod.name)),
     )
-
-
-def master_address_of(service: InferenceService) -> str:
-    """Where the managed master of this service is, whether or not the present spec has one."""
-    return master_address(service, managed=True)
 
 
 def _uses(child: Object, address: str) -> bool:

@@ -5,7 +5,7 @@ ARG ROUTER=isthmus-router
 FROM ${ROUTER}
 USER 0:0
 RUN apt-get update -qq \
- && apt-get install -y -qq --no-install-recommends libibverbs1 libgomp1 \
+ && apt-get install -y -qq --no-install-recommends libcurl4 libgomp1 libibverbs1 libnuma1 libstdc++6 \
  && rm -rf /var/lib/apt/lists/*
 # The image's own distributions come first; what it lacks is found on the mount.
 RUN printf '%s\n' /opt/host/kernels/src /opt/host/site-packages \

@@ -17,7 +17,7 @@
 // calls be replayed from here (level.cc) without Python.
 #define EXPORT(name)                                                                                         \
     extern "C" __attribute__((visibility("default"))) int64_t ISTHMUS_CAT(isthmus_##name##_, ISTHMUS_LEVEL)( \
-        const uint64_t *slots)
+        const uint64_t *arguments)
 #define INLINE inline __attribute__((always_inline))
 
 namespace {

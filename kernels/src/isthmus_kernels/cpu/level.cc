@@ -1,5 +1,8 @@
-// Which of the compiled instruction sets this machine can run. Compiled for the oldest one.
+// Which of the compiled instruction sets this machine can run, and the replay of recorded calls. Compiled for the
+// oldest instruction set.
 #include <cstdint>
+
+extern "C" __attribute__((visibility("default"))) const char *isthmus_sources() { return ISTHMUS_SOURCES; }
 
 extern "C" __attribute__((visibility("default"))) int64_t isthmus_cpu_level() {
 #if ISTHMUS_LEVELS > 1
@@ -13,4 +16,16 @@ extern "C" __attribute__((visibility("default"))) int64_t isthmus_cpu_level() {
 #else
     return 0;
 #endif
+}
+
+// Run a recorded program; the first failing call ends it. Returns its code, and its index in `failed`.
+extern "C" __attribute__((visibility("default"))) int isthmus_run(int64_t (*const *functions)(const uint64_t *),
+                                                                  const uint64_t *const *arguments, int64_t count,
+                                                                  int64_t *failed) {
+    for (int64_t i = 0; i < count; i++)
+        if (const int64_t code = functions[i](arguments[i])) {
+            *failed = i;
+            return int(code);
+        }
+    return 0;
 }

@@ -29,12 +29,11 @@ class PanelWeight:
         native.dtype_code(dtype, "dtype")
         code = native.dtype_code(weight.dtype, "weight")
         rows, columns = weight.shape
-        width = native.function("linear_panel_width", "")()
+        width = native.entry("linear_panel_width", "").query()
         count = -(-rows // width)
         panels = torch.empty(count * width * columns, dtype=weight.dtype)
-        native.function("linear_pack", "pplli")(
-            panels.data_ptr(), weight.contiguous().data_ptr(), rows, columns, code
-        )
+        source = weight.contiguous()
+        native.entry("linear_pack", "5q")((panels, source), panels.data_ptr(), source.data_ptr(), rows, columns, code)
         return cls(panels, None if bias is None else bias.float().contiguous(), rows, columns, code)
 
     def apply(self, x: Tensor, out: Tensor | None) -> Tensor:
@@ -46,11 +45,12 @@ class PanelWeight:
             out = torch.empty((tokens, self.rows), dtype=x.dtype)
         elif out.shape != (tokens, self.rows) or out.dtype != x.dtype or out.stride(1) != 1:
             raise ValueError(f"out: expected {x.dtype} [{tokens}, {self.rows}], got {out.dtype} {tuple(out.shape)}")
-        code = native.function("linear", "pppplllllii")(
+        native.entry("linear", "11q")(
+            (out, x, self.panels, self.bias),
             out.data_ptr(),
             x.data_ptr(),
             self.panels.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
+            0 if self.bias is None else self.bias.data_ptr(),
             tokens,
             self.rows,
             self.columns,
@@ -59,6 +59,4 @@ class PanelWeight:
             native.dtype_code(x.dtype, "x"),
             self.weight_code,
         )
-        if code:
-            raise MemoryError("linear: no memory for the scratch of the product")
         return out

@@ -17,6 +17,16 @@ def _check_ids(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}: expected int32 with a contiguous last dimension, got {tensor.dtype}")
 
 
+def _explain(code: int, kept: native.Kept) -> Exception:
+    if code == 1:
+        return native.out_of_memory(code, kept)
+    kv = kept[2]
+    assert kv is not None
+    return IndexError(
+        f"block_tables[{code - 2}]: an id within the context is outside the pool's {kv.shape[0]} blocks"
+    )
+
+
 def paged_attention(
     q: Tensor,
     kv: Tensor,
@@ -54,7 +64,8 @@ def paged_attention(
         out = torch.empty((tokens, heads, dim), dtype=q.dtype)
     elif out.shape != q.shape or out.dtype != q.dtype or out.stride(2) != 1:
         raise ValueError(f"out: expected {q.dtype} {tuple(q.shape)}, got {out.dtype} {tuple(out.shape)}")
-    code = native.function("paged_attention", "pppppp" + "l" * 16 + "dii")(
+    native.entry("paged_attention", "22qd2q", _explain)(
+        (out, q, kv, block_tables, query_start_loc, seq_lens),
         out.data_ptr(),
         q.data_ptr(),
         kv.data_ptr(),
@@ -81,9 +92,4 @@ def paged_attention(
         native.dtype_code(q.dtype, "q"),
         native.dtype_code(kv.dtype, "kv"),
     )
-    if code == 1:
-        raise MemoryError("paged_attention: no memory for the scratch of the call")
-    if code:
-        row = code - 2
-        raise IndexError(f"block_tables[{row}]: an id within the context is outside the pool's {blocks} blocks")
     return out

@@ -16,10 +16,11 @@ def _run(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Te
     for name, other in (("out", out), ("residual", residual)):
         if other is not None and (other.shape != x.shape or other.dtype != x.dtype or other.stride(1) != 1):
             raise ValueError(f"{name}: expected {x.dtype} {tuple(x.shape)}, got {other.dtype} {tuple(other.shape)}")
-    native.function("rms_norm", "ppppllllldii")(
+    native.entry("rms_norm", "9qd2q")(
+        (out, x, residual, weight),
         out.data_ptr(),
         x.data_ptr(),
-        None if residual is None else residual.data_ptr(),
+        0 if residual is None else residual.data_ptr(),
         weight.data_ptr(),
         x.shape[0],
         x.shape[1],

@@ -13,6 +13,16 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
         )
 
 
+def _explain(code: int, kept: native.Kept) -> Exception:
+    _, positions, cos, _, kv, slot_mapping, _, _ = kept
+    assert positions is not None and cos is not None and kv is not None and slot_mapping is not None
+    token, bad_slot = divmod(code - 1, 2)
+    if bad_slot:
+        slots = kv.shape[0] * kv.shape[2]
+        return IndexError(f"slot_mapping[{token}] = {int(slot_mapping[token])} is outside the pool's {slots} slots")
+    return IndexError(f"positions[{token}] = {int(positions[token])} is outside the table's {cos.shape[0]}")
+
+
 def rope_kv_write(
     qkv: Tensor,
     positions: Tensor,
@@ -43,15 +53,16 @@ def rope_kv_write(
             _check(name, norm, norm_dtype, (dim,))
     if q_norm is not None and k_norm is not None and q_norm.dtype != k_norm.dtype:
         raise ValueError(f"k_norm: dtype {k_norm.dtype} differs from q_norm's {q_norm.dtype}")
-    code = native.function("rope_kv_write", "pppppppp" + "l" * 12 + "diii")(
+    native.entry("rope_kv_write", "20qd3q", _explain)(
+        (qkv, positions, cos, sin, kv, slot_mapping, q_norm, k_norm),
         qkv.data_ptr(),
         positions.data_ptr(),
         cos.data_ptr(),
         sin.data_ptr(),
         kv.data_ptr(),
         slot_mapping.data_ptr(),
-        None if q_norm is None else q_norm.data_ptr(),
-        None if k_norm is None else k_norm.data_ptr(),
+        0 if q_norm is None else q_norm.data_ptr(),
+        0 if k_norm is None else k_norm.data_ptr(),
         tokens,
         num_heads,
         cos.shape[0],
@@ -69,11 +80,4 @@ def rope_kv_write(
         native.dtype_code(kv.dtype, "kv"),
         native.dtype_code(norm_dtype, "q_norm"),
     )
-    if code:
-        token, bad_slot = divmod(code - 1, 2)
-        if bad_slot:
-            raise IndexError(
-                f"slot_mapping[{token}] = {int(slot_mapping[token])} is outside the pool's {blocks * block_size} slots"
-            )
-        raise IndexError(f"positions[{token}] = {int(positions[token])} is outside the table's {cos.shape[0]}")
     return qkv[:, : num_heads * dim].view(tokens, num_heads, dim)

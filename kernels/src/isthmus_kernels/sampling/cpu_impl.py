@@ -25,14 +25,15 @@ def sample(
     if out is None:
         out = torch.empty(rows, dtype=torch.int64)
 
-    def address(name: str, tensor: Tensor | None, dtype: torch.dtype) -> int | None:
+    def address(name: str, tensor: Tensor | None, dtype: torch.dtype) -> int:
         if tensor is None:
-            return None
+            return 0
         if tensor.shape != (rows,) or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(f"{name}: expected {dtype} [{rows}], got {tensor.dtype} {list(tensor.shape)}")
         return tensor.data_ptr()
 
-    code = native.function("sample", "pppppppplll")(
+    native.entry("sample", "11q")(
+        (out, scores, temperature, top_k, top_p, min_p, seeds, positions),
         address("out", out, torch.int64),
         scores.data_ptr(),
         address("temperature", temperature, torch.float32),
@@ -45,6 +46,4 @@ def sample(
         vocab,
         scores.stride(0),
     )
-    if code:
-        raise MemoryError("sample: no memory for the scratch of the call")
     return out

@@ -15,7 +15,8 @@ def silu_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
         out = torch.empty((rows, width), dtype=x.dtype)
     elif out.shape != (rows, width) or out.dtype != x.dtype or out.stride(1) != 1:
         raise ValueError(f"out: expected {x.dtype} [{rows}, {width}], got {out.dtype} {tuple(out.shape)}")
-    native.function("silu_mul", "pplllli")(
+    native.entry("silu_mul", "7q")(
+        (out, x),
         out.data_ptr(),
         x.data_ptr(),
         rows,

@@ -60,8 +60,8 @@ class RoleStatus(Block):
     """Pods that are ready."""
     updated: int = 0
     """Pods of the newest revision."""
-    routable: int = 0
-    """Pods the router may choose now."""
+    routable: int | None = None
+    """Pods the router may choose now. Absent while no router answers."""
     summary: str = ""
     """ready/desired, for kubectl get."""
 
@@ -106,6 +106,8 @@ class Revision(Block):
     """Revision that serves."""
     updated: str = ""
     """Revision of the present spec."""
+    failed: str = ""
+    """Revision whose rollout failed and was rolled back. It is tried again only after the spec has changed."""
 
 
 class Pinned(Block):

@@ -17,6 +17,7 @@ from .model import model_parts
 from .names import (
     ENGINE_PORT,
     MASTER_RPC_PORT,
+    PAIRING_LABEL,
     REVISION_LABEL,
     SERVICE_LABEL,
     Component,
@@ -27,7 +28,7 @@ from .names import (
     selector,
 )
 from .pod import GRACE_AFTER_DRAIN_S, http_probes, pod_env, pod_template, resources, security_context
-from .revision import role_revision
+from .revision import pairing, role_revision
 
 _RUNTIME_ROLES = {Component.PREFILL: "prefill", Component.DECODE: "decode", Component.WORKER: "unified"}
 _TRANSPORTS = {Transport.AUTO: "auto", Transport.RDMA: "rdma", Transport.NVLINK: "nvlink", Transport.TCP: "tcp"}
@@ -48,9 +49,11 @@ def own_replicas(role: Role) -> int | None:
     return 1 if role.scaling.replicas is None else role.scaling.replicas
 
 
-def master_address(service: InferenceService) -> str:
-    """host:port of the pool's master; empty without a store."""
+def master_address(service: InferenceService, *, managed: bool = False) -> str:
+    """host:port of the pool's master; empty without a store. `managed`: of the master that this service would run."""
     store = service.spec.store
+    if managed:
+        return address(service, Component.STORE, MASTER_RPC_PORT)
     if store is None:
         return ""
     if store.master.external:
@@ -161,10 +164,12 @@ def deployment(
         # CUDA memory handles are shared through the host's IPC namespace.
         host_ipc=component is not Component.WORKER and spec.transfer.transport is Transport.NVLINK,
     )
+    meta = metadata(service, child_name(service.name, component.value, revision), component, revision)
+    meta["labels"][PAIRING_LABEL] = pairing(service)
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": metadata(service, child_name(service.name, component.value, revision), component, revision),
+        "metadata": meta,
         "spec": {
             **({} if replicas is None else {"replicas": replicas}),
             "selector": {"matchLabels": selector(service, component) | {REVISION_LABEL: revision}},

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
-from ..api.v1alpha1 import GROUP, InferenceService
+from ..api.v1alpha1 import API_VERSION, GROUP, KIND, InferenceService
 
 ROUTER_PORT = 8000
 ENGINE_PORT = 8001
@@ -17,6 +18,8 @@ MAX_LABEL = 63
 SERVICE_LABEL = f"{GROUP}/service"
 ROLE_LABEL = f"{GROUP}/role"
 REVISION_LABEL = f"{GROUP}/revision"
+PAIRING_LABEL = f"{GROUP}/pairing"
+"""On engine Deployments (not on pods): what prefill and decode of one KV layout have in common."""
 
 
 class Component(StrEnum):
@@ -29,6 +32,14 @@ class Component(StrEnum):
     STORE = "store"
 
 
+ENGINES = (Component.PREFILL, Component.DECODE, Component.WORKER)
+
+
+def is_engine(component: Component) -> bool:
+    """Whether its pods run a model."""
+    return component in ENGINES
+
+
 _PICKER_ROLES = {Component.PREFILL: "prefill", Component.DECODE: "decode", Component.WORKER: "prefill-decode"}
 """Values of the label by which endpoint pickers of the llm-d family tell pods apart."""
 
@@ -39,6 +50,8 @@ class Defaults:
 
     engine_image: str = "isthmus-engine:0.1.0"
     router_image: str = "isthmus-router:0.1.0"
+    operator_namespace: str = ""
+    """Where the operator runs, so that a NetworkPolicy lets it ask engines for /info; empty: not in a cluster."""
 
 
 def child_name(service: str, *parts: str) -> str:
@@ -75,9 +88,15 @@ def labels(service: InferenceService, component: Component | None = None, revisi
 
 def metadata(
     service: InferenceService, name: str, component: Component | None = None, revision: str = ""
-) -> dict[str, object]:
-    """Object metadata of a child."""
-    return {"name": name, "namespace": service.namespace, "labels": labels(service, component, revision)}
+) -> dict[str, Any]:
+    """Object metadata of a child. It belongs to the service, so it goes with it, whether the operator runs or not."""
+    owner = {"apiVersion": API_VERSION, "kind": KIND, "name": service.name, "uid": service.uid, "controller": True}
+    return {
+        "name": name,
+        "namespace": service.namespace,
+        "labels": labels(service, component, revision),
+        **({"ownerReferences": [owner]} if service.uid else {}),
+    }
 
 
 def address(service: InferenceService, component: Component, port: int) -> str:

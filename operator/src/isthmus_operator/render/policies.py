@@ -13,6 +13,7 @@ from .names import (
     ROUTER_PORT,
     SERVICE_LABEL,
     Component,
+    Defaults,
     child_name,
     metadata,
     selector,
@@ -39,7 +40,9 @@ def disruption_budgets(service: InferenceService, components: tuple[Component, .
     ]
 
 
-def network_policies(service: InferenceService, components: tuple[Component, ...]) -> list[dict[str, Any]]:
+def network_policies(
+    service: InferenceService, components: tuple[Component, ...], defaults: Defaults
+) -> list[dict[str, Any]]:
     """Anyone reaches the router's port; only pods of this service reach engines and store, on any port, because the
     transfer engine chooses its ports when it starts."""
     if service.spec.network_policy is Toggle.DISABLED:
@@ -55,6 +58,12 @@ def network_policies(service: InferenceService, components: tuple[Component, ...
                 "ports": [{"protocol": "TCP", "port": port} for port in (ENGINE_PORT, MASTER_METRICS_PORT)],
             }
         )
+    if defaults.operator_namespace:
+        operator = {
+            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": defaults.operator_namespace}},
+            "podSelector": {"matchLabels": {"app.kubernetes.io/component": "operator"}},
+        }
+        ingress.append({"from": [operator], "ports": [{"protocol": "TCP", "port": ENGINE_PORT}]})
     return [
         {
             "apiVersion": "networking.k8s.io/v1",

@@ -25,6 +25,36 @@ def _digest(parts: dict[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:LENGTH]
 
 
+def _shared(service: InferenceService) -> dict[str, object]:
+    """What the pods of several components are made from."""
+    spec = service.spec
+    return {
+        "name": service.name,
+        "model": canonical(spec.model),
+        "drainTimeout": canonical(spec.rollout.drain_timeout),
+        "logLevel": spec.observability.log_level.value,
+        "pullPolicy": canonical(spec.engine.image_pull_policy),
+        "pullSecrets": canonical(spec.engine.image_pull_secrets),
+    }
+
+
+def _engines(service: InferenceService) -> dict[str, object]:
+    """What all engine pods are made from, whatever their role."""
+    spec = service.spec
+    return _shared(service) | {
+        "engine": canonical(spec.engine),
+        "transfer": canonical(spec.transfer),
+        "store": _store_as_engines_see_it(service),
+        "startupTimeout": canonical(spec.availability.startup_timeout),
+    }
+
+
+def pairing(service: InferenceService) -> str:
+    """Equal for engines of equal KV layout, and changed by more than layout changes: it is for keeping whole pairs
+    during a rollout. The router pairs by the fingerprint that engines report."""
+    return _digest(_engines(service))
+
+
 def _without(value: object, *fields: str) -> object:
     assert isinstance(value, dict)
     return {key: item for key, item in value.items() if key not in fields}
@@ -33,37 +63,20 @@ def _without(value: object, *fields: str) -> object:
 def role_revision(service: InferenceService, component: Component) -> str:
     """Revision of one component: equal exactly when its pods need not be replaced."""
     spec = service.spec
-    shared = {
-        "name": service.name,
-        "model": canonical(spec.model),
-        "drainTimeout": canonical(spec.rollout.drain_timeout),
-        "logLevel": spec.observability.log_level.value,
-        "pullPolicy": canonical(spec.engine.image_pull_policy),
-        "pullSecrets": canonical(spec.engine.image_pull_secrets),
-    }
     if component is Component.STORE:
         return _digest({"master": canonical(spec.store.master) if spec.store else None, "image": spec.engine.image})
     if component is Component.ROUTER:
         assert isinstance(spec.router, Router)
         own = _without(canonical(spec.router), "replicas", "expose")
-        return _digest(shared | {"router": own, "mode": spec.mode.value})
+        return _digest(_shared(service) | {"router": own, "mode": spec.mode.value})
     role = {
         Component.PREFILL: spec.roles.prefill,
         Component.DECODE: spec.roles.decode,
         Component.WORKER: spec.roles.worker,
     }[component]
     assert isinstance(role, Role), f"{component} is not part of this service"
-    return _digest(
-        shared
-        | {
-            "component": component.value,
-            "engine": canonical(spec.engine),
-            "role": _without(canonical(role), "scaling"),
-            "transfer": canonical(spec.transfer),
-            "store": _store_as_engines_see_it(service),
-            "startupTimeout": canonical(spec.availability.startup_timeout),
-        }
-    )
+    own = {"component": component.value, "role": _without(canonical(role), "scaling")}
+    return _digest(_engines(service) | own)
 
 
 def _store_as_engines_see_it(service: InferenceService) -> object:

@@ -28,7 +28,7 @@ def components(service: InferenceService) -> tuple[Component, ...]:
 def render(service: InferenceService, defaults: Defaults) -> list[dict[str, Any]]:
     """Every manifest. Those of optional APIs (PodMonitor, HTTPRoute) are last and are skipped where not installed."""
     parts = components(service)
-    out = policies.network_policies(service, parts) + policies.disruption_budgets(service, parts)
+    out = policies.network_policies(service, parts, defaults) + policies.disruption_budgets(service, parts)
     for part in parts:
         if part is Component.STORE:
             out += [mooncake.master_service(service), mooncake.stateful_set(service, defaults)]

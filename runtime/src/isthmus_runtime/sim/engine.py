@@ -7,7 +7,7 @@ asyncio and HTTP (claim an id, frame replies, abort when the caller hangs up) is
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -161,6 +161,7 @@ class Engine:
         self.orphans: dict[str, float] = {}
         """Attempts that hold blocks though their request has ended, and since when."""
         self._streams: dict[str, _Stream] = {}
+        self._claims: Counter[str] = Counter()
         self._over: set[str] = set()
         """Ids whose last reply is out."""
         self._collecting = False
@@ -185,6 +186,11 @@ class Engine:
         return []
 
     @property
+    def called(self) -> bool:
+        """Whether a command waits and the thread is free to take it."""
+        return self.up and not self._collecting and not self.loop._inbox.empty()
+
+    @property
     def busy(self) -> bool:
         """Whether somebody waits for an answer."""
         return bool(self._streams)
@@ -192,10 +198,11 @@ class Engine:
     # ------------------------------------------------------------------------------------------- running the loop
 
     def poll(self) -> None:
-        """Give the loop its thread if it has something to do. Called after every event of the world."""
+        """Give the loop its thread: after a command, or when the deadline has come that it went to sleep with."""
         while self.up and not self._collecting:
             wake = self.loop.wakes_at()
             if wake is None:
+                self._timer = None
                 self._idle()
                 return
             if wake > self.clock.now:
@@ -221,14 +228,15 @@ class Engine:
         self.poll()
 
     def _wake_at(self, when: float) -> None:
-        if self._timer is not None and self.clock.now <= self._timer <= when:
+        if self._timer == when:
             return
         self._timer = when
 
         def fire() -> None:
+            # A sleeping thread knows the deadline it slept with and no other.
             if self._timer == when:
                 self._timer = None
-            self.poll()
+                self.poll()
 
         self.clock.at(when, fire)
 
@@ -278,7 +286,7 @@ class Engine:
             exchange.end()
             return False
         self._streams[sid] = _Stream(exchange, request_id, attempt)
-        self._over.discard(sid)
+        self._claims[sid] += 1
 
         def closed() -> None:
             stream = self._streams.get(sid)
@@ -295,7 +303,8 @@ class Engine:
             ended = isinstance(reply, PrefillAnswer) or (
                 isinstance(reply, TokenChunk) and reply.finish_reason is not None
             )
-            if sid in self._over:
+            # A second call under the same id (a proxy's retry) may hear the refusal of a first that hung up.
+            if sid in self._over and self._claims[sid] == 1:
                 raise Violation(f"{self.name}: {sid} got {_short(reply)} after its last reply")
             stream = self._streams.get(sid)
             if ended:

@@ -57,7 +57,13 @@ MODELS = {
             name="qwen3-8b", parameters=8.2e9, active_parameters=7.6e9, layers=36, heads=32, kv_heads=8, head_dim=128
         ),
         ModelShape(
-            name="llama-3.1-8b", parameters=8.0e9, active_parameters=7.5e9, layers=32, heads=32, kv_heads=8, head_dim=128
+            name="llama-3.1-8b",
+            parameters=8.0e9,
+            active_parameters=7.5e9,
+            layers=32,
+            heads=32,
+            kv_heads=8,
+            head_dim=128,
         ),
         ModelShape(
             name="llama-3.1-70b",
@@ -84,14 +90,14 @@ GPUS = {
 class StepModel:
     """Step times of one engine of `tp` GPUs.
 
-    The default efficiencies are what vLLM 0.24 reaches with Qwen3-8B on the measured H100 (41,052 of about 54,000
-    prompt tokens/s, 147 of about 198 tokens/s in a single stream); a calibration replaces them.
+    The default efficiencies give what vLLM 0.24 reaches with Qwen3-8B on the measured H100 (41,052 prompt tokens/s at
+    4,096 tokens, 147 tokens/s in a single stream); a calibration replaces them.
     """
 
     model: ModelShape
     gpu: Gpu
     tp: int = 1
-    prefill_efficiency: float = 0.76
+    prefill_efficiency: float = 0.88
     decode_efficiency: float = 0.74
     tp_efficiency: float = 0.9
     """Share of the added GPUs' speed that is left after communication; not fitted."""

@@ -110,11 +110,15 @@ class _Lru:
 class _Decode:
     """One decode engine as a shared processor."""
 
-    __slots__ = ("at", "batch", "busy", "context", "ends", "free", "number", "step", "version", "virtual", "waiting")
+    __slots__ = ("at", "batch", "busy", "context", "ends", "free", "held", "number", "queued", "step", "version", "virtual", "waiting")
 
     def __init__(self, number: int, tokens: int) -> None:
         self.number = number
         self.free = tokens
+        self.held = 0
+        """Requests with reserved room."""
+        self.queued = 0
+        """Tokens that the waiting requests will need."""
         self.waiting: deque[TraceRequest] = deque()
         self.ends: list[tuple[float, float, int, int, float]] = []
         """(V at the end, time it joined, output tokens, reserved tokens, time to first token)."""
@@ -125,6 +129,11 @@ class _Decode:
         self.step = 0.0
         self.busy = 0.0
         self.version = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Least is best: orders engines by room."""
+        return self.queued - self.free, self.number
 
     def advance(self, now: float) -> None:
         """Bring V to `now`."""
@@ -146,13 +155,14 @@ def simulate(cluster: Cluster, trace: Sequence[TraceRequest], slo: Slo) -> Repor
     prefill_free = [(0.0, n) for n in range(cluster.prefills)]
     shared = _Lru(cluster.pool_tokens // HASH_BLOCK)
     own = [_Lru(steps.kv_tokens // HASH_BLOCK) for _ in range(cluster.prefills)]
-    by_room = [(-d.free, d.number) for d in decodes]
+    by_room = [d.key for d in decodes]
     heap: list[tuple[float, int, int, int, float, int]] = []
     kv_bytes = steps.model.kv_bytes_per_token
 
     def admit(decode: _Decode, request: TraceRequest, now: float) -> None:
         """Room is reserved: compute the prompt on the prefill engine that is free first, then join the batch."""
         decode.free -= request.input_tokens + request.output_tokens
+        decode.held += 1
         free_at, number = heapq.heappop(prefill_free)
         length, cached = request.input_tokens, 0
         if cluster.cache != "none":
@@ -181,20 +191,23 @@ def simulate(cluster: Cluster, trace: Sequence[TraceRequest], slo: Slo) -> Repor
             heapq.heappush(heap, (due, _END, decode.number, decode.version, 0.0, 0))
 
     def fits(decode: _Decode, request: TraceRequest) -> bool:
-        return decode.free >= request.input_tokens + request.output_tokens
+        return decode.held < cluster.max_batch and decode.free >= request.input_tokens + request.output_tokens
 
     def finish(decode: _Decode, now: float) -> None:
         _, joined, output, reserved, ttft = heapq.heappop(decode.ends)
         decode.batch -= 1
         decode.context -= reserved
         decode.free += reserved
+        decode.held -= 1
         if decode.batch == 0:
             decode.context = 0.0
         itl = (now - joined) / (output - 1) if output > 1 else 0.0
         _record(report, slo, ttft, itl if output > 1 else None)
-        heapq.heappush(by_room, (-decode.free, decode.number))
         while decode.waiting and fits(decode, decode.waiting[0]):
-            admit(decode, decode.waiting.popleft(), now)
+            request = decode.waiting.popleft()
+            decode.queued -= request.input_tokens + request.output_tokens
+            admit(decode, request, now)
+        heapq.heappush(by_room, decode.key)
 
     def happen(until: float) -> None:
         while heap and heap[0][0] <= until:
@@ -222,29 +235,22 @@ def simulate(cluster: Cluster, trace: Sequence[TraceRequest], slo: Slo) -> Repor
         decode = _roomiest(decodes, by_room)
         if decode.waiting or not fits(decode, request):
             decode.waiting.append(request)
+            decode.queued += request.input_tokens + request.output_tokens
         else:
             admit(decode, request, request.at_s)
-        heapq.heappush(by_room, (-decode.free + sum_waiting(decode), decode.number))
+        heapq.heappush(by_room, decode.key)
     happen(float("inf"))
     report.decode_busy_s = sum(d.busy for d in decodes)
     return report
 
 
-def sum_waiting(decode: _Decode) -> int:
-    """Tokens in the queue, so that a full engine is not chosen again and again."""
-    return sum(r.input_tokens + r.output_tokens for r in decode.waiting)
-
-
 def _roomiest(decodes: Sequence[_Decode], by_room: list[tuple[int, int]]) -> _Decode:
     """The engine with the most unreserved tokens; entries that are out of date are dropped on the way."""
     while by_room:
-        key, number = heapq.heappop(by_room)
-        decode = decodes[number]
-        if key == -decode.free + sum_waiting(decode):
-            return decode
-    for decode in decodes:
-        heapq.heappush(by_room, (-decode.free + sum_waiting(decode), decode.number))
-    return decodes[heapq.heappop(by_room)[1]]
+        entry = heapq.heappop(by_room)
+        if entry == decodes[entry[1]].key:
+            return decodes[entry[1]]
+    raise AssertionError("every engine has an entry: one is pushed whenever its room changes")
 
 
 def _record(report: Report, slo: Slo, ttft: float, itl: float | None) -> None:

@@ -6,7 +6,7 @@ namespace {
 
 constexpr int NR = 2 * VW;              // output channels of a panel
 constexpr int MR = VW == 16 ? 12 : 6;   // rows of a register tile: 2 MR accumulators fit the register file
-constexpr int64_t KC = 512;             // depth of one pass: a panel slice and a row tile stay in L1 and L2
+constexpr int64_t KC = VW == 16 ? 384 : 512;  // depth of one pass at most: a panel slice and a row tile fit L1
 constexpr int64_t ROWS = 16;            // row tiles of one task
 constexpr int64_t PANELS = 8;           // panels of one task
 
@@ -150,7 +150,7 @@ void pack_rows(float *packed, const X *x, int64_t m, int64_t k, int64_t x_step, 
 template <class W, class O>
 void blocked(O *out, const float *packed, const W *w, const float *bias, int64_t m, int64_t n, int64_t k,
              int64_t out_step, int64_t tiles) {
-    const int64_t panels = (n + NR - 1) / NR, passes = (k + KC - 1) / KC;
+    const int64_t panels = (n + NR - 1) / NR, passes = (k + KC - 1) / KC, depth = (k + passes - 1) / passes;
     const int64_t row_tasks = (tiles + ROWS - 1) / ROWS, panel_tasks = (panels + PANELS - 1) / PANELS;
     float sums[ROWS * MR * NR], edge[NR];
 #pragma omp for schedule(dynamic) collapse(2)
@@ -164,8 +164,8 @@ void blocked(O *out, const float *packed, const W *w, const float *bias, int64_t
                         float *own = sums + (t - rt * ROWS) * MR * NR;
                         float *to = direct(out + start * out_step + p * NR, width == NR);
                         any_tile(rows, to ? to : own, to ? out_step : NR, panel_bias(bias, p, n, edge), pass > 0,
-                                 packed + start * k + pass * KC * rows, 1, rows, w + (p * k + pass * KC) * NR,
-                                 smaller(KC, k - pass * KC));
+                                 packed + start * k + pass * depth * rows, 1, rows,
+                                 w + (p * k + pass * depth) * NR, smaller(depth, k - pass * depth));
                         if (!to && pass == passes - 1)
                             copy_rows(out + start * out_step + p * NR, out_step, own, rows, width);
                     }
@@ -200,12 +200,12 @@ int64_t run(X *out, const X *x, const W *w, const float *bias, int64_t m, int64_
 }  // namespace
 
 EXPORT(linear_panel_width) {
-    (void)slots;
+    (void)arguments;
     return NR;
 }
 
 EXPORT(linear_pack) {
-    Arguments in = {slots};
+    Arguments in = {arguments};
     void *panels = in.pointer<void>();
     const void *weight = in.pointer<const void>();
     const int64_t n = in.number();
@@ -229,7 +229,7 @@ EXPORT(linear_pack) {
 }
 
 EXPORT(linear) {
-    Arguments in = {slots};
+    Arguments in = {arguments};
     void *out = in.pointer<void>();
     const void *x = in.pointer<const void>();
     const void *panels = in.pointer<const void>();

@@ -470,7 +470,7 @@ int64_t run(const Args &a, T *out, const T *q, const C *pool, int64_t requests) 
 
 // Returns 0, 1 when memory is short, or 2 + r when request r's table names a block outside the pool.
 EXPORT(paged_attention) {
-    Arguments in = {slots};
+    Arguments in = {arguments};
     void *out = in.pointer<void>();
     const void *q = in.pointer<const void>();
     const void *pool = in.pointer<const void>();
@@ -497,7 +497,7 @@ EXPORT(paged_attention) {
     const int64_t dtype = in.number();
     const int64_t pool_dtype = in.number();
     const Args a = {tables, starts,   lens,   heads,     kv_heads, dim,   block_size, table_stride, window,
-                    q_token, q_head, out_token, out_head, block,    half,  token,      head,         float(scale)};
+                    q_token, q_head, out_token, out_head, block,    half,  token,      head,         scale};
     for (int64_t r = 0; r < requests; r++) {
         if (starts[r + 1] == starts[r]) continue;
         for (int64_t b = 0; b * block_size < lens[r]; b++) {

@@ -46,7 +46,7 @@ void run(T *out, const T *x, T *residual, const W *weight, int64_t rows, int64_t
 }  // namespace
 
 EXPORT(rms_norm) {
-    Arguments in = {slots};
+    Arguments in = {arguments};
     void *out = in.pointer<void>();
     const void *x = in.pointer<const void>();
     void *residual = in.pointer<void>();
@@ -61,7 +61,7 @@ EXPORT(rms_norm) {
     const int64_t weight_dtype = in.number();
 #define CASE(T, W)                                                                                              \
     run((T *)out, (const T *)x, (T *)residual, (const W *)weight, rows, width, out_stride, x_stride,           \
-        residual_stride, float(eps))
+        residual_stride, eps)
     if (dtype == F32 && weight_dtype == F32) CASE(float, float);
     else if (dtype == F32) CASE(float, bf16);
     else if (weight_dtype == F32) CASE(bf16, float);

@@ -80,7 +80,7 @@ int64_t by_norm(T *qkv, const int64_t *positions, const float *cos, const float 
 
 // Returns 0, or 1 + 2 t for a bad position of token t, or 2 + 2 t for a bad slot of token t.
 EXPORT(rope_kv_write) {
-    Arguments in = {slots};
+    Arguments in = {arguments};
     void *qkv = in.pointer<void>();
     const int64_t *positions = in.pointer<const int64_t>();
     const float *cos = in.pointer<const float>();
@@ -108,7 +108,7 @@ EXPORT(rope_kv_write) {
     const Pool p = {blocks, block_size, kv_heads, dim, block_stride, half_stride, token_stride, head_stride};
 #define CASE(T, C)                                                                                              \
     by_norm((T *)qkv, positions, cos, sin, (C *)pool, slots, q_norm, k_norm, tokens, q_heads, max_pos, half, p, \
-            float(eps), norm_dtype)
+            eps, norm_dtype)
     if (dtype == F32) return pool_dtype == F32 ? CASE(float, float) : CASE(float, bf16);
     return pool_dtype == F32 ? CASE(bf16, float) : CASE(bf16, bf16);
 #undef CASE

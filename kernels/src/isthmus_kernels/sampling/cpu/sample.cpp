@@ -121,7 +121,7 @@ int64_t choose(const float *logits, int64_t vocab, const Row &r, float *z, float
 
 // Null pointers stand for filters that are off. Returns 0, or 1 when memory is short.
 EXPORT(sample) {
-    Arguments in = {slots};
+    Arguments in = {arguments};
     int64_t *out = in.pointer<int64_t>();
     const float *logits = in.pointer<const float>();
     const float *temperature = in.pointer<const float>();

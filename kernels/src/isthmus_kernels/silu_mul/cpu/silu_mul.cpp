@@ -24,7 +24,7 @@ void run(T *out, const T *x, int64_t rows, int64_t width, int64_t out_stride, in
 }  // namespace
 
 EXPORT(silu_mul) {
-    Arguments in = {slots};
+    Arguments in = {arguments};
     void *out = in.pointer<void>();
     const void *x = in.pointer<const void>();
     const int64_t rows = in.number();

@@ -1,0 +1,78 @@
+"""The command line is a contract: a new or changed flag edits this list in review."""
+
+from __future__ import annotations
+
+import argparse
+
+from isthmus_runtime.bench_cli import build_bench_parser
+from isthmus_runtime.config import build_serve_parser
+
+SERVE = {
+    "--role": None,
+    "--host": "127.0.0.1",
+    "--port": "8000",
+    "--drain-timeout": "120s",
+    "--no-progress-timeout": "30s",
+    "--log-level": "info",
+    "--model": None,
+    "--served-model-name": [],
+    "--executor": "torch",
+    "--dtype": "auto",
+    "--threads": "0",
+    "--max-model-len": "auto",
+    "--max-batched-tokens": "2048",
+    "--max-num-seqs": "128",
+    "--max-waiting": "1024",
+    "--queue-timeout": "300s",
+    "--block-size": "16",
+    "--kv-dtype": "auto",
+    "--kv-memory": "",
+    "--kv-memory-fraction": "0.5",
+    "--num-blocks-override": "",
+    "--no-prefix-caching": False,
+    "--kv-layout": "block-major",
+    "--transfer-mode": "none",
+    "--transfer-transport": "auto",
+    "--transfer-fallback": "deny",
+    "--transfer-timeout": "30s",
+    "--transfer-on-failure": "recompute",
+    "--transfer-host": "",
+    "--transfer-crc": False,
+    "--store-master": "",
+    "--store-segment-size": "1Gi",
+    "--store-replicas": "1",
+    "--prefill": "",
+    "--decode": "",
+    "--worker": "",
+    "--policy": "least-load",
+    "--disaggregate-above": "0",
+    "--on-prefill-unavailable": "local",
+    "--max-queue": "1024",
+    "--request-timeout": "600s",
+    "--discovery-interval": "1s",
+    "--api-key-file": "",
+}
+BENCH = {
+    "--url": "http://127.0.0.1:8000",
+    "--model": None,
+    "--requests": 64,
+    "--input-len": 256,
+    "--output-len": 64,
+    "--concurrency": 64,
+    "--vocab-size": 49152,
+    "--seed": 0,
+    "--timeout": 600.0,
+    "--json": False,
+}
+
+
+def flags(parser: argparse.ArgumentParser) -> dict[str, object]:
+    return {a.option_strings[-1]: a.default for a in parser._actions if a.option_strings and a.dest != "help"}
+
+
+def test_serve_flags_and_defaults() -> None:
+    assert flags(build_serve_parser()) == SERVE
+
+
+def test_bench_flags_and_defaults() -> None:
+    assert flags(build_bench_parser()) == BENCH

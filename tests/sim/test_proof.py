@@ -1,0 +1,87 @@
+"""The proof: thousands of request lifetimes under faults, and runs that are the same each time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from isthmus_runtime.sim.clock import Violation
+from isthmus_runtime.sim.faults import Scenario, draw
+from isthmus_runtime.sim.network import NetworkFaults
+from isthmus_runtime.sim.proof import prove
+from isthmus_runtime.sim.world import World, run_scenario
+from isthmus_runtime.simulate_cli import simulate_main
+from isthmus_runtime.transfer.memory import Faults
+
+LIFETIMES = 2400
+
+
+def test_every_invariant_holds_in_thousands_of_lifetimes() -> None:
+    proof = prove(range(10_000), lifetimes=LIFETIMES)
+    assert not proof.violations, proof.violations[0]
+    assert proof.lifetimes >= LIFETIMES
+    # The runs must really have been through what they claim to prove.
+    for fact in ("preemptions", "recomputes", "prefix hits", "transfers received", "transfers failed", "scale-downs"):
+        assert proof.facts[fact] > 0, f"{fact} never happened"
+    for role in ("prefill", "decode", "router", "store"):
+        assert proof.facts[f"{role} crashes"] > 0, f"no {role} crashed"
+    for end in ("length", "left", "NeverFits", "DeadlineExceeded", "Overloaded", "TransferFailed"):
+        assert proof.ends[end] > 0, f"no request ended with {end}"
+
+
+@pytest.mark.parametrize("mode", ["memory", "store"])
+def test_without_faults_every_request_that_fits_ends_well(mode: str) -> None:
+    calm = Scenario(seed=1, mode=mode, disconnect=0.0, timeouts_s=(60.0,), queue_timeout_s=60.0, link_bytes_per_s=1e7)
+    for seed in range(6):
+        outcome = run_scenario(replace(calm, seed=seed))
+        assert set(outcome.ends) <= {"length", "stop", "NeverFits"}, outcome.ends
+        assert outcome.facts["transfers failed"] == 0
+        assert outcome.facts["transfers received"] > 10
+
+
+def test_a_seed_gives_the_same_history_each_time() -> None:
+    def history() -> tuple[object, list[str]]:
+        world = World(draw(3))
+        return world.run(), world.clock.lines(400)
+
+    assert history() == history()
+
+
+def test_recompute_hides_every_transfer_failure() -> None:
+    broken = Scenario(
+        seed=1,
+        recompute=True,
+        disconnect=0.0,
+        timeouts_s=(60.0,),
+        queue_timeout_s=60.0,
+        transfer=Faults(partial=0.4, wrote_all_but_failed=0.4),
+        network=NetworkFaults(),
+    )
+    for seed in range(4):
+        outcome = run_scenario(replace(broken, seed=seed))
+        assert set(outcome.ends) <= {"length", "stop", "NeverFits"}, outcome.ends
+        assert outcome.facts["recomputes"] > 0
+
+
+def test_a_failure_names_seed_command_and_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("isthmus_runtime.sim.world.check_engine", _fail)
+    with pytest.raises(Violation, match=r"(?s)seed 7 at .*replay: isthmus-runtime simulate --proof --seed 7\n.*client"):
+        run_scenario(draw(7))
+
+
+def _fail(*args: object) -> None:
+    raise Violation("made up")
+
+
+def test_the_replay_command_works(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate_main(["--proof", "--seed", "7"]) == 0
+    assert "40 request lifetimes in 1 seeds" in capsys.readouterr().out
+
+
+def test_a_violation_ends_the_command_with_status_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isthmus_runtime.sim.world.check_engine", _fail)
+    assert simulate_main(["--proof", "--lifetimes", "200"]) == 1
+    assert "made up" in capsys.readouterr().out
