@@ -33,7 +33,7 @@ def test_every_invariant_holds_in_thousands_of_lifetimes() -> None:
 @pytest.mark.parametrize("mode", ["memory", "store"])
 def test_without_faults_every_request_that_fits_ends_well(mode: str) -> None:
     calm = Scenario(seed=1, mode=mode, disconnect=0.0, timeouts_s=(60.0,), queue_timeout_s=60.0, link_bytes_per_s=1e7)
-    for seed in range(6):
+    for seed in range(3):
         outcome = run_scenario(replace(calm, seed=seed))
         assert set(outcome.ends) <= {"length", "stop", "NeverFits"}, outcome.ends
         assert outcome.facts["transfers failed"] == 0
@@ -58,7 +58,7 @@ def test_recompute_hides_every_transfer_failure() -> None:
         transfer=Faults(partial=0.4, wrote_all_but_failed=0.4),
         network=NetworkFaults(),
     )
-    for seed in range(4):
+    for seed in range(3):
         outcome = run_scenario(replace(broken, seed=seed))
         assert set(outcome.ends) <= {"length", "stop", "NeverFits"}, outcome.ends
         assert outcome.facts["recomputes"] > 0
@@ -70,7 +70,7 @@ def test_a_failure_names_seed_command_and_trace(monkeypatch: pytest.MonkeyPatch)
         run_scenario(draw(7))
 
 
-def _fail(*args: object) -> None:
+def _fail(*args: object, **options: object) -> None:
     raise Violation("made up")
 
 

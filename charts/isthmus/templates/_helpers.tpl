@@ -104,8 +104,11 @@ seccompProfile:
   resources: [inferenceservices]
   verbs: [get, list, watch]
 - apiGroups: [serving.isthmus.dev]
-  resources: [inferenceservices/status]
+  resources: [inferenceservices/status, rolescalers/status]
   verbs: [patch]
+- apiGroups: [serving.isthmus.dev]
+  resources: [rolescalers]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [apps]
   resources: [deployments, statefulsets]
   verbs: [get, list, watch, create, patch, delete]
@@ -124,11 +127,11 @@ seccompProfile:
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
   verbs: [get, list, watch, create, patch, delete]
-# Optional APIs: a right to what is not installed does no harm, and works once it is.
+# Optional APIs: a right to what is not installed does no harm, and works once it is. These are not watched.
 - apiGroups: [monitoring.coreos.com]
   resources: [podmonitors]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, create, patch, delete]
 - apiGroups: [gateway.networking.k8s.io]
   resources: [httproutes]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, create, patch, delete]
 {{- end -}}

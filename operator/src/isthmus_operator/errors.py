@@ -4,6 +4,7 @@ UserError (ValueError)      something the user wrote or asked for; the command l
 ├── BadFile                 a file that cannot be read as one InferenceService
 └── InvalidSpec             a resource that breaks rules; carries every problem
 LaunchError (RuntimeError)  `isthmus up` could not start or keep a process; exits with 1
+ApiError (RuntimeError)     the API server refused a request or did not answer; exits with 1
 """
 
 from __future__ import annotations
@@ -51,3 +52,11 @@ class InvalidSpec(UserError):
 
 class LaunchError(RuntimeError):
     """A local process could not be started or kept; the message holds the one cause and a hint."""
+
+
+class ApiError(RuntimeError):
+    """A request to the Kubernetes API failed. `status`: the HTTP status, 0 when there was no answer."""
+
+    def __init__(self, status: int, message: str) -> None:
+        self.status = status
+        super().__init__(message)

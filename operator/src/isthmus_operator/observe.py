@@ -165,7 +165,7 @@ def _workload(
         pairing=labels.get(PAIRING_LABEL, ""),
         pooled=_uses(child, master_address(service, managed=True)),
         problem=_cannot_make_pods(status),
-        settled=status.get("observedGeneration", 0) >= meta.get("generation", 0),
+        image=next((str(c.get("image", "")) for c in spec["template"]["spec"].get("containers") or ()), ""),
         pods=tuple(sorted(mine, key=lambda pod: pod.name)),
     )
 

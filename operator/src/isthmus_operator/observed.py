@@ -48,7 +48,7 @@ class Workload:
     pairing:   engines of one value are sure to have one KV layout
     pooled:    its engines use the store that this service manages
     problem:   why its pods cannot be made (quota, admission); empty when they can
-    settled:   its controller has acted on the present spec
+    image:     of its main container
     """
 
     name: str
@@ -59,7 +59,7 @@ class Workload:
     pairing: str = ""
     pooled: bool = False
     problem: str = ""
-    settled: bool = True
+    image: str = ""
     pods: tuple[Pod, ...] = ()
 
     @property

@@ -74,7 +74,7 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
         failed = revision
     goals = (_fallback(wanted, seen) or wanted) if failed else wanted
     rolling = is_rolling(goals, seen)
-    hold = _hold(service, seen, rolling, stuck if not failed else "")
+    hold = _hold(service, wanted, seen, rolling, stuck if not failed else "")
     move = _held(seen) if hold else _move(service, goals, seen, now)
     complete = not hold and not rolling and _all_ready(goals, seen)
     state = _state(service, failed, stuck, complete, rolling)
@@ -82,7 +82,7 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
         counts=move.counts,
         delete=_unneeded(goals, seen, complete, move),
         store=mooncake.is_managed(service) or any(w.pooled and (w.replicas or w.pods) for w in seen.engines),
-        router=_router_may_change(service, goals, seen, rolling),
+        router=_router_may_change(service, wanted, seen, rolling),
         goals={goal.component: goal for goal in goals},
         state=state,
         failed=failed,
@@ -181,9 +181,9 @@ def keeper(old: Sequence[Workload]) -> Workload | None:
     return max(old, key=lambda w: (w.ready, -w.created), default=None)
 
 
-def _hold(service: InferenceService, seen: Observed, rolling: bool, stuck: str) -> str:
+def _hold(service: InferenceService, wanted: Sequence[Goal], seen: Observed, rolling: bool, stuck: str) -> str:
     """Why no engine workload may change now; empty when they may."""
-    changes = rolling or any(_new(goal, seen) is None for goal in goals_of(service, seen))
+    changes = rolling or any(_new(goal, seen) is None for goal in wanted)
     if service.spec.rollout.paused and changes:
         return "spec.rollout.paused is true"
     if stuck and rolling:
@@ -236,13 +236,12 @@ def _unneeded(goals: Sequence[Goal], seen: Observed, complete: bool, move: Move)
     )
 
 
-def _router_may_change(service: InferenceService, goals: Sequence[Goal], seen: Observed, rolling: bool) -> bool:
+def _router_may_change(service: InferenceService, wanted: Sequence[Goal], seen: Observed, rolling: bool) -> bool:
     if seen.router is None or seen.router.revision == role_revision(service, Component.ROUTER):
         return True
     if service.spec.rollout.paused:
         return False
-    present = {goal.component: goal for goal in goals_of(service, seen)}
-    served = [_new(goal, seen) for goal in present.values() if goal.count > 0]
+    served = [_new(goal, seen) for goal in wanted if goal.count > 0]
     return not rolling or all(new is not None and new.ready > 0 for new in served)
 
 

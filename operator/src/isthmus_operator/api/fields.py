@@ -6,6 +6,7 @@ hash sees, so that `1Gi` and `1024Mi` are the same revision.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from decimal import Decimal
@@ -162,12 +163,11 @@ def canonical(value: object) -> object:
     Leaving defaults out is what lets a later version add fields without changing any existing revision.
     """
     if isinstance(value, Block):
-        fields = type(value).model_fields
         out: dict[str, object] = {}
-        for name, info in fields.items():
+        for name, alias, default in _canonical_defaults(type(value)):
             item = canonical(getattr(value, name))
-            if item != canonical(info.get_default(call_default_factory=True)):
-                out[info.alias or name] = item
+            if item != default:
+                out[alias] = item
         return out
     if isinstance(value, Quantity | Duration | CountOrPercent):
         return value.canonical
@@ -176,3 +176,12 @@ def canonical(value: object) -> object:
     if isinstance(value, tuple | list):
         return [canonical(item) for item in value]
     return value
+
+
+@functools.cache
+def _canonical_defaults(block: type[Block]) -> tuple[tuple[str, str, object], ...]:
+    """(attribute, field name, canonical default) of every field."""
+    return tuple(
+        (name, info.alias or name, canonical(info.get_default(call_default_factory=True)))
+        for name, info in block.model_fields.items()
+    )

@@ -106,7 +106,8 @@ class EngineBackend(Backend):
         finally:
             self._streams.close(call.attempt)
             if not ended:
-                self.engine.abort(call.request.request_id, call.attempt, "the router closed the prefill call", answer=False)
+                request_id = call.request.request_id
+                self.engine.abort(request_id, call.attempt, "the router closed the prefill call", answer=False)
 
     def _claim(self, sid: str) -> asyncio.Queue[Reply]:
         if self._streams.busy(sid):

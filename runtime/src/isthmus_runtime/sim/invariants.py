@@ -1,4 +1,4 @@
-"""What must hold in every state of an engine, and at the end of a run. Each check raises `Violation` naming the rule."""
+"""What must hold in every state of an engine, and at the end of a run. A `Violation` names the broken rule."""
 
 from __future__ import annotations
 

@@ -110,7 +110,21 @@ class _Lru:
 class _Decode:
     """One decode engine as a shared processor."""
 
-    __slots__ = ("at", "batch", "busy", "context", "ends", "free", "held", "number", "queued", "step", "version", "virtual", "waiting")
+    __slots__ = (
+        "at",
+        "batch",
+        "busy",
+        "context",
+        "ends",
+        "free",
+        "held",
+        "number",
+        "queued",
+        "step",
+        "version",
+        "virtual",
+        "waiting",
+    )
 
     def __init__(self, number: int, tokens: int) -> None:
         self.number = number

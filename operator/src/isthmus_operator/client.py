@@ -1,0 +1,156 @@
+"""The Kubernetes API as this operator uses it: plain objects in and out, over `kubernetes.aio`'s connection.
+
+Every request has a deadline. Errors are `ApiError`, with the server's own message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
+
+from .errors import ApiError
+from .ownership import FIELD_MANAGER
+
+REQUEST_TIMEOUT_S = 15.0
+
+PLURALS = {
+    "ConfigMap": "configmaps",
+    "Deployment": "deployments",
+    "Event": "events",
+    "HTTPRoute": "httproutes",
+    "InferenceService": "inferenceservices",
+    "Lease": "leases",
+    "NetworkPolicy": "networkpolicies",
+    "Pod": "pods",
+    "PodDisruptionBudget": "poddisruptionbudgets",
+    "PodMonitor": "podmonitors",
+    "RoleScaler": "rolescalers",
+    "Service": "services",
+    "StatefulSet": "statefulsets",
+}
+"""Kinds this operator reads or writes, and their names in URLs."""
+
+NOT_FOUND = 404
+CONFLICT = 409
+
+
+async def connect(kubeconfig: str = "", context: str = "") -> Api:
+    """A connection: to the cluster this process runs in, or by a kubeconfig file. The caller closes it.
+
+    `kubeconfig` empty: inside a cluster its own service account, elsewhere the usual file. ApiError says what is wrong.
+    """
+    configuration = Configuration()
+    try:
+        if kubeconfig:
+            await config.load_kube_config(kubeconfig, context or None, configuration)
+        else:
+            try:
+                config.load_incluster_config(client_configuration=configuration)
+            except config.ConfigException:
+                await config.load_kube_config(None, context or None, configuration)
+    except (config.ConfigException, OSError) as error:
+        raise ApiError(0, f"no usable cluster configuration: {error}; set KUBECONFIG") from error
+    return Api(ApiClient(configuration=configuration))
+
+
+def path_of(api_version: str, kind: str, namespace: str = "", name: str = "", subresource: str = "") -> str:
+    """URL path of an object or a collection."""
+    root = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
+    parts = [root, *(("namespaces", namespace) if namespace else ()), PLURALS[kind], name, subresource]
+    return "/".join(part for part in parts if part)
+
+
+class Api:
+    """One connection to an API server."""
+
+    def __init__(self, client: ApiClient) -> None:
+        self._client = client
+
+    async def close(self) -> None:
+        """Close the connection; idempotent."""
+        await self._client.close()
+
+    async def get(self, path: str, **query: str) -> dict[str, Any]:
+        """One object, or a list of them."""
+        return await self.request("GET", path, query)
+
+    async def find(self, path: str) -> dict[str, Any] | None:
+        """One object, or None where there is none."""
+        try:
+            return await self.get(path)
+        except ApiError as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+
+    async def apply(self, manifest: Mapping[str, Any], *, subresource: str = "") -> dict[str, Any]:
+        """Server-side apply by our one field manager; the object as it is then. Others' values of our fields yield."""
+        meta = manifest["metadata"]
+        path = path_of(manifest["apiVersion"], manifest["kind"], meta["namespace"], meta["name"], subresource)
+        query = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
+        return await self.request("PATCH", path, query, manifest, "application/apply-patch+yaml")
+
+    async def create(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """POST; ApiError of status 409 where the name is taken."""
+        path = path_of(manifest["apiVersion"], manifest["kind"], manifest["metadata"]["namespace"])
+        return await self.request("POST", path, {"fieldManager": FIELD_MANAGER}, manifest)
+
+    async def replace(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """PUT of a whole object; ApiError of status 409 where it has changed since it was read."""
+        meta = manifest["metadata"]
+        path = path_of(manifest["apiVersion"], manifest["kind"], meta["namespace"], meta["name"])
+        return await self.request("PUT", path, {"fieldManager": FIELD_MANAGER}, manifest)
+
+    async def delete(self, live: Mapping[str, Any]) -> bool:
+        """Delete this very object, by its uid; False where it is gone or replaced already."""
+        meta = live["metadata"]
+        path = path_of(live["apiVersion"], live["kind"], meta["namespace"], meta["name"])
+        body = {"propagationPolicy": "Background", "preconditions": {"uid": meta["uid"]}}
+        try:
+            await self.request("DELETE", path, {}, body)
+        except ApiError as error:
+            if error.status in (NOT_FOUND, CONFLICT):
+                return False
+            raise
+        return True
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Mapping[str, Any] | None = None,
+        content_type: str = "application/json",
+    ) -> dict[str, Any]:
+        """One request and its decoded answer."""
+        request = await self._client.param_serialize(
+            method,
+            path,
+            query_params=list(query.items()),
+            header_params={"Content-Type": content_type, "Accept": "application/json"},
+            auth_settings=["BearerToken"],
+        )
+        _, url, headers, _, _ = request
+        try:
+            answer = await self._client.call_api(
+                method, url, headers, None if body is None else dict(body), _request_timeout=REQUEST_TIMEOUT_S
+            )
+            text = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ApiError(0, f"{method} {path}: {type(error).__name__}: {error or 'no answer in time'}") from error
+        if not 200 <= answer.status <= 299:
+            raise ApiError(answer.status, f"{method} {path}: HTTP {answer.status}: {_message(text)}")
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+
+def _message(text: bytes) -> str:
+    try:
+        return str(json.loads(text).get("message"))
+    except (ValueError, AttributeError):
+        return text.decode(errors="replace")[:500]

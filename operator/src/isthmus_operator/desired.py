@@ -1,0 +1,135 @@
+"""Pure: a plan, and what exists, to the exact objects that should be applied and deleted next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .api.choices import ScalingMode
+from .api.v1alpha1 import InferenceService
+from .observe import component_of, is_child
+from .ownership import owned, pinned, plain
+from .plan import Plan
+from .render import engine, mooncake, policies, router, scaler
+from .render.names import REVISION_LABEL, Component, Defaults, child_name, is_engine
+from .render.revision import role_revision
+from .render.service import components
+
+Object = dict[str, Any]
+Name = tuple[str, str]
+"""Kind and name."""
+
+PRUNED = ("Service", "PodDisruptionBudget", "NetworkPolicy", "RoleScaler", "Deployment", "StatefulSet")
+"""Kinds of which an object of ours that is not wanted any more is deleted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desired:
+    """apply: server-side apply, in this order; create: made once, then left to others; delete: live objects;
+    optional: applied where their API is installed; unwanted: (apiVersion, kind, name) of optional objects to remove."""
+
+    apply: tuple[Object, ...]
+    create: tuple[Object, ...] = ()
+    delete: tuple[Object, ...] = ()
+    optional: tuple[Object, ...] = ()
+    unwanted: tuple[tuple[str, str, str], ...] = ()
+
+
+def name_of(manifest: Mapping[str, Any]) -> Name:
+    """Kind and name of an object."""
+    return str(manifest["kind"]), str(manifest["metadata"]["name"])
+
+
+def desired(service: InferenceService, defaults: Defaults, wanted: Plan, children: Iterable[Object]) -> Desired:
+    """Everything the service should consist of now, with old revisions at the numbers of the plan."""
+    live = {name_of(child): child for child in children if child["kind"] in PRUNED and is_child(service, child)}
+    parts = components(service)
+    leaving = _leaving(service, live, wanted)
+    every = (*parts, *leaving)
+    apply = policies.network_policies(service, every, defaults) + policies.disruption_budgets(service, every)
+    if mooncake.is_managed(service):
+        apply += [mooncake.master_service(service), _kept(mooncake.stateful_set(service, defaults), live)]
+    for component in every:
+        if is_engine(component):
+            apply.append(engine.headless_service(service, component))
+    apply += _engines(service, defaults, wanted, live)
+    apply.append(router.client_service(service))
+    if wanted.router:
+        apply.append(_kept(router.deployment(service, defaults), live))
+    scalers = [_scaler(service, part, wanted) for part in parts if is_engine(part)]
+    create = tuple(one for one in scalers if one is not None)
+    keep = {name_of(one) for one in (*apply, *create)} | _standing(service, live, wanted)
+    optional = tuple(one for one in (policies.pod_monitor(service), router.http_route(service)) if one is not None)
+    wanted_optional = {one["kind"] for one in optional}
+    known = (("monitoring.coreos.com/v1", "PodMonitor"), ("gateway.networking.k8s.io/v1", "HTTPRoute"))
+    return Desired(
+        apply=tuple(apply),
+        create=create,
+        delete=tuple(child for name, child in live.items() if name not in keep),
+        optional=optional,
+        unwanted=tuple((version, kind, service.name) for version, kind in known if kind not in wanted_optional),
+    )
+
+
+def _kept(manifest: Object, live: Mapping[Name, Object]) -> Object:
+    """A workload of the revision that is live keeps its template: a new version of the operator restarts no pod."""
+    there = live.get(name_of(manifest))
+    revision = manifest["metadata"]["labels"][REVISION_LABEL]
+    if there is None or (there["spec"]["template"]["metadata"].get("labels") or {}).get(REVISION_LABEL) != revision:
+        return manifest
+    return pinned(manifest, there)
+
+
+def _engines(
+    service: InferenceService, defaults: Defaults, wanted: Plan, live: Mapping[Name, Object]
+) -> list[Object]:
+    present = {part: role_revision(service, part) for part in components(service) if is_engine(part)}
+    out = []
+    for (component, revision), count in wanted.counts.items():
+        name = "Deployment", child_name(service.name, component.value, revision)
+        if present.get(component) == revision:
+            out.append(_kept(engine.deployment(service, component, defaults, replicas=count), live))
+        elif name in live and name[1] not in wanted.delete:
+            out.append(_rescaled(live[name], count))
+    return out
+
+
+def _rescaled(there: Object, count: int) -> Object:
+    """What we own of a workload of an older revision, with another number of replicas."""
+    ours = plain(owned(there))
+    meta = {"name": there["metadata"]["name"], "namespace": there["metadata"]["namespace"], **ours.get("metadata", {})}
+    spec = {**ours.get("spec", {}), "replicas": count}
+    # Always ours, and required by the API: an apply without them would be refused had somebody taken them over.
+    spec.setdefault("selector", there["spec"]["selector"])
+    return {"apiVersion": there["apiVersion"], "kind": there["kind"], "metadata": meta, "spec": spec}
+
+
+def _leaving(service: InferenceService, live: Mapping[Name, Object], wanted: Plan) -> tuple[Component, ...]:
+    """Roles that the spec no longer has and that still have workloads."""
+    stay = components(service)
+    found = {
+        component_of(child)
+        for (kind, name), child in live.items()
+        if kind == "Deployment" and name not in wanted.delete
+    }
+    return tuple(part for part in Component if part in found and part not in stay and is_engine(part))
+
+
+def _standing(service: InferenceService, live: Mapping[Name, Object], wanted: Plan) -> set[Name]:
+    """What stays although it is not rendered: the router while it must not change, a store that old engines use."""
+    keep = {("Deployment", child_name(service.name, Component.ROUTER.value))}
+    if wanted.store:
+        store = child_name(service.name, Component.STORE.value)
+        keep |= {("Service", store), ("StatefulSet", store), ("PodDisruptionBudget", store)}
+    return keep | {
+        (kind, name)
+        for (kind, name), child in live.items()
+        if kind == "Deployment" and name not in wanted.delete and child["spec"].get("replicas", 1) != 0
+    }
+
+
+def _scaler(service: InferenceService, component: Component, wanted: Plan) -> Object | None:
+    if engine.role_of(service, component).scaling.mode is ScalingMode.STATIC:
+        return None
+    return scaler.role_scaler(service, component, replicas=wanted.goals[component].count)

@@ -1,0 +1,3 @@
+"""The light test cluster, for tests that install the chart."""
+
+from kube import control_plane as control_plane

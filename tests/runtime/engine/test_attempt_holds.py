@@ -1,0 +1,74 @@
+"""What an attempt keeps out of circulation after its request has ended. Found by the simulator."""
+
+from __future__ import annotations
+
+import pytest
+from engine_world import World, request
+
+from isthmus_runtime.engine.loop import EngineLoop
+from isthmus_runtime.engine.sequence import Kind, SendBlocks
+from isthmus_runtime.errors import InvalidRequest, TransferFailed
+
+FAILED = TransferFailed("lost", stage="sending", attempt="t")
+
+
+def sending(world: World) -> list[int]:
+    """A prefill that has handed its blocks over; their ids."""
+    world.add(request("r", list(range(10)), 1), kind=Kind.SEND, attempt="t")
+    world.scheduler.handoffs.open_send("t")
+    while not world.effects:
+        world.turn()
+    for _ in range(10):
+        world.turn()
+    return [ref.block_id for effect in world.effects if isinstance(effect, SendBlocks) for ref in effect.blocks]
+
+
+def test_a_sender_keeps_its_reader_leases_until_its_transfer_is_drained() -> None:
+    world = World(prefix_caching=False)
+    ids = sending(world)
+    world.take(world.scheduler.transfer_failed("t", FAILED))
+    world.scheduler.released("t", False)
+    assert {world.pool.state(block).name for block in ids} == {"OWNED"}, "late reads would send somebody else's KV"
+    world.scheduler.check()
+    world.scheduler.drained("t")
+    assert {world.pool.state(block).name for block in ids} == {"FREE"}
+    world.scheduler.check()
+
+
+def test_a_repeated_call_cannot_take_over_what_an_ended_attempt_still_holds() -> None:
+    world = World(prefix_caching=False)
+    sending(world)
+    world.take(world.scheduler.transfer_failed("t", FAILED))
+    for kind in (Kind.SEND, Kind.RECEIVE):
+        with pytest.raises(InvalidRequest, match="already in progress"):
+            world.scheduler.add(request("r", [1, 2, 3], 1), world.now, kind=kind, attempt="t")
+    world.scheduler.released("t", True)
+    world.scheduler.add(request("r", [1, 2, 3], 1), world.now, kind=Kind.RECEIVE, attempt="t")
+
+
+@pytest.mark.parametrize("answer", [True, False])
+def test_an_abort_whose_caller_is_gone_says_nothing_to_the_next_user_of_the_id(answer: bool) -> None:
+    world = World()
+    replies: list[object] = []
+    loop = EngineLoop(world.scheduler, world.executor, replies.extend, clock=lambda: world.now)
+    loop.generate(request("r", [1, 2, 3], 5))
+    loop.abort("r", "", "the client disconnected", answer=answer)
+    loop.turn()
+    assert len(replies) == answer
+    assert not world.scheduler.has_work
+
+
+def test_the_loop_knows_when_it_must_wake() -> None:
+    world = World()
+    loop = EngineLoop(world.scheduler, world.executor, lambda replies: None, clock=lambda: world.now)
+    assert loop.wakes_at() is None
+    loop.generate(request("r", [1, 2, 3], 2))
+    assert loop.wakes_at() == world.now
+    for _ in range(10):
+        if loop.turn():
+            loop.collect()
+        if not world.scheduler.has_work:
+            break
+        assert loop.wakes_at() == world.now
+    assert loop.wakes_at() is None
+    world.executor.close()
