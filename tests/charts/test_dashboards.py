@@ -12,6 +12,7 @@ from chart import CHART
 from prometheus_client import CollectorRegistry
 
 from isthmus_operator.render.names import ROLE_LABEL, SERVICE_LABEL
+from isthmus_operator.telemetry import Metrics
 from isthmus_runtime.metrics import EngineMetrics, RequestMetrics, RouterMetrics, TransferMetrics
 
 DASHBOARDS = sorted((CHART / "dashboards").glob("*.json"))
@@ -24,7 +25,7 @@ def prometheus_label(label: str) -> str:
 
 
 def exported() -> dict[str, set[str]]:
-    """Name of each series that engines and routers export -> its labels."""
+    """Name of each series that engines, routers and the operator export -> its labels."""
     engine, router = CollectorRegistry(), CollectorRegistry()
     requests = RequestMetrics(engine, "m")
     EngineMetrics(engine, "m")
@@ -42,8 +43,12 @@ def exported() -> dict[str, set[str]]:
     routing.leg_failed("prefill", "code")
     routing.prompt("local")
     routing.endpoints("decode", "ready", 1)
+    operator = Metrics()
+    operator.reconciles.labels("done")
+    operator.writes.labels("apply", "Service")
+    operator.services.labels("true")
     found: dict[str, set[str]] = {}
-    for metric in itertools.chain(engine.collect(), router.collect()):
+    for metric in itertools.chain(engine.collect(), router.collect(), operator.registry.collect()):
         for sample in metric.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
     return found

@@ -27,6 +27,10 @@ from chart import (
     violations_of_restricted,
 )
 
+from isthmus_operator.__main__ import build_parser
+from isthmus_operator.operator_command import options_of
+from isthmus_operator.settings import Identity
+
 VARIANTS: dict[str, Path | None] = {
     "defaults": None,
     **{path.name.removesuffix("-values.yaml"): path for path in sorted((CHART / "ci").glob("*-values.yaml"))},
@@ -295,6 +299,21 @@ def test_the_crd_is_that_of_the_repository_and_survives_uninstalling() -> None:
         made["metadata"].pop("labels")
         assert made == source
     assert not of_kind(variant("namespaced"), "CustomResourceDefinition")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_operator_knows_its_arguments(name: str) -> None:
+    main = container(variant(name))
+    options = options_of(
+        build_parser().parse_args(main["args"]), Identity(namespace=NAMESPACE, name="pod", kubeconfig="")
+    )
+    ports = {port["name"]: port["containerPort"] for port in main["ports"]}
+    assert options.metrics_port == ports["metrics"]
+    assert options.webhook_port == ports.get("webhook", 0)
+    assert options.webhook_cert_dir in ["", *(mount["mountPath"] for mount in main["volumeMounts"])]
+    assert options.lease is not None and options.lease.namespace == NAMESPACE
+    assert options.namespaces == ((NAMESPACE,) if name.startswith("namespaced") else ())
+    assert {variable["name"] for variable in main["env"]} == {"POD_NAME", "POD_NAMESPACE"}
 
 
 def test_images() -> None:

@@ -39,7 +39,7 @@ def busy(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """The cluster with a small image in it."""
     if not cluster.nodes:
         pytest.skip("a user's own cluster: these tests are about ours")
-    archive: Path = tmp_path_factory.mktemp("image") / "busybox.tar.gz"
+    archive: Path = tmp_path_factory.mktemp("image") / "busybox.tar"
     cluster.import_image(images.write_busybox_image(archive, IMAGE, command=["/bin/sh"], user="65534"))
     return cluster
 

@@ -214,7 +214,8 @@ def test_sick_old_pods_go_first_and_never_block(role: Component | None) -> None:
 def test_a_pod_that_is_unready_for_a_moment_is_not_taken_for_sick() -> None:
     world = settled(service(1, p=2, d=2))
     engines = tuple(
-        replace(w, pods=tuple(replace(p, ready=False, changed=world.now - 1) for p in w.pods)) for w in world.seen.engines
+        replace(w, pods=tuple(replace(p, ready=False, changed=world.now - 1) for p in w.pods))
+        for w in world.seen.engines
     )
     world.seen = replace(world.seen, engines=engines)
     move = plan(service(2, p=2, d=2), world.seen, world.now)

@@ -54,6 +54,32 @@ class Server:
         return f"http://127.0.0.1:{await self.port}{path}"
 
 
+def test_bad_http_of_a_client_is_one_line_in_the_log(caplog):
+    async def handler(request):
+        return web.Response(text=(await request.read()).decode())
+
+    async def main():
+        server = Server(handler)
+        url = await server.url()
+        reader, writer = await asyncio.open_connection("127.0.0.1", await server.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"400"
+        writer.close()
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(url, data=b"no gzip at all", headers={"Content-Encoding": "gzip"}) as answer,
+        ):
+            assert answer.status == 400
+            assert "cannot be read" in (await answer.json())["error"]["message"]
+        server.stop.set()
+        await server.task
+
+    with caplog.at_level("INFO"):
+        run(main())
+    bad = [r for r in caplog.records if "a client sent bad HTTP" in r.getMessage()]
+    assert bad and not any(r.exc_info for r in caplog.records)
+
+
 async def get(url):
     async with aiohttp.ClientSession() as session, session.get(url) as answer:
         return answer.status, dict(answer.headers), await answer.text()

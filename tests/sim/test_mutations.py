@@ -98,9 +98,14 @@ def late_calls(scenario: Scenario) -> Scenario:
 # -------------------------------------------------------------------------------------------------------- mutations
 
 
-def free_without_drain(p: Patch) -> None:
+def receiver_frees_without_drain(p: Patch) -> None:
     real = Handoffs.released
-    p.setattr(Handoffs, "released", lambda self, attempt, drained: real(self, attempt, True))
+
+    def released(self: Handoffs, attempt: str, drained: bool) -> bool:
+        hold = self._holds.get(attempt)
+        return real(self, attempt, drained or (hold is not None and hold.receiving))
+
+    p.setattr(Handoffs, "released", released)
 
 
 def sender_frees_without_drain(p: Patch) -> None:
@@ -290,16 +295,10 @@ def quarantine_for_ever(p: Patch) -> None:
     p.setattr(Handoffs, "drained", lambda self, attempt: False)
 
 
-def stale_step_result(p: Patch) -> None:
-    """A step of an earlier run advances the present one."""
-    real = Scheduler._leave
-
-    def leave(self: Scheduler, seq: object) -> None:
-        run = seq.run  # type: ignore[attr-defined]
-        real(self, seq)  # type: ignore[arg-type]
-        seq.run = run - 1  # type: ignore[attr-defined]
-
-    p.setattr(Scheduler, "_leave", leave)
+def hits_are_free_twice(p: Patch) -> None:
+    """Admission forgets that taking evictable hits shrinks the free list."""
+    real = SequenceBlocks.find_hits
+    p.setattr(SequenceBlocks, "find_hits", lambda self, seq, most: replace(real(self, seq, most), evictable=0))
 
 
 def restarted_prefill_sends(p: Patch) -> None:
@@ -335,7 +334,7 @@ def prefill_is_kept_on_failure(p: Patch) -> None:
 
 
 MUTATIONS = [
-    Mutation("free without drain", free_without_drain, shape=flaky),
+    Mutation("receiver frees without drain", receiver_frees_without_drain, shape=flaky),
     Mutation("sender frees without drain", sender_frees_without_drain, shape=flaky),
     Mutation("publish a hash before the step ran", publish_early),
     Mutation("publish a hash before the KV arrived", publish_before_arrival, shape=memory),
@@ -361,7 +360,7 @@ MUTATIONS = [
     Mutation("end a request twice", end_twice),
     Mutation("end a request without saying so", end_never),
     Mutation("quarantine for ever", quarantine_for_ever, shape=flaky),
-    Mutation("let a step of an earlier run count", stale_step_result, shape=tight),
+    Mutation("count evictable hits as free blocks", hits_are_free_twice, shape=tight),
     Mutation("restarted prefill sends for an old ticket", restarted_prefill_sends, shape=late_calls, seeds=60),
     Mutation("wrong first token in the record", skip_first_token, shape=memory),
     Mutation("admit without room", admit_without_room, shape=tight),

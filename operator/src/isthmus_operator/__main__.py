@@ -11,9 +11,10 @@ import json
 import sys
 from collections.abc import Sequence
 
+from . import completion
 from .api.crd import to_yaml
 from .api.v1alpha1 import parse
-from .errors import LaunchError, UserError
+from .errors import ApiError, LaunchError, LeaseLost, UserError
 from .files import load
 from .local.up import Options, up
 from .render.names import ROUTER_PORT, Defaults
@@ -42,8 +43,46 @@ def build_parser() -> argparse.ArgumentParser:
     show = with_file("render", "print the manifests that the operator would apply")
     show.add_argument("--output", "-o", choices=["yaml", "json"], default="yaml")
     with_file("validate", "check a file, and say everything that is wrong with it")
+    steps = with_file("plan", "print the steps of the rollout that applying a file would cause")
+    steps.add_argument("--old", metavar="FILE", default="", help="file of what runs now (default: ask the cluster)")
+    _cluster_flags(steps)
+    _named(commands, "status", "print how a service in the cluster stands")
+    _named(commands, "explain", "print the one cause that keeps a service from being ready")
+    _operator(commands)
+    shells = commands.add_parser("completion", help="print a completion script for a shell")
+    shells.add_argument("shell", choices=completion.SHELLS)
     commands.add_parser("version", help="print the version")
     return parser
+
+
+def _cluster_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--output", "-o", choices=["text", "json"], default="text")
+    command.add_argument("--kubeconfig", default="", help="default: KUBECONFIG, or the usual file")
+    command.add_argument("--context", default="", help="context of the kubeconfig")
+
+
+def _named(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, help_text: str) -> None:
+    command = commands.add_parser(name, help=help_text, description=help_text)
+    command.add_argument("name", metavar="NAME", help="name of an InferenceService")
+    command.add_argument("--namespace", "-n", default="", help="default: that of the context, or `default`")
+    _cluster_flags(command)
+
+
+def _operator(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("operator", help="run the operator (in a cluster, by the chart)")
+    command.add_argument("--namespace-mode", choices=["cluster", "namespace"], default="cluster",
+                         help="look after all namespaces, or only after those of --namespace")  # fmt: skip
+    command.add_argument("--namespace", "-n", action="append", default=[], help="default: the operator's own; repeat")
+    command.add_argument("--kubeconfig", default="", help="default: the pod's account, KUBECONFIG, or the usual file")
+    command.add_argument("--lease-name", default="isthmus-operator", help="empty: work without a lease")
+    command.add_argument("--engine-image", default=Defaults().engine_image, help="for specs that name none")
+    command.add_argument("--router-image", default=Defaults().router_image, help="for specs that name none")
+    command.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    command.add_argument("--metrics-host", default="0.0.0.0", help="address of /metrics, /healthz and /readyz")
+    command.add_argument("--metrics-port", type=int, default=9090, help="0: any free port")
+    command.add_argument("--webhook-port", type=int, default=0, help="0: no webhook")
+    command.add_argument("--webhook-cert-dir", default="", help="folder with tls.crt and tls.key")
+    command.add_argument("--resync", type=float, default=60.0, help="seconds between two looks without any change")
 
 
 def _port(text: str) -> int:
@@ -57,6 +96,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command == "version":
         print(f"isthmus {importlib.metadata.version('isthmus-operator')}")
         return 0
+    if arguments.command == "completion":
+        print(completion.script(arguments.shell, build_parser()))
+        return 0
+    if arguments.command == "operator":
+        from .operator_command import run_operator
+
+        return run_operator(arguments)
+    if arguments.command in ("status", "explain", "plan"):
+        # The client of the cluster takes a second to import; the other commands need none.
+        from . import cluster_commands
+
+        return cluster_commands.run(arguments, sys.stdout)
     documents = load(arguments.file)
     if arguments.command == "up":
         options = Options(
@@ -84,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     try:
         return run(arguments)
-    except (UserError, LaunchError) as error:
+    except (UserError, LaunchError, ApiError, LeaseLost) as error:
         print(f"isthmus {arguments.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except BrokenPipeError:

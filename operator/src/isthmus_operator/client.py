@@ -75,6 +75,22 @@ class Api:
         """Close the connection; idempotent."""
         await self._client.close()
 
+    async def credentials(self) -> dict[str, Any]:
+        """Server, trust and identity of this connection as of now, for a second client of the same cluster."""
+        known = self._client.configuration
+        token = await known.get_api_key_with_prefix("BearerToken")
+        scheme, _, secret = (token or "").partition(" ")
+        return {
+            "server": known.host,
+            "ca_path": known.ssl_ca_cert,
+            "ca_data": known.ca_cert_data,
+            "insecure": not known.verify_ssl,
+            "certificate_path": known.cert_file,
+            "private_key_path": known.key_file,
+            "scheme": scheme.capitalize() if secret else None,
+            "token": secret or scheme or None,
+        }
+
     async def get(self, path: str, **query: str) -> dict[str, Any]:
         """One object, or a list of them."""
         return await self.request("GET", path, query)

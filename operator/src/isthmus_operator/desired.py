@@ -81,9 +81,7 @@ def _kept(manifest: Object, live: Mapping[Name, Object]) -> Object:
     return pinned(manifest, there)
 
 
-def _engines(
-    service: InferenceService, defaults: Defaults, wanted: Plan, live: Mapping[Name, Object]
-) -> list[Object]:
+def _engines(service: InferenceService, defaults: Defaults, wanted: Plan, live: Mapping[Name, Object]) -> list[Object]:
     present = {part: role_revision(service, part) for part in components(service) if is_engine(part)}
     out = []
     for (component, revision), count in wanted.counts.items():

@@ -5,6 +5,7 @@ UserError (ValueError)      something the user wrote or asked for; the command l
 └── InvalidSpec             a resource that breaks rules; carries every problem
 LaunchError (RuntimeError)  `isthmus up` could not start or keep a process; exits with 1
 ApiError (RuntimeError)     the API server refused a request or did not answer; exits with 1
+LeaseLost (RuntimeError)    another operator works now; this one ends
 """
 
 from __future__ import annotations
@@ -60,3 +61,7 @@ class ApiError(RuntimeError):
     def __init__(self, status: int, message: str) -> None:
         self.status = status
         super().__init__(message)
+
+
+class LeaseLost(RuntimeError):
+    """This operator may not write any more: it could not renew its lease, or another one has it."""

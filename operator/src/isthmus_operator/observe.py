@@ -155,7 +155,9 @@ def _workload(
     # By the selector, which cannot be changed: a label edited by hand does not make pods disappear.
     revision = spec["selector"]["matchLabels"].get(REVISION_LABEL) or labels.get(REVISION_LABEL, "")
     single = not is_engine(component)
-    mine = [pod for (part, r), found in pods.items() if part is component and (single or r == revision) for pod in found]
+    mine = [
+        pod for (part, r), found in pods.items() if part is component and (single or r == revision) for pod in found
+    ]
     return Workload(
         name=meta["name"],
         component=component,

@@ -65,12 +65,16 @@ class World:
         for workload in resized:
             pods = []
             for pod in workload.pods:
-                if pod.reason == UNSCHEDULABLE and pod.ends is None and free is not None and free > 0:
-                    free -= 1
-                    pod = replace(pod, reason="", problem="")
-                elif pod.ends is None and not pod.ready and pod.reason != UNSCHEDULABLE and self.becomes_ready(pod):
-                    pod = replace(pod, ready=True, started=True, changed=self.now)
-                pods.append(pod)
+                if pod.ends is not None or pod.ready:
+                    pods.append(pod)
+                elif pod.reason == UNSCHEDULABLE:
+                    placed = free is not None and free > 0
+                    free = free - 1 if free is not None and placed else free
+                    pods.append(replace(pod, reason="", problem="") if placed else pod)
+                elif self.becomes_ready(pod):
+                    pods.append(replace(pod, ready=True, started=True, changed=self.now))
+                else:
+                    pods.append(pod)
             grown.append(replace(workload, pods=tuple(pods)))
         self.seen = replace(self.seen, engines=tuple(grown), router=_up(self.seen.router), store=_up(self.seen.store))
 

@@ -250,9 +250,9 @@ def _leaving(
     serving = all(role.ready_new >= max(1, role.goal.count - role.goal.max_unavailable) for role in roles)
     if serving and may_leave:
         return {(w.component, w.revision): 0 for w in leaving}
-    waiting = sum(
-        pod.reason == UNSCHEDULABLE for role in roles if role.new is not None for pod in role.new.live
-    ) - sum(lingering(w.pods, now) for w in leaving)
+    waiting = sum(pod.reason == UNSCHEDULABLE for role in roles if role.new is not None for pod in role.new.live) - sum(
+        lingering(w.pods, now) for w in leaving
+    )
     counts: dict[tuple[Component, str], int] = {}
     for workload in sorted(leaving, key=lambda w: (-_working(w, now), w.name)):
         working = _working(workload, now)

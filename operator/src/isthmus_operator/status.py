@@ -40,7 +40,7 @@ class State:
     """Half a condition: what holds, before it is compared with what held."""
 
     status: str
-    reason: Reason
+    reason: str
     message: str
 
 
@@ -76,7 +76,7 @@ def status_of(service: InferenceService, seen: Observed, wanted: Plan, before: S
 def invalid_status(error: InvalidSpec, before: Status, generation: int, now: str) -> Status:
     """The status of a spec that breaks rules: what serves goes on, and the conditions say what is wrong."""
     text = str(error)[:4000]
-    kept = {c["type"]: State(c["status"], Reason(c["reason"]), c["message"]) for c in before.get("conditions", ())}
+    kept = {c["type"]: State(c["status"], c["reason"], c["message"]) for c in before.get("conditions", ())}
     bad = State("False", Reason.INVALID_SPEC, text)
     states = kept | {"Ready": bad, "Progressing": bad, "Compatible": bad}
     return {**before, "observedGeneration": generation, "conditions": conditions(states, before, generation, now)}
@@ -93,7 +93,7 @@ def conditions(states: dict[str, State], before: Status, generation: int, now: s
             {
                 "type": name,
                 "status": state.status,
-                "reason": state.reason.value,
+                "reason": str(state.reason),
                 "message": state.message[:32768],
                 "lastTransitionTime": old["lastTransitionTime"] if same and old is not None else now,
                 "observedGeneration": generation,
@@ -107,9 +107,9 @@ def events(before: Status, after: Status, wanted: Plan | None = None) -> list[Ev
     old = {(c["type"], c["reason"]) for c in before.get("conditions") or ()}
     found: dict[Reason, Event] = {}
     for condition in after.get("conditions") or ():
-        reason = Reason(condition["reason"])
         began = (condition["type"], condition["reason"]) not in old
-        if began and reason in EVENTS and reason not in found:
+        reason = next((one for one in EVENTS if one == condition["reason"]), None)
+        if began and reason is not None and reason not in found:
             found[reason] = Event(condition["status"] == "False", reason, condition["message"])
     updated = (after.get("revision") or {}).get("updated")
     if updated and updated != (before.get("revision") or {}).get("updated"):
@@ -184,9 +184,13 @@ def _available(service: InferenceService, seen: Observed) -> State:
         missing = "worker" if service.spec.mode is Mode.UNIFIED else "decode"
         return State("False", Reason.NO_ENGINE, f"no {missing} pod of {service.name} is ready")
     if ready[Component.PREFILL] == 0 and service.spec.router.on_prefill_unavailable is PrefillUnavailable.REJECT:
-        return State("False", Reason.NO_ENGINE, f"no prefill pod of {service.name} is ready (onPrefillUnavailable: Reject)")
+        return State(
+            "False", Reason.NO_ENGINE, f"no prefill pod of {service.name} is ready (onPrefillUnavailable: Reject)"
+        )
     return State(
-        "True", Reason.SERVING, f"{ready[Component.PREFILL]} prefill and {ready[Component.DECODE]} decode pods are ready"
+        "True",
+        Reason.SERVING,
+        f"{ready[Component.PREFILL]} prefill and {ready[Component.DECODE]} decode pods are ready",
     )
 
 
@@ -313,7 +317,9 @@ def _compatible_state(seen: Observed, wanted: Plan) -> State:
         return State("Unknown", Reason.NOT_REPORTED, "no engine has reported its KV layout yet")
     if len(every) > 1:
         each = "; ".join(f"{part.value} {', '.join(sorted(prints))}" for part, prints in found.items())
-        return State("False", Reason.FINGERPRINT_MISMATCH, f"engines of one revision report different KV layouts: {each}")
+        return State(
+            "False", Reason.FINGERPRINT_MISMATCH, f"engines of one revision report different KV layouts: {each}"
+        )
     return State("True", Reason.SAME_FINGERPRINT, f"all engines report {next(iter(every))}")
 
 

@@ -12,12 +12,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NoReturn
 
 from .errors import ConfigError
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _QUANTITY = re.compile(r"^(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?$")
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)?$")
+_MAX_BYTES = 2**63
+_MAX_DURATION_S = 366 * 86400.0
+"""Timers of the platform end at some centuries; nobody means more than a year."""
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -26,7 +30,10 @@ def parse_quantity(text: str) -> int:
     match = _QUANTITY.match(text)
     if match is None:
         raise ValueError(f"{text!r} is not a size; write a number with one of k M G T Ki Mi Gi Ti, for example 512Mi")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    size = float(match[1]) * _UNITS[match[2] or ""]
+    if size >= _MAX_BYTES:
+        raise ValueError(f"{text!r} is more than 64-bit addresses reach; write less than 8Ei")
+    return int(size)
 
 
 def parse_duration(text: str) -> float:
@@ -184,9 +191,16 @@ def _addresses(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports like the rest of the configuration: one line for the problem, not a page of usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help lists all flags")
+
+
 def build_serve_parser() -> argparse.ArgumentParser:
     """Flags of `isthmus-runtime serve`. tests/contract freezes this list."""
-    p = argparse.ArgumentParser(prog="isthmus-runtime serve", description="Run one role of an Isthmus service.")
+    p = _Parser(prog="isthmus-runtime serve", description="Run one role of an Isthmus service.")
     p.add_argument("--role", required=True, choices=[r.value for r in Role])
     p.add_argument("--host", default="127.0.0.1", help="address to listen on")
     p.add_argument("--port", default="8000", help="port to listen on")
@@ -251,13 +265,13 @@ class _Reader:
 
     def integer(self, name: str, low: int, high: int = 2**63) -> int:
         text = self.text(name)
+        limit = f"{low} or more" if high == 2**63 else f"{low} to {high}"
         try:
             value = int(text)
         except ValueError:
-            self.problems.append(f"{self._flag(name)} {text!r} is not a whole number; allowed: {low} or more")
+            self.problems.append(f"{self._flag(name)} {text!r} is not a whole number; allowed: {limit}")
             return low
         if not low <= value <= high:
-            limit = f"{low} or more" if high == 2**63 else f"{low} to {high}"
             self.problems.append(f"{self._flag(name)} {value} is out of range; allowed: {limit}")
         return value
 
@@ -278,8 +292,10 @@ class _Reader:
         except ValueError as e:
             self.problems.append(f"{self._flag(name)}: {e}")
             return 1.0
-        if value <= 0:
-            self.problems.append(f"{self._flag(name)} {self.text(name)!r} must be above 0")
+        if not 0 < value <= _MAX_DURATION_S:
+            self.problems.append(
+                f"{self._flag(name)} {self.text(name)!r} is out of range; allowed: above 0 up to {_MAX_DURATION_S:g} s"
+            )
         return value
 
     def size(self, name: str) -> int:
@@ -311,6 +327,8 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
     )
     config: EngineConfig | RouterConfig
     config = _router(args, read, server, model) if role is Role.ROUTER else _engine(args, read, role, server, model)
+    if not all(name.strip() for name in model.served_names):
+        read.problems.append("--served-model-name '' is empty, and so is the last part of --model; give a name")
     if read.problems:
         raise ConfigError(read.problems)
     return config
@@ -340,8 +358,8 @@ def _router(args: argparse.Namespace, read: _Reader, server: ServerConfig, model
     for flag in ("prefill", "decode", "worker"):
         for address in getattr(config, flag):
             host, _, port = address.rpartition(":")
-            if not host or not port.isdigit():
-                read.problems.append(f"--{flag} {address!r} is not host:port")
+            if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+                read.problems.append(f"--{flag} {address!r} is not host:port with a port of 1 to 65535")
     return config
 
 
@@ -381,7 +399,7 @@ def _engine(
             layout=args.kv_layout,
         ),
         scheduler=SchedulerConfig(
-            max_model_len=None if args.max_model_len == "auto" else read.integer("max_model_len", 1),
+            max_model_len=None if args.max_model_len == "auto" else read.integer("max_model_len", 2),
             max_batched_tokens=read.integer("max_batched_tokens", 1),
             max_num_seqs=read.integer("max_num_seqs", 1, 65536),
             max_waiting=read.integer("max_waiting", 1),

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestPayloadError
 
 from .errors import ConfigError, EngineFailed, Overloaded, RequestError
 
@@ -66,6 +68,8 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
             raise
         allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
         response = plain_error(error.status, f"{request.method} {request.path}: {error.reason}", headers=allow)
+    except RequestPayloadError as error:
+        response = plain_error(400, f"the body cannot be read: {payload_fault(error)}")
     except ConnectionResetError:
         raise  # the client has gone; aiohttp ends the request
     except Exception:
@@ -80,6 +84,11 @@ async def error_middleware(request: web.Request, handler: Handler) -> web.Stream
 def _begun(request: web.Request) -> bool:
     # Chunked framing is switched on when a stream is prepared, before its headers leave the buffer.
     return request.writer.output_size > 0 or bool(getattr(request.writer, "chunked", False))
+
+
+def payload_fault(error: RequestPayloadError) -> str:
+    """What is wrong with a body, without aiohttp's status line before it."""
+    return str(error).partition(":")[2].strip() or str(error)
 
 
 class InFlight:
@@ -143,6 +152,26 @@ class _DebugAccessLogger(AbstractAccessLogger):
         self.logger.debug("%s %s %s %.1f ms", request.method, request.path, response.status, time * 1e3)
 
 
+class _ClientFaults(logging.Filter):
+    """What is no HTTP, or a body that cannot be decoded, is the client's fault: one line, not our traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError | RequestPayloadError):
+            return True
+        record.msg, record.args = "a client sent bad HTTP: %s", (" ".join(str(error).split())[:200],)
+        record.exc_info, record.exc_text = None, None
+        record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
+        return _log.isEnabledFor(logging.INFO)
+
+
+def _protocol_log() -> logging.Logger:
+    log = logging.getLogger("isthmus_runtime.http")
+    if not log.filters:
+        log.addFilter(_ClientFaults())
+    return log
+
+
 async def run_app(
     app: web.Application,
     *,
@@ -178,6 +207,7 @@ async def run_app(
         shutdown_timeout=_ABORT_GRACE_S,
         access_log=logging.getLogger("isthmus_runtime.access"),
         access_log_class=_DebugAccessLogger,
+        logger=_protocol_log(),
     )
     await runner.setup()
     loop = asyncio.get_running_loop()

@@ -180,6 +180,7 @@ class TransferMetrics:
         self.seconds = names.histogram(
             "xfer_exposed_seconds", "End of a prompt's computation to the record's write.", _TRANSFER_BUCKETS
         )
+        self.legs = names.gauge("xfer_legs", "Transfer attempts that are not released yet.")
         self.late_messages = names.counter("late_messages", "Late or duplicate transfer messages, dropped.")
         self._prompts = names.counter_by("xfer_prompts", "Prompts by where their KV came from.", ("source",))
 

@@ -57,6 +57,7 @@ def serve_engine(config: EngineConfig) -> int:
     """Run one engine until SIGTERM. Raises ConfigError when it cannot start."""
     started = time.monotonic()
     check_port(config.server.host, config.server.port)
+    tokenizer = Tokenizer.load(config.model.path) if config.role is Role.UNIFIED else None
     loaded = _load_fake(config) if config.executor == "fake" else _load_torch(config)
     kv = loaded.plan
     log.info(
@@ -67,7 +68,7 @@ def serve_engine(config: EngineConfig) -> int:
         kv.num_blocks * kv.bytes_per_block / 2**20,
         kv.max_model_len,
     )
-    return asyncio.run(_serve(config, loaded, started))
+    return asyncio.run(_serve(config, loaded, tokenizer, started))
 
 
 def _plan(config: EngineConfig, specs: tuple[LayerSpec, ...], free_bytes: int, model_limit: int) -> KvPlan:
@@ -133,7 +134,7 @@ def _load_fake(config: EngineConfig) -> _Loaded:
     return _Loaded(executor=executor, plan=kv, digest=digest, kv_heads=1, vocab_size=VOCAB_SIZE)
 
 
-async def _serve(config: EngineConfig, loaded: _Loaded, started: float) -> int:
+async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | None, started: float) -> int:
     kv, model_name = loaded.plan, config.model.served_names[0]
     scheduler = Scheduler(
         config.scheduler,
@@ -187,11 +188,11 @@ async def _serve(config: EngineConfig, loaded: _Loaded, started: float) -> int:
         clock=time.monotonic,
     )
     app.add_routes(server.routes())
-    if config.role is Role.UNIFIED:
+    if tokenizer is not None:
         add_openai_routes(
             app,
             backend,
-            Tokenizer.load(config.model.path),
+            tokenizer,
             ApiConfig(served_names=config.model.served_names),
             in_flight=in_flight,
             metrics=meters.requests,

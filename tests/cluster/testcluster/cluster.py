@@ -268,7 +268,7 @@ def furnish(cluster: Cluster, gpus: int) -> None:
     """Load the images that every pod needs, register DNS, and wait until the nodes are Ready."""
     assert cluster.folder is not None
     archive = images.write_busybox_image(
-        cluster.folder / "pause.tar.gz", PAUSE_IMAGE, command=["/bin/sleep", "infinity"], user="65534"
+        cluster.folder / "pause.tar", PAUSE_IMAGE, command=["/bin/sleep", "infinity"], user="65534"
     )
     cluster.import_image(archive)
     cluster.apply(*dns_service(network.CONTROL_PLANE), namespace="kube-system")

@@ -12,6 +12,15 @@ SERVICE_CIDR = "10.96.0.0/16"
 FIRST_SERVICE = "10.96.0.1"
 DNS_SERVICE = "10.96.0.10"
 DOMAIN = "cluster.local"
+# Requests of the accounts in the operator's namespace, in `audit.log` beside it: tests compare them with its rights.
+AUDIT_POLICY = """\
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+  - level: Metadata
+    userGroups: [system:serviceaccounts:isthmus-system]
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +91,7 @@ class ControlPlane:
         certificates.make_kubelet_client_certificate(self.folder)
         certificates.make_service_account_key(self.folder)
         certificates.write_tokens(self.folder / "tokens.csv", [admin, *members.values()])
+        (self.folder / "audit-policy.yaml").write_text(AUDIT_POLICY)
         for name, member in members.items():
             path = self.folder / f"{name}.kubeconfig"
             certificates.write_kubeconfig(path, server=self.server, authority=self.authority, who=member)
@@ -130,6 +140,8 @@ class ControlPlane:
                 "--authorization-mode=Node,RBAC",
                 "--enable-admission-plugins=NodeRestriction",
                 "--allow-privileged=true",
+                f"--audit-policy-file={self.folder / 'audit-policy.yaml'}",
+                f"--audit-log-path={self.folder / 'audit.log'}",
                 f"--service-cluster-ip-range={SERVICE_CIDR}",
                 f"--service-account-issuer=https://kubernetes.default.svc.{DOMAIN}",
                 f"--service-account-key-file={self.folder / 'sa.pub'}",

@@ -1,6 +1,5 @@
 """Container images that need no build tool: one static program, packed as `docker save` would."""
 
-import gzip
 import hashlib
 import io
 import json
@@ -53,7 +52,7 @@ def write_archive(path: Path, tag: str, layer: bytes, *, command: list[str], use
     name = hashlib.sha256(body).hexdigest()
     manifest = [{"Config": f"{name}.json", "RepoTags": [tag], "Layers": ["layer.tar"]}]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with gzip.open(path, "wb", compresslevel=1) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
+    with tarfile.open(path, mode="w") as tar:
         add(tar, f"{name}.json", 0o644, body)
         add(tar, "layer.tar", 0o644, layer)
         add(tar, "manifest.json", 0o644, json.dumps(manifest).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from datetime import datetime
 from pathlib import Path
 
@@ -56,6 +57,23 @@ def test_ids_and_defaults(model_dir, tmp_path):
     assert tokenizer.decode([1, *tokenizer.encode("a"), 2]) == "a"
 
 
+def test_a_long_text_lets_other_threads_run(tokenizer):
+    text = "a " * 500_000
+    started = threading.Event()
+
+    def work() -> None:
+        started.set()
+        tokenizer.encode(text)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert started.wait(30)
+    # Each turn needs the interpreter's lock, which a blocking call would give back only when it has ended.
+    turns = sum(not threading.Event().wait(0.001) and thread.is_alive() for _ in range(20))
+    thread.join(60)
+    assert turns == 20 and not thread.is_alive()
+
+
 @pytest.mark.parametrize(("setting", "begins"), [(True, True), (False, False), (None, False)])
 def test_add_bos_token(model_dir, tmp_path, setting, begins):
     config = {"bos_token": "<|im_start|>"} | ({} if setting is None else {"add_bos_token": setting})
@@ -69,6 +87,8 @@ def test_add_bos_token(model_dir, tmp_path, setting, begins):
     [
         ({"tokenizer_json": None}, "there is no tokenizer.json"),
         ({"tokenizer_json": "{"}, "tokenizer.json"),
+        ({"config_json": {"vocab_size": "many"}}, "vocab_size is 'many', expected a whole number"),
+        ({"config_json": {"text_config": [1]}}, "text_config is .1., expected an object"),
         ({"tokenizer_config_json": "[]"}, "holds a JSON list, expected an object"),
         ({"tokenizer_config_json": {"chat_template": "{% if %}"}}, "chat template, line 1"),
         ({"tokenizer_config_json": {"add_bos_token": True, "bos_token": "<s>"}}, "bos_token '<s>' is no token"),

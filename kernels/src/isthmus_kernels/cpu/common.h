@@ -20,6 +20,9 @@
         const uint64_t *arguments)
 #define INLINE inline __attribute__((always_inline))
 
+extern "C" void isthmus_parallel(int64_t count, int threads, void (*body)(void *context, int64_t index, int thread),
+                                 void *context);
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -155,7 +158,26 @@ INLINE vf vexp(vf x) {
     return select(x < splat(-87.3f), vf{}, p * (vf)scale);
 }
 
-// Below this many elements a parallel region costs more than it saves.
+// Call f(index, thread) for every index below `count`, on torch's number of threads (see pool.cc).
+template <class F>
+INLINE void parallel(int64_t count, const F &f) {
+    isthmus_parallel(
+        count, omp_get_max_threads(),
+        [](void *context, int64_t index, int thread) { (*(const F *)context)(index, thread); }, (void *)&f);
+}
+
+// Call f(begin, end) for ranges that cover [0, count), in a few pieces a thread, or in one when `work`, the number
+// of elements, would not pay for the threads.
 constexpr int64_t PARALLEL_MIN = 16384;
+template <class F>
+INLINE void parallel_ranges(int64_t count, int64_t work, const F &f) {
+    const int64_t threads = omp_get_max_threads();
+    if (work < PARALLEL_MIN || threads < 2 || count < 2) {
+        f(int64_t(0), count);
+        return;
+    }
+    const int64_t pieces = count < 4 * threads ? count : 4 * threads;
+    parallel(pieces, [&](int64_t i, int) { f(count * i / pieces, count * (i + 1) / pieces); });
+}
 
 }  // namespace

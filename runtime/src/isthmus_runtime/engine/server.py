@@ -142,6 +142,7 @@ class EngineServer:
         moved = engine.handoff_stats()
         late = stats.unknown_events + (0 if moved is None else moved.dropped)
         meters.transfer.late_messages.inc(meters.grown("late", late))
+        meters.transfer.legs.set(0 if moved is None else moved.live)
         meters.transfer.sent_bytes.inc(0 if moved is None else meters.grown("sent", moved.sent_bytes))
 
     # --------------------------------------------------------------------------------------------- control channel

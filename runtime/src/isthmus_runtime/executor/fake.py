@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from zlib import crc32
 
+from ..errors import ConfigError
 from ..interfaces import KvMemory, RowBlocks, RowStart, StepOutput, StepPlan
-from ..request import SamplingParams
+from ..request import SamplingParams, TokenLogprobs
 
 ENTRY_BYTES = 8
 """KV bytes per position: token id and position, 4 bytes each."""
@@ -56,7 +57,12 @@ class FakeExecutor:
     def __init__(self, num_blocks: int, block_size: int, *, layout_digest: str = "fake") -> None:
         self._block_size = block_size
         self._block_bytes = block_size * ENTRY_BYTES
-        self._buffer = ctypes.create_string_buffer(num_blocks * self._block_bytes)
+        try:
+            self._buffer = ctypes.create_string_buffer(num_blocks * self._block_bytes)
+        except (MemoryError, OverflowError) as e:
+            raise ConfigError(
+                f"the KV pool of {num_blocks * self._block_bytes} bytes cannot be allocated; lower --kv-memory"
+            ) from e
         self._view = memoryview(self._buffer).cast("B")
         self._memory = KvMemory(
             base=ctypes.addressof(self._buffer),
@@ -79,6 +85,7 @@ class FakeExecutor:
         for grown in plan.grown:
             self._grow(grown)
         sampled: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
         for chunk in plan.chunks:
             row = self._rows[chunk.row]
             for position in range(chunk.start, chunk.start + chunk.count):
@@ -90,7 +97,10 @@ class FakeExecutor:
                 del row.tokens[length:]
                 row.tokens.append(token)
                 sampled.append(token)
-        return StepOutput(plan.step, tuple(sampled))
+                # The next token is certain, so it is its own only alternative.
+                asked = row.sampling.logprobs >= 0
+                logprobs.append(TokenLogprobs(token, 0.0, ((token, 0.0),)) if asked else None)
+        return StepOutput(plan.step, tuple(sampled), tuple(logprobs) if any(logprobs) else ())
 
     def _grow(self, grown: RowBlocks) -> None:
         table = self._rows[grown.row].blocks[grown.group]

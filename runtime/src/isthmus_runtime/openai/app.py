@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
 
 from ..errors import (
     Cancelled,
@@ -21,7 +22,7 @@ from ..errors import (
     InvalidRequest,
     RequestError,
 )
-from ..httpd import InFlight, error_response, json_response
+from ..httpd import InFlight, error_response, json_response, payload_fault
 from ..interfaces import Backend
 from ..metrics import RequestMetrics
 from .answer import Job, Runner
@@ -221,11 +222,14 @@ class _Api:
         size = request.content_length or 0
         body = bytearray()
         if size <= limit:
-            async for part in request.content.iter_any():
-                body += part
-                size = max(size, len(body))
-                if size > limit:
-                    break
+            try:
+                async for part in request.content.iter_any():
+                    body += part
+                    size = max(size, len(body))
+                    if size > limit:
+                        break
+            except RequestPayloadError as e:
+                raise InvalidRequest(f"the body cannot be read: {payload_fault(e)}") from e
         if size > limit:
             raise _TooLarge(f"the body has {size} bytes or more, the limit is {limit}; shorten the prompt")
         return bytes(body)

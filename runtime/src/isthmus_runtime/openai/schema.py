@@ -253,6 +253,10 @@ def _json_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(
             "the body holds half of a surrogate pair (\\ud800 to \\udfff); send whole characters"
         ) from e
+    except InvalidRequest:
+        raise
+    except ValueError as e:  # of int(): more digits than it converts
+        raise InvalidRequest("the body holds a number of several thousand digits") from e
     except RecursionError as e:
         raise InvalidRequest("the body is nested too deeply") from e
     if not isinstance(data, dict):

@@ -80,11 +80,13 @@ class Tokenizer:
         model = _read_json(root / "config.json")
         generation = _read_json(root / "generation_config.json")
         text_model = model.get("text_config") or model
+        if not isinstance(text_model, dict):
+            raise ConfigError(f"{root / 'config.json'}: text_config is {text_model!r}, expected an object")
         return Tokenizer(
             tokenizer,
             config=config,
             eos_token_ids=_eos_ids(tokenizer, generation, model, text_model, config),
-            vocab_size=int(text_model.get("vocab_size") or tokenizer.get_vocab_size()),
+            vocab_size=_vocab_size(root, text_model, tokenizer),
             chat_template=_template_source(root, config),
             defaults=_defaults(root, generation),
             now=now,
@@ -115,7 +117,8 @@ class Tokenizer:
         return self.pieces.join(token_ids)
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
+        # Unlike `encode`, the batch form lets other threads run: a long prompt must not stop the process.
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
 
@@ -128,6 +131,15 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {e}") from e
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
+    return value
+
+
+def _vocab_size(root: Path, text_model: Mapping[str, Any], tokenizer: HfTokenizer) -> int:
+    value = text_model.get("vocab_size")
+    if value is None:
+        return int(tokenizer.get_vocab_size())
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{root / 'config.json'}: vocab_size is {value!r}, expected a whole number of at least 1")
     return value
 
 

@@ -29,8 +29,8 @@ class Router:
         self._in_flight = in_flight
         self._session = new_session()
         metrics = RouterMetrics(registry, config.model.served_names[0])
-        self.pool = Pool(config, self._session, metrics=metrics, resolve=resolve)
-        self._links = Links(self._session)
+        self._links = Links()
+        self.pool = Pool(config, self._session, metrics=metrics, resolve=resolve, on_gone=self._links.forget)
         self.backend = RouterBackend(config, self.pool, self._links, metrics=metrics)
 
     def add_routes(self, app: web.Application) -> None:

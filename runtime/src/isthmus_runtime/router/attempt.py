@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-import aiohttp
 from pydantic import ValidationError
 
 from ..errors import DeadlineExceeded, EngineFailed, Overloaded, RequestError
@@ -18,9 +17,12 @@ from ..request import FinishReason, GenerateRequest, TokenChunk
 from .links import LOST, Links, lost, refusal
 from .policy import Choice, Facts
 from .pool import Leg, Pool
+from .wire import Exchange
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
+_PLAIN = b'{"t":['
+"""Most lines are this, one token id and `]}`: they need no JSON parser."""
 
 
 class TryElsewhere(Exception):
@@ -69,7 +71,7 @@ class Attempt:
         self._loop = asyncio.get_running_loop()
         self._failure: RequestError | TryElsewhere | None = None
         self._timer: asyncio.Timeout | None = None
-        self._response: aiohttp.ClientResponse | None = None
+        self._response: Exchange | None = None
         self._lines: deque[bytes] = deque()
         self._rest = b""
         self._prefill_task: asyncio.Task[None] | None = None
@@ -131,7 +133,7 @@ class Attempt:
             self._links.abort(self._prefill.url, self._request.request_id, self._attempt)
         if self._ended:
             assert self._response is not None
-            self._links.discard(self._response)
+            self._response.release()
             return
         if self._response is not None:
             self._response.close()
@@ -158,20 +160,34 @@ class Attempt:
         while not self._lines:
             assert self._response is not None
             try:
-                data = await self._response.content.readany()
+                data = await self._response.readany()
             except LOST as e:
                 raise self._failure or self._lost_decode(e) from e
             if not data:
                 raise self._failure or self._lost_decode("it closed the stream without an end")
             *lines, self._rest = (self._rest + data).split(b"\n")
             self._lines.extend(lines)
+        raw = self._lines.popleft()
+        if raw.startswith(_PLAIN) and (number := raw[len(_PLAIN) : -2]).isdigit():
+            return TokenChunk(token_ids=(int(number), *self._more_tokens()))
         try:
-            line = parse_line(self._lines.popleft())
+            line = parse_line(raw)
         except (ValueError, KeyError, TypeError) as e:
             raise EngineFailed(f"decode engine {self._decode.url} sent a line that is no chunk: {e}") from e
         if isinstance(line, TokenChunk) and line.finish_reason is not None:
             self._ended = True
         return line
+
+    def _more_tokens(self) -> list[int]:
+        """Tokens of the plain lines that follow and are here already: one chunk downstream instead of several."""
+        found = []
+        while self._lines and self._lines[0].startswith(_PLAIN):
+            number = self._lines[0][len(_PLAIN) : -2]
+            if not number.isdigit():
+                break
+            found.append(int(number))
+            self._lines.popleft()
+        return found
 
     async def _wait(self, work: Awaitable[_T]) -> _T:
         """`work` that comes before the stream, unless `_interrupt` ends it first."""
@@ -264,8 +280,12 @@ class Attempt:
             async with timer:
                 self._prefill_timer = timer
                 response = await self._links.open(url, "/internal/prefill", body)
-                async with response:
+                try:
                     raw = await response.read()
+                except BaseException:
+                    response.close()
+                    raise
+                response.release()
         except LOST as e:
             self._links.abort(url, self._request.request_id, self._attempt)
             if not leg.lost and timer.expired():

@@ -139,8 +139,11 @@ class Pool:
         metrics: RouterMetrics | None = None,
         resolve: Resolve = resolve_all,
         dead_after_s: float = _DEAD_AFTER_S,
+        on_gone: Callable[[str], None] | None = None,
     ) -> None:
+        """`on_gone(url)` is called when an engine is neither listed nor in use any more."""
         self._session = session
+        self._on_gone = on_gone
         self._interval = config.discovery_interval_s
         self._metrics = metrics
         self._resolve = resolve
@@ -269,6 +272,8 @@ class Pool:
                 continue
         del self._engines[engine.url]
         self._loads.pop(engine.url, None)
+        if self._on_gone is not None:
+            self._on_gone(engine.url)
         self._rebuild()
 
     def _pause(self, engine: _Engine) -> float:

@@ -185,7 +185,9 @@ class TransferAgent:
 
     def next_deadline(self) -> float | None:
         with self._mutex:
-            return min((e.leg.timer_s for e in self._attempts.values()), default=None)
+            due = min((e.leg.timer_s for e in self._attempts.values()), default=lg.NEVER)
+        # A leg that another thread has just released has no timer and is not yet forgotten.
+        return None if due == lg.NEVER else due
 
     def is_drained(self, attempt: str) -> bool:
         """As in `KvHandoff`. A peer that asks has given the attempt up: a live one is ended, an unknown one is

@@ -10,6 +10,9 @@ constexpr int64_t KC = VW == 16 ? 384 : 512;  // depth of one pass at most: a pa
 constexpr int64_t ROWS = 16;            // row tiles of one task
 constexpr int64_t PANELS = 8;           // panels of one task
 
+// Bytes that a streamed weight is requested ahead of its use; the hardware's own prefetch stops at each page.
+constexpr int AHEAD = 4096;
+
 struct Pair {
     vf lo, hi;
 };
@@ -22,8 +25,8 @@ INLINE Pair panel_row(const bf16 *w) {
 
 // One register tile: c[m] = start + sum over k of a(m, k) * panel[k], with start = c[m], the bias or zero.
 // `row_step` and `k_step` place a(m, k). UNROLL gives small M enough independent sums to hide the latency of
-// the multiply-add.
-template <int M, int UNROLL, class W>
+// the multiply-add. STREAM: the panel comes from memory and is used once.
+template <int M, int UNROLL, bool STREAM, class W>
 void tile(float *c, int64_t c_step, const float *bias, bool resume, const float *a, int64_t row_step,
           int64_t k_step, const W *w, int64_t depth) {
     Pair acc[UNROLL][M];
@@ -38,6 +41,7 @@ void tile(float *c, int64_t c_step, const float *bias, bool resume, const float 
 #pragma GCC unroll 8
         for (int u = 0; u < UNROLL; u++) {
             const Pair row = panel_row(w + (k + u) * NR);
+            if (STREAM) __builtin_prefetch((const char *)(w + (k + u) * NR) + AHEAD, 0, 2);
 #pragma GCC unroll 12
             for (int m = 0; m < M; m++) {
                 const float x = a[m * row_step + (k + u) * k_step];
@@ -67,12 +71,12 @@ void tile(float *c, int64_t c_step, const float *bias, bool resume, const float 
     }
 }
 
-template <class W>
+template <bool STREAM, class W>
 INLINE void any_tile(int64_t rows, float *c, int64_t c_step, const float *bias, bool resume, const float *a,
                      int64_t row_step, int64_t k_step, const W *w, int64_t depth) {
 #define CASE(M, U) \
     case M:        \
-        return tile<M, U>(c, c_step, bias, resume, a, row_step, k_step, w, depth)
+        return tile<M, U, STREAM>(c, c_step, bias, resume, a, row_step, k_step, w, depth)
     switch (rows) {
         CASE(1, 4);
         CASE(2, 2);
@@ -116,18 +120,16 @@ INLINE float *direct(bf16 *, bool) { return nullptr; }
 template <class W, class O>
 void skinny(O *out, const float *x, const W *w, const float *bias, int64_t m, int64_t n, int64_t k, int64_t x_step,
             int64_t out_step) {
-    const int64_t panels = (n + NR - 1) / NR;
-    const int64_t threads = omp_get_max_threads();
-    const int64_t chunk = panels / (4 * threads) > 0 ? panels / (4 * threads) : 1;
-#pragma omp parallel for schedule(dynamic, chunk) if (n * k > PARALLEL_MIN)
-    for (int64_t p = 0; p < panels; p++) {
+    parallel_ranges((n + NR - 1) / NR, n * k, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; p++) {
         float c[MR * NR], edge[NR];
         const int64_t width = smaller(NR, n - p * NR);
         float *to = direct(out + p * NR, width == NR);
-        any_tile(m, to ? to : c, to ? out_step : NR, panel_bias(bias, p, n, edge), false, x, x_step, 1,
+        any_tile<true>(m, to ? to : c, to ? out_step : NR, panel_bias(bias, p, n, edge), false, x, x_step, 1,
                  w + p * NR * k, k);
         if (!to) copy_rows(out + p * NR, out_step, c, m, width);
     }
+    });
 }
 
 // First row of tile t when m rows are cut into `tiles` nearly equal ones.
@@ -138,13 +140,14 @@ INLINE int64_t tile_start(int64_t t, int64_t m, int64_t tiles) {
 // `packed` holds the rows as fp32, tile by tile, each [K][rows of the tile]: the inner loop walks one stream.
 template <class X>
 void pack_rows(float *packed, const X *x, int64_t m, int64_t k, int64_t x_step, int64_t tiles) {
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < tiles; t++) {
+    parallel_ranges(tiles, m * k, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) {
         const int64_t start = tile_start(t, m, tiles), rows = tile_start(t + 1, m, tiles) - start;
         float *to = packed + start * k;
         for (int64_t r = 0; r < rows; r++)
             for (int64_t i = 0; i < k; i++) to[i * rows + r] = to_float(x[(start + r) * x_step + i]);
     }
+    });
 }
 
 template <class W, class O>
@@ -152,10 +155,9 @@ void blocked(O *out, const float *packed, const W *w, const float *bias, int64_t
              int64_t out_step, int64_t tiles) {
     const int64_t panels = (n + NR - 1) / NR, passes = (k + KC - 1) / KC, depth = (k + passes - 1) / passes;
     const int64_t row_tasks = (tiles + ROWS - 1) / ROWS, panel_tasks = (panels + PANELS - 1) / PANELS;
-    float sums[ROWS * MR * NR], edge[NR];
-#pragma omp for schedule(dynamic) collapse(2)
-    for (int64_t pt = 0; pt < panel_tasks; pt++)
-        for (int64_t rt = 0; rt < row_tasks; rt++)
+    parallel(panel_tasks * row_tasks, [&](int64_t task, int) {
+            float sums[ROWS * MR * NR], edge[NR];
+            const int64_t pt = task / row_tasks, rt = task % row_tasks;
             for (int64_t p = pt * PANELS; p < smaller((pt + 1) * PANELS, panels); p++)
                 for (int64_t pass = 0; pass < passes; pass++)
                     for (int64_t t = rt * ROWS; t < smaller((rt + 1) * ROWS, tiles); t++) {
@@ -163,12 +165,13 @@ void blocked(O *out, const float *packed, const W *w, const float *bias, int64_t
                         const int64_t width = smaller(NR, n - p * NR);
                         float *own = sums + (t - rt * ROWS) * MR * NR;
                         float *to = direct(out + start * out_step + p * NR, width == NR);
-                        any_tile(rows, to ? to : own, to ? out_step : NR, panel_bias(bias, p, n, edge), pass > 0,
+                        any_tile<false>(rows, to ? to : own, to ? out_step : NR, panel_bias(bias, p, n, edge), pass > 0,
                                  packed + start * k + pass * depth * rows, 1, rows,
                                  w + (p * k + pass * depth) * NR, smaller(depth, k - pass * depth));
                         if (!to && pass == passes - 1)
                             copy_rows(out + start * out_step + p * NR, out_step, own, rows, width);
                     }
+    });
 }
 
 template <class X, class W>
@@ -187,11 +190,8 @@ int64_t run(X *out, const X *x, const W *w, const float *bias, int64_t m, int64_
             for (int64_t i = 0; i < k; i++) packed[r * k + i] = to_float(x[r * x_step + i]);
         skinny(out, packed, w, bias, m, n, k, k, out_step);
     } else {
-#pragma omp parallel
-        {
-            pack_rows(packed, x, m, k, x_step, tiles);
-            blocked(out, packed, w, bias, m, n, k, out_step, tiles);
-        }
+        pack_rows(packed, x, m, k, x_step, tiles);
+        blocked(out, packed, w, bias, m, n, k, out_step, tiles);
     }
     free(packed);
     return 0;
@@ -212,8 +212,7 @@ EXPORT(linear_pack) {
     const int64_t k = in.number();
     const int64_t dtype = in.number();
     const int64_t count = (n + NR - 1) / NR;
-#pragma omp parallel for schedule(static)
-    for (int64_t p = 0; p < count; p++)
+    parallel(count, [&](int64_t p, int) {
         for (int64_t i = 0; i < k; i++)
             for (int j = 0; j < NR; j++) {
                 const int64_t row = p * NR + j, to = (p * k + i) * NR;
@@ -225,6 +224,7 @@ EXPORT(linear_pack) {
                     ((uint16_t *)panels)[at] = row < n ? ((const uint16_t *)weight)[row * k + i] : 0;
                 }
             }
+    });
     return 0;
 }
 

@@ -436,18 +436,15 @@ int64_t run(const Args &a, T *out, const T *q, const C *pool, int64_t requests) 
         return 1;
     }
     plan(a, requests, group, threads, units);
-#pragma omp parallel num_threads(threads) if (size.count > 1)
-    {
-        const Scratch s = lay_out(a, scratch + omp_get_thread_num() * floats);
-#pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < size.count; i++) {
+    parallel(size.count, [&](int64_t i, int thread) {
+            const Scratch s = lay_out(a, scratch + thread * floats);
             const Unit &u = units[i];
             const int64_t rows = u.count * group, all = u.heads * rows;
             load_queries(a, q, u, s, rows, group);
             attend(a, pool, u, s, rows, group);
             if (u.splits == 1) {
                 write_out(a, out, u, s, rows, group);
-                continue;
+                return;
             }
             for (int64_t m = 0; m < all; m++) {
                 float *to = partial + (u.partial + u.part * all + m) * width;
@@ -455,13 +452,11 @@ int64_t run(const Args &a, T *out, const T *q, const C *pool, int64_t requests) 
                 to[1] = s.total[m];
                 memcpy(to + 2, s.sum + m * a.dim, a.dim * sizeof(float));
             }
-        }
-        if (partial) {
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < size.count; i++)
-                if (units[i].splits > 1 && units[i].part == 0) merge(a, out, units[i], partial, group);
-        }
-    }
+    });
+    if (partial)
+        parallel(size.count, [&](int64_t i, int) {
+            if (units[i].splits > 1 && units[i].part == 0) merge(a, out, units[i], partial, group);
+        });
     free(units), free(partial), free(scratch);
     return 0;
 }

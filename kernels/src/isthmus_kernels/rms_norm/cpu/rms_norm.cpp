@@ -6,8 +6,8 @@ namespace {
 template <class T, class W>
 void run(T *out, const T *x, T *residual, const W *weight, int64_t rows, int64_t width, int64_t out_stride,
          int64_t x_stride, int64_t residual_stride, float eps) {
-#pragma omp parallel for schedule(static) if (rows > 1 && rows * width > PARALLEL_MIN)
-    for (int64_t r = 0; r < rows; r++) {
+    parallel_ranges(rows, rows * width, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) {
         const T *in = x + r * x_stride;
         T *o = out + r * out_stride;
         vf squares[4] = {};
@@ -41,6 +41,7 @@ void run(T *out, const T *x, T *residual, const W *weight, int64_t rows, int64_t
         for (; i + VW <= width; i += VW) store(o + i, load(in + i) * scale * load(weight + i));
         for (; i < width; i++) put(o + i, to_float(in[i]) * scale * to_float(weight[i]));
     }
+    });
 }
 
 }  // namespace

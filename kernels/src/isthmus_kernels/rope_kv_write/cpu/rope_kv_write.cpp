@@ -46,8 +46,8 @@ int64_t run(T *qkv, const int64_t *positions, const float *cos, const float *sin
         if (slots[t] >= p.blocks * p.block_size) return 2 + 2 * t;
     }
     const int64_t width = (q_heads + 2 * p.heads) * p.dim;
-#pragma omp parallel for schedule(static) if (tokens > 1 && tokens * width > PARALLEL_MIN)
-    for (int64_t t = 0; t < tokens; t++) {
+    parallel_ranges(tokens, tokens * width, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++) {
         float buffer[MAX_DIM];
         T *row = qkv + t * width;
         const float *c = cos + positions[t] * half, *s = sin + positions[t] * half;
@@ -62,6 +62,7 @@ int64_t run(T *qkv, const int64_t *positions, const float *cos, const float *sin
             for (int64_t i = 0; i < p.dim; i++) put(values + i, to_float(v[h * p.dim + i]));
         }
     }
+    });
     return 0;
 }
 

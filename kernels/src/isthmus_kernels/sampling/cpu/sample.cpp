@@ -139,18 +139,17 @@ EXPORT(sample) {
         scratch = (float *)malloc(threads * 2 * (vocab + VW) * sizeof(float));
         if (!scratch) return 1;
     }
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (rows > 1)
-    for (int64_t b = 0; b < rows; b++) {
+    parallel(rows, [&](int64_t b, int thread) {
         const float *row = logits + b * row_stride;
         if (!temperature) {
             out[b] = first_best(row, vocab);
-            continue;
+            return;
         }
-        float *own = scratch + omp_get_thread_num() * 2 * (vocab + VW);
+        float *own = scratch + thread * 2 * (vocab + VW);
         const Row r = {temperature[b], top_p ? top_p[b] : 1.0f, min_p ? min_p[b] : 0.0f, top_k ? top_k[b] : 0,
                        mix64(uint64_t(seeds[b]) + uint64_t(positions[b] + 1) * GOLDEN)};
         out[b] = choose(row, vocab, r, own, own + vocab + VW);
-    }
+    });
     free(scratch);
     return 0;
 }

@@ -5,8 +5,8 @@ namespace {
 
 template <class T>
 void run(T *out, const T *x, int64_t rows, int64_t width, int64_t out_stride, int64_t x_stride) {
-#pragma omp parallel for schedule(static) if (rows > 1 && rows * width > PARALLEL_MIN)
-    for (int64_t r = 0; r < rows; r++) {
+    parallel_ranges(rows, rows * width, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; r++) {
         const T *gate = x + r * x_stride, *up = gate + width;
         T *o = out + r * out_stride;
         int64_t i = 0;
@@ -19,6 +19,7 @@ void run(T *out, const T *x, int64_t rows, int64_t width, int64_t out_stride, in
             put(o + i, g / (1.0f + expf(-g)) * to_float(up[i]));
         }
     }
+    });
 }
 
 }  // namespace

@@ -1,0 +1,147 @@
+"""One service at a time: observe -> plan -> render -> apply -> status. Level-based; knows nothing of watches."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from . import autoscale
+from .api.choices import ScalingMode
+from .api.v1alpha1 import InferenceService, parse
+from .apply import Applier, Changes
+from .cache import Cache, Key
+from .client import Api
+from .desired import desired, name_of
+from .errors import ApiError, InvalidSpec
+from .facts import FactReader
+from .observe import observe
+from .observed import Facts, Observed
+from .plan import Plan, plan
+from .reasons import Reason
+from .render import engine, scaler
+from .render.names import Defaults, is_engine
+from .render.service import components
+from .status import Event, Status, events, invalid_status, status_of
+from .telemetry import Metrics
+
+Object = dict[str, Any]
+_log = logging.getLogger(__name__)
+AUTO_PERIOD_S = 15.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Controller:
+    """What a reconcile needs. `clock` gives seconds since the epoch."""
+
+    api: Api
+    cache: Cache
+    facts: FactReader
+    defaults: Defaults
+    metrics: Metrics
+    clock: Callable[[], float] = time.time
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Bring one service nearer to its spec; when to look again at the latest, or None."""
+        body = self.cache.service(key)
+        if body is None or body["metadata"].get("deletionTimestamp"):
+            return None
+        before: Status = body.get("status") or {}
+        applier = Applier(self.api, lambda verb, written: self._written(key, verb, written))
+        try:
+            service = parse(body)
+        except InvalidSpec as error:
+            after = invalid_status(error, before, body["metadata"]["generation"], self._stamp())
+            await self._report(applier, body, before, after, events(before, after))
+            return None
+        children = self.cache.children(key)
+        seen = observe(service, children, await self._facts(service, children), before)
+        wanted = plan(service, seen, self.clock())
+        settled = before.get("observedGeneration") == service.generation
+        exact = desired(service, self.defaults, wanted, children)
+        changes = await applier.run(exact, {name_of(child): child for child in children}, settled=settled)
+        after = status_of(service, seen, wanted, before, self._stamp())
+        news = events(before, after, wanted if changes.applied else None) + _news(changes, before)
+        await self._report(applier, body, before, after, news)
+        await self._scales(applier, service, seen, wanted, children)
+        return self._again(service, wanted)
+
+    async def complain(self, key: Key, reason: Reason, message: str) -> None:
+        """One warning Event about a service; a cluster that takes none is not asked twice."""
+        body = self.cache.service(key)
+        if body is None:
+            return
+        applier = Applier(self.api, lambda verb, written: self._written(key, verb, written))
+        try:
+            await applier.event(body, warning=True, reason=reason.value, message=message, at=self._stamp())
+        except ApiError as error:
+            _log.warning("%s/%s: no Event: %s", *key, error)
+
+    async def _facts(self, service: InferenceService, children: list[Object]) -> Facts:
+        known = observe(service, children, Facts(), {})
+        pods = [pod for workload in (*known.engines, known.router) if workload for pod in workload.pods]
+        return await self.facts.read(pods, load=bool(_auto(service)))
+
+    async def _report(self, applier: Applier, body: Object, before: Status, after: Status, news: list[Event]) -> None:
+        if after != before:
+            await applier.status(body, after)
+        for event in news:
+            where = f"{body['metadata']['namespace']}/{body['metadata']['name']}"
+            _log.info("%s: %s: %s", where, event.reason.value, event.message)
+            await applier.event(
+                body, warning=event.warning, reason=event.reason.value, message=event.message, at=self._stamp()
+            )
+
+    async def _scales(
+        self, applier: Applier, service: InferenceService, seen: Observed, wanted: Plan, children: list[Object]
+    ) -> None:
+        """Tell autoscalers how many pods there are, and be the autoscaler where the spec says Auto."""
+        live = {name_of(child): child for child in children}
+        counts = autoscale.counts(service, seen, wanted, self.clock()) if _auto(service) else {}
+        for component in components(service):
+            if not is_engine(component) or engine.role_of(service, component).scaling.mode is ScalingMode.STATIC:
+                continue
+            pods = sum(len(w.live) for w in seen.of(component))
+            status = scaler.scaler_status(service, component, replicas=pods)
+            there = live.get(name_of(status))
+            if there is None:
+                continue
+            if {key: (there.get("status") or {}).get(key) for key in status["status"]} != status["status"]:
+                await applier.scaler_status(status)
+            count = counts.get(component)
+            if count is not None and count != there["spec"]["replicas"]:
+                await applier.scale(service, scaler.role_scaler(service, component, replicas=count))
+
+    def _again(self, service: InferenceService, wanted: Plan) -> float | None:
+        times = [max(0.0, wanted.wake - self.clock())] if wanted.wake is not None else []
+        if _auto(service):
+            times.append(AUTO_PERIOD_S)
+        return min(times, default=None)
+
+    def _written(self, key: Key, verb: str, body: Object) -> None:
+        self.metrics.written(verb, body["kind"])
+        self.cache.written(key, verb, body)
+
+    def _stamp(self) -> str:
+        return datetime.fromtimestamp(self.clock(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _auto(service: InferenceService) -> list[str]:
+    engines = [part for part in components(service) if is_engine(part)]
+    return [part for part in engines if engine.role_of(service, part).scaling.mode is ScalingMode.AUTO]
+
+
+def _news(changes: Changes, before: Status) -> list[Event]:
+    """Events about objects."""
+    found = []
+    for kind, name in changes.healed:
+        found.append(Event(True, Reason.CHILD_HEALED, f"{kind} {name} was changed by somebody else and put right"))
+    if not before:
+        # Once in the life of a service: an API that is not there is no news a minute later.
+        for kind in changes.missing:
+            message = f"{kind} is left out: its API is not installed; it is made when the API is"
+            found.append(Event(False, Reason.OPTIONAL_API_MISSING, message))
+    return found

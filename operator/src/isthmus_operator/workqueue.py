@@ -1,0 +1,133 @@
+"""A queue of object keys: each at most once, never two workers on one key, failures again after growing pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+Key = tuple[str, str]
+"""Namespace and name."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pauses:
+    """Seconds. settle: from a change to its handling, so that a burst is handled once; first, most: after failures,
+    doubling; resync: between two runs without any change. Failures and resyncs are spread by up to a quarter."""
+
+    settle: float = 0.05
+    first: float = 1.0
+    most: float = 60.0
+    resync: float = 60.0
+
+
+class WorkQueue:
+    """Runs `work(key)` for every key that was added, on one event loop.
+
+    `work` returns when to run again at the latest, in seconds, or None for the usual resync. An exception of it is
+    handed to `failed`, and the key runs again after a pause. A key that is removed is forgotten when it is next idle.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[Key], Awaitable[float | None]],
+        *,
+        failed: Callable[[Key, Exception], None],
+        pauses: Pauses | None = None,
+        spread: Callable[[], float] = random.random,
+    ) -> None:
+        self._work = work
+        self._failed = failed
+        self._pauses = pauses or Pauses()
+        self._spread = spread
+        self._due: dict[Key, tuple[float, asyncio.TimerHandle]] = {}
+        self._ready: asyncio.Queue[Key] = asyncio.Queue()
+        self._waiting: set[Key] = set()
+        self._running: set[Key] = set()
+        self._again: set[Key] = set()
+        self._failures: dict[Key, int] = {}
+        self._removed: set[Key] = set()
+
+    def __len__(self) -> int:
+        """Keys that wait for a worker."""
+        return len(self._waiting)
+
+    def add(self, key: Key) -> None:
+        """Something about `key` has changed."""
+        self._removed.discard(key)
+        if key in self._running:
+            self._again.add(key)
+        else:
+            # A failing key keeps its pause: its own failed attempts cause changes too.
+            self._schedule(key, self._pause(key) if key in self._failures else self._pauses.settle)
+
+    def remove(self, key: Key) -> None:
+        """The object is gone: no resync, no repetition."""
+        self._removed.add(key)
+        self._failures.pop(key, None)
+        if (timer := self._due.pop(key, None)) is not None:
+            timer[1].cancel()
+
+    async def run(self, workers: int) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for _ in range(workers):
+                group.create_task(self._worker())
+
+    async def _worker(self) -> None:
+        while True:
+            key = await self._ready.get()
+            self._waiting.discard(key)
+            self._running.add(key)
+            try:
+                after = await self._once(key)
+            finally:
+                self._running.discard(key)
+            if key in self._removed:
+                self._removed.discard(key)
+                self._again.discard(key)
+            elif key in self._again and key not in self._failures:
+                self._again.discard(key)
+                self._schedule(key, self._pauses.settle)
+            else:
+                self._again.discard(key)
+                self._schedule(key, after)
+
+    async def _once(self, key: Key) -> float:
+        """Run the work; the pause until the next run."""
+        try:
+            after = await self._work(key)
+        except Exception as error:
+            self._failures[key] = self._failures.get(key, 0) + 1
+            self._failed(key, error)
+            return self._pause(key)
+        self._failures.pop(key, None)
+        resync = self._pauses.resync * (1 + self._spread() / 4)
+        return resync if after is None else min(after, resync)
+
+    def _pause(self, key: Key) -> float:
+        doubled: float = self._pauses.first * 2.0 ** min(self._failures[key] - 1, 16)
+        return min(doubled, self._pauses.most) * (1 - self._spread() / 4)
+
+    def _schedule(self, key: Key, delay: float) -> None:
+        """Run after `delay`, or earlier if that was planned."""
+        if key in self._waiting:
+            return
+        loop = asyncio.get_running_loop()
+        at = loop.time() + max(0.0, delay)
+        known = self._due.get(key)
+        if known is not None:
+            if known[0] <= at:
+                return
+            known[1].cancel()
+        self._due[key] = (at, loop.call_at(at, self._now, key))
+
+    def _now(self, key: Key) -> None:
+        self._due.pop(key, None)
+        if key not in self._waiting:
+            self._waiting.add(key)
+            self._ready.put_nowait(key)

@@ -1,0 +1,153 @@
+"""A fake engine for `make bench-router`: answers both routers with prepared bytes, so that it never is the bottleneck.
+
+It speaks this project's engine protocol (/info, /ready, /internal/generate with NDJSON lines) and the OpenAI one
+(/v1/completions), on one raw asyncio protocol without any framework. A stream is `chunks` pieces `interval` apart.
+
+    python runtime/bench/router_upstream.py PORT --chunks 64 --interval 0.002
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from typing import cast
+
+import uvloop
+
+from isthmus_runtime.protocol import EngineInfo, KvInfo, TransferInfo, token_line
+from isthmus_runtime.request import FinishReason, TokenChunk
+
+TOKEN = 260
+"""Any ordinary token of the model that the router under test has."""
+PLAIN_TOKENS = 16
+
+
+def chunk(data: bytes) -> bytes:
+    """One HTTP chunk."""
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def head(kind: bytes, length: int | None = None) -> bytes:
+    """A 200 with a length, or chunked."""
+    framing = b"Transfer-Encoding: chunked" if length is None else b"Content-Length: %d" % length
+    return b"HTTP/1.1 200 OK\r\nContent-Type: " + kind + b"\r\n" + framing + b"\r\n\r\n"
+
+
+def whole(body: bytes) -> bytes:
+    """A JSON answer."""
+    return head(b"application/json", len(body)) + body
+
+
+END = chunk(token_line(TokenChunk(finish_reason=FinishReason.LENGTH))) + b"0\r\n\r\n"
+NDJSON = head(b"application/x-ndjson")
+SSE = head(b"text/event-stream")
+EVENT = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
+
+
+def event(text: str, reason: str | None) -> bytes:
+    """One server-sent event of an OpenAI stream."""
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+    return chunk(b"data: " + json.dumps({**EVENT, "choices": [choice]}).encode() + b"\n\n")
+
+
+OPENAI_WHOLE = whole(
+    json.dumps(
+        {
+            **EVENT,
+            "choices": [{"index": 0, "text": " word" * PLAIN_TOKENS, "logprobs": None, "finish_reason": "length"}],
+            "usage": {"prompt_tokens": 300, "completion_tokens": PLAIN_TOKENS, "total_tokens": 300 + PLAIN_TOKENS},
+        }
+    ).encode()
+)
+OURS_WHOLE = NDJSON + chunk(token_line(TokenChunk(token_ids=(TOKEN,) * PLAIN_TOKENS, note="local"))) + END
+
+
+class Connection(asyncio.Protocol):
+    """One keep-alive connection; requests come one after another."""
+
+    def __init__(self, info: bytes, chunks: int, interval: float) -> None:
+        self.info = info
+        self.chunks = chunks
+        self.interval = interval
+        self.buffer = b""
+        self.loop = asyncio.get_running_loop()
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        while (end := self.buffer.find(b"\r\n\r\n")) >= 0:
+            headers = self.buffer[:end]
+            lower = headers.lower()
+            at = lower.find(b"content-length:")
+            length = int(lower[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+            if len(self.buffer) < end + 4 + length:
+                return
+            body = self.buffer[end + 4 : end + 4 + length]
+            self.buffer = self.buffer[end + 4 + length :]
+            self.answer(headers.split(b" ", 2)[1], body)
+
+    def answer(self, path: bytes, body: bytes) -> None:
+        assert self.transport is not None
+        if path == b"/info":
+            self.transport.write(whole(self.info))
+        elif path == b"/internal/generate":
+            # The call does not say whether its client streams. In this benchmark the length of the answer does.
+            if b'"max_tokens":%d,' % self.chunks in body:
+                line = chunk(token_line(TokenChunk(token_ids=(TOKEN,))))
+                self.stream(NDJSON, [line] * (self.chunks - 1) + [line + END])
+            else:
+                self.transport.write(OURS_WHOLE)
+        elif path == b"/v1/completions":
+            if b'"stream": true' in body or b'"stream":true' in body:
+                line = event(" word", None)
+                last = event(" word", "length") + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+                self.stream(SSE, [line] * (self.chunks - 1) + [last])
+            else:
+                self.transport.write(OPENAI_WHOLE)
+        else:
+            self.transport.write(whole(b'{"object":"list","data":[{"id":"m","object":"model"}],"status":"ok"}'))
+
+    def stream(self, opening: bytes, parts: list[bytes]) -> None:
+        assert self.transport is not None
+        self.transport.write(opening + parts[0])
+        started = self.loop.time()
+
+        def step(index: int) -> None:
+            if self.transport is None or index == len(parts):
+                return
+            self.transport.write(parts[index])
+            self.loop.call_at(started + (index + 1) * self.interval, step, index + 1)
+
+        self.loop.call_at(started + self.interval, step, 1)
+
+
+async def serve(port: int, chunks: int, interval: float) -> None:
+    """Answer until the process is ended."""
+    kv = KvInfo(
+        block_size=16, physical_blocks=1001, usable_blocks=1000, bytes_per_block=1, max_model_len=8192,
+        layout_digest="d",
+    )  # fmt: skip
+    info = EngineInfo(
+        role="unified", model="m", served_names=("m",), fingerprint="f", kv=kv, transfer=TransferInfo(), version="0"
+    )
+    raw = info.model_dump_json().encode()
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Connection(raw, chunks, interval), "127.0.0.1", port, backlog=2048)
+    async with server:
+        await server.serve_forever()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("port", type=int)
+    parser.add_argument("--chunks", type=int, default=64)
+    parser.add_argument("--interval", type=float, default=0.002, help="seconds between two chunks")
+    args = parser.parse_args()
+    uvloop.run(serve(args.port, args.chunks, args.interval))

@@ -1,0 +1,309 @@
+"""A small HTTP/1.1 client for calls to engines: pooled connections, no layer between the socket and the reader.
+
+A router spends most of its time on the bytes of engines, and a general HTTP client spends most of that on what engines
+never send. This one speaks what they do: JSON out; a status line, headers and a body with Content-Length or chunks in.
+Anything else ends the connection with `BadAnswer`. Engines are peers found by discovery, not the internet; sizes are
+bounded all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import cast
+from urllib.parse import urlsplit
+
+CONNECT_TIMEOUT_S = 1.0
+KEEP_ALIVE_S = 30.0
+"""Idle connections older than this are not used again: an engine may be about to close them (after 75 s or more)."""
+_DISCARD_TIMEOUT_S = 2.0
+_MAX_HEAD = 64 << 10
+_MAX_CHUNK = 64 << 20
+_HIGH_WATER = 256 << 10
+"""Bytes held for a reader that is slower than the engine before the socket is left unread."""
+
+
+class BadAnswer(ConnectionError):
+    """The peer sent something that is no HTTP answer of an engine."""
+
+
+class Exchange(asyncio.Protocol):
+    """One connection, and the one call that is on it. Made and pooled by `Wire`.
+
+    After `status` is set, `readany` until it returns b"" (or `read`), then `release`. `close` at any time.
+    """
+
+    def __init__(self, idle: deque[Exchange], loop: asyncio.AbstractEventLoop) -> None:
+        self.status = 0
+        """HTTP status of the answer; 0 while its head has not arrived."""
+        self.idle_since = 0.0
+        self.usable = False
+        """Whether another call may be made on the connection."""
+        self._idle = idle
+        self._loop = loop
+        self._transport: asyncio.Transport | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: OSError | None = None
+        self._data = b""
+        self._body: list[bytes] = []
+        self._held = 0
+        self._paused = False
+        self._left = 0
+        self._chunked = False
+        self._ended = True
+        self._discard: asyncio.TimerHandle | None = None
+
+    # -------------------------------------------------------------------------------------------------------- caller
+
+    async def call(self, head: bytes, body: bytes) -> None:
+        """Send a request and wait for the head of its answer. Raises OSError."""
+        assert self._ended and self._transport is not None
+        self.status, self._ended, self._left = 0, False, 0
+        self._transport.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
+        while not self.status:
+            await self._wait()
+
+    async def readany(self) -> bytes:
+        """Some bytes of the body, b"" after its end. Raises OSError when the connection broke before that."""
+        while not self._body:
+            if self._ended:
+                return b""
+            await self._wait()
+        body = self._body
+        data = body[0] if len(body) == 1 else b"".join(body)
+        body.clear()
+        self._held = 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return data
+
+    async def read(self) -> bytes:
+        """The rest of the body. Raises OSError."""
+        parts = []
+        while part := await self.readany():
+            parts.append(part)
+        return b"".join(parts)
+
+    def release(self) -> None:
+        """The caller needs nothing more of this answer: the connection serves another call once the answer is over."""
+        if self._ended:
+            self._put_back()
+        elif self._discard is None and not self.closed:
+            self._discard = self._loop.call_later(_DISCARD_TIMEOUT_S, self.close)
+            self._drop_body()
+
+    def close(self) -> None:
+        """End the connection at once; whoever waits for it gets ConnectionAbortedError."""
+        self.usable = False
+        self._fail(ConnectionAbortedError("the connection was closed by the router"))
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the connection is gone."""
+        return self._error is not None or self._transport is None
+
+    # ------------------------------------------------------------------------------------------------------ protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self.usable = True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self.usable = False
+        self._fail(exc if isinstance(exc, OSError) else ConnectionResetError("the peer closed the connection"))
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            if self._ended:
+                raise BadAnswer(f"bytes that belong to no call: {data[:40]!r}")
+            if self._data:
+                data = self._data + data
+                self._data = b""
+            if not self.status:
+                data = self._head(data)
+            if data:
+                self._feed(data)
+        except (ValueError, BadAnswer) as e:
+            self._fail(e if isinstance(e, BadAnswer) else BadAnswer(f"not an HTTP answer: {e}"))
+            self.close()
+            return
+        if self._discard is not None:
+            self._drop_body()
+            if self._ended:
+                self._discard.cancel()
+                self._discard = None
+                self._put_back()
+        elif self._held > _HIGH_WATER and not self._paused and self._transport is not None:
+            self._paused = True
+            self._transport.pause_reading()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _head(self, data: bytes) -> bytes:
+        """Read status line and headers; returns what follows them."""
+        end = data.find(b"\r\n\r\n")
+        if end < 0:
+            if len(data) > _MAX_HEAD:
+                raise BadAnswer(f"the head of the answer has more than {_MAX_HEAD} bytes")
+            self._data = data
+            return b""
+        first, *lines = data[:end].split(b"\r\n")
+        if not first.startswith(b"HTTP/1.1 "):
+            raise BadAnswer(f"the answer begins with {first[:40]!r}, expected HTTP/1.1")
+        length = -1
+        self._chunked = False
+        for line in lines:
+            name, _, value = line.partition(b":")
+            name = name.lower()
+            if name == b"content-length":
+                length = int(value)
+            elif name == b"transfer-encoding":
+                self._chunked = value.strip().lower() == b"chunked"
+            elif name == b"connection" and value.strip().lower() == b"close":
+                self.usable = False
+        if not self._chunked and not 0 <= length <= _MAX_CHUNK:
+            raise BadAnswer(f"the answer has neither chunks nor a Content-Length of at most {_MAX_CHUNK}")
+        self.status = int(first[9:12])
+        self._left = 0 if self._chunked else length
+        self._ended = not self._chunked and length == 0
+        return data[end + 4 :]
+
+    def _feed(self, data: bytes) -> None:
+        """Take bytes of the body."""
+        if not self._chunked:
+            if len(data) > self._left:
+                raise BadAnswer(f"{len(data) - self._left} bytes more than Content-Length")
+            self._left -= len(data)
+            self._ended = self._left == 0
+            self._body.append(data)
+            self._held += len(data)
+            return
+        position, length = 0, len(data)
+        while position < length:
+            eol = data.find(b"\r\n", position)
+            if eol < 0:
+                if length - position > 1024:
+                    raise BadAnswer("a chunk size of more than 1024 bytes")
+                break
+            size = int(data[position:eol].partition(b";")[0], 16)
+            if not 0 <= size <= _MAX_CHUNK:
+                raise BadAnswer(f"a chunk of {size} bytes, the limit is {_MAX_CHUNK}")
+            if size == 0:
+                over = data.find(b"\r\n\r\n", position)
+                if over < 0:
+                    break
+                if over + 4 != length:
+                    raise BadAnswer(f"{length - over - 4} bytes after the last chunk")
+                self._ended = True
+                return
+            start = eol + 2
+            if start + size + 2 > length:
+                break
+            if data[start + size : start + size + 2] != b"\r\n":
+                raise BadAnswer("a chunk does not end where its size says")
+            self._body.append(data[start : start + size])
+            self._held += size
+            position = start + size + 2
+        self._data = data[position:] if position else data
+
+    # ------------------------------------------------------------------------------------------------------- internals
+
+    async def _wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _fail(self, error: OSError) -> None:
+        if self._error is None:
+            self._error = error
+        if self._discard is not None:
+            self._discard.cancel()
+            self._discard = None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(self._error)
+
+    def _drop_body(self) -> None:
+        self._body.clear()
+        self._held = 0
+        if self._paused and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def _put_back(self) -> None:
+        self._drop_body()
+        self._data = b""
+        if not self.usable or self.closed:
+            self.close()
+            return
+        now = self.idle_since = self._loop.time()
+        idle = self._idle
+        idle.append(self)
+        while idle[0].closed or now - idle[0].idle_since > KEEP_ALIVE_S:
+            idle.popleft().close()
+
+
+class Wire:
+    """Connections to all engines. One for a router."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._idle: dict[str, deque[Exchange]] = {}
+        self._heads: dict[tuple[str, str], bytes] = {}
+
+    async def post(self, url: str, path: str, body: bytes) -> Exchange:
+        """POST JSON and return at the answer's head. Raises OSError; a cancelled call leaves no connection behind."""
+        head = self._heads.get((url, path))
+        if head is None:
+            head = self._heads[url, path] = (
+                f"POST {path} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\n"
+                "Content-Type: application/json\r\nContent-Length: "
+            ).encode()
+        exchange = self._reusable(url) or await self._connect(url)
+        try:
+            await exchange.call(head, body)
+        except BaseException:
+            exchange.close()
+            raise
+        return exchange
+
+    def forget(self, url: str) -> None:
+        """The engine is no longer in the fleet: close its idle connections."""
+        for exchange in self._idle.pop(url, ()):
+            exchange.close()
+        for key in [key for key in self._heads if key[0] == url]:
+            del self._heads[key]
+
+    def close(self) -> None:
+        """Close all idle connections."""
+        for url in tuple(self._idle):
+            self.forget(url)
+
+    def _reusable(self, url: str) -> Exchange | None:
+        idle = self._idle.get(url)
+        while idle:
+            exchange = idle.pop()
+            if not exchange.closed and self._loop.time() - exchange.idle_since <= KEEP_ALIVE_S:
+                return exchange
+            exchange.close()
+        return None
+
+    async def _connect(self, url: str) -> Exchange:
+        parts = urlsplit(url)
+        assert parts.hostname is not None and parts.port is not None
+        idle = self._idle.setdefault(url, deque())
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, exchange = await self._loop.create_connection(
+                    lambda: Exchange(idle, self._loop), parts.hostname, parts.port
+                )
+        except TimeoutError as e:
+            raise TimeoutError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from e
+        return exchange

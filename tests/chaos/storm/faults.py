@@ -1,0 +1,209 @@
+"""Makes the scheduled faults happen, and undoes them."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from fleet import Fleet
+from network import Network
+from schedule import Fault
+
+READY_S = 60.0
+_DRAIN_S = 15.0
+
+
+class Broken(Exception):
+    """A member did not do what it must."""
+
+
+@dataclass(slots=True)
+class Event:
+    """A fault that happened. Times are time.time(); `ended` is when the victim was well again."""
+
+    fault: Fault
+    began: float
+    healed: float = 0.0
+    ended: float = 0.0
+
+
+class Injector:
+    """Runs a schedule. Its own failures, and members that do not come back, are in `problems`."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.events: list[Event] = []
+        self.problems: list[str] = []
+        self._fleet = fleet
+        self._hog = Path(__file__).with_name("pool_hog.py")
+
+    async def run(self, faults: list[Fault]) -> None:
+        """Start each fault at its time; returns when the last has ended."""
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for fault in faults:
+                await asyncio.sleep(max(0.0, fault.start_s - (time.monotonic() - began)))
+                group.create_task(self._one(fault))
+
+    async def _one(self, fault: Fault) -> None:
+        event = Event(fault, time.time())
+        self.events.append(event)
+        print(f"    {fault}", flush=True)
+        try:
+            await getattr(self, "_" + fault.kind.replace(" ", "_").replace("-", "_"))(fault, event)
+        except (Broken, RuntimeError, OSError, TimeoutError) as error:
+            self.problems.append(f"{fault}: {error}")
+        event.ended = time.time()
+        event.healed = event.healed or event.ended
+
+    # ---------------------------------------------------------------------------------------------------- processes
+
+    async def _kill(self, fault: Fault, event: Event) -> None:
+        member = self._fleet.member[fault.target]
+        if member.popen.poll() is not None:
+            self.problems.append(f"{fault.target} had ended by itself with status {member.popen.returncode}")
+        event.began = time.time()
+        member.send(signal.SIGKILL)
+        await asyncio.to_thread(member.popen.wait, 10)
+        await self._start_again(fault, event)
+
+    async def _drain(self, fault: Fault, event: Event) -> None:
+        member = self._fleet.member[fault.target]
+        member.send(signal.SIGTERM)
+        try:
+            status = await asyncio.to_thread(member.popen.wait, _DRAIN_S)
+        except Exception as error:
+            member.popen.kill()
+            await asyncio.to_thread(member.popen.wait, 10)
+            raise Broken(f"{fault.target} did not end within {_DRAIN_S:g} s of SIGTERM") from error
+        finally:
+            if member.popen.poll() is not None:
+                await self._start_again(fault, event)
+        if status != 0:
+            raise Broken(f"{fault.target} ended with status {status} after SIGTERM")
+
+    async def _start_again(self, fault: Fault, event: Event) -> None:
+        await asyncio.sleep(fault.seconds)
+        event.healed = time.time()
+        self._fleet.member[fault.target].start()
+        await self.ready(fault.target)
+
+    async def ready(self, name: str) -> None:
+        """Until the member takes requests. An engine that cannot start for want of its master is started again."""
+        end = time.monotonic() + READY_S
+        member = self._fleet.member[name]
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2)) as session:
+            while time.monotonic() < end:
+                if not member.alive:
+                    if self._fleet.mode != "store" or name not in self._fleet.engines:
+                        raise Broken(f"{name} ended with status {member.popen.returncode} while starting")
+                    member.start()
+                if await self._answers(session, name):
+                    return
+                await asyncio.sleep(0.1)
+        raise Broken(f"{name} is not ready {READY_S:g} s after its start")
+
+    async def _answers(self, session: aiohttp.ClientSession, name: str) -> bool:
+        try:
+            if name == "master":
+                _, writer = await asyncio.open_connection(self._fleet.host(name), self._fleet.port[name])
+                writer.close()
+                return True
+            async with session.get(self._fleet.url(name) + "/ready") as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
+
+    async def _freeze(self, fault: Fault, event: Event) -> None:
+        member = self._fleet.member[fault.target]
+        member.send(signal.SIGSTOP)
+        await asyncio.sleep(fault.seconds)
+        member.send(signal.SIGCONT)
+
+    async def _log_disk(self, fault: Fault, event: Event) -> None:
+        member = self._fleet.member[fault.target]
+        member.writable.clear()
+        await asyncio.sleep(fault.seconds)
+        member.writable.set()
+
+    # ------------------------------------------------------------------------------------------------------ network
+
+    @property
+    def _network(self) -> Network:
+        assert self._fleet.network is not None
+        return self._fleet.network
+
+    async def _isolate(self, fault: Fault, event: Event) -> None:
+        others = [name for name in self._fleet.names if name != fault.target]
+        await asyncio.to_thread(self._network.cut, fault.target, others)
+        await self._heal_after(fault)
+
+    async def _cut(self, fault: Fault, event: Event) -> None:
+        await asyncio.to_thread(self._network.cut, fault.target, [fault.peer])
+        await self._heal_after(fault)
+
+    async def _one_way_cut(self, fault: Fault, event: Event) -> None:
+        await asyncio.to_thread(lambda: self._network.cut(fault.target, [fault.peer], both_ways=False))
+        await self._heal_after(fault)
+
+    async def _reset(self, fault: Fault, event: Event) -> None:
+        await asyncio.to_thread(self._network.start_reset, fault.target)
+        await self._heal_after(fault)
+
+    async def _throttle(self, fault: Fault, event: Event) -> None:
+        await asyncio.to_thread(self._network.throttle, fault.target, 64 if fault.seconds < 4 else 256)
+        await self._heal_after(fault)
+
+    async def _delay(self, fault: Fault, event: Event) -> None:
+        delay_ms = int(20 + fault.seconds * 1000 % 280)
+        proxy = await asyncio.to_thread(self._network.start_delay, fault.target, delay_ms, 200)
+        try:
+            # Only new connections go through the proxy, so the old ones end here.
+            await asyncio.to_thread(self._network.start_reset, fault.target)
+            await asyncio.sleep(0.1)
+            await asyncio.to_thread(self._network.stop_reset, fault.target)
+            await self._heal_after(fault)
+        finally:
+            proxy.kill()
+            await asyncio.to_thread(proxy.communicate)
+
+    async def _heal_after(self, fault: Fault) -> None:
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            await asyncio.to_thread(self._network.heal, fault.target)
+
+    # ------------------------------------------------------------------------------------------------------- pool
+
+    async def _full_store(self, fault: Fault, event: Event) -> None:
+        await self._hog_the_pool("fill", fault.seconds)
+
+    async def _evicting_store(self, fault: Fault, event: Event) -> None:
+        await self._hog_the_pool("churn", fault.seconds)
+
+    async def _hog_the_pool(self, what: str, seconds: float) -> None:
+        argv = [sys.executable, str(self._hog), self._fleet.here, self._fleet.address("master"), what, str(seconds)]
+        null = asyncio.subprocess.DEVNULL
+        hog = await asyncio.create_subprocess_exec(*argv, stdout=null, stderr=null)
+        try:
+            async with asyncio.timeout(seconds + 20):
+                await hog.wait()
+        except TimeoutError:
+            pass  # the master is the victim of another fault
+        finally:
+            if hog.returncode is None:
+                hog.kill()
+                await hog.wait()
+
+    async def free_the_pool(self) -> None:
+        """Remove what a hog that lost its master may have left."""
+        argv = [sys.executable, str(self._hog), self._fleet.here, self._fleet.address("master"), "free", "0"]
+        null = asyncio.subprocess.DEVNULL
+        hog = await asyncio.create_subprocess_exec(*argv, stdout=null, stderr=null)
+        async with asyncio.timeout(30):
+            if await hog.wait():
+                self.problems.append("the pool could not be freed of what filled it")

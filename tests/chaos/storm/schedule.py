@@ -1,0 +1,92 @@
+"""Which fault comes when: a pure function of the seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`kind` hits `target` at `start_s` of the storm, for `seconds`; `peer` is the other end of a cut."""
+
+    start_s: float
+    kind: str
+    target: str
+    seconds: float
+    peer: str = ""
+
+    def __str__(self) -> str:
+        other = f" and {self.peer}" if self.peer else ""
+        return f"{self.start_s:6.1f} s  {self.kind} {self.target}{other} for {self.seconds:.1f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of fault: whom it may hit, and how long it lasts."""
+
+    name: str
+    roles: tuple[str, ...]
+    seconds: tuple[float, float]
+    peers: tuple[str, ...] = ()
+    needs_network: bool = False
+    store_only: bool = False
+
+
+_ENGINES = ("prefill", "decode")
+KINDS = (
+    # Seconds of a kill: how long until the process is started again.
+    Kind("kill", ("prefill",), (0.2, 2.0)),
+    Kind("kill", ("decode",), (0.2, 2.0)),
+    Kind("kill", ("router",), (0.2, 1.0)),
+    Kind("kill", ("master",), (0.2, 3.0), store_only=True),
+    Kind("freeze", ("prefill",), (0.5, 3.0)),
+    Kind("freeze", ("decode",), (0.5, 3.0)),
+    # Longer than the router waits for a silent engine.
+    Kind("freeze", _ENGINES, (7.0, 9.0)),
+    Kind("freeze", ("router",), (0.5, 3.0)),
+    Kind("freeze", ("master",), (0.5, 4.0), store_only=True),
+    Kind("drain", _ENGINES, (0.2, 1.0)),
+    Kind("isolate", ("prefill",), (2.0, 9.0), needs_network=True),
+    Kind("isolate", ("decode",), (2.0, 9.0), needs_network=True),
+    Kind("cut", _ENGINES, (1.0, 8.0), ("router",), needs_network=True),
+    Kind("cut", ("decode",), (1.0, 6.0), ("prefill",), needs_network=True),
+    Kind("cut", _ENGINES, (1.0, 6.0), ("master",), needs_network=True, store_only=True),
+    Kind("one-way cut", _ENGINES, (1.0, 6.0), ("router", "prefill", "decode"), needs_network=True),
+    Kind("reset", _ENGINES, (0.05, 0.3), needs_network=True),
+    Kind("throttle", _ENGINES, (2.0, 6.0), needs_network=True),
+    Kind("delay", _ENGINES, (2.0, 6.0), needs_network=True),
+    Kind("log disk", ("router", *_ENGINES), (0.5, 3.0)),
+    Kind("full store", ("pool",), (2.0, 6.0), store_only=True),
+    Kind("evicting store", ("pool",), (2.0, 6.0), store_only=True),
+)
+
+
+def plan(seed: int, seconds: float, mode: str, names: Sequence[str], *, network: bool) -> list[Fault]:
+    """Faults from 2 s on until 5 s before the end. Kinds come from a shuffled deck: each once before any comes again.
+
+    At most two overlap, and never on the same target.
+    """
+    rng = random.Random(f"faults {seed}")
+    kinds = [k for k in KINDS if (network or not k.needs_network) and (mode == "store" or not k.store_only)]
+    faults: list[Fault] = []
+    deck: list[Kind] = []
+    now = 2.0
+    while True:
+        if not deck:
+            deck = rng.sample(kinds, len(kinds))
+        kind = deck.pop()
+        running = [f for f in faults if f.start_s + f.seconds > now]
+        if len(running) > 1:
+            now = min(f.start_s + f.seconds for f in running)
+        length = rng.uniform(*kind.seconds)
+        taken = {f.target for f in faults if f.start_s + f.seconds > now}
+        able = [n for n in (*names, "pool") if n.rstrip("0123456789") in kind.roles and n not in taken]
+        if able:
+            if now + length > seconds - 5.0:
+                return faults
+            target = rng.choice(able)
+            others = [n for n in names if n.rstrip("0123456789") in kind.peers and n != target]
+            faults.append(Fault(now, kind.name, target, length, rng.choice(others) if others else ""))
+        now += rng.uniform(0.5, 3.5)

@@ -1,0 +1,143 @@
+"""One run: service up, storm, calm, checks, service down, report."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+from faults import Injector
+from fleet import Fleet
+from load import Load
+from network import Network
+from schedule import plan
+from verdict import Remains, Report, judge, processes_left
+
+_SETTLE_S = {"direct": 30.0, "store": 100.0}
+"""In store mode prefill removes the keys of attempts whose decode was lost a minute after their timeout."""
+
+
+def main(argv: list[str], *, network: bool) -> int:
+    """Exit status of the run."""
+    parser = argparse.ArgumentParser(prog="run_storm.py", description=__doc__)
+    parser.add_argument("--seed", type=int, default=None, help="of faults and requests; default: a new one, printed")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--mode", choices=["direct", "store"], default="direct")
+    parser.add_argument("--rate", type=float, default=5.0, help="requests a second")
+    parser.add_argument("--out", type=Path, default=None, help="folder for logs and the report; default: a new one")
+    parser.add_argument("--plan", action="store_true", help="print the schedule and end")
+    args = parser.parse_args(argv)
+    seed = random.randrange(10**6) if args.seed is None else args.seed
+    out = args.out or Path(tempfile.mkdtemp(prefix=f"isthmus-chaos-{seed}-"))
+    out.mkdir(parents=True, exist_ok=True)
+    if args.plan:
+        names = Fleet(out, args.mode, None).names
+        print("\n".join(map(str, plan(seed, args.minutes * 60, args.mode, names, network=network))))
+        return 0
+    print(f"chaos: make chaos SEED={seed} MINUTES={args.minutes:g} MODE={args.mode}    logs in {out}", flush=True)
+    return asyncio.run(_run(seed, args.minutes * 60, args.mode, args.rate, out, network))
+
+
+async def _run(seed: int, seconds: float, mode: str, rate: float, out: Path, with_network: bool) -> int:
+    report = Report()
+    names = [*(["master"] if mode == "store" else []), "prefill0", "prefill1", "decode0", "decode1", "router"]
+    network = Network(names) if with_network else None
+    fleet = Fleet(out, mode, network)
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    try:
+        if network is not None:
+            network.up()
+        await _storm(fleet, seed, seconds, rate, report)
+    finally:
+        statuses = fleet.close()
+        if network is not None:
+            processes_left(fleet, report, network.pids)
+            network.down()
+    report.row("exit statuses", statuses)
+    ours = {n: s for n, s in statuses.items() if n != "master" and s != 0}
+    if ours:
+        report.violations.append(f"ended with a status other than 0: {ours}")
+    print(f"chaos: seed {seed}, {seconds / 60:g} min, {mode}\n{report.text()}", flush=True)
+    body = {"seed": seed, "mode": mode, "seconds": seconds, "rows": report.rows, "violations": report.violations}
+    (out / "report.json").write_text(json.dumps(body, indent=1))
+    return 1 if report.violations else 0
+
+
+async def _storm(fleet: Fleet, seed: int, seconds: float, rate: float, report: Report) -> None:
+    injector, remains = Injector(fleet), Remains(fleet)
+    load = Load(fleet.url("router"), seed, rate)
+    for name in fleet.names:
+        fleet.member[name].start()
+        if name == "master":
+            await injector.ready(name)
+    for name in (*fleet.engines, "router"):
+        await injector.ready(name)
+    for outcome in await load.some(8):
+        if outcome.ending != "ok" or outcome.problem:
+            report.violations.append(f"before the storm: {outcome.ending} {outcome.problem} {outcome.error}")
+    before = remains.descriptors()
+
+    faults = plan(seed, seconds, fleet.mode, fleet.names, network=fleet.network is not None)
+    stop = asyncio.Event()
+    loading = asyncio.create_task(load.run(stop))
+    began = time.monotonic()
+    await injector.run(faults)
+    await asyncio.sleep(max(0.0, seconds - (time.monotonic() - began)))
+    stop.set()
+    await loading
+
+    for name in fleet.names:
+        await _well(injector, name)
+    if fleet.mode == "store":
+        await injector.free_the_pool()
+    await remains.settle(_SETTLE_S[fleet.mode], report, "after the storm")
+    after = len(load.outcomes)
+    recovered = await load.some(12)
+    for outcome in recovered:
+        if outcome.ending != "ok" or outcome.problem:
+            report.violations.append(f"after the storm: {outcome.ending} {outcome.problem} {outcome.error}")
+    await remains.settle(20.0, report, "at the end")
+    await remains.descriptors_settle(before, report, 45.0)
+
+    judge(load.outcomes[:after], injector.events, fleet, report, load.lag_s)
+    report.violations.extend(injector.problems)
+    kinds = sorted({e.fault.kind for e in injector.events})
+    report.row(
+        "faults",
+        f"{len(injector.events)}: "
+        + ", ".join(f"{sum(e.fault.kind == k for e in injector.events)} {k}" for k in kinds),
+    )
+    async with aiohttp.ClientSession() as session:
+        samples = await remains.samples(session, "router")
+    report.row(
+        "router since its last start",
+        ", ".join(
+            f"{key.removeprefix('isthmus_router_')} {samples[key]:g}"
+            for key in (
+                "isthmus_router_retries_total",
+                "isthmus_router_leg_failures_total",
+                "isthmus_router_prompts_total",
+            )
+        ),
+    )
+
+
+async def _well(injector: Injector, name: str) -> None:
+    try:
+        await injector.ready(name)
+    except Exception as error:
+        injector.problems.append(f"{name} after the storm: {error}")
+
+
+if __name__ == "__main__":
+    sys.exit("run tests/chaos/run_storm.py")

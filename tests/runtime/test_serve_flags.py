@@ -1,0 +1,57 @@
+"""What `isthmus-runtime serve` says to wrong flags: every problem, one line each, before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from isthmus_runtime.__main__ import main
+from isthmus_runtime.config import parse_serve
+from isthmus_runtime.errors import ConfigError
+
+UNIFIED = ["--role", "unified", "--model", "m"]
+ROUTER = ["--role", "router", "--model", "m"]
+
+
+def problems(argv: list[str]) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        parse_serve(argv)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag", "says"),
+    [
+        ([*UNIFIED, "--kv-memory", "9" * 400], "--kv-memory", "less than 8Ei"),
+        ([*UNIFIED, "--kv-memory", "8388608Ti"], "--kv-memory", "less than 8Ei"),
+        ([*UNIFIED, "--queue-timeout", "9" * 400], "--queue-timeout", "up to"),
+        ([*UNIFIED, "--max-model-len", "1"], "--max-model-len", "2 or more"),
+        ([*UNIFIED, "--port", "80x"], "--port", "0 to 65535"),
+        ([*UNIFIED, "--served-model-name", ""], "--served-model-name", "give a name"),
+        (["--role", "unified", "--model", ""], "--served-model-name", "--model"),
+        ([*ROUTER, "--decode", "h:0"], "--decode", "1 to 65535"),
+        ([*ROUTER, "--decode", "h:99999"], "--decode", "1 to 65535"),
+        ([*ROUTER, "--decode", "h:\u00b2"], "--decode", "1 to 65535"),
+        ([*ROUTER, "--worker", "h:1", "--request-timeout", "9999999h"], "--request-timeout", "up to"),
+    ],
+)
+def test_each_problem_names_the_flag_and_the_limit(argv: list[str], flag: str, says: str) -> None:
+    (problem,) = problems(argv)
+    assert flag in problem and says in problem
+
+
+def test_all_problems_at_once() -> None:
+    found = problems([*UNIFIED, "--port", "x", "--block-size", "0", "--kv-memory", "y", "--queue-timeout", "0s"])
+    assert [p.split()[0].rstrip(":") for p in found] == ["--port", "--block-size", "--kv-memory", "--queue-timeout"]
+
+
+@pytest.mark.parametrize("argv", [[], ["--role", "chef", "--model", "m"], [*UNIFIED, "--colour", "red"]])
+def test_the_parser_itself_answers_in_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("isthmus-runtime serve: ") and "--help" in line
+
+
+def test_a_pool_that_memory_cannot_hold_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--role", "decode", "--model", "m", "--transfer-mode", "direct", "--executor", "fake", "--port", "0"]
+    assert main(["serve", *argv, "--kv-memory", "4194304Ti"]) == 2
+    assert "lower --kv-memory" in capsys.readouterr().err
