@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import random
+import re
 import signal
 import socket
 import statistics
@@ -39,19 +40,20 @@ HERE = Path(__file__).resolve().parent
 PEER = Path("~/.cache/isthmus/peers/vllm-router/bin/vllm-router").expanduser()
 MODEL = Path(os.environ.get("ISTHMUS_CACHE", "~/.cache/isthmus")).expanduser() / "models/smollm2-135m-instruct"  # noqa: TID251
 CHUNKS = 64
+PLAIN_TOKENS = 16
 CONNECTIONS = 32
 PROMPT_BYTES = 1200
 PROMPT_IDS = 300
 READY_S = 60.0
 TICK = os.sysconf("SC_CLK_TCK")
-WORDS = (HERE / "router.py").read_text().split()
+WORDS = re.findall(r"[A-Za-z]+", (HERE.parents[1] / "README.md").read_text())
 Body = Callable[[random.Random, bool], dict[str, object]]
 
 
 def text_prompt(r: random.Random, stream: bool) -> dict[str, object]:
     """1.2 kB of words, different each time."""
     words = " ".join(r.choices(WORDS, k=PROMPT_BYTES // 3))[:PROMPT_BYTES]
-    return {"model": "m", "prompt": words, "max_tokens": CHUNKS if stream else 16, "stream": stream}
+    return {"model": "m", "prompt": words, "max_tokens": CHUNKS if stream else PLAIN_TOKENS, "stream": stream}
 
 
 def id_prompt(r: random.Random, stream: bool) -> dict[str, object]:
@@ -82,9 +84,9 @@ class Client(asyncio.Protocol):
         if not self._complete() or self.done.done():
             return
         assert self.transport is not None
-        tokens = self.answer.count(b'"finish_reason"')
-        if not self.answer.startswith(b"HTTP/1.1 200") or (self.stream and tokens < CHUNKS):
-            self.done.set_exception(RuntimeError(f"not an answer ({tokens} chunks): {self.answer[:500]!r}"))
+        words = self.answer.count(b" word")
+        if not self.answer.startswith(b"HTTP/1.1 200") or words != (CHUNKS if self.stream else PLAIN_TOKENS):
+            self.done.set_exception(RuntimeError(f"not the answer ({words} tokens): {self.answer[:500]!r}"))
         elif self.requests:
             self.answer = b""
             self.transport.write(self.requests.pop())
@@ -247,7 +249,7 @@ def main() -> None:
     routers = [
         ours("isthmus ids", workers, args.model, id_prompt, "round-robin"),
         ours("isthmus text", workers, args.model, text_prompt, "round-robin"),
-        ours("isthmus text least-load", workers, args.model, text_prompt, "least-load"),
+        ours("isthmus text prefix-aware", workers, args.model, text_prompt, "prefix-aware"),
     ]
     if args.peer.exists():
         routers += [theirs(args.peer, workers, p, text_prompt) for p in ("round_robin", "cache_aware")]

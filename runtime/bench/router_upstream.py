@@ -18,8 +18,8 @@ import uvloop
 from isthmus_runtime.protocol import EngineInfo, KvInfo, TransferInfo, token_line
 from isthmus_runtime.request import FinishReason, TokenChunk
 
-TOKEN = 260
-"""Any ordinary token of the model that the router under test has."""
+TOKEN = 2229
+"""` word` in the model that the router under test has."""
 PLAIN_TOKENS = 16
 
 

@@ -43,8 +43,10 @@ def helm_do(cluster: Cluster, action: str, *options: str, namespace: str = NAMES
 
 
 @pytest.fixture(scope="module")
-def cluster(control_plane: Cluster) -> Cluster:
-    control_plane.helm_path = helm()
+def cluster(request: pytest.FixtureRequest) -> Cluster:
+    program = helm()
+    control_plane: Cluster = request.getfixturevalue("control_plane")
+    control_plane.helm_path = program
     control_plane.add_simulated_node("chart-node")
     control_plane.kubectl("wait", "--for=condition=Ready", "node/chart-node", "--timeout=60s")
     make_namespace(control_plane, NAMESPACE)
@@ -54,10 +56,10 @@ def cluster(control_plane: Cluster) -> Cluster:
 @pytest.fixture(scope="module")
 def release(cluster: Cluster) -> Iterator[Cluster]:
     """The chart with its defaults but for the webhook, which each test turns on when it wants it."""
-    helm_do(cluster, "install", *WITHOUT_WEBHOOK)
+    # Other tests on this cluster may have applied the CRDs already.
+    helm_do(cluster, "install", *WITHOUT_WEBHOOK, "--take-ownership")
     yield cluster
     helm_do(cluster, "uninstall", "--ignore-not-found")
-    cluster.kubectl("delete", "crd", CRD, "--ignore-not-found")
 
 
 def secret_data(cluster: Cluster) -> Any:

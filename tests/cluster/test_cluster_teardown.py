@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,26 +72,28 @@ def full_machine(ours: Settings) -> None:
 @pytest.mark.parametrize("crashed", [False, True], ids=["in-order", "after-a-crash"])
 def test_full_cluster_leaves_nothing(ours: Settings, folder: Path, crashed: bool) -> None:
     there_before = [path for path in FIXED if Path(path).exists()]
-    running = clusters.start_cluster(ours, folder, follow=True)
-    known = state.load(folder)
-    assert known is not None
-    namespaces = {os.readlink(f"/proc/{process.pid}/ns/net") for process in known.processes}
-    assert len(namespaces) == 3
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "runs"},
-        "spec": {"containers": [{"name": "main", "image": "isthmus.test/pause:1"}]},
-    }
-    running.apply(pod)
-    running.kubectl("wait", "--for=condition=Ready", "pod/runs", "--timeout=120s")
-    found = traces(folder, known.cgroup, namespaces)
-    # Containers run, so the cgroups are there to be removed; mounts never reach our own namespace.
-    assert found["processes"] and found["cgroups"] and found["files"] and not found["mounts"]
-    if crashed:
-        for process in known.processes:
-            os.kill(process.pid, signal.SIGKILL)
-    running.close()
+    with closing(clusters.start_cluster(ours, folder, follow=True)) as running:
+        known = state.load(folder)
+        assert known is not None
+        namespaces = {os.readlink(f"/proc/{process.pid}/ns/net") for process in known.processes}
+        assert len(namespaces) == 3
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "runs"},
+            "spec": {"containers": [{"name": "main", "image": "isthmus.test/pause:1"}]},
+        }
+        running.kubectl("wait", "--for=create", "serviceaccount/default", "--timeout=60s")
+        running.apply(pod)
+        running.kubectl("wait", "--for=condition=Ready", "pod/runs", "--timeout=120s")
+        found = traces(folder, known.cgroup, namespaces)
+        # Containers run, so there are cgroups to be removed; mounts never reach our own namespace.
+        assert found["processes"] and found["cgroups"] and found["files"] and not found["mounts"]
+        inside = [one for root in state.cgroup_roots(known.cgroup) for one in root.glob("node*/kubepods/*")]
+        assert inside, "the pod's cgroups are elsewhere, and would be left there"
+        if crashed:
+            for process in known.processes:
+                os.kill(process.pid, signal.SIGKILL)
     assert traces(folder, known.cgroup, namespaces) == NOTHING
     assert [path for path in FIXED if Path(path).exists()] == there_before
     assert clusters.take_down(folder) is False

@@ -29,9 +29,12 @@ def pod(name: str, node: str, script: str, **extra: object) -> dict[str, object]
 
 
 def finished(cluster: Cluster, name: str) -> str:
-    """Wait until the pod has succeeded and return its log."""
-    cluster.kubectl("wait", "--for=jsonpath={.status.phase}=Succeeded", f"pod/{name}", "--timeout=90s")
-    return cluster.kubectl("logs", name)
+    """Wait until the pod has ended, see that it succeeded, and return its log."""
+    ended = "--for=jsonpath={.status.containerStatuses[0].state.terminated.exitCode}"
+    cluster.kubectl("wait", ended, f"pod/{name}", "--timeout=90s")
+    log = cluster.kubectl("logs", name)
+    assert cluster.get("pod", name)["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 0, log
+    return log
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ from isthmus_operator.api.v1alpha1 import parse
 from isthmus_operator.render.names import Defaults
 from isthmus_operator.render.service import render
 from isthmus_runtime.config import EngineConfig, OnFailure, Role, RouterConfig, build_serve_parser, parse_serve
+from isthmus_runtime.model_cli import build_model_parser
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -150,3 +151,51 @@ def test_extra_args_may_hold_only_flags_that_no_field_sets() -> None:
     }
     assert flags - TYPED_FLAGS == {"help", "executor"}, "a new runtime flag needs a field, or a place in this list"
     assert not TYPED_FLAGS - flags
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        (
+            {"huggingFace": {"repo": "o/n", "revision": "v1", "tokenSecretRef": {"name": "hf", "key": "t"}}},
+            {"source": "hf://o/n@v1", "token_file": "/etc/isthmus/model/token"},
+        ),
+        (
+            {
+                "s3": {
+                    "uri": "s3://b/p/m",
+                    "endpoint": "http://minio:9000",
+                    "region": "r",
+                    "credentialsSecretRef": {"name": "keys"},
+                }
+            },
+            {
+                "source": "s3://b/p/m",
+                "s3_endpoint": "http://minio:9000",
+                "s3_region": "r",
+                "credentials_dir": "/etc/isthmus/model",
+            },
+        ),
+    ],
+)
+def test_init_containers_fetch_what_the_main_container_serves(source: dict[str, Any], wanted: dict[str, str]) -> None:
+    spec = {"model": {"source": source}, "roles": {"prefill": {}, "decode": {}}}
+    manifest = {
+        "apiVersion": "serving.isthmus.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": "svc", "namespace": "ns"},
+        "spec": spec,
+    }
+    deployments = [m for m in render(parse(manifest), Defaults()) if m["kind"] == "Deployment"]
+    assert len(deployments) == 3
+    for deployment in deployments:
+        pod = deployment["spec"]["template"]["spec"]
+        (init,) = pod["initContainers"]
+        assert init["command"] == ["isthmus-runtime"]
+        assert init["args"][0] == "model"
+        found = vars(build_model_parser().parse_args(init["args"][1:]))
+        assert found["command"] == "fetch"
+        assert {key: found[key] for key in wanted} == wanted
+        assert found["tokenizer_only"] == (pod["containers"][0]["name"] == "router")
+        config = parse_serve(pod["containers"][0]["args"][1:])
+        assert found["out"] == config.model.path

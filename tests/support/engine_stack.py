@@ -12,7 +12,7 @@ from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.backend import EngineBackend, Streams
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
-from isthmus_runtime.executor.fake import FakeExecutor
+from isthmus_runtime.executor.fake import MAX_TOKEN_IDS, FakeExecutor
 from isthmus_runtime.interfaces import Executor, HandoffEvent, KvHandoff
 from isthmus_runtime.kv.pool import BlockPool
 
@@ -38,7 +38,7 @@ def engine(
     loop = EngineLoop(core, executor, streams.sink, handoff=handoff)
     loop.start()
     try:
-        yield EngineBackend(loop, streams)
+        yield EngineBackend(loop, streams, vocab_size=MAX_TOKEN_IDS)
     finally:
         loop.stop()
         executor.close()

@@ -16,8 +16,8 @@ from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 
-# torch must come first: its libgomp.so.1 is then the one that the library binds to, so both share one
-# thread pool. Two pools on the same cores would spin against each other.
+# torch must come first: the library asks OpenMP how many threads torch was told to use, and binds to whichever
+# libgomp.so.1 is loaded. Its threads are its own (cpu/pool.cc).
 import torch
 from torch import Tensor
 

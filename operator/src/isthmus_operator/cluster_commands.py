@@ -67,7 +67,7 @@ def blocking(body: Object) -> dict[str, str]:
         return {
             "reason": "NotObserved",
             "message": f"no operator has looked at generation {body['metadata']['generation']} yet",
-            "remedy": "See whether the operator runs: kubectl get deployments -A -l app.kubernetes.io/component=operator",
+            "remedy": "See whether the operator runs: kubectl get pods -A -l app.kubernetes.io/component=operator",
         }
     reason = next((one for one in Reason if one.value == ready["reason"]), None)
     remedy = TEXTS[reason].remedy if reason is not None else ""

@@ -169,7 +169,7 @@ class RouterConfig:
     decode: tuple[str, ...] = ()
     worker: tuple[str, ...] = ()
     policy: str = "least-load"
-    """round-robin | least-load"""
+    """round-robin | least-load | prefix-aware | kv-aware"""
     disaggregate_above: int = 0
     """Prompts of at most this many tokens are computed on decode itself."""
     on_prefill_unavailable: str = "local"
@@ -240,7 +240,8 @@ def build_serve_parser() -> argparse.ArgumentParser:
     router.add_argument("--prefill", default="", help="comma-separated host:port; a host may resolve to many pods")
     router.add_argument("--decode", default="")
     router.add_argument("--worker", default="", help="unified engines")
-    router.add_argument("--policy", default="least-load", choices=["round-robin", "least-load"])
+    policies = ["round-robin", "least-load", "prefix-aware", "kv-aware"]
+    router.add_argument("--policy", default="least-load", choices=policies)
     router.add_argument("--disaggregate-above", default="0", help="shorter prompts are computed on decode")
     router.add_argument("--on-prefill-unavailable", default="local", choices=["local", "reject"])
     router.add_argument("--max-queue", default="1024")

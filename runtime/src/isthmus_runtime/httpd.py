@@ -157,6 +157,8 @@ class _ClientFaults(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, ConnectionResetError):
+            return False  # the client has gone, which is no event
         if not isinstance(error, HttpProcessingError | RequestPayloadError):
             return True
         record.msg, record.args = "a client sent bad HTTP: %s", (" ".join(str(error).split())[:200],)

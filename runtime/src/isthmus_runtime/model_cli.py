@@ -17,10 +17,14 @@ def build_model_parser() -> argparse.ArgumentParser:
     one = commands.add_parser("import", help="convert a GGUF file to safetensors")
     one.add_argument("file", help="GGUF file")
     one.add_argument("--out", required=True, help="directory to write; appears whole or not at all")
-    two = commands.add_parser("fetch", help="download a model from the Hugging Face hub")
-    two.add_argument("repo", help="hub id, owner/name")
-    two.add_argument("--revision", default="main", help="branch, tag or commit")
-    two.add_argument("--out", required=True, help="directory to write; appears whole or not at all")
+    two = commands.add_parser("fetch", help="download a model; nothing is done if it is there already")
+    two.add_argument("source", help="hf://owner/name[@revision] or s3://bucket/prefix")
+    two.add_argument("out", help="directory to write; appears whole or not at all")
+    two.add_argument("--token-file", default="", help="file with an access token of the hub")
+    two.add_argument("--s3-endpoint", default="", help="URL of an S3-compatible server; default: AWS")
+    two.add_argument("--s3-region", default="", help="region of the bucket")
+    two.add_argument("--credentials-dir", default="", help="folder with the files accessKeyId and secretAccessKey")
+    two.add_argument("--tokenizer-only", action="store_true", help="leave out the weights, as a router needs none")
     return p
 
 
@@ -33,14 +37,43 @@ def model_main(argv: Sequence[str]) -> int:
 
             import_gguf(Path(args.file), Path(args.out), _progress)
         else:
-            from .models.hub import fetch
-
-            fetch(args.repo, args.revision, Path(args.out), _progress)
+            _fetch(args)
     except WeightsError as e:
         for problem in e.problems:
             print(f"model {args.command}: {problem}", file=sys.stderr)
         return 1
     return 0
+
+
+def _fetch(args: argparse.Namespace) -> None:
+    out = Path(args.out)
+    scheme, _, rest = args.source.partition("://")
+    if scheme == "hf" and rest:
+        from .models.hub import fetch
+
+        repo, _, revision = rest.partition("@")
+        fetch(
+            repo, revision or "main", out, _progress,
+            token=_read(args.token_file), tokenizer_only=args.tokenizer_only,
+        )  # fmt: skip
+    elif scheme == "s3" and "/" in rest:
+        from .models.s3 import S3Access, fetch_s3, read_credentials
+
+        access = S3Access(endpoint=args.s3_endpoint, region=args.s3_region)
+        if args.credentials_dir:
+            access = read_credentials(Path(args.credentials_dir), endpoint=args.s3_endpoint, region=args.s3_region)
+        fetch_s3(args.source, out, _progress, access, tokenizer_only=args.tokenizer_only)
+    else:
+        raise WeightsError(f"{args.source!r} is no source; give hf://owner/name[@revision] or s3://bucket/prefix")
+
+
+def _read(path: str) -> str:
+    if not path:
+        return ""
+    try:
+        return Path(path).read_text().strip()
+    except OSError as e:
+        raise WeightsError(f"--token-file {path}: {e.strerror}") from e
 
 
 def _progress(text: str) -> None:

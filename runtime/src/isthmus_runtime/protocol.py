@@ -8,6 +8,7 @@
 | POST /internal/commit   | router -> decode  | CommitCall -> {} : prefill has sent everything, or has failed |
 | POST /internal/abort    | router -> engine  | AbortCall -> {} : idempotent, unknown ids are counted and ignored |
 | GET  /internal/drained  | decode -> prefill | ?attempt= -> DrainAnswer : may a byte of this attempt still move? |
+| GET  /internal/kv-events | router -> engine | KvEvents lines, the first a snapshot, without end |
 
 Closing the connection of a generate or prefill call cancels it. An attempt id is in every message. Peer addresses
 come only from the router in these records, never from a client.
@@ -221,6 +222,19 @@ class DrainAnswer(_Wire):
     attempt: str
     drained: bool
     epoch: str
+
+
+class KvEvents(_Wire):
+    """Changes of an engine's prefix cache. The first line, and one after a gap, begins a snapshot."""
+
+    previous: int
+    """Changes before this line: where the last line ended, unless `reset`."""
+    following: int
+    """Changes up to and including this line. Equal to `previous` within a snapshot."""
+    reset: bool = False
+    """Forget everything known; this line and the next ones with `following` == `previous` are the snapshot."""
+    changes: tuple[str, ...] = ()
+    """In order: `+` a block became a hit, `-` it is none any more; then the first 8 bytes of its hash in hex."""
 
 
 def reserved_line(ticket: Ticket) -> bytes:

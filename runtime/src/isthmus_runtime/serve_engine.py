@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.metadata import version
@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from .config import EngineConfig, Role
 from .engine.backend import EngineBackend, Streams
+from .engine.kv_events import KvEventFeed
 from .engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from .engine.scheduler import Scheduler
 from .engine.server import MAX_BODY_BYTES, EngineMeters, EngineServer
@@ -115,7 +116,7 @@ def _load_torch(config: EngineConfig) -> _Loaded:
 
 
 def _load_fake(config: EngineConfig) -> _Loaded:
-    from .executor.fake import ENTRY_BYTES, VOCAB_SIZE, FakeExecutor
+    from .executor.fake import ENTRY_BYTES, MAX_TOKEN_IDS, FakeExecutor
 
     # One head of width 1 in fp32, keys and values, takes as many bytes as a fake entry.
     spec = LayerSpec(kind="full", layers=1, block_size=config.kv.block_size, dtype="fp32", kv_heads=1, head_dim=1)
@@ -131,15 +132,17 @@ def _load_fake(config: EngineConfig) -> _Loaded:
         layout=config.kv.layout,
     )
     executor = FakeExecutor(kv.num_blocks, kv.block_size, layout_digest=digest)
-    return _Loaded(executor=executor, plan=kv, digest=digest, kv_heads=1, vocab_size=VOCAB_SIZE)
+    return _Loaded(executor=executor, plan=kv, digest=digest, kv_heads=1, vocab_size=MAX_TOKEN_IDS)
 
 
 async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | None, started: float) -> int:
     kv, model_name = loaded.plan, config.model.served_names[0]
+    feed = KvEventFeed(asyncio.get_running_loop()) if config.kv.prefix_caching else None
+    events = None if feed is None else feed.queue
     scheduler = Scheduler(
         config.scheduler,
         kv,
-        BlockPool(kv.num_blocks, num_groups=len(kv.groups), prefix_caching=config.kv.prefix_caching),
+        BlockPool(kv.num_blocks, num_groups=len(kv.groups), prefix_caching=config.kv.prefix_caching, events=events),
         layout_digest=loaded.digest,
         kv_heads=loaded.kv_heads,
         block_bytes=kv.bytes_per_block,
@@ -148,7 +151,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     streams = Streams(asyncio.get_running_loop())
     mover = _Mover.start(config, loaded)
     engine = EngineLoop(scheduler, loaded.executor, streams.sink, handoff=mover.handoff)
-    backend = EngineBackend(engine, streams)
+    backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size)
     in_flight = InFlight()
     meters = EngineMeters(CollectorRegistry(), model_name)
     meters.engine.set_cache_config(block_size=str(kv.block_size), num_gpu_blocks=str(kv.num_blocks))
@@ -186,8 +189,11 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         in_flight,
         no_progress_timeout_s=config.server.no_progress_timeout_s,
         clock=time.monotonic,
+        kv_events=feed,
     )
     app.add_routes(server.routes())
+    if feed is not None:
+        app.on_shutdown.append(_ender(feed))
     if tokenizer is not None:
         add_openai_routes(
             app,
@@ -216,6 +222,13 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     return 0
 
 
+def _ender(feed: KvEventFeed) -> Callable[[web.Application], Awaitable[None]]:
+    async def end(app: web.Application) -> None:
+        feed.close()
+
+    return end
+
+
 class _Mover:
     """The transfer side of an engine, or its absence."""
 
@@ -227,12 +240,16 @@ class _Mover:
     def start(config: EngineConfig, loaded: _Loaded) -> _Mover:
         """Register the pool with the transport, measure it, and offer the agent to the loop."""
         if config.transfer.mode == "none":
-            return _Mover(TransferInfo())
+            return _Mover(TransferInfo(epoch=uuid.uuid4().hex))
         from .transfer.agent import TransferAgent
         from .transfer.factory import make_transfer
 
         memory = replace(loaded.executor.kv_memory(), layout_digest=loaded.digest)
-        transfer = make_transfer(config.transfer)
+        settings = config.transfer
+        if settings.mode == "store" and memory.device == "cpu":
+            # The pool can return other bytes than were stored (docs/adr/0007).
+            settings = replace(settings, verify_crc=True)
+        transfer = make_transfer(settings)
         transfer.prepare(memory, PREPARE_TIMEOUT_S)
         effective = transfer.effective()
         log.info("KV transfer: %s over %s, %.2f GB/s", config.transfer.mode, effective.transport, effective.gbps)
@@ -244,6 +261,6 @@ class _Mover:
         )
 
         def handoff(notify: Callable[[HandoffEvent], None]) -> KvHandoff:
-            return TransferAgent(transfer, memory, config.transfer, notify, time.monotonic, epoch=info.epoch)
+            return TransferAgent(transfer, memory, settings, notify, time.monotonic, epoch=info.epoch)
 
         return _Mover(info, handoff)

@@ -39,6 +39,7 @@ class Injector:
         self.events: list[Event] = []
         self.problems: list[str] = []
         self._fleet = fleet
+        self._busy: dict[str, asyncio.Lock] = {}
         self._hog = Path(__file__).with_name("pool_hog.py")
 
     async def run(self, faults: list[Fault]) -> None:
@@ -50,9 +51,14 @@ class Injector:
                 group.create_task(self._one(fault))
 
     async def _one(self, fault: Fault) -> None:
-        event = Event(fault, time.time())
-        self.events.append(event)
-        print(f"    {fault}", flush=True)
+        # A victim of an earlier fault that still starts again is left alone until it is well.
+        async with self._busy.setdefault(fault.target, asyncio.Lock()):
+            event = Event(fault, time.time())
+            self.events.append(event)
+            print(f"    {fault}", flush=True)
+            await self._happen(fault, event)
+
+    async def _happen(self, fault: Fault, event: Event) -> None:
         try:
             await getattr(self, "_" + fault.kind.replace(" ", "_").replace("-", "_"))(fault, event)
         except (Broken, RuntimeError, OSError, TimeoutError) as error:

@@ -11,6 +11,8 @@ import os
 import signal
 import subprocess
 import threading
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,8 +83,10 @@ class Member:
 class Fleet:
     """Starts and stops members by name."""
 
-    def __init__(self, folder: Path, mode: str, network: Network | None) -> None:
+    def __init__(self, folder: Path, mode: str, network: Network | None, more: Sequence[str] = ()) -> None:
+        """`more`: further arguments of every engine."""
         self.mode = mode
+        self._more = tuple(more)
         self.network = network
         self.prefills = [f"prefill{i}" for i in range(2)]
         self.decodes = [f"decode{i}" for i in range(2)]
@@ -119,7 +123,7 @@ class Fleet:
             argv += ["--prefill", ",".join(map(self.address, self.prefills))]
             argv += ["--decode", ",".join(map(self.address, self.decodes))]
             return [*argv, "--request-timeout", f"{REQUEST_TIMEOUT_S:g}s"]
-        argv += ["--executor", "fake", "--kv-memory", "128Ki", "--transfer-mode", self.mode]
+        argv += [*self._more, "--executor", "fake", "--kv-memory", "128Ki", "--transfer-mode", self.mode]
         # Short, so that what a failure leaves behind is swept within the time a run settles.
         argv += ["--transfer-timeout", "4s"]
         # One of each, so that recomputed answers and 502s both occur.
@@ -127,6 +131,15 @@ class Fleet:
         if self.mode == "store":
             argv += ["--store-master", self.address("master"), "--store-segment-size", "16Mi"]
         return argv
+
+    def sockets(self, name: str) -> str:
+        """Connections of a member by local port and state, as text."""
+        argv = [*(self.network.enter(name) if self.network else []), "ss", "-tanpH"]
+        lines = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
+        pid = f"pid={self.member[name].popen.pid},"
+        words = [line.split() for line in lines if pid in line]
+        found = Counter((w[0], w[3].rpartition(":")[2], w[4].rpartition(":")[0]) for w in words)
+        return ", ".join(f"{n} {state} on {port} from {peer}" for (state, port, peer), n in found.most_common(8))
 
     def close(self) -> dict[str, int]:
         """Stop everything: SIGTERM to all, and the statuses."""

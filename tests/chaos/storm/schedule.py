@@ -63,13 +63,16 @@ KINDS = (
 )
 
 
-def plan(seed: int, seconds: float, mode: str, names: Sequence[str], *, network: bool) -> list[Fault]:
+def plan(
+    seed: int, seconds: float, mode: str, names: Sequence[str], *, network: bool, only: Sequence[str] = ()
+) -> list[Fault]:
     """Faults from 2 s on until 5 s before the end. Kinds come from a shuffled deck: each once before any comes again.
 
-    At most two overlap, and never on the same target.
+    At most two overlap, and never on the same target. `only`: names of the kinds to take; empty: all.
     """
     rng = random.Random(f"faults {seed}")
     kinds = [k for k in KINDS if (network or not k.needs_network) and (mode == "store" or not k.store_only)]
+    kinds = [k for k in kinds if k.name in only] if only else kinds
     faults: list[Fault] = []
     deck: list[Kind] = []
     now = 2.0

@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import aiohttp
@@ -32,6 +33,10 @@ def main(argv: list[str], *, network: bool) -> int:
     parser.add_argument("--mode", choices=["direct", "store"], default="direct")
     parser.add_argument("--rate", type=float, default=5.0, help="requests a second")
     parser.add_argument("--out", type=Path, default=None, help="folder for logs and the report; default: a new one")
+    parser.add_argument("--crc", action="store_true", help="engines check a checksum of every prompt's KV")
+    parser.add_argument(
+        "--only", default="", help="comma-separated kinds of faults, to look for the cause of something"
+    )
     parser.add_argument("--plan", action="store_true", help="print the schedule and end")
     args = parser.parse_args(argv)
     seed = random.randrange(10**6) if args.seed is None else args.seed
@@ -39,17 +44,22 @@ def main(argv: list[str], *, network: bool) -> int:
     out.mkdir(parents=True, exist_ok=True)
     if args.plan:
         names = Fleet(out, args.mode, None).names
-        print("\n".join(map(str, plan(seed, args.minutes * 60, args.mode, names, network=network))))
+        print("\n".join(map(str, plan(seed, args.minutes * 60, args.mode, names, network=network, only=_kinds(args)))))
         return 0
     print(f"chaos: make chaos SEED={seed} MINUTES={args.minutes:g} MODE={args.mode}    logs in {out}", flush=True)
-    return asyncio.run(_run(seed, args.minutes * 60, args.mode, args.rate, out, network))
+    return asyncio.run(_run(args, seed, out, network))
 
 
-async def _run(seed: int, seconds: float, mode: str, rate: float, out: Path, with_network: bool) -> int:
+def _kinds(args: argparse.Namespace) -> list[str]:
+    return [word.strip() for word in args.only.split(",") if word.strip()]
+
+
+async def _run(args: argparse.Namespace, seed: int, out: Path, with_network: bool) -> int:
     report = Report()
+    mode, seconds = args.mode, args.minutes * 60
     names = [*(["master"] if mode == "store" else []), "prefill0", "prefill1", "decode0", "decode1", "router"]
     network = Network(names) if with_network else None
-    fleet = Fleet(out, mode, network)
+    fleet = Fleet(out, mode, network, ["--transfer-crc"] if args.crc else [])
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -57,11 +67,11 @@ async def _run(seed: int, seconds: float, mode: str, rate: float, out: Path, wit
     try:
         if network is not None:
             network.up()
-        await _storm(fleet, seed, seconds, rate, report)
+        await _storm(fleet, seed, args, report, out)
     finally:
         statuses = fleet.close()
         if network is not None:
-            processes_left(fleet, report, network.pids)
+            processes_left(fleet, report, network)
             network.down()
     report.row("exit statuses", statuses)
     ours = {n: s for n, s in statuses.items() if n != "master" and s != 0}
@@ -73,9 +83,10 @@ async def _run(seed: int, seconds: float, mode: str, rate: float, out: Path, wit
     return 1 if report.violations else 0
 
 
-async def _storm(fleet: Fleet, seed: int, seconds: float, rate: float, report: Report) -> None:
+async def _storm(fleet: Fleet, seed: int, args: argparse.Namespace, report: Report, out: Path) -> None:
+    seconds = args.minutes * 60
     injector, remains = Injector(fleet), Remains(fleet)
-    load = Load(fleet.url("router"), seed, rate)
+    load = Load(fleet.url("router"), seed, args.rate)
     for name in fleet.names:
         fleet.member[name].start()
         if name == "master":
@@ -87,7 +98,7 @@ async def _storm(fleet: Fleet, seed: int, seconds: float, rate: float, report: R
             report.violations.append(f"before the storm: {outcome.ending} {outcome.problem} {outcome.error}")
     before = remains.descriptors()
 
-    faults = plan(seed, seconds, fleet.mode, fleet.names, network=fleet.network is not None)
+    faults = plan(seed, seconds, fleet.mode, fleet.names, network=fleet.network is not None, only=_kinds(args))
     stop = asyncio.Event()
     loading = asyncio.create_task(load.run(stop))
     began = time.monotonic()
@@ -109,6 +120,9 @@ async def _storm(fleet: Fleet, seed: int, seconds: float, rate: float, report: R
     await remains.settle(20.0, report, "at the end")
     await remains.descriptors_settle(before, report, 45.0)
 
+    with (out / "requests.jsonl").open("w") as lines:
+        for outcome in load.outcomes:
+            lines.write(json.dumps(asdict(outcome)) + "\n")
     judge(load.outcomes[:after], injector.events, fleet, report, load.lag_s)
     report.violations.extend(injector.problems)
     kinds = sorted({e.fault.kind for e in injector.events})

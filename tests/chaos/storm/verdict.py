@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,7 @@ import aiohttp
 from faults import Event
 from fleet import Fleet
 from load import Outcome
+from network import Network
 
 ANSWER_S = 1.0
 """From detection to the client's answer."""
@@ -106,7 +109,9 @@ def _router_words(fleet: Fleet) -> list[tuple[float, str]]:
     for line in fleet.member["router"].log.read_text(errors="replace").splitlines():
         if match := _STAMP.match(line):
             stamp = time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S")) + int(match[2]) / 1e3
-            found.append((stamp, match[4]))
+            # A probe without an answer is a suspicion only; these are decisions.
+            if "silent for" in match[4] or "was lost" in match[4]:
+                found.append((stamp, match[4]))
     return found
 
 
@@ -202,12 +207,16 @@ class Remains:
                 break
             await asyncio.sleep(1)
         report.row("descriptors, before and after", ", ".join(f"{n} {before[n]}/{now[n]}" for n in now))
-        report.violations.extend(f"{n} has {more} descriptors more than at first" for n, more in grown.items())
+        for name, more in grown.items():
+            held = self._fleet.sockets(name)
+            report.violations.append(f"{name} has {more} descriptors more than at first; its connections: {held}")
 
 
-def processes_left(fleet: Fleet, report: Report, alive: Callable[[str], list[int]]) -> None:
-    """Whether anything still runs where the members ran."""
-    left = {name: pids for name in fleet.names if (pids := alive(name))}
+def processes_left(fleet: Fleet, report: Report, network: Network) -> None:
+    """Whether anything still runs where the members ran; it is ended here."""
+    left = {name: pids for name in fleet.names if (pids := network.pids(name))}
     report.row("processes left", left or "none")
     if left:
         report.violations.append(f"processes are left: {left}")
+    for pid in (pid for pids in left.values() for pid in pids):
+        os.kill(pid, signal.SIGKILL)

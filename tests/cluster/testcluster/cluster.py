@@ -75,9 +75,8 @@ class Cluster:
 
     def kubectl(self, *arguments: str, manifest: object = None, timeout: float = 120.0) -> str:
         """Run kubectl and return what it printed; `manifest` is passed as JSON for `-f -`. Raises CommandError."""
-        command = [self.kubectl_path, f"--kubeconfig={self.kubeconfig}", *arguments]
-        if self.folder is not None:
-            command.append(f"--cache-dir={self.folder / 'kubectl-cache'}")
+        cache = [] if self.folder is None else [f"--cache-dir={self.folder / 'kubectl-cache'}"]
+        command = [self.kubectl_path, f"--kubeconfig={self.kubeconfig}", *cache, *arguments]
         text = None if manifest is None else json.dumps(manifest)
         return run(command, label=f"kubectl {' '.join(arguments)}", text=text, timeout=timeout)
 
@@ -345,7 +344,7 @@ def stop(process: state.Process) -> None:
     inner = state.children(process.pid)
     members = [process.pid, *inner]
     # With namespaces, `unshare` waits for the first process inside and ignores SIGTERM itself.
-    unshared = Path(f"/proc/{process.pid}/exe").resolve().name == "unshare"
+    unshared = b"unshare" in state.command_line(process.pid).split(b"\0")[0]
     for number, seconds in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, STOP_S)):
         for pid in inner if unshared and number == signal.SIGTERM else [process.pid]:
             try:

@@ -177,6 +177,8 @@ def prepare(spec: dict[str, Any]) -> None:
     mount("-t", "tmpfs", "-o", "mode=755,size=256m", "tmpfs", "/run")
     for source, target in spec["binds"]:
         mount("--bind", source, target)
+    if spec["cgroup"]:
+        confine_cgroups(spec["cgroup"].strip("/"))
     shadow_kernel_settings(spec["shadow_sysctls"])
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     for path, value in spec["sysctls"].items():
@@ -196,6 +198,42 @@ def shadow_kernel_settings(settings: dict[str, str]) -> None:
             shadow = folder / path.replace("/", ".")
             shadow.write_text(value + "\n")
             mount("--bind", str(shadow), str(target))
+
+
+def confine_cgroups(cgroup: str) -> None:
+    """Make `cgroup` in every hierarchy and mount it over the hierarchy's root.
+
+    kubelet and containerd then do as they always do, and all their cgroups are below ours: two nodes share none, and
+    `take_down` finds them again.
+    """
+    mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    # Fields: id, parent, device, root, mount point, options, optional ones, "-", type.
+    roots = {fields[4]: fields[fields.index("-") + 1] for fields in mounts}
+    for root, kind in roots.items():
+        if kind not in ("cgroup", "cgroup2"):
+            continue
+        folder = Path(root)
+        for part in cgroup.split("/"):
+            parent, folder = folder, folder / part
+            folder.mkdir(exist_ok=True)
+            inherit(parent, folder)
+        # The old root has to go: runc would find it first, and look for containers' cgroups there.
+        spare = Path("/run/cgroup-root")
+        spare.mkdir(exist_ok=True)
+        mount("--bind", str(folder), str(spare))
+        subprocess.run(["umount", root], check=True)
+        mount("--bind", str(spare), root)
+        subprocess.run(["umount", str(spare)], check=True)
+
+
+def inherit(parent: Path, child: Path) -> None:
+    """Give a new cgroup what the kernel does not: the processors of a v1 cpuset, the controllers of v2."""
+    for name in ("cpuset.cpus", "cpuset.mems"):
+        if (child / name).exists() and not (child / name).read_text().strip():
+            (child / name).write_text((parent / name).read_text())
+    if (parent / "cgroup.subtree_control").exists():
+        controllers = (parent / "cgroup.controllers").read_text().split()
+        (parent / "cgroup.subtree_control").write_text(" ".join(f"+{one}" for one in controllers))
 
 
 def mount(*arguments: str) -> None:

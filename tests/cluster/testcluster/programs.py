@@ -43,11 +43,13 @@ class MachineSpec:
 
     `binds`: (host folder, where the machine sees it). `sysctls`: settings of its own network namespace.
     `shadow_sysctls`: machine-wide settings it believes to have. `follow`: stop when standard input ends.
+    `cgroup`: the cgroup that it takes for the root of each hierarchy.
     """
 
     name: str
     namespaces: bool
     follow: bool
+    cgroup: str = ""
     binds: Sequence[tuple[str, str]] = ()
     sysctls: Mapping[str, str] = field(default_factory=dict)
     shadow_sysctls: Mapping[str, str] = field(default_factory=dict)

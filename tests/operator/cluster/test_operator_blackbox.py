@@ -42,9 +42,19 @@ def test_a_service_becomes_ready_and_says_so(service: Service) -> None:
     assert status["observedGeneration"] == 1
     assert status["pinned"]["engineImage"] == "engine:1"
     table = service.cluster.kubectl("get", "pdsvc", "-n", service.namespace, "-o", "wide")
-    assert (
-        table.split("\n")[0].split() == ["NAME", "MODE", "PREFILL", "DECODE", "ROUTER", "TRANSFER", "READY", "AGE", "URL", "REVISION", "REASON"]
-    )
+    assert table.split("\n")[0].split() == [
+        "NAME",
+        "MODE",
+        "PREFILL",
+        "DECODE",
+        "ROUTER",
+        "TRANSFER",
+        "READY",
+        "AGE",
+        "URL",
+        "REVISION",
+        "REASON",
+    ]
     assert "2/2" in table
     for kind, group in (
         ("deployments", "/apis/apps/v1"),

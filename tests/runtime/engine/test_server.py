@@ -110,6 +110,8 @@ def test_refusals_are_plain_http_errors_that_name_the_field() -> None:
         async with served() as (session, _, _):
             for body, status, word in (
                 (call("a", [1] * 500, 1), 400, "at most 127"),
+                (call("a", [1, 1 << 40], 1), 400, "token id 1099511627776"),
+                (call("a", [-1], 1), 400, "token id -1"),
                 ("{", 400, "body"),
                 ('{"request": {"request_id": "a"}}', 400, "request.prompt_token_ids"),
                 ('{"surprise": 1, "request": null}', 400, ""),

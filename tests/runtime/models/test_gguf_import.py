@@ -357,12 +357,12 @@ def test_fetch_says_what_is_wrong(
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "out" / "m"
-    assert model_main(["fetch", "owner/name", "--out", str(out)]) == 1
+    assert model_main(["fetch", "hf://owner/name", str(out)]) == 1
     assert "the hub could not be reached for owner/name at main" in capsys.readouterr().err
     assert list((tmp_path / "out").iterdir()) == []
-    assert model_main(["fetch", "not//valid", "--out", str(out)]) == 1
+    assert model_main(["fetch", "hf://not//valid", str(out)]) == 1
     assert "is not a hub id" in capsys.readouterr().err
     out.mkdir()
     (out / "x").touch()
-    assert model_main(["fetch", "owner/name", "--out", str(out)]) == 1
-    assert "is not empty" in capsys.readouterr().err
+    assert model_main(["fetch", "hf://owner/name", str(out)]) == 1
+    assert "holds no whole model" in capsys.readouterr().err

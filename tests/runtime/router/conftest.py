@@ -18,6 +18,7 @@ from isthmus_runtime.protocol import (
     CommitCall,
     EngineInfo,
     GenerateCall,
+    KvEvents,
     KvInfo,
     PrefillAnswer,
     PrefillCall,
@@ -60,6 +61,10 @@ class FakeEngine:
         self.on_failed_commit = [tokens(7, note="recomputed"), tokens(8), done(9)]
         self.prefill_script = []
         self.commit_error = None
+        self.kv_changes = None
+        """A queue of KvEvents lines, None ends the stream; without a queue there is no such route."""
+        self.kv_readers = 0
+        self.epoch = "e1"
         self.generates = []
         self.prefills = []
         self.commits = []
@@ -83,6 +88,8 @@ class FakeEngine:
         app = web.Application(middlewares=[error_middleware])
         app.router.add_get("/info", self._info)
         app.router.add_get("/ready", self._ready)
+        if self.kv_changes is not None:
+            app.router.add_get("/internal/kv-events", self._kv_events)
         for name in ("generate", "prefill", "commit", "abort"):
             app.router.add_post(f"/internal/{name}", getattr(self, f"_{name}"))
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
@@ -112,11 +119,20 @@ class FakeEngine:
                 max_model_len=self.max_model_len,
                 layout_digest="d",
             ),
-            transfer=TransferInfo(mode=self.mode, epoch="e1"),
+            transfer=TransferInfo(mode=self.mode, epoch=self.epoch),
             version="0",
             draining=self.draining,
         )
         return web.Response(text=info.model_dump_json(), content_type="application/json")
+
+    async def _kv_events(self, request):
+        self.kv_readers += 1
+        self.note()
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while (line := await self.kv_changes.get()) is not None:
+            await response.write(line.model_dump_json().encode() + b"\n")
+        return response
 
     async def _ready(self, request):
         return web.Response(status=200 if self.is_ready else 503, text="warming up")
@@ -183,6 +199,10 @@ class FakeEngine:
         self.aborts.append(AbortCall.model_validate_json(await request.read()))
         self.note()
         return web.json_response({})
+
+
+def kv_line(previous, following, *changes, reset=False):
+    return KvEvents(previous=previous, following=following, reset=reset, changes=changes)
 
 
 class Rig:
@@ -279,6 +299,7 @@ def kit():
         DIE = DIE
         tokens = staticmethod(tokens)
         done = staticmethod(done)
+        kv_line = staticmethod(kv_line)
         request = staticmethod(request)
         collect = staticmethod(collect)
 

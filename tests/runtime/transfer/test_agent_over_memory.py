@@ -446,3 +446,15 @@ def test_the_factory_refuses_what_moves_nothing() -> None:
         make_transfer(TransferConfig(mode="memory"))
     with pytest.raises(ConfigError, match="only tcp"):
         make_transfer(TransferConfig(mode="store", transport="rdma"))
+
+
+def test_a_leg_that_is_released_and_not_yet_forgotten_has_no_deadline() -> None:
+    # Another thread may be between the two while the engine thread asks how long it may sleep.
+    pair = make_pair()
+    agent, seen = pair.prefill.agent, list[float | None]()
+    agent._notify = lambda event: seen.append(agent.next_deadline())
+    pair.open("a", [1])
+    pair.send("a", [0])
+    agent.finish_send("a", record_of("a"), pair.now)
+    pair.run(1.0)
+    assert seen == [None, None]

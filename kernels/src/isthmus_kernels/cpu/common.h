@@ -15,9 +15,9 @@
 #define ISTHMUS_CAT(a, b) ISTHMUS_CAT2(a, b)
 // Every entry point takes its arguments as 8-byte slots, in order. One shape for all lets a recorded sequence of
 // calls be replayed from here (level.cc) without Python.
-#define EXPORT(name)                                                                                         \
-    extern "C" __attribute__((visibility("default"))) int64_t ISTHMUS_CAT(isthmus_##name##_, ISTHMUS_LEVEL)( \
-        const uint64_t *arguments)
+#define EXPORT(name)                                                                         \
+    extern "C" __attribute__((visibility("default"))) int64_t ISTHMUS_CAT(isthmus_##name##_, \
+                                                                          ISTHMUS_LEVEL)(const uint64_t *arguments)
 #define INLINE inline __attribute__((always_inline))
 
 extern "C" void isthmus_parallel(int64_t count, int threads, void (*body)(void *context, int64_t index, int thread),
@@ -57,7 +57,9 @@ struct Arguments {
     }
 };
 
-INLINE float to_float(float x) { return x; }
+INLINE float to_float(float x) {
+    return x;
+}
 INLINE float to_float(bf16 x) {
     uint32_t u = uint32_t(x.bits) << 16;
     float f;
@@ -72,8 +74,12 @@ INLINE uint16_t bf16_bits(float f) {
     if ((u & 0x7fffffffu) > 0x7f800000u) return uint16_t(u >> 16) | 0x40;
     return uint16_t((u + 0x7fffu + ((u >> 16) & 1)) >> 16);
 }
-INLINE void put(float *p, float x) { *p = x; }
-INLINE void put(bf16 *p, float x) { p->bits = bf16_bits(x); }
+INLINE void put(float *p, float x) {
+    *p = x;
+}
+INLINE void put(bf16 *p, float x) {
+    p->bits = bf16_bits(x);
+}
 
 INLINE vf load(const float *p) {
     vf v;
@@ -85,7 +91,9 @@ INLINE vf load(const bf16 *p) {
     memcpy(&h, p, sizeof h);
     return (vf)(__builtin_convertvector(h, vu) << 16);
 }
-INLINE void store(float *p, vf v) { memcpy(p, &v, sizeof v); }
+INLINE void store(float *p, vf v) {
+    memcpy(p, &v, sizeof v);
+}
 INLINE void store(bf16 *p, vf v) {
     vu u = (vu)v;
     vu rounded = (u + 0x7fffu + ((u >> 16) & 1)) >> 16;
@@ -93,18 +101,34 @@ INLINE void store(bf16 *p, vf v) {
     vh h = __builtin_convertvector((nan & ((u >> 16) | 0x40)) | (~nan & rounded), vh);
     memcpy(p, &h, sizeof h);
 }
-INLINE vf splat(float x) { return vf{} + x; }
-INLINE vf select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+INLINE vf splat(float x) {
+    return vf{} + x;
+}
+INLINE vf select(vi mask, vf a, vf b) {
+    return (vf)((mask & (vi)a) | (~mask & (vi)b));
+}
 // The generic form takes three instructions where the machine has one.
 #if defined(__AVX512F__)
-INLINE vf vmax(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
-INLINE vf vmin(vf a, vf b) { return (vf)_mm512_min_ps((__m512)a, (__m512)b); }
+INLINE vf vmax(vf a, vf b) {
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+}
+INLINE vf vmin(vf a, vf b) {
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+}
 #elif defined(__AVX2__)
-INLINE vf vmax(vf a, vf b) { return (vf)_mm256_max_ps((__m256)a, (__m256)b); }
-INLINE vf vmin(vf a, vf b) { return (vf)_mm256_min_ps((__m256)a, (__m256)b); }
+INLINE vf vmax(vf a, vf b) {
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+}
+INLINE vf vmin(vf a, vf b) {
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+}
 #else
-INLINE vf vmax(vf a, vf b) { return select(a > b, a, b); }
-INLINE vf vmin(vf a, vf b) { return select(a < b, a, b); }
+INLINE vf vmax(vf a, vf b) {
+    return select(a > b, a, b);
+}
+INLINE vf vmin(vf a, vf b) {
+    return select(a < b, a, b);
+}
 #endif
 // Four lanes: what a horizontal reduction folds to.
 typedef float v4 __attribute__((vector_size(16)));

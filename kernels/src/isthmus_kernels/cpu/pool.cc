@@ -2,8 +2,8 @@
 // too, and returns when the indices are used up and nobody is inside one. A thread that the system has not
 // scheduled is therefore never waited for, which is what makes OpenMP's barriers crawl on a busy machine.
 //
-// One loop runs at a time; a second caller meanwhile runs its loop alone. After a fork the child has no
-// helpers, and everything still works. Compiled once, for the oldest instruction set.
+// One loop runs at a time; a second caller meanwhile runs its loop alone. A forked child
+// hires helpers of its own. Compiled once, for the oldest instruction set.
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -31,7 +31,7 @@ struct alignas(64) Pool {
     int32_t sleeping;
     alignas(64) int32_t busy;
     int32_t helpers;
-    bool failed;
+    bool failed, watched;
 } pool;
 
 inline void relax() {
@@ -74,7 +74,16 @@ void *help(void *number) {
     return nullptr;
 }
 
+// Only the forking thread lives on in the child.
+void forget_helpers() {
+    pool.helpers = pool.open = pool.inside = pool.sleeping = pool.busy = 0;
+}
+
 void hire(int wanted) {
+    if (!pool.watched) {
+        pool.watched = true;
+        pthread_atfork(nullptr, nullptr, forget_helpers);
+    }
     while (pool.helpers < wanted && !pool.failed) {
         pthread_t handle;
         // Where no thread can be had, the caller does the work.

@@ -78,6 +78,9 @@ RULES: dict[Place, list[tuple[str, str]]] = {
     ("spec", "model", "cache"): [
         (_one_of("pvc", "hostPath", "emptyDir"), "give exactly one of pvc, hostPath, emptyDir")
     ],
+    ("spec", "engine", "extraArgs"): [
+        ("self.all(flag, flag.matches('^[a-z][a-z0-9-]{0,62}$'))", "give flags without dashes in front, in lower case")
+    ],
     ("spec", "engine", "kvCache"): _KV_RULES,
     ("spec", "transfer"): [
         (

@@ -62,6 +62,8 @@ class Enforcement(StrEnum):
 class RouterPolicy(StrEnum):
     ROUND_ROBIN = "RoundRobin"
     LEAST_LOAD = "LeastLoad"
+    PREFIX_AWARE = "PrefixAware"
+    KV_AWARE = "KVAware"
 
 
 class PrefillUnavailable(StrEnum):

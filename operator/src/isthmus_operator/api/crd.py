@@ -1,4 +1,4 @@
-"""The CustomResourceDefinitions, generated from the types: `python -m isthmus_operator.api.crd [NAME]` prints one as YAML.
+"""The CustomResourceDefinitions, generated from the types. `python -m isthmus_operator.api.crd [NAME]` prints one.
 
 Pure and deterministic; `make generate` writes the results to crds/.
 """

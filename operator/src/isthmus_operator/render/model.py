@@ -51,10 +51,12 @@ def _fetched(service: InferenceService, *, image: str, tokenizer_only: bool) -> 
     source = service.spec.model.source
     args = ["model", "fetch"]
     secret: dict[str, Any] | None = None
+    # Engines may share the cache with routers, and take a folder that is there for a whole model.
+    root = f"{ROOT}/.tokenizers" if tokenizer_only else ROOT
     if source.hugging_face:
         hub = source.hugging_face
         # The revision is part of the folder, so that a shared cache keeps several side by side.
-        path = f"{ROOT}/{hub.repo}@{hub.revision.replace('/', '_')}"
+        path = f"{root}/{hub.repo}@{hub.revision.replace('/', '_')}"
         args += [f"hf://{hub.repo}@{hub.revision}", path]
         if hub.token_secret_ref:
             ref = hub.token_secret_ref
@@ -63,7 +65,7 @@ def _fetched(service: InferenceService, *, image: str, tokenizer_only: bool) -> 
     else:
         bucket = source.s3
         assert bucket is not None, "validation lets exactly one source through"
-        path = f"{ROOT}/{bucket.uri.removeprefix('s3://').rstrip('/')}"
+        path = f"{root}/{bucket.uri.removeprefix('s3://').rstrip('/')}"
         args += [bucket.uri, path]
         if bucket.endpoint:
             args += ["--s3-endpoint", bucket.endpoint]

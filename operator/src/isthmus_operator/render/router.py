@@ -20,6 +20,12 @@ from .names import (
 from .pod import GRACE_AFTER_DRAIN_S, http_probes, pod_env, pod_template, resources
 from .revision import role_revision
 
+_POLICIES = {
+    RouterPolicy.ROUND_ROBIN: "round-robin",
+    RouterPolicy.LEAST_LOAD: "least-load",
+    RouterPolicy.PREFIX_AWARE: "prefix-aware",
+    RouterPolicy.KV_AWARE: "kv-aware",
+}
 KEY_FOLDER = "/etc/isthmus/auth"
 _STARTUP_S = 300.0
 """The router loads only a tokenizer."""
@@ -41,7 +47,7 @@ def router_args(service: InferenceService, model_path: str) -> list[str]:
         args += ["--on-prefill-unavailable", "local" if local else "reject"]
     else:
         args += ["--worker", address(service, Component.WORKER, ENGINE_PORT)]
-    args += ["--policy", "round-robin" if router.policy is RouterPolicy.ROUND_ROBIN else "least-load"]
+    args += ["--policy", _POLICIES[router.policy]]
     args += ["--max-queue", str(router.max_queue), "--request-timeout", router.request_timeout.canonical]
     if router.auth:
         args += ["--api-key-file", f"{KEY_FOLDER}/key"]

@@ -46,9 +46,11 @@ class Streams:
 class EngineBackend(Backend):
     """Serves requests by the engine in this process."""
 
-    def __init__(self, engine: EngineLoop, streams: Streams) -> None:
+    def __init__(self, engine: EngineLoop, streams: Streams, *, vocab_size: int = 0) -> None:
+        """`vocab_size`: prompts with other ids are refused; one would break the executor for everybody. 0: unknown."""
         self.engine = engine
         self._streams = streams
+        self._vocab_size = vocab_size
 
     @property
     def max_model_len(self) -> int:
@@ -72,6 +74,7 @@ class EngineBackend(Backend):
 
         Raises the RequestError that ends the request when nothing was yielded before it.
         """
+        self._check_ids(request.prompt_token_ids)
         sid = attempt or request.request_id
         queue = self._claim(sid)
         ended = first = False
@@ -93,6 +96,7 @@ class EngineBackend(Backend):
 
     async def prefill(self, call: PrefillCall) -> PrefillAnswer:
         """Compute and send one prompt. Raises the RequestError that ended it; cancellation aborts it."""
+        self._check_ids(call.request.prompt_token_ids)
         queue = self._claim(call.attempt)
         ended = False
         try:
@@ -108,6 +112,15 @@ class EngineBackend(Backend):
             if not ended:
                 request_id = call.request.request_id
                 self.engine.abort(request_id, call.attempt, "the router closed the prefill call", answer=False)
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        low, high = min(ids, default=0), max(ids, default=0)
+        if self._vocab_size and (low < 0 or high >= self._vocab_size):
+            raise InvalidRequest(
+                f"prompt: token id {low if low < 0 else high} is not in the model's vocabulary "
+                f"(0 to {self._vocab_size - 1}); tokenise with the engine's own model",
+                param="prompt",
+            )
 
     def _claim(self, sid: str) -> asyncio.Queue[Reply]:
         if self._streams.busy(sid):

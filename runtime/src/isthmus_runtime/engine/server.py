@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from aiohttp import web
@@ -27,6 +28,7 @@ from ..protocol import (
 )
 from ..request import FinishReason, TokenChunk
 from .backend import EngineBackend
+from .kv_events import KvEventFeed
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -68,17 +70,23 @@ class EngineServer:
         *,
         no_progress_timeout_s: float,
         clock: Callable[[], float],
+        kv_events: KvEventFeed | None = None,
     ) -> None:
+        """`kv_events` None: there is no prefix cache, and so no such route."""
         self._backend = backend
         self._info = info
         self._meters = meters
         self._in_flight = in_flight
         self._no_progress_s = no_progress_timeout_s
         self._clock = clock
+        self._kv_events = kv_events
 
     def routes(self) -> list[web.RouteDef]:
         """For `app.add_routes`."""
+        feed = self._kv_events
+        events = [] if feed is None else [web.get("/internal/kv-events", partial(self.kv_events, feed))]
         return [
+            *events,
             web.get("/health", self.health),
             web.get("/ready", self.ready),
             web.get("/info", self.info),
@@ -173,6 +181,10 @@ class EngineServer:
                 if response.prepared:
                     raise
                 return error_response(error)
+            except ConnectionResetError:
+                # A write found out before the server did that the router has gone.
+                self._meters.requests.failed(499, "cancelled")
+                return response
             except asyncio.CancelledError:
                 if not self._in_flight.aborting:
                     self._meters.requests.failed(499, "cancelled")
@@ -219,6 +231,16 @@ class EngineServer:
             attempt=attempt, drained=self._backend.engine.is_drained(attempt), epoch=self._info().transfer.epoch
         )
         return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
+
+
+    async def kv_events(self, feed: KvEventFeed, request: web.Request) -> web.StreamResponse:
+        """Changes of the prefix cache as NDJSON, until the reader leaves or this process ends."""
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        async for line in feed.lines():
+            await response.write(line.model_dump_json().encode() + b"\n")
+        await response.write_eof()
+        return response
 
 
 class _Observer:

@@ -20,6 +20,9 @@ ENTRY_BYTES = 8
 """KV bytes per position: token id and position, 4 bytes each."""
 _ENTRY = struct.Struct("<iI")
 VOCAB_SIZE = 997
+"""Ids it generates."""
+MAX_TOKEN_IDS = 1 << 31
+"""Ids it takes: prompts come from any tokenizer."""
 
 
 def _next(state: int, sampling: SamplingParams, position: int) -> int:

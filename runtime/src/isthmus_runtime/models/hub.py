@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import WeightsError
-from .config import read_model_spec
-
-# Nothing that can run code: no pickles, no Python files.
-_ALLOWED = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt", "LICENSE*")
+from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place
 
 
-def fetch(repo: str, revision: str, out: Path, progress: Callable[[str], None]) -> None:
+def fetch(
+    repo: str, revision: str, out: Path, progress: Progress, *, token: str = "", tokenizer_only: bool = False
+) -> None:
     """Download `repo` at `revision` into `out`, which appears whole or not at all.
 
-    Raises WeightsError when the hub cannot be reached, has no such model or revision, or the model is of no supported
-    kind.
+    `token`: access token; empty: what the environment offers (HF_TOKEN). Raises WeightsError when the hub cannot be
+    reached, has no such model or revision, or the model is of no supported kind.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -31,21 +28,17 @@ def fetch(repo: str, revision: str, out: Path, progress: Callable[[str], None]) 
     )
     from requests.exceptions import RequestException
 
-    if out.exists() and any(out.iterdir()):
-        raise WeightsError(f"{out} exists and is not empty; remove it or name another --out")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
-    try:
-        partial.chmod(0o755)
+    def download(folder: Path) -> None:
         progress(f"downloading {repo} at {revision}")
+        patterns = list(TOKENIZER_FILES if tokenizer_only else MODEL_FILES)
         try:
-            snapshot_download(repo, revision=revision, local_dir=partial, allow_patterns=list(_ALLOWED))
+            snapshot_download(repo, revision=revision, local_dir=folder, allow_patterns=patterns, token=token or None)
         except GatedRepoError as e:
-            raise WeightsError(f"{repo} needs its licence accepted on the hub, and a token in HF_TOKEN: {e}") from e
+            raise WeightsError(f"{repo} needs its licence accepted on the hub, and an access token: {e}") from e
         except RevisionNotFoundError as e:
             raise WeightsError(f"{repo} has no revision {revision!r}") from e
         except RepositoryNotFoundError as e:
-            raise WeightsError(f"{repo} does not exist on the hub, or is private and HF_TOKEN is not set") from e
+            raise WeightsError(f"{repo} does not exist on the hub, or is private and no access token was given") from e
         except HFValidationError as e:
             raise WeightsError(f"{repo!r} is not a hub id of the form owner/name: {e}") from e
         except (LocalEntryNotFoundError, HfHubHTTPError, RequestException, OSError) as e:
@@ -53,14 +46,6 @@ def fetch(repo: str, revision: str, out: Path, progress: Callable[[str], None]) 
                 f"the hub could not be reached for {repo} at {revision}: {type(e).__name__}: {e}. "
                 "Check the network or HF_ENDPOINT, or copy the model here and name its directory"
             ) from e
-        shutil.rmtree(partial / ".cache", ignore_errors=True)
-        read_model_spec(partial)
-        if not any(partial.glob("*.safetensors")):
-            raise WeightsError(f"{repo} at {revision} has no safetensors weights")
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    progress(f"wrote {out}")
+        shutil.rmtree(folder / ".cache", ignore_errors=True)
+
+    in_place(out, progress, download, weights=not tokenizer_only)

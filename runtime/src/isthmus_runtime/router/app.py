@@ -14,7 +14,9 @@ from ..errors import Overloaded
 from ..httpd import InFlight, error_response, json_response
 from ..metrics import CONTENT_TYPE, RouterMetrics, render
 from .links import Links, new_session
+from .policy import PolicyName
 from .pool import Pool, Resolve, resolve_all
+from .prefixes import make_prefixes
 from .proxy import RouterBackend
 
 
@@ -29,9 +31,17 @@ class Router:
         self._in_flight = in_flight
         self._session = new_session()
         metrics = RouterMetrics(registry, config.model.served_names[0])
+        prefixes = make_prefixes(PolicyName(config.policy))
         self._links = Links()
-        self.pool = Pool(config, self._session, metrics=metrics, resolve=resolve, on_gone=self._links.forget)
-        self.backend = RouterBackend(config, self.pool, self._links, metrics=metrics)
+        self.pool = Pool(
+            config,
+            self._session,
+            metrics=metrics,
+            resolve=resolve,
+            on_gone=self._links.forget,
+            prefixes=prefixes,
+        )
+        self.backend = RouterBackend(config, self.pool, self._links, metrics=metrics, prefixes=prefixes)
 
     def add_routes(self, app: web.Application) -> None:
         """Add /health, /ready, /info and /metrics, and run discovery for as long as `app` runs."""

@@ -81,11 +81,12 @@ class Attempt:
         self._decode_gone = False
         self._prefill_timer: asyncio.Timeout | None = None
         self._expiry = self._loop.call_at(deadline, self._expire)
-        self._leg = pool.hold(self._decode.url, facts.decode_tokens, self._decode_lost)
+        self._leg = pool.hold(self._decode.url, facts.missing(self._decode.url, facts.decode_tokens), self._decode_lost)
         # Held from the start, so that the next choice sees the work that is on its way to this engine.
         self._prefill_leg: Leg | None = None
         if self._prefill is not None:
-            self._prefill_leg = pool.hold(self._prefill.url, facts.prompt_tokens, self._prefill_lost)
+            missing = facts.missing(self._prefill.url, facts.prompt_tokens)
+            self._prefill_leg = pool.hold(self._prefill.url, missing, self._prefill_lost)
 
     async def first(self) -> TokenChunk:
         """The first chunk. Raises TryElsewhere or RequestError."""

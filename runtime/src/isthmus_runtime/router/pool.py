@@ -6,9 +6,9 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import aiohttp
 from pydantic import ValidationError
@@ -16,7 +16,9 @@ from pydantic import ValidationError
 from ..config import RouterConfig
 from ..metrics import RouterMetrics
 from ..protocol import EngineInfo
+from .kv_events import follow
 from .policy import UNPAIRED, Endpoint, Fleet, Load, fleet
+from .prefixes import Prefixes, StoredBlocks
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ _RESOLVE_TIMEOUT_S = 5.0
 _DEAD_AFTER_S = 5.0
 """An engine that answers no probe for this long is dead, whatever its connections look like (a stopped process)."""
 _FIRST_BACKOFF_S = 0.1
-_LAST_BACKOFF_S = 5.0
+_LAST_BACKOFF_S = 1.0
 _NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
 
 Resolve = Callable[[str, int], Awaitable[set[str]]]
@@ -98,6 +100,11 @@ class _Engine:
         self.last_answer = 0.0
         self.wake = asyncio.Event()
         self.legs: set[Leg] = set()
+        self.shown: tuple[Endpoint, int] | None = None
+        """`known()` as the fleet has it: a contact may fail while a probe that succeeds is on its way."""
+        self.follower: asyncio.Task[None] | None = None
+        """Follows its KV events."""
+        self.has_events = True
         self._loads = loads
 
     @property
@@ -121,7 +128,8 @@ class _Engine:
         assert self.info is not None
         transfer = self.info.transfer
         mode = transfer.mode if transfer.ready else UNPAIRED
-        return Endpoint(self.url, self.info.fingerprint, mode, transfer.epoch)
+        kv = self.info.kv
+        return Endpoint(self.url, self.info.fingerprint, mode, transfer.epoch, kv.block_size, kv.usable_blocks)
 
     def known(self) -> tuple[Endpoint, int] | None:
         """What the fleet shows of this engine; None: it takes no requests."""
@@ -140,8 +148,11 @@ class Pool:
         resolve: Resolve = resolve_all,
         dead_after_s: float = _DEAD_AFTER_S,
         on_gone: Callable[[str], None] | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
-        """`on_gone(url)` is called when an engine is neither listed nor in use any more."""
+        """`on_gone(url)` is called when an engine is neither listed nor in use any more. `prefixes` is told of lost
+        engines and, where it can follow them, fed with their KV events."""
+        self._prefixes = prefixes
         self._session = session
         self._on_gone = on_gone
         self._interval = config.discovery_interval_s
@@ -197,6 +208,7 @@ class Pool:
             engine.failures = 1
             engine.wake.set()
             _log.warning("%s %s: %s", engine.role, url, problem)
+            self._forget(engine)
             self._rebuild()
 
     def statuses(self) -> list[EngineStatus]:
@@ -254,7 +266,6 @@ class Pool:
     async def _watch(self, engine: _Engine) -> None:
         """Probe one engine until it is neither listed nor in use."""
         while engine.listed or engine.legs:
-            before = engine.known()
             problem = await self._probe(engine)
             engine.failures = engine.failures + 1 if problem else 0
             if problem != engine.problem:
@@ -262,8 +273,9 @@ class Pool:
                 _log.log(level, "%s %s: %s", engine.role, engine.url, problem or "takes requests")
                 engine.problem = problem
             self._check_alive(engine)
-            if engine.known() != before:
+            if engine.known() != engine.shown:
                 self._rebuild()
+            self._follow(engine)
             engine.wake.clear()
             try:
                 async with asyncio.timeout(self._pause(engine)):
@@ -272,6 +284,7 @@ class Pool:
                 continue
         del self._engines[engine.url]
         self._loads.pop(engine.url, None)
+        self._forget(engine)
         if self._on_gone is not None:
             self._on_gone(engine.url)
         self._rebuild()
@@ -298,6 +311,8 @@ class Pool:
             return f"no answer: {str(e) or type(e).__name__}"
         except ValidationError as e:
             return f"/info is not understood: {e.error_count()} problems, first {e.errors()[0]['loc']}"
+        if engine.info is not None and engine.info.transfer.epoch != info.transfer.epoch:
+            self._forget(engine)
         engine.info = info
         if info.role != engine.role:
             return f"is a {info.role} engine, but is listed as {engine.role}"
@@ -309,14 +324,41 @@ class Pool:
             return f"transfer not ready: {info.transfer.reason}"
         return ""
 
+    # --------------------------------------------------------------------------------------------------- KV caches
+
+    def _follow(self, engine: _Engine) -> None:
+        """Read the engine's KV events, unless that is done or impossible. Called after each probe."""
+        blocks = self._prefixes
+        if isinstance(blocks, StoredBlocks) and engine.follower is None and engine.routable and engine.has_events:
+            engine.follower = self._spawn(self._read_events(engine, blocks))
+
+    async def _read_events(self, engine: _Engine, blocks: StoredBlocks) -> None:
+        try:
+            engine.has_events = await follow(self._session, engine.url, blocks)
+        finally:
+            engine.follower = None
+        if not engine.has_events:
+            _log.info("%s %s: has no KV events (prefix caching is off)", engine.role, engine.url)
+
+    def _forget(self, engine: _Engine) -> None:
+        """The engine was lost or started anew."""
+        engine.has_events = True
+        if engine.follower is not None:
+            engine.follower.cancel()
+        if self._prefixes is not None:
+            self._prefixes.forget(engine.url)
+
     def _check_alive(self, engine: _Engine) -> None:
         silent = asyncio.get_running_loop().time() - engine.last_answer
-        if engine.legs and silent >= self._dead_after:
+        # One probe alone may have failed because this process stood still, and the silence be its own.
+        if engine.legs and silent >= self._dead_after and engine.failures > 1:
             _log.error("%s %s: silent for %.1f s, its requests end", engine.role, engine.url, silent)
             for leg in tuple(engine.legs):
                 leg.lose(f"it answered nothing for {silent:.1f} s")
 
     def _rebuild(self) -> None:
+        for engine in self._engines.values():
+            engine.shown = engine.known()
         able = [e for e in self._engines.values() if e.routable]
         generate = [e for e in able if e.role != "prefill"]
         self.fleet = fleet(
@@ -341,10 +383,11 @@ class Pool:
     def _state(engine: _Engine) -> str:
         return "ready" if engine.routable else "unready" if engine.listed else "leaving"
 
-    def _spawn(self, work: Awaitable[None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
+        return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

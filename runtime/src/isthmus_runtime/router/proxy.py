@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from ..config import RouterConfig
 from ..errors import Overloaded, RequestError
@@ -15,10 +16,13 @@ from .attempt import Attempt, TryElsewhere
 from .links import Links
 from .policy import Choice, Facts, PolicyName, Refusal, Rules, choose
 from .pool import Pool
+from .prefixes import Prefixes, cached_tokens, prompt_hashes
 
 _DEADLINE_MARGIN_S = 0.5
 """Engines enforce the deadline and know what they were waiting for; the router steps in when they do not answer."""
 _RETRY_AFTER_S = 1.0
+_OFF_LOOP_TOKENS = 8192
+"""Longer prompts are hashed in a thread (about 0.1 ms per thousand tokens)."""
 
 _REFUSALS = {
     Refusal.NO_DECODE: "no decode engine takes requests now",
@@ -40,12 +44,14 @@ class RouterBackend:
         links: Links,
         *,
         metrics: RouterMetrics | None = None,
+        prefixes: Prefixes | None = None,
         new_attempt: Callable[[], str] = lambda: uuid.uuid4().hex,
     ) -> None:
         self._pool = pool
         self._links = links
         self._metrics = metrics
         self._new_attempt = new_attempt
+        self._prefixes = prefixes
         self._max_queue = config.max_queue
         self._rules = Rules(
             policy=PolicyName(config.policy),
@@ -106,17 +112,22 @@ class RouterBackend:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.timeout_s + _DEADLINE_MARGIN_S
         body = WireRequest.of(request).model_dump_json()
+        hashes = await self._hashes(request)
         self._turn += 1
         excluded: frozenset[str] = frozenset()
         failed: RequestError | None = None
         while True:
-            facts = self._facts(request, excluded)
+            facts = self._facts(request, excluded, hashes)
             choice = choose(self._rules, self._pool.fleet, self._pool.loads, facts)
             if isinstance(choice, Refusal):
                 self._refuse(choice.value)
                 raise failed or Overloaded(_REFUSALS[choice], retry_after_s=_RETRY_AFTER_S)
             if self._metrics is not None:
                 self._metrics.chosen(choice.reason.value)
+            if self._prefixes is not None:
+                for engine in (choice.prefill, choice.decode):
+                    if engine is not None:
+                        self._prefixes.sent(engine, hashes.get(engine.block_size, ()))
             attempt = Attempt(
                 request,
                 body,
@@ -148,12 +159,35 @@ class RouterBackend:
         choice = choose(self._rules, self._pool.fleet, self._pool.loads, facts)
         return isinstance(choice, Choice) and choice.prefill is not None
 
-    def _facts(self, request: GenerateRequest, excluded: frozenset[str]) -> Facts:
+    async def _hashes(self, request: GenerateRequest) -> Mapping[int, Sequence[int]]:
+        """The prompt's block hashes by block size, for the policies that ask for them."""
+        if self._prefixes is None:
+            return {}
+        fleet = self._pool.fleet
+        found: dict[int, Sequence[int]] = {}
+        for size in {e.block_size for e in (*fleet.prefill, *fleet.decode)} - {0}:
+            if len(request.prompt_token_ids) > _OFF_LOOP_TOKENS:
+                found[size] = await asyncio.to_thread(prompt_hashes, request, size)
+            else:
+                found[size] = prompt_hashes(request, size)
+        return found
+
+    def _facts(
+        self,
+        request: GenerateRequest,
+        excluded: frozenset[str],
+        hashes: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    ) -> Facts:
+        cached: Mapping[str, int] = {}
+        if self._prefixes is not None and hashes:
+            fleet = self._pool.fleet
+            cached = cached_tokens(self._prefixes, (*fleet.prefill, *fleet.decode), hashes)
         return Facts(
             prompt_tokens=len(request.prompt_token_ids),
             max_tokens=request.sampling.max_tokens,
             turn=self._turn,
             excluded=excluded,
+            cached=cached,
         )
 
     def _refuse(self, reason: str) -> None:

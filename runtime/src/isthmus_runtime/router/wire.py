@@ -132,11 +132,7 @@ class Exchange(asyncio.Protocol):
             self.close()
             return
         if self._discard is not None:
-            self._drop_body()
-            if self._ended:
-                self._discard.cancel()
-                self._discard = None
-                self._put_back()
+            self._discard_body(self._discard)
         elif self._held > _HIGH_WATER and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
@@ -236,6 +232,13 @@ class Exchange(asyncio.Protocol):
         if self._paused and self._transport is not None:
             self._paused = False
             self._transport.resume_reading()
+
+    def _discard_body(self, timer: asyncio.TimerHandle) -> None:
+        self._drop_body()
+        if self._ended:
+            timer.cancel()
+            self._discard = None
+            self._put_back()
 
     def _put_back(self) -> None:
         self._drop_body()

@@ -16,7 +16,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return values[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
-def summary(cluster: Cluster, report: Report, slo: Slo, wall_s: float) -> dict[str, object]:
+def summary(cluster: Cluster, report: Report, slo: Slo, cpu_s: float) -> dict[str, object]:
     """Everything a reader needs to judge and repeat the run."""
     ttft, itl, span = sorted(report.ttft), sorted(report.itl), max(report.span_s, 1e-9)
     steps = cluster.steps
@@ -46,7 +46,7 @@ def summary(cluster: Cluster, report: Report, slo: Slo, wall_s: float) -> dict[s
         "decode_utilisation": report.decode_busy_s / span / cluster.decodes,
         "kv_hit_rate": report.hit_tokens / max(1, report.prompt_tokens),
         "virtual_s": report.span_s,
-        "wall_s": wall_s,
+        "cpu_s": cpu_s,
     }
 
 

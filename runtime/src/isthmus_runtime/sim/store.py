@@ -294,6 +294,9 @@ class StoreTransfer:
             self._reserved.discard(attempt)
             self.store.remove_scoped(attempt)
 
+    def distrust(self, keys: Sequence[str]) -> None:
+        """Values are right here whenever they are there."""
+
     def close(self) -> None:
         """The process ends."""
         self.store.forget_process(self)

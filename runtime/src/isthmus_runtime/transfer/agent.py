@@ -402,6 +402,7 @@ class TransferAgent:
                 problem = "record has no checksum; set --transfer-crc on prefill as well"
             elif record.crc != crc:
                 problem = f"blocks have CRC-32 {crc:08x}, the record says {record.crc:08x}"
+                self._backend.distrust(expected.keys)
         entry.record = record
         return problem
 

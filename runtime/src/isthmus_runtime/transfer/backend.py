@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +35,9 @@ class TransferBackend(KvTransfer, Protocol):
 
     def forget(self, attempt: str) -> None:
         """The attempt is over and drained: free its record slot, remove its request-scoped keys."""
+
+    def distrust(self, keys: Sequence[str]) -> None:
+        """The bytes that came under one of these keys are not those that were stored: keep none of them."""
 
     def effective(self) -> Effective:
         """For `/info`; valid after `prepare`."""

@@ -20,15 +20,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from ..config import apply_transport_environment
 from ..errors import ConfigError
 from ..interfaces import Done, KvMemory, Piece, ReceiveJob, TransferResult
 from ..protocol import Ticket
 from .backend import Effective
-from .bounded import INSTALL_HINT, TookTooLong, connect_problem, run_bounded
-from .drain import ask_peer
+from .bounded import INSTALL_HINT, TookTooLong, connect_problem, run_bounded, split_address
+from .drain import Answer, ask_peer
 from .slots import SLOT_BYTES, RecordSlots
+from .sockets import end_connections_from, listening_ports, stuck_bytes_to
 from .transport import FLOOR_GBPS, MAX_RUN_BYTES, Run, choose_transport, merge_runs, transport_environment
 
 POLL_S = 0.0005
@@ -65,6 +67,8 @@ class _Op:
     moved: int = 0
     problem: str = ""
     reported: bool = False
+    broken: bool = False
+    """A write of it failed: its bytes may be in the kernel's buffers."""
     slot: int | None = None
 
 
@@ -92,6 +96,9 @@ class DirectTransfer:
         self._slots = RecordSlots()
         self._reserved: dict[str, int] = {}
         self._reachable: dict[str, float] = {}
+        self._broken: dict[str, str] = {}
+        """Peer's host, per attempt that had a failed write."""
+        self._ports: frozenset[int] = frozenset()
         self._helpers = ThreadPoolExecutor(4, "transfer-peers")
         self._thread = threading.Thread(target=self._run, name="transfer-direct", daemon=True)
         self._engine: Any = None
@@ -145,6 +152,7 @@ class DirectTransfer:
                 f"--transfer-transport {transport}: TransferEngine did not start on {self._host!r} (code {code}); "
                 "--transfer-host must be an address of this machine"
             )
+        self._ports = listening_ports()
         size = memory.num_blocks * memory.block_stride
         for name, base, nbytes in (("KV pool", memory.base, size), ("records", self._slots.base, self._slots.nbytes)):
             code = engine.register_memory(base, nbytes)
@@ -263,6 +271,8 @@ class DirectTransfer:
         def look() -> None:
             with self._wake:
                 moving = any(op.attempt == attempt for op in (*self._ops, *self._new))
+                host = self._broken.get(attempt)
+            moving = moving or (host is not None and stuck_bytes_to(host))
             if moving or not peer_url:
                 done(not moving)
             else:
@@ -270,17 +280,24 @@ class DirectTransfer:
 
         def ask() -> None:
             answer = ask_peer(peer_url, peer_epoch, attempt)
+            host = urlsplit(peer_url if "//" in peer_url else f"//{peer_url}").hostname or ""
+            if answer is Answer.GONE and host != self._host:
+                end_connections_from(host, self._ports)
             if answer:
                 self._closing.wait(GRACE_S)
-            done(answer)
+            done(bool(answer))
 
         self._call(look)
 
     def forget(self, attempt: str) -> None:
         with self._wake:
+            self._broken.pop(attempt, None)
             address = self._reserved.pop(attempt, None)
             if address is not None:
                 self._slots.give(address)
+
+    def distrust(self, keys: Sequence[str]) -> None:
+        """Nothing is kept under keys."""
 
     def close(self) -> None:
         self._closing.set()
@@ -340,6 +357,7 @@ class DirectTransfer:
             elif status == _FAILED:
                 del op.flying[transfer]
                 _stop(op, f"write of {run.nbytes} bytes to {op.session} failed")
+                op.broken = True
                 self._reachable.pop(op.session, None)
         if op.ready:
             self._submit(op)
@@ -370,12 +388,16 @@ class DirectTransfer:
                     _stop(op, f"{op.session} refused the handshake")
 
     def _finish(self, op: _Op) -> None:
+        host = split_address(op.session)[0] if op.broken else ""
         with self._wake:
             self._ops.remove(op)
             if op.slot is not None:
                 self._slots.give(op.slot)
+            if host:
+                self._broken[op.attempt] = host
         if not op.reported:
-            op.done(TransferResult(ok=not op.problem, moved_bytes=op.moved, reason=op.problem))
+            settled = not host or not stuck_bytes_to(host)
+            op.done(TransferResult(ok=not op.problem, moved_bytes=op.moved, reason=op.problem, settled=settled))
 
 
 def _stop(op: _Op, problem: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+from enum import StrEnum
 from urllib.parse import quote, urlsplit
 
 from pydantic import ValidationError
@@ -13,29 +14,40 @@ ASK_TIMEOUT_S = 0.3
 """Connect and answer, each."""
 
 
-def ask_peer(peer_url: str, peer_epoch: str, attempt: str, timeout_s: float = ASK_TIMEOUT_S) -> bool:
-    """True when the peer acknowledged the drain, or its process of `peer_epoch` is gone.
+class Answer(StrEnum):
+    """What is known about the peer's bytes."""
+
+    UNKNOWN = ""
+    """Some may still come. False as a condition."""
+    DRAINED = "drained"
+    """The process acknowledged that none will."""
+    GONE = "gone"
+    """The process is gone. Its kernel may still send what it had written."""
+
+
+def ask_peer(peer_url: str, peer_epoch: str, attempt: str, timeout_s: float = ASK_TIMEOUT_S) -> Answer:
+    """Whether the peer acknowledges the drain, or its process of `peer_epoch` is gone.
 
     A refused connection means that no process listens there any more; an answer with another epoch, that a new one
-    does. Silence, an error status or nonsense prove nothing: False.
+    does. Silence, an error status or nonsense prove nothing.
     """
     parts = urlsplit(peer_url if "//" in peer_url else f"//{peer_url}")
     if not parts.hostname:
-        return False
+        return Answer.UNKNOWN
     connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
     try:
         connection.request("GET", f"/internal/drained?attempt={quote(attempt, safe='')}")
         response = connection.getresponse()
         body = response.read(65536)
         if response.status != 200:
-            return False
+            return Answer.UNKNOWN
         answer = DrainAnswer.model_validate_json(body)
     except ConnectionRefusedError:
-        return True
+        return Answer.GONE
     except (OSError, http.client.HTTPException, ValidationError):
-        return False
+        return Answer.UNKNOWN
     finally:
         connection.close()
     if peer_epoch and answer.epoch != peer_epoch:
-        return True
-    return answer.attempt == attempt and answer.drained
+        return Answer.GONE
+    return Answer.DRAINED if answer.attempt == attempt and answer.drained else Answer.UNKNOWN

@@ -360,5 +360,8 @@ class MemoryTransfer:
     def forget(self, attempt: str) -> None:
         self._slots.pop(attempt, None)
 
+    def distrust(self, keys: Sequence[str]) -> None:
+        """Nothing is kept under keys."""
+
     def close(self) -> None:
         self.fabric.crash(self.name)

@@ -8,11 +8,15 @@ whether a block was evicted between the two calls.
 
 Calls into a master that died block for seconds, so they run in worker threads and a watch thread gives them up. A
 call that was given up may still read or write the KV pool: its attempt is not drained before the call returns.
+
+The pool does not keep late bytes of a failed put out of memory that it has given to another key meanwhile, so what
+decode reads is checked (docs/adr/0007), and values found wrong are removed.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import subprocess
 import sys
 import threading
@@ -31,6 +35,8 @@ from .backend import Effective
 from .bounded import INSTALL_HINT, connect_problem
 from .slots import SLOT_BYTES, RecordSlots
 from .transport import transport_environment
+
+log = logging.getLogger(__name__)
 
 WORKERS = 4
 CHUNK_KEYS = 256
@@ -252,6 +258,11 @@ class StoreTransfer:
             if keys is None or any(due for due, name in self._sweep if name == attempt):
                 return
         self._remove(attempt)
+
+    def distrust(self, keys: Sequence[str]) -> None:
+        """Remove the values, by force: a put on an existing key keeps the old value, so they would never heal."""
+        log.warning("the pool returned other bytes than were stored: removing %d keys", len(keys))
+        self._remove_keys("distrusted", list(keys))
 
     def close(self) -> None:
         self._closing.set()
@@ -487,12 +498,13 @@ class StoreTransfer:
         with self._wake:
             keys = self._scoped.pop(attempt, None)
             self._sweep = [(t, name) for t, name in self._sweep if name != attempt]
-        if not keys or self._closing.is_set():
-            return
+        if keys and not self._closing.is_set():
+            self._remove_keys(attempt, sorted(keys))
 
+    def _remove_keys(self, attempt: str, keys: list[str]) -> None:
         def work(_: _Job) -> TransferResult:
             # By force: the read just done holds a lease. What was never stored or is gone already is fine.
-            codes = self._seen(self._store.batch_remove(sorted(keys), True))
+            codes = self._seen(self._store.batch_remove(keys, True))
             bad = [code for code in codes if code not in (0, _MISSING)]
             return TransferResult(ok=not bad, moved_bytes=0, reason=explain(bad[0]) if bad else "")
 

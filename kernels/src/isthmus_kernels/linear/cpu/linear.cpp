@@ -4,11 +4,13 @@
 
 namespace {
 
-constexpr int NR = 2 * VW;              // output channels of a panel
-constexpr int MR = VW == 16 ? 12 : 6;   // rows of a register tile: 2 MR accumulators fit the register file
+constexpr int NR = 2 * VW;                    // output channels of a panel
+constexpr int MR = VW == 16 ? 12 : 6;         // rows of a register tile: 2 MR accumulators fit the register file
 constexpr int64_t KC = VW == 16 ? 384 : 512;  // depth of one pass at most: a panel slice and a row tile fit L1
-constexpr int64_t ROWS = 16;            // row tiles of one task
-constexpr int64_t PANELS = 8;           // panels of one task
+constexpr int64_t ROWS = 16;                  // row tiles of one task at most
+constexpr int64_t PANELS = VW == 16 ? 2 : 4;  // panels of one task at most
+// The rows of a task are read once for each of its panels: this much of them stays in L2.
+constexpr int64_t ROW_BYTES = VW == 16 ? 640 << 10 : 320 << 10;
 
 // Bytes that a streamed weight is requested ahead of its use; the hardware's own prefetch stops at each page.
 constexpr int AHEAD = 4096;
@@ -16,7 +18,9 @@ constexpr int AHEAD = 4096;
 struct Pair {
     vf lo, hi;
 };
-INLINE Pair panel_row(const float *w) { return {load(w), load(w + VW)}; }
+INLINE Pair panel_row(const float *w) {
+    return {load(w), load(w + VW)};
+}
 INLINE Pair panel_row(const bf16 *w) {
     vu words;
     memcpy(&words, w, sizeof words);
@@ -27,8 +31,8 @@ INLINE Pair panel_row(const bf16 *w) {
 // `row_step` and `k_step` place a(m, k). UNROLL gives small M enough independent sums to hide the latency of
 // the multiply-add. STREAM: the panel comes from memory and is used once.
 template <int M, int UNROLL, bool STREAM, class W>
-void tile(float *c, int64_t c_step, const float *bias, bool resume, const float *a, int64_t row_step,
-          int64_t k_step, const W *w, int64_t depth) {
+void tile(float *c, int64_t c_step, const float *bias, bool resume, const float *a, int64_t row_step, int64_t k_step,
+          const W *w, int64_t depth) {
     Pair acc[UNROLL][M];
     for (int u = 0; u < UNROLL; u++)
         for (int m = 0; m < M; m++) acc[u][m] = {vf{}, vf{}};
@@ -72,8 +76,8 @@ void tile(float *c, int64_t c_step, const float *bias, bool resume, const float 
 }
 
 template <bool STREAM, class W>
-INLINE void any_tile(int64_t rows, float *c, int64_t c_step, const float *bias, bool resume, const float *a,
-                     int64_t row_step, int64_t k_step, const W *w, int64_t depth) {
+void any_tile(int64_t rows, float *c, int64_t c_step, const float *bias, bool resume, const float *a, int64_t row_step,
+              int64_t k_step, const W *w, int64_t depth) {
 #define CASE(M, U) \
     case M:        \
         return tile<M, U, STREAM>(c, c_step, bias, resume, a, row_step, k_step, w, depth)
@@ -96,7 +100,9 @@ INLINE void any_tile(int64_t rows, float *c, int64_t c_step, const float *bias, 
 #undef CASE
 }
 
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t smaller(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
 
 // The bias of panel p with zeros after the last channel, or null.
 INLINE const float *panel_bias(const float *bias, int64_t p, int64_t n, float *buffer) {
@@ -113,22 +119,26 @@ INLINE void copy_rows(O *out, int64_t out_step, const float *c, int64_t rows, in
 }
 
 // A tile can be written straight to the output when it is fp32 and whole.
-INLINE float *direct(float *out, bool whole) { return whole ? out : nullptr; }
-INLINE float *direct(bf16 *, bool) { return nullptr; }
+INLINE float *direct(float *out, bool whole) {
+    return whole ? out : nullptr;
+}
+INLINE float *direct(bf16 *, bool) {
+    return nullptr;
+}
 
 // Up to MR rows: every panel is read once, straight from memory, so this is the weight-bandwidth path.
 template <class W, class O>
 void skinny(O *out, const float *x, const W *w, const float *bias, int64_t m, int64_t n, int64_t k, int64_t x_step,
             int64_t out_step) {
     parallel_ranges((n + NR - 1) / NR, n * k, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; p++) {
-        float c[MR * NR], edge[NR];
-        const int64_t width = smaller(NR, n - p * NR);
-        float *to = direct(out + p * NR, width == NR);
-        any_tile<true>(m, to ? to : c, to ? out_step : NR, panel_bias(bias, p, n, edge), false, x, x_step, 1,
-                 w + p * NR * k, k);
-        if (!to) copy_rows(out + p * NR, out_step, c, m, width);
-    }
+        for (int64_t p = begin; p < end; p++) {
+            float c[MR * NR], edge[NR];
+            const int64_t width = smaller(NR, n - p * NR);
+            float *to = direct(out + p * NR, width == NR);
+            any_tile<true>(m, to ? to : c, to ? out_step : NR, panel_bias(bias, p, n, edge), false, x, x_step, 1,
+                           w + p * NR * k, k);
+            if (!to) copy_rows(out + p * NR, out_step, c, m, width);
+        }
     });
 }
 
@@ -141,12 +151,12 @@ INLINE int64_t tile_start(int64_t t, int64_t m, int64_t tiles) {
 template <class X>
 void pack_rows(float *packed, const X *x, int64_t m, int64_t k, int64_t x_step, int64_t tiles) {
     parallel_ranges(tiles, m * k, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; t++) {
-        const int64_t start = tile_start(t, m, tiles), rows = tile_start(t + 1, m, tiles) - start;
-        float *to = packed + start * k;
-        for (int64_t r = 0; r < rows; r++)
-            for (int64_t i = 0; i < k; i++) to[i * rows + r] = to_float(x[(start + r) * x_step + i]);
-    }
+        for (int64_t t = begin; t < end; t++) {
+            const int64_t start = tile_start(t, m, tiles), rows = tile_start(t + 1, m, tiles) - start;
+            float *to = packed + start * k;
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t i = 0; i < k; i++) to[i * rows + r] = to_float(x[(start + r) * x_step + i]);
+        }
     });
 }
 
@@ -154,23 +164,31 @@ template <class W, class O>
 void blocked(O *out, const float *packed, const W *w, const float *bias, int64_t m, int64_t n, int64_t k,
              int64_t out_step, int64_t tiles) {
     const int64_t panels = (n + NR - 1) / NR, passes = (k + KC - 1) / KC, depth = (k + passes - 1) / passes;
-    const int64_t row_tasks = (tiles + ROWS - 1) / ROWS, panel_tasks = (panels + PANELS - 1) / PANELS;
-    parallel(panel_tasks * row_tasks, [&](int64_t task, int) {
-            float sums[ROWS * MR * NR], edge[NR];
-            const int64_t pt = task / row_tasks, rt = task % row_tasks;
-            for (int64_t p = pt * PANELS; p < smaller((pt + 1) * PANELS, panels); p++)
-                for (int64_t pass = 0; pass < passes; pass++)
-                    for (int64_t t = rt * ROWS; t < smaller((rt + 1) * ROWS, tiles); t++) {
-                        const int64_t start = tile_start(t, m, tiles), rows = tile_start(t + 1, m, tiles) - start;
-                        const int64_t width = smaller(NR, n - p * NR);
-                        float *own = sums + (t - rt * ROWS) * MR * NR;
-                        float *to = direct(out + start * out_step + p * NR, width == NR);
-                        any_tile<false>(rows, to ? to : own, to ? out_step : NR, panel_bias(bias, p, n, edge), pass > 0,
-                                 packed + start * k + pass * depth * rows, 1, rows,
-                                 w + (p * k + pass * depth) * NR, smaller(depth, k - pass * depth));
-                        if (!to && pass == passes - 1)
-                            copy_rows(out + start * out_step + p * NR, out_step, own, rows, width);
-                    }
+    const int64_t fit = ROW_BYTES / (MR * k * int64_t(sizeof(float))), group = fit < 1 ? 1 : smaller(fit, ROWS);
+    const int64_t row_tasks = (tiles + group - 1) / group;
+    // At least eight tasks a thread, as far as there are panels: the last ones to finish are then short.
+    const int64_t spread = panels * row_tasks / (8 * omp_get_max_threads());
+    const int64_t together = spread < 1 ? 1 : smaller(spread, PANELS);
+    const int64_t panel_tasks = (panels + together - 1) / together;
+    parallel(row_tasks * panel_tasks, [&](int64_t task, int) {
+        float sums[ROWS * MR * NR], edge[NR];
+        const int64_t first = task / panel_tasks * group, last = smaller(first + group, tiles);
+        const int64_t panel = task % panel_tasks * together;
+        for (int64_t p = panel; p < smaller(panel + together, panels); p++)
+            for (int64_t pass = 0; pass < passes; pass++)
+                for (int64_t t = first; t < last; t++) {
+                    const int64_t start = tile_start(t, m, tiles), rows = tile_start(t + 1, m, tiles) - start;
+                    const int64_t width = smaller(NR, n - p * NR);
+                    float *own = sums + (t - first) * MR * NR;
+                    float *to = direct(out + start * out_step + p * NR, width == NR);
+                    // The first tile brings the panel from memory.
+                    const auto multiply = t == first ? any_tile<true, W> : any_tile<false, W>;
+                    multiply(rows, to ? to : own, to ? out_step : NR, panel_bias(bias, p, n, edge), pass > 0,
+                             packed + start * k + pass * depth * rows, 1, rows, w + (p * k + pass * depth) * NR,
+                             smaller(depth, k - pass * depth));
+                    if (!to && pass == passes - 1)
+                        copy_rows(out + start * out_step + p * NR, out_step, own, rows, width);
+                }
     });
 }
 

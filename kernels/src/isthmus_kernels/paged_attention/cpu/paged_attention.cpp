@@ -10,10 +10,10 @@
 
 namespace {
 
-constexpr int KEYS = 64;         // keys of a tile
-constexpr int ROW_TILE = 48;     // wanted query rows of a prefill unit
-constexpr int FEW = 8;           // at most this many rows take the in-place form
-constexpr int MAX_ROWS = 64;     // rows of a unit, padded: ROW_TILE or one token's group
+constexpr int KEYS = 64;      // keys of a tile
+constexpr int ROW_TILE = 48;  // wanted query rows of a prefill unit
+constexpr int FEW = 8;        // at most this many rows take the in-place form
+constexpr int MAX_ROWS = 64;  // rows of a unit, padded: ROW_TILE or one token's group
 constexpr int MAX_DIM = 256;
 constexpr int64_t SPLIT_MIN = KEYS;  // fewest keys worth a partition of their own
 constexpr float LOWEST = -3.0e38f;
@@ -32,11 +32,11 @@ struct Args {
 };
 
 struct Unit {
-    int32_t row, first, count;           // queries [first, first + count) of the request's chunk
-    int32_t head, heads;                 // kv heads [head, head + heads)
-    int64_t begin, end;                  // keys
-    int32_t splits, part;                // this is partition `part` of `splits`
-    int64_t partial;                     // its place in the partial buffer, in query rows
+    int32_t row, first, count;  // queries [first, first + count) of the request's chunk
+    int32_t head, heads;        // kv heads [head, head + heads)
+    int64_t begin, end;         // keys
+    int32_t splits, part;       // this is partition `part` of `splits`
+    int64_t partial;            // its place in the partial buffer, in query rows
 };
 
 // Of one thread. Decode units use all kv heads of `q`, `sum`, `top` and `total`, head by head.
@@ -47,8 +47,12 @@ struct Scratch {
     float *scores;                  // few: [rows][KEYS]; many: [KEYS][padded rows]
 };
 
-INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+INLINE int64_t smaller(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+INLINE int64_t larger(int64_t a, int64_t b) {
+    return a > b ? a : b;
+}
 
 // c[M][2 VW] = (c or 0) + a b, with a(m, k) = a[m * a_row + k * a_col] and b [depth][2 VW].
 template <int M>
@@ -269,7 +273,9 @@ void many_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shi
     product(s.sum, dim, true, s.scores, 1, padded, s.values, dim, rows, dim, count);
 }
 
-INLINE int64_t padded_rows(int64_t rows) { return (rows + 2 * VW - 1) / (2 * VW) * (2 * VW); }
+INLINE int64_t padded_rows(int64_t rows) {
+    return (rows + 2 * VW - 1) / (2 * VW) * (2 * VW);
+}
 
 // The scratch of the unit's kv head number h.
 INLINE Scratch of_head(const Args &a, const Scratch &s, int64_t h, int64_t rows) {
@@ -387,11 +393,15 @@ Plan plan(const Args &a, int64_t requests, int64_t group, int64_t threads, Unit 
             for (int64_t h = 0; h < a.kv_heads; h += heads) {
                 for (int64_t p = 0; p < splits; p++) {
                     if (to)
-                        to[plan.count] = {int32_t(r),     int32_t(first),
-                                          int32_t(count), int32_t(h),
-                                          int32_t(heads), begin + p * size,
+                        to[plan.count] = {int32_t(r),
+                                          int32_t(first),
+                                          int32_t(count),
+                                          int32_t(h),
+                                          int32_t(heads),
+                                          begin + p * size,
                                           smaller(begin + (p + 1) * size, end),
-                                          int32_t(splits), int32_t(p),
+                                          int32_t(splits),
+                                          int32_t(p),
                                           plan.partial_rows};
                     plan.count++;
                 }
@@ -403,7 +413,9 @@ Plan plan(const Args &a, int64_t requests, int64_t group, int64_t threads, Unit 
 }
 
 // Floats of one thread's scratch, and the scratch laid out in them.
-INLINE int64_t scratch_rows(const Args &a) { return larger(MAX_ROWS, FEW * a.kv_heads); }
+INLINE int64_t scratch_rows(const Args &a) {
+    return larger(MAX_ROWS, FEW * a.kv_heads);
+}
 INLINE int64_t scratch_floats(const Args &a) {
     const int64_t rows = scratch_rows(a);
     return 2 * rows * a.dim + 2 * rows + MAX_ROWS + 2 * KEYS * a.dim + MAX_ROWS * KEYS;
@@ -437,21 +449,21 @@ int64_t run(const Args &a, T *out, const T *q, const C *pool, int64_t requests) 
     }
     plan(a, requests, group, threads, units);
     parallel(size.count, [&](int64_t i, int thread) {
-            const Scratch s = lay_out(a, scratch + thread * floats);
-            const Unit &u = units[i];
-            const int64_t rows = u.count * group, all = u.heads * rows;
-            load_queries(a, q, u, s, rows, group);
-            attend(a, pool, u, s, rows, group);
-            if (u.splits == 1) {
-                write_out(a, out, u, s, rows, group);
-                return;
-            }
-            for (int64_t m = 0; m < all; m++) {
-                float *to = partial + (u.partial + u.part * all + m) * width;
-                to[0] = s.top[m];
-                to[1] = s.total[m];
-                memcpy(to + 2, s.sum + m * a.dim, a.dim * sizeof(float));
-            }
+        const Scratch s = lay_out(a, scratch + thread * floats);
+        const Unit &u = units[i];
+        const int64_t rows = u.count * group, all = u.heads * rows;
+        load_queries(a, q, u, s, rows, group);
+        attend(a, pool, u, s, rows, group);
+        if (u.splits == 1) {
+            write_out(a, out, u, s, rows, group);
+            return;
+        }
+        for (int64_t m = 0; m < all; m++) {
+            float *to = partial + (u.partial + u.part * all + m) * width;
+            to[0] = s.top[m];
+            to[1] = s.total[m];
+            memcpy(to + 2, s.sum + m * a.dim, a.dim * sizeof(float));
+        }
     });
     if (partial)
         parallel(size.count, [&](int64_t i, int) {
@@ -491,8 +503,8 @@ EXPORT(paged_attention) {
     const float scale = in.real();
     const int64_t dtype = in.number();
     const int64_t pool_dtype = in.number();
-    const Args a = {tables, starts,   lens,   heads,     kv_heads, dim,   block_size, table_stride, window,
-                    q_token, q_head, out_token, out_head, block,    half,  token,      head,         scale};
+    const Args a = {tables,  starts, lens,      heads,    kv_heads, dim,  block_size, table_stride, window,
+                    q_token, q_head, out_token, out_head, block,    half, token,      head,         scale};
     for (int64_t r = 0; r < requests; r++) {
         if (starts[r + 1] == starts[r]) continue;
         for (int64_t b = 0; b * block_size < lens[r]; b++) {

@@ -44,7 +44,8 @@ float cut(const float *z, const float *mass, int64_t count, float floor, double 
         double bins[2048] = {};
         for (int64_t i = 0; i < count; i++) {
             const uint32_t u = ordered(z[i]);
-            if (z[i] >= floor && (u & mask) == prefix) bins[(u >> SHIFT[level]) & (BINS[level] - 1)] += mass ? mass[i] : 1.0;
+            if (z[i] >= floor && (u & mask) == prefix)
+                bins[(u >> SHIFT[level]) & (BINS[level] - 1)] += mass ? mass[i] : 1.0;
         }
         int64_t bin = BINS[level] - 1, lowest = -1;
         for (; bin >= 0; bin--) {

@@ -6,19 +6,19 @@ namespace {
 template <class T>
 void run(T *out, const T *x, int64_t rows, int64_t width, int64_t out_stride, int64_t x_stride) {
     parallel_ranges(rows, rows * width, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r++) {
-        const T *gate = x + r * x_stride, *up = gate + width;
-        T *o = out + r * out_stride;
-        int64_t i = 0;
-        for (; i + VW <= width; i += VW) {
-            const vf g = load(gate + i);
-            store(o + i, g / (vexp(-g) + 1.0f) * load(up + i));
+        for (int64_t r = begin; r < end; r++) {
+            const T *gate = x + r * x_stride, *up = gate + width;
+            T *o = out + r * out_stride;
+            int64_t i = 0;
+            for (; i + VW <= width; i += VW) {
+                const vf g = load(gate + i);
+                store(o + i, g / (vexp(-g) + 1.0f) * load(up + i));
+            }
+            for (; i < width; i++) {
+                const float g = to_float(gate[i]);
+                put(o + i, g / (1.0f + expf(-g)) * to_float(up[i]));
+            }
         }
-        for (; i < width; i++) {
-            const float g = to_float(gate[i]);
-            put(o + i, g / (1.0f + expf(-g)) * to_float(up[i]));
-        }
-    }
     });
 }
 

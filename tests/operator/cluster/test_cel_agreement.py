@@ -1,0 +1,70 @@
+"""CEL in the CRD and `parse` judge alike: what the server accepts without a webhook is valid but for what CEL cannot
+say, and what `parse` accepts the server accepts."""
+
+import importlib.util
+import json
+import urllib.error
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from simulated_kubelet import Client
+from testcluster.cluster import Cluster
+
+PATH = "/apis/serving.isthmus.dev/v1alpha1/namespaces/default/inferenceservices?dryRun=All&fieldValidation=Strict"
+_FILE = Path(__file__).parents[1] / "test_validation.py"
+_SPEC = importlib.util.spec_from_file_location("validation_cases", _FILE)
+assert _SPEC is not None and _SPEC.loader is not None
+cases = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(cases)
+
+BEYOND_CEL = {
+    "spec.model.servedNames[1]": "a set list: the server refuses it, in its own words",
+    "spec.roles.decode.resources.requests.cpu": "arithmetic on quantities",
+    "spec.roles.decode.resources.limits.memory": "arithmetic on quantities",
+    "spec.store.segmentSize": "arithmetic on quantities",
+    "spec.engine.kvCache.memory": "arithmetic on quantities",
+    "spec.engine.kvCache.numBlocksOverride": "only known with the block size",
+    "spec.engine.extraArgs.block-size": "the list of typed flags",
+    "spec.transfer.timeout": "durations",
+    "spec.rollout.drainTimeout": "durations",
+    "spec.store.replicas": "pods in total",
+    "spec.router.placement.tolerations[0]": "checked when pods are made",
+}
+"""Paths that only the webhook refuses, and why."""
+
+
+def ask(client: Client, manifest: dict[str, Any]) -> tuple[int, str]:
+    try:
+        client("POST", PATH, manifest)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["message"]
+    return 201, ""
+
+
+@pytest.fixture(scope="module")
+def client(plane: Cluster) -> Client:
+    return Client(plane)
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"), [(c, p) for c, p, _ in cases.BAD], ids=lambda v: v if isinstance(v, str) else ""
+)
+def test_what_parse_refuses_the_server_refuses_too(client: Client, changes: dict[str, Any], path: str) -> None:
+    status, message = ask(client, cases.with_values(cases.base(), changes))
+    if path in BEYOND_CEL and status == 201:
+        return
+    assert status >= 400, f"{path} was accepted"
+    assert status < 500, message
+
+
+@pytest.mark.parametrize("name", ["direct", "store", "unified"])
+def test_the_examples_are_accepted(client: Client, name: str) -> None:
+    manifest = yaml.safe_load((Path(__file__).parents[3] / "examples" / f"{name}.yaml").read_text())
+    assert ask(client, manifest) == (201, "")
+
+
+@pytest.mark.parametrize("mode", ["Disaggregated", "Unified"])
+def test_the_smallest_is_accepted_and_gets_its_defaults(client: Client, mode: str) -> None:
+    assert ask(client, cases.base(mode)) == (201, "")
