@@ -133,6 +133,16 @@ def test_abort_is_valid_at_any_moment(turns: int) -> None:
     assert world.scheduler.stats().unknown_events >= 1
 
 
+def test_abort_by_attempt_finds_the_attempt_or_the_local_request_and_nothing_else() -> None:
+    world = World()
+    world.add(request("plain", [1, 2], 5))
+    world.add(request("moved", [1, 2], 5), kind=Kind.RECEIVE, attempt="t1")
+    assert world.scheduler.abort("moved", "t0", "an earlier attempt") == []
+    world.take(world.scheduler.abort("plain", "t9", "the router's own name for a local try"))
+    world.take(world.scheduler.abort("moved", "t1", "left"))
+    assert [len(world.ends[sid]) for sid in ("plain", "t1")] == [1, 1]
+
+
 def test_waiting_request_ends_at_its_queue_deadline() -> None:
     world = World(max_num_seqs=1, num_blocks=17)
     world.add(request("runs", [1] * 8, 50))

@@ -140,8 +140,11 @@ class Scheduler:
 
     def abort(self, request_id: str, attempt: str, reason: str) -> list[Effect]:
         """End a request in any phase. Unknown ids are counted and ignored."""
-        if attempt or request_id in self._live:
-            found = [s for s in (self._live.get(attempt or request_id),) if s is not None]
+        if attempt:
+            # A request that computes its own prompt is known by its request id alone.
+            local = self._live.get(request_id)
+            named = self._live.get(attempt) or (local if local is not None and not local.attempt else None)
+            found = [] if named is None else [named]
         else:
             found = [s for s in self._live.values() if s.request.request_id == request_id]
         self._unknown += not found

@@ -21,7 +21,7 @@ def weights_revision(directory: str) -> str:
     files = sorted(root.glob("*.safetensors"))
     config = root / "config.json"
     if not files or not config.is_file():
-        raise WeightsError(f"{directory} has no config.json with *.safetensors beside it; import or fetch a model first")
+        raise WeightsError(f"{directory} has no config.json with *.safetensors beside it; import or fetch a model")
     digest = sha256(config.read_bytes())
     for file in files:
         size = file.stat().st_size
