@@ -61,18 +61,29 @@ setup: venv native model ## All of the above
 
 # ---- Use -------------------------------------------------------------------------------------------------------
 
-.PHONY: run bench
+.PHONY: run bench bench-router
 run: venv native $(if $(filter $(MODEL_DIR),$(MODEL)),model) ## Serve EXAMPLE on this machine: make run [EXAMPLE=examples/direct.yaml] [MODEL=folder-or-hub-id]
 	@$(VENV)/bin/isthmus up $(EXAMPLE) --model '$(MODEL)'
 
 bench: setup ## Run the benchmarks: make bench [ARGS=...]
 	@$(PY) runtime/bench/run.py $(ARGS)
 
+bench-router: venv model ## CPU time and memory of the router beside vllm-router: make bench-router [ARGS=...]
+	@$(PY) runtime/bench/router.py $(ARGS)
+
 # ---- Check -----------------------------------------------------------------------------------------------------
 
-.PHONY: test lint type verify size
+# `make chaos SEED=7 MINUTES=3 MODE=store ARGS='--rate 8'`
+SEED    =
+MINUTES = 10
+MODE    = direct
+
+.PHONY: test lint type verify size chaos
 test: setup ## Run the whole test suite (ARGS= narrows it)
 	@$(PY) -m pytest -q $(ARGS)
+
+chaos: setup ## Real faults on a real service (docs/chaos.md): make chaos [SEED=..] [MINUTES=10] [MODE=direct|store] [ARGS=...]
+	@$(PY) tests/chaos/run_storm.py $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --mode $(MODE) $(ARGS)
 
 lint: venv ## ruff, and the import rules of .importlinter
 	@$(VENV)/bin/ruff check .

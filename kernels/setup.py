@@ -56,13 +56,16 @@ class BuildLevels(build_ext):
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = [item for group in pool.map(compile_one, jobs) for item in group]
         objects += self.compiler.compile(
-            [str(PACKAGE / "cpu" / "level.cc"), str(PACKAGE / "cpu" / "pool.cc")],
+            [str(PACKAGE / "cpu" / "level.cpp"), str(PACKAGE / "cpu" / "pool.cpp")],
             output_dir=self.build_temp,
             macros=[("ISTHMUS_LEVELS", str(len(LEVELS))), ("ISTHMUS_SOURCES", f'"{source_digest()}"')],
             extra_postargs=["-O2", "-g0", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-Wall"],
         )
         self.compiler.link_shared_object(
-            objects, self.get_ext_fullpath(ext.name), extra_postargs=["-fopenmp", "-pthread"], build_temp=self.build_temp
+            objects,
+            self.get_ext_fullpath(ext.name),
+            extra_postargs=["-fopenmp", "-pthread"],
+            build_temp=self.build_temp,
         )
 
 

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from testcluster import binaries
+from testcluster import binaries, settings
 from testcluster.settings import Settings
 
 
@@ -38,7 +38,7 @@ def test_ready_control_plane_goes_before_ours(ours: Settings, tmp_path: Path) ->
 
 def test_other_versions_are_built_elsewhere(ours: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = binaries.built_path(ours, "etcd")
-    shutil.copytree(binaries.TOOLS, tmp_path / "tools")
+    shutil.copytree(settings.TOOLS, tmp_path / "tools")
     monkeypatch.setattr(binaries, "TOOLS", tmp_path / "tools")
     assert binaries.built_path(ours, "etcd") == before
     with (tmp_path / "tools" / "etcd" / "go.sum").open("a") as sums:

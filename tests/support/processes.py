@@ -136,7 +136,15 @@ class Stack:
             if name == "master":
                 self._wait_master()
         self.ready(*engines, "router")
+        self._wait_paired()
         return self
+
+    def _wait_paired(self) -> None:
+        """The router is ready with decode alone; tests of transfers need it to know the prefill engines too."""
+        end = time.monotonic() + START_DEADLINE_S
+        while any(e["state"] != "ready" for e in get_json(self.url("router") + "/info")["engines"]):  # type: ignore[attr-defined]
+            assert time.monotonic() < end, f"the router does not take every engine:\n{self.all['router'].tail()}"
+            time.sleep(0.05)
 
     def _wait_master(self) -> None:
         end = time.monotonic() + START_DEADLINE_S

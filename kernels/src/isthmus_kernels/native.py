@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 # torch must come first: the library asks OpenMP how many threads torch was told to use, and binds to whichever
-# libgomp.so.1 is loaded. Its threads are its own (cpu/pool.cc).
+# libgomp.so.1 is loaded. Its threads are its own (cpu/pool.cpp).
 import torch
 from torch import Tensor
 

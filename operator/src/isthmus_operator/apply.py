@@ -35,12 +35,12 @@ class Applier:
         self._api = api
         self._written = written
 
-    async def run(self, wanted: Desired, live: Mapping[Name, Object], *, settled: bool) -> Changes:
-        """Write what differs. `settled`: the present spec had been applied in full, so that what is missing now was
-        removed by somebody else. Raises ApiError; what was written before it stays, and the next run goes on."""
+    async def run(self, wanted: Desired, live: Mapping[Name, Object], *, settled: bool, complete: bool) -> Changes:
+        """Write what differs. `settled`: the present spec had been applied before, so that a foreign value is foreign;
+        `complete`: all of it had been there, so that what is missing now was removed by somebody else. Raises ApiError; what was written before it stays, and the next run goes on."""
         changes = Changes()
         for manifest in wanted.apply:
-            await self._apply(manifest, live.get(name_of(manifest)), changes, settled=settled)
+            await self._apply(manifest, live.get(name_of(manifest)), changes, settled, complete)
         for manifest in wanted.create:
             if name_of(manifest) not in live:
                 await self._create(manifest, changes)
@@ -49,18 +49,20 @@ class Applier:
                 changes.deleted.append(name_of(child))
                 self._written("delete", child)
         for manifest in wanted.optional:
-            await self._optional(manifest, changes, settled=settled)
+            await self._optional(manifest, changes, settled)
         for version, kind, name in wanted.unwanted:
             await self._remove_optional(version, kind, wanted, name, changes)
         return changes
 
-    async def _apply(self, manifest: Object, there: Object | None, changes: Changes, *, settled: bool) -> None:
+    async def _apply(
+        self, manifest: Object, there: Object | None, changes: Changes, settled: bool, complete: bool
+    ) -> None:
         if there is not None and (there["metadata"].get("deletionTimestamp") or not differs(manifest, there)):
             return
         now = await self._api.apply(manifest)
         self._written("apply", now)
         changes.applied.append(name_of(manifest))
-        if settled and (there is None or taken_over(manifest, there)):
+        if complete if there is None else settled and taken_over(manifest, there):
             changes.healed.append(name_of(manifest))
 
     async def _create(self, manifest: Object, changes: Changes) -> None:
@@ -72,14 +74,14 @@ class Applier:
             return
         changes.applied.append(name_of(manifest))
 
-    async def _optional(self, manifest: Object, changes: Changes, *, settled: bool) -> None:
+    async def _optional(self, manifest: Object, changes: Changes, settled: bool) -> None:
         """Read first, as no watch covers these kinds; their API may be installed and removed at any time."""
         if not await self._installed(manifest["apiVersion"], manifest["kind"]):
             changes.missing.append(manifest["kind"])
             return
         meta = manifest["metadata"]
         path = path_of(manifest["apiVersion"], manifest["kind"], meta["namespace"], meta["name"])
-        await self._apply(manifest, await self._api.find(path), changes, settled=settled)
+        await self._apply(manifest, await self._api.find(path), changes, settled, False)
 
     async def _remove_optional(self, version: str, kind: str, wanted: Desired, name: str, changes: Changes) -> None:
         if not await self._installed(version, kind):

@@ -61,8 +61,11 @@ class Controller:
         seen = observe(service, children, await self._facts(service, children), before)
         wanted = plan(service, seen, self.clock())
         settled = before.get("observedGeneration") == service.generation
+        complete = settled and any(c.type == "Progressing" and c.reason == Reason.COMPLETE for c in seen.conditions)
         exact = desired(service, self.defaults, wanted, children)
-        changes = await applier.run(exact, {name_of(child): child for child in children}, settled=settled)
+        changes = await applier.run(
+            exact, {name_of(child): child for child in children}, settled=settled, complete=complete
+        )
         after = status_of(service, seen, wanted, before, self._stamp())
         news = events(before, after, wanted if changes.applied else None) + _news(changes, before)
         await self._report(applier, body, before, after, news)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,8 @@ WATCHED = (
     (GROUP, VERSION, "rolescalers"),
 )
 WORKERS = 4
+RIGHTS_S = 20.0
+"""How long rights may take to come into force after they were given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +72,9 @@ class _Operator:
         )
         self.queue = WorkQueue(self._work, failed=self._failed, pauses=options.pauses)
         self.watching = asyncio.Event()
+        self.stopping = asyncio.Event()
         self._troubled: set[Key] = set()
+        self._watches = 0
         self.registry = kopf.OperatorRegistry()
         self._register()
 
@@ -142,7 +147,26 @@ class _Operator:
     async def _startup(self, **kwargs: Any) -> None:
         self.cache.services = kwargs[PLURAL]
         self.cache.indexes = {plural: kwargs[plural] for _, _, plural in WATCHED}
+        self.catch_signals()
         self.watching.set()
+
+    def catch_signals(self) -> None:
+        """SIGTERM and SIGINT end us in our order; kopf sets handlers of its own when it starts."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stopping.set)
+
+    def unready(self) -> str:
+        """Why /readyz fails; empty when it does not."""
+        return self.deaf() if self.watching.is_set() else "not watching yet"
+
+    def deaf(self) -> str:
+        """kopf does not start a watch again that has failed for good: then only a new process hears anything."""
+        if not self.watching.is_set():
+            return ""
+        alive = sum(task.get_name().startswith("watcher for ") for task in asyncio.all_tasks())
+        self._watches = max(self._watches, alive)
+        return f"{self._watches - alive} of {self._watches} watches have ended" if alive < self._watches else ""
 
     async def _login(self, **kwargs: Any) -> kopf.ConnectionInfo:
         """The same cluster, as the same user, as our own client."""
@@ -186,48 +210,52 @@ async def validate(body: kopf.Body, **_: Any) -> None:
 async def run(options: OperatorOptions) -> None:
     """Be an operator until a signal or a lost lease ends it. UserError and ApiError say what keeps it from starting."""
     api = await connect(options.kubeconfig)
-    operator = None
     try:
         await _require_api(api)
+        await _require_rights(api, options.namespaces)
         operator = _Operator(api, options)
-        stop = asyncio.Event()
-
-        async def work() -> None:
-            operator.metrics.leader.set(1)
-            await operator.watching.wait()
-            await operator.queue.run(WORKERS)
-
-        async def leading() -> None:
-            try:
-                await (lead(api, options.lease, work) if options.lease else work())
-            finally:
-                stop.set()
-
-        def problem() -> str:
-            return "" if operator.watching.is_set() else "not watching yet"
-
-        async with serve(operator.metrics, options.metrics_host, options.metrics_port, problem) as port:
-            _log.info("metrics on port %d; watching %s", port, ", ".join(options.namespaces) or "all namespaces")
-            leader = asyncio.create_task(leading())
-            try:
-                await kopf.operator(
-                    registry=operator.registry,
-                    settings=operator.settings(),
-                    standalone=True,
-                    clusterwide=not options.namespaces,
-                    namespaces=list(options.namespaces),
-                    stop_flag=stop,
-                )
-            finally:
-                ended = leader.done() and not leader.cancelled()
-                leader.cancel()
-                await asyncio.gather(leader, return_exceptions=True)
-            if ended:
-                leader.result()
-    finally:
-        if operator is not None:
+        try:
+            host, port = options.metrics_host, options.metrics_port
+            async with serve(operator.metrics, host, port, healthy=operator.deaf, ready=operator.unready) as bound:
+                _log.info("metrics on port %d; watching %s", bound, ", ".join(options.namespaces) or "all namespaces")
+                await _until_stopped(api, operator)
+        finally:
             await operator.facts.close()
+    finally:
         await api.close()
+
+
+async def _until_stopped(api: Api, operator: _Operator) -> None:
+    """Our own tasks end before kopf's, as kopf cancels every task of the loop that it does not know when it ends."""
+    options, stop = operator.options, asyncio.Event()
+
+    async def work() -> None:
+        operator.metrics.leader.set(1)
+        await operator.watching.wait()
+        await operator.queue.run(WORKERS)
+
+    operator.catch_signals()
+    watching = asyncio.create_task(
+        kopf.operator(
+            registry=operator.registry,
+            settings=operator.settings(),
+            standalone=True,
+            clusterwide=not options.namespaces,
+            namespaces=list(options.namespaces),
+            stop_flag=stop,
+        )
+    )
+    leading = asyncio.ensure_future(lead(api, options.lease, work) if options.lease else work())
+    signalled = asyncio.create_task(operator.stopping.wait())
+    await asyncio.wait([watching, leading, signalled], return_when=asyncio.FIRST_COMPLETED)
+    if not leading.done():
+        leading.cancel()
+    ended = await asyncio.gather(leading, return_exceptions=True)
+    stop.set()
+    signalled.cancel()
+    await watching
+    if isinstance(ended[0], Exception):
+        raise ended[0]
 
 
 async def _require_api(api: Api) -> None:
@@ -236,3 +264,30 @@ async def _require_api(api: Api) -> None:
     missing = [name for name in (PLURAL, "rolescalers") if name not in kinds]
     if missing:
         raise UserError(f"the API server does not know {', '.join(missing)} of {API_VERSION}; apply the files of crds/")
+
+
+async def _require_rights(api: Api, namespaces: tuple[str, ...]) -> None:
+    """A watch without the right to it would leave the operator deaf. Rights given this moment may need a few seconds."""
+    deadline = asyncio.get_running_loop().time() + RIGHTS_S
+    while True:
+        missing = [f"list {what}" for what in await _forbidden(api, namespaces)]
+        if not missing:
+            return
+        if asyncio.get_running_loop().time() > deadline:
+            raise ApiError(403, f"missing rights: {'; '.join(missing)}; apply the roles of the chart (rbac.create)")
+        await asyncio.sleep(1.0)
+
+
+async def _forbidden(api: Api, namespaces: tuple[str, ...]) -> list[str]:
+    found = []
+    for group, version, plural in (*WATCHED, (GROUP, VERSION, PLURAL)):
+        for namespace in namespaces or ("",):
+            root = f"/apis/{group}/{version}" if group else f"/api/{version}"
+            place = f"/namespaces/{namespace}" if namespace else ""
+            try:
+                await api.get(f"{root}{place}/{plural}", limit="1", labelSelector=SERVICE_LABEL)
+            except ApiError as error:
+                if error.status != 403:
+                    raise
+                found.append(f"{plural} in {namespace or 'all namespaces'}")
+    return found

@@ -37,18 +37,22 @@ class Metrics:
 
 
 @asynccontextmanager
-async def serve(metrics: Metrics, host: str, port: int, problem: Callable[[], str]) -> AsyncIterator[int]:
-    """Serve until the context ends; yields the port. `problem`: why this replica is not ready; empty when it is.
+async def serve(
+    metrics: Metrics, host: str, port: int, *, healthy: Callable[[], str], ready: Callable[[], str]
+) -> AsyncIterator[int]:
+    """Serve until the context ends; yields the port. `healthy`, `ready`: why not; empty for yes.
 
-    /healthz answers as long as the event loop turns; no state of the cluster makes it fail.
+    /healthz fails only where a new process would help.
     """
 
+    def answer(problem: str) -> web.Response:
+        return web.Response(status=503 if problem else 200, text=f"{problem or 'ok'}\n")
+
     async def healthz(request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+        return answer(healthy())
 
     async def readyz(request: web.Request) -> web.Response:
-        why = problem()
-        return web.Response(status=503 if why else 200, text=f"{why or 'ok'}\n")
+        return answer(ready())
 
     async def show(request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(metrics.registry), content_type="text/plain", charset="utf-8")

@@ -66,7 +66,7 @@ KINDS = (
 def plan(
     seed: int, seconds: float, mode: str, names: Sequence[str], *, network: bool, only: Sequence[str] = ()
 ) -> list[Fault]:
-    """Faults from 2 s on until 5 s before the end. Kinds come from a shuffled deck: each once before any comes again.
+    """Faults from 2 s on until 3 s before the end. Kinds come from a shuffled deck: each once before any comes again.
 
     At most two overlap, and never on the same target. `only`: names of the kinds to take; empty: all.
     """
@@ -87,7 +87,7 @@ def plan(
         taken = {f.target for f in faults if f.start_s + f.seconds > now}
         able = [n for n in (*names, "pool") if n.rstrip("0123456789") in kind.roles and n not in taken]
         if able:
-            if now + length > seconds - 5.0:
+            if now + length > seconds - 3.0:
                 return faults
             target = rng.choice(able)
             others = [n for n in names if n.rstrip("0123456789") in kind.peers and n != target]

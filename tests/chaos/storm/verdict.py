@@ -20,8 +20,8 @@ from network import Network
 
 ANSWER_S = 1.0
 """From detection to the client's answer."""
-_GROWTH = 16
-"""Descriptors a process may have more than at first: idle connections."""
+_GROWTH = 48
+"""Descriptors a process may have more than at first: the router keeps as many idle connections as it had requests."""
 _STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) (WARNING|ERROR) isthmus_runtime\.router\.pool: (.*)$")
 _LEGS = ("kv_transfer_failed", "engine_failed")
 
@@ -78,7 +78,7 @@ def judge(outcomes: Sequence[Outcome], events: Sequence[Event], fleet: Fleet, re
 def _answer_times(
     outcomes: Sequence[Outcome], events: Sequence[Event], fleet: Fleet, report: Report, lag_s: float
 ) -> None:
-    """From the router's first word about a lost engine (or from the kill itself) to the answers that name it."""
+    """From the router's word that it lost an engine (or from the kill itself) to the answers that say the same."""
     noticed: list[float] = []
     killed: list[float] = []
     said = _router_words(fleet)
@@ -89,7 +89,10 @@ def _answer_times(
         for name in fleet.engines:
             if fleet.url(name) not in message:
                 continue
-            before = [t for t, line in said if fleet.url(name) in line and o.began <= t <= o.ended + 0.1]
+            word = "silent for" if "answered nothing for" in message else message
+            before = [
+                t for t, line in said if fleet.url(name) in line and word in line and o.began <= t <= o.ended + 0.1
+            ]
             if before:
                 noticed.append(o.ended - before[0])
             kills = [e.began for e in events if e.fault.kind == "kill" and e.fault.target == name]
@@ -109,9 +112,7 @@ def _router_words(fleet: Fleet) -> list[tuple[float, str]]:
     for line in fleet.member["router"].log.read_text(errors="replace").splitlines():
         if match := _STAMP.match(line):
             stamp = time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S")) + int(match[2]) / 1e3
-            # A probe without an answer is a suspicion only; these are decisions.
-            if "silent for" in match[4] or "was lost" in match[4]:
-                found.append((stamp, match[4]))
+            found.append((stamp, match[4]))
     return found
 
 

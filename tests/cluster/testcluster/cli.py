@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pack = commands.add_parser("images", help="build the project's images and say how large they are")
     pack.add_argument("names", nargs="*", help="which (default: all but the tests' own; `tests`: what the tests use)")
     pack.add_argument("--base", default=image_build.BASE, help="base image, or `debootstrap` to make one")
-    commands.add_parser("down", help="stop every cluster of ours and remove what it made")
+    commands.add_parser("down", help="stop every cluster that no running test owns, and remove what it made")
     commands.add_parser("status", help="say what runs")
     options = parser.parse_args(arguments)
     ours = settings.load()
@@ -93,7 +94,9 @@ def stop_all(ours: Settings) -> int:
     begin = time.monotonic()
     count = 0
     for folder in sorted(runs(ours).glob("*")) if runs(ours).is_dir() else []:
-        if state.load(folder) is not None and not owned(folder):
+        if folder.suffix == ".failed":
+            shutil.rmtree(folder)
+        elif state.load(folder) is not None and not owned(folder):
             cluster.take_down(folder)
             count += 1
             print(f"cluster: {folder.name} is down")

@@ -12,6 +12,7 @@ SERVICE_CIDR = "10.96.0.0/16"
 FIRST_SERVICE = "10.96.0.1"
 DNS_SERVICE = "10.96.0.10"
 DOMAIN = "cluster.local"
+SIMULATED = Path(__file__).with_name("simulated.yaml")
 # Requests of the accounts in the operator's namespace, in `audit.log` beside it: tests compare them with its rights.
 AUDIT_POLICY = """\
 apiVersion: audit.k8s.io/v1
@@ -202,6 +203,7 @@ class ControlPlane:
             argv=(
                 self.binaries["kwok"],
                 f"--kubeconfig={self.folder / 'kwok.kubeconfig'}",
+                f"--config={SIMULATED}",
                 "--manage-all-nodes=false",
                 "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake",
                 "--node-lease-duration-seconds=40",

@@ -105,6 +105,20 @@ def test_decode_that_gives_up_removes_the_tail(start_engine: Start, master: Any)
     wait_until(lambda: not any(decode.call("exist", keys=[keys_of("a")[3], "record::a"])), "scoped keys are removed")
 
 
+def test_a_wrong_value_is_noticed_and_removed(start_engine: Start, master: Any) -> None:
+    prefill = start_engine("store", "crc", master=master.address)
+    decode = start_engine("store", "crc", master=master.address)
+    prefill.call("fill", blocks=MINE, seed=1)
+    assert transfer(prefill, decode, "a")["event"] == "received"
+    # A put keeps the value that is there, so the pool holds other bytes than this attempt wrote.
+    prefill.call("fill", blocks=MINE, seed=2)
+    failed = transfer(prefill, decode, "b")
+    assert failed["event"] == "failed" and failed["stage"] == "receiving" and "CRC-32" in failed["reason"], failed
+    wait_until(lambda: not any(decode.call("exist", keys=keys_of("b"))), "the wrong values are removed")
+    assert transfer(prefill, decode, "c")["event"] == "received"
+    assert decode.call("crc", blocks=THEIRS) == prefill.call("crc", blocks=MINE)
+
+
 def test_a_full_pool_fails_the_attempt_and_recovers(start_engine: Start, master: Any) -> None:
     size = 1 << 20
     prefill = start_engine("store", master=master.address, block_bytes=size, segment=16 << 20)

@@ -14,7 +14,7 @@
 #define ISTHMUS_CAT2(a, b) a##b
 #define ISTHMUS_CAT(a, b) ISTHMUS_CAT2(a, b)
 // Every entry point takes its arguments as 8-byte slots, in order. One shape for all lets a recorded sequence of
-// calls be replayed from here (level.cc) without Python.
+// calls be replayed from here (level.cpp) without Python.
 #define EXPORT(name)                                                                         \
     extern "C" __attribute__((visibility("default"))) int64_t ISTHMUS_CAT(isthmus_##name##_, \
                                                                           ISTHMUS_LEVEL)(const uint64_t *arguments)
@@ -182,7 +182,7 @@ INLINE vf vexp(vf x) {
     return select(x < splat(-87.3f), vf{}, p * (vf)scale);
 }
 
-// Call f(index, thread) for every index below `count`, on torch's number of threads (see pool.cc).
+// Call f(index, thread) for every index below `count`, on torch's number of threads (see pool.cpp).
 template <class F>
 INLINE void parallel(int64_t count, const F &f) {
     isthmus_parallel(

@@ -291,7 +291,7 @@ def _problem(loc: tuple[int | str, ...], kind: str, message: str) -> tuple[str, 
 
 
 def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def _message(value: object, path: str) -> dict[str, str]:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from ..errors import ConfigError, InvalidRequest
 from .chat import ChatTemplate
 from .pieces import Pieces
+from .words import Words, cuts_at_words
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
@@ -53,6 +54,8 @@ class Tokenizer:
         self.vocab_size = vocab_size
         """Ids a prompt may use are below this."""
         self.defaults = defaults
+        self._words = Words(self._batch) if cuts_at_words(raw) else None
+        self._adds_special = tokenizer.num_special_tokens_to_add(False) > 0
         self._template = ChatTemplate(chat_template, special, now) if chat_template is not None else None
         # Absent in tokenizer_config.json: whatever the post-processor of tokenizer.json does is right.
         self._add_bos: bool | None = config.get("add_bos_token")
@@ -117,9 +120,14 @@ class Tokenizer:
         return self.pieces.join(token_ids)
 
     def _ids(self, text: str, *, special: bool) -> list[int]:
+        if self._words is not None and not (special and self._adds_special):
+            return self._words.encode(text)
         # Unlike `encode`, the batch form lets other threads run: a long prompt must not stop the process.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
+
+    def _batch(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
 def _read_json(path: Path) -> dict[str, Any]:

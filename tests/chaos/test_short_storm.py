@@ -1,0 +1,33 @@
+"""A short storm with a fixed seed; the long one is `make chaos` (docs/chaos.md)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.timeout(180)
+def test_a_short_storm_breaks_no_guarantee(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("run_storm.py")
+    argv = [
+        sys.executable,
+        str(script),
+        "--seed",
+        "291",
+        "--minutes",
+        "0.25",
+        "--mode",
+        "direct",
+        "--out",
+        str(tmp_path),
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert not report["violations"] and int(dict(report["rows"])["requests"]) > 20
