@@ -101,12 +101,14 @@ size: venv ## Fail on a source file over 600 lines; list those over 400 and tota
 
 # ---- Generate --------------------------------------------------------------------------------------------------
 
-GENERATED := crds/inferenceservice.yaml
+GENERATED := crds/inferenceservice.yaml crds/rolescaler.yaml operator/docs/conditions.md operator/docs/rbac.md
 
 .PHONY: generate golden clean
-generate: venv ## Write the CRD from its types
-	@$(PY) -m isthmus_operator.api.crd > crds/inferenceservice.yaml.new
-	@mv crds/inferenceservice.yaml.new crds/inferenceservice.yaml
+generate: venv ## Write the CRDs from their types, and the operator's reference pages
+	@for name in inferenceservice rolescaler; do \
+	  $(PY) -m isthmus_operator.api.crd $$name > crds/$$name.yaml.new && mv crds/$$name.yaml.new crds/$$name.yaml; done
+	@$(PY) -m isthmus_operator.reasons > operator/docs/conditions.md
+	@$(PY) -m isthmus_operator.rbac > operator/docs/rbac.md
 
 golden: venv ## Rewrite the golden files of the tests; review the diff
 	@UPDATE_GOLDEN=1 $(PY) -m pytest -q tests/operator $(ARGS)

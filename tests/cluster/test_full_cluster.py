@@ -98,8 +98,10 @@ def test_both_nodes_are_ready_with_gpus(busy: Cluster) -> None:
 @pytest.mark.parametrize("node", ["node1", "node2"])
 def test_service_answers_by_name_from_a_pod(web: Cluster, node: str) -> None:
     name = f"client-{node}"
-    web.apply(pod(name, node, "wget -q -T 20 -O - http://web.default.svc.cluster.local"))
-    assert finished(web, name).startswith("web-")
+    connect = "exec 3<>/dev/tcp/web.default.svc.cluster.local/80"
+    script = f"bash -c '{connect}; echo GET / HTTP/1.0 >&3; echo >&3; cat <&3'"
+    web.apply(pod(name, node, script))
+    assert finished(web, name).splitlines()[-1].startswith("web-")
     web.kubectl("delete", f"pod/{name}")
 
 

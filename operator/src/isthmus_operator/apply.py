@@ -37,7 +37,10 @@ class Applier:
 
     async def run(self, wanted: Desired, live: Mapping[Name, Object], *, settled: bool, complete: bool) -> Changes:
         """Write what differs. `settled`: the present spec had been applied before, so that a foreign value is foreign;
-        `complete`: all of it had been there, so that what is missing now was removed by somebody else. Raises ApiError; what was written before it stays, and the next run goes on."""
+        `complete`: all of it had been there, so that what is missing now was removed by somebody else.
+
+        Raises ApiError; what was written before it stays, and the next run goes on.
+        """
         changes = Changes()
         for manifest in wanted.apply:
             await self._apply(manifest, live.get(name_of(manifest)), changes, settled, complete)

@@ -267,18 +267,16 @@ async def _require_api(api: Api) -> None:
 
 
 async def _require_rights(api: Api, namespaces: tuple[str, ...]) -> None:
-    """A watch without the right to it would leave the operator deaf. Rights given this moment may need a few seconds."""
+    """A watch without the right to it would leave the operator deaf. Rights and CRDs that were made this moment take a
+    few seconds."""
     deadline = asyncio.get_running_loop().time() + RIGHTS_S
-    while True:
-        missing = [f"list {what}" for what in await _forbidden(api, namespaces)]
-        if not missing:
-            return
+    while problems := await _unreadable(api, namespaces):
         if asyncio.get_running_loop().time() > deadline:
-            raise ApiError(403, f"missing rights: {'; '.join(missing)}; apply the roles of the chart (rbac.create)")
+            raise ApiError(403, f"cannot read what it looks after: {'; '.join(problems)}; see operator/docs/rbac.md")
         await asyncio.sleep(1.0)
 
 
-async def _forbidden(api: Api, namespaces: tuple[str, ...]) -> list[str]:
+async def _unreadable(api: Api, namespaces: tuple[str, ...]) -> list[str]:
     found = []
     for group, version, plural in (*WATCHED, (GROUP, VERSION, PLURAL)):
         for namespace in namespaces or ("",):
@@ -287,7 +285,5 @@ async def _forbidden(api: Api, namespaces: tuple[str, ...]) -> list[str]:
             try:
                 await api.get(f"{root}{place}/{plural}", limit="1", labelSelector=SERVICE_LABEL)
             except ApiError as error:
-                if error.status != 403:
-                    raise
-                found.append(f"{plural} in {namespace or 'all namespaces'}")
+                found.append(str(error))
     return found

@@ -36,13 +36,13 @@ class WireSampling(_Wire):
     """`SamplingParams` on the wire."""
 
     max_tokens: int = Field(ge=1)
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     min_p: float = Field(default=0.0, ge=0, le=1)
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
     stop_token_ids: tuple[int, ...] = ()
-    logprobs: int = -1
+    logprobs: int = Field(default=-1, ge=-1, le=100)
 
 
 class WireRequest(_Wire):
@@ -51,9 +51,9 @@ class WireRequest(_Wire):
     request_id: str = Field(min_length=1, max_length=128)
     prompt_token_ids: tuple[int, ...] = Field(min_length=1)
     sampling: WireSampling
-    priority: int = 0
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     cache_salt: str = ""
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0, le=366 * 86400, allow_inf_nan=False)
 
     def to_request(self) -> GenerateRequest:
         """The plain record the engine works with."""

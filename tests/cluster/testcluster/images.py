@@ -1,4 +1,4 @@
-"""Container images that need no build tool: one static program, packed as `docker save` would."""
+"""Container images that need no build tool: programs of this machine, packed as `docker save` would."""
 
 import hashlib
 import io
@@ -7,13 +7,18 @@ import shutil
 import tarfile
 from pathlib import Path
 
+from testcluster.commands import run
+
 BUSYBOX_IMAGE = "isthmus.test/busybox:1"
+APPLETS = ("sh", "cat", "env", "hostname", "httpd", "id", "ls", "nslookup", "sleep")
 
 
 def write_busybox_image(path: Path, tag: str, *, command: list[str], user: str) -> Path:
     """Write an archive with the static busybox of this machine under `tag` and return its path.
 
-    It holds /bin/busybox, its applets as links, and the folders a program expects. Raises FileNotFoundError.
+    It holds /bin/busybox, its applets as links, the folders a program expects, and bash with its libraries: a static
+    program cannot look up names as others do (wget ends in a crash), and bash opens connections by /dev/tcp/HOST/PORT.
+    Raises FileNotFoundError.
     """
     busybox = shutil.which("busybox")
     if busybox is None:
@@ -23,10 +28,18 @@ def write_busybox_image(path: Path, tag: str, *, command: list[str], user: str) 
         for folder, mode in (("bin", 0o755), ("etc", 0o755), ("tmp", 0o1777), ("proc", 0o555), ("dev", 0o755)):
             add(tar, folder, mode, kind=tarfile.DIRTYPE)
         add(tar, "bin/busybox", 0o755, Path(busybox).read_bytes())
-        for applet in ("sh", "cat", "httpd", "nslookup", "sleep", "wget", "ls", "id", "env", "hostname"):
+        for applet in APPLETS:
             add(tar, f"bin/{applet}", 0o777, kind=tarfile.SYMTYPE, link="busybox")
+        for needed in with_libraries("/bin/bash"):
+            add(tar, needed.lstrip("/"), 0o755, Path(needed).read_bytes())
         add(tar, "etc/passwd", 0o644, b"root:x:0:0::/:/bin/sh\nnobody:x:65534:65534::/:/bin/sh\n")
     return write_archive(path, tag, layer.getvalue(), command=command, user=user)
+
+
+def with_libraries(program: str) -> list[str]:
+    """The program and the shared libraries, loader included, that it needs, under the names it looks for."""
+    words = run(["ldd", program]).split()
+    return [program, *(word for word in words if word.startswith("/"))]
 
 
 def add(

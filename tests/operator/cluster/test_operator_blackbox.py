@@ -310,8 +310,8 @@ def test_t13_children_edited_by_hand_are_healed_once_and_the_pods_stay(service: 
     service.ready()
     kubectl("label", f"deployment/{decode}", "team=blue", "-n", service.namespace)
     kubectl("delete", f"deployment/{decode}", "-n", service.namespace)
+    until(lambda: service.client.find(deployment(service, decode)), 20)
     service.ready()
-    assert service.client.find(deployment(service, decode))
 
 
 def deployment(service: Service, name: str) -> str:

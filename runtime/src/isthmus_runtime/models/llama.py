@@ -15,8 +15,12 @@ from ..layers.embedding import Embedding
 from ..layers.linear import Linear
 from ..layers.mlp import GatedMlp
 from ..layers.norm import RmsNorm
+from ..layers.replay import Replay
 from ..layers.rope import cos_sin_tables
 from .config import ModelSpec
+
+_OPS_PER_LAYER = 9
+"""Two norms, four products, rotation with KV write, attention, gated activation."""
 
 
 class TensorSource(Protocol):
@@ -72,7 +76,8 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """Scratch for the largest step, and the rotary tables. Made once: allocating per step costs page faults."""
+    """Scratch for the largest step, and the rotary tables. Made once: allocating per step costs page faults, and
+    fixed addresses let a decode step be replayed."""
 
     hidden: Tensor
     residual: Tensor
@@ -82,6 +87,8 @@ class Workspace:
     gate_up: Tensor
     inner: Tensor
     cos_sin: tuple[Tensor, Tensor]
+    replay: Replay
+    """Decode steps by their number of tokens."""
 
 
 class LlamaModel:
@@ -162,6 +169,7 @@ class LlamaModel:
             gate_up=scratch(2 * spec.intermediate_size),
             inner=scratch(spec.intermediate_size),
             cos_sin=cos_sin_tables(spec.rope, spec.head_dim, max_len),
+            replay=Replay(_OPS_PER_LAYER * spec.num_layers),
         )
 
     def forward(self, batch: ForwardBatch, kv: Sequence[tuple[int, Tensor]], scratch: Workspace) -> Tensor:
@@ -170,11 +178,25 @@ class LlamaModel:
         `kv` holds per layer its group and its view of the pool, [num_blocks, 2, block_size, Hk, D].
         """
         num = batch.token_ids.shape[0]
+        residual, projected = scratch.residual[:num], scratch.projected[:num]
+        self._embedding(batch.token_ids, residual)
+        if batch.max_query_len == 1:
+            # One token a request: everything the layers touch lies where it lay in the last step of this size.
+            scratch.replay.run(num, lambda: self._run_layers(batch, kv, scratch))
+        else:
+            self._run_layers(batch, kv, scratch)
+        rows = batch.logit_rows
+        last_hidden, last_residual = projected[rows], residual[rows]
+        self._norm.add(last_hidden, last_residual, last_hidden)
+        return self._head(last_hidden)
+
+    def _run_layers(self, batch: ForwardBatch, kv: Sequence[tuple[int, Tensor]], scratch: Workspace) -> None:
+        """From `residual` (the embedding) to `projected` and `residual`, whose sum is the last layer's output."""
+        num = batch.token_ids.shape[0]
         residual, hidden, projected = scratch.residual[:num], scratch.hidden[:num], scratch.projected[:num]
         qkv, flat = scratch.qkv[:num], scratch.context[:num]
         context = flat.view(num, self.spec.num_heads, self.spec.head_dim)
         gate_up, inner = scratch.gate_up[:num], scratch.inner[:num]
-        self._embedding(batch.token_ids, residual)
         self._layers[0].attention_norm(residual, hidden)
         for layer, following, (group, layer_kv) in zip(self._layers, self._following, kv, strict=True):
             layer.attention(
@@ -192,7 +214,3 @@ class LlamaModel:
             layer.mlp(hidden, gate_up=gate_up, inner=inner, out=projected)
             if following is not None:
                 following.add(projected, residual, hidden)
-        rows = batch.logit_rows
-        last_hidden, last_residual = projected[rows], residual[rows]
-        self._norm.add(last_hidden, last_residual, last_hidden)
-        return self._head(last_hidden)

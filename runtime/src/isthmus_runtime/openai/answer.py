@@ -102,8 +102,7 @@ class Runner:
         usage = await self._run(job, sink, arrived)
         return web.Response(
             body=job.format.whole(answers, usage),
-            content_type="application/json",
-            headers={"X-Request-Id": job.answer_id},
+            headers={"Content-Type": "application/json", "X-Request-Id": job.answer_id},
         )
 
     async def stream(self, job: Job, arrived: float, request: web.Request, response: web.StreamResponse) -> None:

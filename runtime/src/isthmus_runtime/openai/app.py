@@ -223,6 +223,8 @@ class _Api:
         body = bytearray()
         if size <= limit:
             try:
+                if request.content.is_eof():  # a short body is here with its head
+                    return request.content.read_nowait()
                 async for part in request.content.iter_any():
                     body += part
                     size = max(size, len(body))

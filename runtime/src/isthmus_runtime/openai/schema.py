@@ -241,7 +241,7 @@ def _parse(model: type[_R], body: bytes, neutral: Mapping[str, tuple[object, ...
 
 def _json_object(body: bytes) -> dict[str, Any]:
     try:
-        data = json.loads(body.decode("utf-8"), parse_constant=_refuse_constant)
+        data = _DECODER.decode(body.decode("utf-8"))
         if b"\\ud" in body or b"\\uD" in body:
             # A lone surrogate is legal in JSON, but is no text.
             json.dumps(data, ensure_ascii=False).encode("utf-8")
@@ -266,6 +266,9 @@ def _json_object(body: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> None:
     raise InvalidRequest(f"the body holds {name}, which is not JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def _check_neutral(name: str, value: object, accepted: tuple[object, ...], problems: list[tuple[str, str]]) -> None:

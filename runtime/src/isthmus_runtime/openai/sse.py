@@ -69,7 +69,10 @@ class _Format:
             "created": created,
             "model": model,
         }
-        head = json.dumps({**self._head, "object": self.chunk_name}, separators=(",", ":"))[:-1]
+        head = (
+            f'{{"id":{json.dumps(answer_id)},"object":"{self.chunk_name}","created":{created},'
+            f'"model":{json.dumps(model)}'
+        )
         self._open = f'data: {head},"choices":[{{"index":'
         self._close = ("}]" + (',"usage":null' if include_usage else "") + "}\n\n").encode()
         self._usage_open = f'data: {head},"choices":[],"usage":'

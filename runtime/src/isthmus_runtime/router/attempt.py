@@ -170,7 +170,8 @@ class Attempt:
             self._lines.extend(lines)
         raw = self._lines.popleft()
         if raw.startswith(_PLAIN) and (number := raw[len(_PLAIN) : -2]).isdigit():
-            return TokenChunk(token_ids=(int(number), *self._more_tokens()))
+            more = self._more_tokens() if self._lines else ()
+            return TokenChunk(token_ids=(int(number), *more))
         try:
             line = parse_line(raw)
         except (ValueError, KeyError, TypeError) as e:

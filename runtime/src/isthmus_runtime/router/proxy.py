@@ -60,6 +60,8 @@ class RouterBackend:
         )
         self._in_flight = 0
         self._turn = 0
+        if metrics is not None:
+            metrics.in_flight.set_function(lambda: self._in_flight)
 
     @property
     def max_model_len(self) -> int:
@@ -86,7 +88,6 @@ class RouterBackend:
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._in_flight += 1
-        self._show_in_flight()
         attempt: Attempt | None = None
         try:
             attempt, chunk = await self._begin(request)
@@ -105,7 +106,6 @@ class RouterBackend:
             if attempt is not None:
                 attempt.close()
             self._in_flight -= 1
-            self._show_in_flight()
 
     async def _begin(self, request: GenerateRequest) -> tuple[Attempt, TokenChunk]:
         """The attempt that works, with its first chunk."""
@@ -193,7 +193,3 @@ class RouterBackend:
     def _refuse(self, reason: str) -> None:
         if self._metrics is not None:
             self._metrics.refused(reason)
-
-    def _show_in_flight(self) -> None:
-        if self._metrics is not None:
-            self._metrics.in_flight.set(self._in_flight)

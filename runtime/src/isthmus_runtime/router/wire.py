@@ -9,6 +9,7 @@ bounded all the same.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
 from typing import cast
 from urllib.parse import urlsplit
@@ -17,6 +18,9 @@ CONNECT_TIMEOUT_S = 1.0
 KEEP_ALIVE_S = 30.0
 """Idle connections older than this are not used again: an engine may be about to close them (after 75 s or more)."""
 _DISCARD_TIMEOUT_S = 2.0
+_PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 5000}
+"""A connection can vanish without a word while its engine answers others: a middlebox forgot it, or its end was lost
+on the way. The kernel finds out in about 5 s; a stream that waits for tokens would only at the request's deadline."""
 _MAX_HEAD = 64 << 10
 _MAX_CHUNK = 64 << 20
 _HIGH_WATER = 256 << 10
@@ -54,6 +58,16 @@ class Exchange(asyncio.Protocol):
         self._discard: asyncio.TimerHandle | None = None
 
     # -------------------------------------------------------------------------------------------------------- caller
+
+    def probe(self) -> None:
+        """Let the kernel look after the connection while nothing comes."""
+        sock = None if self._transport is None else self._transport.get_extra_info("socket")
+        if sock is None:
+            return
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _PROBES.items():
+            if (option := getattr(socket, name, None)) is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
     async def call(self, head: bytes, body: bytes) -> None:
         """Send a request and wait for the head of its answer. Raises OSError."""
@@ -249,7 +263,7 @@ class Exchange(asyncio.Protocol):
         now = self.idle_since = self._loop.time()
         idle = self._idle
         idle.append(self)
-        while idle[0].closed or now - idle[0].idle_since > KEEP_ALIVE_S:
+        while idle and (idle[0].closed or now - idle[0].idle_since > KEEP_ALIVE_S):
             idle.popleft().close()
 
 
@@ -309,4 +323,5 @@ class Wire:
                 )
         except TimeoutError as e:
             raise TimeoutError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from e
+        exchange.probe()
         return exchange

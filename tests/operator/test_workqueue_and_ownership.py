@@ -1,0 +1,296 @@
+"""The queue's promises, what managedFields say, autoscaling, and reading engines' answers."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from isthmus_operator import autoscale
+from isthmus_operator.__main__ import build_parser
+from isthmus_operator.api.v1alpha1 import parse
+from isthmus_operator.completion import SHELLS, script
+from isthmus_operator.facts import engine_facts, routable
+from isthmus_operator.observed import EngineFacts, Facts
+from isthmus_operator.ownership import differs, owned, pinned, plain, taken_over
+from isthmus_operator.plan import plan
+from isthmus_operator.rehearse import World, rehearse
+from isthmus_operator.render.names import Component
+from isthmus_operator.workqueue import Key, Pauses, WorkQueue
+
+FAST = Pauses(settle=0.0, first=0.001, most=0.004, resync=1000)
+A, B = ("ns", "a"), ("ns", "b")
+
+
+class Run:
+    """A queue whose work is a script; `wait` ends after so many runs."""
+
+    def __init__(self, results: dict[int, Any] | None = None, pauses: Pauses = FAST) -> None:
+        self.runs: list[Key] = []
+        self.failures: list[str] = []
+        self.active: list[Key] = []
+        self.results = results or {}
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.changed = asyncio.Condition()
+        self.queue = WorkQueue(
+            self.work, failed=lambda k, e: self.failures.append(str(e)), pauses=pauses, spread=lambda: 0
+        )
+        self.task = asyncio.create_task(self.queue.run(3))
+
+    def fail(self, key: Key, error: Exception) -> None:
+        self.failures.append(str(error))
+
+    async def work(self, key: Key) -> float | None:
+        assert key not in self.active
+        self.active.append(key)
+        self.runs.append(key)
+        async with self.changed:
+            self.changed.notify_all()
+        await self.gate.wait()
+        self.active.remove(key)
+        result = self.results.get(len(self.runs))
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(10), self.changed:
+            await self.changed.wait_for(lambda: len(self.runs) >= count)
+
+    async def close(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+def test_a_burst_is_one_run_and_a_change_meanwhile_is_one_more() -> None:
+    async def main() -> None:
+        run = Run()
+        for _ in range(10):
+            run.queue.add(A)
+        run.gate.clear()
+        await run.until(1)
+        for _ in range(10):
+            run.queue.add(A)
+        run.queue.add(B)
+        await run.until(2)
+        assert run.runs == [A, B]
+        run.gate.set()
+        await run.until(3)
+        assert run.runs == [A, B, A]
+        await run.close()
+
+    asyncio.run(main())
+
+
+def test_failures_come_again_and_success_ends_them() -> None:
+    async def main() -> None:
+        run = Run({1: RuntimeError("one"), 2: RuntimeError("two")})
+        run.queue.add(A)
+        await run.until(3)
+        assert run.failures == ["one", "two"]
+        await run.close()
+
+    asyncio.run(main())
+
+
+def test_pauses_double_up_to_the_most() -> None:
+    async def main() -> None:
+        queue = WorkQueue(_nothing, failed=lambda k, e: None, pauses=Pauses(), spread=lambda: 0)
+        found = []
+        for count in range(1, 9):
+            queue._failures[A] = count
+            found.append(queue._pause(A))
+        assert found == [1, 2, 4, 8, 16, 32, 60, 60]
+
+    asyncio.run(main())
+
+
+async def _nothing(key: Key) -> float | None:
+    return None
+
+
+def test_the_work_says_when_to_come_again_and_a_removed_key_never_does() -> None:
+    async def main() -> None:
+        run = Run({1: 0.001, 2: 0.001})
+        run.queue.add(A)
+        await run.until(3)
+        run.queue.remove(A)
+        run.queue.add(B)
+        await run.until(4)
+        assert run.runs == [A, A, A, B]
+        await run.close()
+
+    asyncio.run(main())
+
+
+def live(**more: Any) -> dict[str, Any]:
+    """A Deployment as the server returns it after our apply: defaults filled in, ownership recorded."""
+    fields = {
+        "f:metadata": {"f:labels": {"f:a": {}}},
+        "f:spec": {
+            "f:replicas": {},
+            "f:selector": {},
+            "f:template": {
+                "f:spec": {
+                    "f:containers": {
+                        'k:{"name":"engine"}': {
+                            ".": {}, "f:name": {}, "f:image": {}, "f:args": {},
+                            "f:ports": {'k:{"containerPort":1,"protocol":"TCP"}': {".": {}, "f:containerPort": {}}},
+                            "f:resources": {"f:limits": {"f:cpu": {}}},
+                            "f:env": {'k:{"name":"IP"}': {".": {}, "f:name": {}, "f:valueFrom": {"f:fieldRef": {}}}},
+                        }
+                    }
+                }
+            },
+        },
+    }  # fmt: skip
+    container = {
+        "name": "engine", "image": "i:1", "args": ["x"], "imagePullPolicy": "Always",
+        "ports": [{"containerPort": 1, "protocol": "TCP"}], "resources": {"limits": {"cpu": "500m"}},
+        "env": [{"name": "IP", "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": "status.podIP"}}}],
+    }  # fmt: skip
+    ours = {"manager": "isthmus-operator", "operation": "Apply", "fieldsV1": fields}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {
+            "name": "d",
+            "namespace": "ns",
+            "labels": {"a": "b"},
+            "managedFields": [ours, *more.get("others", ())],
+        },
+        "spec": {
+            "replicas": more.get("replicas", 2),
+            "selector": {"matchLabels": {"a": "b"}},
+            "revisionHistoryLimit": 10,
+            "template": {"spec": {"containers": [container], "dnsPolicy": "ClusterFirst"}},
+        },
+    }
+
+
+def wanted(**container: Any) -> dict[str, Any]:
+    one = {
+        "name": "engine", "image": "i:1", "args": ["x"], "ports": [{"containerPort": 1}],
+        "resources": {"limits": {"cpu": "0.5"}},
+        "env": [{"name": "IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}],
+    } | container  # fmt: skip
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": {"name": "d", "namespace": "ns", "labels": {"a": "b"}},
+        "spec": {
+            "replicas": 2,
+            "selector": {"matchLabels": {"a": "b"}},
+            "template": {"spec": {"containers": [one]}},
+        },
+    }
+
+
+def test_what_we_applied_is_not_applied_again() -> None:
+    assert not differs(wanted(), live())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"image": "i:2"}, {"args": ["x", "y"]}, {"resources": {"limits": {"cpu": "1"}}}, {"env": []}, {"command": ["c"]}],
+)
+def test_any_change_of_ours_is_a_difference(change: dict[str, Any]) -> None:
+    assert differs(wanted(**change), live())
+
+
+def test_a_field_taken_over_or_removed_is_a_difference() -> None:
+    taken = live(replicas=5)
+    del taken["metadata"]["managedFields"][0]["fieldsV1"]["f:spec"]["f:replicas"]
+    assert differs(wanted(), taken)
+    removed = live()
+    removed["metadata"]["labels"] = {}
+    assert differs(wanted(), removed)
+
+
+def edit(fields: dict[str, Any], manager: str = "kubectl-set") -> dict[str, Any]:
+    return {"manager": manager, "operation": "Update", "fieldsV1": fields}
+
+
+def test_a_pinned_template_is_the_one_we_applied_whatever_we_render_now() -> None:
+    newer = wanted(args=["new"], command=["other"])
+    kept = pinned(newer, live())
+    assert plain(owned(live()))["spec"]["template"] == kept["spec"]["template"]
+    assert kept["spec"]["template"]["spec"]["containers"][0]["args"] == ["x"]
+    assert kept["spec"]["replicas"] == newer["spec"]["replicas"]
+    assert not differs(kept, live())
+
+
+def test_a_template_edited_by_somebody_else_is_rendered_anew() -> None:
+    there = live(
+        others=[
+            edit({"f:spec": {"f:template": {"f:spec": {"f:containers": {'k:{"name":"engine"}': {"f:image": {}}}}}}})
+        ]
+    )
+    there["spec"]["template"]["spec"]["containers"][0]["image"] = "theirs:1"
+    assert taken_over(wanted(), there, "spec", "template")
+    assert pinned(wanted(), there)["spec"]["template"]["spec"]["containers"][0]["image"] == "i:1"
+
+
+def test_what_somebody_else_adds_is_theirs() -> None:
+    annotated = {"f:metadata": {"f:annotations": {"f:kubectl.kubernetes.io/restartedAt": {}}}}
+    there = live(others=[edit({"f:spec": {"f:template": annotated}}, "kubectl-rollout")])
+    there["spec"]["template"]["metadata"] = {"annotations": {"kubectl.kubernetes.io/restartedAt": "now"}}
+    assert not taken_over(wanted(), there, "spec", "template")
+    assert not differs(wanted(), there)
+
+
+def test_auto_scaling_follows_the_target_within_its_bounds() -> None:
+    scaling = {"mode": "Auto", "min": 1, "max": 5, "target": {"metric": "QueuedRequests", "value": 4}}
+    target = parse(
+        {
+            "apiVersion": "serving.isthmus.dev/v1alpha1",
+            "kind": "InferenceService",
+            "metadata": {"name": "s", "namespace": "ns", "uid": "u"},
+            "spec": {
+                "model": {"source": {"hostPath": {"path": "/m"}}},
+                "roles": {"prefill": {}, "decode": {"scaling": scaling}},
+            },
+        }
+    )
+    world = World()
+    world.seen = replace(world.seen, scales={Component.DECODE: 2})
+    for _ in rehearse(target, world):
+        pass
+
+    def count(queued: float, now: float = 5000.0) -> int:
+        pods = world.seen.of(Component.DECODE)[0].pods
+        facts = Facts(engines={pod.name: EngineFacts(fingerprint="f", queued=queued) for pod in pods})
+        seen = replace(world.seen, facts=facts)
+        return autoscale.counts(target, seen, plan(target, seen, now), now)[Component.DECODE]
+
+    assert len(world.seen.of(Component.DECODE)[0].pods) == 2
+    assert count(4) == 2
+    assert count(4.3) == 2
+    assert count(6) == 3
+    assert count(100) == 5
+    assert count(0) == 1
+    assert count(0, now=1100.0) == 2, "just started pods stay"
+
+
+def test_engine_answers_are_read_and_anything_else_is_refused() -> None:
+    info = {
+        "role": "decode", "model": "m", "fingerprint": "f", "waiting": 3,
+        "kv": {"physical_blocks": 5, "usable_blocks": 4, "bytes_per_block": 10, "max_model_len": 64},
+        "transfer": {"mode": "direct", "transport": "tcp", "probed_gbps": 1.5, "ready": True, "reason": ""},
+    }  # fmt: skip
+    text = 'vllm:kv_cache_usage_perc{model_name="m"} 0.25\nvllm:kv_cache_usage_perc_other 9\n'
+    found = engine_facts(info, text)
+    assert (found.fingerprint, found.transport, found.queued, found.kv_usage) == ("f", "tcp", 3, 0.25)
+    with pytest.raises(KeyError):
+        engine_facts({"role": "router"})
+    engines = [{"url": "http://10.0.0.1:8001", "reason": ""}, {"url": "http://[fd00::1]:8001", "reason": "draining"}]
+    assert routable(engines) == {"10.0.0.1": True, "fd00::1": False}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_knows_every_command(shell: str) -> None:
+    text = script(shell, build_parser())
+    for command in ("up", "plan", "explain", "operator"):
+        assert command in text
+    assert "kubeconfig" in text
