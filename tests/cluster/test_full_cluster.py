@@ -2,18 +2,19 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from testcluster import images
 from testcluster.cluster import Cluster
+from testcluster.images import BUSYBOX_IMAGE, write_busybox_image
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-IMAGE = images.BUSYBOX_IMAGE
+IMAGE = BUSYBOX_IMAGE
 
 
-def pod(name: str, node: str, script: str, **extra: object) -> dict[str, object]:
+def pod(name: str, node: str, script: str, **extra: object) -> dict[str, Any]:
     container = {"name": "main", "image": IMAGE, "command": ["sh", "-c", script], **extra}
     return {
         "apiVersion": "v1",
@@ -28,12 +29,13 @@ def pod(name: str, node: str, script: str, **extra: object) -> dict[str, object]
     }
 
 
-def finished(cluster: Cluster, name: str) -> str:
+def finished(cluster: Cluster, name: str, namespace: str = "default") -> str:
     """Wait until the pod has ended, see that it succeeded, and return its log."""
     ended = "--for=jsonpath={.status.containerStatuses[0].state.terminated.exitCode}"
-    cluster.kubectl("wait", ended, f"pod/{name}", "--timeout=90s")
-    log = cluster.kubectl("logs", name)
-    assert cluster.get("pod", name)["status"]["containerStatuses"][0]["state"]["terminated"]["exitCode"] == 0, log
+    cluster.kubectl("wait", ended, f"pod/{name}", "-n", namespace, "--timeout=90s")
+    log = cluster.kubectl("logs", name, "-n", namespace)
+    state = cluster.get("pod", name, "-n", namespace)["status"]["containerStatuses"][0]["state"]
+    assert state["terminated"]["exitCode"] == 0, log
     return log
 
 
@@ -43,7 +45,7 @@ def busy(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     if not cluster.nodes:
         pytest.skip("a user's own cluster: these tests are about ours")
     archive: Path = tmp_path_factory.mktemp("image") / "busybox.tar"
-    cluster.import_image(images.write_busybox_image(archive, IMAGE, command=["/bin/sh"], user="65534"))
+    cluster.import_image(write_busybox_image(archive, IMAGE, command=["/bin/sh"], user="65534"))
     return cluster
 
 
@@ -164,3 +166,32 @@ def test_deleted_deployment_takes_its_containers_along(busy: Cluster) -> None:
     after = busy.run_on("node1", tasks).split()
     # The pod's container and its sandbox.
     assert len(set(before) - set(after)) == 2
+
+
+PROBES = {
+    "operator": "import kopf, kubernetes.aio, isthmus_operator",
+    "router": "import importlib.util as u, isthmus_runtime; assert u.find_spec('torch') is None",
+    "engine": "import torch, mooncake.engine, isthmus_kernels, isthmus_runtime",
+}
+
+
+@pytest.mark.parametrize("role", sorted(PROBES))
+def test_image_runs_under_the_restricted_level(busy: Cluster, images: dict[str, str], role: str) -> None:
+    """As a user who is not root, on a read-only file system, in a namespace that enforces it, on the other node."""
+    level = {"pod-security.kubernetes.io/enforce": "restricted"}
+    busy.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "restricted", "labels": level}})
+    busy.kubectl("wait", "--for=create", "serviceaccount/default", "-n", "restricted", "--timeout=60s")
+    script = f"import json; {PROBES[role]}; print(len(json.load(open('/sbom.json'))['components']))"
+    security = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+        "runAsNonRoot": True,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    probe = pod(f"image-{role}", "node2", "", image=images[role], command=["python", "-c", script])
+    probe["spec"]["containers"][0]["securityContext"] = security
+    busy.apply(probe, namespace="restricted")
+    log = finished(busy, f"image-{role}", "restricted")
+    assert int(log.splitlines()[-1]) > 100
+    busy.kubectl("delete", f"pod/image-{role}", "-n", "restricted")

@@ -11,7 +11,7 @@ import yaml
 from pydantic import BaseModel
 
 from isthmus_operator.api import cel
-from isthmus_operator.api.crd import crd, to_yaml
+from isthmus_operator.api.crd import crd, role_scaler_crd, to_yaml
 from isthmus_operator.api.spec import Spec
 from isthmus_operator.api.status import Status
 
@@ -134,3 +134,10 @@ def test_cel_rules_sit_where_the_schema_has_a_place_for_them() -> None:
 
 def test_yaml_reads_back_as_the_same_data() -> None:
     assert yaml.safe_load(to_yaml(crd(), dense=True)) == crd()
+
+
+def test_the_role_scaler_is_up_to_date_and_has_a_scale() -> None:
+    text = COMMITTED.with_name("rolescaler.yaml").read_text()
+    assert yaml.safe_load(text) == role_scaler_crd()
+    (version,) = role_scaler_crd()["spec"]["versions"]
+    assert version["subresources"]["scale"]["labelSelectorPath"] == ".status.selector"

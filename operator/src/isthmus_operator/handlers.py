@@ -147,11 +147,10 @@ class _Operator:
     async def _startup(self, **kwargs: Any) -> None:
         self.cache.services = kwargs[PLURAL]
         self.cache.indexes = {plural: kwargs[plural] for _, _, plural in WATCHED}
-        self.catch_signals()
         self.watching.set()
 
     def catch_signals(self) -> None:
-        """SIGTERM and SIGINT end us in our order; kopf sets handlers of its own when it starts."""
+        """SIGTERM and SIGINT end us in our order."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stopping.set)
@@ -234,17 +233,18 @@ async def _until_stopped(api: Api, operator: _Operator) -> None:
         await operator.watching.wait()
         await operator.queue.run(WORKERS)
 
-    operator.catch_signals()
-    watching = asyncio.create_task(
-        kopf.operator(
-            registry=operator.registry,
-            settings=operator.settings(),
-            standalone=True,
-            clusterwide=not options.namespaces,
-            namespaces=list(options.namespaces),
-            stop_flag=stop,
-        )
+    others = asyncio.all_tasks()
+    tasks = await kopf.spawn_tasks(
+        registry=operator.registry,
+        settings=operator.settings(),
+        standalone=True,
+        clusterwide=not options.namespaces,
+        namespaces=list(options.namespaces),
+        stop_flag=stop,
     )
+    # Only now, as kopf has set handlers of its own.
+    operator.catch_signals()
+    watching = asyncio.create_task(kopf.run_tasks(tasks, ignored=others))
     leading = asyncio.ensure_future(lead(api, options.lease, work) if options.lease else work())
     signalled = asyncio.create_task(operator.stopping.wait())
     await asyncio.wait([watching, leading, signalled], return_when=asyncio.FIRST_COMPLETED)

@@ -118,7 +118,7 @@ async def _storm(fleet: Fleet, seed: int, args: argparse.Namespace, report: Repo
         if outcome.ending != "ok" or outcome.problem:
             report.violations.append(f"after the storm: {outcome.ending} {outcome.problem} {outcome.error}")
     await remains.settle(20.0, report, "at the end")
-    await remains.descriptors_settle(before, report, 90.0)
+    await remains.descriptors_settle(before, report, 60.0, lambda: load.some(4))
 
     with (out / "requests.jsonl").open("w") as lines:
         for outcome in load.outcomes:

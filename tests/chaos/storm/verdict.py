@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,8 @@ from network import Network
 
 ANSWER_S = 1.0
 """From detection to the client's answer."""
-_GROWTH = 48
-"""Descriptors a process may have more than at first: the router keeps as many idle connections as it had requests."""
+_GROWTH = 16
+"""Descriptors a process may have more than at first: idle connections."""
 _STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) (WARNING|ERROR) isthmus_runtime\.router\.pool: (.*)$")
 _LEGS = ("kv_transfer_failed", "engine_failed")
 
@@ -89,18 +89,15 @@ def _answer_times(
         for name in fleet.engines:
             if fleet.url(name) not in message:
                 continue
-            word = "silent for" if "answered nothing for" in message else message
-            before = [
-                t for t, line in said if fleet.url(name) in line and word in line and o.began <= t <= o.ended + 0.1
-            ]
-            if before:
+            before = [t for t, line in said if fleet.url(name) in line and o.began <= t <= o.ended + 0.1]
+            if before and "answered nothing for" in message:
                 noticed.append(o.ended - before[0])
             kills = [e.began for e in events if e.fault.kind == "kill" and e.fault.target == name]
             since = [o.ended - t for t in kills if o.began <= t <= o.ended]
             if since:
                 killed.append(since[-1])
     limit = ANSWER_S + lag_s
-    for name, times in (("lost engine noticed to answer", noticed), ("kill -9 to answer", killed)):
+    for name, times in (("engine found silent to answer", noticed), ("kill -9 to answer", killed)):
         report.row(name, _spread(sorted(times)) if times else "no such answer")
         late = [t for t in times if t > limit]
         if late:
@@ -112,7 +109,8 @@ def _router_words(fleet: Fleet) -> list[tuple[float, str]]:
     for line in fleet.member["router"].log.read_text(errors="replace").splitlines():
         if match := _STAMP.match(line):
             stamp = time.mktime(time.strptime(match[1], "%Y-%m-%d %H:%M:%S")) + int(match[2]) / 1e3
-            found.append((stamp, match[4]))
+            if "silent for" in match[4]:  # the others are of single requests, or suspicions
+                found.append((stamp, match[4]))
     return found
 
 
@@ -198,15 +196,18 @@ class Remains:
         """Open descriptors of each of our processes."""
         return {name: self._fleet.member[name].descriptors for name in (*self._fleet.engines, "router")}
 
-    async def descriptors_settle(self, before: dict[str, int], report: Report, seconds: float) -> None:
-        """Idle connections close after half a minute; what is left then has leaked."""
+    async def descriptors_settle(
+        self, before: dict[str, int], report: Report, seconds: float, some: Callable[[], Awaitable[object]]
+    ) -> None:
+        """Idle connections close after half a minute, when there are requests; what is left then has leaked."""
         end = time.monotonic() + seconds
         while True:
             now = self.descriptors()
             grown = {n: now[n] - before[n] for n in now if now[n] > before[n] + _GROWTH}
             if not grown or time.monotonic() > end:
                 break
-            await asyncio.sleep(1)
+            await asyncio.sleep(2)
+            await some()
         report.row("descriptors, before and after", ", ".join(f"{n} {before[n]}/{now[n]}" for n in now))
         for name, more in grown.items():
             held = self._fleet.sockets(name)

@@ -224,7 +224,8 @@ class _Api:
         if size <= limit:
             try:
                 if request.content.is_eof():  # a short body is here with its head
-                    return request.content.read_nowait()
+                    body += request.content.read_nowait()
+                    size = max(size, len(body))
                 async for part in request.content.iter_any():
                     body += part
                     size = max(size, len(body))
