@@ -51,6 +51,13 @@ class Cache:
         elif "resourceVersion" in meta:
             self._written.setdefault(key, {})[body["kind"], meta["name"]] = (now, body)
 
+    def gone(self, key: Key, body: Mapping[str, Any]) -> None:
+        """The watch has told that an object was deleted: our answer to an earlier write does not bring it back."""
+        name = body["kind"], body["metadata"]["name"]
+        known = self._written.get(key, {}).get(name)
+        if known is not None and known[1]["metadata"]["uid"] == body["metadata"]["uid"]:
+            del self._written[key][name]
+
     def forget(self, key: Key) -> None:
         """The service is gone."""
         self._written.pop(key, None)

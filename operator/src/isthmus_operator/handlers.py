@@ -180,8 +180,12 @@ class _Operator:
         else:
             self.queue.add((namespace, name))
 
-    async def _child_changed(self, namespace: str | None, labels: Mapping[str, str], **_: Any) -> None:
+    async def _child_changed(
+        self, event: Mapping[str, Any], body: kopf.Body, namespace: str | None, labels: Mapping[str, str], **_: Any
+    ) -> None:
         key = (namespace or "", labels.get(SERVICE_LABEL, ""))
+        if event["type"] == "DELETED":
+            self.cache.gone(key, body)
         if key in self.cache.services:
             self.queue.add(key)
 

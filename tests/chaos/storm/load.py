@@ -63,7 +63,7 @@ def make_ask(seed: int, index: int) -> Ask:
         prompt[-1] = rng.randrange(900)
     greedy = rng.random() < 0.7
     sampling = SamplingParams(
-        max_tokens=rng.choice((1, 2, rng.randint(3, 30), rng.randint(30, 200))),
+        max_tokens=rng.choice((1, 2, rng.randint(3, 30), rng.randint(30, 200), rng.randint(400, 1500))),
         temperature=0.0 if greedy else 0.8,
         seed=0 if greedy else rng.randrange(1 << 30),
     )

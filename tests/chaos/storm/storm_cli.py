@@ -31,7 +31,7 @@ def main(argv: list[str], *, network: bool) -> int:
     parser.add_argument("--seed", type=int, default=None, help="of faults and requests; default: a new one, printed")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--mode", choices=["direct", "store"], default="direct")
-    parser.add_argument("--rate", type=float, default=5.0, help="requests a second")
+    parser.add_argument("--rate", type=float, default=8.0, help="requests a second")
     parser.add_argument("--out", type=Path, default=None, help="folder for logs and the report; default: a new one")
     parser.add_argument("--crc", action="store_true", help="engines check a checksum of every prompt's KV")
     parser.add_argument(
@@ -118,7 +118,8 @@ async def _storm(fleet: Fleet, seed: int, args: argparse.Namespace, report: Repo
         if outcome.ending != "ok" or outcome.problem:
             report.violations.append(f"after the storm: {outcome.ending} {outcome.problem} {outcome.error}")
     await remains.settle(20.0, report, "at the end")
-    await remains.descriptors_settle(before, report, 60.0, lambda: load.some(4))
+    restarts = sum(e.fault.kind in ("kill", "drain") for e in injector.events)
+    await remains.descriptors_settle(before, restarts, report, 60.0, lambda: load.some(4))
 
     with (out / "requests.jsonl").open("w") as lines:
         for outcome in load.outcomes:

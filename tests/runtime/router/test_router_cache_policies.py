@@ -1,4 +1,4 @@
-"""prefix-aware and kv-aware over real HTTP: requests go where their prefix is, and what is known dies with the engine."""
+"""prefix-aware and kv-aware over real HTTP: requests go where their prefix is; what is known dies with the engine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ def test_kv_aware_follows_the_engines(rig, run, kit, how):
             hashes = [int(c[1:], 16) for c in changes("+", PROMPT)]
 
             async def until_hit(url, blocks):
-                while known.hit(url, hashes) != blocks:
+                while True:
+                    if known.hit(url, hashes) == blocks:
+                        return
                     await asyncio.sleep(0)
 
             await owner.until(lambda e: e.kv_readers == 1)

@@ -28,7 +28,7 @@ _LETTER_PATTERNS = frozenset(
         r"|\s+(?!\S)|\s+",
     )
 )
-"""Regular expressions of `Split` that begin a new piece at a space before a letter and end one after the last letter."""
+"""Expressions of `Split` that begin a new piece at a space before a letter and end one after the last letter."""
 
 
 class Words:
