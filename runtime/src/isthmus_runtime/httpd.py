@@ -194,7 +194,10 @@ async def run_app(
     `drain_timeout_s`, or at a second signal, what is left is aborted and the listener closed.
 
     `before_close` runs last, while the listener still answers: what a refused connection would tell peers must be
-    true by then. `on_started` gets the bound port (useful with port 0). Raises ConfigError when the port cannot be bound.
+    true by then. `on_started` gets the bound port (useful with port 0).
+
+    Raises:
+        ConfigError: the port cannot be bound.
     """
     stop = asyncio.Event() if stop is None else stop
     in_flight = InFlight() if in_flight is None else in_flight

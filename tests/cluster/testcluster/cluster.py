@@ -23,7 +23,7 @@ from testcluster import binaries, certificates, images, network, state
 from testcluster.commands import run
 from testcluster.controlplane import ControlPlane, Ports, dns_service, free_ports
 from testcluster.launch import Machine, StartError, launch
-from testcluster.node import CNI_PLUGINS, FIXED_FOLDERS, PAUSE_IMAGE, Node, engine_mounts
+from testcluster.node import CNI_PLUGINS, PAUSE_IMAGE, Node, engine_mounts
 from testcluster.programs import MachineSpec, Program
 from testcluster.settings import CHECKOUT, Settings, child_environment
 from testcluster.state import LeftoverError, State
@@ -208,7 +208,6 @@ def start_cluster(settings: Settings, folder: Path, *, follow: bool, gpus: int =
         nodes=tuple(node.name for node in nodes),
     )
     with undone_on_error(folder) as machines:
-        ours.make_folders(FIXED_FOLDERS)
         admin = plane.prepare()
         for node in nodes:
             node.prepare()
@@ -330,10 +329,6 @@ def take_down(folder: Path) -> bool:
         stop(process)
     state.remove_cgroups(ours.cgroup)
     shutil.rmtree(folder)
-    for made in sorted(ours.made_folders, key=len, reverse=True):
-        path = Path(made)
-        if path.is_dir() and not any(path.iterdir()):
-            path.rmdir()
     return True
 
 

@@ -175,7 +175,10 @@ def prepare(spec: dict[str, Any]) -> None:
     # Peers among our own mounts, so that what kubelet mounts appears in containers; still cut off from the host.
     mount("--make-rshared", "/")
     mount("-t", "tmpfs", "-o", "mode=755,size=256m", "tmpfs", "/run")
+    for parent in sorted({str(Path(target).parent) for _, target in spec["binds"]}):
+        overlay(parent)
     for source, target in spec["binds"]:
+        Path(target).mkdir(exist_ok=True)
         mount("--bind", source, target)
     if spec["cgroup"]:
         confine_cgroups(spec["cgroup"].strip("/"))
@@ -198,6 +201,18 @@ def shadow_kernel_settings(settings: dict[str, str]) -> None:
             shadow = folder / path.replace("/", ".")
             shadow.write_text(value + "\n")
             mount("--bind", str(shadow), str(target))
+
+
+def overlay(folder: str) -> None:
+    """Mount over `folder` a view of it in which mount points can be made without making them on the host.
+
+    Making and removing them there would not do: the kernel unmounts what any namespace has on a folder that is removed.
+    """
+    layers = Path("/run/overlay", folder.strip("/").replace("/", "."))
+    for name in ("upper", "work"):
+        (layers / name).mkdir(parents=True)
+    options = f"lowerdir={folder},upperdir={layers / 'upper'},workdir={layers / 'work'}"
+    mount("-t", "overlay", "-o", options, "overlay", folder)
 
 
 def confine_cgroups(cgroup: str) -> None:

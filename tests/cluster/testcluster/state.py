@@ -29,11 +29,10 @@ class Process:
 
 @dataclass(slots=True)
 class State:
-    """The processes, host folders and cgroups of the cluster in `folder`."""
+    """The processes and cgroups of the cluster in `folder`."""
 
     folder: Path
     processes: list[Process] = field(default_factory=list)
-    made_folders: list[str] = field(default_factory=list)
     cgroup: str = ""
 
     @property
@@ -43,7 +42,6 @@ class State:
     def save(self) -> None:
         body = {
             "processes": [asdict(process) for process in self.processes],
-            "made_folders": self.made_folders,
             "cgroup": self.cgroup,
         }
         partial = self.path.with_suffix(".partial")
@@ -59,14 +57,6 @@ class State:
         self.save()
         return process
 
-    def make_folders(self, paths: Sequence[str]) -> None:
-        """Make the host folders that nodes mount their own over, and remember which were not there."""
-        for path in paths:
-            missing = [one for one in (Path(path), *Path(path).parents) if not one.exists()]
-            self.made_folders += [str(one) for one in missing if str(one) not in self.made_folders]
-            self.save()
-            Path(path).mkdir(parents=True, exist_ok=True)
-
 
 def load(folder: Path) -> State | None:
     """Read the state of the cluster in `folder`; None where there is none."""
@@ -75,7 +65,7 @@ def load(folder: Path) -> State | None:
         return None
     body = json.loads(path.read_text())
     processes = [Process(**one) for one in body["processes"]]
-    return State(folder, processes, list(body["made_folders"]), body["cgroup"])
+    return State(folder, processes, body["cgroup"])
 
 
 def start_time(pid: int) -> int | None:
