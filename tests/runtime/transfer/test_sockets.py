@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -85,6 +86,9 @@ def test_what_a_lost_peer_still_sends_is_refused() -> None:
     with there, here:
         assert end_connections_from(SENDER, frozenset({port + 1})) == 0
         assert end_connections_from(RECEIVER, frozenset({port})) == 0
+        before = os.listdir("/proc/self/fd")
+        listening_ports()
+        assert len(os.listdir("/proc/self/fd")) == len(before), "descriptors leaked"
         there.sendall(b"before")
         assert here.recv(6) == b"before"
         assert end_connections_from(SENDER, frozenset({port})) == 1

@@ -105,9 +105,14 @@ def _sockets() -> Iterator[socket.socket]:
     """Every TCP socket of this process, as a duplicate that closes itself."""
     for name in os.listdir("/proc/self/fd"):
         try:
-            sock = socket.socket(fileno=os.dup(int(name)))
+            copy = os.dup(int(name))
         except OSError:
-            continue  # not a socket, or just closed
+            continue  # just closed
+        try:
+            sock = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
+            continue  # not a socket
         with sock:
             if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
                 yield sock
