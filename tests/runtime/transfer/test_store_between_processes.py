@@ -225,6 +225,21 @@ def test_a_stopped_master_bounds_every_operation(start_engine: Start, master: An
     wait_until(lambda: prefill.call("live") == 0, "nothing stays behind")
 
 
+def test_closing_under_a_call_that_does_not_end_is_bounded(start_engine: Start, master: Any) -> None:
+    prefill = start_engine("store", master=master.address, timeout=1.0)
+    decode = start_engine("store", master=master.address, timeout=1.0)
+    assert prefill.hello["ready"] and decode.hello["ready"]
+    master.process.send_signal(signal.SIGSTOP)
+    try:
+        for attempt in ("a", "b", "c", "d", "e"):
+            open_pair(prefill, decode, attempt, keys_of(attempt, attempt), mine=MINE, theirs=THEIRS)
+        begun = time.monotonic()
+        prefill.call("close")
+        assert time.monotonic() - begun < 15
+    finally:
+        master.process.send_signal(signal.SIGCONT)
+
+
 def test_setup_without_a_master_is_refused_at_once_naming_it() -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

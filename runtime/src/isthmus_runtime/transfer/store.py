@@ -32,7 +32,7 @@ from ..interfaces import Done, KvMemory, Piece, ReceiveJob, TransferResult
 from ..kv.keys import record_key
 from ..protocol import Ticket
 from .backend import Effective
-from .bounded import INSTALL_HINT, connect_problem
+from .bounded import INSTALL_HINT, TookTooLong, connect_problem, run_bounded
 from .slots import SLOT_BYTES, RecordSlots
 from .transport import transport_environment
 
@@ -44,13 +44,15 @@ CHUNK_KEYS = 256
 STALL_S = 0.3
 """A call that takes longer makes the watch look whether the master still answers."""
 CONNECT_S = 0.25
+CLOSE_S = 2.0
+"""A master that is stopped accepts connections, and answers nothing."""
 FRESH_S = 0.25
 """The master is not asked again within this time of an answer."""
 NO_SPACE_PAUSE_S = 0.2
 SWEEP_AFTER_S = 60.0
 """After its timeout, when prefill removes keys that decode should have removed."""
 _NO_SPACE, _MISSING = -200, -704
-_UNREACHABLE = (-900, -1010)
+_UNREACHABLE = (-900, -901, -1010)
 _MEANING = {
     -10: "buffer too small",
     -200: "the pool has no space",
@@ -60,6 +62,7 @@ _MEANING = {
     -707: "lease ended during the read",
     -800: "the pod that held it is gone",
     -900: "mooncake_master does not answer",
+    -901: "mooncake_master did not answer in time",
     -1010: "mooncake_master is unavailable",
 }
 
@@ -273,10 +276,17 @@ class StoreTransfer:
             thread.join(timeout=1.0)
         if self._store is not None:
             store, self._store = self._store, None
-            if connect_problem(self._master, CONNECT_S):
+            # Closing it under a call that still runs, as into a master that is stopped, ends the process by a signal.
+            if any(thread.is_alive() for thread in self._threads) or connect_problem(self._master, CONNECT_S):
                 _leave_behind(store)
-            else:
-                store.close()
+                return
+            try:
+                # Closing keeps the interpreter lock: nobody could give it up. This call does not.
+                run_bounded(lambda: store.batch_is_exist(["closing"]), CLOSE_S, "transfer-close")
+            except TookTooLong:
+                _leave_behind(store)
+                return
+            store.close()
 
     # --------------------------------------------------------------------------------------------------------- threads
 
