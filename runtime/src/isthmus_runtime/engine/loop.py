@@ -311,6 +311,7 @@ class EngineLoop:
                     self._sink([(attempt, answer)])
             case "failed":
                 self.transfer_failures[event.stage] += 1
+                log.info("KV of attempt %s did not move (%s): %s", attempt, event.stage, event.reason)
                 error = TransferFailed(event.reason, stage=event.stage, attempt=attempt)
                 return self.scheduler.transfer_failed(attempt, error)
             case "released":
