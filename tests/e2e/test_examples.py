@@ -14,33 +14,17 @@ from typing import Any
 
 import openai
 import pytest
+from chat_reference import MAX_TOKENS, QUESTIONS, greedy_answers
 from processes import BIN, MODEL, Process, free_port
 
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).resolve().parents[2]
-QUESTIONS = ("What is the capital of France?", "Name three colours.", "What is an isthmus? Answer in one sentence.")
-MAX_TOKENS = 24
 DEADLINE_S = 120.0
 
 
 @pytest.fixture(scope="module")
 def reference() -> dict[str, str]:
-    """Greedy answers of `transformers` in fp32, from the same model directory and its own chat template."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    answers = {}
-    for question in QUESTIONS:
-        chat = [{"role": "user", "content": question}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False, top_p=None,
-            temperature=None, pad_token_id=tokenizer.eos_token_id,
-        )  # fmt: skip
-        answers[question] = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-    return answers
+    return greedy_answers(QUESTIONS, MAX_TOKENS)
 
 
 class Service:

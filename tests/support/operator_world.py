@@ -137,10 +137,12 @@ def roles(prefill: int, decode: int, *, gpus: int = 0) -> Object:
     }
 
 
-def until(true: Callable[[], object], timeout: float, detail: Callable[[], str] = lambda: "") -> None:
-    """Ask again until it holds; fails with `detail` after `timeout` seconds."""
+def until(
+    true: Callable[[], object], timeout: float, detail: Callable[[], object] = lambda: "", *, every: float = 0.1
+) -> None:
+    """Ask again `every` so many seconds until it holds; fails with `detail` after `timeout` seconds."""
     pause = threading.Event()
     end = time.monotonic() + timeout
     while not true():
         assert time.monotonic() < end, f"not within {timeout} s: {detail()}"
-        pause.wait(0.1)
+        pause.wait(every)

@@ -1,0 +1,289 @@
+"""Isthmus installed on a cluster by its chart, services applied to it, and a client in a pod of its own."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from operator_world import until
+from processes import MODEL as MODEL_HERE
+from testcluster.cluster import Cluster
+from testcluster.commands import CommandError
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "isthmus"
+CLIENT = ROOT / "tests" / "e2e" / "kubernetes" / "client.py"
+SYSTEM = "isthmus-system"
+RELEASE = "isthmus"
+# Where the examples look for the model.
+MODEL = "/var/lib/isthmus/models/smollm2-135m-instruct"
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+READY_S = 300.0
+GONE_S = 120.0
+# Everything an InferenceService may become, and nothing that belongs to a namespace as such.
+CHILDREN = (
+    "deployments,statefulsets,replicasets,pods,services,networkpolicies,poddisruptionbudgets,"
+    "rolescalers.serving.isthmus.dev"
+)
+Object = dict[str, Any]
+
+
+def place_model(cluster: Cluster, folder: str) -> None:
+    """Show this machine's model at `folder` on every node of ours, and nowhere else: /var/lib of a node becomes a
+    layer over the machine's, which ends with the node."""
+    assert cluster.folder is not None or not cluster.nodes
+    for node in cluster.nodes:
+        layer = f"{cluster.folder}/{node}-var-lib"
+        script = (
+            f"mountpoint -q {folder} && exit 0; mkdir -p {layer}/upper {layer}/work; "
+            f"mount -t overlay overlay -o lowerdir=/var/lib,upperdir={layer}/upper,workdir={layer}/work /var/lib; "
+            f"mkdir -p {folder}; mount --bind {MODEL_HERE} {folder}"
+        )
+        cluster.run_on(node, ["sh", "-ec", script])
+
+
+def make_namespace(cluster: Cluster, name: str, labels: dict[str, str]) -> None:
+    cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+    cluster.kubectl("wait", "--for=create", "serviceaccount/default", "-n", name, "--timeout=60s")
+
+
+def remove_namespace(cluster: Cluster, name: str) -> None:
+    """Deletion waits until everything in it has gone, so a finalizer that nobody removes fails here."""
+    cluster.kubectl(
+        "delete", "namespace", name, "--ignore-not-found", f"--timeout={GONE_S:.0f}s", timeout=GONE_S + 30
+    )
+
+
+@dataclass
+class Installation:
+    """The chart's release."""
+
+    cluster: Cluster
+    images: dict[str, str]
+
+    def install(self) -> None:
+        make_namespace(self.cluster, SYSTEM, RESTRICTED)
+        self.helm("install", "--take-ownership")
+
+    def helm(self, action: str, *options: str) -> None:
+        """`helm install` or `upgrade` with the values of these tests; every option is for this call alone."""
+        engine, _, tag = self.images["engine"].rpartition(":")
+        values = [f"images.engine.repository={engine}", f"images.engine.tag={tag}"]
+        chosen = [part for value in values for part in ("--set", value)]
+        self.cluster.helm(
+            action, RELEASE, str(CHART), "-n", SYSTEM, "--wait", "--timeout=180s", *chosen, *options, timeout=240
+        )
+
+    def test(self) -> str:
+        return self.cluster.helm("test", RELEASE, "-n", SYSTEM, "--logs", "--timeout=180s", timeout=240)
+
+    def uninstall(self) -> None:
+        self.cluster.helm("uninstall", RELEASE, "-n", SYSTEM, "--ignore-not-found", "--wait", timeout=240)
+
+    def scale(self, replicas: int) -> None:
+        """The operator away (0) or back (1), seen through to the last pod."""
+        self.cluster.kubectl("scale", "deployment/isthmus-operator", "-n", SYSTEM, f"--replicas={replicas}")
+        if replicas:
+            self.cluster.kubectl("rollout", "status", "deployment/isthmus-operator", "-n", SYSTEM, "--timeout=120s")
+        else:
+            label = "app.kubernetes.io/component=operator"
+            self.cluster.kubectl("wait", "--for=delete", "pod", "-l", label, "-n", SYSTEM, "--timeout=120s")
+
+
+@dataclass
+class Deployed:
+    """One InferenceService in a namespace of its own."""
+
+    cluster: Cluster
+    namespace: str
+    name: str = "smollm2"
+    body: Object = field(default_factory=dict)
+
+    def apply_example(self, example: str) -> None:
+        """`kubectl apply -f examples/<example>`, the file as it is."""
+        path = ROOT / "examples" / example
+        self.body = yaml.safe_load(path.read_text())
+        self.name = self.body["metadata"]["name"]
+        self.cluster.kubectl("apply", "-n", self.namespace, "-f", str(path))
+
+    def apply(self, change: Callable[[Object], None]) -> None:
+        """Apply the present resource with `change` made to its spec."""
+        self.body = copy.deepcopy(self.body)
+        change(self.body["spec"])
+        self.cluster.kubectl("apply", "-n", self.namespace, "-f", "-", manifest=self.body)
+
+    def get(self) -> Object:
+        return dict(self.cluster.get("pdsvc", self.name, "-n", self.namespace))
+
+    def conditions(self) -> dict[str, Object]:
+        return {c["type"]: c for c in self.get().get("status", {}).get("conditions", ())}
+
+    def ready(self, seconds: float = READY_S) -> Object:
+        """Wait until the present spec is rolled out and serving; returns the status."""
+
+        def so() -> bool:
+            found = self.get()
+            status = found.get("status", {})
+            states = {c["type"]: c["status"] for c in status.get("conditions", ())}
+            return (
+                status.get("observedGeneration") == found["metadata"]["generation"]
+                and states.get("Ready") == "True"
+                and status["revision"]["current"] == status["revision"]["updated"]
+            )
+
+        until(so, seconds, self.describe, every=0.5)
+        return dict(self.get()["status"])
+
+    def describe(self) -> str:
+        """What a person would look at."""
+        told = [f"{kind}: {c['status']} {c['reason']}: {c['message']}" for kind, c in self.conditions().items()]
+        told.append(self.cluster.kubectl("get", "pods,events", "-n", self.namespace, "-o", "wide"))
+        for pod in self.pods():
+            try:
+                log = self.cluster.kubectl("logs", pod["metadata"]["name"], "-n", self.namespace, "--tail=15")
+            except CommandError as error:
+                log = str(error)
+            told.append(f"--- {pod['metadata']['name']}\n{log}")
+        return "\n".join(told)
+
+    def pods(self, role: str = "") -> list[Object]:
+        chosen = f"serving.isthmus.dev/service={self.name}" + (f",serving.isthmus.dev/role={role}" if role else "")
+        return list(self.cluster.get("pods", "-n", self.namespace, "-l", chosen)["items"])
+
+    def uids(self, role: str = "") -> set[str]:
+        return {pod["metadata"]["uid"] for pod in self.pods(role)}
+
+    def children(self) -> list[str]:
+        chosen = f"-l=serving.isthmus.dev/service={self.name}"
+        return self.cluster.kubectl("get", CHILDREN, "-n", self.namespace, chosen, "-o", "name").split()
+
+    def delete(self) -> None:
+        """Delete the resource alone; everything it was made of must follow."""
+        self.cluster.kubectl("delete", "pdsvc", self.name, "-n", self.namespace, "--timeout=60s")
+        until(lambda: not self.children(), GONE_S, self.children, every=0.5)
+
+
+@dataclass
+class Load:
+    """Requests that ended so far, each {question, started, seconds} and either answer or error."""
+
+    workers: int
+    results: list[Object] = field(default_factory=list)
+    done: bool = False
+
+    def errors(self) -> list[Object]:
+        return [one for one in self.results if "error" in one]
+
+    def more(self, count: int, seconds: float = 180.0) -> None:
+        """Wait for `count` further requests that began from now on."""
+        # As many as there are workers began before.
+        wanted = len(self.results) + self.workers + count
+        until(
+            lambda: len(self.results) >= wanted,
+            seconds,
+            lambda: f"{len(self.results)} requests ended; the last: {self.results[-3:]}",
+        )
+
+
+@dataclass
+class Client:
+    """A pod with the openai client, on the last node, restricted and without rights."""
+
+    cluster: Cluster
+    namespace: str
+    image: str
+
+    def create(self) -> None:
+        script = {"client.py": CLIENT.read_text()}
+        security = {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+            "runAsNonRoot": True,
+            "runAsUser": 65532,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+        container = {
+            "name": "client",
+            "image": self.image,
+            "command": ["sleep", "infinity"],
+            "securityContext": security,
+            "volumeMounts": [{"name": "scripts", "mountPath": "/scripts"}],
+        }
+        spec: Object = {
+            "automountServiceAccountToken": False,
+            "terminationGracePeriodSeconds": 1,
+            "containers": [container],
+            "volumes": [{"name": "scripts", "configMap": {"name": "client"}}],
+        }
+        if self.cluster.nodes:
+            spec["nodeSelector"] = {"kubernetes.io/hostname": list(self.cluster.nodes)[-1]}
+        self.cluster.apply(
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "client"}, "data": script},
+            {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "client"}, "spec": spec},
+            namespace=self.namespace,
+        )
+        self.cluster.kubectl(
+            "wait", "--for=condition=Ready", "pod/client", "-n", self.namespace, "--timeout=120s", timeout=150
+        )
+
+    def command(self, *arguments: str) -> list[str]:
+        return ["exec", "-i", "client", "-n", self.namespace, "--", "python", "/scripts/client.py", *arguments]
+
+    def ask(self, url: str, model: str, questions: Sequence[str], max_tokens: int) -> dict[str, str]:
+        """Stream an answer to each question, one after another."""
+        said = self.cluster.kubectl(
+            *self.command("ask", url, model, str(max_tokens)), manifest=list(questions), timeout=300
+        )
+        return dict(json.loads(said))
+
+    @contextmanager
+    def load(self, url: str, model: str, questions: Sequence[str], max_tokens: int, workers: int) -> Iterator[Load]:
+        """Keep `workers` streams going. On leaving, every request has ended, each exactly once."""
+        command = [self.cluster.kubectl_path, f"--kubeconfig={self.cluster.kubeconfig}"]
+        command += self.command("load", url, model, str(max_tokens), str(workers))
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdin is not None and process.stdout is not None
+        told = Load(workers)
+
+        def read(lines: Iterator[str]) -> None:
+            for line in lines:
+                one = json.loads(line)
+                if one == "done":
+                    told.done = True
+                else:
+                    told.results.append(one)
+
+        reader = threading.Thread(target=read, args=(iter(process.stdout),), daemon=True)
+        reader.start()
+        try:
+            process.stdin.write(json.dumps(list(questions)) + "\n")
+            process.stdin.flush()
+            told.more(1)
+            yield told
+            process.stdin.write("stop\n")
+            process.stdin.flush()
+            reader.join(timeout=240)
+            assert told.done, f"the load did not end; the last requests: {told.results[-3:]}"
+            assert process.wait(timeout=30) == 0
+        finally:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            process.stdin.close()
+            reader.join(timeout=10)
+            process.stdout.close()
+
+
+def client_image(images: dict[str, str]) -> str:
+    """The tests' engine image has the checkout's openai; a user's own cluster names an image that has one."""
+    return os.environ.get("E2E_CLIENT_IMAGE") or images["engine"]
