@@ -238,7 +238,10 @@ async def _until_stopped(api: Api, operator: _Operator) -> None:
         await operator.queue.run(WORKERS)
 
     others = asyncio.all_tasks()
+    # Else kopf asks for the name of the user, and the user of a restricted pod has none. Its type is not exported.
+    name: Any = "isthmus-operator"
     tasks = await kopf.spawn_tasks(
+        identity=name,
         registry=operator.registry,
         settings=operator.settings(),
         standalone=True,
