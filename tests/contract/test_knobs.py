@@ -63,6 +63,10 @@ BENCH = {
     "--seed": 0,
     "--timeout": 600.0,
     "--json": False,
+    "--steps": False,
+    "--replay": "",
+    "--max-model-len": 2048,
+    "--out": "",
 }
 
 

@@ -9,16 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
+from engine_world import World, request
 
 from isthmus_runtime.engine import handoffs as handoffs_module
 from isthmus_runtime.engine.blocks import Hits, SequenceBlocks
 from isthmus_runtime.engine.handoffs import Handoffs
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
-from isthmus_runtime.engine.sequence import Emit
+from isthmus_runtime.engine.sequence import Effect, Emit, Kind
+from isthmus_runtime.interfaces import StepOutput
 from isthmus_runtime.kv.keys import ExtraKeys
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.protocol import PrefillRecord
+from isthmus_runtime.request import FinishReason
 from isthmus_runtime.router import policy
 from isthmus_runtime.sim.clock import Violation
 from isthmus_runtime.sim.faults import Scenario, draw
@@ -72,8 +75,16 @@ def tight(scenario: Scenario) -> Scenario:
 def busy(scenario: Scenario) -> Scenario:
     """Slow steps, hardly enough blocks, clients that leave: blocks change hands while a step runs."""
     return replace(
-        tight(scenario), mode="memory", disaggregate_above=0, decode_slower=30.0, step_s=0.002, disconnect=0.7,
-        link_bytes_per_s=1e7, spread_s=1.0, rows=2, prefix_caching=False,
+        tight(scenario),
+        mode="memory",
+        disaggregate_above=0,
+        decode_slower=30.0,
+        step_s=0.002,
+        disconnect=0.7,
+        link_bytes_per_s=1e7,
+        spread_s=1.0,
+        rows=2,
+        prefix_caching=False,
     )
 
 
@@ -389,3 +400,48 @@ SHAPES = (memory, store, flaky, flaky_store, lossy_store, tight, busy, leaving, 
 def test_the_worlds_of_the_mutations_hold_without_one(shape: Callable[[Scenario], Scenario]) -> None:
     for seed in range(2):
         run_scenario(shape(draw(seed)))
+
+
+# In the worlds above the check of `complete` that a result belongs to the request's present run cannot be missed: their
+# prefill engines only ever prefill, and a prompt whose blocks were all promised at admission is never preempted; on
+# decode a result of an abandoned run finds a waiting request without blocks, where there is nothing to publish. It
+# takes an engine that generates and prefills for a peer.
+
+
+def take_results_of_abandoned_runs(p: Patch) -> None:
+    real = Scheduler.complete
+
+    def complete(self: Scheduler, output: StepOutput, now: float) -> list[Effect]:
+        step, work = self._in_flight[0]
+        self._in_flight[0] = (step, [(seq, seq.run, chunk) for seq, _, chunk in work])
+        return real(self, output, now)
+
+    p.setattr(Scheduler, "complete", complete)
+
+
+def prompt_for_a_peer_is_preempted_in_mid_step() -> World:
+    """An older request grows into the blocks that a chunked prompt for a peer still needs."""
+    world = World(num_blocks=15, max_batched_tokens=8, prefix_caching=False)
+    world.add(request("older", [7] * 8, 30))
+    for _ in range(3):
+        world.turn()
+    world.add(request("sent", list(range(40)), 1), kind=Kind.SEND, attempt="sent.1")
+    world.scheduler.handoffs.open_send("sent.1")
+    while not world.scheduler.stats().preemptions:
+        assert world.turn()
+    world.turn()
+    return world
+
+
+def test_a_result_of_an_abandoned_run_is_dropped() -> None:
+    world = prompt_for_a_peer_is_preempted_in_mid_step()
+    world.scheduler.abort("sent", "sent.1", "seen enough")
+    world.scheduler.released("sent.1", True)
+    world.run()
+    assert world.finish("older") is FinishReason.LENGTH
+
+
+def test_taking_results_of_abandoned_runs_is_noticed(monkeypatch: Patch) -> None:
+    take_results_of_abandoned_runs(monkeypatch)
+    with pytest.raises(IndexError):
+        prompt_for_a_peer_is_preempted_in_mid_step()

@@ -14,10 +14,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
 
-import aiohttp
-
+from .bench_client import BenchFailed, Seen, Target, replay, stream
+from .bench_steps import Sweep, measure_steps
 from .errors import ConfigError
+from .sim.traces import read_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,6 @@ class Load:
     vocab_size: int
     seed: int
     timeout_s: float
-    stream: bool = True
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +48,13 @@ class Result:
     errors: int
     ttft_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)
+
+    def add(self, seen: Seen, input_tokens: int) -> None:
+        """Count one answer."""
+        self.ttft_s.append(seen.ttft_s)
+        self.itl_s += [later - earlier for earlier, later in pairwise(seen.text_s)]
+        self.output_tokens += seen.tokens
+        self.input_tokens += input_tokens
 
     def summary(self) -> dict[str, float]:
         """Numbers for a table."""
@@ -63,58 +72,25 @@ class Result:
         return out
 
 
-async def _one(session: aiohttp.ClientSession, load: Load, prompt: list[int], result: Result) -> None:
-    body = {
-        "model": load.model,
-        "prompt": prompt,
-        "max_tokens": load.output_len,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": load.stream,
-        "stream_options": {"include_usage": True},
-    }
-    start = last = time.perf_counter()
-    tokens = 0
-    async with session.post(f"{load.url}/v1/completions", json=body) as response:
-        if response.status != 200:
-            result.errors += 1
-            print(f"bench: HTTP {response.status}: {(await response.text())[:200]}", file=sys.stderr)
-            return
-        async for line in response.content:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                continue
-            event = json.loads(line[6:])
-            if "error" in event:
-                result.errors += 1
-                print(f"bench: error in the stream: {event['error']}", file=sys.stderr)
-                return
-            if event.get("usage"):
-                tokens = event["usage"]["completion_tokens"]
-            if event.get("choices"):
-                now = time.perf_counter()
-                (result.ttft_s if last == start else result.itl_s).append(now - last)
-                last = now
-    result.output_tokens += tokens
-    result.input_tokens += len(prompt)
-
-
 async def run_load(load: Load) -> Result:
     """Run one load to its end."""
     rng = random.Random(load.seed)
-    prompts = [[rng.randrange(100, load.vocab_size) for _ in range(load.input_len)] for _ in range(load.requests)]
+    target = Target(url=load.url, model=load.model, vocab_size=load.vocab_size, timeout_s=load.timeout_s)
+    prompts = [target.prompt(rng, load.input_len) for _ in range(load.requests)]
     result = Result(seconds=0.0, output_tokens=0, input_tokens=0, errors=0)
     gate = asyncio.Semaphore(load.concurrency)
 
     async def limited(prompt: list[int]) -> None:
         async with gate:
             try:
-                await _one(session, load, prompt, result)
-            except (aiohttp.ClientError, TimeoutError) as error:
+                seen = await stream(session, target, prompt, load.output_len)
+            except BenchFailed as error:
                 result.errors += 1
-                print(f"bench: {load.url}: {type(error).__name__}: {error}", file=sys.stderr)
+                print(f"bench: {error}", file=sys.stderr)
+            else:
+                result.add(seen, len(prompt))
 
-    timeout = aiohttp.ClientTimeout(total=load.timeout_s)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with target.session() as session:
         start = time.perf_counter()
         await asyncio.gather(*map(limited, prompts))
         result.seconds = time.perf_counter() - start
@@ -134,6 +110,11 @@ def build_bench_parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--timeout", type=float, default=600.0, help="seconds a request may take")
     p.add_argument("--json", action="store_true", help="print JSON only")
+    other = p.add_argument_group("instead of one load")
+    other.add_argument("--steps", action="store_true", help="step times for `simulate --calibrate`; needs --out")
+    other.add_argument("--replay", default="", help="send a trace (JSON lines, docs/simulation.md) at its own times")
+    other.add_argument("--max-model-len", type=int, default=2048, help="with --steps: of the service, tokens")
+    other.add_argument("--out", default="", help="with --steps or --replay: JSON file of what was measured")
     return p
 
 
@@ -145,8 +126,14 @@ def bench_main(argv: Sequence[str]) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be 1 or more")
     if args.vocab_size <= 100:
         raise ConfigError(f"--vocab-size {args.vocab_size} must be above 100")
+    url = args.url.rstrip("/").removesuffix("/v1")
+    target = Target(url=url, model=args.model, vocab_size=args.vocab_size, timeout_s=args.timeout)
+    if args.steps or args.replay:
+        if bool(args.steps) == bool(args.replay) or not args.out:
+            raise ConfigError("give one of --steps and --replay, and --out for what it measures")
+        return _steps(target, args) if args.steps else _replay(target, args)
     load = Load(
-        url=args.url.rstrip("/").removesuffix("/v1"),
+        url=url,
         model=args.model,
         requests=args.requests,
         input_len=args.input_len,
@@ -164,3 +151,18 @@ def bench_main(argv: Sequence[str]) -> int:
         for key, value in summary.items():
             print(f"{key:>16} {value}")
     return 1 if result.errors else 0
+
+
+def _steps(target: Target, args: argparse.Namespace) -> int:
+    sweep = Sweep(seed=args.seed, max_model_len=args.max_model_len)
+    steps = asyncio.run(measure_steps(target, sweep))
+    Path(args.out).write_text(json.dumps({"target": asdict(target), "sweep": asdict(sweep), "steps": steps}, indent=1))
+    return 0
+
+
+def _replay(target: Target, args: argparse.Namespace) -> int:
+    trace = read_trace(args.replay)
+    answers = asyncio.run(replay(target, trace, args.seed))
+    body = [{"at_s": r.at_s, "ttft_s": a.ttft_s, "itl_s": a.itl_s} for r, a in zip(trace, answers, strict=True)]
+    Path(args.out).write_text(json.dumps({"target": asdict(target), "requests": body}, indent=1))
+    return 0

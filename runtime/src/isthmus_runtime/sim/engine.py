@@ -137,7 +137,6 @@ class Engine:
             plan,
             self.pool,
             layout_digest=self.layout,
-            block_bytes=block_size * ENTRY_BYTES,
             recompute=scenario.recompute,
         )
         self.backend = connect(self)
@@ -256,11 +255,12 @@ class Engine:
         """One call of the router."""
         match body:
             case GenerateCall():
-                sid = body.attempt or body.request.request_id
-                if self._claim(sid, exchange, body.request.request_id, body.attempt):
+                name = body.attempt or body.local_attempt
+                if self._claim(name or body.request.request_id, exchange, body.request.request_id, name):
                     self.loop.generate(
                         body.request.to_request(),
                         attempt=body.attempt,
+                        local_attempt=body.local_attempt,
                         peer_url=body.prefill_url,
                         peer_epoch=body.prefill_epoch,
                     )

@@ -1,16 +1,16 @@
-"""How long a step takes: a roofline over a model's shape and a GPU's measured ceilings, with two fitted efficiencies.
+"""How long a step takes: a roofline over a model's shape and a GPU's measured ceilings, with two efficiencies.
 
 Prefill is bound by arithmetic: 2 operations per weight and token, plus attention over what precedes the token.
-Decode is bound by memory: every step reads the weights once and every context once.
+Decode is bound by memory: every step reads the weights once and every context once. For an engine that somebody has
+at hand, `measured.py` knows better.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from statistics import median
+from typing import Protocol
 
 from ..errors import ConfigError
 from ..models.config import read_model_spec
@@ -86,12 +86,51 @@ GPUS = {
 }
 
 
+class Steps(Protocol):
+    """Step times of one engine, all in seconds.
+
+    `new`: prompt tokens of a step. `attended`: the sum, over those tokens, of how many precede each in its prompt.
+    `batch`: requests of which the step makes one token each, holding `context` tokens of KV together.
+    """
+
+    @property
+    def tp(self) -> int:
+        """GPUs of an engine."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose KV one engine holds."""
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """What a transfer moves."""
+
+    @property
+    def prefill_slowed(self) -> float:
+        """How much longer prompts take while the decode engine they go to is busy: 0 unless both share hardware."""
+
+    def prefill_s(self, new: float, attended: float) -> float:
+        """A step of prompts alone."""
+
+    def decode_s(self, batch: float, context: float) -> float:
+        """A step without prompts."""
+
+    def mixed_s(self, new: float, attended: float, batch: float, context: float) -> float:
+        """A step of both."""
+
+    def received_s(self, tokens: int) -> float:
+        """What a decode engine loses by taking in the KV of a prompt."""
+
+    def describe(self) -> dict[str, object]:
+        """For the report."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """Step times of one engine of `tp` GPUs.
+    """The roofline of one engine of `tp` GPUs.
 
-    The default efficiencies give what vLLM 0.24 reaches with Qwen3-8B on the measured H100 (41,052 prompt tokens/s at
-    4,096 tokens, 147 tokens/s in a single stream); a calibration replaces them.
+    The efficiencies give what vLLM 0.24 reaches with Qwen3-8B on the measured H100 (41,052 prompt tokens/s at 4,096
+    tokens, 147 tokens/s in a single stream).
     """
 
     model: ModelShape
@@ -100,10 +139,12 @@ class StepModel:
     prefill_efficiency: float = 0.88
     decode_efficiency: float = 0.74
     tp_efficiency: float = 0.9
-    """Share of the added GPUs' speed that is left after communication; not fitted."""
+    """Share of the added GPUs' speed that is left after communication."""
     overhead_s: float = 0.0005
     kv_share: float = 0.9
     """Share of the memory left by the weights that holds KV."""
+    kv_tokens_given: int | None = None
+    """Instead of that."""
 
     @property
     def scale(self) -> float:
@@ -113,23 +154,54 @@ class StepModel:
     @property
     def kv_tokens(self) -> int:
         """Tokens whose KV one engine holds."""
+        if self.kv_tokens_given is not None:
+            return self.kv_tokens_given
         free = self.tp * self.gpu.memory_bytes - self.model.parameters * self.model.bytes_per_weight
         return int(max(0.0, free) * self.kv_share / self.model.kv_bytes_per_token)
 
-    def prefill_s(self, new: int, cached: int) -> float:
-        """Seconds to compute `new` prompt tokens after `cached` ones."""
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """What a transfer moves."""
+        return self.model.kv_bytes_per_token
+
+    @property
+    def prefill_slowed(self) -> float:
+        """Engines share nothing."""
+        return 0.0
+
+    def prefill_s(self, new: float, attended: float) -> float:
+        """Bound by arithmetic."""
         m = self.model
-        attention = 4 * m.layers * m.heads * m.head_dim * new * (cached + new / 2)
-        work = 2 * m.active_parameters * new + attention
+        work = 2 * m.active_parameters * new + 4 * m.layers * m.heads * m.head_dim * attended
         return work / (self.gpu.flops * self.prefill_efficiency * self.scale) + self.overhead_s
 
     def decode_s(self, batch: float, context: float) -> float:
-        """Seconds for one token of each of `batch` requests that hold `context` tokens together."""
+        """Bound by memory, or by arithmetic in very large batches."""
         m = self.model
         touched = m.parameters if batch > 1 else m.active_parameters
         memory = (touched * m.bytes_per_weight + context * m.kv_bytes_per_token) / self.gpu.bytes_per_s
         compute = 2 * m.active_parameters * batch / self.gpu.flops
         return max(memory, compute) / (self.decode_efficiency * self.scale) + self.overhead_s
+
+    def mixed_s(self, new: float, attended: float, batch: float, context: float) -> float:
+        """The decoding requests' tokens go through the products with the prompts', then each reads its context."""
+        reading = context * self.model.kv_bytes_per_token / self.gpu.bytes_per_s
+        together = self.prefill_s(new + batch, attended) + reading / (self.decode_efficiency * self.scale)
+        return max(together, self.decode_s(batch, context))
+
+    def received_s(self, tokens: int) -> float:
+        """The network card writes it."""
+        return 0.0
+
+    def describe(self) -> dict[str, object]:
+        """For the report."""
+        return {
+            "model": self.model.name,
+            "gpu": self.gpu.name,
+            "step_times": f"roofline of {self.gpu.source} ceilings",
+            "prefill_efficiency": self.prefill_efficiency,
+            "decode_efficiency": self.decode_efficiency,
+        }
 
 
 def find_model(name: str) -> ModelShape:
@@ -164,51 +236,3 @@ def find_gpu(name: str) -> Gpu:
     if not isinstance(body, dict) or set(body) != known:
         raise ConfigError(f"--gpu {name}: must be an object with exactly the fields {', '.join(sorted(known))}")
     return Gpu(**body)
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """A fitted model and how far it is from what was measured."""
-
-    steps: StepModel
-    worst_error: float
-    """Largest relative error over the measured points, after the fit."""
-    points: int
-
-
-def calibrate(steps: StepModel, measured: object) -> Calibration:
-    """Fit the two efficiencies to measured steps, each by the median ratio.
-
-    `measured`: a list of ``{"kind": "prefill", "new": n, "cached": n, "seconds": s}`` and
-    ``{"kind": "decode", "batch": n, "context": tokens, "seconds": s}``. ConfigError names the first wrong entry.
-    """
-    points: list[tuple[str, float, float, float]] = []
-    for number, entry in enumerate(measured if isinstance(measured, list) else [None]):
-        points.append(_point(entry, number))
-
-    def predicted(model: StepModel, point: tuple[str, float, float, float]) -> float:
-        kind, first, second, _ = point
-        return model.prefill_s(int(first), int(second)) if kind == "prefill" else model.decode_s(first, second)
-
-    for kind in ("prefill", "decode"):
-        mine = [p for p in points if p[0] == kind]
-        if not mine:
-            continue
-        ratio = median((predicted(steps, p) - steps.overhead_s) / max(1e-9, p[3] - steps.overhead_s) for p in mine)
-        name = f"{kind}_efficiency"
-        steps = replace(steps, **{name: getattr(steps, name) * ratio})
-    worst = max(abs(predicted(steps, p) / p[3] - 1) for p in points)
-    return Calibration(steps, worst, len(points))
-
-
-def _point(entry: object, number: int) -> tuple[str, float, float, float]:
-    names = {"prefill": ("new", "cached"), "decode": ("batch", "context")}
-    if isinstance(entry, Mapping) and (pair := names.get(str(entry.get("kind")))) is not None:
-        values = [entry.get(name) for name in (*pair, "seconds")]
-        if all(isinstance(v, int | float) and v >= 0 for v in values) and values[2]:
-            first, second, seconds = (float(v) for v in values if isinstance(v, int | float))
-            return str(entry["kind"]), first, second, seconds
-    raise ConfigError(
-        f"calibration entry {number} is {entry!r}; expected kind prefill (new, cached, seconds) "
-        "or decode (batch, context, seconds), seconds above 0"
-    )

@@ -1,20 +1,20 @@
-"""A coarse model of a prefill/decode cluster: two events a request instead of one a token.
+"""A coarse model of a cluster: a few events a request instead of one a token.
 
 Not the core's code: `proof` is for that. What it keeps of the design: decode reserves room for prompt and output
-first, then prefill computes prompts one after another, KV moves while it computes, and decode runs everything it
-holds as one batch. A decode engine shares itself equally among its requests: with V(t) the tokens each of them has
-received, dV/dt = 1 / step time, and a request that joined at V ends at V + its output length. Exact as long as step
-time changes only when a request joins or leaves.
+first, then a prefill engine computes the prompt by steps, KV moves while it computes, and decode joins the request to
+its batch. Unified engines do both. How an engine passes time is in `fluid.py`, what its steps take in `hardware.py`
+(a roofline) or `measured.py` (fitted to a bench run).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .hardware import StepModel
+from .fluid import NEVER, Engine, Job
+from .hardware import Steps
 from .traces import HASH_BLOCK, TraceRequest
 
 
@@ -22,16 +22,20 @@ from .traces import HASH_BLOCK, TraceRequest
 class Cluster:
     """What is simulated. Engines are of `steps.tp` GPUs each."""
 
-    steps: StepModel
-    prefills: int
-    decodes: int
+    steps: Steps
+    prefills: int = 0
+    decodes: int = 0
+    unified: int = 0
+    """Engines that compute prompts and generate, instead of the two kinds above."""
+    request_s: float = 0.0
+    """Of each request outside the engines: client, router, tokenising, hops."""
     link_bytes_per_s: float = 25e9
     """KV transfer out of one prefill engine."""
     link_latency_s: float = 0.002
     chunk_tokens: int = 2048
-    """What is sent last is not hidden behind compute."""
+    """Most tokens of one step. What is computed last is also sent last: it is not hidden behind compute."""
     cache: str = "local"
-    """Where prefixes are kept: none, local (each prefill engine's own pool) or pool (shared)."""
+    """Where prefixes are kept: none, local (each engine's own pool) or pool (shared)."""
     pool_tokens: int = 50_000_000
     pool_bytes_per_s: float = 20e9
     """Reading the shared pool, per engine."""
@@ -40,7 +44,7 @@ class Cluster:
     @property
     def gpus(self) -> int:
         """All GPUs."""
-        return (self.prefills + self.decodes) * self.steps.tp
+        return (self.prefills + self.decodes + self.unified) * self.steps.tp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +70,13 @@ class Report:
     prefill_busy_s: float = 0.0
     decode_busy_s: float = 0.0
     span_s: float = 0.0
+
+    def record(self, slo: Slo, ttft: float, itl: float | None) -> None:
+        """A request has ended."""
+        self.ttft.append(ttft)
+        if itl is not None:
+            self.itl.append(itl)
+        self.good += ttft <= slo.ttft_s and (itl is None or itl <= slo.itl_s)
 
     @property
     def requests(self) -> int:
@@ -107,168 +118,159 @@ class _Lru:
             known.popitem(last=False)
 
 
-class _Decode:
-    """One decode engine as a shared processor."""
-
-    __slots__ = (
-        "at",
-        "batch",
-        "busy",
-        "context",
-        "ends",
-        "free",
-        "held",
-        "number",
-        "queued",
-        "step",
-        "version",
-        "virtual",
-        "waiting",
-    )
-
-    def __init__(self, number: int, tokens: int) -> None:
-        self.number = number
-        self.free = tokens
-        self.held = 0
-        """Requests with reserved room."""
-        self.queued = 0
-        """Tokens that the waiting requests will need."""
-        self.waiting: deque[TraceRequest] = deque()
-        self.ends: list[tuple[float, float, int, int, float]] = []
-        """(V at the end, time it joined, output tokens, reserved tokens, time to first token)."""
-        self.batch = 0
-        self.context = 0.0
-        self.virtual = 0.0
-        self.at = 0.0
-        self.step = 0.0
-        self.busy = 0.0
-        self.version = 0
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Least is best: orders engines by room."""
-        return self.queued - self.free, self.number
-
-    def advance(self, now: float) -> None:
-        """Bring V to `now`."""
-        if self.batch:
-            gained = (now - self.at) / self.step
-            self.virtual += gained
-            self.context += gained * self.batch
-            self.busy += now - self.at
-        self.at = now
+_PROMPT, _CHANGE, _SENT, _TOLD = range(4)
+_SAME_S = 1e-9
+"""Times this close are one."""
 
 
-_JOIN, _END = 1, 2
+class _Run:
+    """One simulation. Events are (time, order, kind, engine, job or the engine's version)."""
+
+    def __init__(self, cluster: Cluster, slo: Slo) -> None:
+        self.cluster, self.slo, self.report = cluster, slo, Report()
+        self._steps = steps = cluster.steps
+        budget = cluster.chunk_tokens
+        self._kv_tokens, self._kv_bytes = steps.kv_tokens, steps.kv_bytes_per_token
+        generating = range(cluster.decodes or cluster.unified)
+        self.engines = [Engine(n, steps, budget, self._first, self._end) for n in generating]
+        """Those that generate."""
+        self.prefills = [Engine(n, steps, budget, self._computed, self._end) for n in range(cluster.prefills)]
+        for engine in self.prefills:
+            engine.slowed = steps.prefill_slowed
+        self._prefill_free = [(0.0, n) for n in range(cluster.prefills)]
+        """(when its prompts are computed if none comes, number): a heap."""
+        count = cluster.prefills or cluster.unified
+        self._shared = _Lru(cluster.pool_tokens // HASH_BLOCK)
+        self._own = [_Lru(steps.kv_tokens // HASH_BLOCK) for _ in range(count)]
+        self._by_room = [e.key for e in self.engines]
+        self._heap: list[tuple[float, int, int, Engine, Job | int]] = []
+        self._order = 0
+
+    # ------------------------------------------------------------------------------------------------------ arrivals
+
+    def arrive(self, request: TraceRequest) -> None:
+        """A request at its time, after all that happens before."""
+        now = request.at_s + self.cluster.request_s
+        self.happen(now)
+        if request.input_tokens + request.output_tokens > self._kv_tokens:
+            self.report.never_fit += 1
+            return
+        engine = self._roomiest()
+        if engine.waiting or not self._fits(engine, request):
+            engine.waiting.append(request)
+            engine.queued += request.input_tokens + request.output_tokens
+        else:
+            self._admit(engine, request, now)
+        heapq.heappush(self._by_room, engine.key)
+
+    def _roomiest(self) -> Engine:
+        """The engine with the most unreserved tokens; entries that are out of date are dropped on the way."""
+        while self._by_room:
+            entry = heapq.heappop(self._by_room)
+            if entry == self.engines[entry[1]].key:
+                return self.engines[entry[1]]
+        raise AssertionError("every engine has an entry: one is pushed whenever its room changes")
+
+    def _fits(self, engine: Engine, request: TraceRequest) -> bool:
+        return engine.held < self.cluster.max_batch and engine.free >= request.input_tokens + request.output_tokens
+
+    def _admit(self, engine: Engine, request: TraceRequest, now: float) -> None:
+        """Room is reserved: the prompt goes to the prefill engine that is free first, or is computed here."""
+        engine.free -= request.input_tokens + request.output_tokens
+        engine.held += 1
+        job = Job(request, engine, 0 if self.prefills else request.output_tokens - 1)
+        self.report.prompt_tokens += request.input_tokens
+        if not self.prefills:
+            self._at(now + self._look_up(job, engine.number), _PROMPT, engine, job)
+            return
+        at = engine.looks_at(now)
+        free_at, number = heapq.heappop(self._prefill_free)
+        at += self._look_up(job, number)
+        length, new = request.input_tokens, request.input_tokens - job.cached
+        took = self._steps.prefill_s(new, new * (job.cached + new / 2))
+        heapq.heappush(self._prefill_free, (max(at, free_at) + took, number))
+        byte_s = self._kv_bytes / self.cluster.link_bytes_per_s
+        shown = max(length * byte_s - took, min(length, self.cluster.chunk_tokens) * byte_s)
+        job.moving_s = shown + self.cluster.link_latency_s
+        job.prefill = number
+        self._at(at, _PROMPT, self.prefills[number], job)
+
+    def _look_up(self, job: Job, number: int) -> float:
+        """What the prefix cache spares, and from now on holds; the seconds it takes to read it from a pool."""
+        if self.cluster.cache == "none":
+            return 0.0
+        ids = job.request.hash_ids
+        lru = self._shared if self.cluster.cache == "pool" else self._own[number]
+        job.cached = min(lru.hits(ids) * HASH_BLOCK, job.request.input_tokens - 1)
+        lru.use(ids)
+        self.report.hit_tokens += job.cached
+        return job.cached * self._kv_bytes / self.cluster.pool_bytes_per_s if self.cluster.cache == "pool" else 0.0
+
+    # -------------------------------------------------------------------------------------------------------- events
+
+    def happen(self, until: float) -> None:
+        """Everything up to a time."""
+        heap, pop, push = self._heap, heapq.heappop, heapq.heappush
+        while heap and heap[0][0] <= until:
+            now, _, kind, engine, what = pop(heap)
+            if kind == _CHANGE:
+                if what != engine.version:
+                    continue
+                engine.planned = NEVER
+            else:
+                assert isinstance(what, Job)
+                if kind == _PROMPT:
+                    engine.prompt(what, now)
+                elif kind == _SENT and (known := self.prefills[what.prefill].looks_at(now)) > now:
+                    self._at(known, _TOLD, engine, what)  # prefill tells so when its step ends
+                    continue
+                else:
+                    engine.receive(what, now, self._steps.received_s(what.request.input_tokens))
+            self.report.span_s = now
+            while (due := engine.due()) <= now + _SAME_S:
+                engine.change(now)
+            if due < engine.planned:
+                # An event that comes too early only looks again: later plans need no new one.
+                engine.planned = due
+                engine.version = version = engine.version + 1
+                self._order = order = self._order + 1
+                push(heap, (due, order, _CHANGE, engine, version))
+
+    def _at(self, at: float, kind: int, engine: Engine, job: Job) -> None:
+        self._order += 1
+        heapq.heappush(self._heap, (at, self._order, kind, engine, job))
+
+    def _computed(self, job: Job, now: float) -> None:
+        """A prefill engine has computed a prompt; its last blocks leave."""
+        self._at(now + job.moving_s, _SENT, job.engine, job)
+
+    def _first(self, job: Job, now: float) -> None:
+        job.first_s = now
+        self.report.output_tokens += job.request.output_tokens
+        if job.request.output_tokens == 1:
+            self._end(job, now)
+
+    def _end(self, job: Job, now: float) -> None:
+        request, engine = job.request, job.engine
+        engine.free += request.input_tokens + request.output_tokens
+        engine.held -= 1
+        ttft = job.first_s - request.at_s
+        itl = (now - job.first_s) / (request.output_tokens - 1) if request.output_tokens > 1 else None
+        self.report.record(self.slo, ttft, itl)
+        while engine.waiting and self._fits(engine, engine.waiting[0]):
+            request = engine.waiting.popleft()
+            engine.queued -= request.input_tokens + request.output_tokens
+            self._admit(engine, request, now)
+        heapq.heappush(self._by_room, engine.key)
 
 
 def simulate(cluster: Cluster, trace: Sequence[TraceRequest], slo: Slo) -> Report:
     """Run a trace. Linear in requests, up to logarithms; deterministic."""
-    steps, report = cluster.steps, Report()
-    decodes = [_Decode(n, steps.kv_tokens) for n in range(cluster.decodes)]
-    prefill_free = [(0.0, n) for n in range(cluster.prefills)]
-    shared = _Lru(cluster.pool_tokens // HASH_BLOCK)
-    own = [_Lru(steps.kv_tokens // HASH_BLOCK) for _ in range(cluster.prefills)]
-    by_room = [d.key for d in decodes]
-    heap: list[tuple[float, int, int, int, float, int]] = []
-    kv_bytes = steps.model.kv_bytes_per_token
-
-    def admit(decode: _Decode, request: TraceRequest, now: float) -> None:
-        """Room is reserved: compute the prompt on the prefill engine that is free first, then join the batch."""
-        decode.free -= request.input_tokens + request.output_tokens
-        decode.held += 1
-        free_at, number = heapq.heappop(prefill_free)
-        length, cached = request.input_tokens, 0
-        if cluster.cache != "none":
-            lru = shared if cluster.cache == "pool" else own[number]
-            cached = min(lru.hits(request.hash_ids) * HASH_BLOCK, length - 1)
-            lru.use(request.hash_ids)
-        took = steps.prefill_s(length - cached, cached)
-        if cluster.cache == "pool":
-            took += cached * kv_bytes / cluster.pool_bytes_per_s
-        start = max(now, free_at)
-        heapq.heappush(prefill_free, (start + took, number))
-        moving = length * kv_bytes / cluster.link_bytes_per_s
-        last = min(length, cluster.chunk_tokens) * kv_bytes / cluster.link_bytes_per_s
-        joins = start + took + max(moving - took, last) + cluster.link_latency_s
-        report.prefill_busy_s += took
-        report.prompt_tokens += length
-        report.hit_tokens += cached
-        heapq.heappush(heap, (joins, _JOIN, decode.number, length, joins - request.at_s, request.output_tokens))
-
-    def replan(decode: _Decode) -> None:
-        """The batch changed: a new step time, and a new time at which the next request ends."""
-        decode.version += 1
-        if decode.batch:
-            decode.step = steps.decode_s(decode.batch, decode.context)
-            due = decode.at + max(0.0, decode.ends[0][0] - decode.virtual) * decode.step
-            heapq.heappush(heap, (due, _END, decode.number, decode.version, 0.0, 0))
-
-    def fits(decode: _Decode, request: TraceRequest) -> bool:
-        return decode.held < cluster.max_batch and decode.free >= request.input_tokens + request.output_tokens
-
-    def finish(decode: _Decode, now: float) -> None:
-        _, joined, output, reserved, ttft = heapq.heappop(decode.ends)
-        decode.batch -= 1
-        decode.context -= reserved
-        decode.free += reserved
-        decode.held -= 1
-        if decode.batch == 0:
-            decode.context = 0.0
-        itl = (now - joined) / (output - 1) if output > 1 else 0.0
-        _record(report, slo, ttft, itl if output > 1 else None)
-        while decode.waiting and fits(decode, decode.waiting[0]):
-            request = decode.waiting.popleft()
-            decode.queued -= request.input_tokens + request.output_tokens
-            admit(decode, request, now)
-        heapq.heappush(by_room, decode.key)
-
-    def happen(until: float) -> None:
-        while heap and heap[0][0] <= until:
-            now, kind, number, extra, ttft, output = heapq.heappop(heap)
-            decode = decodes[number]
-            if kind == _END and extra != decode.version:
-                continue
-            decode.advance(now)
-            report.span_s = max(report.span_s, now)
-            if kind == _JOIN:
-                report.output_tokens += output
-                decode.batch += 1
-                decode.context += extra + 1
-                end = decode.virtual + max(0, output - 1)
-                heapq.heappush(decode.ends, (end, now, output, extra + output, ttft))
-            else:
-                finish(decode, now)
-            replan(decode)
-
+    assert bool(cluster.unified) != bool(cluster.prefills and cluster.decodes), "unified engines, or the two kinds"
+    run = _Run(cluster, slo)
     for request in trace:
-        happen(request.at_s)
-        if request.input_tokens + request.output_tokens > steps.kv_tokens:
-            report.never_fit += 1
-            continue
-        decode = _roomiest(decodes, by_room)
-        if decode.waiting or not fits(decode, request):
-            decode.waiting.append(request)
-            decode.queued += request.input_tokens + request.output_tokens
-        else:
-            admit(decode, request, request.at_s)
-        heapq.heappush(by_room, decode.key)
-    happen(float("inf"))
-    report.decode_busy_s = sum(d.busy for d in decodes)
-    return report
-
-
-def _roomiest(decodes: Sequence[_Decode], by_room: list[tuple[int, int]]) -> _Decode:
-    """The engine with the most unreserved tokens; entries that are out of date are dropped on the way."""
-    while by_room:
-        entry = heapq.heappop(by_room)
-        if entry == decodes[entry[1]].key:
-            return decodes[entry[1]]
-    raise AssertionError("every engine has an entry: one is pushed whenever its room changes")
-
-
-def _record(report: Report, slo: Slo, ttft: float, itl: float | None) -> None:
-    report.ttft.append(ttft)
-    if itl is not None:
-        report.itl.append(itl)
-    report.good += ttft <= slo.ttft_s and (itl is None or itl <= slo.itl_s)
+        run.arrive(request)
+    run.happen(NEVER)
+    run.report.prefill_busy_s = sum(e.busy for e in run.prefills)
+    run.report.decode_busy_s = sum(e.busy for e in run.engines)
+    return run.report

@@ -111,8 +111,9 @@ class Flight:
         if prefill is not None and (prefill.fingerprint, prefill.mode) != (decode.fingerprint, decode.mode):
             raise Violation(f"paired {prefill} with {decode}")
         self._tries += 1
-        attempt = f"{self.request.request_id}.{self._tries}.{router.epoch}" if prefill is not None else ""
-        self._attempt = attempt
+        name = f"{self.request.request_id}.{self._tries}.{router.epoch}"
+        attempt = name if prefill is not None else ""
+        self._attempt = name
         router.clock.note("router", self.request.request_id, attempt, "->", prefill and prefill.url, decode.url)
         self._hold(decode.url, facts.decode_tokens)
         if prefill is not None:
@@ -120,6 +121,7 @@ class Flight:
         call = GenerateCall(
             request=self._wire,
             attempt=attempt,
+            local_attempt="" if attempt else name,
             prefill_url=prefill.url if prefill else "",
             prefill_epoch=prefill.epoch if prefill else "",
         )

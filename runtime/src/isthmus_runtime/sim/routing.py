@@ -10,12 +10,13 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..router.policy import Choice, Endpoint, Facts, Load, PolicyName, Rules, choose, fleet
-from ..router.prefixes import Prefixes, SentPrefixes, StoredBlocks, cached_tokens
+from ..router.prefixes import EXPECTED_PROMPTS, Prefixes, SentPrefixes, StoredBlocks, cached_tokens
 from .traces import HASH_BLOCK, TraceRequest
 
+EVENTS_ONLY = "kv-aware, events only"
 ORACLE = "oracle"
 """One endless cache that all engines share: no policy can do better."""
 
@@ -72,30 +73,33 @@ class _Engine:
         return changes
 
 
-def route(trace: Sequence[TraceRequest], policy: PolicyName, world: RoutingWorld) -> RoutingResult:
-    """Send every request of the trace through the policy; nothing is random."""
+def route(
+    trace: Sequence[TraceRequest], policy: PolicyName, world: RoutingWorld, *, expected_prompts: int = EXPECTED_PROMPTS
+) -> RoutingResult:
+    """Send every request of the trace through the policy; nothing is random. `expected_prompts`: of `StoredBlocks`."""
     capacity = max(1, world.cache_tokens // HASH_BLOCK)
     engines = {f"e{i}": _Engine(f"e{i}", capacity) for i in range(world.engines)}
     endpoints = [Endpoint(url, "f", block_size=HASH_BLOCK, blocks=capacity) for url in engines]
     live = fleet((), endpoints, unified=True)
-    stored = StoredBlocks()
     position = dict.fromkeys(engines, 0)
-    for url in engines:
-        stored.apply(url, reset=True, previous=0, following=0, changes=())
-    views: list[Prefixes] = [stored if policy is PolicyName.KV_AWARE else SentPrefixes() for _ in range(world.routers)]
+    stored = [StoredBlocks(expected_prompts) for _ in range(world.routers)] if policy is PolicyName.KV_AWARE else []
+    for view in stored:
+        for url in engines:
+            view.apply(url, reset=True, previous=0, following=0, changes=())
+    views: Sequence[Prefixes] = stored or [SentPrefixes() for _ in range(world.routers)]
     loads: list[dict[str, Load]] = [{} for _ in range(world.routers)]
-    due: list[tuple[float, int, str, tuple[int, ...], int, int]] = []
-    """(time, number, engine, blocks that are stored then, router whose load ends then or -1, its tokens)"""
+    due: list[tuple[float, int, str, Sequence[str], int, int]] = []
+    """(time, number, engine, changes that it reports then, router whose load ends then or -1, its tokens)"""
     hits = total = 0
     waited = 0.0
     for number, request in enumerate(trace):
         while due and due[0][0] <= request.at_s:
-            _, _, url, ids, router, tokens = heapq.heappop(due)
+            _, _, url, changes, router, tokens = heapq.heappop(due)
             if router >= 0:
                 loads[router][url] = loads[router][url].plus(-1, -tokens)
                 continue
-            changes = engines[url].store(ids)
-            stored.apply(url, reset=False, previous=position[url], following=position[url] + 1, changes=changes)
+            for view in stored:
+                view.apply(url, reset=False, previous=position[url], following=position[url] + 1, changes=changes)
             position[url] += 1
         router = number % world.routers
         facts = Facts(
@@ -108,7 +112,9 @@ def route(trace: Sequence[TraceRequest], policy: PolicyName, world: RoutingWorld
         assert isinstance(choice, Choice), "every engine takes requests"
         engine = engines[choice.decode.url]
         views[router].sent(choice.decode, request.hash_ids)
+        # As of its turn: by then, all that was sent to the engine before is computed.
         found = min(engine.hit(request.hash_ids) * HASH_BLOCK, request.input_tokens - 1)
+        changes = engine.store(request.hash_ids)
         missing = request.input_tokens - found
         hits, total = hits + found, total + request.input_tokens
         engine.computed += missing
@@ -116,7 +122,7 @@ def route(trace: Sequence[TraceRequest], policy: PolicyName, world: RoutingWorld
         waited += engine.free_at - request.at_s
         load = facts.missing(engine.url, facts.decode_tokens)
         loads[router][engine.url] = loads[router].get(engine.url, Load()).plus(1, load)
-        heapq.heappush(due, (engine.free_at, 2 * number, engine.url, request.hash_ids, -1, 0))
+        heapq.heappush(due, (engine.free_at, 2 * number, engine.url, changes, -1, 0))
         end = engine.free_at + request.output_tokens / world.decode_tokens_s
         heapq.heappush(due, (end, 2 * number + 1, engine.url, (), router, load))
     computed = [engine.computed for engine in engines.values()]
@@ -141,5 +147,7 @@ def oracle(trace: Sequence[TraceRequest]) -> RoutingResult:
 
 
 def compare(trace: Sequence[TraceRequest], world: RoutingWorld) -> list[RoutingResult]:
-    """Every policy on one trace, and the oracle last."""
-    return [route(trace, policy, world) for policy in PolicyName] + [oracle(trace)]
+    """Every policy on one trace, KV-aware also by events alone, and the oracle last."""
+    rows = [route(trace, policy, world) for policy in PolicyName]
+    alone = route(trace, PolicyName.KV_AWARE, world, expected_prompts=0)
+    return [*rows, replace(alone, policy=EVENTS_ONLY), oracle(trace)]

@@ -288,6 +288,9 @@ class StoreTransfer:
 
         self.store.clock.after(LATENCY_S, answer)
 
+    def expect(self, ticket: Ticket) -> None:
+        """Nothing is needed of a peer."""
+
     def forget(self, attempt: str) -> None:
         """The receiver has what it wants: the attempt's own keys go. A sender leaves them for the receiver."""
         if attempt in self._reserved:

@@ -102,3 +102,26 @@ def generate_trace(
                 break
         sessions.append(session)
     return sorted((request for session in sessions for request in session), key=lambda request: request.at_s)
+
+
+def generate_fan_out(*, rate: float, duration_s: float, seed: int = 0, width: int = 4) -> list[TraceRequest]:
+    """Requests that come `width` at a time, 0.2 s apart on average, with a common beginning of 2,048 to 5,120 tokens
+    that nobody had before: agents that split a task, several questions about one document.
+
+    Args:
+        rate: requests per second on average.
+    """
+    r = Random(seed)
+    next_id, at = 0, 0.0
+    trace: list[TraceRequest] = []
+    while (at := at + r.expovariate(rate / width)) < duration_s:
+        common = r.randint(4, 10)
+        shared = tuple(range(next_id, next_id + common))
+        next_id += common
+        when = at
+        for _ in range(width):
+            ids = (*shared, next_id, next_id + 1)
+            next_id += 2
+            trace.append(TraceRequest(when, len(ids) * HASH_BLOCK, max(1, round(200 * r.lognormvariate(0, 0.5))), ids))
+            when += r.expovariate(5.0)
+    return sorted(trace, key=lambda request: request.at_s)

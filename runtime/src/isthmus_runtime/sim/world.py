@@ -293,5 +293,3 @@ def run_scenario(scenario: Scenario) -> Outcome:
             f"seed {scenario.seed} at {world.clock.now:.4f} s: {type(error).__name__}: {error}\n"
             f"replay: isthmus-runtime simulate --proof --seed {scenario.seed}\n{trace}"
         ) from error
-
-
