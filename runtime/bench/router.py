@@ -1,14 +1,15 @@
 """`make bench-router`: CPU time and memory of the router beside vllm-router (Rust), in one run on one machine.
 
-Both routers stand before the same two fake engines (`router_upstream.py`). 32 keep-alive connections, prompts of
-1.2 kB, plain answers and streams of 64 chunks 2 ms apart. Quoted is CPU time of the router process per request, from
-/proc: unlike latency it does not depend on how busy the load generator is. The routers take turns, `--rounds` times;
-medians are printed. At the end 1,000 concurrent streams run through ours.
+Both routers stand before the same fake engines (`router_upstream.py`). 32 keep-alive connections, prompts of 1.2 kB,
+plain answers and streams of 64 chunks 2 ms apart. Quoted is CPU time of the router process per request, from /proc:
+unlike latency it does not depend on how busy the load generator is. The routers take turns, `--rounds` times; medians
+are printed, each beside the peer's of the same kind: one engine by turns, by prefix, or a prefill and a decode engine.
+At the end 1,000 concurrent streams run through ours.
 
-    python runtime/bench/router.py [--rounds 3] [--requests 2000] [--peer PATH/bin/vllm-router] [--out FILE]
+    python runtime/bench/router.py [--rounds 5] [--requests 3200] [--peer PATH/bin/vllm-router] [--out FILE]
 
 What is compared: vllm-router passes bodies through; ours validates, applies limits, tokenises and detokenises. Its rows
-with token-id prompts show the routing alone, those with text what a user gets.
+with token-id prompts show the routing alone, those with text what a user gets. Exits with 1 when a bar is missed.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -44,6 +46,10 @@ PLAIN_TOKENS = 16
 CONNECTIONS = 32
 PROMPT_BYTES = 1200
 PROMPT_IDS = 300
+BARS = {"plain": 4.0, "stream": 2.0}
+"""Most times the CPU of the peer's row, by kind of answer."""
+RSS_BAR_MB = 150.0
+"""Most memory with the concurrent streams of `many_streams`."""
 READY_S = 60.0
 TICK = os.sysconf("SC_CLK_TCK")
 WORDS = re.findall(r"[A-Za-z]+", (HERE.parents[1] / "README.md").read_text())
@@ -102,6 +108,10 @@ class Client(asyncio.Protocol):
         return bool(found) and at >= 0 and len(body) >= int(opening[at + 15 :].split(b"\r\n", 1)[0])
 
 
+def _same(client: Client) -> Client:
+    return client
+
+
 async def load(port: int, requests: int, connections: int, body: Body, stream: bool, seed: int) -> None:
     """Send `requests` over `connections`. Raises on the first answer that is none."""
     r = random.Random(seed)
@@ -115,11 +125,11 @@ async def load(port: int, requests: int, connections: int, body: Body, stream: b
 
     clients = [Client([post() for _ in range(per)], stream) for _ in range(connections)]
     for client in clients:
-        await loop.create_connection(lambda client=client: client, "127.0.0.1", port)
+        await loop.create_connection(partial(_same, client), "127.0.0.1", port)
     await asyncio.gather(*(client.done for client in clients))
 
 
-@dataclass
+@dataclass(eq=False)
 class Router:
     """A router process under test."""
 
@@ -185,34 +195,50 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def upstream(ports: list[int], interval: float) -> list[subprocess.Popen[bytes]]:
-    """Fake engines on `ports`."""
-    script = str(HERE / "router_upstream.py")
-    argv = [sys.executable, script, "--chunks", str(CHUNKS), "--interval", str(interval)]
-    return [subprocess.Popen([*argv, str(port)]) for port in ports]
+@dataclass(frozen=True)
+class Engines:
+    """Ports of fake engines: two workers, or two of each role."""
+
+    worker: tuple[int, ...] = ()
+    prefill: tuple[int, ...] = ()
+    decode: tuple[int, ...] = ()
 
 
-def ours(name: str, workers: list[int], model: Path, body: Body, policy: str, **flags: str) -> Router:
-    """Our router before `workers`."""
+def upstream(engines: Engines, interval: float) -> list[subprocess.Popen[bytes]]:
+    """Fake engines on these ports."""
+    argv = [sys.executable, str(HERE / "router_upstream.py"), "--chunks", str(CHUNKS), "--interval", str(interval)]
+    roles = {"unified": engines.worker, "prefill": engines.prefill, "decode": engines.decode}
+    return [subprocess.Popen([*argv, "--role", role, str(port)]) for role, ports in roles.items() for port in ports]
+
+
+def ours(name: str, engines: Engines, model: Path, body: Body, policy: str, **flags: str) -> Router:
+    """Our router before `engines`."""
     port = free_port()
     argv = [sys.executable, "-m", "isthmus_runtime", "serve", "--role", "router", "--port", str(port)]
     argv += ["--model", str(model), "--served-model-name", "m", "--log-level", "error", "--policy", policy]
-    argv += ["--worker", ",".join(f"127.0.0.1:{w}" for w in workers)]
+    for flag, ports in vars(engines).items():
+        argv += [f"--{flag}", ",".join(f"127.0.0.1:{p}" for p in ports)] if ports else []
     argv += [part for flag, value in flags.items() for part in ("--" + flag.replace("_", "-"), value)]
     return Router(name, argv, port, "/ready", body)
 
 
-def theirs(peer: Path, workers: list[int], policy: str, body: Body) -> Router:
-    """vllm-router before `workers`."""
+def theirs(name: str, peer: Path, engines: Engines, policy: str, body: Body) -> Router:
+    """vllm-router before `engines`."""
     port = free_port()
     argv = [str(peer), "--host", "127.0.0.1", "--port", str(port), "--policy", policy, "--log-level", "error"]
-    argv += ["--prometheus-port", str(free_port()), "--worker-urls", *(f"http://127.0.0.1:{w}" for w in workers)]
-    return Router(f"vllm-router {policy}", argv, port, "/health", body)
+    argv += ["--prometheus-port", str(free_port())]
+    if engines.worker:
+        argv += ["--worker-urls", *(f"http://127.0.0.1:{p}" for p in engines.worker)]
+    else:
+        argv += ["--vllm-pd-disaggregation"]
+        argv += [a for p in engines.prefill for a in ("--prefill", f"http://127.0.0.1:{p}")]
+        argv += [a for p in engines.decode for a in ("--decode", f"http://127.0.0.1:{p}")]
+    return Router(name, argv, port, "/health", body)
 
 
 def many_streams(model: Path, count: int, log: Path) -> dict[str, float]:
     """`count` concurrent streams, 64 chunks 20 ms apart, through ours: memory before, at most and after, MB."""
-    workers = [free_port(), free_port()]
+    workers = Engines(worker=(free_port(), free_port()))
     engines = upstream(workers, 0.02)
     router = ours("many", workers, model, text_prompt, "least-load", max_queue=str(2 * count))
     try:
@@ -237,30 +263,39 @@ def many_streams(model: Path, count: int, log: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Router CPU time beside vllm-router")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=3200, help="plain requests per round; streams: a fifth")
     parser.add_argument("--streams", type=int, default=1000, help="concurrent streams of the memory run; 0: skip it")
     parser.add_argument("--peer", type=Path, default=PEER)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    workers = [free_port(), free_port()]
-    engines = upstream(workers, 0.002)
-    routers = [
-        ours("isthmus ids", workers, args.model, id_prompt, "round-robin"),
-        ours("isthmus text", workers, args.model, text_prompt, "round-robin"),
-        ours("isthmus text prefix-aware", workers, args.model, text_prompt, "prefix-aware"),
-    ]
+    workers = Engines(worker=(free_port(), free_port()))
+    pairs = Engines(prefill=(free_port(), free_port()), decode=(free_port(), free_port()))
+    by_turns, by_prefix, paired = "vllm-router round_robin", "vllm-router cache_aware", "vllm-router prefill + decode"
+    beside = {
+        ours("isthmus ids", workers, args.model, id_prompt, "round-robin"): by_turns,
+        ours("isthmus text", workers, args.model, text_prompt, "round-robin"): by_turns,
+        ours("isthmus text prefix-aware", workers, args.model, text_prompt, "prefix-aware"): by_prefix,
+        ours("isthmus ids prefill + decode", pairs, args.model, id_prompt, "round-robin"): paired,
+        ours("isthmus text prefill + decode", pairs, args.model, text_prompt, "round-robin"): paired,
+    }
+    routers = list(beside)
     if args.peer.exists():
-        routers += [theirs(args.peer, workers, p, text_prompt) for p in ("round_robin", "cache_aware")]
+        routers += [
+            theirs(by_turns, args.peer, workers, "round_robin", text_prompt),
+            theirs(by_prefix, args.peer, workers, "cache_aware", text_prompt),
+            theirs(paired, args.peer, pairs, "round_robin", text_prompt),
+        ]
     else:
         print(f"no {args.peer}: ours alone (docs/benchmarks.md has the recipe)", file=sys.stderr)
     log = Path(tempfile.mkdtemp(prefix="bench-router-")) / "log"
-    rows = []
+    engines = [*upstream(workers, 0.002), *upstream(pairs, 0.002)]
+    rows: dict[str, dict[str, float]] = {}
     try:
         for router in routers:
             router.start(log)
-            for kind in ("plain", "stream"):
+            for kind in BARS:
                 router.measure(kind, 10 * CONNECTIONS, 0)  # warm: lazily built caches, connections
             router.cpu_ms.clear()
         for number in range(args.rounds):
@@ -269,24 +304,33 @@ def main() -> None:
                     router.measure(kind, requests, number + 1)
         for router in routers:
             medians = {kind: statistics.median(values) for kind, values in router.cpu_ms.items()}
-            rows.append({"router": router.name, **medians, "rss_mb": router.memory_mb("VmHWM")})
+            rows[router.name] = {**medians, "rss_mb": router.memory_mb("VmHWM")}
     finally:
         for router in routers:
             router.stop()
         for engine in engines:
             engine.terminate()
             engine.wait()
-    base = next((row for row in rows if row["router"] == "vllm-router round_robin"), None)
-    print(f"{'CPU ms per request':<28}{'plain':>8}{'stream':>8}{'peak RSS MB':>13}{'plain x':>9}{'stream x':>9}")
-    for row in rows:
-        ratios = "".join(f"{row[k] / base[k]:>9.2f}" for k in ("plain", "stream")) if base else ""
-        print(f"{row['router']:<28}{row['plain']:>8.3f}{row['stream']:>8.2f}{row['rss_mb']:>13.0f}{ratios}")
+    missed = []
+    print(
+        f"{'CPU ms per request':<32}{'plain':>8}{'stream':>8}{'peak RSS MB':>13}{'plain x':>9}{'stream x':>9}  beside"
+    )
+    for router in routers:
+        row, peer = rows[router.name], beside.get(router, "")
+        ratios = {kind: row[kind] / rows[peer][kind] for kind in BARS} if peer in rows else {}
+        missed += [f"{router.name}: {k} {r:.2f}x, bar {BARS[k]:g}x" for k, r in ratios.items() if r > BARS[k]]
+        tail = "".join(f"{ratios[kind]:>9.2f}" for kind in BARS) + f"  {peer}" if ratios else ""
+        print(f"{router.name:<32}{row['plain']:>8.3f}{row['stream']:>8.2f}{row['rss_mb']:>13.0f}{tail}")
     report: dict[str, object] = {"machine": platform.platform(), "cpus": os.cpu_count(), "routers": rows}
     if args.streams:
         report["many"] = many = many_streams(args.model, args.streams, log)
         print(", ".join(f"{k} {v:.1f}" for k, v in many.items()))
+        if many["rss_peak_mb"] > RSS_BAR_MB:
+            missed.append(f"{args.streams} streams: {many['rss_peak_mb']:.0f} MB, bar {RSS_BAR_MB:g} MB")
     if args.out:
-        args.out.write_text(json.dumps(report, indent=1))
+        args.out.write_text(json.dumps({**report, "missed": missed}, indent=1))
+    if missed:
+        raise SystemExit("missed: " + "; ".join(missed))
 
 
 if __name__ == "__main__":

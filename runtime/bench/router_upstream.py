@@ -2,6 +2,7 @@
 
 It speaks this project's engine protocol (/info, /ready, /internal/generate with NDJSON lines) and the OpenAI one
 (/v1/completions), on one raw asyncio protocol without any framework. A stream is `chunks` pieces `interval` apart.
+As `prefill` and `decode` it plays the two legs of either protocol without moving anything.
 
     python runtime/bench/router_upstream.py PORT --chunks 64 --interval 0.002
 """
@@ -11,16 +12,25 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from typing import cast
+from typing import Literal, cast
 
 import uvloop
 
-from isthmus_runtime.protocol import EngineInfo, KvInfo, TransferInfo, token_line
+from isthmus_runtime.protocol import (
+    EngineInfo,
+    KvInfo,
+    PrefillAnswer,
+    Ticket,
+    TransferInfo,
+    reserved_line,
+    token_line,
+)
 from isthmus_runtime.request import FinishReason, TokenChunk
 
 TOKEN = 2229
 """` word` in the model that the router under test has."""
 PLAIN_TOKENS = 16
+STEP_S = 0.002
 
 
 def chunk(data: bytes) -> bytes:
@@ -51,23 +61,34 @@ def event(text: str, reason: str | None) -> bytes:
     return chunk(b"data: " + json.dumps({**EVENT, "choices": [choice]}).encode() + b"\n\n")
 
 
-OPENAI_WHOLE = whole(
-    json.dumps(
-        {
-            **EVENT,
-            "choices": [{"index": 0, "text": " word" * PLAIN_TOKENS, "logprobs": None, "finish_reason": "length"}],
-            "usage": {"prompt_tokens": 300, "completion_tokens": PLAIN_TOKENS, "total_tokens": 300 + PLAIN_TOKENS},
-        }
-    ).encode()
+def openai(tokens: int, **more: object) -> bytes:
+    """A whole OpenAI answer of `tokens` tokens."""
+    choice = {"index": 0, "text": " word" * tokens, "logprobs": None, "finish_reason": "length"}
+    usage = {"prompt_tokens": 300, "completion_tokens": tokens, "total_tokens": 300 + tokens}
+    return whole(json.dumps({**EVENT, "choices": [choice], "usage": usage, **more}).encode())
+
+
+OPENAI_WHOLE = openai(PLAIN_TOKENS)
+OPENAI_PREFILL = openai(
+    1,
+    kv_transfer_params={"remote_engine_id": "e", "remote_block_ids": [1, 2], "remote_host": "h", "remote_port": 1},
 )
-OURS_WHOLE = NDJSON + chunk(token_line(TokenChunk(token_ids=(TOKEN,) * PLAIN_TOKENS, note="local"))) + END
+OURS_WHOLE = chunk(token_line(TokenChunk(token_ids=(TOKEN,) * PLAIN_TOKENS, note="local"))) + END
+
+
+def text_after(body: bytes, key: bytes) -> str:
+    """The string value of a key that the body has once, or ""."""
+    return body.partition(b'"%b":"' % key)[2].partition(b'"')[0].decode()
 
 
 class Connection(asyncio.Protocol):
     """One keep-alive connection; requests come one after another."""
 
-    def __init__(self, info: bytes, chunks: int, interval: float) -> None:
+    def __init__(self, info: bytes, reserved: dict[str, Connection], chunks: int, interval: float) -> None:
         self.info = info
+        self.reserved = reserved
+        """Attempt -> the connection on which its tokens are awaited."""
+        self.streams = False
         self.chunks = chunks
         self.interval = interval
         self.buffer = b""
@@ -99,13 +120,24 @@ class Connection(asyncio.Protocol):
             self.transport.write(whole(self.info))
         elif path == b"/internal/generate":
             # The call does not say whether its client streams. In this benchmark the length of the answer does.
-            if b'"max_tokens":%d,' % self.chunks in body:
-                line = chunk(token_line(TokenChunk(token_ids=(TOKEN,))))
-                self.stream(NDJSON, [line] * (self.chunks - 1) + [line + END])
+            self.streams = b'"max_tokens":%d,' % self.chunks in body
+            if attempt := text_after(body, b"attempt"):
+                self.reserved[attempt] = self
+                ticket = Ticket(mode="direct", attempt=attempt, layout_digest="d", session="127.0.0.1:1")
+                self.transport.write(NDJSON + chunk(reserved_line(ticket)))
             else:
-                self.transport.write(OURS_WHOLE)
+                self.tokens(NDJSON)
+        elif path == b"/internal/prefill":
+            answer = PrefillAnswer(attempt=text_after(body, b"attempt"), num_tokens=1)
+            self.transport.write(whole(answer.model_dump_json().encode()))
+        elif path == b"/internal/commit":
+            # An engine answers at once and has its first token a step later.
+            self.transport.write(whole(b"{}"))
+            self.loop.call_later(STEP_S, self.reserved.pop(text_after(body, b"attempt")).tokens, b"")
         elif path == b"/v1/completions":
-            if b'"stream": true' in body or b'"stream":true' in body:
+            if b'"do_remote_decode":true' in body:
+                self.transport.write(OPENAI_PREFILL)
+            elif b'"stream": true' in body or b'"stream":true' in body:
                 line = event(" word", None)
                 last = event(" word", "length") + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
                 self.stream(SSE, [line] * (self.chunks - 1) + [last])
@@ -113,6 +145,16 @@ class Connection(asyncio.Protocol):
                 self.transport.write(OPENAI_WHOLE)
         else:
             self.transport.write(whole(b'{"object":"list","data":[{"id":"m","object":"model"}],"status":"ok"}'))
+
+    def tokens(self, opening: bytes) -> None:
+        """Our tokens, after `opening`."""
+        if self.transport is None:
+            return
+        if self.streams:
+            line = chunk(token_line(TokenChunk(token_ids=(TOKEN,))))
+            self.stream(opening, [line] * (self.chunks - 1) + [line + END])
+        else:
+            self.transport.write(opening + OURS_WHOLE)
 
     def stream(self, opening: bytes, parts: list[bytes]) -> None:
         assert self.transport is not None
@@ -128,18 +170,22 @@ class Connection(asyncio.Protocol):
         self.loop.call_at(started + self.interval, step, 1)
 
 
-async def serve(port: int, chunks: int, interval: float) -> None:
+async def serve(port: int, role: Literal["unified", "prefill", "decode"], chunks: int, interval: float) -> None:
     """Answer until the process is ended."""
     kv = KvInfo(
         block_size=16, physical_blocks=1001, usable_blocks=1000, bytes_per_block=1, max_model_len=8192,
         layout_digest="d",
     )  # fmt: skip
-    info = EngineInfo(
-        role="unified", model="m", served_names=("m",), fingerprint="f", kv=kv, transfer=TransferInfo(), version="0"
-    )
+    transfer = TransferInfo() if role == "unified" else TransferInfo(mode="direct", transport="tcp", epoch="e")
+    info = EngineInfo(role=role, model="m", served_names=("m",), fingerprint="f", kv=kv, transfer=transfer, version="0")
     raw = info.model_dump_json().encode()
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(raw, chunks, interval), "127.0.0.1", port, backlog=2048)
+    reserved: dict[str, Connection] = {}
+
+    def connection() -> Connection:
+        return Connection(raw, reserved, chunks, interval)
+
+    server = await loop.create_server(connection, "127.0.0.1", port, backlog=2048)
     async with server:
         await server.serve_forever()
 
@@ -147,7 +193,8 @@ async def serve(port: int, chunks: int, interval: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("port", type=int)
+    parser.add_argument("--role", choices=("unified", "prefill", "decode"), default="unified")
     parser.add_argument("--chunks", type=int, default=64)
     parser.add_argument("--interval", type=float, default=0.002, help="seconds between two chunks")
     args = parser.parse_args()
-    uvloop.run(serve(args.port, args.chunks, args.interval))
+    uvloop.run(serve(args.port, args.role, args.chunks, args.interval))

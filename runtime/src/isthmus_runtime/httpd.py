@@ -6,18 +6,19 @@ import asyncio
 import errno
 import json
 import logging
-import math
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 
 from aiohttp import web
 from aiohttp.abc import AbstractAccessLogger
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestPayloadError
 
+from .calls import Serve, error_answer, payload_fault
 from .errors import ConfigError, EngineFailed, Overloaded, RequestError
+from .frontdoor import FrontDoor
 
 _log = logging.getLogger(__name__)
 _ABORT_GRACE_S = 2.0
@@ -28,10 +29,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 def error_response(error: RequestError) -> web.Response:
     """`error` as an OpenAI error body with its status, and Retry-After where it has one."""
-    headers = {}
-    if error.retry_after_s is not None:
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
-    return _json_error(error.status, error.to_json(), headers)
+    status, headers, body = error_answer(error)
+    return web.Response(status=status, headers=headers, body=body)
 
 
 def plain_error(
@@ -39,13 +38,8 @@ def plain_error(
 ) -> web.Response:
     """An OpenAI error body for what has no class in the error tree (401, 404, 405, 413)."""
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return _json_error(status, {"message": message, "type": kind, "param": None, "code": code}, headers or {})
-
-
-def _json_error(status: int, body: dict[str, object], headers: dict[str, str]) -> web.Response:
-    return web.Response(
-        status=status, body=json.dumps({"error": body}).encode(), content_type="application/json", headers=headers
-    )
+    body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}}).encode()
+    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
 def json_response(body: object) -> web.Response:
@@ -86,11 +80,6 @@ def _begun(request: web.Request) -> bool:
     return request.writer.output_size > 0 or bool(getattr(request.writer, "chunked", False))
 
 
-def payload_fault(error: RequestPayloadError) -> str:
-    """What is wrong with a body, without aiohttp's status line before it."""
-    return str(error).partition(":")[2].strip() or str(error)
-
-
 class InFlight:
     """The requests a process works on, for a drain: counts them, refuses new ones, and ends the rest.
 
@@ -102,35 +91,44 @@ class InFlight:
         self._tasks: set[asyncio.Task[object]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self.leaving = False
         self.draining = False
         self.aborting = False
 
     def __len__(self) -> int:
         return len(self._tasks)
 
-    @contextmanager
-    def track(self) -> Iterator[None]:
-        """Counts the current task; raises the refusal when draining."""
+    def track(self) -> _Tracked:
+        """A `with` block that counts as a request of the current task; raises the refusal when draining."""
+        return _Tracked(self)
+
+    def enter(self) -> asyncio.Task[object]:
+        """The current task has begun a request. For `track`."""
         if self.draining:
             raise self.refusal()
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         self._idle.clear()
-        try:
-            yield
-        finally:
-            self._tasks.discard(task)
-            if not self._tasks:
-                self._idle.set()
+        return task
+
+    def leave(self, task: asyncio.Task[object]) -> None:
+        """The request of `task` has ended. For `track`."""
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._idle.set()
 
     def refusal(self) -> Overloaded:
         """What a request gets that this process will not take or finish."""
         return Overloaded("this process is shutting down; try again", retry_after_s=1.0)
 
+    def start_leaving(self) -> None:
+        """Say so (readiness, `Connection: close`), and still take what comes."""
+        self.leaving = True
+
     def start_drain(self) -> None:
         """Take no new request from now on."""
-        self.draining = True
+        self.leaving = self.draining = True
 
     async def wait_idle(self) -> None:
         """Returns when no request is left."""
@@ -141,6 +139,21 @@ class InFlight:
         self.aborting = True
         for task in self._tasks:
             task.cancel()
+
+
+class _Tracked:
+    """Not a generator: it is on the path of each request."""
+
+    __slots__ = ("_in_flight", "_task")
+
+    def __init__(self, in_flight: InFlight) -> None:
+        self._in_flight = in_flight
+
+    def __enter__(self) -> None:
+        self._task = self._in_flight.enter()
+
+    def __exit__(self, *exc: object) -> None:
+        self._in_flight.leave(self._task)
 
 
 class _DebugAccessLogger(AbstractAccessLogger):
@@ -174,18 +187,58 @@ def _protocol_log() -> logging.Logger:
     return log
 
 
+class Site(web.BaseSite):
+    """A listening port, with a front door where there are hot paths."""
+
+    __slots__ = ("_door", "_host", "_hot", "_port")
+
+    def __init__(self, runner: web.AppRunner, host: str, port: int, hot: Mapping[str, Serve]) -> None:
+        super().__init__(runner, backlog=1024)
+        self._host = host
+        self._port = port
+        self._hot = hot
+        self._door: FrontDoor | None = None
+
+    @property
+    def name(self) -> str:
+        return f"http://{self._host}:{self._port}"
+
+    async def start(self) -> None:
+        await super().start()
+        make = self._runner.server
+        assert make is not None
+        if self._hot:
+            self._door = FrontDoor(self._hot, make)
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(
+            make if self._door is None else self._door, self._host, self._port, backlog=self._backlog
+        )
+
+    def leave(self) -> None:
+        """The next answer on each connection is its last."""
+        if self._door is not None:
+            self._door.leaving = True
+
+    async def stop(self) -> None:
+        await super().stop()
+        if self._door is not None:
+            await self._door.close(_ABORT_GRACE_S)
+
+
 async def run_app(
     app: web.Application,
     *,
     host: str,
     port: int,
     drain_timeout_s: float,
+    lame_duck_s: float = 0.0,
     in_flight: InFlight | None = None,
     stop: asyncio.Event | None = None,
     on_started: Callable[[int], None] | None = None,
     on_drain: Callable[[], None] | None = None,
     drained: Callable[[], Awaitable[None]] | None = None,
     before_close: Callable[[], Awaitable[None]] | None = None,
+    hot: Mapping[str, Serve] | None = None,
 ) -> None:
     """Serve `app` until SIGTERM, SIGINT or `stop`, then drain.
 
@@ -193,8 +246,12 @@ async def run_app(
     new work is refused by `in_flight`. After `in_flight` is idle and `drained()` has returned, or after
     `drain_timeout_s`, or at a second signal, what is left is aborted and the listener closed.
 
+    After SIGTERM, but not after a person's SIGINT, requests are still taken for `lame_duck_s` before the drain, each
+    answered with `Connection: close`: who balances over several such processes hears of the end later than this one.
+
     `before_close` runs last, while the listener still answers: what a refused connection would tell peers must be
-    true by then. `on_started` gets the bound port (useful with port 0).
+    true by then. `on_started` gets the bound port (useful with port 0). Plain POSTs to the paths of `hot` do not pass
+    through `app` (frontdoor.py).
 
     Raises:
         ConfigError: the port cannot be bound.
@@ -202,9 +259,19 @@ async def run_app(
     stop = asyncio.Event() if stop is None else stop
     in_flight = InFlight() if in_flight is None else in_flight
     again = asyncio.Event()
+    lame_duck = 0.0
 
-    def on_signal() -> None:
+    def on_signal(number: signal.Signals) -> None:
+        nonlocal lame_duck
+        if not stop.is_set() and number is signal.SIGTERM:
+            lame_duck = lame_duck_s
         (again if stop.is_set() else stop).set()
+
+    async def say_so(request: web.Request, response: web.StreamResponse) -> None:
+        if in_flight.leaving:
+            response.force_close()
+
+    app.on_response_prepare.append(say_so)
 
     runner = web.AppRunner(
         app,
@@ -215,18 +282,25 @@ async def run_app(
         logger=_protocol_log(),
     )
     await runner.setup()
+    site = Site(runner, host, port, hot or {})
     loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
     try:
         try:
-            await web.TCPSite(runner, host, port, backlog=1024).start()
+            await site.start()
         except OSError as e:
             raise ConfigError(_bind_problem(host, port, e)) from e
         for number in signals:
-            loop.add_signal_handler(number, on_signal)
+            loop.add_signal_handler(number, on_signal, number)
         if on_started is not None:
             on_started(runner.addresses[0][1])
         await stop.wait()
+        in_flight.start_leaving()
+        site.leave()
+        if lame_duck:
+            _log.info("leaving: takes requests for %g s more", lame_duck)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(again.wait(), lame_duck)
         in_flight.start_drain()
         if on_drain is not None:
             on_drain()

@@ -7,14 +7,12 @@ KEDA queries use, as views of the same numbers: a router must not (a sum over po
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from prometheus_client.metrics import MetricWrapperBase
+from .tallies import Spread, Tallies, Tally
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of what `render` returns."""
@@ -33,7 +31,7 @@ def render(registry: CollectorRegistry) -> bytes:
 class _Alias(Collector):
     """The samples of one metric under a second name. Costs nothing until scraped."""
 
-    def __init__(self, source: MetricWrapperBase, alias: str) -> None:
+    def __init__(self, source: Collector, alias: str) -> None:
         self._source = source
         self._alias = alias
 
@@ -54,7 +52,7 @@ class _Names:
         self._prefix = prefix
         self._vllm = vllm_names
 
-    def _view(self, metric: MetricWrapperBase, vllm: str) -> None:
+    def _view(self, metric: Collector, vllm: str) -> None:
         if vllm and self._vllm:
             self._registry.register(_Alias(metric, f"vllm:{vllm}"))
 
@@ -63,36 +61,35 @@ class _Names:
         self._view(metric, vllm)
         return metric.labels(self._model)
 
-    def counter(self, name: str, text: str, *, vllm: str = "") -> Counter:
-        metric = Counter(self._prefix + name, text, ("model_name",), registry=self._registry)
-        self._view(metric, vllm)
-        return metric.labels(self._model)
-
-    def histogram(self, name: str, text: str, buckets: tuple[float, ...], *, vllm: str = "") -> Histogram:
-        metric = Histogram(self._prefix + name, text, ("model_name",), registry=self._registry, buckets=buckets)
-        self._view(metric, vllm)
-        return metric.labels(self._model)
+    def counter(self, name: str, text: str, *, vllm: str = "") -> Tally:
+        return self._tallies(name, text, (), vllm).labels(self._model)
 
     def counter_by(self, name: str, text: str, labels: tuple[str, ...], *, vllm: str = "") -> _LabelledCounter:
-        metric = Counter(self._prefix + name, text, ("model_name", *labels), registry=self._registry)
+        return _LabelledCounter(self._tallies(name, text, labels, vllm), self._model)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...], *, vllm: str = "") -> Spread:
+        metric = Spread(self._prefix + name, text, buckets, self._model)
+        self._registry.register(metric)
         self._view(metric, vllm)
-        return _LabelledCounter(metric, self._model)
+        return metric
+
+    def _tallies(self, name: str, text: str, labels: tuple[str, ...], vllm: str) -> Tallies:
+        metric = Tallies(self._prefix + name, text, ("model_name", *labels))
+        self._registry.register(metric)
+        self._view(metric, vllm)
+        return metric
 
 
 class _LabelledCounter:
     """A counter whose first label, the model, is already bound."""
 
-    def __init__(self, metric: Counter, model_name: str) -> None:
+    def __init__(self, metric: Tallies, model_name: str) -> None:
         self._metric = metric
         self._model = model_name
-        self._series: dict[tuple[str, ...], Counter] = {}
 
     def inc(self, *labels: str, amount: float = 1.0) -> None:
         """Add `amount` to the series of these label values, in the order of construction."""
-        series = self._series.get(labels)
-        if series is None:
-            series = self._series[labels] = self._metric.labels(self._model, *labels)
-        series.inc(amount)
+        self._metric.labels(self._model, *labels).inc(amount)
 
 
 class RequestMetrics:
@@ -208,6 +205,12 @@ class RouterMetrics:
         self._leg_failures = names.counter_by("leg_failures", "Failed legs.", ("leg", "code"))
         self.retries = names.counter("retries", "Requests tried again on another pair.")
         self._prompts = names.counter_by("prompts", "Prompts by where their KV came from.", ("source",))
+        self._prefix_blocks = names.counter(
+            "prefix_blocks", "Full KV blocks of the prompts that a cache policy has placed."
+        )
+        self._prefix_hits = names.counter(
+            "prefix_hit_blocks", "Of these, leading ones that the policy expected in the cache of the engine it chose."
+        )
         self._endpoints = Gauge(
             "isthmus_router_endpoints", "Engines by role and state.", ("role", "state"), registry=registry
         )
@@ -227,6 +230,12 @@ class RouterMetrics:
     def prompt(self, source: str) -> None:
         """Count a prompt: `local`, `transferred` or `recomputed`, as decode reported it."""
         self._prompts.inc(source)
+
+    def placed(self, expected: int, blocks: int) -> None:
+        """Count a prompt of `blocks` full KV blocks, of which the engine that computes it was expected to have
+        `expected`. Their rates' quotient is the hit rate."""
+        self._prefix_hits.inc(expected)
+        self._prefix_blocks.inc(blocks)
 
     def endpoints(self, role: str, state: str, count: int) -> None:
         """Publish how many engines of `role` are in `state`."""

@@ -15,11 +15,15 @@ from .metrics import RequestMetrics
 from .openai.app import ApiConfig, add_openai_routes, read_api_key
 from .openai.tokenizer import Tokenizer
 from .router.app import make_router
+from .transfer.sockets import probe_accepted
 
 log = logging.getLogger(__name__)
 
 _GC_THRESHOLD = 20_000
 """Containers made, less those freed, between two collections; 700 by default."""
+
+_LAME_DUCK_S = 3.0
+"""Kubernetes takes an ending pod out of its Service by and by, node by node: a second or two is usual."""
 
 
 def serve_router(config: RouterConfig) -> int:
@@ -38,22 +42,27 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> in
     metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_", vllm_names=False)
     app = web.Application(middlewares=[error_middleware])
     router.add_routes(app)
-    add_openai_routes(
+    hot = add_openai_routes(
         app,
         router.backend,
         tokenizer,
-        ApiConfig(
-            served_names=config.model.served_names, request_timeout_s=config.request_timeout_s, api_key=api_key
-        ),
+        ApiConfig(served_names=config.model.served_names, request_timeout_s=config.request_timeout_s, api_key=api_key),
         in_flight=in_flight,
         metrics=metrics,
     )
+
+    def started(port: int) -> None:
+        probe_accepted()
+        log.info("router listens on %s:%d", config.server.host, port)
+
     await run_app(
         app,
         host=config.server.host,
         port=config.server.port,
         drain_timeout_s=config.server.drain_timeout_s,
+        lame_duck_s=_LAME_DUCK_S,
         in_flight=in_flight,
-        on_started=lambda port: log.info("router listens on %s:%d", config.server.host, port),
+        hot=hot,
+        on_started=started,
     )
     return 0

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from isthmus_runtime.httpd import InFlight, error_middleware
+from isthmus_runtime.httpd import InFlight, Site, error_middleware
 from isthmus_runtime.metrics import RequestMetrics, render
 from isthmus_runtime.openai.app import ApiConfig, add_openai_routes
 from isthmus_runtime.openai.tokenizer import Tokenizer
@@ -134,9 +134,9 @@ class Api:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(start))
 
 
-@pytest.fixture
-def serve(tokenizer):
-    """`async with serve(script) as api`: the real app over a ScriptedBackend."""
+@pytest.fixture(params=["aiohttp", "front door"])
+def serve(request, tokenizer):
+    """`async with serve(script) as api`: the real app over a ScriptedBackend, behind either server."""
 
     @asynccontextmanager
     async def start(script, *, api_key="", timeout_s=30.0, max_body_bytes=1 << 20, used=tokenizer):
@@ -144,7 +144,7 @@ def serve(tokenizer):
         registry = CollectorRegistry()
         in_flight = InFlight()
         app = web.Application(middlewares=[error_middleware])
-        add_openai_routes(
+        hot = add_openai_routes(
             app,
             backend,
             used,
@@ -159,7 +159,7 @@ def serve(tokenizer):
         )
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await Site(runner, "127.0.0.1", 0, hot if request.param == "front door" else {}).start()
         try:
             yield Api(runner.addresses[0][1], backend, in_flight, registry)
         finally:

@@ -277,6 +277,10 @@ def test_errors_before_the_first_token_keep_their_status(serve, run, error, stat
                     assert answer.headers["Retry-After"] == "3" and found["retry_after"] == 2.5
                 if status == 502:
                     assert (found["stage"], found["attempt"]) == ("SENDING", "a1")
+                elif status == 400:
+                    assert "stage" not in found and "attempt" not in found
+                else:
+                    assert found["stage"] in ("admission", "generation") and found["attempt"].startswith("chatcmpl-")
                 assert "a bug" not in found["message"]
             assert api.metric("isthmus_request_failures_total") == 1
             assert len(api.in_flight) == 0
@@ -363,6 +367,7 @@ def test_deadline(serve, run, tokenizer):
         async with serve(lambda _: [never], timeout_s=-0.9) as api:
             status, answer = await events(api, "/v1/completions", {"model": "tiny", "prompt": "x"})
             assert status == 504 and answer["error"]["code"] == "deadline_exceeded"
+            assert answer["error"]["stage"] == "generation" and answer["error"]["attempt"].startswith("cmpl-")
             assert api.backend.ended == ["closed"]
 
     run(main())
@@ -380,6 +385,7 @@ def test_shutdown_answers_what_is_left(serve, run, tokenizer, streamed):
             api.in_flight.start_drain()
             refused, answer = await events(api, "/v1/completions", body)
             assert refused == 503 and "shutting down" in answer["error"]["message"]
+            assert answer["error"]["stage"] == "admission" and answer["error"]["attempt"]
             api.in_flight.abort()
             status, answer = await task
             if isinstance(answer, list):
@@ -423,9 +429,10 @@ def test_models_key_and_routes(serve, run, tokenizer):
 def test_not_ready(serve, run, tokenizer):
     async def main():
         async with serve(spell(tokenizer, "a")) as api:
-            api.backend.not_ready = "no decode engine"
+            api.backend.not_ready, api.backend.max_model_len = "no decode engine", 0
             status, answer = await events(api, "/v1/completions", {"model": "tiny", "prompt": "x"})
             assert status == 503 and "no decode engine" in answer["error"]["message"]
+            assert answer["error"]["stage"] == "planning" and answer["error"]["attempt"]
             assert api.backend.requests == []
 
     run(main())

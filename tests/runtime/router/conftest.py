@@ -54,6 +54,7 @@ class FakeEngine:
         self.max_model_len = 4096
         self.frozen = None
         """An event: nothing is answered before it is set."""
+        self.probes = 0
         self.before = []
         """What generate does before the reservation (or the first token)."""
         self.script = [tokens(7, note="transferred"), tokens(8), done(9)]
@@ -104,6 +105,8 @@ class FakeEngine:
             await runner.cleanup()
 
     async def _info(self, request):
+        self.probes += 1
+        self.note()
         if self.frozen is not None:
             await self.frozen.wait()
         info = EngineInfo(
@@ -250,7 +253,7 @@ def rig():
     """`async with rig(engine, ...) as r`: the engines and a router that has found them all."""
 
     @asynccontextmanager
-    async def start(*engines, wait=True, resolve=None, dead_after_s=None, served=True, **settings):
+    async def start(*engines, wait=True, resolve=None, dead_after_s=None, gap_s=0.0, served=True, **settings):
         async with AsyncExitStack() as stack:
             for engine in engines if served else ():
                 await stack.enter_async_context(engine.serve())
@@ -267,6 +270,7 @@ def rig():
             registry = CollectorRegistry()
             extra = {} if resolve is None else {"resolve": resolve}
             router = make_router(config, registry, InFlight(), **extra)
+            router.backend._gap_s = gap_s
             if dead_after_s is not None:
                 router.pool._dead_after = dead_after_s
             app = web.Application()

@@ -27,6 +27,10 @@ def test_prefix_aware_sticks(rig, run, kit):
             for i in range(6):
                 await send(r, kit, i, PROMPT)
             assert sorted(len(e.generates) for e in engines) == [0, 0, 6]
+            engine = r.pool.fleet.decode[0]
+            blocks = len(PROMPT) // engine.block_size
+            assert r.metric("isthmus_router_prefix_blocks_total") == 6 * blocks
+            assert r.metric("isthmus_router_prefix_hit_blocks_total") == 5 * min(blocks, engine.blocks)
             for i in range(6, 12):  # nothing in common: these spread
                 await send(r, kit, i, range(1000 * i, 1000 * i + 200))
             assert min(len(e.generates) for e in engines) >= 1 and r.idle()

@@ -94,6 +94,20 @@ def test_engine_that_does_not_answer_comes_back(rig, run, kit):
     run(main())
 
 
+def test_engine_that_answers_late_stays(rig, run, kit):
+    """A node that has no CPU to spare for a while has lost no engine; silence ends that only after `dead_after_s`."""
+
+    async def main():
+        engine = kit.Engine("unified")
+        async with rig(engine, dead_after_s=60.0) as r:
+            engine.frozen, asked = asyncio.Event(), engine.probes
+            await engine.until(lambda e: e.probes >= asked + 2)  # the second is sent when the first was given up
+            assert states(r.pool)[engine.url] == ("ready", "") and r.backend.ready() == ""
+            engine.frozen.set()
+
+    run(main())
+
+
 def test_one_name_for_many_pods(rig, run, kit):
     """All addresses are used; one that vanishes takes nothing new but finishes what it has."""
 

@@ -245,6 +245,53 @@ def test_stopped_decode_is_noticed(rig, run, kit, when):
     run(main())
 
 
+@pytest.mark.parametrize("role", ["unified", "decode"])
+def test_requests_wait_for_an_engine_that_is_on_its_way(rig, run, kit, role):
+    """As when the only engine restarts, or between the last old and the first new one of a rollout."""
+
+    async def main():
+        engine = kit.Engine(role)
+        async with rig(engine, gap_s=60.0) as r:
+            engine.is_ready = False
+            await r.until(lambda p: not p.fleet.decode)
+            waiting = [asyncio.create_task(kit.collect(r.backend, kit.request(request_id=f"r{i}"))) for i in range(3)]
+            left = asyncio.create_task(kit.collect(r.backend, kit.request(request_id="left")))
+            await asyncio.sleep(0)
+            left.cancel()
+            engine.is_ready = True
+            for chunks in await asyncio.gather(*waiting):
+                check_ended_once(chunks)
+                assert chunks[-1].finish_reason is FinishReason.STOP
+            assert len(engine.generates) == 3 and r.idle()
+
+    run(main())
+
+
+def test_nobody_waits_for_engines_that_are_not_there(rig, run, kit):
+    """Prefill scaled to 0: no pod is listed, so nothing would change the answer."""
+
+    async def main():
+        async with rig(kit.Engine("decode"), gap_s=60.0, on_prefill_unavailable="reject") as r:
+            with pytest.raises(Overloaded, match="no prefill engine") as caught:
+                await asyncio.wait_for(kit.collect(r.backend), 30)
+            assert caught.value.status == 503 and caught.value.retry_after_s
+
+    run(main())
+
+
+def test_a_gap_that_lasts_ends_the_wait(rig, run, kit):
+    async def main():
+        engine = kit.Engine("unified")
+        async with rig(engine, gap_s=0.05) as r:
+            engine.is_ready = False
+            await r.until(lambda p: not p.fleet.decode)
+            with pytest.raises(Overloaded, match="no decode engine"):
+                await kit.collect(r.backend)
+            assert r.metric("isthmus_router_refusals_total") == 1 and r.idle()
+
+    run(main())
+
+
 def test_deadline(rig, run, kit):
     async def main():
         never = asyncio.Event()

@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from aiohttp import web
-
+from ..calls import Call
 from ..errors import Cancelled, EngineFailed, RequestError
 from ..interfaces import Backend
 from ..metrics import RequestMetrics
@@ -89,7 +88,7 @@ class Runner:
         self._metrics = metrics
         self._clock = clock
 
-    async def whole(self, job: Job, arrived: float) -> web.Response:
+    async def whole(self, job: Job, arrived: float, call: Call) -> None:
         """The answer in one piece. Raises RequestError."""
         answers = [Answer() for _ in job.requests]
 
@@ -100,33 +99,30 @@ class Runner:
             answer.finish_reason = choice.finish
 
         usage = await self._run(job, sink, arrived)
-        return web.Response(
-            body=job.format.whole(answers, usage),
-            headers={"Content-Type": "application/json", "X-Request-Id": job.answer_id},
-        )
+        headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
+        call.reply(200, headers, job.format.whole(answers, usage))
 
-    async def stream(self, job: Job, arrived: float, request: web.Request, response: web.StreamResponse) -> None:
-        """The answer as server-sent events into `response`, which is prepared when the first text is there: until
-        then a failure still gets its own HTTP status. Raises RequestError."""
+    async def stream(self, job: Job, arrived: float, call: Call) -> None:
+        """The answer as server-sent events, begun when the first text is there: until then a failure still gets its
+        own HTTP status. Raises RequestError."""
         opening = asyncio.Lock()
         form = job.format
 
         async def sink(choice: _Choice, text: str) -> None:
-            if not response.prepared:
+            if not call.begun:
                 async with opening:
-                    if not response.prepared:
-                        response.headers.update({**_STREAM_HEADERS, "X-Request-Id": job.answer_id})
-                        await response.prepare(request)
-                        await response.write(b"".join(form.first(i) for i in range(len(job.requests))))
+                    if not call.begun:
+                        await call.begin({**_STREAM_HEADERS, "X-Request-Id": job.answer_id})
+                        await call.write(b"".join(form.first(i) for i in range(len(job.requests))))
             logprobs = choice.text.take_logprobs()
             data = form.text(choice.index, text, logprobs) if text or logprobs else b""
             if choice.finish:
                 data += form.finish(choice.index, choice.finish)
-            await response.write(data)
+            await call.write(data)
 
         usage = await self._run(job, sink, arrived)
-        await response.write(form.usage(usage) + DONE if job.include_usage else DONE)
-        await response.write_eof()
+        await call.write(form.usage(usage) + DONE if job.include_usage else DONE)
+        await call.end()
 
     async def _run(self, job: Job, sink: Sink, arrived: float) -> Usage:
         choices = [_Choice(i, r, job, self._pieces) for i, r in enumerate(job.requests)]
@@ -149,6 +145,14 @@ class Runner:
         return usage
 
     async def _generate(self, choice: _Choice, sink: Sink, arrived: float) -> None:
+        try:
+            await self._chunks(choice, sink, arrived)
+        except RequestError as error:
+            # Before the first token nothing but admission is known to have happened.
+            stage = "generation" if choice.tokens else "admission"
+            raise error.located(stage, choice.request.request_id) from error
+
+    async def _chunks(self, choice: _Choice, sink: Sink, arrived: float) -> None:
         last = 0.0
         async with aclosing(self._backend.generate(choice.request)) as chunks:
             async for chunk in chunks:

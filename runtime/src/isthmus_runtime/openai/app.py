@@ -7,13 +7,15 @@ import hmac
 import logging
 import random
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
-from aiohttp.web_protocol import RequestPayloadError
 
+from ..calls import Call, Serve, error_answer, web_handler
+from ..deadlines import Deadlines
 from ..errors import (
     Cancelled,
     ConfigError,
@@ -22,7 +24,7 @@ from ..errors import (
     InvalidRequest,
     RequestError,
 )
-from ..httpd import InFlight, error_response, json_response, payload_fault
+from ..httpd import InFlight, json_response
 from ..interfaces import Backend
 from ..metrics import RequestMetrics
 from .answer import Job, Runner
@@ -43,11 +45,6 @@ _LAST_WORDS_S = 1.0
 class _Unauthorised(InvalidRequest):
     status = 401
     code = "invalid_api_key"
-
-
-class _TooLarge(InvalidRequest):
-    status = 413
-    code = "request_too_large"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +83,9 @@ def add_openai_routes(
     seeds: Callable[[], int] | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
-) -> None:
-    """Add /v1/models, /v1/completions and /v1/chat/completions to `app`.
+) -> Mapping[str, Serve]:
+    """Add /v1/models, /v1/completions and /v1/chat/completions to `app`. Returns the handlers of the last two by path,
+    for a server that takes plain calls around `app`.
 
     `seeds` gives the seed of a request that names none: drawn here, so that prefill, decode and a recompute agree.
     """
@@ -103,13 +101,23 @@ def add_openai_routes(
     )
     app.router.add_get("/v1/models", api.models)
     app.router.add_get("/v1/models/{name:.+}", api.model)
-    app.router.add_post("/v1/completions", api.completions)
-    app.router.add_post("/v1/chat/completions", api.chat)
+    hot: dict[str, Serve] = {"/v1/completions": api.completions, "/v1/chat/completions": api.chat}
+    for path, serve in hot.items():
+        app.router.add_post(path, web_handler(serve))
+    return hot
 
 
 def _seed_source() -> Callable[[], int]:
     source = random.Random()
     return lambda: source.getrandbits(63)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far a request has come, for the error that may end it."""
+
+    stage: str = "admission"
+    answer_id: str = ""
 
 
 class _Api:
@@ -127,6 +135,7 @@ class _Api:
     ) -> None:
         self._backend = backend
         self._config = config
+        self._deadlines = Deadlines()
         self._in_flight = in_flight
         self._metrics = metrics
         self._clock = clock
@@ -144,33 +153,34 @@ class _Api:
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models."""
-        self._authorise(request)
+        self._authorise(request.headers.get("Authorization", ""))
         return json_response({"object": "list", "data": [self._model(n) for n in self._config.served_names]})
 
     async def model(self, request: web.Request) -> web.Response:
         """GET /v1/models/NAME."""
-        self._authorise(request)
+        self._authorise(request.headers.get("Authorization", ""))
         name = request.match_info["name"]
         self._planner.check_model(name)
         return json_response(self._model(name))
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
+    async def completions(self, call: Call) -> None:
         """POST /v1/completions."""
-        return await self._endpoint(request, self._planner.completion)
+        await self._serve(call, self._planner.completion)
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
+    async def chat(self, call: Call) -> None:
         """POST /v1/chat/completions."""
-        return await self._endpoint(request, self._planner.chat)
+        await self._serve(call, self._planner.chat)
 
     # ------------------------------------------------------------------------------------------------- one request
 
-    async def _endpoint(self, request: web.Request, plan: Callable[[bytes], Job]) -> web.StreamResponse:
+    async def _serve(self, call: Call, plan: Callable[[bytes], Job]) -> None:
         arrived = self._clock()
-        response = web.StreamResponse()
+        progress = _Progress()
         try:
             with self._in_flight.track():
-                self._authorise(request)
-                return await self._answer(request, plan, arrived, response)
+                self._authorise(call.authorization)
+                await self._answer(call, plan, arrived, progress)
+                return
         except RequestError as e:
             error = e
         except asyncio.CancelledError:
@@ -183,64 +193,47 @@ class _Api:
             error = self._in_flight.refusal()
         except ConnectionResetError:
             self._count(Cancelled("the client left"))
-            return response
+            return
         except Exception:
-            _log.exception("%s %s failed", request.method, request.path)
+            _log.exception("%s failed", call.path)
             error = EngineFailed("internal error; the log of this process has the details")
         self._count(error)
-        if not response.prepared:
-            return error_response(error)
-        await self._last_words(request, response, error)
-        return response
+        error = error.located(progress.stage, progress.answer_id or uuid.uuid4().hex)
+        if error.attempt and not progress.answer_id:
+            _log.info("%s, %s: %s", call.path, error.attempt, error.message)
+        if call.begun:
+            await self._last_words(call, error)
+        else:
+            call.reply(*error_answer(error))
 
-    async def _answer(
-        self, request: web.Request, plan: Callable[[bytes], Job], arrived: float, response: web.StreamResponse
-    ) -> web.StreamResponse:
+    async def _answer(self, call: Call, plan: Callable[[bytes], Job], arrived: float, progress: _Progress) -> None:
         limit = self._config.request_timeout_s
         try:
-            async with asyncio.timeout(limit + _DEADLINE_MARGIN_S):
-                body = await self._read(request)
+            with self._deadlines.limit(limit + _DEADLINE_MARGIN_S):
+                progress.stage = "reading"
+                body = await call.read(self._config.max_body_bytes)
+                progress.stage = "planning"
                 job = await asyncio.to_thread(plan, body) if len(body) > _OFF_LOOP_BYTES else plan(body)
-                if not job.stream:
-                    return await self._runner.whole(job, arrived)
-                await self._runner.stream(job, arrived, request, response)
-                return response
+                progress.stage, progress.answer_id = "generation", job.answer_id
+                if job.stream:
+                    await self._runner.stream(job, arrived, call)
+                else:
+                    await self._runner.whole(job, arrived, call)
         except TimeoutError as e:
             raise DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)") from e
 
-    async def _last_words(self, request: web.Request, response: web.StreamResponse, error: RequestError) -> None:
+    async def _last_words(self, call: Call, error: RequestError) -> None:
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
-                await response.write(error_event(error))
-                await response.write_eof()
+                await call.write(error_event(error))
+                await call.end()
         except (TimeoutError, ConnectionResetError):
-            if request.transport is not None:
-                request.transport.abort()
+            call.abort()
 
-    async def _read(self, request: web.Request) -> bytes:
-        limit = self._config.max_body_bytes
-        size = request.content_length or 0
-        body = bytearray()
-        if size <= limit:
-            try:
-                if request.content.is_eof():  # a short body is here with its head
-                    body += request.content.read_nowait()
-                    size = max(size, len(body))
-                async for part in request.content.iter_any():
-                    body += part
-                    size = max(size, len(body))
-                    if size > limit:
-                        break
-            except RequestPayloadError as e:
-                raise InvalidRequest(f"the body cannot be read: {payload_fault(e)}") from e
-        if size > limit:
-            raise _TooLarge(f"the body has {size} bytes or more, the limit is {limit}; shorten the prompt")
-        return bytes(body)
-
-    def _authorise(self, request: web.Request) -> None:
+    def _authorise(self, authorization: str) -> None:
         if not self._key:
             return
-        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        scheme, _, token = authorization.partition(" ")
         given = token.strip().encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._key) or scheme.lower() != "bearer":
             raise _Unauthorised("Authorization: a valid API key is needed as `Bearer KEY`", param="Authorization")

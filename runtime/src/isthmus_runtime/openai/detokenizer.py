@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from ..request import TokenLogprobs
 from .pieces import Pieces
 
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
 
 class _Matcher:
     """Knuth-Morris-Pratt search for one stop string, a character at a time."""
@@ -51,7 +53,7 @@ class TextStream:
     def __init__(self, pieces: Pieces, stop: Sequence[str] = (), *, logprobs: bool = False) -> None:
         self._piece = pieces.of
         self._stop = tuple(_Matcher(s) for s in stop)
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._utf8 = _UTF8(errors="replace")
         self._held = ""
         self._shown = 0
         self.keeps_logprobs = logprobs

@@ -14,7 +14,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SUPPORTED = "ByteLevel, Metaspace, Replace, ByteFallback, Fuse, Strip, or a Sequence of them"
 
 
-def _byte_level_alphabet() -> dict[str, int]:
+def byte_level_alphabet() -> dict[str, int]:
     """GPT-2's byte alphabet: printable Latin-1 characters stand for themselves, the other bytes for U+0100 and up."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     other = [b for b in range(256) if b not in set(plain)]
@@ -22,7 +22,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 def _byte_level() -> Callable[[str], bytes | str]:
-    alphabet = _byte_level_alphabet()
+    alphabet = byte_level_alphabet()
 
     def step(text: str) -> bytes | str:
         try:

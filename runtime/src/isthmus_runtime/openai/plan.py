@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
+from os import urandom
 
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
 from ..interfaces import Backend
@@ -11,7 +11,7 @@ from ..request import GenerateRequest, SamplingParams
 from .answer import Job
 from .schema import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from .sse import ChatFormat, CompletionFormat
-from .tokenizer import Tokenizer
+from .tokenizer import Tokenizer, TooManyTokens
 
 _DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions."""
@@ -42,9 +42,8 @@ class Planner:
         """A body of /v1/completions. Raises RequestError."""
         request = parse_completion(body)
         limit = self._admit(request.model)
-        prompts = [self._prompt_ids(p) for p in request.prompts()]
-        longest = max(map(len, prompts))
-        room = _room(longest, limit, "prompt")
+        prompts = [self._prompt_ids(p, limit) for p in request.prompts()]
+        room = limit - max(map(len, prompts))
         wanted = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         # More than there is room for is no error: the answer ends with finish_reason "length".
         return self._job(request, prompts, min(wanted, room), "cmpl-", CompletionFormat)
@@ -54,28 +53,38 @@ class Planner:
         request = parse_chat(body)
         limit = self._admit(request.model)
         text = self._tokenizer.render_chat(request.conversation())
-        ids = tuple(self._tokenizer.encode_chat(text))
+        try:
+            ids = tuple(self._tokenizer.encode_chat(text, limit - 1))
+        except TooManyTokens as e:
+            raise _too_long(str(e), limit, "messages") from e
         if not ids:
             raise InvalidRequest("messages: the rendered prompt is empty", param="messages")
-        room = _room(len(ids), limit, "messages")
+        room = limit - len(ids)
         wanted = room if request.output_limit is None else min(request.output_limit, room)
         return self._job(request, [ids], wanted, "chatcmpl-", ChatFormat)
 
     def _admit(self, model: str) -> int:
-        """The length limit. Raises when the model is not ours or nobody can serve it now."""
+        """The length limit. Raises when the model is not ours or nobody could ever serve it yet: the limit is known
+        from the first engine on. Whether one can serve it now is the backend's to say, which may wait for it."""
         self.check_model(model)
-        reason = self._backend.ready()
         limit = self._backend.max_model_len
-        if reason or not limit:
-            raise Overloaded(f"not ready: {reason or 'the length limit is not known yet'}")
+        if not limit:
+            reason = self._backend.ready() or "the length limit is not known yet"
+            raise Overloaded(f"not ready: {reason}", retry_after_s=1.0)
         return limit
 
-    def _prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    def _prompt_ids(self, prompt: str | tuple[int, ...], limit: int) -> tuple[int, ...]:
+        """1 to `limit` - 1 ids."""
         if isinstance(prompt, str):
-            ids = tuple(self._tokenizer.encode(prompt))
+            try:
+                ids = tuple(self._tokenizer.encode(prompt, limit - 1))
+            except TooManyTokens as e:
+                raise _too_long(str(e), limit, "prompt") from e
             if not ids:
                 raise InvalidRequest("prompt: is empty; give at least one token", param="prompt")
             return ids
+        if len(prompt) >= limit:
+            raise _too_long(f"{len(prompt)} tokens", limit, "prompt")
         low, high, size = min(prompt), max(prompt), self._tokenizer.vocab_size
         if low < 0 or high >= size:
             bad = low if low < 0 else high
@@ -90,11 +99,11 @@ class Planner:
         prefix: str,
         form: type[ChatFormat] | type[CompletionFormat],
     ) -> Job:
-        answer_id = prefix + uuid.uuid4().hex
+        answer_id = prefix + urandom(16).hex()
         logprobs = request.num_logprobs
         sampling = self._sampling(request, max_tokens)
         seed = self._seeds() if request.seed is None else request.seed
-        requests = tuple(
+        requests = [
             GenerateRequest(
                 request_id=f"{answer_id}-{p * request.n + i}",
                 prompt_token_ids=ids,
@@ -105,10 +114,10 @@ class Planner:
             )
             for p, ids in enumerate(prompts)
             for i in range(request.n)
-        )
+        ]
         return Job(
             answer_id=answer_id,
-            requests=requests,
+            requests=tuple(requests),
             n=request.n,
             prompt_tokens=sum(map(len, prompts)),
             stop=tuple(request.stop_strings),
@@ -161,12 +170,9 @@ class Planner:
             raise UnknownModel(f"model: {name!r} is not served here; served: {served}", param="model")
 
 
-def _room(prompt_tokens: int, limit: int, param: str) -> int:
-    """Tokens left for the output, at least 1."""
-    if prompt_tokens >= limit:
-        raise NeverFits(
-            f"{param}: {prompt_tokens} tokens, but prompt and output together may have {limit}; "
-            f"shorten the prompt to {limit - 1} tokens or fewer",
-            param=param,
-        )
-    return limit - prompt_tokens
+def _too_long(size: str, limit: int, param: str) -> NeverFits:
+    return NeverFits(
+        f"{param}: {size}, but prompt and output together may have {limit}; "
+        f"shorten the prompt to {limit - 1} tokens or fewer",
+        param=param,
+    )

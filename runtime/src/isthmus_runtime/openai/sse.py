@@ -28,14 +28,13 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> str:
         """OpenAI's usage object."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+        return (
+            f'{{"prompt_tokens":{self.prompt_tokens},"completion_tokens":{self.completion_tokens},'
+            f'"total_tokens":{self.prompt_tokens + self.completion_tokens},'
+            f'"prompt_tokens_details":{{"cached_tokens":{self.cached_tokens}}}}}'
+        )
 
 
 @dataclass(slots=True)
@@ -63,16 +62,9 @@ class _Format:
     ) -> None:
         self._pieces = pieces
         self._logprobs = logprobs
-        self._head: dict[str, object] = {
-            "id": answer_id,
-            "object": self.object_name,
-            "created": created,
-            "model": model,
-        }
-        head = (
-            f'{{"id":{json.dumps(answer_id)},"object":"{self.chunk_name}","created":{created},'
-            f'"model":{json.dumps(model)}'
-        )
+        name = encode_basestring_ascii(model)
+        self._head = f'{{"id":"{answer_id}","object":"{self.object_name}","created":{created},"model":{name}'
+        head = f'{{"id":"{answer_id}","object":"{self.chunk_name}","created":{created},"model":{name}'
         self._open = f'data: {head},"choices":[{{"index":'
         self._close = ("}]" + (',"usage":null' if include_usage else "") + "}\n\n").encode()
         self._usage_open = f'data: {head},"choices":[],"usage":'
@@ -92,14 +84,14 @@ class _Format:
 
     def usage(self, usage: Usage) -> bytes:
         """The chunk after all choices, when `stream_options.include_usage` asks for it."""
-        return f"{self._usage_open}{json.dumps(usage.to_json())}}}\n\n".encode()
+        return f"{self._usage_open}{usage.to_json()}}}\n\n".encode()
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         """A non-streamed answer."""
-        choices = [self._choice(i, a) for i, a in enumerate(answers)]
-        return json.dumps({**self._head, "choices": choices, "usage": usage.to_json()}).encode()
+        choices = ",".join([self._choice(i, a) for i, a in enumerate(answers)])
+        return f'{self._head},"choices":[{choices}],"usage":{usage.to_json()}}}'.encode()
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, object]:
+    def _choice(self, index: int, answer: Answer) -> str:
         raise AssertionError("defined by both formats")
 
     def _logprob_json(self, index: int, entries: Sequence[TokenLogprobs]) -> str:
@@ -131,13 +123,12 @@ class ChatFormat(_Format):
         """The end."""
         return f'{self._open}{index},"delta":{{}},"logprobs":null,"finish_reason":"{reason}"'.encode() + self._close
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, object]:
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
-            "logprobs": self._logprobs_of(index, answer.logprobs) if self._logprobs >= 0 else None,
-            "finish_reason": answer.finish_reason,
-        }
+    def _choice(self, index: int, answer: Answer) -> str:
+        text = encode_basestring_ascii(answer.text)
+        return (
+            f'{{"index":{index},"message":{{"role":"assistant","content":{text},"refusal":null}},'
+            f'"logprobs":{self._logprob_json(index, answer.logprobs)},"finish_reason":"{answer.finish_reason}"}}'
+        )
 
     def _logprobs_of(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         shown = self._pieces.shown
@@ -171,13 +162,11 @@ class CompletionFormat(_Format):
         """The end."""
         return f'{self._open}{index},"text":"","logprobs":null,"finish_reason":"{reason}"'.encode() + self._close
 
-    def _choice(self, index: int, answer: Answer) -> dict[str, object]:
-        return {
-            "index": index,
-            "text": answer.text,
-            "logprobs": self._logprobs_of(index, answer.logprobs) if self._logprobs >= 0 else None,
-            "finish_reason": answer.finish_reason,
-        }
+    def _choice(self, index: int, answer: Answer) -> str:
+        return (
+            f'{{"index":{index},"text":{encode_basestring_ascii(answer.text)},'
+            f'"logprobs":{self._logprob_json(index, answer.logprobs)},"finish_reason":"{answer.finish_reason}"}}'
+        )
 
     def _logprobs_of(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         shown = self._pieces.shown

@@ -12,11 +12,20 @@ from typing import Any
 from tokenizers import Tokenizer as HfTokenizer
 
 from ..errors import ConfigError, InvalidRequest
+from .bounds import cut, may_cut, token_bound
 from .chat import ChatTemplate
 from .pieces import Pieces
 from .words import Words, cuts_at_words
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+_PART = 1 << 16
+"""Characters tokenised at a time: about a millisecond, after which other threads run."""
+
+
+class TooManyTokens(Exception):
+    """A text has more tokens than were asked for; the message says how many, in words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +64,8 @@ class Tokenizer:
         """Ids a prompt may use are below this."""
         self.defaults = defaults
         self._words = Words(self._batch) if cuts_at_words(raw) else None
+        self._cuts = self._words is not None and may_cut(raw.get("added_tokens") or ())
+        self._bound = token_bound(raw)
         self._adds_special = tokenizer.num_special_tokens_to_add(False) > 0
         self._template = ChatTemplate(chat_template, special, now) if chat_template is not None else None
         # Absent in tokenizer_config.json: whatever the post-processor of tokenizer.json does is right.
@@ -95,16 +106,20 @@ class Tokenizer:
             now=now,
         )
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a completion prompt, with the beginning-of-text token if the model wants one."""
-        if self._add_bos is None:
-            return self._ids(text, special=True)
-        ids = self._ids(text, special=False)
-        return [self._bos, *ids] if self._add_bos and self._bos is not None else ids
+    def encode(self, text: str, most: int | None = None) -> list[int]:
+        """Ids of a completion prompt, with the beginning-of-text token if the model wants one.
 
-    def encode_chat(self, text: str) -> list[int]:
-        """Ids of a rendered chat template, which holds its special tokens as text already."""
-        return self._ids(text, special=False)
+        Raises TooManyTokens when there are more than `most`, as soon as that is sure: often without tokenising.
+        """
+        if self._add_bos is None:
+            return self._ids(text, special=True, most=most)
+        if not self._add_bos or self._bos is None:
+            return self._ids(text, special=False, most=most)
+        return [self._bos, *self._ids(text, special=False, most=None if most is None else most - 1)]
+
+    def encode_chat(self, text: str, most: int | None = None) -> list[int]:
+        """Ids of a rendered chat template, which holds its special tokens as text already. Raises as `encode` does."""
+        return self._ids(text, special=False, most=most)
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The prompt text of a conversation, ready for the assistant's turn."""
@@ -119,9 +134,24 @@ class Tokenizer:
         """Text of `token_ids` without special tokens."""
         return self.pieces.join(token_ids)
 
-    def _ids(self, text: str, *, special: bool) -> list[int]:
+    def _ids(self, text: str, *, special: bool, most: int | None) -> list[int]:
+        if most is not None and self._bound is not None and (surely := self._bound.least(text)) > most:
+            raise TooManyTokens(f"{surely} tokens or more")
+        ids = self._encoded(text, special=special, most=most)
+        if most is not None and len(ids) > most:
+            raise TooManyTokens(f"{len(ids)} tokens")
+        return ids
+
+    def _encoded(self, text: str, *, special: bool, most: int | None) -> list[int]:
         if self._words is not None and not (special and self._adds_special):
-            return self._words.encode(text)
+            if len(text) <= _PART or not self._cuts:
+                return self._words.encode(text)
+            found: list[int] = []
+            for part in cut(text, _PART):
+                if most is not None and len(found) > most:
+                    raise TooManyTokens(f"{len(found)} tokens or more")
+                found += self._words.encode(part)
+            return found
         # Unlike `encode`, the batch form lets other threads run: a long prompt must not stop the process.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids

@@ -1,18 +1,20 @@
 """Tokenises by words that were met before: prompts are mostly the same words, and looking one up costs less than BPE.
 
-A text may be cut between a letter and ` letter` (ASCII) wherever the pre-tokenizer cuts there too, in any context: then
-the ids of the text are those of its pieces, one after the other. `cuts_at_words` says for which tokenizers that holds.
+A text may be cut before every space that follows something other than white space: no piece of the pre-tokenizer
+reaches from one to the other, in any context, so the ids of the text are those of its words, one after the other.
+`cuts_at_words` says for which tokenizers that holds.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
-_CUT = re.compile(r"(?<=[a-z])(?= [A-Za-z])")
+_CUT = re.compile(r"(?<=\S) ")
 _WORD_LENGTH = 32
-"""Longer pieces (code, other scripts) rarely come again and are not kept."""
+"""Longer words (code, other scripts) rarely come again and are not kept."""
 _WORDS = 1 << 15
 """Words kept: a few MB. When there are more, all are dropped; the common ones are back at once."""
 
@@ -38,20 +40,42 @@ class Words:
         """`encode_batch`: ids of several texts, without special tokens."""
         self._encode_batch = encode_batch
         self._known: dict[str, tuple[int, ...]] = {}
+        """Word -> ids of a space and the word. No word ends in white space: another may follow each."""
+        self._first: dict[str, tuple[int, ...]] = {}
+        """The same for what a text begins with, without a space before it."""
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without special tokens."""
-        pieces = _CUT.split(text)
-        known = self._known
-        found = [known.get(piece) for piece in pieces]
-        missing = [piece for piece, ids in zip(pieces, found, strict=True) if ids is None]
-        if missing:
-            fresh = {p: tuple(i) for p, i in zip(missing, self._encode_batch(missing), strict=True)}
-            found = [fresh[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True)]
-            if len(known) + len(fresh) > _WORDS:
-                known.clear()
-            known.update((p, i) for p, i in fresh.items() if len(p) <= _WORD_LENGTH)
-        return [i for ids in found if ids is not None for i in ids]
+        first, *words = text.split(" ")  # cuts too often where spaces follow one another: no such word is known
+        begin = self._first.get(first)
+        found = list(map(self._known.get, words))
+        if begin is None or None in found:
+            return self._learn(*_CUT.split(text))
+        return [*begin, *chain.from_iterable(found)]  # type: ignore[arg-type]
+
+    def _learn(self, first: str, *words: str) -> list[int]:
+        """Ids of a text, of which some words are not known."""
+        known, start = self._known, self._first
+        missing = list(dict.fromkeys([word for word in words if word not in known]))
+        asked = [" " + word for word in missing]
+        if (begin := start.get(first)) is None:
+            asked.append(first)
+        made = list(map(tuple, self._encode_batch(asked))) if asked else []
+        if begin is None:
+            begin = made.pop()
+            self._first = _with(start, {first: begin})
+        fresh = dict(zip(missing, made, strict=True))
+        self._known = _with(known, fresh)
+        return [*begin, *chain.from_iterable(fresh[w] if w in fresh else known[w] for w in words)]
+
+
+def _with(known: dict[str, tuple[int, ...]], more: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """`known` with what is worth keeping of `more`; a new one where it would be too large: others may be reading."""
+    more = {w: i for w, i in more.items() if 0 < len(w) <= _WORD_LENGTH and not w[-1].isspace()}
+    if len(known) + len(more) > _WORDS:
+        return dict(list(more.items())[:_WORDS])
+    known.update(more)
+    return known
 
 
 def cuts_at_words(tokenizer: Mapping[str, Any]) -> bool:

@@ -44,9 +44,10 @@ class Router:
         self.backend = RouterBackend(config, self.pool, self._links, metrics=metrics, prefixes=prefixes)
 
     def add_routes(self, app: web.Application) -> None:
-        """Add /health, /ready, /info and /metrics, and run discovery for as long as `app` runs."""
+        """Add /health, /ready, /accepting, /info and /metrics, and run discovery for as long as `app` runs."""
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
+        app.router.add_get("/accepting", self._accepting)
         app.router.add_get("/info", self._info)
         app.router.add_get("/metrics", self._metrics)
         app.cleanup_ctx.append(self._background)
@@ -62,10 +63,17 @@ class Router:
         return json_response({"status": "ok"})
 
     async def _ready(self, request: web.Request) -> web.Response:
-        reason = "draining" if self._in_flight.draining else self.backend.ready()
-        if reason:
-            return error_response(Overloaded(f"not ready: {reason}"))
-        return json_response({"status": "ready"})
+        """Whether a prompt could be served now."""
+        return self._state(self.backend.ready())
+
+    async def _accepting(self, request: web.Request) -> web.Response:
+        """Whether clients should be sent here. Readiness of the pod: were it that of the engines, a Service would
+        refuse connections in every gap, and clients would learn neither why nor when to come back."""
+        return self._state(self.backend.accepting())
+
+    def _state(self, problem: str) -> web.Response:
+        reason = "draining" if self._in_flight.leaving else problem
+        return error_response(Overloaded(f"not ready: {reason}")) if reason else json_response({"status": "ready"})
 
     async def _info(self, request: web.Request) -> web.Response:
         return json_response(
@@ -76,7 +84,7 @@ class Router:
                 "policy": self._config.policy,
                 "max_model_len": self.backend.max_model_len,
                 "requests": len(self._in_flight),
-                "draining": self._in_flight.draining,
+                "draining": self._in_flight.leaving,
                 "engines": [asdict(s) for s in self.pool.statuses()],
             }
         )

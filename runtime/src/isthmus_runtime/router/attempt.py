@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Callable
 
 from pydantic import ValidationError
 
+from ..deadlines import Deadlines
 from ..errors import DeadlineExceeded, EngineFailed, Overloaded, RequestError
 from ..metrics import RouterMetrics
 from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line
@@ -20,7 +20,6 @@ from .pool import Leg, Pool
 from .wire import Exchange
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _PLAIN = b'{"t":['
 """Most lines are this, one token id and `]}`: they need no JSON parser."""
 
@@ -45,7 +44,7 @@ class Attempt:
     def __init__(
         self,
         request: GenerateRequest,
-        body: str,
+        body: bytes,
         choice: Choice,
         facts: Facts,
         *,
@@ -53,6 +52,7 @@ class Attempt:
         deadline: float,
         pool: Pool,
         links: Links,
+        deadlines: Deadlines,
         other_prefill: Callable[[str], bool],
         metrics: RouterMetrics | None,
     ) -> None:
@@ -63,7 +63,6 @@ class Attempt:
         self._decode = choice.decode
         self._prefill = choice.prefill
         self._attempt = attempt
-        self._deadline = deadline
         self._pool = pool
         self._links = links
         self._other_prefill = other_prefill
@@ -80,7 +79,7 @@ class Attempt:
         self._closed = False
         self._decode_gone = False
         self._prefill_timer: asyncio.Timeout | None = None
-        self._expiry = self._loop.call_at(deadline, self._expire)
+        self._expiry = deadlines.at(deadline, self._expire)
         self._leg = pool.hold(self._decode.url, facts.missing(self._decode.url, facts.decode_tokens), self._decode_lost)
         # Held from the start, so that the next choice sees the work that is on its way to this engine.
         self._prefill_leg: Leg | None = None
@@ -102,9 +101,10 @@ class Attempt:
                 raise line.error or EngineFailed(f"decode engine {self._decode.url} gave no reason", stage="decode")
         except RequestError as error:
             self._count("decode", error)
+            located = error.located("decode", self._attempt)
             if isinstance(error, EngineFailed | Overloaded):
-                raise TryElsewhere(error, self._decode.url) from error
-            raise
+                raise TryElsewhere(located, self._decode.url) from error
+            raise located from error
         self._delivered = True
         return line
 
@@ -116,7 +116,7 @@ class Attempt:
                 raise EngineFailed(f"decode engine {self._decode.url} reserved in mid-stream", stage="decode")
         except RequestError as error:
             self._count("decode", error)
-            raise
+            raise error.located("decode", self._attempt) from error
         return line
 
     def close(self) -> None:
@@ -144,18 +144,37 @@ class Attempt:
     # -------------------------------------------------------------------------------------------------- decode leg
 
     async def _open(self) -> None:
-        body = f'{{"request":{self._body}}}'
+        pairing = f',"local_attempt":"{self._attempt}"'
         if self._prefill is not None:
-            body = (
-                f'{{"request":{self._body},"attempt":"{self._attempt}",'
-                f'"prefill_url":"{self._prefill.url}","prefill_epoch":"{self._prefill.epoch}"}}'
+            pairing = (
+                f',"attempt":"{self._attempt}","prefill_url":"{self._prefill.url}",'
+                f'"prefill_epoch":"{self._prefill.epoch}"'
             )
-        response = await self._wait(self._links.open(self._decode.url, "/internal/generate", body))
-        self._response = response
-        if response.status != 200:
-            raw = await self._wait(response.read())
-            self._ended = True
-            raise refusal(response.status, raw, "decode", self._decode.url)
+        url = self._decode.url
+        try:
+            response = self._links.idle(url) or await self._connect(url)
+            if self._failure is not None:
+                response.close()
+                raise self._failure
+            self._response = response  # from here on `_interrupt` ends every wait by closing it
+            body = b'{"request":%b%b}' % (self._body, pairing.encode())
+            await self._links.send(response, url, "/internal/generate", body)
+            if response.status == 200:
+                return
+            raw = await response.read()
+        except LOST as e:
+            raise self._failure or self._lost_decode(e) from e
+        self._ended = True
+        raise refusal(response.status, raw, "decode", url)
+
+    async def _connect(self, url: str) -> Exchange:
+        """A new connection, unless `_interrupt` ends the wait first."""
+        timer = self._timer = asyncio.timeout(None if self._failure is None else 0)
+        try:
+            async with timer:
+                return await self._links.connect(url)
+        finally:
+            self._timer = None
 
     async def _line(self) -> Ticket | TokenChunk:
         while not self._lines:
@@ -191,20 +210,10 @@ class Attempt:
             self._lines.popleft()
         return found
 
-    async def _wait(self, work: Awaitable[_T]) -> _T:
-        """`work` that comes before the stream, unless `_interrupt` ends it first."""
-        timer = self._timer = asyncio.timeout(None if self._failure is None else 0)
-        try:
-            async with timer:
-                return await work
-        except LOST as e:
-            raise self._failure or self._lost_decode(e) from e
-        finally:
-            self._timer = None
-
     def _expire(self) -> None:
-        limit = self._request.timeout_s
-        self._interrupt(DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)"))
+        stage = "decode" if self._prefill_task is None or self._prefill_task.done() else "prefill"
+        message = f"the request did not end within {self._request.timeout_s:g} s (--request-timeout)"
+        self._interrupt(DeadlineExceeded(message, stage=stage))
 
     def _lost_decode(self, cause: object) -> EngineFailed:
         self._decode_gone = True
@@ -251,7 +260,8 @@ class Attempt:
     async def _run_prefill(self, url: str, ticket: Ticket) -> None:
         try:
             await self._ask_prefill(url, ticket)
-        except RequestError as error:
+        except RequestError as failure:
+            error = failure.located("prefill", self._attempt)
             self._count("prefill", error)
             elsewhere = isinstance(error, EngineFailed | Overloaded) and not self._delivered
             if elsewhere and self._other_prefill(url):
@@ -274,10 +284,12 @@ class Attempt:
             self._interrupt(self._lost_decode(e))
 
     async def _ask_prefill(self, url: str, ticket: Ticket) -> None:
-        body = f'{{"request":{self._body},"attempt":"{self._attempt}","ticket":{ticket.model_dump_json()}}}'
+        legs = f',"attempt":"{self._attempt}","ticket":{ticket.model_dump_json()}'
+        body = b'{"request":%b%b}' % (self._body, legs.encode())
         leg = self._prefill_leg
         assert leg is not None
-        timer = asyncio.timeout_at(self._loop.time() if leg.lost else self._deadline)
+        # The request's own deadline ends this leg with the other one, by `close`.
+        timer = asyncio.timeout(0 if leg.lost else None)
         try:
             async with timer:
                 self._prefill_timer = timer
@@ -290,8 +302,6 @@ class Attempt:
                 response.release()
         except LOST as e:
             self._links.abort(url, self._request.request_id, self._attempt)
-            if not leg.lost and timer.expired():
-                raise DeadlineExceeded("the prompt was not computed within the request's deadline") from e
             error = lost("prefill", url, self._attempt, leg.lost or e)
             self._pool.failed(url, error.message)
             raise error from e

@@ -55,9 +55,21 @@ class Links:
         self._wire = Wire()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def open(self, url: str, path: str, body: str) -> Exchange:
+    async def open(self, url: str, path: str, body: bytes) -> Exchange:
         """POST and return at the answer's head. Raises one of LOST."""
-        return await self._wire.post(url, path, body.encode())
+        return await self._wire.post(url, path, body)
+
+    def idle(self, url: str) -> Exchange | None:
+        """A connection that is there already."""
+        return self._wire.idle(url)
+
+    async def connect(self, url: str) -> Exchange:
+        """A new connection. Raises one of LOST."""
+        return await self._wire.connect(url)
+
+    async def send(self, exchange: Exchange, url: str, path: str, body: bytes) -> None:
+        """POST on a connection of the caller, who closes it; returns at the answer's head. Raises one of LOST."""
+        await self._wire.send(exchange, url, path, body)
 
     async def commit(self, url: str, call: CommitCall) -> None:
         """Tell decode about its prefill leg. Raises one of LOST, or RequestError when decode does not accept it."""

@@ -28,6 +28,7 @@ _PROBE_TIMEOUT_S = 2.0
 _RESOLVE_TIMEOUT_S = 5.0
 _DEAD_AFTER_S = 5.0
 """An engine that answers no probe for this long is dead, whatever its connections look like (a stopped process)."""
+_LATE = "no answer in time"
 _FIRST_BACKOFF_S = 0.1
 _LAST_BACKOFF_S = 1.0
 _NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
@@ -181,6 +182,16 @@ class Pool:
         """Outstanding work by engine URL."""
         return self._loads
 
+    @property
+    def expecting(self) -> bool:
+        """Whether an engine is listed that takes no requests yet, or not at present."""
+        return any(e.listed and not e.routable for e in self._engines.values())
+
+    @property
+    def complete(self) -> bool:
+        """Whether every address has been resolved at least once."""
+        return len(self._of_address) == len({address for _, address in self._addresses})
+
     def start(self) -> None:
         """Begin discovery and probing."""
         for role, address in self._addresses:
@@ -268,6 +279,8 @@ class Pool:
         while engine.listed or engine.legs:
             problem = await self._probe(engine)
             engine.failures = engine.failures + 1 if problem else 0
+            if problem == _LATE and engine.routable and self._silent(engine) < self._dead_after:
+                problem = ""  # a busy node answers late; a closed or refused connection would have said more
             if problem != engine.problem:
                 level = logging.WARNING if problem else logging.INFO
                 _log.log(level, "%s %s: %s", engine.role, engine.url, problem or "takes requests")
@@ -307,7 +320,9 @@ class Pool:
             async with self._session.get(engine.url + "/ready", timeout=timeout) as answer:
                 ready = answer.status == 200
                 text = (await answer.text(errors="replace"))[:200]
-        except (aiohttp.ClientError, OSError, TimeoutError) as e:
+        except TimeoutError:
+            return _LATE
+        except (aiohttp.ClientError, OSError) as e:
             return f"no answer: {str(e) or type(e).__name__}"
         except ValidationError as e:
             return f"/info is not understood: {e.error_count()} problems, first {e.errors()[0]['loc']}"
@@ -348,8 +363,12 @@ class Pool:
         if self._prefixes is not None:
             self._prefixes.forget(engine.url)
 
+    @staticmethod
+    def _silent(engine: _Engine) -> float:
+        return asyncio.get_running_loop().time() - engine.last_answer
+
     def _check_alive(self, engine: _Engine) -> None:
-        silent = asyncio.get_running_loop().time() - engine.last_answer
+        silent = self._silent(engine)
         # One probe alone may have failed because this process stood still, and the silence be its own.
         if engine.legs and silent >= self._dead_after and engine.failures > 1:
             _log.error("%s %s: silent for %.1f s, its requests end", engine.role, engine.url, silent)

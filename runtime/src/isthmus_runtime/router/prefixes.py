@@ -16,6 +16,9 @@ from .policy import Endpoint, PolicyName
 
 MAX_BLOCKS = 1 << 16
 """Hashes remembered per engine, about 100 bytes each."""
+EXPECTED_PROMPTS = 32
+"""How many of the last prompts sent to an engine count as cached there before it reports them. A bound on what is
+believed without word from the engine; one that was never stored costs a detour."""
 
 
 def short(block_hash: bytes) -> int:
@@ -70,23 +73,47 @@ class SentPrefixes:
         self._engines.pop(url, None)
 
 
+_NONE: Container[int] = frozenset()
+
+
 class EventGap(ValueError):
     """Events of an engine are missing; a new snapshot is needed."""
 
 
 class StoredBlocks:
-    """The engines' caches by their own events; never more blocks than an engine has."""
+    """The engines' caches by their own events, and what was sent there and is not reported yet: prompts with a common
+    beginning often come close together. Never more blocks than an engine has, beside those of the expected prompts."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected_prompts: int = EXPECTED_PROMPTS) -> None:
+        """`expected_prompts`: see EXPECTED_PROMPTS; 0: events only."""
         self._engines: dict[str, set[int]] = {}
         self._at: dict[str, int] = {}
+        self._expected: dict[str, OrderedDict[int, int]] = {}
+        """URL -> hash -> number of the last prompt sent with it, in order of these."""
+        self._sent: dict[str, int] = {}
+        self._expected_prompts = expected_prompts
 
     def hit(self, url: str, hashes: Sequence[int]) -> int:
-        """Leading blocks of `hashes` that the engine has reported."""
-        return _run(self._engines.get(url, ()), hashes)
+        """Leading blocks of `hashes` that the engine has reported, or is expected to."""
+        stored, expected = self._engines.get(url, _NONE), self._expected.get(url, _NONE)
+        for count, h in enumerate(hashes):
+            if h not in stored and h not in expected:
+                return count
+        return len(hashes)
 
     def sent(self, engine: Endpoint, hashes: Sequence[int]) -> None:
-        """Nothing: the engine will report what it stores."""
+        """Expect what of a prompt is not stored yet; not of engines that report nothing, they may keep no cache."""
+        stored = self._engines.get(engine.url)
+        if stored is None or not self._expected_prompts:
+            return
+        expected = self._expected.setdefault(engine.url, OrderedDict())
+        number = self._sent[engine.url] = self._sent.get(engine.url, 0) + 1
+        for h in hashes:
+            if h not in stored:
+                expected[h] = number
+                expected.move_to_end(h)
+        while expected and next(iter(expected.values())) <= number - self._expected_prompts:
+            expected.popitem(last=False)
 
     def apply(self, url: str, *, reset: bool, previous: int, following: int, changes: Iterable[str]) -> None:
         """Follow one line of an engine's event stream.
@@ -102,11 +129,14 @@ class StoredBlocks:
         """
         if reset:
             self._engines[url] = set()
+            self._expected.pop(url, None)
         elif self._at.get(url) != previous:
             raise EventGap(f"events continue at {previous}, known are those before {self._at.get(url)}")
-        blocks = self._engines[url]
+        blocks, expected = self._engines[url], self._expected.get(url)
         for change in changes:
             number = int(change[1:], 16)
+            if expected:
+                expected.pop(number, None)
             if change[0] == "+":
                 blocks.add(number)
             elif change[0] == "-":
@@ -118,6 +148,7 @@ class StoredBlocks:
     def forget(self, url: str) -> None:
         """Drop all that is known of the engine."""
         self._engines.pop(url, None)
+        self._expected.pop(url, None)
         self._at.pop(url, None)
 
 

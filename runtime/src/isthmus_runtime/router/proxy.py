@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from os import urandom
 from types import MappingProxyType
 
 from ..config import RouterConfig
+from ..deadlines import Deadlines
 from ..errors import Overloaded, RequestError
 from ..metrics import RouterMetrics
-from ..protocol import WireRequest
+from ..protocol import request_json
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from .attempt import Attempt, TryElsewhere
 from .links import Links
-from .policy import Choice, Facts, PolicyName, Refusal, Rules, choose
+from .policy import Choice, Facts, Fleet, PolicyName, Refusal, Rules, choose
 from .pool import Pool
 from .prefixes import Prefixes, cached_tokens, prompt_hashes
 
 _DEADLINE_MARGIN_S = 0.5
 """Engines enforce the deadline and know what they were waiting for; the router steps in when they do not answer."""
 _RETRY_AFTER_S = 1.0
+_GAP_S = 10.0
+"""How long a request waits while engines are there and none takes requests: the only one restarts, or a rollout has
+stopped the last of the old before the first of the new is ready."""
 _OFF_LOOP_TOKENS = 8192
 """Longer prompts are hashed in a thread (about 0.1 ms per thousand tokens)."""
 
@@ -45,12 +49,15 @@ class RouterBackend:
         *,
         metrics: RouterMetrics | None = None,
         prefixes: Prefixes | None = None,
-        new_attempt: Callable[[], str] = lambda: uuid.uuid4().hex,
+        new_attempt: Callable[[], str] = lambda: urandom(16).hex(),
+        gap_s: float = _GAP_S,
     ) -> None:
         self._pool = pool
         self._links = links
+        self._deadlines = Deadlines()
         self._metrics = metrics
         self._new_attempt = new_attempt
+        self._gap_s = gap_s
         self._prefixes = prefixes
         self._max_queue = config.max_queue
         self._rules = Rules(
@@ -60,6 +67,8 @@ class RouterBackend:
         )
         self._in_flight = 0
         self._turn = 0
+        self._able: Fleet | None = None
+        """The last fleet that `ready` found able to serve."""
         if metrics is not None:
             metrics.in_flight.set_function(lambda: self._in_flight)
 
@@ -70,12 +79,23 @@ class RouterBackend:
 
     def ready(self) -> str:
         """Empty when a prompt could be served now, else why not."""
+        fleet = self._pool.fleet
+        if self._able is fleet:  # load does not decide whether anybody can
+            return ""
         long_prompt = Facts(prompt_tokens=self._rules.disaggregate_above + 1, max_tokens=1, turn=0)
-        choice = choose(self._rules, self._pool.fleet, self._pool.loads, long_prompt)
+        choice = choose(self._rules, fleet, self._pool.loads, long_prompt)
         if isinstance(choice, Choice):
+            self._able = fleet
             return ""
         problems = "; ".join(f"{s.url} {s.reason}" for s in self._pool.statuses() if s.reason)
         return f"{_REFUSALS[choice]} ({problems or 'none was found yet'})"
+
+    def accepting(self) -> str:
+        """Empty once prompts were servable, or when no engine is on its way that would change the answer."""
+        reason = self.ready()
+        if self._able is not None or (self._pool.complete and not self._pool.expecting):
+            return ""
+        return reason
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream the answer. A failure before the first token is tried once more on another pair, then raised; a later
@@ -111,7 +131,8 @@ class RouterBackend:
         """The attempt that works, with its first chunk."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.timeout_s + _DEADLINE_MARGIN_S
-        body = WireRequest.of(request).model_dump_json()
+        patience = loop.time() + min(self._gap_s, request.timeout_s)
+        body = request_json(request)
         hashes = await self._hashes(request)
         self._turn += 1
         excluded: frozenset[str] = frozenset()
@@ -120,6 +141,8 @@ class RouterBackend:
             facts = self._facts(request, excluded, hashes)
             choice = choose(self._rules, self._pool.fleet, self._pool.loads, facts)
             if isinstance(choice, Refusal):
+                if failed is None and await self._changes(patience):
+                    continue
                 self._refuse(choice.value)
                 raise failed or Overloaded(_REFUSALS[choice], retry_after_s=_RETRY_AFTER_S)
             if self._metrics is not None:
@@ -137,11 +160,14 @@ class RouterBackend:
                 deadline=deadline,
                 pool=self._pool,
                 links=self._links,
+                deadlines=self._deadlines,
                 other_prefill=(lambda url: self._could_pair(request, url)) if failed is None else lambda _: False,
                 metrics=self._metrics,
             )
             try:
-                return attempt, await attempt.first()
+                chunk = await attempt.first()
+                self._placed(choice, facts, hashes)
+                return attempt, chunk
             except TryElsewhere as e:
                 attempt.close()
                 if failed is not None:
@@ -153,6 +179,22 @@ class RouterBackend:
             except BaseException:
                 attempt.close()
                 raise
+
+    async def _changes(self, until: float) -> bool:
+        """Wait for another fleet. False: none came, or nobody is there who could join it."""
+        if not self._pool.expecting:
+            return False
+        try:
+            async with asyncio.timeout_at(until):
+                await self._pool.changed()
+        except TimeoutError:
+            return False
+        return True
+
+    def _placed(self, choice: Choice, facts: Facts, hashes: Mapping[int, Sequence[int]]) -> None:
+        engine = choice.prefill or choice.decode
+        if self._metrics is not None and (blocks := len(hashes.get(engine.block_size, ()))):
+            self._metrics.placed(facts.cached.get(engine.url, 0) // engine.block_size, blocks)
 
     def _could_pair(self, request: GenerateRequest, without: str) -> bool:
         facts = self._facts(request, frozenset((without,)))

@@ -277,19 +277,23 @@ class Wire:
 
     async def post(self, url: str, path: str, body: bytes) -> Exchange:
         """POST JSON and return at the answer's head. Raises OSError; a cancelled call leaves no connection behind."""
+        exchange = self.idle(url) or await self.connect(url)
+        try:
+            await self.send(exchange, url, path, body)
+        except BaseException:
+            exchange.close()
+            raise
+        return exchange
+
+    async def send(self, exchange: Exchange, url: str, path: str, body: bytes) -> None:
+        """POST JSON on a connection and return at the answer's head. Raises OSError."""
         head = self._heads.get((url, path))
         if head is None:
             head = self._heads[url, path] = (
                 f"POST {path} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\n"
                 "Content-Type: application/json\r\nContent-Length: "
             ).encode()
-        exchange = self._reusable(url) or await self._connect(url)
-        try:
-            await exchange.call(head, body)
-        except BaseException:
-            exchange.close()
-            raise
-        return exchange
+        await exchange.call(head, body)
 
     def forget(self, url: str) -> None:
         """The engine is no longer in the fleet: close its idle connections."""
@@ -303,7 +307,8 @@ class Wire:
         for url in tuple(self._idle):
             self.forget(url)
 
-    def _reusable(self, url: str) -> Exchange | None:
+    def idle(self, url: str) -> Exchange | None:
+        """A connection from an earlier call; the caller's until it is released."""
         idle = self._idle.get(url)
         while idle:
             exchange = idle.pop()
@@ -312,7 +317,8 @@ class Wire:
             exchange.close()
         return None
 
-    async def _connect(self, url: str) -> Exchange:
+    async def connect(self, url: str) -> Exchange:
+        """A new connection, the caller's until it is released. Raises OSError."""
         parts = urlsplit(url)
         assert parts.hostname is not None and parts.port is not None
         idle = self._idle.setdefault(url, deque())

@@ -1,0 +1,220 @@
+"""What is said of a text before it is tokenised is sure: no bound above the truth, no cut inside a piece."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
+from tokenizers.models import BPE
+
+from isthmus_runtime.openai import tokenizer as tokenizer_module
+from isthmus_runtime.openai import words
+from isthmus_runtime.openai.bounds import cut, may_cut, token_bound
+from isthmus_runtime.openai.tokenizer import TooManyTokens
+from isthmus_runtime.openai.words import cuts_at_words
+
+CORPUS = [
+    "the quick, brown fox's den.",
+    "it isn't; they'll say: 12 words!",
+    "a word. A Word? word_word",
+    "日本、語。",
+] * 9
+PATTERNS = sorted(words._LETTER_PATTERNS)
+STEPS = {
+    "byte-level": pre_tokenizers.ByteLevel(add_prefix_space=False),
+    "digits": pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(False)]),
+}
+for number, pattern in enumerate(PATTERNS):
+    STEPS[f"pattern {number}"] = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+
+
+def train(step, normalizer=None):
+    made = Tokenizer(BPE())
+    made.pre_tokenizer, made.decoder = step, decoders.ByteLevel()
+    if normalizer is not None:
+        made.normalizer = normalizer
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
+    made.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return made
+
+
+MADE = {(name, nfc): train(step, normalizers.NFC() if nfc else None) for name, step in STEPS.items() for nfc in (0, 1)}
+PARTS = [
+    "a",
+    "word",
+    " word",
+    "the",
+    " ",
+    "  ",
+    "'s",
+    "'",
+    "\n",
+    "\t",
+    "é",
+    "e\u0301",
+    "日",
+    "7",
+    " 12",
+    "_",
+    ".",
+    ",",
+    "。",
+]
+PARTS += [
+    "<|end|>",
+    "\u0301",
+    "\u00a0",
+    "\u1fef",
+    "\u212b",
+    "\u1fbe\u0308\u0301",
+    "\u1112\u1161\u11ab",
+    "²",
+    "Ⅷ",
+    "…",
+    "?!",
+]
+TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=14).map("".join)
+
+
+@pytest.mark.parametrize("name", MADE, ids=str)
+@given(text=TEXTS, size=st.integers(1, 9))
+def test_a_text_has_the_ids_of_its_parts_and_no_fewer_than_its_bound(name, text, size):
+    tokenizer = MADE[name]
+    raw = json.loads(tokenizer.to_str())
+    assert cuts_at_words(raw) and may_cut(raw["added_tokens"])
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    parts = list(cut(text, size))
+    assert "".join(parts) == text
+    assert [i for part in parts for i in tokenizer.encode(part, add_special_tokens=False).ids] == ids
+    bound = token_bound(raw)
+    assert bound is not None and bound.least(text) <= len(ids)
+
+
+@given(text=st.text(max_size=40))
+def test_bytes_that_the_vocabulary_lacks_do_not_count(text):
+    made = Tokenizer(BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=60, show_progress=False))
+    bound = token_bound(json.loads(made.to_str()))
+    assert bound is not None and ord("\t") in bound.dropped and ord("a") not in bound.dropped
+    assert bound.least(text) <= len(made.encode(text).ids)
+
+
+def test_the_bound_is_reached_by_the_longest_token():
+    raw = json.loads(MADE["byte-level", 0].to_str())
+    bound = token_bound(raw)
+    assert bound is not None and bound.longest == len("<|end|>")
+    assert bound.least("<|end|>" * 7 + "x") == 8
+
+
+def test_parts_are_short_where_there_is_a_place_to_cut():
+    assert max(map(len, cut("word " * 1000, 64))) <= 64 + 5
+    assert list(cut("a" * 1000, 64)) == ["a" * 1000]
+
+
+SURE = {
+    "bytes for unknown characters": {
+        "model": {
+            "type": "BPE",
+            "byte_fallback": True,
+            "vocab": {f"<0x{b:02X}>": b for b in range(256)} | {"▁the": 256},
+        },
+        "pre_tokenizer": None,
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            ],
+        },
+    },
+}
+UNSURE = {
+    "unknown words": {"model": {"type": "WordLevel", "vocab": {"a": 0}}},
+    "no bytes": {"pre_tokenizer": None},
+    "dropped white space": {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+    "a split that removes": {
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"String": "x"}, "behavior": "Removed"},
+                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True},
+            ],
+        }
+    },
+    "a token that takes white space": {"added_tokens": [{"content": "<x>", "lstrip": True}]},
+    "a normalizer that drops": {"normalizer": {"type": "Replace", "pattern": {"String": "ab"}, "content": "a"}},
+    "another normalizer": {"normalizer": {"type": "StripAccents"}},
+}
+
+
+@pytest.mark.parametrize("change", SURE.values(), ids=SURE)
+def test_other_tokenizers_with_a_bound(change):
+    bound = token_bound(copy.deepcopy(json.loads(MADE["byte-level", 0].to_str())) | change)
+    assert bound is not None and bound.longest == len("<|end|>")
+
+
+@pytest.mark.parametrize("change", UNSURE.values(), ids=UNSURE)
+def test_where_a_token_may_be_of_any_length_there_is_no_bound(change):
+    assert token_bound(copy.deepcopy(json.loads(MADE["byte-level", 0].to_str())) | change) is None
+
+
+class Counting:
+    """How much of a text was given to the tokenizer proper."""
+
+    def __init__(self, inner) -> None:
+        self.inner, self.characters = inner, 0
+
+    def encode(self, text):
+        self.characters += len(text)
+        return self.inner.encode(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 3_000_000, "some words, and more of them. " * 100_000], ids=["one word", "words"]
+)
+def test_a_huge_text_is_refused_before_most_of_it_is_tokenised(tokenizer, monkeypatch, text):
+    counting = Counting(tokenizer._words)
+    monkeypatch.setattr(tokenizer, "_words", counting)
+    with pytest.raises(TooManyTokens, match="tokens or more"):
+        tokenizer.encode(text, 255)
+    assert counting.characters <= 2 * tokenizer_module._PART
+
+
+def test_exactly_as_many_tokens_as_asked_for_are_no_error(tokenizer):
+    ids = tokenizer.encode("größer als gedacht, schöner als erhofft")
+    assert tokenizer.encode("größer als gedacht, schöner als erhofft", len(ids)) == ids
+    with pytest.raises(TooManyTokens, match=f"^{len(ids)} tokens$"):
+        tokenizer.encode("größer als gedacht, schöner als erhofft", len(ids) - 1)
+
+
+def test_a_long_legal_text_lets_other_threads_run_throughout(tokenizer):
+    """Words that are known need no call that gives the interpreter's lock away: the parts must."""
+    text = "some words, and more of them. " * 60_000
+    tokenizer.encode(text[:100])
+    started = threading.Event()
+    ids: list[int] = []
+
+    def work() -> None:
+        started.set()
+        ids.extend(tokenizer.encode(text))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert started.wait(30)
+    turns = 0
+    while thread.is_alive() and turns < 20:
+        threading.Event().wait(0.001)
+        turns += 1
+    thread.join(60)
+    assert turns >= 5 and len(ids) > 400_000
