@@ -86,19 +86,9 @@ def test_many_requests_at_once_have_the_right_tokens(service: Stack, tokenizer: 
         urls = (service.url("decode0"), service.url("decode1"))
         return sum(metric(url, "isthmus_xfer_prompts_total", source="transferred") for url in urls)
 
-    async def first_transfer() -> None:
-        """A pool may refuse its first keys just after it was joined: those prompts are computed again, rightly."""
-        async with client() as session:
-            number = 0
-            while not moved():
-                number += 1
-                prompt = [900 - number, *range(40)]
-                assert (await complete(session, service.url("router"), prompt, 4))[0] == 200
-
-    asyncio.run(asyncio.wait_for(first_transfer(), 30))
-    before = moved()
     asyncio.run(main())
-    assert moved() > before
+    # Nothing went wrong, so nothing was computed twice: not even what many of them put into the pool at once.
+    assert moved() >= 60
 
 
 def test_clients_that_leave_free_everything(service: Stack) -> None:

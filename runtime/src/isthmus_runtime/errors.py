@@ -17,7 +17,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Self
 
 
 class IsthmusError(Exception):
@@ -45,7 +47,11 @@ class WeightsError(ConfigError):
 
 
 class RequestError(IsthmusError):
-    """Ends one request. `status` is HTTP, `kind` the OpenAI `error.type`, `code` the OpenAI `error.code`."""
+    """Ends one request. `status` is HTTP, `kind` the OpenAI `error.type`, `code` the OpenAI `error.code`.
+
+    `stage` and `attempt` say where it failed: everything that reaches a client has both, except refusals of what it
+    asked (InvalidRequest). What failed outside any attempt carries the request's own id as `attempt`.
+    """
 
     status = 500
     kind = "server_error"
@@ -67,6 +73,13 @@ class RequestError(IsthmusError):
         self.attempt = attempt
         self.retry_after_s = retry_after_s
 
+    def located(self, stage: str, attempt: str | None) -> Self:
+        """A copy that says where it failed; what the error says already is kept. One error may end many requests."""
+        error = copy.copy(self)
+        error.stage = self.stage or stage
+        error.attempt = self.attempt or attempt or None
+        return error
+
     def to_json(self) -> dict[str, object]:
         """The error as it travels between router and engine and inside an SSE stream."""
         body: dict[str, object] = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
@@ -84,6 +97,10 @@ class InvalidRequest(RequestError, ValueError):
 
     status = 400
     kind = "invalid_request_error"
+
+    def located(self, stage: str, attempt: str | None) -> Self:
+        """Itself: what is wrong is the request, wherever that is noticed."""
+        return self
 
 
 class UnknownModel(InvalidRequest):
@@ -150,11 +167,13 @@ def error_from_json(status: int, body: dict[str, object]) -> RequestError:
     message = str(body.get("message", f"peer answered HTTP {status} without a message"))
     code = body.get("code")
     retry = body.get("retry_after")
+    param, stage, attempt = (v if isinstance(v := body.get(k), str) else None for k in ("param", "stage", "attempt"))
     if code == Overloaded.code or status in (429, 503):
         delay = float(retry) if isinstance(retry, (int, float)) else 1.0
-        return Overloaded(message, status=status if status in (429, 503) else 503, retry_after_s=delay)
+        overloaded = Overloaded(message, status=status if status in (429, 503) else 503, retry_after_s=delay)
+        overloaded.stage, overloaded.attempt = stage, attempt
+        return overloaded
     cls = _BY_CODE.get(str(code)) if code else None
     if cls is None:
         cls = InvalidRequest if status == 400 else EngineFailed
-    param, stage, attempt = (v if isinstance(v := body.get(k), str) else None for k in ("param", "stage", "attempt"))
     return cls(message, param=param, stage=stage, attempt=attempt)

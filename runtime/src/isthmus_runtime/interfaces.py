@@ -164,6 +164,16 @@ class ReceiveJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptResult:
+    """What the engine knows when a prompt is computed. The handoff makes the record of it, from what it moved."""
+
+    num_tokens: int
+    """Prompt tokens whose KV was computed."""
+    first_token: int
+    first_logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffEvent:
     """What the handoff tells the engine loop. Each attempt gets at most one result, then exactly one `released`."""
 
@@ -207,7 +217,7 @@ class KvHandoff(Protocol):
     def send_blocks(self, attempt: str, blocks: Sequence[BlockRef], now: float) -> None:
         """These blocks are written and final: move them while the next chunk computes."""
 
-    def finish_send(self, attempt: str, record: PrefillRecord, now: float) -> None:
+    def finish_send(self, attempt: str, result: PromptResult, now: float) -> None:
         """All blocks were given; write the record last."""
 
     def open_receive(self, job: ReceiveJob, now: float) -> Ticket:

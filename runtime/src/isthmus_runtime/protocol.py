@@ -19,7 +19,8 @@ from __future__ import annotations
 import json
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic_core import from_json
 
 from .errors import RequestError, error_from_json
 from .request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
@@ -89,6 +90,14 @@ class WireRequest(_Wire):
         )
 
 
+_REQUEST = TypeAdapter(GenerateRequest).serializer
+
+
+def request_json(request: GenerateRequest) -> bytes:
+    """`WireRequest.of(request)` as JSON, at half the cost: both have the same fields."""
+    return _REQUEST.to_json(request)
+
+
 class KvInfo(_Wire):
     """KV numbers of one engine, both counts named (kv.md)."""
 
@@ -143,6 +152,10 @@ class Ticket(_Wire):
     and refuses. Empty: not checked."""
     session: str = ""
     """Direct: TransferEngine peer id `host:port`."""
+    greeting: str = ""
+    """Direct: `host:port` at which the process that reserved says its epoch."""
+    epoch: str = ""
+    """Direct: of the process that reserved. Nothing is written to another one at the same address."""
     pool_base: int = 0
     """Direct: address of block 0 of decode's pool."""
     block_stride: int = 0
@@ -175,6 +188,8 @@ class GenerateCall(_Wire):
     request: WireRequest
     attempt: str = ""
     """Empty: compute the prompt locally."""
+    local_attempt: str = ""
+    """Without `attempt`, this attempt's name: an abort of an earlier one, which comes late, must not end it."""
     prefill_url: str = ""
     """Peer to ask for the drain acknowledgement; from the router's discovery only."""
     prefill_epoch: str = ""
@@ -210,7 +225,7 @@ class CommitCall(_Wire):
 
 
 class AbortCall(_Wire):
-    """End a request wherever it is. An empty attempt means any attempt."""
+    """End one attempt at a request, wherever it is; with an empty `attempt` the request."""
 
     request_id: str
     attempt: str = ""
@@ -260,7 +275,7 @@ def token_line(chunk: TokenChunk) -> bytes:
 
 def parse_line(line: bytes) -> Ticket | TokenChunk:
     """Inverse of `reserved_line` and `token_line`. Raises ValueError on anything else."""
-    body = json.loads(line)
+    body = from_json(line)
     if not isinstance(body, dict):
         raise ValueError(f"stream line is {type(body).__name__}, expected an object")
     if "reserved" in body:

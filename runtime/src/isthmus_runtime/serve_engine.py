@@ -36,6 +36,7 @@ from .kv.pool import BlockPool
 from .openai.app import ApiConfig, add_openai_routes
 from .openai.tokenizer import Tokenizer
 from .protocol import KV_ABI, EngineInfo, KvInfo, TransferInfo
+from .transfer.sockets import probe_accepted
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +154,6 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         BlockPool(kv.num_blocks, num_groups=len(kv.groups), prefix_caching=config.kv.prefix_caching, events=events),
         layout_digest=loaded.digest,
         kv_heads=loaded.kv_heads,
-        block_bytes=kv.bytes_per_block,
         recompute=config.transfer.on_failure == "recompute",
     )
     streams = Streams(asyncio.get_running_loop())
@@ -211,6 +211,10 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             in_flight=in_flight,
             metrics=meters.requests,
         )
+    def on_started(port: int) -> None:
+        probe_accepted()
+        log.info("ready on port %d after %.1f s", port, time.monotonic() - started)
+
     engine.start()
     try:
         # The transfer ends while the port still answers: to a peer, a refused connection means that nothing can move.
@@ -221,7 +225,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             drain_timeout_s=config.server.drain_timeout_s,
             in_flight=in_flight,
             before_close=lambda: asyncio.to_thread(engine.stop),
-            on_started=lambda port: log.info("ready on port %d after %.1f s", port, time.monotonic() - started),
+            on_started=on_started,
         )
     finally:
         loaded.executor.close()
@@ -257,7 +261,8 @@ class _Mover:
         if settings.mode == "store" and memory.device == "cpu":
             # The pool can return other bytes than were stored (docs/adr/0007).
             settings = replace(settings, verify_crc=True)
-        transfer = make_transfer(settings)
+        epoch = uuid.uuid4().hex
+        transfer = make_transfer(settings, epoch=epoch)
         transfer.prepare(memory, PREPARE_TIMEOUT_S)
         effective = transfer.effective()
         log.info("KV transfer: %s over %s, %.2f GB/s", config.transfer.mode, effective.transport, effective.gbps)
@@ -265,7 +270,7 @@ class _Mover:
             mode=config.transfer.mode,  # type: ignore[arg-type]
             transport=effective.transport,
             probed_gbps=round(effective.gbps, 3),
-            epoch=uuid.uuid4().hex,
+            epoch=epoch,
         )
 
         def handoff(notify: Callable[[HandoffEvent], None]) -> KvHandoff:

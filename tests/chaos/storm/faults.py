@@ -6,15 +6,19 @@ import asyncio
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
+from disk import Disk, disk_bytes, enter, forget_pages
 from fleet import Fleet
 from network import Network
 from schedule import Fault
 
 READY_S = 60.0
+_SLOW_DISK, _SLOW_START = 4 << 10, 1 << 20
+"""Bytes a second: none to speak of, and some seconds for a tokenizer."""
 _DRAIN_S = 15.0
 
 
@@ -35,7 +39,8 @@ class Event:
 class Injector:
     """Runs a schedule. Its own failures, and members that do not come back, are in `problems`."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, disk: Disk | None) -> None:
+        self._disk = disk
         self.events: list[Event] = []
         self.problems: list[str] = []
         self._fleet = fleet
@@ -92,10 +97,10 @@ class Injector:
         if status != 0:
             raise Broken(f"{fault.target} ended with status {status} after SIGTERM")
 
-    async def _start_again(self, fault: Fault, event: Event) -> None:
+    async def _start_again(self, fault: Fault, event: Event, prefix: Sequence[str] = ()) -> None:
         await asyncio.sleep(fault.seconds)
         event.healed = time.time()
-        self._fleet.member[fault.target].start()
+        self._fleet.member[fault.target].start(prefix)
         await self.ready(fault.target)
 
     async def ready(self, name: str) -> None:
@@ -109,6 +114,7 @@ class Injector:
                         raise Broken(f"{name} ended with status {member.popen.returncode} while starting")
                     member.start()
                 if await self._answers(session, name):
+                    member.disk = disk_bytes(member.popen.pid)
                     return
                 await asyncio.sleep(0.1)
         raise Broken(f"{name} is not ready {READY_S:g} s after its start")
@@ -135,6 +141,30 @@ class Injector:
         member.writable.clear()
         await asyncio.sleep(fault.seconds)
         member.writable.set()
+
+    async def _slow_disk(self, fault: Fault, event: Event) -> None:
+        assert self._disk is not None
+        pid = self._fleet.member[fault.target].popen.pid
+        group = self._disk.group(fault.target, _SLOW_DISK)
+        self._disk.put(pid, group)
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            self._disk.put(pid, None)
+            self._disk.remove(group)
+
+    async def _slow_start(self, fault: Fault, event: Event) -> None:
+        assert self._disk is not None
+        member = self._fleet.member[fault.target]
+        member.send(signal.SIGKILL)
+        await asyncio.to_thread(member.popen.wait, 10)
+        forget_pages(self._fleet.model)
+        group = self._disk.group(fault.target, _SLOW_START)
+        try:
+            await self._start_again(fault, event, enter(group))
+        finally:
+            self._disk.put(member.popen.pid, None)
+            self._disk.remove(group)
 
     # ------------------------------------------------------------------------------------------------------ network
 

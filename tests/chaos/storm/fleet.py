@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import threading
-from collections import Counter
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from descriptors import Descriptors, descriptors_of
 from load import REQUEST_TIMEOUT_S
 from network import HUB, Network
 from processes import BIN, MODEL, free_port
@@ -36,13 +38,21 @@ class Member:
     popen: subprocess.Popen[bytes] = field(init=False)
     writable: threading.Event = field(default_factory=threading.Event)
     """Whether its log takes bytes."""
-    exits: list[int] = field(default_factory=list)
-    """Statuses of ended processes that nobody killed."""
+    started: float = 0.0
+    """When the process that is there was started. Times are time.time()."""
+    ends: list[float] = field(default_factory=list)
+    """When each earlier process was found gone."""
+    disk: tuple[int, int] = (0, 0)
+    """Bytes read from disk and written to it when it had become ready."""
 
-    def start(self) -> None:
+    def start(self, prefix: Sequence[str] = ()) -> None:
+        """`prefix`: of the command."""
         self.writable.set()
+        if self.started:
+            self.ends.append(time.time())
+        self.started = time.time()
         self.popen = subprocess.Popen(
-            self.argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+            [*prefix, *self.argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
         )
         assert self.popen.stdout is not None
         fcntl.fcntl(self.popen.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
@@ -58,11 +68,6 @@ class Member:
     @property
     def alive(self) -> bool:
         return self.popen.poll() is None
-
-    @property
-    def descriptors(self) -> int:
-        """Open file descriptors."""
-        return len(os.listdir(f"/proc/{self.popen.pid}/fd"))
 
     def send(self, number: int) -> None:
         if self.alive:
@@ -85,6 +90,7 @@ class Fleet:
 
     def __init__(self, folder: Path, mode: str, network: Network | None, more: Sequence[str] = ()) -> None:
         """`more`: further arguments of every engine."""
+        self.model = folder / "model"
         self.mode = mode
         self._more = tuple(more)
         self.network = network
@@ -118,7 +124,7 @@ class Fleet:
             return [*enter, *argv, f"--metrics_host={host}", f"--metrics_port={self.metrics_port}"]
         role = name.rstrip("0123456789")
         argv = [*enter, str(BIN / "isthmus-runtime"), "serve", "--role", role, "--host", host, "--port", port]
-        argv += ["--model", str(MODEL), "--served-model-name", "test", "--drain-timeout", "5s"]
+        argv += ["--model", str(self.model), "--served-model-name", "test", "--drain-timeout", "5s"]
         if role == "router":
             argv += ["--prefill", ",".join(map(self.address, self.prefills))]
             argv += ["--decode", ",".join(map(self.address, self.decodes))]
@@ -132,14 +138,17 @@ class Fleet:
             argv += ["--store-master", self.address("master"), "--store-segment-size", "16Mi"]
         return argv
 
-    def sockets(self, name: str) -> str:
-        """Connections of a member by local port and state, as text."""
-        argv = [*(self.network.enter(name) if self.network else []), "ss", "-tanpH"]
-        lines = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
-        pid = f"pid={self.member[name].popen.pid},"
-        words = [line.split() for line in lines if pid in line]
-        found = Counter((w[0], w[3].rpartition(":")[2], w[4].rpartition(":")[0]) for w in words)
-        return ", ".join(f"{n} {state} on {port} from {peer}" for (state, port, peer), n in found.most_common(8))
+    def copy_model(self) -> None:
+        """A model folder of this run: slowing it down disturbs nobody else. The engines here read no weights."""
+        self.model.mkdir(exist_ok=True)
+        for file in MODEL.iterdir():
+            if file.is_file() and file.suffix != ".safetensors":
+                shutil.copy(file, self.model)
+
+    def descriptors(self, name: str) -> Descriptors:
+        """What a member has open."""
+        names = {} if self.network is None else {address: n for n, address in self.network.address.items()}
+        return descriptors_of(self.member[name].popen.pid, names)
 
     def close(self) -> dict[str, int]:
         """Stop everything: SIGTERM to all, and the statuses."""

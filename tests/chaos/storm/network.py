@@ -67,6 +67,8 @@ class Network:
             lines = ("link set lo up", f"addr add {self.address[name]}/24 dev eth0", "link set eth0 up")
             _run([*self.enter(name), "ip", "-batch", "-"], "\n".join(lines) + "\n")
             self._nft(name, _RULES)
+            # A reset may be out of what the kernel takes for the window; it must still find its way through `redirect`.
+            _run([*self.enter(name), "sysctl", "-q", "net.netfilter.nf_conntrack_tcp_ignore_invalid_rst=1"])
 
     def down(self) -> None:
         """Remove the namespaces that are there."""

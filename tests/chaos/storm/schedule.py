@@ -31,6 +31,7 @@ class Kind:
     seconds: tuple[float, float]
     peers: tuple[str, ...] = ()
     needs_network: bool = False
+    needs_disk: bool = False
     store_only: bool = False
 
 
@@ -58,20 +59,24 @@ KINDS = (
     Kind("throttle", _ENGINES, (2.0, 6.0), needs_network=True),
     Kind("delay", _ENGINES, (2.0, 6.0), needs_network=True),
     Kind("log disk", ("router", *_ENGINES), (0.5, 3.0)),
+    Kind("slow disk", ("router", *_ENGINES), (2.0, 6.0), needs_disk=True),
+    # Killed, and started again with its model on a slow disk.
+    Kind("slow start", ("router",), (0.2, 0.5), needs_disk=True),
     Kind("full store", ("pool",), (2.0, 6.0), store_only=True),
     Kind("evicting store", ("pool",), (2.0, 6.0), store_only=True),
 )
 
 
 def plan(
-    seed: int, seconds: float, mode: str, names: Sequence[str], *, network: bool, only: Sequence[str] = ()
+    seed: int, seconds: float, mode: str, names: Sequence[str], *, network: bool, disk: bool, only: Sequence[str] = ()
 ) -> list[Fault]:
     """Faults from 2 s on until 3 s before the end. Kinds come from a shuffled deck: each once before any comes again.
 
     At most two overlap, and never on the same target. `only`: names of the kinds to take; empty: all.
     """
     rng = random.Random(f"faults {seed}")
-    kinds = [k for k in KINDS if (network or not k.needs_network) and (mode == "store" or not k.store_only)]
+    kinds = [k for k in KINDS if (network or not k.needs_network) and (disk or not k.needs_disk)]
+    kinds = [k for k in kinds if mode == "store" or not k.store_only]
     kinds = [k for k in kinds if k.name in only] if only else kinds
     faults: list[Fault] = []
     deck: list[Kind] = []

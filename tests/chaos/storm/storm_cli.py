@@ -14,10 +14,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import aiohttp
+from disk import Disk, controller
 from faults import Injector
 from fleet import Fleet
 from load import Load
 from network import Network
+from processes import BIN, MODEL
 from schedule import plan
 from verdict import Remains, Report, judge, processes_left
 
@@ -44,7 +46,9 @@ def main(argv: list[str], *, network: bool) -> int:
     out.mkdir(parents=True, exist_ok=True)
     if args.plan:
         names = Fleet(out, args.mode, None).names
-        print("\n".join(map(str, plan(seed, args.minutes * 60, args.mode, names, network=network, only=_kinds(args)))))
+        disk = controller() is not None
+        faults = plan(seed, args.minutes * 60, args.mode, names, network=network, disk=disk, only=_kinds(args))
+        print("\n".join(map(str, faults)))
         return 0
     print(f"chaos: make chaos SEED={seed} MINUTES={args.minutes:g} MODE={args.mode}    logs in {out}", flush=True)
     return asyncio.run(_run(args, seed, out, network))
@@ -59,6 +63,10 @@ async def _run(args: argparse.Namespace, seed: int, out: Path, with_network: boo
     mode, seconds = args.mode, args.minutes * 60
     names = [*(["master"] if mode == "store" else []), "prefill0", "prefill1", "decode0", "decode1", "router"]
     network = Network(names) if with_network else None
+    root = controller()
+    if root is None:
+        print("chaos: NO SLOW DISK: it needs a control group hierarchy for block devices", file=sys.stderr)
+    disk = None if root is None else Disk(root, [out, MODEL, BIN])
     fleet = Fleet(out, mode, network, ["--transfer-crc"] if args.crc else [])
     task = asyncio.current_task()
     assert task is not None
@@ -67,9 +75,12 @@ async def _run(args: argparse.Namespace, seed: int, out: Path, with_network: boo
     try:
         if network is not None:
             network.up()
-        await _storm(fleet, seed, args, report, out)
+        fleet.copy_model()
+        await _storm(fleet, seed, args, report, out, disk)
     finally:
         statuses = fleet.close()
+        if disk is not None:
+            disk.down()
         if network is not None:
             processes_left(fleet, report, network)
             network.down()
@@ -83,9 +94,11 @@ async def _run(args: argparse.Namespace, seed: int, out: Path, with_network: boo
     return 1 if report.violations else 0
 
 
-async def _storm(fleet: Fleet, seed: int, args: argparse.Namespace, report: Report, out: Path) -> None:
+async def _storm(
+    fleet: Fleet, seed: int, args: argparse.Namespace, report: Report, out: Path, disk: Disk | None
+) -> None:
     seconds = args.minutes * 60
-    injector, remains = Injector(fleet), Remains(fleet)
+    injector, remains = Injector(fleet, disk), Remains(fleet)
     load = Load(fleet.url("router"), seed, args.rate)
     for name in fleet.names:
         fleet.member[name].start()
@@ -93,12 +106,13 @@ async def _storm(fleet: Fleet, seed: int, args: argparse.Namespace, report: Repo
             await injector.ready(name)
     for name in (*fleet.engines, "router"):
         await injector.ready(name)
-    for outcome in await load.some(8):
+    for outcome in await load.some(24):
         if outcome.ending != "ok" or outcome.problem:
             report.violations.append(f"before the storm: {outcome.ending} {outcome.problem} {outcome.error}")
     before = remains.descriptors()
 
-    faults = plan(seed, seconds, fleet.mode, fleet.names, network=fleet.network is not None, only=_kinds(args))
+    able = {"network": fleet.network is not None, "disk": disk is not None}
+    faults = plan(seed, seconds, fleet.mode, fleet.names, **able, only=_kinds(args))
     stop = asyncio.Event()
     loading = asyncio.create_task(load.run(stop))
     began = time.monotonic()
@@ -120,8 +134,8 @@ async def _storm(fleet: Fleet, seed: int, args: argparse.Namespace, report: Repo
         if outcome.ending != "ok" or outcome.problem:
             report.violations.append(f"after the storm: {outcome.ending} {outcome.problem} {outcome.error}")
     await remains.settle(20.0, report, "at the end")
-    restarts = sum(e.fault.kind in ("kill", "drain") for e in injector.events)
-    await remains.descriptors_settle(before, restarts, report, 60.0, lambda: load.some(4))
+    await remains.descriptors_settle(before, report, 60.0, lambda: load.some(4))
+    remains.disk(report)
 
     with (out / "requests.jsonl").open("w") as lines:
         for outcome in load.outcomes:
@@ -136,6 +150,7 @@ async def _storm(fleet: Fleet, seed: int, args: argparse.Namespace, report: Repo
     )
     async with aiohttp.ClientSession() as session:
         samples = await remains.samples(session, "router")
+        report.row("transfers that ended early, by stage", dict(await remains.stages(session)))
     report.row(
         "router since its last start",
         ", ".join(

@@ -8,11 +8,13 @@ import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from descriptors import Descriptors
+from disk import disk_bytes
 from faults import Event
 from fleet import Fleet
 from load import Outcome
@@ -20,12 +22,14 @@ from network import Network
 
 ANSWER_S = 1.0
 """From detection to the client's answer."""
-_GROWTH = 16
-"""Descriptors a process may have more than at first: idle connections."""
-_KEPT = 6
-"""Descriptors that an engine may keep for each restart of another."""
+_STAGE = re.compile(r'^isthmus_xfer_failures_total{.*stage="(\w+)".*} (\S+)$', re.MULTILINE)
+_IDLE_HTTP = 16
+"""Connections between the router and an engine: idle ones are used again."""
+_LANES = 4
+"""Mooncake's connections to a peer, each way. Those to a process that is gone it keeps, and nobody can end them."""
+_MASTER = 8
+"""Mooncake's connections to the master."""
 _STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) (WARNING|ERROR) isthmus_runtime\.router\.pool: (.*)$")
-_LEGS = ("kv_transfer_failed", "engine_failed")
 
 
 @dataclass(slots=True)
@@ -56,6 +60,8 @@ def judge(outcomes: Sequence[Outcome], events: Sequence[Event], fleet: Fleet, re
     statuses = Counter(f"{o.status} {o.error.get('code')}" for o in outcomes if o.error and o.ending != "lost")
     report.row("failure answers", ", ".join(f"{n} x {k}" for k, n in statuses.most_common()) or "none")
     report.row("stages", dict(Counter(o.error["stage"] for o in outcomes if o.error.get("stage"))))
+    left = Counter(o.ask.leaves for o in outcomes if o.ending == "left")
+    report.row("clients that left", ", ".join(f"{n} {k}" for k, n in left.most_common()) or "none")
     times = sorted(o.ended - o.began for o in outcomes if o.ending == "ok")
     if times:
         report.row("seconds to a whole answer", _spread(times))
@@ -70,7 +76,7 @@ def judge(outcomes: Sequence[Outcome], events: Sequence[Event], fleet: Fleet, re
         if o.ending in ("lost", "broken") and not any(b <= o.ended and o.began <= e + 0.5 for b, e in routers_gone):
             report.violations.append(f"{where}: connection lost while the router was well: {o.error.get('message')}")
         if o.error and o.ending in ("refused", "failed"):
-            if o.error.get("code") in _LEGS and not (o.error.get("stage") and o.error.get("attempt")):
+            if not (o.error.get("stage") and o.error.get("attempt")):
                 report.violations.append(f"{where}: no stage or attempt in {o.error}")
             if o.ending == "refused" and o.status not in (429, 500, 502, 503, 504):
                 report.violations.append(f"{where}: HTTP {o.status} {o.error}")
@@ -188,41 +194,83 @@ class Remains:
                 sums[head.partition("{")[0]] += float(value)  # type: ignore[assignment]
         return sums
 
+    async def stages(self, session: aiohttp.ClientSession) -> Counter[str]:
+        """At which stage transfers ended early, on either side, since the engines' last starts."""
+        found: Counter[str] = Counter()
+        for name in self._fleet.engines:
+            async with session.get(self._fleet.url(name) + "/metrics") as answer:
+                for stage, count in _STAGE.findall(await answer.text()):
+                    found[stage] += int(float(count))
+        return found
+
     async def scoped_keys(self, session: aiohttp.ClientSession) -> list[str]:
-        """Keys in the pool that belong to one attempt."""
+        """Keys in the pool that belong to one attempt, or to the start of an engine."""
         async with session.get(self._fleet.master_metrics + "/get_all_keys") as answer:
             keys = (await answer.text()).split()
-        return sorted(key for key in keys if ":partial:" in key or key.startswith("record:"))
+        return sorted(key for key in keys if ":partial:" in key or key.startswith(("record:", "probe:")))
 
-    def descriptors(self) -> dict[str, int]:
-        """Open descriptors of each of our processes."""
-        return {name: self._fleet.member[name].descriptors for name in (*self._fleet.engines, "router")}
+    def disk(self, report: Report) -> None:
+        """What our processes had to do with the disk since they became ready: they write nothing, ever."""
+        members = [self._fleet.member[name] for name in (*self._fleet.engines, "router")]
+        moved = {m.name: tuple(a - b for a, b in zip(disk_bytes(m.popen.pid), m.disk, strict=True)) for m in members}
+        report.row("disk bytes since ready", ", ".join(f"{n} {r} read {w} written" for n, (r, w) in moved.items()))
+        report.violations.extend(f"{n} wrote {w} bytes to a disk" for n, (_, w) in moved.items() if w)
+
+    def descriptors(self) -> dict[str, Descriptors]:
+        """What each of our processes has open."""
+        return {name: self._fleet.descriptors(name) for name in (*self._fleet.engines, "router")}
 
     async def descriptors_settle(
         self,
-        before: dict[str, int],
-        restarts: int,
+        before: Mapping[str, Descriptors],
         report: Report,
         seconds: float,
         some: Callable[[], Awaitable[object]],
     ) -> None:
-        """Idle connections close after half a minute, when there are requests; what is left then has leaked.
-
-        Mooncake keeps its pooled connections to an engine that ended, in CLOSE-WAIT: a few for each restart.
-        """
-        allowed = {n: _GROWTH + (0 if n == "router" else _KEPT * restarts) for n in before}
+        """Until each process has open what it had at first, and connections to those that are there. What it has
+        beside after `seconds` has leaked."""
         end = time.monotonic() + seconds
         while True:
             now = self.descriptors()
-            grown = {n: now[n] - before[n] for n in now if now[n] > before[n] + allowed[n]}
-            if not grown or time.monotonic() > end:
+            leaked = leaks(before, now, self._fleet)
+            if not leaked or time.monotonic() > end:
                 break
             await asyncio.sleep(2)
             await some()
-        report.row("descriptors, before and after", ", ".join(f"{n} {before[n]}/{now[n]}" for n in now))
-        for name, more in grown.items():
-            held = self._fleet.sockets(name)
-            report.violations.append(f"{name} has {more} descriptors more than at first; its connections: {held}")
+        report.row("descriptors, before and after", ", ".join(f"{n} {before[n].total}/{now[n].total}" for n in now))
+        report.violations.extend(leaked)
+
+
+def leaks(before: Mapping[str, Descriptors], now: Mapping[str, Descriptors], fleet: Fleet) -> list[str]:
+    """Descriptors that nothing accounts for, in words."""
+    found: list[str] = []
+    for name, mine in now.items():
+        # Mooncake makes its event loops on first use, which an engine may not have had by then; the others did.
+        alike = fleet.engines if name in fleet.engines else [name]
+        for kind, count in mine.others.items():
+            if count > (had := max(before[other].others.get(kind, 0) for other in alike)):
+                found.append(f"{name} has {count} of {kind}, at first {had}")
+        by_peer = Counter(c.peer for c in mine.connections) if fleet.network is not None else {}
+        for peer, count in by_peer.items():
+            if count > (limit := _limit(name, peer, now, fleet)):
+                states = dict(Counter(c.state for c in mine.connections if c.peer == peer))
+                found.append(f"{name} has {count} connections with {peer}, {limit} can be accounted for: {states}")
+    return found
+
+
+def _limit(name: str, peer: str, now: Mapping[str, Descriptors], fleet: Fleet) -> int:
+    """Connections that `name` may have with `peer`."""
+    if "router" in (name, peer) and peer in now:
+        # Both ends are there, or a process has one that nobody else knows of.
+        return min(_IDLE_HTTP, _between(now[peer], name))
+    if peer in fleet.engines:
+        gone = sum(end > fleet.member[name].started for end in fleet.member[peer].ends)
+        return 2 * _LANES + _LANES * gone
+    return _MASTER if peer == "master" else 0
+
+
+def _between(mine: Descriptors, peer: str) -> int:
+    return sum(c.peer == peer for c in mine.connections)
 
 
 def processes_left(fleet: Fleet, report: Report, network: Network) -> None:

@@ -133,14 +133,30 @@ def test_abort_is_valid_at_any_moment(turns: int) -> None:
     assert world.scheduler.stats().unknown_events >= 1
 
 
-def test_abort_by_attempt_finds_the_attempt_or_the_local_request_and_nothing_else() -> None:
+def test_abort_by_attempt_finds_the_attempt_and_nothing_else() -> None:
     world = World()
-    world.add(request("plain", [1, 2], 5))
+    world.add(request("unnamed", [1, 2], 5))
+    world.add(request("plain", [1, 2], 5), attempt="t2")
     world.add(request("moved", [1, 2], 5), kind=Kind.RECEIVE, attempt="t1")
-    assert world.scheduler.abort("moved", "t0", "an earlier attempt") == []
-    world.take(world.scheduler.abort("plain", "t9", "the router's own name for a local try"))
+    for request_id in ("moved", "plain", "unnamed"):
+        assert world.scheduler.abort(request_id, "t0", "an earlier attempt, late") == []
+    world.take(world.scheduler.abort("plain", "t2", "left"))
     world.take(world.scheduler.abort("moved", "t1", "left"))
-    assert [len(world.ends[sid]) for sid in ("plain", "t1")] == [1, 1]
+    world.take(world.scheduler.abort("unnamed", "", "left"))
+    assert [len(world.ends[sid]) for sid in ("t2", "t1", "unnamed")] == [1, 1, 1]
+
+
+def test_a_second_word_about_a_failed_transfer_does_not_begin_the_recompute_again() -> None:
+    world = World(num_blocks=9)
+    world.add(request("r", [1, 2, 3, 4, 5], 4), kind=Kind.RECEIVE, attempt="t")
+    world.turn()
+    for _ in range(2):
+        world.take(world.scheduler.transfer_failed("t", TransferFailed("lost", stage="receiving", attempt="t")))
+        world.scheduler.released("t", True)
+        world.turn()
+    world.run()
+    expect(world, "t", [1, 2, 3, 4, 5], 4)
+    assert world.scheduler.stats().recomputes == 1
 
 
 def test_waiting_request_ends_at_its_queue_deadline() -> None:
@@ -199,7 +215,15 @@ def prefill(world: World, sid: str, prompt: list[int], skip: int = 0) -> tuple[t
     for _ in range(200):
         finish = [e for e in world.effects if isinstance(e, FinishSend) and e.attempt == sid]
         if finish:
-            return tuple(e for e in world.effects if isinstance(e, SendBlocks) and e.attempt == sid), finish[0].record
+            result = finish[0].result
+            sent = tuple(e for e in world.effects if isinstance(e, SendBlocks) and e.attempt == sid)
+            return sent, PrefillRecord(
+                attempt=sid,
+                num_tokens=result.num_tokens,
+                first_token=result.first_token,
+                key_digest=keys_digest([ref.key for effect in sent for ref in effect.blocks]),
+                block_bytes=0,
+            )
         world.turn()
     raise AssertionError("prefill never finished")
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import aiohttp
+import pytest
 from aiohttp import web
 from engine_stack import engine
 from engine_world import request
@@ -18,7 +21,7 @@ from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.server import EngineMeters, EngineServer
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
 from isthmus_runtime.httpd import InFlight, error_middleware
-from isthmus_runtime.protocol import EngineInfo, GenerateCall, KvInfo, TransferInfo, WireRequest, parse_line
+from isthmus_runtime.protocol import AbortCall, EngineInfo, GenerateCall, KvInfo, TransferInfo, WireRequest, parse_line
 from isthmus_runtime.request import FinishReason, TokenChunk
 
 DEADLINE_S = 20
@@ -101,6 +104,110 @@ def test_closing_the_connection_frees_the_request() -> None:
             response.close()
             await asyncio.wait_for(idle(backend), DEADLINE_S)
             await asyncio.to_thread(backend.engine.call, backend.engine.scheduler.check)
+
+    asyncio.run(main())
+
+
+def test_readers_that_leave_at_any_moment_are_no_event(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "isthmus_runtime.engine.server")
+    rng = random.Random(5)
+
+    async def leave(session: aiohttp.ClientSession, number: int) -> None:
+        reader, writer = await asyncio.open_connection(session._base_url.host, session._base_url.port)  # type: ignore[union-attr]
+        body = call(f"r{number}", [1, 2, 3], rng.choice((1, 3, 120))).encode()
+        head = f"POST /internal/generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        sent = rng.choice((0, len(body) // 2, len(body)))
+        writer.write((head + body)[: len(head) + sent])
+        for _ in range(rng.randrange(4)):
+            await asyncio.sleep(0)
+        if sent == len(body) and rng.random() < 0.3:
+            await asyncio.wait_for(reader.readline(), DEADLINE_S)
+        if rng.random() < 0.5:
+            writer.transport.abort()
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+
+    async def main() -> None:
+        async with served() as (session, backend, _):
+            for first in range(0, 200, 20):
+                await asyncio.gather(*(leave(session, first + i) for i in range(20)))
+            await asyncio.wait_for(idle(backend), DEADLINE_S)
+            await asyncio.to_thread(backend.engine.call, backend.engine.scheduler.check)
+
+    asyncio.run(main())
+    loud = [r for r in caplog.records if r.levelno > logging.DEBUG or r.exc_info]
+    assert not loud, [r.getMessage() for r in loud]
+
+
+class _Vanished(web.StreamResponse):
+    """A response whose reader is found gone at the `at`-th write, as aiohttp reports it."""
+
+    at = 0
+
+    async def write(self, data: object) -> None:
+        self.at -= 1
+        if self.at < 0:
+            raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+        await super().write(data)  # type: ignore[arg-type]
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        if self.at <= 0:
+            raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+        await super().write_eof(data)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_reader_found_gone_by_a_write_is_one_debug_line(
+    at: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tokens: the reader is gone at the first, at the second, or when the answer ends."""
+    caplog.set_level(logging.DEBUG, "isthmus_runtime.engine.server")
+    monkeypatch.setattr(_Vanished, "at", at)
+    monkeypatch.setattr("isthmus_runtime.engine.server.web.StreamResponse", _Vanished)
+
+    async def main() -> None:
+        async with served() as (session, backend, _):
+            try:
+                async with session.post("/internal/generate", data=call("gone", [1, 2, 3], 2)) as response:
+                    await response.read()
+            except aiohttp.ClientError:
+                pass
+            await asyncio.wait_for(idle(backend), DEADLINE_S)
+
+    asyncio.run(main())
+    assert [r.getMessage() for r in caplog.records if r.name.startswith("isthmus_runtime.engine.server")] == [
+        "the reader of gone has left"
+    ]
+    assert not [r.getMessage() for r in caplog.records if r.levelno >= logging.INFO or r.exc_info]
+
+
+def test_an_abort_of_an_earlier_attempt_comes_too_late_for_a_local_one() -> None:
+    """The router tries again on the same engine while the abort of its first try is still on its way."""
+
+    async def main() -> None:
+        gated = Gated()
+        async with served(gated) as (session, _, _):
+            body = GenerateCall(request=WireRequest.of(request("r", [1, 2, 3], 6)), local_attempt="second")
+            task = asyncio.create_task(session.post("/internal/generate", data=body.model_dump_json()))
+            await asyncio.wait_for(asyncio.to_thread(gated.queued.wait), DEADLINE_S)
+            late = AbortCall(request_id="r", attempt="first").model_dump_json()
+            assert (await session.post("/internal/abort", data=late)).status == 200
+            gated.gate.set()
+            chunks = [parse_line(line) async for line in (await task).content]
+            assert isinstance(chunks[-1], TokenChunk) and chunks[-1].finish_reason is FinishReason.LENGTH
+
+    asyncio.run(main())
+
+
+def test_a_refusal_while_draining_names_stage_and_attempt() -> None:
+    async def main() -> None:
+        async with served() as (session, _, in_flight):
+            in_flight.start_drain()
+            body = GenerateCall(request=WireRequest.of(request("a", [1], 3)), attempt="a-1").model_dump_json()
+            async with session.post("/internal/generate", data=body) as response:
+                error = (await response.json())["error"]
+            assert (response.status, error["stage"], error["attempt"]) == (503, "admission", "a-1")
 
     asyncio.run(main())
 

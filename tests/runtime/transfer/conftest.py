@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -133,6 +134,11 @@ class Master:
                 assert process.poll() is None, f"mooncake_master ended with {process.returncode}"
                 assert time.monotonic() < deadline, "mooncake_master does not listen"
                 threading.Event().wait(0.02)
+
+    def keys(self) -> list[str]:
+        """Every key in the pool."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics}/get_all_keys", timeout=WAIT_S) as answer:
+            return sorted(answer.read().decode().split())
 
     def kill(self) -> float:
         now = time.monotonic()

@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from isthmus_runtime.config import StoreConfig, TransferConfig
-from isthmus_runtime.interfaces import BlockRef, HandoffEvent, KvMemory, ReceiveJob, SendJob
-from isthmus_runtime.protocol import CommitCall, PrefillRecord, Ticket
+from isthmus_runtime.interfaces import BlockRef, HandoffEvent, KvMemory, PromptResult, ReceiveJob, SendJob
+from isthmus_runtime.protocol import CommitCall, Ticket
 from isthmus_runtime.transfer.agent import TransferAgent
 from isthmus_runtime.transfer.factory import make_transfer
 
@@ -48,7 +48,8 @@ cfg = TransferConfig(
     verify_crc="crc" in sys.argv[8:],
     store=StoreConfig(master=master, segment_bytes=int(segment)),
 )
-backend = make_transfer(cfg)
+epoch = f"epoch-{time.time_ns()}"
+backend = make_transfer(cfg, epoch=epoch)
 began = time.monotonic()
 try:
     backend.prepare(memory, 10.0)
@@ -74,7 +75,6 @@ def notify(event: HandoffEvent) -> None:
 
 
 agent = TransferAgent(backend, memory, cfg, notify, time.monotonic)
-epoch = f"epoch-{time.time_ns()}"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -137,10 +137,7 @@ def call(body: dict[str, Any]) -> Any:
         case "send_blocks":
             agent.send_blocks(attempt, refs(body["blocks"]), now)
         case "finish_send":
-            record = PrefillRecord(
-                attempt=attempt, num_tokens=body["tokens"], first_token=11, key_digest="", block_bytes=0
-            )
-            agent.finish_send(attempt, record, now)
+            agent.finish_send(attempt, PromptResult(num_tokens=body["tokens"], first_token=11), now)
         case "commit":
             agent.commit(CommitCall(request_id="r", attempt=attempt, ok=body["ok"], stage=body.get("stage", "")), now)
         case "cancel":
@@ -148,9 +145,9 @@ def call(body: dict[str, Any]) -> Any:
         case "is_drained":
             return agent.is_drained(attempt)
         case "exist":
-            return backend._store.batch_is_exist(body["keys"])  # type: ignore[attr-defined]
+            return backend._joined.store.batch_is_exist(body["keys"])  # type: ignore[attr-defined]
         case "remove":
-            return backend._store.batch_remove(body["keys"], True)  # type: ignore[attr-defined]
+            return backend._joined.store.batch_remove(body["keys"], True)  # type: ignore[attr-defined]
         case "live":
             return agent.stats().live
         case "close":

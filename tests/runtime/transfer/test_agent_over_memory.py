@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from isthmus_runtime.config import TransferConfig
 from isthmus_runtime.errors import ConfigError
-from isthmus_runtime.interfaces import BlockRef, HandoffEvent, KvMemory, ReceiveJob, SendJob
-from isthmus_runtime.protocol import CommitCall, PrefillRecord
+from isthmus_runtime.interfaces import BlockRef, HandoffEvent, KvMemory, PromptResult, ReceiveJob, SendJob
+from isthmus_runtime.protocol import CommitCall
 from isthmus_runtime.transfer.agent import TransferAgent, blocks_crc32
 from isthmus_runtime.transfer.factory import make_transfer
 from isthmus_runtime.transfer.memory import Faults, MemoryFabric, MemoryTransfer
@@ -24,8 +24,8 @@ BLOCK = 64
 RESULTS = ("sent", "received", "failed")
 
 
-def record_of(attempt: str, tokens: int = 40) -> PrefillRecord:
-    return PrefillRecord(attempt=attempt, num_tokens=tokens, first_token=7, key_digest="", block_bytes=0)
+def prompt_of(tokens: int = 40) -> PromptResult:
+    return PromptResult(num_tokens=tokens, first_token=7)
 
 
 @dataclass
@@ -136,7 +136,7 @@ def test_blocks_move_while_more_are_computed_and_decode_gets_the_record() -> Non
     assert pair.decode.buffer[9 * BLOCK : 10 * BLOCK] == b"\1" * BLOCK
     pair.send("a", [2])
     pair.send("a", [3])
-    pair.prefill.agent.finish_send("a", record_of("a"), pair.now)
+    pair.prefill.agent.finish_send("a", prompt_of(), pair.now)
     pair.run(1.0)
     assert pair.prefill.kinds("a") == ["sent", "released"]
     assert pair.decode.kinds("a") == ["received", "released"]
@@ -151,7 +151,7 @@ def test_blocks_decode_has_are_not_sent() -> None:
     pair = make_pair()
     pair.open("a", [5, 6], skip=2)
     pair.send("a", [0, 1, 2, 3])
-    pair.prefill.agent.finish_send("a", record_of("a"), pair.now)
+    pair.prefill.agent.finish_send("a", prompt_of(), pair.now)
     pair.run(1.0)
     assert pair.decode.kinds("a") == ["received", "released"]
     assert pair.decode.transfer.contents == {5: "key-a-2", 6: "key-a-3"}
@@ -162,7 +162,7 @@ def test_a_missing_block_is_a_failure_on_both_sides(given_indices: list[int]) ->
     pair = make_pair()
     pair.open("a", [1, 2, 3, 4])
     pair.send("a", given_indices)
-    pair.prefill.agent.finish_send("a", record_of("a"), pair.now)
+    pair.prefill.agent.finish_send("a", prompt_of(), pair.now)
     pair.run(1.0)
     assert pair.prefill.kinds("a") == ["failed", "released"]
     assert "all or none" in pair.prefill.last("a", "failed").reason
@@ -202,7 +202,7 @@ def test_other_token_count_is_refused() -> None:
     pair = make_pair()
     pair.open("a", [1])
     pair.send("a", [0])
-    pair.prefill.agent.finish_send("a", record_of("a", tokens=39), pair.now)
+    pair.prefill.agent.finish_send("a", prompt_of(tokens=39), pair.now)
     pair.run(1.0)
     failed = pair.decode.last("a", "failed")
     assert failed.reason == "record has token count 39, decode expects 40" and failed.stage == "receiving"
@@ -225,7 +225,7 @@ def test_a_drain_question_ends_the_attempt_and_bars_it_from_coming_back() -> Non
 def test_messages_for_unknown_attempts_are_counted() -> None:
     pair = make_pair()
     pair.prefill.agent.send_blocks("x", [BlockRef(0, 1, "k")], 0.0)
-    pair.prefill.agent.finish_send("x", record_of("x"), 0.0)
+    pair.prefill.agent.finish_send("x", prompt_of(), 0.0)
     pair.prefill.agent.cancel("x", "gone", 0.0)
     pair.commit("x")
     assert pair.prefill.agent.stats().dropped == 3 and pair.decode.agent.stats().dropped == 1
@@ -235,7 +235,7 @@ def test_a_write_that_never_ends_quarantines_both_sides_and_drains_later() -> No
     pair = make_pair(Faults(never=1.0, late_s=5.0))
     pair.open("a", [1])
     pair.send("a", [0])
-    pair.prefill.agent.finish_send("a", record_of("a"), pair.now)
+    pair.prefill.agent.finish_send("a", prompt_of(), pair.now)
     pair.run(4.0)
     for node in (pair.prefill, pair.decode):
         assert node.kinds("a") == ["failed", "released"], node.name
@@ -266,7 +266,7 @@ def test_checksums_catch_damaged_blocks() -> None:
     pair.prefill.buffer[100 * BLOCK : 101 * BLOCK] = bytes(range(64))
     pair.open("a", [1])
     pair.send("a", [0])
-    pair.prefill.agent.finish_send("a", record_of("a"), pair.now)
+    pair.prefill.agent.finish_send("a", prompt_of(), pair.now)
     for _ in range(500):
         if done.wait(0.01):
             break
@@ -354,7 +354,7 @@ def test_under_any_faults_every_attempt_ends_and_no_released_block_is_written(
                 pair.send(attempt, [0, 1], offset=100 + 4 * n)
             case "finish":
                 pair.send(attempt, [2, 3], offset=100 + 4 * n)
-                pair.prefill.agent.finish_send(attempt, record_of(attempt), pair.now)
+                pair.prefill.agent.finish_send(attempt, prompt_of(), pair.now)
             case "cancel-prefill":
                 pair.prefill.agent.cancel(attempt, "test", pair.now)
             case "cancel-decode":
@@ -392,7 +392,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
         for n in range(10):
             pair.open(f"a{n}", [4 * n + i for i in range(4)])
             pair.send(f"a{n}", [0, 1, 2, 3])
-            pair.prefill.agent.finish_send(f"a{n}", record_of(f"a{n}"), pair.now)
+            pair.prefill.agent.finish_send(f"a{n}", prompt_of(), pair.now)
         pair.run(60.0)
         return [(e.attempt, e.kind, e.seconds) for e in pair.decode.events]
 
@@ -434,7 +434,7 @@ def test_in_real_time_within_one_process() -> None:
     ticket = agents["decode"].open_receive(job, now)
     agents["prefill"].open_send(SendJob(request_id="r", attempt="a", ticket=ticket, deadline_s=now + 10), now)
     agents["prefill"].send_blocks("a", [BlockRef(0, 2, "k")], now)
-    agents["prefill"].finish_send("a", record_of("a"), now)
+    agents["prefill"].finish_send("a", prompt_of(), now)
     assert done.wait(10), events
     fabric.stop()
 
@@ -455,6 +455,6 @@ def test_a_leg_that_is_released_and_not_yet_forgotten_has_no_deadline() -> None:
     agent._notify = lambda event: seen.append(agent.next_deadline())
     pair.open("a", [1])
     pair.send("a", [0])
-    agent.finish_send("a", record_of("a"), pair.now)
+    agent.finish_send("a", prompt_of(), pair.now)
     pair.run(1.0)
     assert seen == [None, None]

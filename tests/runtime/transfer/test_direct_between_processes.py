@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -10,13 +11,14 @@ import pytest
 
 from isthmus_runtime.errors import ConfigError, Overloaded
 from isthmus_runtime.interfaces import KvMemory, Piece
+from isthmus_runtime.transfer.greeting import Greeter, greeting_problem
 from isthmus_runtime.transfer.slots import SLOT_BYTES, RecordSlots
 from isthmus_runtime.transfer.transport import Run, choose_transport, merge_runs, transport_environment
 
 Start = Callable[..., Any]
 
 
-def open_pair(prefill: Any, decode: Any, attempt: str, ids: list[int], *, deadline: float = 60.0) -> None:
+def open_pair(prefill: Any, decode: Any, attempt: str, ids: list[int], *, deadline: float = 60.0) -> dict[str, Any]:
     blocks = [[i, b, f"k{attempt}{i}"] for i, b in enumerate(ids)]
     hello = prefill.hello
     ticket = decode.call(
@@ -29,6 +31,7 @@ def open_pair(prefill: Any, decode: Any, attempt: str, ids: list[int], *, deadli
         deadline=deadline,
     )
     prefill.call("open_send", attempt=attempt, ticket=ticket, deadline=deadline)
+    return dict(ticket)
 
 
 def send(prefill: Any, attempt: str, pairs: list[tuple[int, int]]) -> None:
@@ -76,6 +79,53 @@ def test_checksums_are_taken_on_both_sides(start_engine: Start) -> None:
     assert "CRC-32" in decode.event("bad", "received", "failed")["reason"]
 
 
+def test_nothing_is_written_to_a_decode_that_was_restarted_at_the_same_address(start_engine: Start) -> None:
+    """A ticket of the process before it names a port and addresses that are the new one's."""
+    prefill, decode, before = start_engine("direct"), start_engine("direct"), start_engine("direct")
+    hello, gone = prefill.hello, before.hello["epoch"]
+    blocks = [[0, 5, "k"], [1, 6, "k"]]
+    ticket = decode.call("open_receive", attempt="a", blocks=blocks, tokens=40, url=hello["url"], epoch=hello["epoch"])
+    assert ticket["epoch"] == decode.hello["epoch"] != gone
+    prefill.call("fill", blocks=[1, 2], seed=3)
+    untouched = decode.call("crc", blocks=[5, 6])
+    prefill.call("open_send", attempt="a", ticket={**ticket, "epoch": gone})
+    send(prefill, "a", [(0, 1), (1, 2)])
+    failed = prefill.event("a", "failed")
+    assert f"{decode.hello['epoch']} answers, not {gone}" in failed["reason"], failed
+    assert prefill.event("a", "released")["drained"]
+    assert decode.call("crc", blocks=[5, 6]) == untouched
+
+
+def test_a_decode_that_is_replaced_during_a_transfer_gets_no_further_block(start_engine: Start) -> None:
+    count = 2000
+    prefill = start_engine("direct", blocks=count + 1, block_bytes=64)
+    decode = start_engine("direct", blocks=count + 1, block_bytes=64)
+    hello = prefill.hello
+    blocks = [[i, i + 1, f"ka{i}"] for i in range(count)]
+    ticket = decode.call("open_receive", attempt="a", blocks=blocks, tokens=40, url=hello["url"], epoch=hello["epoch"])
+    prefill.call("fill", blocks=[1], seed=3)
+    stage = Greeter("127.0.0.1", ticket["epoch"])
+    prefill.call("open_send", attempt="a", ticket={**ticket, "greeting": stage.address})
+    send(prefill, "a", [(0, 1)])
+    written = prefill.call("crc", blocks=[1])
+    while decode.call("crc", blocks=[1]) != written:
+        assert "failed" not in prefill.kinds("a")
+    stage.close()
+    sent = 0
+    while "failed" not in prefill.kinds("a"):
+        sent += 1
+        assert sent < count, "it went on writing"
+        send(prefill, "a", [(sent, 1)])
+    assert "does not answer" in prefill.event("a", "failed")["reason"]
+
+
+def test_a_silent_greeter_is_given_up() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        problem = greeting_problem(f"127.0.0.1:{silent.getsockname()[1]}", "e", 0.05)
+    assert "does not answer" in problem
+    assert "is not host:port" in greeting_problem("", "e", 0.05)
+
+
 def test_a_peer_that_does_not_exist_fails_at_once(start_engine: Start) -> None:
     prefill = start_engine("direct")
     ticket = {
@@ -83,6 +133,7 @@ def test_a_peer_that_does_not_exist_fails_at_once(start_engine: Start) -> None:
         "attempt": "a",
         "layout_digest": "L",
         "session": "127.0.0.1:1",
+        "greeting": "127.0.0.1:1",
         "pool_base": 4096,
         "block_stride": 65536,
         "block_ids": [1],
@@ -114,7 +165,7 @@ def test_an_address_outside_the_pool_is_rejected(start_engine: Start) -> None:
 
 def test_decode_killed_while_blocks_are_on_their_way(start_engine: Start) -> None:
     prefill, decode = start_engine("direct"), start_engine("direct")
-    open_pair(prefill, decode, "a", list(range(1, 60)))
+    ticket = open_pair(prefill, decode, "a", list(range(1, 60)))
     decode.signal(signal.SIGSTOP)  # so that the bytes are surely on their way
     send(prefill, "a", [(i, i + 1) for i in range(59)])
     killed = decode.kill()
@@ -123,8 +174,7 @@ def test_decode_killed_while_blocks_are_on_their_way(start_engine: Start) -> Non
     assert prefill.event("a", "released")["drained"]
     # A new attempt to the dead peer is refused as fast.
     open_at = prefill.event("a", "released")["at"]
-    ticket = {"mode": "direct", "attempt": "b", "layout_digest": "L", "session": "127.0.0.1:9", "block_ids": [1]}
-    prefill.call("open_send", attempt="b", ticket={**ticket, "record_capacity": SLOT_BYTES})
+    prefill.call("open_send", attempt="b", ticket={**ticket, "attempt": "b"})
     send(prefill, "b", [(0, 1)])
     assert prefill.event("b", "failed")["at"] - open_at < 1.0
 

@@ -15,6 +15,7 @@ from isthmus_runtime.transfer.sockets import (
     end_connections_from,
     listening_ports,
     parse_table,
+    probe_accepted,
     stuck_bytes_to,
 )
 
@@ -46,6 +47,18 @@ def test_the_kernels_table_is_read() -> None:
 def test_a_name_without_an_address_has_none() -> None:
     assert addresses_of("no-such-host.invalid") == frozenset()
     assert addresses_of("[::1]") == {"::1"}
+
+
+def test_the_kernel_probes_what_is_accepted_from_then_on() -> None:
+    with socket.create_server((RECEIVER, 0)) as listener:
+        assert probe_accepted() >= 1
+        with socket.create_connection(listener.getsockname()) as there:
+            here, _ = listener.accept()
+            with here:
+                assert here.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+                assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+                assert here.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
+            assert not there.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 def pair() -> tuple[socket.socket, socket.socket, int]:

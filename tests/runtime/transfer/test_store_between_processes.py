@@ -12,7 +12,8 @@ import pytest
 
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.interfaces import KvMemory
-from isthmus_runtime.transfer.store import StoreTransfer, explain, is_scoped
+from isthmus_runtime.transfer.pool_codes import explain
+from isthmus_runtime.transfer.store import StoreTransfer, is_scoped
 
 Start = Callable[..., Any]
 MINE, THEIRS = [7, 8, 9, 20], [3, 30, 31, 5]
@@ -76,6 +77,55 @@ def test_full_blocks_stay_and_what_belongs_to_the_attempt_is_removed(start_engin
     for engine in (prefill, decode):
         engine.event("b", "released")
         assert engine.call("live") == 0
+
+
+def test_an_engine_is_ready_when_the_pool_gave_back_what_was_put(start_engine: Start, master: Any) -> None:
+    for _ in range(2):
+        assert start_engine("store", master=master.address).hello["gbps"] > 0
+    assert master.keys() == [], "what a probe puts is removed"
+
+
+def test_prompts_that_begin_alike_and_arrive_together_all_move(start_engine: Start, master: Any) -> None:
+    """A put on a key that another process is just putting returns at once, and the key is not there yet."""
+    size, count = 65536, 24
+    prefills = [start_engine("store", master=master.address, block_bytes=size, timeout=5.0) for _ in range(2)]
+    decode = start_engine("store", master=master.address, block_bytes=size)
+    for prefill in prefills:
+        prefill.call("fill", blocks=list(range(1, count + 1)), seed=5)
+    for number in range(15):
+        blocks = [[i, i + 1, f"alike{number}:{i}"] for i in range(count)]
+        for which, prefill in enumerate(prefills):
+            attempt = f"{number}-{which}"
+            theirs = [[i, 1 + i + which * count, key] for i, _, key in blocks]
+            hello = prefill.hello
+            ticket = decode.call(
+                "open_receive", attempt=attempt, blocks=theirs, tokens=53, url=hello["url"], epoch=hello["epoch"]
+            )
+            prefill.call("open_send", attempt=attempt, ticket=ticket)
+        for which, prefill in enumerate(prefills):
+            prefill.call("send_blocks", attempt=f"{number}-{which}", blocks=blocks)
+            prefill.call("finish_send", attempt=f"{number}-{which}", tokens=53)
+        for which, prefill in enumerate(prefills):
+            attempt = f"{number}-{which}"
+            sent = prefill.event(attempt, "sent", "failed")
+            assert sent["event"] == "sent", sent
+            decode.call("commit", attempt=attempt, ok=True)
+            got = decode.event(attempt, "received", "failed")
+            assert got["event"] == "received", got
+
+
+def test_a_pod_that_died_does_not_disturb_the_others(start_engine: Start, master: Any) -> None:
+    """The pool goes on offering its segment for a while, and puts there fail."""
+    prefill = start_engine("store", master=master.address)
+    decode = start_engine("store", master=master.address)
+    others = [start_engine("store", master=master.address) for _ in range(2)]
+    assert all(engine.hello["ready"] for engine in (prefill, decode, *others))
+    for other in others:
+        other.kill()
+    for number in range(8):
+        attempt = f"a{number}"
+        got = transfer(prefill, decode, attempt, keys_of(attempt, attempt))
+        assert got["event"] == "received", got
 
 
 def test_a_missing_block_or_record_fails_and_names_it(start_engine: Start, master: Any) -> None:

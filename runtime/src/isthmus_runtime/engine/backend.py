@@ -68,18 +68,27 @@ class EngineBackend(Backend):
             yield reply
 
     async def stream(
-        self, request: GenerateRequest, *, attempt: str = "", peer_url: str = "", peer_epoch: str = ""
+        self,
+        request: GenerateRequest,
+        *,
+        attempt: str = "",
+        local_attempt: str = "",
+        peer_url: str = "",
+        peer_epoch: str = "",
     ) -> AsyncGenerator[TokenChunk | Ticket, None]:
         """Like `generate`; with an attempt, the Ticket for the prefill peer comes first.
 
         Raises the RequestError that ends the request when nothing was yielded before it.
         """
         self._check_ids(request.prompt_token_ids)
-        sid = attempt or request.request_id
+        name = attempt or local_attempt
+        sid = name or request.request_id
         queue = self._claim(sid)
         ended = first = False
         try:
-            self.engine.generate(request, attempt=attempt, peer_url=peer_url, peer_epoch=peer_epoch)
+            self.engine.generate(
+                request, attempt=attempt, local_attempt=local_attempt, peer_url=peer_url, peer_epoch=peer_epoch
+            )
             while not ended:
                 reply = await queue.get()
                 assert not isinstance(reply, PrefillAnswer)
@@ -92,7 +101,7 @@ class EngineBackend(Backend):
         finally:
             self._streams.close(sid)
             if not ended:
-                self.engine.abort(request.request_id, attempt, "the client disconnected", answer=False)
+                self.engine.abort(request.request_id, name, "the client disconnected", answer=False)
 
     async def prefill(self, call: PrefillCall) -> PrefillAnswer:
         """Compute and send one prompt. Raises the RequestError that ended it; cancellation aborts it."""

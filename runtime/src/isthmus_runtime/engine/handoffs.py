@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..interfaces import BlockRef, ReceiveJob
-from ..kv.keys import ExtraKeys, full_block_key, keys_digest, root_hash, tail_key
-from ..protocol import PrefillRecord
+from ..interfaces import BlockRef, PromptResult, ReceiveJob
+from ..kv.keys import ExtraKeys, full_block_key, root_hash, tail_key
 from ..request import TokenLogprobs
 from .blocks import SequenceBlocks
 from .sequence import Effect, FinishSend, OpenReceive, Phase, SendBlocks, Sequence
@@ -30,10 +29,9 @@ class _Hold:
 class Handoffs:
     """Holds per attempt. The scheduler asks it to reserve, hand out and take back; the pool does the counting."""
 
-    def __init__(self, blocks: SequenceBlocks, layout_digest: str, kv_heads: int, block_bytes: int) -> None:
+    def __init__(self, blocks: SequenceBlocks, layout_digest: str, kv_heads: int) -> None:
         self._blocks = blocks
         self._pool = blocks.pool
-        self._block_bytes = block_bytes
         self._layout = layout_digest
         self._heads = (0, kv_heads)
         self._holds: dict[str, _Hold] = {}
@@ -113,19 +111,11 @@ class Handoffs:
         return self._hand_over(seq, full)
 
     def prompt_done(self, seq: Sequence, token: int, logprob: TokenLogprobs | None) -> list[Effect]:
-        """Hand over the rest, the incomplete last block too, and the record that is written last."""
+        """Hand over the rest, the incomplete last block too, and what the record is made of."""
         total = -(-seq.prompt_len // self._blocks.block_size)
         effects = self._hand_over(seq, total)
-        keys = [self._ref(seq, i).key for i in range(seq.skip_blocks, total)]
-        record = PrefillRecord(
-            attempt=seq.attempt,
-            num_tokens=seq.prompt_len,
-            first_token=token,
-            first_logprobs=None if logprob is None else (logprob.token_id, logprob.logprob, logprob.top),
-            key_digest=keys_digest(keys),
-            block_bytes=self._block_bytes,
-        )
-        effects.append(FinishSend(seq.attempt, record))
+        result = PromptResult(num_tokens=seq.prompt_len, first_token=token, first_logprobs=logprob)
+        effects.append(FinishSend(seq.attempt, result))
         return effects
 
     def _hand_over(self, seq: Sequence, last: int) -> list[Effect]:

@@ -80,16 +80,23 @@ class EngineLoop:
         self._thread.start()
 
     def generate(
-        self, request: GenerateRequest, *, attempt: str = "", peer_url: str = "", peer_epoch: str = ""
+        self,
+        request: GenerateRequest,
+        *,
+        attempt: str = "",
+        local_attempt: str = "",
+        peer_url: str = "",
+        peer_epoch: str = "",
     ) -> None:
         """Run a request; with an attempt, its KV comes from a peer. A refusal arrives as the last chunk."""
         kind = Kind.RECEIVE if attempt else Kind.LOCAL
+        name = attempt or local_attempt
 
         def command(now: float) -> list[Effect]:
-            self.scheduler.add(request, now, kind=kind, attempt=attempt, peer_url=peer_url, peer_epoch=peer_epoch)
+            self.scheduler.add(request, now, kind=kind, attempt=name, peer_url=peer_url, peer_epoch=peer_epoch)
             return []
 
-        self._add(attempt or request.request_id, command)
+        self._add(name or request.request_id, name, command)
 
     def prefill(self, call: PrefillCall) -> None:
         """Compute a prompt and send its KV as the ticket says; the reply is a PrefillAnswer or an ending chunk."""
@@ -110,7 +117,7 @@ class EngineLoop:
             self._handoff.open_send(job, now)
             return []
 
-        self._add(call.attempt, command)
+        self._add(call.attempt, call.attempt, command)
 
     def commit(self, call: CommitCall) -> None:
         """The router's word about the prefill leg of an attempt that is received here."""
@@ -177,16 +184,16 @@ class EngineLoop:
         """Seconds with work and no progress; 0 when idle."""
         return self._clock() - self.last_progress_s if self.scheduler.has_work else 0.0
 
-    def _add(self, sid: str, add: Callable[[float], list[Effect]]) -> None:
+    def _add(self, sid: str, attempt: str, add: Callable[[float], list[Effect]]) -> None:
         def command(now: float) -> list[Effect]:
             if self.failure:
-                return [_refused(sid, EngineFailed(self.failure))]
+                return [_refused(sid, EngineFailed(self.failure).located("admission", attempt))]
             if not self.scheduler.has_work:
                 self.last_progress_s = now
             try:
                 return add(now)
             except RequestError as error:
-                return [_refused(sid, error)]
+                return [_refused(sid, error.located("admission", attempt))]
 
         self._inbox.put(command)
 
@@ -283,9 +290,9 @@ class EngineLoop:
                 case SendBlocks(attempt, blocks):
                     assert self._handoff is not None
                     self._handoff.send_blocks(attempt, blocks, now)
-                case FinishSend(attempt, record):
+                case FinishSend(attempt, result):
                     assert self._handoff is not None
-                    self._handoff.finish_send(attempt, record, now)
+                    self._handoff.finish_send(attempt, result, now)
                 case CancelAttempt(attempt, reason):
                     assert self._handoff is not None
                     self._handoff.cancel(attempt, reason, now)

@@ -43,14 +43,13 @@ class Scheduler:
         *,
         layout_digest: str = "",
         kv_heads: int = 1,
-        block_bytes: int = 0,
         recompute: bool = True,
     ) -> None:
         self.config = config
         self.max_model_len = plan.max_model_len
         self.pool = pool
         self.blocks = SequenceBlocks(plan, pool, prefix_caching=pool.prefix_caching)
-        self.handoffs = Handoffs(self.blocks, layout_digest, kv_heads, block_bytes)
+        self.handoffs = Handoffs(self.blocks, layout_digest, kv_heads)
         self._recompute = recompute
         self._live: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
@@ -139,18 +138,16 @@ class Scheduler:
             )
 
     def abort(self, request_id: str, attempt: str, reason: str) -> list[Effect]:
-        """End a request in any phase. Unknown ids are counted and ignored."""
+        """End an attempt, or with an empty `attempt` the request, in any phase. Unknown ids are counted and ignored."""
         if attempt:
-            # A request that computes its own prompt is known by its request id alone.
-            local = self._live.get(request_id)
-            named = self._live.get(attempt) or (local if local is not None and not local.attempt else None)
+            named = self._live.get(attempt)
             found = [] if named is None else [named]
         else:
             found = [s for s in self._live.values() if s.request.request_id == request_id]
         self._unknown += not found
         effects: list[Effect] = []
         for seq in found:
-            effects += self._end(seq, FinishReason.ABORT, Cancelled(reason, attempt=seq.attempt or None))
+            effects += self._end(seq, FinishReason.ABORT, Cancelled(reason))
         return effects
 
     def abort_all(self, error: RequestError) -> list[Effect]:
@@ -179,7 +176,7 @@ class Scheduler:
                 error = f"request waited {now - seq.arrival_s:.1f} s for KV blocks or a batch row; retry later"
             else:
                 continue
-            effects += self._end(seq, FinishReason.ERROR, DeadlineExceeded(error, stage=seq.phase.value))
+            effects += self._end(seq, FinishReason.ERROR, DeadlineExceeded(error))
         return effects
 
     # ---------------------------------------------------------------------------------------------------- planning
@@ -456,6 +453,7 @@ class Scheduler:
 
     def _end(self, seq: Sequence, reason: FinishReason, error: RequestError) -> list[Effect]:
         """End a request early, from any phase."""
+        error = error.located(seq.phase.value, seq.attempt)
         effects: list[Effect] = []
         if seq.attempt and self.handoffs.open(seq.attempt):
             effects.append(CancelAttempt(seq.attempt, error.message))
@@ -491,7 +489,7 @@ class Scheduler:
     def transfer_failed(self, attempt: str, error: RequestError) -> list[Effect]:
         """The KV did not move. Prefill and `Fail` end the request; `Recompute` computes the prompt here."""
         seq = self._live.get(attempt)
-        if seq is None or seq.phase in (Phase.READY, Phase.ENDED):
+        if seq is None or seq.kind is Kind.LOCAL or seq.phase in (Phase.READY, Phase.ENDED):
             self._unknown += 1
             return []
         if seq.kind is Kind.SEND or not self._recompute:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ..interfaces import BlockRef, ReceiveJob
-from ..protocol import PrefillRecord
+from ..interfaces import BlockRef, PromptResult, ReceiveJob
 from ..request import GenerateRequest, TokenChunk
 
 
@@ -41,7 +40,7 @@ class Sequence:
     """One live request. `scheduled` runs ahead of `written` by what is in flight in the executor."""
 
     sid: str
-    """Scheduler id: the attempt id where there is one, else the request id."""
+    """Scheduler id: the attempt id where there is one, also of a local attempt, else the request id."""
     request: GenerateRequest
     kind: Kind
     arrival_s: float
@@ -128,7 +127,7 @@ class FinishSend:
     """Every block was handed over: write the record last."""
 
     attempt: str
-    record: PrefillRecord
+    result: PromptResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,7 @@ from .backend import EngineBackend
 from .kv_events import KvEventFeed
 
 T = TypeVar("T", bound=BaseModel)
+log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 << 20
 """A million-token prompt is about 7 MB of JSON."""
@@ -158,58 +160,66 @@ class EngineServer:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Stream tokens as NDJSON; the connection's end is the cancellation."""
         call = await _body(request, GenerateCall)
-        with self._in_flight.track():
-            stream = self._backend.stream(
-                call.request.to_request(),
-                attempt=call.attempt,
-                peer_url=call.prefill_url,
-                peer_epoch=call.prefill_epoch,
-            )
-            response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-            observer = _Observer(self._meters, self._clock, len(call.request.prompt_token_ids))
-            try:
-                async for reply in stream:
-                    if not response.prepared:
-                        await response.prepare(request)
-                    if isinstance(reply, Ticket):
-                        await response.write(reserved_line(reply))
-                    else:
-                        observer.chunk(reply)
-                        await response.write(token_line(reply))
-            except RequestError as error:
-                self._meters.requests.failed(error.status, error.code)
-                if response.prepared:
-                    raise
-                return error_response(error)
-            except ConnectionResetError:
-                # A write found out before the server did that the router has gone.
-                self._meters.requests.failed(499, "cancelled")
-                return response
-            except asyncio.CancelledError:
-                if not self._in_flight.aborting:
-                    self._meters.requests.failed(499, "cancelled")
-                    raise
-                refusal = self._in_flight.refusal()
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        try:
+            with self._in_flight.track():
+                await self._stream(request, response, call)
+        except RequestError as error:
+            self._meters.requests.failed(error.status, error.code)
+            if response.prepared:
+                raise
+            return error_response(error.located("admission", call.attempt or call.local_attempt))
+        except ConnectionResetError:
+            # A write found out before the server did that the router has gone.
+            self._meters.requests.failed(499, "cancelled")
+            log.debug("the reader of %s has left", call.attempt or call.request.request_id)
+        return response
+
+    async def _stream(self, request: web.Request, response: web.StreamResponse, call: GenerateCall) -> None:
+        stream = self._backend.stream(
+            call.request.to_request(),
+            attempt=call.attempt,
+            local_attempt=call.local_attempt,
+            peer_url=call.prefill_url,
+            peer_epoch=call.prefill_epoch,
+        )
+        observer = _Observer(self._meters, self._clock, len(call.request.prompt_token_ids))
+        try:
+            async for reply in stream:
                 if not response.prepared:
-                    return error_response(refusal)
-                await response.write(token_line(TokenChunk(finish_reason=FinishReason.ERROR, error=refusal)))
-            finally:
-                await stream.aclose()
-            await response.write_eof()
-            return response
+                    await response.prepare(request)
+                if isinstance(reply, Ticket):
+                    await response.write(reserved_line(reply))
+                else:
+                    observer.chunk(reply)
+                    await response.write(token_line(reply))
+        except asyncio.CancelledError:
+            if not self._in_flight.aborting:
+                self._meters.requests.failed(499, "cancelled")
+                raise
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()  # ours, from InFlight.abort: the router is still there and gets an answer
+            refusal = self._in_flight.refusal().located("draining", call.attempt or call.local_attempt)
+            if not response.prepared:
+                raise refusal from None
+            await response.write(token_line(TokenChunk(finish_reason=FinishReason.ERROR, error=refusal)))
+        finally:
+            await stream.aclose()
+        await response.write_eof()
 
     async def prefill(self, request: web.Request) -> web.Response:
         """Compute and send one prompt."""
         call = await _body(request, PrefillCall)
-        with self._in_flight.track():
-            try:
+        try:
+            with self._in_flight.track():
                 answer = await self._backend.prefill(call)
-            except RequestError as error:
-                self._meters.requests.failed(error.status, error.code)
-                return error_response(error)
-            self._meters.transfer.seconds.observe(answer.transfer_s)
-            self._meters.requests.prompt_tokens.inc(answer.num_tokens)
-            return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
+        except RequestError as error:
+            self._meters.requests.failed(error.status, error.code)
+            return error_response(error.located("admission", call.attempt))
+        self._meters.transfer.seconds.observe(answer.transfer_s)
+        self._meters.requests.prompt_tokens.inc(answer.num_tokens)
+        return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
 
     async def commit(self, request: web.Request) -> web.Response:
         """Prefill has sent everything, or has failed."""
@@ -232,14 +242,16 @@ class EngineServer:
         )
         return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
 
-
     async def kv_events(self, feed: KvEventFeed, request: web.Request) -> web.StreamResponse:
         """Changes of the prefix cache as NDJSON, until the reader leaves or this process ends."""
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
-        async for line in feed.lines():
-            await response.write(line.model_dump_json().encode() + b"\n")
-        await response.write_eof()
+        try:
+            async for line in feed.lines():
+                await response.write(line.model_dump_json().encode() + b"\n")
+            await response.write_eof()
+        except ConnectionResetError:
+            log.debug("the reader of KV events at %s has left", request.remote)
         return response
 
 

@@ -17,7 +17,17 @@ from dataclasses import dataclass, field
 
 from ..config import TransferConfig
 from ..errors import ConfigError
-from ..interfaces import BlockRef, HandoffEvent, HandoffStats, KvMemory, Piece, ReceiveJob, SendJob, TransferResult
+from ..interfaces import (
+    BlockRef,
+    HandoffEvent,
+    HandoffStats,
+    KvMemory,
+    Piece,
+    PromptResult,
+    ReceiveJob,
+    SendJob,
+    TransferResult,
+)
 from ..kv.keys import keys_digest
 from ..protocol import CommitCall, PrefillRecord, Ticket
 from . import leg as lg
@@ -36,7 +46,10 @@ class _Attempt:
     ticket: Ticket
     job: SendJob | ReceiveJob
     blocks: dict[int, BlockRef] = field(default_factory=dict)
+    result: PromptResult | None = None
+    """Sending: set when every block was given."""
     record: PrefillRecord | None = None
+    """Receiving: what came."""
     raw_record: bytes | None = None
 
 
@@ -60,8 +73,8 @@ def blocks_crc32(memory: KvMemory, block_ids: Sequence[int]) -> int:
 class TransferAgent:
     """Owns the legs of this process and its one back end; see `interfaces.KvHandoff` for the calls.
 
-    The agent fills in `key_digest`, `block_bytes` and (with `verify_crc`) `crc` of a record: they describe the
-    blocks that were really moved, prompt blocks `skip_blocks` onwards.
+    Records are made here: `key_digest`, `block_bytes` and (with `verify_crc`) `crc` describe the blocks that were
+    really moved, prompt blocks `skip_blocks` onwards.
     """
 
     def __init__(
@@ -115,6 +128,8 @@ class TransferAgent:
             if job.attempt in self._closed:
                 problem = "the attempt was ended before its prefill began"
             self._attempts[job.attempt] = _Attempt(leg=leg, ticket=ticket, job=job)
+        if not problem:
+            self._backend.expect(ticket)
         self._post(lg.Admit(job.attempt, problem), now)
 
     def send_blocks(self, attempt: str, blocks: Sequence[BlockRef], now: float) -> None:
@@ -140,7 +155,7 @@ class TransferAgent:
         if pieces:
             self._post(lg.Blocks(attempt, tuple(pieces)), now)
 
-    def finish_send(self, attempt: str, record: PrefillRecord, now: float) -> None:
+    def finish_send(self, attempt: str, result: PromptResult, now: float) -> None:
         entry = self._open_for_blocks(attempt)
         if entry is None:
             return
@@ -150,7 +165,7 @@ class TransferAgent:
             reason = f"{count} blocks were given for prompt blocks {skip} to {skip + wanted - 1}; all or none are sent"
             self._post(lg.Cancel(attempt, reason), now)
             return
-        entry.record = record
+        entry.result = result
         self._post(lg.Finish(attempt), now)
 
     def open_receive(self, job: ReceiveJob, now: float) -> Ticket:
@@ -242,7 +257,7 @@ class TransferAgent:
 
     def _open_for_blocks(self, attempt: str) -> _Attempt | None:
         entry = self._live(attempt)
-        if entry is not None and entry.record is not None:
+        if entry is not None and entry.result is not None:
             with self._mutex:
                 self._counts["dropped"] += 1
             return None
@@ -367,14 +382,17 @@ class TransferAgent:
         if entry.leg.closing:
             self._done(entry, op)(TransferResult(ok=False, moved_bytes=0, reason="ended before the record"))
             return
-        assert entry.record is not None
-        record = entry.record.model_copy(
-            update={
-                "attempt": entry.leg.attempt,
-                "key_digest": keys_digest([entry.blocks[index].key for index in sorted(entry.blocks)]),
-                "block_bytes": self._memory.block_bytes,
-                "crc": crc,
-            }
+        result = entry.result
+        assert result is not None
+        first = result.first_logprobs
+        record = PrefillRecord(
+            attempt=entry.leg.attempt,
+            num_tokens=result.num_tokens,
+            first_token=result.first_token,
+            first_logprobs=None if first is None else (first.token_id, first.logprob, first.top),
+            key_digest=keys_digest([entry.blocks[index].key for index in sorted(entry.blocks)]),
+            block_bytes=self._memory.block_bytes,
+            crc=crc,
         )
         self._write(entry, op, (), pack_record(record))
 

@@ -33,6 +33,9 @@ class TransferBackend(KvTransfer, Protocol):
     def reserve(self, job: ReceiveJob, layout_digest: str) -> Ticket:
         """Describe where to write. Raises Overloaded when no record slot is free."""
 
+    def expect(self, ticket: Ticket) -> None:
+        """Writes for this ticket will follow: what they need of the peer may be found out now."""
+
     def forget(self, attempt: str) -> None:
         """The attempt is over and drained: free its record slot, remove its request-scoped keys."""
 

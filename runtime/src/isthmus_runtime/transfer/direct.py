@@ -6,6 +6,9 @@ and would free a batch that timed out. So an operation that ends here has truly 
 time is reported as unsettled and watched until it does. Mooncake offers no completion event and its own waits spin
 on a core; the thread looks every POLL_S while something moves and sleeps on an event otherwise.
 
+Nothing is submitted to a decode that was not asked for its epoch a moment ago: a process that was restarted may have
+its predecessor's port and addresses (docs/adr/0012).
+
 A write is complete when the receiver has stored it (acknowledged framing, MC_TCP_PROTO 2), so the record, submitted
 after everything else completed, is really last.
 """
@@ -27,19 +30,21 @@ from ..errors import ConfigError
 from ..interfaces import Done, KvMemory, Piece, ReceiveJob, TransferResult
 from ..protocol import Ticket
 from .backend import Effective
-from .bounded import INSTALL_HINT, TookTooLong, connect_problem, run_bounded, split_address
+from .bounded import INSTALL_HINT, TookTooLong, run_bounded, split_address
 from .drain import Answer, ask_peer
+from .greeting import Greeter, greeting_problem
 from .slots import SLOT_BYTES, RecordSlots
-from .sockets import end_connections_from, listening_ports, stuck_bytes_to
+from .sockets import end_connections_from, listening_ports, probe_accepted, stuck_bytes_to
 from .transport import FLOOR_GBPS, MAX_RUN_BYTES, Run, choose_transport, merge_runs, transport_environment
 
 POLL_S = 0.0005
 WINDOW = 64
 """Runs in flight per operation: what a cancelled operation still has to wait for."""
-CONNECT_S = 0.4
-"""A peer that does not accept a connection within this is down."""
-FRESH_S = 1.0
-"""A peer that accepted a connection this recently is not asked again."""
+GREETING_S = 0.8
+"""A peer that does not say its epoch within this is down."""
+FRESH_S = 0.25
+"""A peer that said its epoch this recently is not asked again: no process is replaced, its memory registered and its
+port taken, within this."""
 GRACE_S = 0.1
 """After a peer's drain acknowledgement: bytes already in this host's socket buffers reach memory meanwhile."""
 PROBE_BYTES = 8 << 20
@@ -55,6 +60,8 @@ _DONE, _FAILED = 1, -1
 class _Op:
     attempt: str
     session: str
+    greeting: str
+    epoch: str
     runs: deque[Run]
     record: tuple[int, int] | None
     """(slot here, bytes) still to be written once all runs are done."""
@@ -62,7 +69,8 @@ class _Op:
     done: Done
     timeout_s: float
     deadline: float
-    ready: bool = False
+    asking: bool = False
+    """Whether the peer is being asked for its epoch."""
     flying: dict[int, Run] = field(default_factory=dict)
     moved: int = 0
     problem: str = ""
@@ -73,18 +81,24 @@ class _Op:
 
 
 class DirectTransfer:
-    """Implements `TransferBackend` over TransferEngine with P2PHANDSHAKE. `host`: the address peers reach this at."""
+    """Implements `TransferBackend` over TransferEngine with P2PHANDSHAKE.
+
+    `host`: the address peers reach this at. `epoch`: of this process, never that of an earlier one.
+    """
 
     def __init__(
         self,
         *,
         host: str,
+        epoch: str,
         transport: str = "auto",
         fallback: str = "deny",
         timeout_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        assert epoch, "a direct transfer needs the epoch of its process"
         self._host = host
+        self._epoch = epoch
         self._asked = (transport, fallback)
         self._timeout_s = timeout_s
         self._clock = clock
@@ -95,7 +109,9 @@ class DirectTransfer:
         self._calls: list[Callable[[], None]] = []
         self._slots = RecordSlots()
         self._reserved: dict[str, int] = {}
-        self._reachable: dict[str, float] = {}
+        self._greeted: dict[tuple[str, str, str], float] = {}
+        """When the process of (session, greeting, epoch) last said so."""
+        self._greeter: Greeter | None = None
         self._broken: dict[str, str] = {}
         """Peer's host, per attempt that had a failed write."""
         self._ports: frozenset[int] = frozenset()
@@ -153,6 +169,8 @@ class DirectTransfer:
                 "--transfer-host must be an address of this machine"
             )
         self._ports = listening_ports()
+        probe_accepted()
+        self._greeter = Greeter(self._host, self._epoch)
         size = memory.num_blocks * memory.block_stride
         for name, base, nbytes in (("KV pool", memory.base, size), ("records", self._slots.base, self._slots.nbytes)):
             code = engine.register_memory(base, nbytes)
@@ -198,7 +216,7 @@ class DirectTransfer:
     # -------------------------------------------------------------------------------------------------------- calls
 
     def reserve(self, job: ReceiveJob, layout_digest: str) -> Ticket:
-        assert self._memory is not None, "prepare comes first"
+        assert self._memory is not None and self._greeter is not None, "prepare comes first"
         with self._wake:
             address = self._slots.take()
             self._reserved[job.attempt] = address
@@ -208,6 +226,8 @@ class DirectTransfer:
             layout_digest=layout_digest,
             skip_blocks=job.skip_blocks,
             session=self._session,
+            greeting=self._greeter.address,
+            epoch=self._epoch,
             pool_base=self._memory.base,
             block_stride=self._memory.block_stride,
             block_ids=tuple(block.block_id for block in job.blocks),
@@ -230,6 +250,8 @@ class DirectTransfer:
         op = _Op(
             attempt=attempt,
             session=ticket.session,
+            greeting=ticket.greeting,
+            epoch=ticket.epoch,
             runs=deque(merge_runs(pieces, self._memory, MAX_RUN_BYTES[self._effective.transport])),
             record=None,
             record_target=ticket.record_address,
@@ -242,11 +264,8 @@ class DirectTransfer:
                 op.slot = self._slots.take()
                 self._slots.write(op.slot, record)
                 op.record = (op.slot, len(record))
-            op.ready = self._clock() - self._reachable.get(op.session, float("-inf")) < FRESH_S
             self._new.append(op)
             self._wake.notify()
-        if not op.ready:
-            self._helpers.submit(self._check_peer, op)
 
     def read(self, attempt: str, pieces: Sequence[Piece], timeout_s: float, done: Done) -> None:
         """The peer wrote the blocks; what is left to fetch is the record in its slot."""
@@ -289,6 +308,11 @@ class DirectTransfer:
 
         self._call(look)
 
+    def expect(self, ticket: Ticket) -> None:
+        peer = (ticket.session, ticket.greeting, ticket.epoch)
+        if not self._is_fresh(peer):
+            self._helpers.submit(self._greet, peer)
+
     def forget(self, attempt: str) -> None:
         with self._wake:
             self._broken.pop(attempt, None)
@@ -306,6 +330,8 @@ class DirectTransfer:
         if self._thread.is_alive():
             self._thread.join()
         self._helpers.shutdown(wait=True, cancel_futures=True)
+        if self._greeter is not None:
+            self._greeter.close()
         if self._engine is not None and self._memory is not None:
             self._engine.unregister_memory(self._memory.base)
             self._engine.unregister_memory(self._slots.base)
@@ -316,15 +342,27 @@ class DirectTransfer:
             self._calls.append(work)
             self._wake.notify()
 
+    def _is_fresh(self, peer: tuple[str, str, str]) -> bool:
+        with self._wake:
+            return self._clock() - self._greeted.get(peer, float("-inf")) < FRESH_S
+
+    def _greet(self, peer: tuple[str, str, str]) -> str:
+        """Ask who is there. A dead host, too, would hold up the transfer thread inside Mooncake's handshake."""
+        session, greeting, epoch = peer
+        asked = self._clock()
+        problem = greeting_problem(greeting, epoch, GREETING_S)
+        with self._wake:
+            self._greeted = {p: t for p, t in self._greeted.items() if p != peer and asked - t < FRESH_S}
+            if not problem:
+                self._greeted[peer] = asked
+        return f"decode's TransferEngine at {session} {problem}" if problem else ""
+
     def _check_peer(self, op: _Op) -> None:
-        """A dead host would hold up the transfer thread inside Mooncake's handshake; find out here first."""
-        problem = connect_problem(op.session, CONNECT_S)
+        problem = self._greet((op.session, op.greeting, op.epoch))
         with self._wake:
             if problem:
-                _stop(op, f"decode's TransferEngine at {op.session} does not answer: {problem}")
-            else:
-                self._reachable[op.session] = self._clock()
-            op.ready = True
+                _stop(op, problem)
+            op.asking = False
             self._wake.notify()
 
     # ------------------------------------------------------------------------------------------------------- the thread
@@ -343,9 +381,10 @@ class DirectTransfer:
                 self._advance(op)
 
     def _pause(self) -> float | None:
-        if any(op.flying or op.ready for op in self._ops):
+        if any(op.flying for op in self._ops):
             return POLL_S if self._clock() - self._moved_at < BUSY_S else IDLE_POLL_S
-        return max(0.0, min((op.deadline for op in self._ops), default=0.0) - self._clock()) if self._ops else None
+        due = min((op.deadline for op in self._ops if not op.reported), default=None)
+        return None if due is None else max(0.0, due - self._clock())
 
     def _advance(self, op: _Op) -> None:
         for transfer, run in tuple(op.flying.items()):
@@ -358,10 +397,11 @@ class DirectTransfer:
                 del op.flying[transfer]
                 _stop(op, f"write of {run.nbytes} bytes to {op.session} failed")
                 op.broken = True
-                self._reachable.pop(op.session, None)
-        if op.ready:
+                with self._wake:
+                    self._greeted.pop((op.session, op.greeting, op.epoch), None)
+        if not op.asking:
             self._submit(op)
-        if op.ready and not (op.flying or op.runs or op.record):
+        if not (op.asking or op.flying or op.runs or op.record):
             self._finish(op)
         elif not op.reported and self._clock() >= op.deadline:
             op.reported = True
@@ -373,6 +413,10 @@ class DirectTransfer:
     def _submit(self, op: _Op) -> None:
         while len(op.flying) < WINDOW:
             with self._wake:
+                if (op.runs or op.record) and not self._is_fresh((op.session, op.greeting, op.epoch)):
+                    op.asking = True
+                    self._helpers.submit(self._check_peer, op)
+                    return
                 if op.runs:
                     run = op.runs.popleft()
                 elif op.record and not op.flying:

@@ -14,7 +14,8 @@ def make_transfer(
     """The back end for `cfg.mode`, not yet prepared.
 
     Args:
-        fabric, name, epoch: for mode `memory`: the network to join, and as whom.
+        epoch: of this process; peers know it from `/info` and from tickets.
+        fabric, name: for mode `memory`: the network to join, and as whom.
 
     Raises:
         ConfigError: the mode moves nothing, is unknown, or lacks what it needs.
@@ -22,7 +23,9 @@ def make_transfer(
     if cfg.mode == "direct":
         from .direct import DirectTransfer
 
-        return DirectTransfer(host=cfg.host, transport=cfg.transport, fallback=cfg.fallback, timeout_s=cfg.timeout_s)
+        return DirectTransfer(
+            host=cfg.host, epoch=epoch, transport=cfg.transport, fallback=cfg.fallback, timeout_s=cfg.timeout_s
+        )
     if cfg.mode == "store":
         from .store import StoreTransfer
 

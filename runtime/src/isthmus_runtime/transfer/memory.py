@@ -357,6 +357,9 @@ class MemoryTransfer:
     def drained(self, attempt: str, peer_url: str, peer_epoch: str, done: Callable[[bool], None]) -> None:
         self.fabric._ask(self, attempt, peer_url, peer_epoch, done)
 
+    def expect(self, ticket: Ticket) -> None:
+        """Nothing is needed of a peer."""
+
     def forget(self, attempt: str) -> None:
         self._slots.pop(attempt, None)
 

@@ -1,4 +1,4 @@
-"""TCP's part in a drain: bytes of a failed write that the kernel still holds, and how to keep them out. Linux only.
+"""What only the kernel knows of a peer's TCP connections, and how to act on it. Linux only.
 
 Mooncake closes a connection whose write failed, and the kernel goes on sending what was in its buffer: after a cut of
 some seconds it arrives seconds late, at addresses that may be in use for something else by then. The side that wrote
@@ -18,6 +18,8 @@ from pathlib import Path
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _CLOSED, _LISTEN = 0x07, 0x0A
+_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
+"""Seconds, seconds, times, milliseconds: a peer is silent for good after 25 s, idle or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,22 @@ def listening_ports() -> frozenset[int]:
     return frozenset(
         sock.getsockname()[1] for sock in _sockets() if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     )
+
+
+def probe_accepted() -> int:
+    """Let the kernel end connections whose other end vanished without a word. Returns the listening sockets set so.
+
+    Whatever is accepted on a socket that listens now inherits this. Neither Mooncake nor an idle HTTP connection would
+    ever find out: each such peer would leave its connections here for good.
+    """
+    count = 0
+    for sock in _sockets():
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _PROBES.items():
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+            count += 1
+    return count
 
 
 def end_connections_from(host: str, ports: frozenset[int]) -> int:

@@ -9,30 +9,29 @@ whether a block was evicted between the two calls.
 Calls into a master that died block for seconds, so they run in worker threads and a watch thread gives them up. A
 call that was given up may still read or write the KV pool: its attempt is not drained before the call returns.
 
+Values go to the segment of whoever puts them as long as it has room (docs/adr/0009): a put then depends on nobody else.
+
 The pool does not keep late bytes of a failed put out of memory that it has given to another key meanwhile, so what
 decode reads is checked (docs/adr/0007), and values found wrong are removed.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..config import apply_transport_environment
-from ..errors import ConfigError
 from ..interfaces import Done, KvMemory, Piece, ReceiveJob, TransferResult
 from ..kv.keys import record_key
 from ..protocol import Ticket
 from .backend import Effective
-from .bounded import INSTALL_HINT, TookTooLong, connect_problem, run_bounded
+from .bounded import TookTooLong, connect_problem, run_bounded
+from .joining import Pool, join_pool, leave_behind
+from .pool_codes import MISSING, NO_SPACE, OWNER_GONE, UNREACHABLE, explain
 from .slots import SLOT_BYTES, RecordSlots
 from .transport import transport_environment
 
@@ -49,48 +48,18 @@ CLOSE_S = 2.0
 FRESH_S = 0.25
 """The master is not asked again within this time of an answer."""
 NO_SPACE_PAUSE_S = 0.2
+PUT_TRIES = 3
+"""A put that found no space, or the segment of a pod that is gone, is tried on: the pool chooses again."""
+OTHERS_PUT_S = 0.5
+"""How long a key that another process is putting may stay incomplete."""
+OTHERS_PAUSE_S = 0.005
 SWEEP_AFTER_S = 60.0
 """After its timeout, when prefill removes keys that decode should have removed."""
-_NO_SPACE, _MISSING = -200, -704
-_UNREACHABLE = (-900, -901, -1010)
-_MEANING = {
-    -10: "buffer too small",
-    -200: "the pool has no space",
-    -600: "invalid size",
-    -704: "not in the pool",
-    -706: "leased by a reader",
-    -707: "lease ended during the read",
-    -800: "the pod that held it is gone",
-    -900: "mooncake_master does not answer",
-    -901: "mooncake_master did not answer in time",
-    -1010: "mooncake_master is unavailable",
-}
 
 
 def is_scoped(key: str) -> bool:
     """Keys of one attempt; all others are shared by content."""
     return ":partial:" in key or key.startswith("record:")
-
-
-def explain(code: int) -> str:
-    """A Mooncake code in words."""
-    return f"{_MEANING.get(code, 'failed')} ({code})"
-
-
-# setup() keeps the interpreter lock, for more than a minute when the master does not answer: no thread of this process
-# could give it up. A child tries it first; one that hangs is killed.
-_SETUP_REFUSED = 3
-_TRY_SETUP = f"""
-import os, sys
-from mooncake.store import MooncakeDistributedStore
-code = MooncakeDistributedStore().setup(sys.argv[1], "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[2])
-os._exit({_SETUP_REFUSED} if code else 0)
-"""
-
-
-def _leave_behind(store: Any) -> None:
-    """Never run the destructor: without a master it keeps the interpreter lock for a quarter of a minute."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))
 
 
 class _Broken(Exception):
@@ -143,8 +112,7 @@ class StoreTransfer:
         self._sweep: list[tuple[float, str]] = []
         self._answered = float("-inf")
         self._threads: list[threading.Thread] = []
-        self._native: Any = None
-        self._store: Any = None
+        self._pool: Pool | None = None
         self._memory: KvMemory | None = None
 
     @property
@@ -152,50 +120,23 @@ class StoreTransfer:
         return False
 
     def effective(self) -> Effective:
-        return Effective("store/tcp", 0.0)
+        return Effective("tcp", 0.0 if self._pool is None else self._pool.gbps)
 
     # ------------------------------------------------------------------------------------------------------- start-up
 
     def prepare(self, memory: KvMemory, timeout_s: float) -> None:
-        fix = "start mooncake_master there, or correct --store-master"
-        if problem := connect_problem(self._master, min(timeout_s, 2.0)):
-            raise ConfigError(f"--store-master {self._master}: no connection ({problem}); {fix}")
+        """As in `KvTransfer`; also puts values into the pool and reads them back."""
         apply_transport_environment(transport_environment("tcp", self._timeout_s))
-        argv = [sys.executable, "-c", _TRY_SETUP, self._host, self._master]
-        try:
-            subprocess.run(argv, timeout=timeout_s, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        except subprocess.TimeoutExpired as error:
-            raise ConfigError(f"--store-master {self._master}: no answer within {timeout_s:g} s; {fix}") from error
-        except subprocess.CalledProcessError as error:
-            if error.returncode == _SETUP_REFUSED:
-                raise ConfigError(f"--store-master {self._master}: it refused {self._host!r} as a client") from error
-            raise ConfigError(
-                f"--transfer-mode store: Mooncake cannot be loaded (exit status {error.returncode}); {INSTALL_HINT}"
-            ) from error
-        self._prepare(memory)
+        regions = {
+            "the KV pool": (memory.base, memory.num_blocks * memory.block_stride),
+            "records": (self._slots.base, self._slots.nbytes),
+        }
+        self._memory = memory
+        self._pool = join_pool(self._host, self._master, self._segment_bytes, regions, timeout_s, self._clock)
         bodies = [self._work] * WORKERS + [self._watch]
         self._threads = [threading.Thread(target=body, name="transfer-store", daemon=True) for body in bodies]
         for thread in self._threads:
             thread.start()
-
-    def _prepare(self, memory: KvMemory) -> None:
-        import mooncake.store as mooncake
-
-        store = mooncake.MooncakeDistributedStore()
-        # The local buffer only serves calls that copy; all of ours use registered memory.
-        code = store.setup(self._host, "P2PHANDSHAKE", self._segment_bytes, 16 << 20, "tcp", "", self._master)
-        if code != 0:
-            _leave_behind(store)
-            raise ConfigError(
-                f"--store-master {self._master}: setup from {self._host!r} with --store-segment-size "
-                f"{self._segment_bytes} gave {explain(code)}; the smallest segment is 16Mi"
-            )
-        size = memory.num_blocks * memory.block_stride
-        for name, base, nbytes in (("KV pool", memory.base, size), ("records", self._slots.base, self._slots.nbytes)):
-            code = store.register_buffer(base, nbytes)
-            if code != 0:
-                raise ConfigError(f"--transfer-mode store: registering {name} ({nbytes} bytes) gave {explain(code)}")
-        self._native, self._store, self._memory = mooncake, store, memory
 
     # -------------------------------------------------------------------------------------------------------- calls
 
@@ -253,6 +194,9 @@ class StoreTransfer:
             moving = any(job.attempt == attempt for job in self._jobs)
         done(not moving)
 
+    def expect(self, ticket: Ticket) -> None:
+        """Nothing is needed of a peer."""
+
     def forget(self, attempt: str) -> None:
         """Decode removes the attempt's keys. Prefill's stay until decode did, and are swept later."""
         with self._wake:
@@ -274,17 +218,17 @@ class StoreTransfer:
         for thread in self._threads:
             # A worker may sit in a call that does not end; it is a daemon.
             thread.join(timeout=1.0)
-        if self._store is not None:
-            store, self._store = self._store, None
+        if self._pool is not None:
+            store, self._pool = self._pool.store, None
             # Closing it under a call that still runs, as into a master that is stopped, ends the process by a signal.
             if any(thread.is_alive() for thread in self._threads) or connect_problem(self._master, CONNECT_S):
-                _leave_behind(store)
+                leave_behind(store)
                 return
             try:
                 # Closing keeps the interpreter lock: nobody could give it up. This call does not.
                 run_bounded(lambda: store.batch_is_exist(["closing"]), CLOSE_S, "transfer-close")
             except TookTooLong:
-                _leave_behind(store)
+                leave_behind(store)
                 return
             store.close()
 
@@ -395,6 +339,12 @@ class StoreTransfer:
         self._answered = self._clock()
         return ""
 
+    @property
+    def _joined(self) -> Pool:
+        if self._pool is None:
+            raise _Broken("the transfer was closed")
+        return self._pool
+
     def _check(self, job: _Job) -> None:
         if job.cancelled:
             raise _Broken("cancelled")
@@ -421,17 +371,29 @@ class StoreTransfer:
         return sum(piece.nbytes for piece in pieces)
 
     def _hold(self, job: _Job, pieces: Sequence[Piece]) -> None:
-        """Lease blocks, storing again what was evicted meanwhile."""
+        """Lease blocks, storing again what was evicted meanwhile.
+
+        A put on a key that somebody else is putting just now succeeds at once, and the key is there only when that
+        other put has ended: prompts that begin alike arrive together.
+        """
+        give_up = self._clock() + OTHERS_PUT_S
         for first in range(0, len(pieces), CHUNK_KEYS):
-            chunk = pieces[first : first + CHUNK_KEYS]
-            if missing := self._lease(job, chunk):
+            missing = self._lease(job, pieces[first : first + CHUNK_KEYS])
+            pause = 0.0
+            while missing:
+                if self._clock() >= give_up:
+                    raise _Broken(
+                        f"{len(missing)} blocks are not in the pool {OTHERS_PUT_S:g} s after they were put: it is too "
+                        "small for its load, or another process that puts the same blocks is stuck"
+                    )
+                self._closing.wait(pause)
+                pause = pause + OTHERS_PAUSE_S
                 self._put_all(job, missing, pinned=False)
-                if missing := self._lease(job, missing):
-                    raise _Broken(f"{len(missing)} blocks were evicted at once: the pool is too small for its load")
+                missing = self._lease(job, missing)
 
     def _put_all(self, job: _Job, pieces: Sequence[Piece], *, pinned: bool) -> None:
         left = list(pieces)
-        for attempt in (1, 2):
+        for attempt in range(1, PUT_TRIES + 1):
             codes = self._put_codes(
                 job, [p.key for p in left], [self._address(p) for p in left], [p.nbytes for p in left], pinned=pinned
             )
@@ -439,19 +401,21 @@ class StoreTransfer:
             if not bad:
                 return
             key, code = bad[0][0].key, bad[0][1]
-            if attempt == 2 or any(code != _NO_SPACE for _, code in bad):
+            if attempt == PUT_TRIES or any(code not in (NO_SPACE, OWNER_GONE) for _, code in bad):
                 raise _Broken(f"{len(bad)} of {len(left)} blocks were not stored; {key}: {explain(code)}")
             left = [piece for piece, _ in bad]
-            self._closing.wait(NO_SPACE_PAUSE_S)
+            if any(code == NO_SPACE for _, code in bad):
+                self._closing.wait(NO_SPACE_PAUSE_S)
 
     def _put_codes(
         self, job: _Job, keys: list[str], addresses: list[int], sizes: list[int], *, pinned: bool
     ) -> list[int]:
         self._check(job)
-        config = self._native.ReplicateConfig()
+        config = self._joined.native.ReplicateConfig()
         config.replica_num = self._replicas
         config.with_hard_pin = pinned
-        codes: list[int] = self._store.batch_put_from(keys, addresses, sizes, config)
+        config.preferred_segment = self._joined.segment
+        codes: list[int] = self._joined.store.batch_put_from(keys, addresses, sizes, config)
         return self._seen(codes)
 
     def _put_record(self, job: _Job, record: bytes) -> None:
@@ -470,7 +434,7 @@ class StoreTransfer:
     def _lease(self, job: _Job, pieces: Sequence[Piece]) -> list[Piece]:
         """Lease the pieces' keys; those that are not in the pool any more."""
         self._check(job)
-        codes = self._seen(self._store.batch_is_exist([p.key for p in pieces]))
+        codes = self._seen(self._joined.store.batch_is_exist([p.key for p in pieces]))
         return [piece for piece, code in zip(pieces, codes, strict=True) if code != 1]
 
     def _get(self, job: _Job, pieces: Sequence[Piece]) -> int:
@@ -488,10 +452,10 @@ class StoreTransfer:
 
     def _get_codes(self, job: _Job, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
         self._check(job)
-        return self._seen(self._store.batch_get_into(keys, addresses, sizes))
+        return self._seen(self._joined.store.batch_get_into(keys, addresses, sizes))
 
     def _seen(self, codes: list[int]) -> list[int]:
-        if any(code in _UNREACHABLE for code in codes):
+        if any(code in UNREACHABLE for code in codes):
             self._answered = float("-inf")
         return codes
 
@@ -514,8 +478,8 @@ class StoreTransfer:
     def _remove_keys(self, attempt: str, keys: list[str]) -> None:
         def work(_: _Job) -> TransferResult:
             # By force: the read just done holds a lease. What was never stored or is gone already is fine.
-            codes = self._seen(self._store.batch_remove(keys, True))
-            bad = [code for code in codes if code not in (0, _MISSING)]
+            codes = self._seen(self._joined.store.batch_remove(keys, True))
+            bad = [code for code in codes if code not in (0, MISSING)]
             return TransferResult(ok=not bad, moved_bytes=0, reason=explain(bad[0]) if bad else "")
 
         self._submit(f"remove {attempt}", work, self._timeout_s, lambda _: None, with_slot=False)
