@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart import NAMESPACE, of_kind, render
+from chart import CHART, NAMESPACE, of_kind, only, render
 from processes import free_port
 from rbac_audit import Right, calls, compare, rights
 from testcluster.cluster import Cluster
@@ -79,7 +79,7 @@ def optional_crd(group: str, kind: str, plural: str) -> dict[str, Any]:
 
 
 @contextmanager
-def operator(cluster: Cluster, folder: Path) -> Iterator[None]:
+def operator(cluster: Cluster, folder: Path, *flags: str) -> Iterator[None]:
     """A process with the account's own token."""
     token = cluster.kubectl("create", "token", ACCOUNT, "-n", NAMESPACE).strip()
     config = json.loads(cluster.kubectl("config", "view", "--raw", "--flatten", "-o", "json"))
@@ -89,7 +89,7 @@ def operator(cluster: Cluster, folder: Path) -> Iterator[None]:
     kubeconfig.chmod(0o600)
     environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "POD_NAMESPACE": NAMESPACE, "POD_NAME": "operator"}
     program = [sys.executable, "-P", "-m", "isthmus_operator", "operator", "--resync=2"]
-    program += ["--metrics-host=127.0.0.1", f"--metrics-port={free_port()}"]
+    program += ["--metrics-host=127.0.0.1", f"--metrics-port={free_port()}", *flags]
     with (folder / "operator.log").open("w") as log:
         process = subprocess.Popen(program, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -101,8 +101,8 @@ def operator(cluster: Cluster, folder: Path) -> Iterator[None]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            sys.stderr.write((folder / "operator.log").read_text()[-4000:])
     text = (folder / "operator.log").read_text()
-    sys.stderr.write(text[-4000:])
     assert process.returncode == 0 and "Traceback" not in text
 
 
@@ -150,3 +150,35 @@ def test_the_operator_has_the_rights_it_uses_and_no_other(request: pytest.Fixtur
     ]
     log = (cluster.folder / "audit.log").read_text().splitlines()
     assert str(compare(rights(granted), calls(log, USER), NOT_SEEN_HERE)) == "minimal"
+
+
+def test_one_operator_serves_two_teams_with_a_role_in_each(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    manifests = [
+        m
+        for m in render(CHART / "ci" / "several-namespaces-values.yaml")
+        if m["metadata"].get("annotations", {}).get("helm.sh/hook") != "test"
+    ]
+    cluster: Cluster = request.getfixturevalue("control_plane")
+    teams = ["team-a", "team-b"]
+    for name in (NAMESPACE, *teams, "nobodys"):
+        cluster.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
+    cluster.apply(*of_kind(render(), "CustomResourceDefinition"))
+    cluster.kubectl("wait", "--for=condition=Established", "crd", "--all", WAIT)
+    # Roles of another test on this cluster would hide what is missing in these.
+    for kind in ("clusterrolebinding", "clusterrole"):
+        cluster.kubectl("delete", kind, f"isthmus-{NAMESPACE}-operator", "--ignore-not-found")
+    for manifest in of_kind(manifests, "ServiceAccount", "Role", "RoleBinding"):
+        cluster.apply(manifest, namespace=manifest["metadata"]["namespace"])
+    args = only(manifests, "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
+    service = {**SERVICE, "spec": {**SERVICE["spec"], "router": {"image": "none.invalid/router:1"}}}
+    with operator(cluster, tmp_path, *(arg for arg in args if arg.startswith("--namespace"))):
+        for name in ("nobodys", *teams):
+            cluster.apply(service, namespace=name)
+        for team in teams:
+            what = f"inferenceservices.{GROUP}/llama"
+            cluster.kubectl("wait", "-n", team, "--for=create", "deployment/llama-router", WAIT)
+            cluster.kubectl("wait", "-n", team, "--for=condition=Progressing", what, WAIT)
+        assert "status" not in cluster.get(f"inferenceservices.{GROUP}", "llama", "-n", "nobodys")
+    assert "orbidden" not in (tmp_path / "operator.log").read_text()
+    for name in ("nobodys", *teams):
+        cluster.kubectl("delete", "namespace", name, "--wait=false")

@@ -29,6 +29,7 @@ from chart import (
 
 from isthmus_operator.__main__ import build_parser
 from isthmus_operator.operator_command import options_of
+from isthmus_operator.rbac import LEASE_RULES, policy_rules
 from isthmus_operator.settings import Identity
 
 VARIANTS: dict[str, Path | None] = {
@@ -162,7 +163,7 @@ def test_no_secret_is_empty(name: str) -> None:
 
 def test_only_a_generated_certificate_makes_a_secret() -> None:
     with_secret = {name for name in VARIANTS if of_kind(variant(name), "Secret")}
-    assert with_secret == {"defaults", "namespaced-webhook", "openshift", "everything"}
+    assert with_secret == {"defaults", "namespaced-webhook", "several-namespaces", "openshift", "everything"}
 
 
 def test_the_generated_certificate_serves_the_name_that_the_api_server_calls(tmp_path: Path) -> None:
@@ -201,30 +202,40 @@ def test_the_generated_certificate_serves_the_name_that_the_api_server_calls(tmp
     assert problems == []
 
 
-def test_the_mounted_secret_is_the_one_that_is_made() -> None:
-    def mounted(manifests: list[Manifest]) -> str:
-        volumes = deployment(manifests)["spec"]["template"]["spec"]["volumes"]
-        (name,) = [volume["secret"]["secretName"] for volume in volumes if "secret" in volume]
-        return str(name)
+def mounted(manifests: list[Manifest]) -> str:
+    volumes = deployment(manifests)["spec"]["template"]["spec"]["volumes"]
+    (name,) = [volume["secret"]["secretName"] for volume in volumes if "secret" in volume]
+    return str(name)
 
+
+def test_the_mounted_secret_is_the_one_that_is_made() -> None:
     assert mounted(variant("defaults")) == only(variant("defaults"), "Secret")["metadata"]["name"]
-    assert mounted(variant("cert-manager")) == only(variant("cert-manager"), "Certificate")["spec"]["secretName"]
     assert mounted(variant("air-gapped")) == "isthmus-webhook"
 
 
 def test_cert_manager_is_told_whom_to_trust() -> None:
     for name, issuer in (("cert-manager", "internal"), ("self-signed-issuer", "isthmus-webhook")):
         manifests = variant(name)
-        certificate = only(manifests, "Certificate")
         configuration = only(manifests, "ValidatingWebhookConfiguration")
+        (certificate,) = (m for m in of_kind(manifests, "Certificate") if not m["spec"].get("isCA"))
         wanted = f"{NAMESPACE}/{certificate['metadata']['name']}"
         assert configuration["metadata"]["annotations"]["cert-manager.io/inject-ca-from"] == wanted
         assert "caBundle" not in configuration["webhooks"][0]["clientConfig"]
         assert certificate["spec"]["issuerRef"]["name"] == issuer
         service = configuration["webhooks"][0]["clientConfig"]["service"]["name"]
         assert f"{service}.{NAMESPACE}.svc" in certificate["spec"]["dnsNames"]
+        assert mounted(manifests) == certificate["spec"]["secretName"]
     assert not of_kind(variant("cert-manager"), "Issuer")
-    assert only(variant("self-signed-issuer"), "Issuer")["spec"] == {"selfSigned": {}}
+
+
+def test_an_issuer_of_the_charts_own_keeps_its_authority_when_the_certificate_is_renewed() -> None:
+    """One that signs itself would be trusted before any pod serves it, and what is served not any more."""
+    manifests = variant("self-signed-issuer")
+    issuers = {m["metadata"]["name"]: m["spec"] for m in of_kind(manifests, "Issuer")}
+    authority, certificate = sorted(of_kind(manifests, "Certificate"), key=lambda m: not m["spec"].get("isCA"))
+    assert issuers[authority["spec"]["issuerRef"]["name"]] == {"selfSigned": {}}
+    assert issuers[certificate["spec"]["issuerRef"]["name"]] == {"ca": {"secretName": authority["spec"]["secretName"]}}
+    assert authority["spec"]["secretName"] != certificate["spec"]["secretName"]
 
 
 def test_the_webhook_cannot_hold_up_deletion_or_status() -> None:
@@ -238,9 +249,13 @@ def test_the_webhook_cannot_hold_up_deletion_or_status() -> None:
     assert webhook["sideEffects"] == "None"
 
 
+def in_namespaces(*names: str) -> Manifest:
+    return {"matchExpressions": [{"key": "kubernetes.io/metadata.name", "operator": "In", "values": list(names)}]}
+
+
 def test_a_namespaced_webhook_sees_its_namespace_only() -> None:
     (webhook,) = only(variant("namespaced-webhook"), "ValidatingWebhookConfiguration")["webhooks"]
-    assert webhook["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": NAMESPACE}}
+    assert webhook["namespaceSelector"] == in_namespaces(NAMESPACE)
     assert "namespaceSelector" not in only(variant("defaults"), "ValidatingWebhookConfiguration")["webhooks"][0]
 
 
@@ -259,11 +274,56 @@ def test_the_operator_has_no_right_to_secrets_roles_or_everything(name: str) -> 
             assert "rbac.authorization.k8s.io" not in rule["apiGroups"]
 
 
-def test_both_scopes_grant_the_same() -> None:
-    def rules(manifests: list[Manifest], kind: str) -> Any:
-        return next(m["rules"] for m in of_kind(manifests, kind) if m["metadata"]["name"].endswith("operator"))
+def rules_of_the_operator(manifests: list[Manifest]) -> list[Any]:
+    """Of every role that is bound to the account of the operator's pods, once for each binding."""
+    account = deployment(manifests)["spec"]["template"]["spec"]["serviceAccountName"]
+    bound = [
+        binding["roleRef"]
+        for binding in of_kind(manifests, "RoleBinding", "ClusterRoleBinding")
+        if account in (subject["name"] for subject in binding["subjects"])
+    ]
+    known = {(m["kind"], m["metadata"]["name"]): m["rules"] for m in of_kind(manifests, "Role", "ClusterRole")}
+    return [known[reference["kind"], reference["name"]] for reference in bound]
 
-    assert rules(variant("defaults"), "ClusterRole") == rules(variant("namespaced"), "Role")
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_scope_grants_what_the_operator_says_it_needs(name: str) -> None:
+    *everywhere, lease = rules_of_the_operator(variant(name))
+    assert len(everywhere) == (2 if name == "several-namespaces" else 1)
+    assert all(rules == policy_rules() for rules in everywhere)
+    assert [{key: rule[key] for key in rule if key != "resourceNames"} for rule in lease] == policy_rules(LEASE_RULES)
+
+
+def test_several_namespaces_get_a_role_each_and_nothing_else_does() -> None:
+    manifests = variant("several-namespaces")
+    teams = ["team-a", "team-b"]
+    for kind in ("Role", "RoleBinding"):
+        made = [m["metadata"] for m in of_kind(manifests, kind) if m["metadata"]["name"].endswith("operator")]
+        assert [meta["namespace"] for meta in made] == teams
+        # Another release of the same name in another namespace may look after the same teams.
+        assert {meta["name"] for meta in made} == {f"isthmus-{NAMESPACE}-operator"}
+    for binding in of_kind(manifests, "RoleBinding"):
+        assert [subject["namespace"] for subject in binding["subjects"]] == [NAMESPACE]
+    assert [arg for arg in container(manifests)["args"] if arg.startswith("--namespace=")] == [
+        f"--namespace={team}" for team in teams
+    ]
+    (webhook,) = only(manifests, "ValidatingWebhookConfiguration")["webhooks"]
+    assert webhook["namespaceSelector"] == in_namespaces(*teams)
+    (services,) = (
+        peer["namespaceSelector"]
+        for rule in only(manifests, "NetworkPolicy")["spec"]["egress"]
+        for peer in rule.get("to", [])
+    )
+    assert services == in_namespaces(*teams)
+    assert not of_kind(manifests, "ClusterRole", "ClusterRoleBinding")
+
+
+def test_the_check_asks_in_a_namespace_that_the_webhook_sees() -> None:
+    for name, namespace in (("defaults", NAMESPACE), ("namespaced", NAMESPACE), ("several-namespaces", "team-a")):
+        manifests = variant(name)
+        assert only(manifests, "Pod")["spec"]["containers"][0]["args"][1] == namespace
+        (role,) = (m for m in of_kind(manifests, "Role") if m["metadata"]["name"].endswith("-test"))
+        assert role["metadata"]["namespace"] == namespace
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -312,7 +372,8 @@ def test_the_operator_knows_its_arguments(name: str) -> None:
     assert options.webhook_port == ports.get("webhook", 0)
     assert options.webhook_cert_dir in ["", *(mount["mountPath"] for mount in main["volumeMounts"])]
     assert options.lease is not None and options.lease.namespace == NAMESPACE
-    assert options.namespaces == ((NAMESPACE,) if name.startswith("namespaced") else ())
+    several = ("team-a", "team-b") if name == "several-namespaces" else ()
+    assert options.namespaces == ((NAMESPACE,) if name.startswith("namespaced") else several)
     assert {variable["name"] for variable in main["env"]} == {"POD_NAME", "POD_NAMESPACE"}
 
 
@@ -392,6 +453,10 @@ def test_rendering_twice_gives_the_same() -> None:
     ("path", "value"),
     [
         ("scope", "clsuter"),
+        ("watch.namespaces", ["team-a"]),
+        ("watch.namespaces", "team-a"),
+        ("watch.namespaces", ["Team A"]),
+        ("watch.namespace", "team-a"),
         ("replicas", 2),
         ("operator.replica", 2),
         ("operator.replicas", 0),
@@ -444,8 +509,9 @@ def test_notes_say_what_was_installed(name: str) -> None:
     assert done.returncode == 0, done.stderr
     notes = done.stdout.partition("NOTES:")[2]
     assert f"helm test isthmus --namespace {NAMESPACE}" in notes
-    assert ("of all namespaces" in notes) == (name not in ("namespaced", "namespaced-webhook"))
-    assert ("crds.install is false" in notes) == (name == "namespaced")
+    assert ("of all namespaces" in notes) == ("namespace" not in name)
+    assert ("of namespace team-a, team-b" in notes) == (name == "several-namespaces")
+    assert ("crds.install is false" in notes) == (name in ("namespaced", "several-namespaces"))
     assert ("webhook.enabled is false" in notes) == (name == "namespaced")
     assert "<no value>" not in notes and "<nil>" not in notes
 

@@ -8,37 +8,133 @@ from isthmus_operator.cache import Cache
 KEY = ("ns", "svc")
 
 
-def body(version: int, *, uid: str = "u", name: str = "d", kind: str = "Deployment") -> dict[str, Any]:
-    return {"kind": kind, "metadata": {"name": name, "uid": uid, "resourceVersion": str(version)}}
+def body(version: int, *, uid: str = "u", name: str = "d", kind: str = "Deployment", **more: Any) -> dict[str, Any]:
+    meta = {"name": name, "namespace": "ns", "uid": uid, "resourceVersion": str(version)}
+    labels = {"serving.isthmus.dev/service": "svc"}
+    return {"apiVersion": "v1", "kind": kind, "metadata": meta | {"labels": labels}, **more}
+
+
+def service(version: int = 1, **more: Any) -> dict[str, Any]:
+    return body(version, uid="s", name="svc", kind="InferenceService", **more)
+
+
+class Woken:
+    """A cache, and what it has called out."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.cache = Cache(lambda key: self.calls.append("changed"), lambda key: self.calls.append("removed"))
+
+    def versions(self) -> dict[str, int]:
+        found = self.cache.children(KEY)
+        return {one["metadata"]["name"]: int(one["metadata"]["resourceVersion"]) for one in found}
+
+    def since(self) -> list[str]:
+        calls, self.calls = self.calls, []
+        return calls
 
 
 def test_an_answer_stands_until_the_watch_has_caught_up_or_told_of_the_deletion() -> None:
     async def main() -> None:
-        cache = Cache()
-        watched: dict[tuple[str, str], list[dict[str, Any]]] = {KEY: []}
-        cache.indexes = {"deployments": watched}
-        cache.written(KEY, "apply", body(5))
-        assert cache.children(KEY) == [body(5)], "made, and not watched yet"
-        watched[KEY] = [body(4)]
-        assert cache.children(KEY) == [body(5)], "the watch is behind"
-        watched[KEY] = [body(6)]
-        assert cache.children(KEY) == [body(6)]
-        watched[KEY] = []
-        assert cache.children(KEY) == [], "deleted by somebody else"
-        cache.written(KEY, "apply", body(7))
-        cache.gone(KEY, body(8, uid="an older one"))
-        assert cache.children(KEY) == [body(7)]
-        cache.gone(KEY, body(8))
-        assert cache.children(KEY) == []
+        one = Woken()
+        one.cache.written(KEY, "apply", body(5))
+        assert one.versions() == {"d": 5}, "made, and not watched yet"
+        one.cache.changed(body(4))
+        assert one.versions() == {"d": 5}, "the watch is behind"
+        one.cache.changed(body(6))
+        assert one.versions() == {"d": 6}
+        one.cache.gone(body(7))
+        assert one.versions() == {}, "deleted by somebody else"
+        one.cache.written(KEY, "apply", body(8, uid="new"))
+        one.cache.gone(body(9, uid="an older one"))
+        assert one.versions() == {"d": 8}
+        one.cache.changed(body(8, uid="new"))
+        one.cache.gone(body(9, uid="new"))
+        assert one.versions() == {}
 
     asyncio.run(main())
 
 
 def test_what_we_deleted_is_gone_although_the_watch_still_shows_it() -> None:
     async def main() -> None:
-        cache = Cache()
-        cache.indexes = {"services": {KEY: [body(1, kind="Service"), body(2, uid="v", name="e", kind="Service")]}}
-        cache.written(KEY, "delete", body(1, kind="Service"))
-        assert [one["metadata"]["name"] for one in cache.children(KEY)] == ["e"]
+        one = Woken()
+        one.cache.changed(body(1))
+        one.cache.changed(body(2, uid="v", name="e"))
+        one.cache.written(KEY, "delete", body(1))
+        assert one.versions() == {"e": 2}
+
+    asyncio.run(main())
+
+
+def test_a_service_is_woken_by_what_is_read_and_by_nothing_else() -> None:
+    async def main() -> None:
+        one = Woken()
+        one.cache.changed(body(1, spec={"replicas": 1}))
+        assert one.since() == [], "its service is not known yet"
+        one.cache.changed(service())
+        assert one.since() == ["changed"]
+        one.cache.changed(body(2, spec={"replicas": 1}, status={"observedGeneration": 3, "replicas": 1}))
+        assert one.since() == [], "a controller's status"
+        one.cache.changed(body(3, spec={"replicas": 2}))
+        assert one.since() == ["changed"]
+        one.cache.written(KEY, "apply", body(4, spec={"replicas": 3}))
+        one.cache.changed(body(5, spec={"replicas": 2}))
+        assert one.since() == ["changed"], "what we wrote was undone before the watch told of it"
+        failed = {"type": "ReplicaFailure", "status": "True", "message": "quota"}
+        one.cache.changed(body(6, spec={"replicas": 2}, status={"conditions": [failed]}))
+        assert one.since() == ["changed"]
+        one.cache.gone(body(7))
+        assert one.since() == ["changed"]
+        one.cache.gone(service(8))
+        assert one.since() == ["removed"]
+        assert one.cache.service(KEY) is None
+        one.cache.changed(body(9))
+        assert one.since() == []
+
+    asyncio.run(main())
+
+
+def test_after_a_list_only_what_it_named_is_there() -> None:
+    async def main() -> None:
+        one = Woken()
+        one.cache.changed(service())
+        one.cache.changed(body(1))
+        one.cache.changed(body(2, uid="v", name="e"))
+        one.since()
+        one.cache.absent("Deployment", "other", set())
+        assert one.versions() == {"d": 1, "e": 2}
+        one.cache.changed(body(3, uid="new"))
+        one.cache.absent("Deployment", "", {"new"})
+        assert one.versions() == {"d": 3}, "of the same name, and made anew meanwhile"
+        assert one.since() == ["changed"] * 3
+        one.cache.absent("InferenceService", "ns", set())
+        assert one.since() == ["removed"]
+
+    asyncio.run(main())
+
+
+def test_ready_services_are_counted() -> None:
+    async def main() -> None:
+        one = Woken()
+        one.cache.changed(service())
+        assert one.cache.counts() == (0, 1)
+        one.cache.changed(service(2, status={"conditions": [{"type": "Ready", "status": "True"}]}))
+        assert one.cache.counts() == (1, 0)
+        one.cache.gone(service(3))
+        assert one.cache.counts() == (0, 0)
+
+    asyncio.run(main())
+
+
+def test_an_object_that_changes_its_service_is_no_more_the_first_ones() -> None:
+    async def main() -> None:
+        one = Woken()
+        one.cache.changed(service())
+        one.cache.changed(body(1))
+        moved = body(2)
+        moved["metadata"]["labels"] = {"serving.isthmus.dev/service": "other"}
+        one.cache.changed(moved)
+        assert one.versions() == {}
+        assert [child["metadata"]["name"] for child in one.cache.children(("ns", "other"))] == ["d"]
 
     asyncio.run(main())

@@ -73,6 +73,22 @@ def test_up_names_a_busy_port_and_the_flag(tmp_path: Path, capsys: pytest.Captur
     assert "--port" in error
 
 
+@pytest.mark.parametrize(
+    ("flag", "others"), [("--metrics-port", []), ("--webhook-port", ["--webhook-cert-dir=/certs", "--metrics-port=0"])]
+)
+def test_the_operator_names_a_busy_port_and_the_flag(
+    flag: str, others: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as holder:
+        holder.bind(("0.0.0.0", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        assert main(["operator", f"{flag}={port}", *others]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.startswith(f"isthmus operator: {flag} {port}: cannot listen on 0.0.0.0 port {port}: ")
+
+
 def test_up_names_a_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", str(DIRECT), "--model", "/nowhere/at all"]) == 2
     assert "--model '/nowhere/at all' is neither a folder" in capsys.readouterr().err

@@ -11,6 +11,8 @@ from isthmus_operator.api.v1alpha1 import parse
 from isthmus_operator.errors import InvalidSpec, Problem
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+AUTO = {"scaling": {"mode": "Auto", "min": 1, "max": 4, "target": {"metric": "QueuedRequests", "value": 4}}}
+RATIO = "spec/scalingPolicy/ratio/prefillPerDecode"
 NEAR_NODE = {"topologyKey": "kubernetes.io/hostname", "enforcement": "Required"}
 
 
@@ -157,6 +159,32 @@ BAD: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"spec/rollout": {"maxSurge": "101%"}}, "spec.rollout.maxSurge", ["0% to 100%"]),
     ({"spec/rollout": {"drainTimeout": "10s"}}, "spec.rollout.drainTimeout", ["before a transfer may", "30s or more"]),
     ({"spec": []}, "spec", ["a mapping"]),
+    (
+        {RATIO: {}, "spec/roles/decode": AUTO},
+        "spec.scalingPolicy.ratio.prefillPerDecode",
+        ["sets no bound", "min, max or both"],
+    ),
+    (
+        {RATIO: {"min": 0, "max": 1}, "spec/roles/decode": AUTO},
+        "spec.scalingPolicy.ratio.prefillPerDecode.min",
+        ["out of range", "above 0"],
+    ),
+    (
+        {RATIO: {"min": "0.5", "max": "250m"}, "spec/roles/decode": AUTO},
+        "spec.scalingPolicy.ratio.prefillPerDecode.min",
+        ['"0.5" is above max', "250m or less"],
+    ),
+    (
+        {RATIO: {"max": 0.5}, "spec/roles/decode": AUTO},
+        "spec.scalingPolicy.ratio.prefillPerDecode.max",
+        ["in quotes", "250m"],
+    ),
+    ({RATIO: {"max": 2}}, "spec.scalingPolicy.ratio", ["mode Auto", "there is none"]),
+    (
+        {RATIO: {"min": 2}, "spec/roles/prefill": AUTO, "spec/roles/decode/scaling": {"replicas": 3}},
+        "spec.scalingPolicy.ratio.prefillPerDecode",
+        ["1 to 4 prefill pods and 3 decode pods", "widen it"],
+    ),
 ]  # fmt: skip
 
 
@@ -171,10 +199,34 @@ def test_bad_value_names_path_value_and_fix(changes: dict[str, Any], path: str, 
 
 
 @pytest.mark.parametrize(
+    "path",
+    [
+        "engine/parallelism",
+        "engine/kvCache/hostOffload",
+        "roles/decode/engine/parallelism",
+        "store/ssd",
+        "store/ha",
+        "store/master/managed/replicas",
+        "transfer/rdma/devices",
+        "transfer/rdma/gidIndex",
+        "router/tls",
+        "availability/recovery",
+        "observability/tracing",
+    ],
+)
+def test_a_field_of_another_version_is_told_from_a_typing_error(path: str) -> None:
+    (found,) = problems(with_values(base(), {f"spec/{path}": {}}))
+    assert found.path == f"spec.{path.replace('/', '.')}"
+    assert "is not supported in this version" in str(found)
+    assert "fix: remove it" in str(found)
+
+
+@pytest.mark.parametrize(
     ("changes", "path"),
     [
         ({"spec/transfer": {}}, "spec.transfer"),
         ({"spec/store": {}}, "spec.store"),
+        ({"spec/scalingPolicy": {}}, "spec.scalingPolicy"),
         ({"spec/roles/prefill": {}}, "spec.roles.prefill"),
         ({"spec/roles/worker": None}, "spec.roles.worker"),
     ],

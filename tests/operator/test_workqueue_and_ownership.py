@@ -12,7 +12,7 @@ from isthmus_operator.api.v1alpha1 import parse
 from isthmus_operator.completion import SHELLS, script
 from isthmus_operator.facts import engine_facts, routable
 from isthmus_operator.observed import EngineFacts, Facts
-from isthmus_operator.ownership import differs, owned, pinned, plain, taken_over
+from isthmus_operator.ownership import TEMPLATE_MARK, altered, differs, marked, owned, pinned, plain, taken_over
 from isthmus_operator.plan import plan
 from isthmus_operator.rehearse import World, rehearse
 from isthmus_operator.render.names import Component
@@ -240,6 +240,57 @@ def test_what_somebody_else_adds_is_theirs() -> None:
     assert not differs(wanted(), there)
 
 
+def as_applied(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A live object with the mark that came with it."""
+    there = live()
+    there["metadata"]["annotations"] = manifest["metadata"]["annotations"]
+    there["metadata"]["managedFields"][0]["fieldsV1"]["f:metadata"]["f:annotations"] = {f"f:{TEMPLATE_MARK}": {}}
+    return there
+
+
+def without(there: dict[str, Any], field: str) -> dict[str, Any]:
+    """The same after somebody has removed a field of the container: it leaves our record, and no other has it."""
+    template = there["metadata"]["managedFields"][0]["fieldsV1"]["f:spec"]["f:template"]
+    del template["f:spec"]["f:containers"]['k:{"name":"engine"}'][f"f:{field}"]
+    del there["spec"]["template"]["spec"]["containers"][0][field]
+    return there
+
+
+@pytest.mark.parametrize("field", ["args", "env", "resources", "ports"])
+def test_a_field_that_somebody_removes_is_put_back_once(field: str) -> None:
+    rendered = marked(wanted())
+    assert not differs(pinned(rendered, as_applied(rendered)), as_applied(rendered))
+    there = without(as_applied(rendered), field)
+    healing = pinned(rendered, there)
+    assert healing == rendered
+    assert differs(healing, there) and altered(healing, there)
+    assert not altered(rendered, as_applied(rendered))
+
+
+def test_an_item_that_somebody_removes_is_put_back() -> None:
+    rendered = marked(wanted(env=[{"name": "IP"}, {"name": "X", "value": "1"}]))
+    assert pinned(rendered, as_applied(rendered)) == rendered
+
+
+def test_what_a_newer_operator_renders_in_addition_was_not_removed() -> None:
+    """Else its upgrade would restart every pod."""
+    there = as_applied(marked(wanted()))
+    newer = marked(wanted(command=["other"], env=[]))
+    kept = pinned(newer, there)
+    assert not differs(kept, there) and not altered(kept, there)
+
+
+def test_a_workload_without_a_mark_gets_one_and_keeps_its_template() -> None:
+    there = live()
+    first = pinned(marked(wanted()), there)
+    assert first["metadata"]["annotations"].keys() == {TEMPLATE_MARK}
+    assert first["spec"]["template"] == wanted()["spec"]["template"]
+    assert differs(first, there) and not altered(first, there)
+    newer = pinned(marked(wanted(command=["other"])), there)
+    assert not differs(newer, there)
+    assert "annotations" not in newer["metadata"]
+
+
 def test_auto_scaling_follows_the_target_within_its_bounds() -> None:
     scaling = {"mode": "Auto", "min": 1, "max": 5, "target": {"metric": "QueuedRequests", "value": 4}}
     target = parse(
@@ -262,7 +313,7 @@ def test_auto_scaling_follows_the_target_within_its_bounds() -> None:
         pods = world.seen.of(Component.DECODE)[0].pods
         facts = Facts(engines={pod.name: EngineFacts(fingerprint="f", queued=queued) for pod in pods})
         seen = replace(world.seen, facts=facts)
-        return autoscale.counts(target, seen, plan(target, seen, now), now)[Component.DECODE]
+        return autoscale.decide(target, seen, plan(target, seen, now), now)[Component.DECODE].count
 
     assert len(world.seen.of(Component.DECODE)[0].pods) == 2
     assert count(4) == 2

@@ -22,8 +22,9 @@ from testcluster.commands import CommandError
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "isthmus"
 CLIENT = ROOT / "tests" / "e2e" / "kubernetes" / "client.py"
-SYSTEM = "isthmus-system"
-RELEASE = "isthmus"
+# Nobody else's, so that what an earlier run left may be removed.
+SYSTEM = "isthmus-e2e-system"
+RELEASE = "isthmus-e2e"
 # Where the examples look for the model.
 MODEL = "/var/lib/isthmus/models/smollm2-135m-instruct"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
@@ -58,9 +59,7 @@ def make_namespace(cluster: Cluster, name: str, labels: dict[str, str]) -> None:
 
 def remove_namespace(cluster: Cluster, name: str) -> None:
     """Deletion waits until everything in it has gone, so a finalizer that nobody removes fails here."""
-    cluster.kubectl(
-        "delete", "namespace", name, "--ignore-not-found", f"--timeout={GONE_S:.0f}s", timeout=GONE_S + 30
-    )
+    cluster.kubectl("delete", "namespace", name, "--ignore-not-found", f"--timeout={GONE_S:.0f}s", timeout=GONE_S + 30)
 
 
 @dataclass
@@ -71,6 +70,7 @@ class Installation:
     images: dict[str, str]
 
     def install(self) -> None:
+        self.uninstall()
         make_namespace(self.cluster, SYSTEM, RESTRICTED)
         self.helm("install", "--take-ownership")
 
@@ -91,9 +91,9 @@ class Installation:
 
     def scale(self, replicas: int) -> None:
         """The operator away (0) or back (1), seen through to the last pod."""
-        self.cluster.kubectl("scale", "deployment/isthmus-operator", "-n", SYSTEM, f"--replicas={replicas}")
+        self.cluster.kubectl("scale", f"deployment/{RELEASE}-operator", "-n", SYSTEM, f"--replicas={replicas}")
         if replicas:
-            self.cluster.kubectl("rollout", "status", "deployment/isthmus-operator", "-n", SYSTEM, "--timeout=120s")
+            self.cluster.kubectl("rollout", "status", f"deployment/{RELEASE}-operator", "-n", SYSTEM, "--timeout=120s")
         else:
             label = "app.kubernetes.io/component=operator"
             self.cluster.kubectl("wait", "--for=delete", "pod", "-l", label, "-n", SYSTEM, "--timeout=120s")
@@ -110,10 +110,15 @@ class Deployed:
 
     def apply_example(self, example: str) -> None:
         """`kubectl apply -f examples/<example>`, the file as it is."""
+        path = self.load_example(example)
+        self.cluster.kubectl("apply", "-n", self.namespace, "-f", str(path))
+
+    def load_example(self, example: str) -> Path:
+        """Read the file, to be changed before it is applied."""
         path = ROOT / "examples" / example
         self.body = yaml.safe_load(path.read_text())
         self.name = self.body["metadata"]["name"]
-        self.cluster.kubectl("apply", "-n", self.namespace, "-f", str(path))
+        return path
 
     def apply(self, change: Callable[[Object], None]) -> None:
         """Apply the present resource with `change` made to its spec."""
@@ -149,7 +154,7 @@ class Deployed:
         told.append(self.cluster.kubectl("get", "pods,events", "-n", self.namespace, "-o", "wide"))
         for pod in self.pods():
             try:
-                log = self.cluster.kubectl("logs", pod["metadata"]["name"], "-n", self.namespace, "--tail=15")
+                log = self.cluster.kubectl("logs", pod["metadata"]["name"], "-n", self.namespace, "--tail=60")
             except CommandError as error:
                 log = str(error)
             told.append(f"--- {pod['metadata']['name']}\n{log}")

@@ -7,6 +7,7 @@
 Both skip, saying so, where the programs are not built; with ISTHMUS_REQUIRE_CLUSTER=1 they fail instead.
 """
 
+import shutil
 import warnings
 from collections.abc import Iterator
 
@@ -88,6 +89,8 @@ def need(ours: Settings, programs: tuple[str, ...]) -> None:
         find(ours, programs)
     except MissingBinariesError as error:
         missing(ours, str(error))
+    if shutil.which("openssl") is None:
+        missing(ours, "no openssl on PATH, which makes its certificates")
 
 
 def missing(ours: Settings, what: str) -> None:

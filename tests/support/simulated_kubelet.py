@@ -3,11 +3,13 @@
 Beside it everything is real: API server, controllers, scheduler, garbage collector. One node with room for `gpus`.
 """
 
+import http.client
+import io
 import json
+import ssl
 import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,24 +40,39 @@ def always_ready(pod: Pod) -> Behaviour:
 
 
 class Client:
-    """The few requests this needs, as the administrator of the test cluster."""
+    """The few requests this needs, as the administrator of the test cluster. Each thread keeps a connection: a TLS
+    handshake costs both sides more than the request."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self._base = cluster.kubectl("config", "view", "--raw", "-o", "jsonpath={.clusters[0].cluster.server}").strip()
+        server = cluster.kubectl("config", "view", "--raw", "-o", "jsonpath={.clusters[0].cluster.server}").strip()
         token = cluster.kubectl("config", "view", "--raw", "-o", "jsonpath={.users[0].user.token}").strip()
-        self._head = {"Authorization": f"Bearer {token}"}
-        import ssl
-
+        self._server = server.removeprefix("https://")
+        self._head = {"Authorization": f"Bearer {token}", "User-Agent": "tests"}
         assert cluster.folder is not None
         self._context = ssl.create_default_context(cafile=str(cluster.folder / "ca.crt"))
+        self._connections: dict[int, http.client.HTTPSConnection] = {}
+
+    def __del__(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
 
     def __call__(self, method: str, path: str, body: object = None, kind: str = "application/json") -> Any:
+        """The decoded answer; urllib's HTTPError for a refusal."""
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self._base + path, data=data, method=method, headers={**self._head, "Content-Type": kind}
-        )
-        with urllib.request.urlopen(request, context=self._context, timeout=30) as answer:
-            return json.load(answer)
+        head = {**self._head, "Content-Type": kind}
+        connection = self._connections.pop(threading.get_ident(), None)
+        try:
+            if connection is None:
+                raise ConnectionError
+            status, text = _exchange(connection, method, path, data, head)
+        except ConnectionError:
+            # None yet, or one that the server has closed since it was last used.
+            connection = http.client.HTTPSConnection(self._server, context=self._context, timeout=30)
+            status, text = _exchange(connection, method, path, data, head)
+        self._connections[threading.get_ident()] = connection
+        if status >= 400:
+            raise urllib.error.HTTPError(path, status, "", http.client.HTTPMessage(), io.BytesIO(text))
+        return json.loads(text)
 
     def find(self, path: str) -> Any:
         """An object, or None."""
@@ -69,6 +86,18 @@ class Client:
     def merge(self, path: str, body: object) -> Any:
         """A merge patch."""
         return self("PATCH", path, body, "application/merge-patch+json")
+
+
+def _exchange(
+    connection: http.client.HTTPSConnection, method: str, path: str, data: bytes | None, head: dict[str, str]
+) -> tuple[int, bytes]:
+    try:
+        connection.request(method, path, data, head)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    except BaseException:
+        connection.close()
+        raise
 
 
 @dataclass
@@ -91,6 +120,12 @@ class Kubelet:
             self.client("POST", "/api/v1/nodes", {"metadata": {"name": NODE, "labels": labels}})
         self.heartbeat(capacity)
 
+    def close_other_nodes(self) -> None:
+        """Other tests may have added nodes to this cluster: what is directed must not land there."""
+        for node in self.client("GET", "/api/v1/nodes")["items"]:
+            if node["metadata"]["name"] != NODE:
+                self.client.merge(f"/api/v1/nodes/{node['metadata']['name']}", {"spec": {"unschedulable": True}})
+
     def heartbeat(self, capacity: dict[str, str] | None = None) -> None:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": now, "lastTransitionTime": now, "reason": "On"}
@@ -109,14 +144,15 @@ class Kubelet:
                     self.heartbeat()
                     beat = time.monotonic()
                 self.tick(time.monotonic())
-            except (urllib.error.URLError, TimeoutError, ConnectionError) as error:
+            except (OSError, http.client.HTTPException) as error:
+                # A request that failed on a busy machine: the next tick tries again.
                 self.error = error
 
     def tick(self, now: float) -> None:
         for pod in self.client("GET", "/api/v1/pods")["items"]:
             meta = pod["metadata"]
             self.created.setdefault(meta["namespace"], set()).add(meta["name"])
-            if not pod["spec"].get("nodeName"):
+            if pod["spec"].get("nodeName") != NODE:
                 continue
             path = f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}"
             behaviour = self.behave(pod)

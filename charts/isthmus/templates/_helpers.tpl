@@ -32,6 +32,19 @@
 {{- include "isthmus.cut" (printf "%s-%s-%s" (include "isthmus.base" $) $.Release.Namespace (index . 1)) -}}
 {{- end -}}
 
+{{/* Namespaces to look after with scope namespace, as a JSON array. */}}
+{{- define "isthmus.namespaces" -}}
+{{- .Values.watch.namespaces | default (list .Release.Namespace) | toJson -}}
+{{- end -}}
+
+{{/* Selector of those namespaces. */}}
+{{- define "isthmus.namespaceSelector" -}}
+matchExpressions:
+  - key: kubernetes.io/metadata.name
+    operator: In
+    values: {{ include "isthmus.namespaces" . }}
+{{- end -}}
+
 {{/* What selects the operator's pods. It must never change: selectors of a Deployment are immutable. */}}
 {{- define "isthmus.selector" -}}
 app.kubernetes.io/name: isthmus-operator
@@ -99,8 +112,9 @@ seccompProfile:
 {{- end -}}
 
 {{/*
-What the operator may do with InferenceServices and their children, in a Role or a ClusterRole. Server-side apply needs
-patch, and create for what is not there yet. tests/charts compares this with the calls in an audit log.
+What the operator may do with InferenceServices and their children, in a Role or a ClusterRole: RULES of the operator's
+rbac.py. Server-side apply needs patch, and create for what is not there yet. tests/charts compares this with rbac.py, and
+with the calls in an audit log.
 */}}
 {{- define "isthmus.rules" -}}
 - apiGroups: [serving.isthmus.dev]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from .api.v1alpha1 import API_VERSION, KIND, InferenceService
 from .client import CONFLICT, NOT_FOUND, Api, path_of
 from .desired import Desired, Name, name_of
 from .errors import ApiError
-from .ownership import differs, taken_over
+from .ownership import altered, differs
 
 Object = dict[str, Any]
 Written = Callable[[str, Object], None]
@@ -35,9 +35,18 @@ class Applier:
         self._api = api
         self._written = written
 
-    async def run(self, wanted: Desired, live: Mapping[Name, Object], *, settled: bool, complete: bool) -> Changes:
+    async def run(
+        self,
+        wanted: Desired,
+        live: Mapping[Name, Object],
+        *,
+        settled: bool,
+        complete: bool,
+        skipped: Collection[str] = (),
+    ) -> Changes:
         """Write what differs. `settled`: the present spec had been applied before, so that a foreign value is foreign;
-        `complete`: all of it had been there, so that what is missing now was removed by somebody else.
+        `complete`: all of it had been there, but for `skipped` kinds, so that what is missing now was removed by
+        somebody else.
 
         Raises ApiError; what was written before it stays, and the next run goes on.
         """
@@ -52,7 +61,7 @@ class Applier:
                 changes.deleted.append(name_of(child))
                 self._written("delete", child)
         for manifest in wanted.optional:
-            await self._optional(manifest, changes, settled)
+            await self._optional(manifest, changes, settled, complete and manifest["kind"] not in skipped)
         for version, kind, name in wanted.unwanted:
             await self._remove_optional(version, kind, wanted, name, changes)
         return changes
@@ -65,7 +74,7 @@ class Applier:
         now = await self._api.apply(manifest)
         self._written("apply", now)
         changes.applied.append(name_of(manifest))
-        if complete if there is None else settled and taken_over(manifest, there):
+        if complete if there is None else settled and altered(manifest, there):
             changes.healed.append(name_of(manifest))
 
     async def _create(self, manifest: Object, changes: Changes) -> None:
@@ -77,17 +86,24 @@ class Applier:
             return
         changes.applied.append(name_of(manifest))
 
-    async def _optional(self, manifest: Object, changes: Changes, settled: bool) -> None:
+    async def _optional(self, manifest: Object, changes: Changes, settled: bool, complete: bool) -> None:
         """Read first, as no watch covers these kinds; their API may be installed and removed at any time."""
-        if not await self._installed(manifest["apiVersion"], manifest["kind"]):
-            changes.missing.append(manifest["kind"])
+        version, kind, meta = manifest["apiVersion"], manifest["kind"], manifest["metadata"]
+        if not await self._api.serves(version, kind):
+            changes.missing.append(kind)
             return
-        meta = manifest["metadata"]
-        path = path_of(manifest["apiVersion"], manifest["kind"], meta["namespace"], meta["name"])
-        await self._apply(manifest, await self._api.find(path), changes, settled, False)
+        there = await self._api.find(path_of(version, kind, meta["namespace"], meta["name"]))
+        try:
+            await self._apply(manifest, there, changes, settled, complete)
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+            # Removed since we asked.
+            self._api.recheck(version)
+            changes.missing.append(kind)
 
     async def _remove_optional(self, version: str, kind: str, wanted: Desired, name: str, changes: Changes) -> None:
-        if not await self._installed(version, kind):
+        if not await self._api.serves(version, kind):
             return
         meta = wanted.apply[0]["metadata"]
         there = await self._api.find(path_of(version, kind, meta["namespace"], name))
@@ -97,15 +113,6 @@ class Applier:
         if await self._api.delete(there):
             changes.deleted.append((kind, name))
             self._written("delete", there)
-
-    async def _installed(self, version: str, kind: str) -> bool:
-        try:
-            found = await self._api.get(f"/apis/{version}")
-        except ApiError as error:
-            if error.status == NOT_FOUND:
-                return False
-            raise
-        return any(resource["kind"] == kind for resource in found.get("resources") or ())
 
     async def status(self, service: Mapping[str, Any], status: Object) -> None:
         """Write the status of an InferenceService."""

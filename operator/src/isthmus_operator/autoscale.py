@@ -1,13 +1,19 @@
-"""Pure: how many pods a role with scaling mode Auto should have, from what its engines report."""
+"""Pure: how many pods a role with scaling mode Auto should have, from what its engines report and the other role has.
+
+First each role by itself, by its target. Then `spec.scalingPolicy.ratio`, which moves both numbers into its bounds.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from .api.choices import ScalingMetric, ScalingMode
+from .api.ratio import Band, Span
+from .api.scaling_rules import ratio_band
 from .api.spec import Role
 from .api.v1alpha1 import InferenceService
-from .observed import EngineFacts, Observed, Pod
+from .observed import Observed
 from .plan import Plan, Rollout
 from .render.engine import role_of
 from .render.names import Component, is_engine
@@ -21,34 +27,96 @@ STEADY_S = 300.0
 was just added stays for a while; with it, a role never goes up and down within this time."""
 
 
-def counts(service: InferenceService, seen: Observed, wanted: Plan, now: float) -> dict[Component, int]:
-    """The number of pods for every role with mode Auto. While a rollout is under way nothing is changed."""
-    out = {}
-    for component in components(service):
-        if not is_engine(component):
-            continue
-        role = role_of(service, component)
-        if role.scaling.mode is not ScalingMode.AUTO:
-            continue
-        current = wanted.goals[component].count
-        out[component] = current
-        pods = [pod for w in seen.of(component) for pod in w.live if pod.ready]
-        facts = [seen.facts.engines[pod.name] for pod in pods if pod.name in seen.facts.engines]
-        if wanted.state is Rollout.COMPLETE and facts and len(facts) == len(pods):
-            out[component] = _count(role, current, facts, pods, now)
-    return out
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """The number of pods of one role.
+
+    why:  what decided it, for an Event
+    held: what keeps the number from being what the role's own target asks for; empty when nothing does. It holds no
+          measure, so that it stays the same while the same holds.
+    """
+
+    count: int
+    why: str = ""
+    held: str = ""
 
 
-def _count(role: Role, current: int, facts: list[EngineFacts], pods: list[Pod], now: float) -> int:
-    target, least, most = role.scaling.target, role.scaling.min, role.scaling.max
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wish:
+    """One role by itself. span: what it may have; asked: what its target asks for, at last; why: from which measure."""
+
+    current: int
+    asked: int
+    span: Span
+    why: str = ""
+
+    def paced(self, step: int) -> int:
+        """Up at once, down by `step`: a queue that is empty says nothing about what the remaining pods can take."""
+        return max(self.asked, self.current - step)
+
+
+def decide(service: InferenceService, seen: Observed, wanted: Plan, now: float) -> dict[Component, Decision]:
+    """The number of pods of every role with mode Auto. While a rollout is under way nothing is changed."""
+    parts = [part for part in components(service) if is_engine(part)]
+    auto = [part for part in parts if role_of(service, part).scaling.mode is ScalingMode.AUTO]
+    if wanted.state is not Rollout.COMPLETE:
+        return {part: Decision(count=wanted.goals[part].count) for part in auto}
+    wishes = {part: _wish(role_of(service, part), part, seen, wanted, now) for part in parts}
+    band = ratio_band(service.spec)
+    prefill, decode = wishes.get(Component.PREFILL), wishes.get(Component.DECODE)
+    if band is None or prefill is None or decode is None or prefill.current == 0 or decode.current == 0:
+        return {part: Decision(count=wishes[part].paced(1), why=wishes[part].why) for part in auto}
+    pair = _fitted(band, prefill, decode)
+    counts = {Component.PREFILL: pair[0], Component.DECODE: pair[1]}
+    met = band.miss(*pair) == 0
+    return {part: _held(counts[part], wishes[part], met) for part in auto}
+
+
+def _wish(role: Role, component: Component, seen: Observed, wanted: Plan, now: float) -> _Wish:
+    current, scaling = wanted.goals[component].count, role.scaling
+    if scaling.mode is not ScalingMode.AUTO:
+        return _Wish(current=current, asked=current, span=(current, current))
+    target, least, most = scaling.target, scaling.min, scaling.max
     assert target is not None and least is not None and most is not None, "validated"
+    pods = [pod for w in seen.of(component) for pod in w.live if pod.ready]
+    facts = [seen.facts.engines[pod.name] for pod in pods if pod.name in seen.facts.engines]
+    keep = _Wish(current=current, asked=current, span=(least, most), why="min and max of its scaling")
+    if not facts or len(facts) != len(pods):
+        return keep
     queued = target.metric is ScalingMetric.QUEUED_REQUESTS
     measure = sum(f.queued if queued else f.kv_usage for f in facts) / len(facts)
-    ratio = measure / float(target.value.value)
-    if abs(ratio - 1) <= TOLERANCE:
-        return current
-    count = min(max(math.ceil(len(facts) * ratio - 1e-9), least), most)
-    if count < current and now - max(pod.changed for pod in pods) < STEADY_S:
-        return current
-    # One at a time on the way down: a queue that is empty says nothing about what the remaining pods can take.
-    return max(count, current - 1) if count < current else count
+    share = measure / float(target.value.value)
+    if abs(share - 1) <= TOLERANCE:
+        return keep
+    asked = min(max(math.ceil(len(facts) * share - 1e-9), least), most)
+    if asked < current and now - max(pod.changed for pod in pods) < STEADY_S:
+        return keep
+    why = f"{target.metric.value} is {measure:.2f} a pod, the target {target.value}"
+    return _Wish(current=current, asked=asked, span=(least, most), why=why)
+
+
+def _fitted(band: Band, prefill: _Wish, decode: _Wish) -> tuple[int, int]:
+    """Both numbers inside the band. A step down that the band undoes is made greater until one is left: where one
+    prefill pod goes with two decode pods, three go together."""
+    current = (prefill.current, decode.current)
+    most = max(1, prefill.current - prefill.asked, decode.current - decode.asked)
+    step = 1
+    while True:
+        pair = band.fit((prefill.paced(step), decode.paced(step)), prefill.span, decode.span)
+        if pair != current or step >= most:
+            return pair
+        step *= 2
+
+
+def _held(count: int, wish: _Wish, met: bool) -> Decision:
+    alone = wish.paced(1)
+    if count == alone:
+        return Decision(
+            count=count, why=wish.why, held="" if met else "scalingPolicy.ratio is not met: see min and max"
+        )
+    more = "more" if count > alone else "fewer"
+    return Decision(
+        count=count,
+        why=f"scalingPolicy.ratio asks for {more} pods than its target",
+        held=f"scalingPolicy.ratio asks for {more} pods than its target",
+    )

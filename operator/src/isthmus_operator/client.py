@@ -5,9 +5,11 @@ Every request has a deadline. Errors are `ApiError`, with the server's own messa
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
+from urllib.request import getproxies
 
 import aiohttp
 from kubernetes.aio import config
@@ -17,6 +19,7 @@ from .errors import ApiError
 from .ownership import FIELD_MANAGER
 
 REQUEST_TIMEOUT_S = 15.0
+SERVED_S = 3.0
 
 PLURALS = {
     "ConfigMap": "configmaps",
@@ -45,6 +48,10 @@ async def connect(kubeconfig: str = "", context: str = "") -> Api:
     `kubeconfig` empty: inside a cluster its own service account, elsewhere the usual file. ApiError says what is wrong.
     """
     configuration = Configuration()
+    # Watches hold a connection each; how many requests run at once is decided by who makes them.
+    configuration.connection_pool_maxsize = 0
+    # Where there is no proxy, aiohttp would read ~/.netrc for each request, in a thread.
+    configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
     try:
         if kubeconfig:
             await config.load_kube_config(kubeconfig, context or None, configuration)
@@ -70,6 +77,8 @@ class Api:
 
     def __init__(self, client: ApiClient) -> None:
         self._client = client
+        self._served: dict[str, tuple[float, frozenset[str]]] = {}
+        self._asking = asyncio.Lock()
 
     async def close(self) -> None:
         """Close the connection; idempotent."""
@@ -103,6 +112,21 @@ class Api:
             if error.status == NOT_FOUND:
                 return None
             raise
+
+    async def serves(self, api_version: str, kind: str) -> bool:
+        """Whether the API server knows a kind. What it said is believed for SERVED_S, or until `recheck`."""
+        async with self._asking:
+            now = asyncio.get_running_loop().time()
+            known = self._served.get(api_version)
+            if known is None or now - known[0] > SERVED_S:
+                found = await self.find(f"/apis/{api_version}")
+                kinds = frozenset(resource["kind"] for resource in (found or {}).get("resources") or ())
+                known = self._served[api_version] = now, kinds
+        return kind in known[1]
+
+    def recheck(self, api_version: str) -> None:
+        """Ask about an API anew."""
+        self._served.pop(api_version, None)
 
     async def apply(self, manifest: Mapping[str, Any], *, subresource: str = "") -> dict[str, Any]:
         """Server-side apply by our one field manager; the object as it is then. Others' values of our fields yield."""
@@ -144,6 +168,45 @@ class Api:
         content_type: str = "application/json",
     ) -> dict[str, Any]:
         """One request and its decoded answer."""
+        try:
+            answer = await self._open(method, path, query, body, content_type, REQUEST_TIMEOUT_S)
+            text = await answer.read()
+        except _BROKEN as error:
+            raise _broken(method, path, error) from error
+        if not 200 <= answer.status <= 299:
+            raise ApiError(answer.status, f"{method} {path}: HTTP {answer.status}: {_message(text)}")
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    async def lines(self, path: str, query: Mapping[str, str], timeout: float) -> AsyncIterator[bytes]:
+        """The lines of an answer that goes on, as they come; ApiError where it breaks off or `timeout` seconds pass."""
+        try:
+            answer = await self._open("GET", path, query, None, "application/json", timeout)
+            if not 200 <= answer.status <= 299:
+                text = await answer.read()
+                raise ApiError(answer.status, f"GET {path}: HTTP {answer.status}: {_message(text)}")
+            async with answer.response:
+                parts: list[bytes] = []
+                async for chunk in answer.response.content.iter_any():
+                    first, *others = chunk.split(b"\n")
+                    parts.append(first)
+                    for other in others:
+                        if line := b"".join(parts):
+                            yield line
+                        parts = [other]
+        except _BROKEN as error:
+            raise _broken("GET", path, error) from error
+
+    async def _open(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Mapping[str, Any] | None,
+        content_type: str,
+        timeout: float,
+    ) -> Any:
+        """One request; its answer before the body, of a type that the library does not name."""
         request = await self._client.param_serialize(
             method,
             path,
@@ -152,17 +215,16 @@ class Api:
             auth_settings=["BearerToken"],
         )
         _, url, headers, _, _ = request
-        try:
-            answer = await self._client.call_api(
-                method, url, headers, None if body is None else dict(body), _request_timeout=REQUEST_TIMEOUT_S
-            )
-            text = await answer.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ApiError(0, f"{method} {path}: {type(error).__name__}: {error or 'no answer in time'}") from error
-        if not 200 <= answer.status <= 299:
-            raise ApiError(answer.status, f"{method} {path}: HTTP {answer.status}: {_message(text)}")
-        found: dict[str, Any] = json.loads(text)
-        return found
+        return await self._client.call_api(
+            method, url, headers, None if body is None else dict(body), _request_timeout=timeout
+        )
+
+
+_BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
+
+
+def _broken(method: str, path: str, error: Exception) -> ApiError:
+    return ApiError(0, f"{method} {path}: {type(error).__name__}: {error or 'no answer in time'}")
 
 
 def _message(text: bytes) -> str:

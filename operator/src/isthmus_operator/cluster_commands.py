@@ -95,6 +95,8 @@ def status_text(body: Object) -> str:
         lines.append(f"  transfer {transfer.get('mode', '')} over {transfer.get('effective', 'nothing yet')}{speed}")
     if revision := status.get("revision"):
         lines.append(f"  revision {revision.get('current', 'none')} serves, {revision['updated']} is asked for")
+    if skipped := status.get("skipped"):
+        lines.append(f"  left out: {', '.join(skipped)}, as their APIs are not installed")
     for condition in status.get("conditions") or ():
         lines.append(
             f"  {condition['type']:14} {condition['status']:8} {condition['reason']:20} {condition['message']}"

@@ -12,20 +12,22 @@ from typing import Any
 from . import autoscale
 from .api.choices import ScalingMode
 from .api.v1alpha1 import InferenceService, parse
-from .apply import Applier, Changes
+from .apply import Applier
+from .autoscale import Decision
 from .cache import Cache, Key
 from .client import Api
 from .desired import desired, name_of
 from .errors import ApiError, InvalidSpec
-from .facts import FactReader
+from .events import Event, events, healed, scaled
+from .known_facts import KnownFacts
 from .observe import observe
 from .observed import Facts, Observed
 from .plan import Plan, plan
 from .reasons import Reason
 from .render import engine, scaler
-from .render.names import Defaults, is_engine
+from .render.names import Component, Defaults, is_engine
 from .render.service import components
-from .status import Event, Status, events, invalid_status, status_of
+from .status import Status, invalid_status, status_of
 from .telemetry import Metrics
 
 Object = dict[str, Any]
@@ -39,7 +41,7 @@ class Controller:
 
     api: Api
     cache: Cache
-    facts: FactReader
+    facts: KnownFacts
     defaults: Defaults
     metrics: Metrics
     clock: Callable[[], float] = time.time
@@ -58,18 +60,28 @@ class Controller:
             await self._report(applier, body, before, after, events(before, after))
             return None
         children = self.cache.children(key)
-        seen = observe(service, children, await self._facts(service, children), before)
+        facts = await self._facts(key, service, children)
+        if facts is None:
+            return None
+        seen = observe(service, children, facts, before)
         wanted = plan(service, seen, self.clock())
         settled = before.get("observedGeneration") == service.generation
         complete = settled and any(c.type == "Progressing" and c.reason == Reason.COMPLETE for c in seen.conditions)
         exact = desired(service, self.defaults, wanted, children)
         changes = await applier.run(
-            exact, {name_of(child): child for child in children}, settled=settled, complete=complete
+            exact,
+            {name_of(child): child for child in children},
+            settled=settled,
+            complete=complete,
+            skipped=before.get("skipped", ()),
         )
-        after = status_of(service, seen, wanted, before, self._stamp())
-        news = events(before, after, wanted if changes.applied else None) + _news(changes, before)
+        scaling = autoscale.decide(service, seen, wanted, self.clock()) if _auto(service) else {}
+        held = {part: decision.held for part, decision in scaling.items()}
+        after = status_of(service, seen, wanted, before, self._stamp(), held=held, skipped=changes.missing)
+        news = events(before, after, wanted if changes.applied else None) + healed(changes.healed)
         await self._report(applier, body, before, after, news)
-        await self._scales(applier, service, seen, wanted, children)
+        news = await self._scales(applier, service, seen, scaling, children)
+        await self._report(applier, body, after, after, news)
         return self._again(service, wanted)
 
     async def complain(self, key: Key, reason: Reason, message: str) -> None:
@@ -83,13 +95,13 @@ class Controller:
         except ApiError as error:
             _log.warning("%s/%s: no Event: %s", *key, error)
 
-    async def _facts(self, service: InferenceService, children: list[Object]) -> Facts:
+    async def _facts(self, key: Key, service: InferenceService, children: list[Object]) -> Facts | None:
         known = observe(service, children, Facts(), {})
         pods = [pod for workload in (*known.engines, known.router) if workload for pod in workload.pods]
-        return await self.facts.read(pods, load=bool(_auto(service)))
+        return await self.facts.read(key, pods, load=bool(_auto(service)))
 
     async def _report(self, applier: Applier, body: Object, before: Status, after: Status, news: list[Event]) -> None:
-        if after != before:
+        if _filled(after) != _filled(before):
             await applier.status(body, after)
         for event in news:
             where = f"{body['metadata']['namespace']}/{body['metadata']['name']}"
@@ -99,11 +111,16 @@ class Controller:
             )
 
     async def _scales(
-        self, applier: Applier, service: InferenceService, seen: Observed, wanted: Plan, children: list[Object]
-    ) -> None:
+        self,
+        applier: Applier,
+        service: InferenceService,
+        seen: Observed,
+        scaling: dict[Component, Decision],
+        children: list[Object],
+    ) -> list[Event]:
         """Tell autoscalers how many pods there are, and be the autoscaler where the spec says Auto."""
         live = {name_of(child): child for child in children}
-        counts = autoscale.counts(service, seen, wanted, self.clock()) if _auto(service) else {}
+        news = []
         for component in components(service):
             if not is_engine(component) or engine.role_of(service, component).scaling.mode is ScalingMode.STATIC:
                 continue
@@ -114,9 +131,11 @@ class Controller:
                 continue
             if {key: (there.get("status") or {}).get(key) for key in status["status"]} != status["status"]:
                 await applier.scaler_status(status)
-            count = counts.get(component)
-            if count is not None and count != there["spec"]["replicas"]:
-                await applier.scale(service, scaler.role_scaler(service, component, replicas=count))
+            decision, before = scaling.get(component), there["spec"]["replicas"]
+            if decision is not None and decision.count != before:
+                await applier.scale(service, scaler.role_scaler(service, component, replicas=decision.count))
+                news.append(scaled(component, before, decision))
+        return news
 
     def _again(self, service: InferenceService, wanted: Plan) -> float | None:
         times = [max(0.0, wanted.wake - self.clock())] if wanted.wake is not None else []
@@ -132,19 +151,14 @@ class Controller:
         return datetime.fromtimestamp(self.clock(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
+def _filled(value: Any) -> Any:
+    """Without what is empty: the API server adds defaults to a status that was written, which is no difference."""
+    if isinstance(value, dict):
+        inner = {key: _filled(item) for key, item in value.items()}
+        return {key: item for key, item in inner.items() if item not in ("", None, {}, [])}
+    return [_filled(item) for item in value] if isinstance(value, list) else value
+
+
 def _auto(service: InferenceService) -> list[str]:
     engines = [part for part in components(service) if is_engine(part)]
     return [part for part in engines if engine.role_of(service, part).scaling.mode is ScalingMode.AUTO]
-
-
-def _news(changes: Changes, before: Status) -> list[Event]:
-    """Events about objects."""
-    found = []
-    for kind, name in changes.healed:
-        found.append(Event(True, Reason.CHILD_HEALED, f"{kind} {name} was changed by somebody else and put right"))
-    if not before:
-        # Once in the life of a service: an API that is not there is no news a minute later.
-        for kind in changes.missing:
-            message = f"{kind} is left out: its API is not installed; it is made when the API is"
-            found.append(Event(False, Reason.OPTIONAL_API_MISSING, message))
-    return found

@@ -9,7 +9,7 @@ from typing import Any
 from .api.choices import ScalingMode
 from .api.v1alpha1 import InferenceService
 from .observe import component_of, is_child
-from .ownership import owned, pinned, plain
+from .ownership import marked, owned, pinned, plain
 from .plan import Plan
 from .render import engine, mooncake, policies, router, scaler
 from .render.names import REVISION_LABEL, Component, Defaults, child_name, is_engine
@@ -74,6 +74,7 @@ def desired(service: InferenceService, defaults: Defaults, wanted: Plan, childre
 
 def _kept(manifest: Object, live: Mapping[Name, Object]) -> Object:
     """A workload of the revision that is live keeps its template: a new version of the operator restarts no pod."""
+    manifest = marked(manifest)
     there = live.get(name_of(manifest))
     revision = manifest["metadata"]["labels"][REVISION_LABEL]
     if there is None or (there["spec"]["template"]["metadata"].get("labels") or {}).get(REVISION_LABEL) != revision:

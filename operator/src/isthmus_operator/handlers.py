@@ -1,7 +1,7 @@
-"""kopf glue: watches that wake the queue, the webhook, and `run`, which puts an operator together.
+"""`run`, which puts an operator together: watches that wake the queue, and the webhook.
 
-kopf only watches and serves. It stores nothing in objects, adds no finalizer, and decides nothing: every event wakes
-one level-based reconcile (controller.py) through one queue.
+Every change wakes one level-based reconcile (controller.py) through one queue. kopf serves the webhook and does no
+more: as an informer it keeps every object as Python dictionaries, and each of them twice while it starts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Mapping
+import socket
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,13 @@ import kopf
 
 from .api.v1alpha1 import API_VERSION, GROUP, PLURAL, VERSION, parse
 from .cache import Cache, Key
+from .certificates import Certificates
 from .client import Api, connect
 from .controller import Controller
 from .errors import ApiError, InvalidSpec, UserError
 from .facts import FactReader
+from .informer import Informer, Kind
+from .known_facts import KnownFacts
 from .leader import LeaseSettings, lead
 from .reasons import Reason
 from .render.names import SERVICE_LABEL, Defaults
@@ -30,17 +33,22 @@ from .workqueue import Pauses, WorkQueue
 _log = logging.getLogger(__name__)
 
 WATCHED = (
-    ("apps", "v1", "deployments"),
-    ("apps", "v1", "statefulsets"),
-    ("", "v1", "services"),
-    ("", "v1", "pods"),
-    ("policy", "v1", "poddisruptionbudgets"),
-    ("networking.k8s.io", "v1", "networkpolicies"),
-    (GROUP, VERSION, "rolescalers"),
+    Kind(GROUP, VERSION, PLURAL),
+    Kind("apps", "v1", "deployments", SERVICE_LABEL),
+    Kind("apps", "v1", "statefulsets", SERVICE_LABEL),
+    Kind("", "v1", "services", SERVICE_LABEL),
+    Kind("", "v1", "pods", SERVICE_LABEL),
+    Kind("policy", "v1", "poddisruptionbudgets", SERVICE_LABEL),
+    Kind("networking.k8s.io", "v1", "networkpolicies", SERVICE_LABEL),
+    Kind(GROUP, VERSION, "rolescalers", SERVICE_LABEL),
 )
-WORKERS = 4
+WORKERS = 8
+WEBHOOK_HOST = "0.0.0.0"
+NEVER_S = 1e9
 RIGHTS_S = 20.0
 """How long rights may take to come into force after they were given."""
+SILENT_S = 600.0
+"""A watch that the API server has not answered for so long may do better in a new process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,18 +73,19 @@ class _Operator:
     def __init__(self, api: Api, options: OperatorOptions) -> None:
         self.options = options
         self.metrics = Metrics()
-        self.cache = Cache()
-        self.facts = FactReader()
+        self.queue = WorkQueue(self._work, failed=self._failed, pauses=options.pauses)
+        self.cache = Cache(self.queue.add, self._removed)
+        self.facts = KnownFacts(FactReader(), self.queue.add)
         self.controller = Controller(
             api=api, cache=self.cache, facts=self.facts, defaults=options.defaults, metrics=self.metrics
         )
-        self.queue = WorkQueue(self._work, failed=self._failed, pauses=options.pauses)
-        self.watching = asyncio.Event()
+        self.informers = [
+            Informer(api, kind, namespace, self.cache, clock=asyncio.get_running_loop().time)
+            for kind in WATCHED
+            for namespace in options.namespaces or ("",)
+        ]
         self.stopping = asyncio.Event()
         self._troubled: set[Key] = set()
-        self._watches = 0
-        self.registry = kopf.OperatorRegistry()
-        self._register()
 
     async def _work(self, key: Key) -> float | None:
         try:
@@ -99,55 +108,28 @@ class _Operator:
         _log.error("%s/%s: %s", *key, error, exc_info=None if expected else error)
 
     def _count(self) -> None:
-        found = self.cache.every()
-        ready = sum(
-            any(c["type"] == "Ready" and c["status"] == "True" for c in (one.get("status") or {}).get("conditions", ()))
-            for one in found
-        )
+        ready, others = self.cache.counts()
         self.metrics.services.labels("true").set(ready)
-        self.metrics.services.labels("false").set(len(found) - ready)
+        self.metrics.services.labels("false").set(others)
         self.metrics.queue.set(len(self.queue))
 
-    # ------------------------------------------------------------------------------------------------------ kopf
+    def _removed(self, key: Key) -> None:
+        self.queue.remove(key)
+        self.facts.forget(key)
+        self._count()
 
-    def _register(self) -> None:
-        kopf.on.startup(registry=self.registry)(self._startup)
-        kopf.on.login(registry=self.registry)(self._login)
-        kopf.index(GROUP, VERSION, PLURAL, id=PLURAL, registry=self.registry)(_index_service)
-        kopf.on.event(GROUP, VERSION, PLURAL, id=f"wake-{PLURAL}", registry=self.registry)(self._service_changed)
-        for group, version, plural in WATCHED:
-            kopf.index(group, version, plural, id=plural, registry=self.registry)(_index_child)
-            kopf.on.event(group, version, plural, id=f"wake-{plural}", registry=self.registry)(self._child_changed)
-        if self.options.webhook_port:
-            kopf.on.validate(GROUP, VERSION, PLURAL, id="validate", registry=self.registry)(validate)
+    async def watch(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for informer in self.informers:
+                group.create_task(informer.run())
 
-    def settings(self) -> kopf.OperatorSettings:
-        """Bounded waits everywhere, no posts of its own, and only labelled objects over the wire."""
-        settings = kopf.OperatorSettings()
-        settings.posting.enabled = False
-        settings.scanning.disabled = True
-        settings.watching.server_timeout = 300
-        settings.watching.client_timeout = 330
-        settings.watching.connect_timeout = 10
-        settings.networking.request_timeout = 30
-        settings.networking.connect_timeout = 10
-        settings.admission.managed = None
-        for group, version, plural in WATCHED:
-            settings.watching.label_selectors[group, version, plural] = SERVICE_LABEL
-        if self.options.webhook_port:
-            folder = self.options.webhook_cert_dir
-            settings.admission.server = kopf.WebhookServer(
-                addr="0.0.0.0",
-                port=self.options.webhook_port,
-                certfile=f"{folder}/tls.crt",
-                pkeyfile=f"{folder}/tls.key",
-            )
-        return settings
-
-    async def _startup(self, **kwargs: Any) -> None:
-        self.cache.services = kwargs[PLURAL]
-        self.cache.indexes = {plural: kwargs[plural] for _, _, plural in WATCHED}
-        self.watching.set()
+    async def work(self) -> None:
+        """Until cancelled; from when all that there is has been seen."""
+        self.metrics.leader.set(1)
+        for informer in self.informers:
+            await informer.listed.wait()
+        await self.queue.run(WORKERS)
 
     def catch_signals(self) -> None:
         """SIGTERM and SIGINT end us in our order."""
@@ -157,49 +139,38 @@ class _Operator:
 
     def unready(self) -> str:
         """Why /readyz fails; empty when it does not."""
-        return self.deaf() if self.watching.is_set() else "not watching yet"
+        waiting = [str(informer) for informer in self.informers if not informer.listed.is_set()]
+        return f"not watching yet: {', '.join(waiting)}" if waiting else self.deaf()
 
     def deaf(self) -> str:
-        """kopf does not start a watch again that has failed for good: then only a new process hears anything."""
-        if not self.watching.is_set():
-            return ""
-        alive = sum(task.get_name().startswith("watcher for ") for task in asyncio.all_tasks())
-        self._watches = max(self._watches, alive)
-        return f"{self._watches - alive} of {self._watches} watches have ended" if alive < self._watches else ""
+        """Why /healthz fails; empty when it does not."""
+        now = asyncio.get_running_loop().time()
+        silent = [str(informer) for informer in self.informers if now - informer.heard > SILENT_S]
+        return f"no answer for {SILENT_S:.0f} s: watch of {', '.join(silent)}" if silent else ""
+
+    # ------------------------------------------------------------------------------------------------------ webhook
+
+    def registry(self) -> kopf.OperatorRegistry:
+        """What kopf is to do."""
+        registry = kopf.OperatorRegistry()
+        kopf.on.login(registry=registry)(self._login)
+        kopf.on.validate(GROUP, VERSION, PLURAL, id="validate", registry=registry)(validate)
+        return registry
+
+    def settings(self) -> kopf.OperatorSettings:
+        """Bounded waits, no posts of its own, and no rights to look for kinds or namespaces."""
+        settings = kopf.OperatorSettings()
+        settings.posting.enabled = False
+        settings.scanning.disabled = True
+        settings.networking.request_timeout = 30
+        settings.networking.connect_timeout = 10
+        settings.admission.managed = None
+        settings.admission.server = webhook_server(self.options)
+        return settings
 
     async def _login(self, **kwargs: Any) -> kopf.ConnectionInfo:
         """The same cluster, as the same user, as our own client."""
         return kopf.ConnectionInfo(**await self.controller.api.credentials())
-
-    async def _service_changed(self, event: Mapping[str, Any], namespace: str | None, name: str, **_: Any) -> None:
-        assert namespace is not None, "namespaced kind"
-        if event["type"] == "DELETED":
-            self.queue.remove((namespace, name))
-            self.cache.forget((namespace, name))
-            self._count()
-        else:
-            self.queue.add((namespace, name))
-
-    async def _child_changed(
-        self, event: Mapping[str, Any], body: kopf.Body, namespace: str | None, labels: Mapping[str, str], **_: Any
-    ) -> None:
-        key = (namespace or "", labels.get(SERVICE_LABEL, ""))
-        if event["type"] == "DELETED":
-            self.cache.gone(key, body)
-        if key in self.cache.services:
-            self.queue.add(key)
-
-
-async def _index_service(body: kopf.Body, namespace: str | None, name: str, **_: Any) -> dict[Key, dict[str, Any]]:
-    return {(namespace or "", name): dict(body)}
-
-
-async def _index_child(body: kopf.Body, namespace: str | None, labels: Mapping[str, str], **_: Any) -> dict[Key, Any]:
-    kept = dict(body)
-    if kept.get("kind") == "Pod":
-        # Half of a pod's size, and we never write pods.
-        kept["metadata"] = {key: value for key, value in kept["metadata"].items() if key != "managedFields"}
-    return {(namespace or "", labels.get(SERVICE_LABEL, "")): kept}
 
 
 async def validate(body: kopf.Body, **_: Any) -> None:
@@ -210,8 +181,27 @@ async def validate(body: kopf.Body, **_: Any) -> None:
         raise kopf.AdmissionError(str(error), code=422) from None
 
 
+def webhook_server(options: OperatorOptions) -> kopf.WebhookServer:
+    """Serves the webhook, and each renewed certificate from the first connection after it was written.
+
+    UserError where the certificate cannot be used.
+    """
+    certificates = Certificates(options.webhook_cert_dir)
+    return kopf.WebhookServer(
+        addr=WEBHOOK_HOST,
+        port=options.webhook_port,
+        context=certificates.context,
+        # kopf loads them once more at its start. Its own look at the files would stop and start the server.
+        certfile=certificates.certificate,
+        pkeyfile=certificates.key,
+        file_check_interval=NEVER_S,
+    )
+
+
 async def run(options: OperatorOptions) -> None:
     """Be an operator until a signal or a lost lease ends it. UserError and ApiError say what keeps it from starting."""
+    _require_port("--metrics-port", options.metrics_host, options.metrics_port)
+    _require_port("--webhook-port", WEBHOOK_HOST, options.webhook_port)
     api = await connect(options.kubeconfig)
     try:
         await _require_api(api)
@@ -231,38 +221,51 @@ async def run(options: OperatorOptions) -> None:
 async def _until_stopped(api: Api, operator: _Operator) -> None:
     """Our own tasks end before kopf's, as kopf cancels every task of the loop that it does not know when it ends."""
     options, stop = operator.options, asyncio.Event()
-
-    async def work() -> None:
-        operator.metrics.leader.set(1)
-        await operator.watching.wait()
-        await operator.queue.run(WORKERS)
-
-    others = asyncio.all_tasks()
-    # Else kopf asks for the name of the user, and the user of a restricted pod has none. Its type is not exported.
-    name: Any = "isthmus-operator"
-    tasks = await kopf.spawn_tasks(
-        identity=name,
-        registry=operator.registry,
-        settings=operator.settings(),
-        standalone=True,
-        clusterwide=not options.namespaces,
-        namespaces=list(options.namespaces),
-        stop_flag=stop,
-    )
+    leading = asyncio.ensure_future(lead(api, options.lease, operator.work) if options.lease else operator.work())
+    ours = [leading, asyncio.create_task(operator.watch())]
+    signalled = asyncio.create_task(operator.stopping.wait())
+    serving: list[asyncio.Task[None]] = []
+    if options.webhook_port:
+        others = asyncio.all_tasks()
+        # Else kopf asks for the name of the user, and the user of a restricted pod has none. Its type is not exported.
+        name: Any = "isthmus-operator"
+        tasks = await kopf.spawn_tasks(
+            identity=name,
+            registry=operator.registry(),
+            settings=operator.settings(),
+            standalone=True,
+            clusterwide=not options.namespaces,
+            namespaces=list(options.namespaces),
+            stop_flag=stop,
+        )
+        serving.append(asyncio.create_task(kopf.run_tasks(tasks, ignored=others)))
     # Only now, as kopf has set handlers of its own.
     operator.catch_signals()
-    watching = asyncio.create_task(kopf.run_tasks(tasks, ignored=others))
-    leading = asyncio.ensure_future(lead(api, options.lease, work) if options.lease else work())
-    signalled = asyncio.create_task(operator.stopping.wait())
-    await asyncio.wait([watching, leading, signalled], return_when=asyncio.FIRST_COMPLETED)
-    if not leading.done():
-        leading.cancel()
-    ended = await asyncio.gather(leading, return_exceptions=True)
+    await asyncio.wait([*ours, signalled, *serving], return_when=asyncio.FIRST_COMPLETED)
+    for task in ours:
+        task.cancel()
+    ended = await asyncio.gather(*ours, return_exceptions=True)
     stop.set()
     signalled.cancel()
-    await watching
-    if isinstance(ended[0], Exception):
-        raise ended[0]
+    await asyncio.gather(*serving)
+    for error in ended:
+        if isinstance(error, Exception):
+            raise error
+
+
+def _require_port(flag: str, host: str, port: int) -> None:
+    """Before anything is started: kopf would tell of a port in use by a traceback. Port 0 is any free one, or none."""
+    if not port:
+        return
+    try:
+        ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise UserError(
+            f"{flag} {port}: cannot listen on {host} port {port}: {error.strerror}; give another"
+        ) from error
 
 
 async def _require_api(api: Api) -> None:
@@ -285,12 +288,10 @@ async def _require_rights(api: Api, namespaces: tuple[str, ...]) -> None:
 
 async def _unreadable(api: Api, namespaces: tuple[str, ...]) -> list[str]:
     found = []
-    for group, version, plural in (*WATCHED, (GROUP, VERSION, PLURAL)):
+    for kind in WATCHED:
         for namespace in namespaces or ("",):
-            root = f"/apis/{group}/{version}" if group else f"/api/{version}"
-            place = f"/namespaces/{namespace}" if namespace else ""
             try:
-                await api.get(f"{root}{place}/{plural}", limit="1", labelSelector=SERVICE_LABEL)
+                await api.get(kind.path(namespace), limit="1", labelSelector=SERVICE_LABEL)
             except ApiError as error:
                 found.append(str(error))
     return found

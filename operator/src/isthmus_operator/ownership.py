@@ -3,10 +3,14 @@
 Server-side apply records who set which field. Reading our own record back answers two questions without storing
 anything: "is there something to write?" and "what did we once apply as this pod template?", so that a template can be
 applied again unchanged by a version of the operator that would render it differently.
+
+A field that somebody removes leaves no trace in that record. Workloads therefore carry a mark, the hash of the template
+as it was rendered: while this operator renders the same, whatever is missing was removed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +19,8 @@ from typing import Any
 from .api.fields import Quantity
 
 FIELD_MANAGER = "isthmus-operator"
+TEMPLATE_MARK = "serving.isthmus.dev/template"
+"""Annotation of workloads, not of pods."""
 
 Object = Mapping[str, Any]
 
@@ -55,18 +61,68 @@ def differs(wanted: Object, live: Object) -> bool:
     return not _same(content | {"metadata": meta}, owned(live))
 
 
-def pinned(wanted: dict[str, Any], live: Object) -> dict[str, Any]:
-    """`wanted` with the pod template that we applied to `live` before in place of its own.
+def marked(manifest: dict[str, Any]) -> dict[str, Any]:
+    """A workload with the mark of its template."""
+    text = json.dumps(manifest["spec"]["template"], sort_keys=True, separators=(",", ":"))
+    return _with_mark(manifest, hashlib.sha256(text.encode()).hexdigest()[:8])
 
-    Where somebody else has taken fields of the template over, it is rendered anew: that edit has changed the pods
-    already, and ours is what heals them.
+
+def _mark(workload: Object) -> str:
+    return str((workload["metadata"].get("annotations") or {}).get(TEMPLATE_MARK, ""))
+
+
+def _with_mark(manifest: dict[str, Any], mark: str) -> dict[str, Any]:
+    others = {key: v for key, v in manifest["metadata"].get("annotations", {}).items() if key != TEMPLATE_MARK}
+    annotations = others | ({TEMPLATE_MARK: mark} if mark else {})
+    meta = {key: value for key, value in manifest["metadata"].items() if key != "annotations"}
+    return {**manifest, "metadata": meta | ({"annotations": annotations} if annotations else {})}
+
+
+def pinned(wanted: dict[str, Any], live: Object) -> dict[str, Any]:
+    """`wanted`, which is marked, with the pod template that we applied to `live` before in place of its own.
+
+    Where somebody else has taken fields of the template over or removed some, it is rendered anew: that edit has
+    changed the pods already, and ours is what heals them.
     """
+    template = _template(live)
+    if template is None or taken_over(wanted, live, "spec", "template"):
+        return wanted
+    rendered = wanted["spec"]["template"]
+    if _same(rendered, template) or (_rendered_alike(wanted, live) and _lacks(rendered, template)):
+        return wanted
+    kept = {**wanted, "spec": {**wanted["spec"], "template": plain(template)}}
+    return _with_mark(kept, _mark(live))
+
+
+def altered(wanted: Object, live: Object) -> bool:
+    """Whether somebody else has changed or removed what we had applied."""
+    if taken_over(wanted, live):
+        return True
+    template = _template(live) if _rendered_alike(wanted, live) else None
+    return template is not None and _lacks(wanted["spec"]["template"], template)
+
+
+def _rendered_alike(wanted: Object, live: Object) -> bool:
+    return _mark(wanted) != "" and _mark(wanted) == _mark(live)
+
+
+def _template(live: Object) -> dict[str, Owned] | None:
     ours = owned(live)
     spec = ours.get("spec") if isinstance(ours, dict) else None
     template = spec.get("template") if isinstance(spec, dict) else None
-    if not isinstance(template, dict) or taken_over(wanted, live, "spec", "template"):
-        return wanted
-    return {**wanted, "spec": {**wanted["spec"], "template": plain(template)}}
+    return template if isinstance(template, dict) else None
+
+
+def _lacks(wanted: Any, ours: Owned) -> bool:
+    """Whether we want fields or list items that we do not own. Values are not looked at: who changes one owns it."""
+    if isinstance(ours, Whole):
+        return False
+    if isinstance(ours, list):
+        if not isinstance(wanted, list) or len(wanted) != len(ours):
+            return isinstance(wanted, list) and len(wanted) > len(ours)
+        return any(_lacks(a, b) for a, b in zip(wanted, ours, strict=True))
+    present = {key: value for key, value in wanted.items() if value not in ({}, [])}
+    return not present.keys() <= ours.keys() or any(_lacks(value, ours[key]) for key, value in present.items())
 
 
 def taken_over(wanted: Object, live: Object, *place: str) -> bool:

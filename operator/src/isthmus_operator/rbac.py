@@ -20,21 +20,24 @@ class Rule(NamedTuple):
     why: str
 
 
-_CHILD = ("get", "list", "watch", "create", "patch", "delete")
-"""`get` and `watch` beside the writes: server-side apply reads what it patches."""
+_WATCHED = ("list", "watch")
+_CHILD = (*_WATCHED, "create", "patch", "delete")
+"""Server-side apply is a patch, and a creation where there is nothing yet."""
+_OPTIONAL = ("get", "create", "patch", "delete")
+"""Read at every run and never watched: their API may come and go."""
 
 RULES = (
-    Rule(("serving.isthmus.dev",), ("inferenceservices",), ("get", "list", "watch"), "the spec"),
+    Rule(("serving.isthmus.dev",), ("inferenceservices",), _WATCHED, "the spec"),
     Rule(("serving.isthmus.dev",), ("inferenceservices/status", "rolescalers/status"), ("patch",), "the status"),
     Rule(("serving.isthmus.dev",), ("rolescalers",), _CHILD, "the scale of a role with scaling External or Auto"),
     Rule(("apps",), ("deployments", "statefulsets"), _CHILD, "engines, routers, the Mooncake master"),
     Rule(("",), ("services",), _CHILD, "addresses"),
-    Rule(("",), ("pods",), ("get", "list", "watch"), "readiness, and why it is missing"),
+    Rule(("",), ("pods",), _WATCHED, "readiness, and why it is missing"),
     Rule(("",), ("events",), ("create",), "Events on transitions"),
     Rule(("networking.k8s.io",), ("networkpolicies",), _CHILD, "who may reach engines and routers"),
     Rule(("policy",), ("poddisruptionbudgets",), _CHILD, "one voluntary disruption at a time"),
-    Rule(("monitoring.coreos.com",), ("podmonitors",), _CHILD, "optional: scraping"),
-    Rule(("gateway.networking.k8s.io",), ("httproutes",), _CHILD, "optional: the route of a Gateway"),
+    Rule(("monitoring.coreos.com",), ("podmonitors",), _OPTIONAL, "optional: scraping"),
+    Rule(("gateway.networking.k8s.io",), ("httproutes",), _OPTIONAL, "optional: the route of a Gateway"),
 )
 
 LEASE_RULES = (

@@ -138,9 +138,13 @@ TEXTS: dict[Reason, Text] = {
         "An object of the service was changed or deleted by somebody else, and was put right.",
         "Change the InferenceService instead.",
     ),
-    Reason.SCALED: Text("Auto scaling has changed the number of pods of a role.", _NOTHING),
+    Reason.SCALED: Text(
+        "Auto scaling has changed the number of pods of a role. The message says what decided it: the role's target, or"
+        " `spec.scalingPolicy.ratio`.",
+        _NOTHING,
+    ),
     Reason.OPTIONAL_API_MISSING: Text(
-        "An optional object was left out because its API is not installed.",
+        "An optional object was left out because its API is not installed. `status.skipped` holds its kind meanwhile.",
         "Install the API (it is noticed within minutes), or turn the setting off.",
     ),
     Reason.RECONCILE_FAILED: Text(

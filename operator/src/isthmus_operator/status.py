@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .api.choices import Mode, PrefillUnavailable, TransferMode, Transport
@@ -11,7 +11,7 @@ from .api.v1alpha1 import InferenceService
 from .errors import InvalidSpec
 from .observed import UNSCHEDULABLE, EngineFacts, Observed, Pod, Workload
 from .plan import Plan, Rollout
-from .reasons import EVENTS, Reason
+from .reasons import Reason
 from .render import mooncake
 from .render.names import Component, is_engine, url
 from .render.revision import role_revision, service_revision
@@ -44,18 +44,26 @@ class State:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """One Event to write."""
+def status_of(
+    service: InferenceService,
+    seen: Observed,
+    wanted: Plan,
+    before: Status,
+    now: str,
+    *,
+    held: Mapping[Component, str] | None = None,
+    skipped: Sequence[str] = (),
+) -> Status:
+    """The status as it should be. Equal inputs but for `now` give an equal status, unless a condition flips.
 
-    warning: bool
-    reason: Reason
-    message: str
-
-
-def status_of(service: InferenceService, seen: Observed, wanted: Plan, before: Status, now: str) -> Status:
-    """The status as it should be. Equal inputs but for `now` give an equal status, unless a condition flips."""
+    `held`: what keeps roles from the number of pods that their targets ask for; `skipped`: kinds of optional objects
+    that are left out because their API is not installed.
+    """
     states = _states(service, seen, wanted)
+    for component, reason in (held or {}).items():
+        if reason:
+            name = f"{component.value.capitalize()}Ready"
+            states[name] = replace(states[name], message=f"{states[name].message}; {reason}")
     revision = service_revision(service)
     current = revision if wanted.state is Rollout.COMPLETE else (before.get("revision") or {}).get("current", "")
     transfer = _transfer(service, seen, before, now)
@@ -68,6 +76,7 @@ def status_of(service: InferenceService, seen: Observed, wanted: Plan, before: S
         "transfer": transfer,
         "kvCache": _kv(_facts(seen, wanted)),
         "pinned": _pinned(before, seen),
+        "skipped": sorted(skipped),
         "conditions": conditions(states, before, service.generation, now),
     }
     return _without_empty(out)
@@ -100,24 +109,6 @@ def conditions(states: dict[str, State], before: Status, generation: int, now: s
             }
         )
     return out
-
-
-def events(before: Status, after: Status, wanted: Plan | None = None) -> list[Event]:
-    """What has begun to hold between two statuses."""
-    old = {(c["type"], c["reason"]) for c in before.get("conditions") or ()}
-    found: dict[Reason, Event] = {}
-    for condition in after.get("conditions") or ():
-        began = (condition["type"], condition["reason"]) not in old
-        reason = next((one for one in EVENTS if one == condition["reason"]), None)
-        if began and reason is not None and reason not in found:
-            found[reason] = Event(condition["status"] == "False", reason, condition["message"])
-    updated = (after.get("revision") or {}).get("updated")
-    if updated and updated != (before.get("revision") or {}).get("updated"):
-        found[Reason.ROLLOUT_STARTED] = Event(False, Reason.ROLLOUT_STARTED, f"rolling out revision {updated}")
-    if wanted is not None and wanted.gap:
-        message = "a role of one pod is replaced without surge; until its new pod is ready there is none"
-        found[Reason.CAPACITY_GAP] = Event(True, Reason.CAPACITY_GAP, message)
-    return list(found.values())
 
 
 def _states(service: InferenceService, seen: Observed, wanted: Plan) -> dict[str, State]:

@@ -67,7 +67,8 @@ class WorkQueue:
 
     def remove(self, key: Key) -> None:
         """The object is gone: no resync, no repetition."""
-        self._removed.add(key)
+        if key in self._running or key in self._waiting:
+            self._removed.add(key)
         self._failures.pop(key, None)
         if (timer := self._due.pop(key, None)) is not None:
             timer[1].cancel()

@@ -1,4 +1,4 @@
-"""`python tests/cluster/cluster.py build|up|down|status`: the cluster that `make cluster-up` leaves running."""
+"""`python tests/cluster/cluster.py build|find|up|down|status`: the cluster that `make cluster-up` leaves running."""
 
 import argparse
 import os
@@ -28,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     build = commands.add_parser("build", help="build the programs that are not there yet")
     build.add_argument("--fast", action="store_true", help="only what the light form needs")
+    look = commands.add_parser("find", help="say nothing if the programs are built; else say what is missing")
+    look.add_argument("--fast", action="store_true", help="only what the light form needs")
     up = commands.add_parser("up", help="start a cluster and leave it running")
     up.add_argument("--light", action="store_true", help="API server and controllers with simulated nodes only")
     up.add_argument("--gpus", type=int, default=4, help="GPUs to advertise on each node (default: 4)")
@@ -41,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "build":
             binaries.build(ours, binaries.FAST if options.fast else binaries.FULL)
+            return 0
+        if options.command == "find":
+            binaries.find(ours, binaries.FAST if options.fast else binaries.FULL)
             return 0
         if options.command == "images":
             image_build.build(ours, image_names(options.names), base=options.base)

@@ -93,9 +93,11 @@ class Cluster:
         """Run helm and return what it printed; raises CommandError."""
         return run([self.helm_path, *arguments, f"--kubeconfig={self.kubeconfig}"], timeout=timeout)
 
-    def add_simulated_node(self, name: str, *, cpu: str = "32", memory: str = "256Gi", gpus: int = 0) -> None:
+    def add_simulated_node(
+        self, name: str, *, cpu: str = "32", memory: str = "256Gi", pods: int = 110, gpus: int = 0
+    ) -> None:
         """Add a node whose kubelet and containers are played by kwok. Its pods turn Ready at once."""
-        capacity = {"cpu": cpu, "memory": memory, "pods": "110", **({GPU: str(gpus)} if gpus else {})}
+        capacity = {"cpu": cpu, "memory": memory, "pods": str(pods), **({GPU: str(gpus)} if gpus else {})}
         metadata = {
             "name": name,
             "annotations": {"kwok.x-k8s.io/node": "fake"},
@@ -154,12 +156,21 @@ def forwarder(prefix: Sequence[str], listener: socket.socket, target: str) -> It
         process.stdin.close()
 
 
-def start_control_plane(settings: Settings, folder: Path, *, follow: bool) -> Cluster:
-    """Start the light form in `folder`: everything but containers, with simulated nodes; on loopback, as any user."""
+def start_control_plane(settings: Settings, folder: Path, *, follow: bool, pod_address: str = "") -> Cluster:
+    """Start the light form in `folder`: everything but containers, with simulated nodes; on loopback, as any user.
+
+    `pod_address`: what simulated pods give as theirs; empty: addresses that nothing answers at.
+    """
     programs = binaries.find(settings, binaries.FAST)
     ours = begin(folder)
     plane = ControlPlane(
-        folder=folder, binaries=programs, address="127.0.0.1", ports=free_ports(), advertised=False, nodes=()
+        folder=folder,
+        binaries=programs,
+        address="127.0.0.1",
+        ports=free_ports(),
+        advertised=False,
+        nodes=(),
+        pod_address=pod_address,
     )
     admin = plane.prepare()
     kubeconfig = certificates.write_kubeconfig(

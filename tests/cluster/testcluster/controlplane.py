@@ -1,5 +1,6 @@
 """The control plane: etcd, API server, controller manager, scheduler, and DNS or simulated nodes beside them."""
 
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,9 @@ FIRST_SERVICE = "10.96.0.1"
 DNS_SERVICE = "10.96.0.10"
 DOMAIN = "cluster.local"
 SIMULATED = Path(__file__).with_name("simulated.yaml")
+POD_ADDRESSES = re.compile(r"\{\{ with PodIPsWith .*?\{\{ end \}\}", re.DOTALL)
 # Requests of the accounts in the operator's namespace, in `audit.log` beside it: tests compare them with its rights.
+# Writes of the administrator too, as whom tests run most operators: with nothing to do there are none.
 AUDIT_POLICY = """\
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -21,6 +24,9 @@ omitStages: [RequestReceived]
 rules:
   - level: Metadata
     userGroups: [system:serviceaccounts:isthmus-system]
+  - level: Metadata
+    users: [admin]
+    verbs: [create, update, patch, delete]
 """
 
 
@@ -55,7 +61,8 @@ class ControlPlane:
     """Files and addresses of one control plane.
 
     `address`: where the API server listens for the cluster. `advertised`: whether it stands behind the `kubernetes`
-    Service; a loopback address cannot.
+    Service; a loopback address cannot. `pod_address`: the one address that every simulated pod has, where something
+    answers for them; empty: each has its own, and nothing does.
     """
 
     folder: Path
@@ -64,6 +71,7 @@ class ControlPlane:
     ports: Ports
     advertised: bool
     nodes: tuple[str, ...]
+    pod_address: str = ""
 
     @property
     def server(self) -> str:
@@ -203,7 +211,7 @@ class ControlPlane:
             argv=(
                 self.binaries["kwok"],
                 f"--kubeconfig={self.folder / 'kwok.kubeconfig'}",
-                f"--config={SIMULATED}",
+                f"--config={self.stages()}",
                 "--manage-all-nodes=false",
                 "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake",
                 "--node-lease-duration-seconds=40",
@@ -211,6 +219,17 @@ class ControlPlane:
             ),
             url=f"http://127.0.0.1:{self.ports.kwok}/healthz",
         )
+
+    def stages(self) -> Path:
+        """What kwok does with nodes and pods."""
+        if not self.pod_address:
+            return SIMULATED
+        path = self.folder / SIMULATED.name
+        status = f'podIP: "{self.pod_address}"\n      podIPs:\n      - {{ip: "{self.pod_address}"}}'
+        text, count = POD_ADDRESSES.subn(status, SIMULATED.read_text())
+        assert count == 1, "the addresses of pods are set in one place"
+        path.write_text(text)
+        return path
 
     def coredns(self) -> Program:
         """Answers for cluster.local at `address`; refuses every other name, as there is nothing outside."""

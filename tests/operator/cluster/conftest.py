@@ -15,7 +15,7 @@ from testcluster.cluster import Cluster
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.cluster)
+            item.add_marker(pytest.mark.light_cluster)
             item.add_marker(pytest.mark.timeout(600))
 
 
@@ -52,6 +52,7 @@ def operator(plane: Cluster, directed: Kubelet, tmp_path_factory: pytest.TempPat
 def service(plane: Cluster, directed: Kubelet, operator: Operator, request: pytest.FixtureRequest) -> Iterator[Service]:
     """A namespace of its own; every pod is ready at once unless the test directs otherwise."""
     client = Client(plane)
+    directed.close_other_nodes()
     namespace = f"t{time.monotonic_ns()}"
     client("POST", "/api/v1/namespaces", {"metadata": {"name": namespace}})
     directed.behave = always_ready

@@ -30,6 +30,7 @@ BEYOND_CEL = {
     "spec.transfer.timeout": "durations",
     "spec.rollout.drainTimeout": "durations",
     "spec.store.replicas": "pods in total",
+    "spec.scalingPolicy.ratio.prefillPerDecode": "whether some numbers of pods meet it",
     "spec.router.placement.tolerations[0]": "checked when pods are made",
 }
 """Paths that only the webhook refuses, and why."""

@@ -59,6 +59,7 @@ def alone(plane: Cluster, directed: Kubelet, operator: Operator) -> Iterator[Ser
     """A namespace that no operator looks after: that of the session is stopped meanwhile."""
     operator.stop()
     client = Client(plane)
+    directed.close_other_nodes()
     namespace = f"n{time.monotonic_ns()}"
     client("POST", "/api/v1/namespaces", {"metadata": {"name": namespace}})
     try:

@@ -1,7 +1,7 @@
 """The rules between fields that CEL can express, by the place in the schema where they hold.
 
 They repeat `rules.py`, so that the API server refuses a wrong resource while the operator is down; a test keeps the two
-in agreement. Quantities in plain arithmetic, durations and pods in total are left to `rules.py`.
+in agreement. Arithmetic on quantities, durations and pods in total are left to `rules.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,18 @@ _SCALING_RULES = [
         "mode Auto needs min, max and target",
     ),
     ("!has(self.min) || !has(self.max) || self.min <= self.max", "min must not be above max"),
+]
+_RATIO_RULES = [
+    ("has(self.min) || has(self.max)", "give min, max or both"),
+    (
+        "(!has(self.min) || quantity(string(self.min)).isGreaterThan(quantity('0')))"
+        " && (!has(self.max) || quantity(string(self.max)).isGreaterThan(quantity('0')))",
+        "min and max must be above 0",
+    ),
+    (
+        "!has(self.min) || !has(self.max) || quantity(string(self.min)).compareTo(quantity(string(self.max))) <= 0",
+        "min must not be above max",
+    ),
 ]
 _KV_RULES = [("!(has(self.memory) && has(self.gpuMemoryFraction))", "give one of memory and gpuMemoryFraction")]
 
@@ -57,6 +69,19 @@ RULES: dict[Place, list[tuple[str, str]]] = {
         (
             f"{_DISAGGREGATED} || !(has(self.transfer) || has(self.store))",
             "transfer and store do not go with mode Unified",
+        ),
+        (
+            f"!has(self.scalingPolicy) || {_DISAGGREGATED}",
+            "scalingPolicy does not go with mode Unified",
+        ),
+        (
+            "!has(self.scalingPolicy) || !has(self.scalingPolicy.ratio) || !has(self.roles.prefill)"
+            " || !has(self.roles.decode) || "
+            + " || ".join(
+                f"(has(self.roles.{role}.scaling) && self.roles.{role}.scaling.mode == 'Auto')"
+                for role in ("prefill", "decode")
+            ),
+            "scalingPolicy.ratio needs a role with scaling mode Auto",
         ),
         (
             "!has(self.transfer) || self.transfer.mode != 'Store' || has(self.store)",
@@ -101,6 +126,7 @@ RULES: dict[Place, list[tuple[str, str]]] = {
             "maxSurge and maxUnavailable cannot both be 0: no pod could ever change",
         )
     ],
+    ("spec", "scalingPolicy", "ratio", "prefillPerDecode"): _RATIO_RULES,
     **{("spec", "roles", role, "scaling"): _SCALING_RULES for role in _ROLES},
     **{("spec", "roles", role, "engine", "kvCache"): _KV_RULES for role in _ROLES},
 }

@@ -52,6 +52,10 @@ class Quantity(str):
 
     @classmethod
     def parse(cls, value: object) -> Quantity:
+        if isinstance(value, float):
+            raise ValueError(
+                'a quantity with a fraction in quotes, for example "0.25", or in thousandths, for example 250m'
+            )
         text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
         if not isinstance(text, str) or not _QUANTITY.match(text):
             raise ValueError("a quantity: a number with one of m k M G T P Ki Mi Gi Ti Pi, for example 512Mi")

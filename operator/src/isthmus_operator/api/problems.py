@@ -13,7 +13,18 @@ from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
 from ..errors import Problem
-from .spec import Engine, KvCache, KvMemory, RoleEngine
+from .spec import (
+    Availability,
+    Engine,
+    KvCache,
+    KvMemory,
+    ManagedMaster,
+    Observability,
+    Rdma,
+    RoleEngine,
+    Router,
+    Store,
+)
 
 Location = tuple[int | str, ...]
 
@@ -39,6 +50,23 @@ _PATTERNS = {
     r"^[a-z][a-z0-9-]*$": "a flag name without dashes in front, in lower case",
     r"^https?://[^\s]+$": "a URL that begins with http:// or https://",
 }
+
+
+_ONE_DEVICE = "remove it: an engine pod computes on one device"
+_LATER: dict[tuple[type[BaseModel], str], str] = {
+    (Engine, "parallelism"): _ONE_DEVICE,
+    (RoleEngine, "parallelism"): _ONE_DEVICE,
+    (KvCache, "hostOffload"): "remove it; spec.store keeps KV in the host memory of all engine pods",
+    (Store, "ssd"): "remove it",
+    (Store, "ha"): "remove it; engines register again with a master that was restarted",
+    (ManagedMaster, "replicas"): "remove it: one master runs, and is restarted",
+    (Rdma, "devices"): "remove it: engines use the devices that resourceName gives their pod",
+    (Rdma, "gidIndex"): "remove it",
+    (Router, "tls"): "remove it; end TLS at a Gateway (spec.router.expose.httpRoute) or an Ingress",
+    (Availability, "recovery"): "remove it: pods of a role are restarted one by one",
+    (Observability, "tracing"): "remove it; metrics are at /metrics of every pod",
+}
+"""Fields that other versions have or may get, and that would do nothing here -> what to do instead."""
 
 
 def show(value: object) -> str:
@@ -113,6 +141,8 @@ def _unknown(model: type[BaseModel], location: Location, path: str) -> Problem:
             ", ".join(known),
             f"set {shared} for all roles and remove it here",
         )
+    if parent is not None and (instead := _LATER.get((parent, name))):
+        return Problem(path, "is not supported in this version", ", ".join(known), instead)
     near = nearest(name, known)
     fix = f"did you mean {near}?" if near else "remove it"
     return Problem(path, "is not a field", ", ".join(known), fix)

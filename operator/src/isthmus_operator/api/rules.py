@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ..errors import Problem
 from .choices import Enforcement, Fallback, Mode, ScalingMode, TransferMode, Transport
 from .problems import show
+from .scaling_rules import ratio
 from .spec import KvMemory, Role, Spec
 
 HOSTNAME_KEY = "kubernetes.io/hostname"
@@ -310,6 +311,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_extra_args_are_extra, reads=("engine.extraArgs",)),
     Rule(_kv_size, reads=("engine.kvCache", "roles"), asks_for=("engine.maxModelLen",)),
     Rule(_scaling, reads=("roles",)),
+    Rule(ratio, reads=("scalingPolicy", "roles"), asks_for=("mode",)),
     Rule(_requests_within_limits, reads=("roles", "router.resources", "store.master")),
     Rule(_host_memory, reads=("roles", "store", "engine.kvCache")),
     Rule(_store_is_there, asks_for=("mode", "store", "transfer.mode")),

@@ -222,6 +222,24 @@ class Scaling(Block):
     """What to scale for. Only with Auto."""
 
 
+class RatioBounds(Block):
+    min: Quantity | None = None
+    """Fewest, for example 250m or "0.25" for one prefill pod to four decode pods. Absent: no bound."""
+    max: Quantity | None = None
+    """Most. Absent: no bound."""
+
+
+class ScalingRatio(Block):
+    prefill_per_decode: RatioBounds
+    """Prefill pods for each decode pod."""
+
+
+class ScalingPolicy(Block):
+    ratio: ScalingRatio | None = None
+    """Bounds between roles, kept by the roles with scaling mode Auto: one that lags behind the other is scaled up, and
+    only what its max does not allow takes the other down. Not while either role has no pods."""
+
+
 class Resources(Block):
     requests: Annotated[dict[Label, Quantity], Field(max_length=16)] = Field(default_factory=dict)
     """What the scheduler reserves. Absent for a resource that has a limit: the limit."""
@@ -432,6 +450,8 @@ class Spec(Block):
     """Settings shared by all engine pods."""
     roles: Roles = Field(default_factory=Roles)
     """The engine pods: prefill and decode, or worker, as the mode says."""
+    scaling_policy: ScalingPolicy | None = None
+    """What holds between the numbers of pods of several roles. Only with mode Disaggregated."""
     transfer: Transfer = Field(default_factory=Transfer)
     """How KV travels from prefill to decode. Only with mode Disaggregated."""
     store: Store | None = None

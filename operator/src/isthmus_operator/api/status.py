@@ -134,5 +134,7 @@ class Status(Block):
     """KV pool as the engines report it."""
     pinned: Pinned | None = None
     """What the operator's defaults were when this revision was made."""
+    skipped: tuple[str, ...] = ()
+    """Kinds of optional objects left out because their API is not installed. They are made when it is."""
     conditions: tuple[Condition, ...] = ()
     """State in detail; Ready sums it up."""

@@ -54,11 +54,11 @@ def security_context(*, capabilities: tuple[str, ...] = ()) -> dict[str, Any]:
     }
 
 
-def http_probes(*, startup_timeout_s: float) -> dict[str, Any]:
+def http_probes(*, startup_timeout_s: float, ready: str = "/ready") -> dict[str, Any]:
     """Startup, readiness and liveness of a container whose HTTP port is named `http`.
 
     Startup and liveness ask /health, which answers while a model loads or a kernel compiles; only a hung process
-    fails it. Readiness asks /ready.
+    fails it. Readiness asks `ready`.
     """
     period = 2
 
@@ -72,7 +72,7 @@ def http_probes(*, startup_timeout_s: float) -> dict[str, Any]:
             "timeoutSeconds": 5,
             "failureThreshold": max(1, math.ceil(startup_timeout_s / period)),
         },
-        "readinessProbe": {"httpGet": get("/ready"), "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 2},
+        "readinessProbe": {"httpGet": get(ready), "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 2},
         "livenessProbe": {"httpGet": get("/health"), "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
     }
 

@@ -74,7 +74,7 @@ def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
         "env": pod_env(),
         "ports": [{"name": "http", "containerPort": ROUTER_PORT}],
         "resources": resources(router.resources),
-        **http_probes(startup_timeout_s=_STARTUP_S),
+        **http_probes(startup_timeout_s=_STARTUP_S, ready="/accepting"),
         "volumeMounts": mounts,
     }
     template = pod_template(

@@ -1,0 +1,114 @@
+"""What the operator says about itself: Events that are true and come once, and numbers with their reason."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from operator_world import Service, roles, until
+from testcluster.commands import CommandError
+
+CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+MONITORS = "podmonitors.monitoring.coreos.com"
+
+
+def messages(service: Service, reason: str) -> list[str]:
+    items = service.client("GET", f"/api/v1/namespaces/{service.namespace}/events")["items"]
+    return [e["message"] for e in items if e["reason"] == reason]
+
+
+@contextmanager
+def pod_monitors(service: Service) -> Iterator[None]:
+    """As much of that API as the operator needs to see."""
+    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    body = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": MONITORS},
+        "spec": {
+            "group": "monitoring.coreos.com",
+            "scope": "Namespaced",
+            "names": {"kind": "PodMonitor", "plural": "podmonitors", "singular": "podmonitor"},
+            "versions": [{"name": "v1", "served": True, "storage": True, "schema": schema}],
+        },
+    }
+    service.client("POST", CRDS, body)
+    try:
+        yield
+    finally:
+        service.client("DELETE", f"{CRDS}/{MONITORS}")
+        until(lambda: service.client.find(f"{CRDS}/{MONITORS}") is None, 30)
+
+
+def test_an_api_that_comes_later_is_no_healing_and_a_monitor_deleted_by_hand_is(service: Service) -> None:
+    service.apply()
+    service.ready()
+    assert service.get()["status"]["skipped"] == ["PodMonitor"]
+    assert messages(service, "OptionalApiMissing") == [
+        "PodMonitor is left out: its API is not installed; it is made when the API is"
+    ]
+    assert "left out: PodMonitor" in service.cluster_cli("status", "svc")
+    path = f"/apis/monitoring.coreos.com/v1/namespaces/{service.namespace}/podmonitors/svc"
+    with pod_monitors(service):
+        until(lambda: service.client.find(path), 30)
+        until(lambda: "skipped" not in service.get()["status"], 30)
+        assert messages(service, "ChildHealed") == []
+        service.client("DELETE", path)
+        until(lambda: messages(service, "ChildHealed"), 30)
+        until(lambda: service.client.find(path), 30)
+    until(lambda: service.get()["status"].get("skipped") == ["PodMonitor"], 30)
+    assert len(messages(service, "ChildHealed")) == 1
+    assert len(messages(service, "OptionalApiMissing")) == 2
+    assert len(messages(service, "ReconcileFailed")) == 0
+
+
+@pytest.mark.parametrize("role", ["decode", "router"])
+def test_a_template_field_removed_by_hand_is_put_back_once(service: Service, role: str) -> None:
+    service.apply()
+    service.ready()
+    name = next(d["metadata"]["name"] for d in service.deployments() if role in d["metadata"]["name"])
+    path = f"/apis/apps/v1/namespaces/{service.namespace}/deployments/{name}"
+
+    def probed() -> bool:
+        container = service.client("GET", path)["spec"]["template"]["spec"]["containers"][0]
+        return "livenessProbe" in container and bool(container.get("args"))
+
+    for field in ("livenessProbe", "args"):
+        told = len(messages(service, "ChildHealed"))
+        patch = json.dumps([{"op": "remove", "path": f"/spec/template/spec/containers/0/{field}"}])
+        service.cluster.kubectl("patch", f"deployment/{name}", "-n", service.namespace, "--type=json", f"-p={patch}")
+        until(probed, 20)
+        until(lambda told=told: len(messages(service, "ChildHealed")) == told + 1, 20)
+        service.ready()
+    assert set(messages(service, "ChildHealed")) == {
+        f"Deployment {name} was changed or deleted by somebody else and put right"
+    }
+
+
+def test_auto_scaling_keeps_the_ratio_and_says_so(service: Service) -> None:
+    target = {"metric": "QueuedRequests", "value": 4}
+    auto = {"scaling": {"mode": "Auto", "min": 1, "max": 3, "target": target}}
+    ratio: dict[str, Any] = {"ratio": {"prefillPerDecode": {"min": 2}}}
+    service.apply(roles={"prefill": auto, "decode": auto}, scalingPolicy=ratio)
+    until(lambda: len(service.pods("prefill")) == 2 and len(service.pods("decode")) == 1, 60)
+    until(lambda: messages(service, "Scaled"), 30)
+    assert messages(service, "Scaled") == [
+        "prefill: 1 to 2 pods: scalingPolicy.ratio asks for more pods than its target"
+    ]
+    service.ready()
+
+
+def test_kubectl_refuses_a_field_of_a_later_version(service: Service) -> None:
+    body = {
+        "apiVersion": "serving.isthmus.dev/v1alpha1",
+        "kind": "InferenceService",
+        "metadata": {"name": "x"},
+        "spec": {
+            "model": {"source": {"hostPath": {"path": "/m"}}},
+            "engine": {"parallelism": {"tensor": 2}},
+            "roles": roles(1, 1),
+        },
+    }
+    with pytest.raises(CommandError, match='unknown field "parallelism"'):
+        service.cluster.apply(body, namespace=service.namespace)

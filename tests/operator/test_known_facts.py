@@ -1,0 +1,81 @@
+"""A reconcile does not wait for pods that say nothing, and a service hears of what they say later."""
+
+import asyncio
+from collections.abc import Iterable
+
+from isthmus_operator.known_facts import KnownFacts
+from isthmus_operator.observed import EngineFacts, Facts, Pod
+
+KEY = ("ns", "svc")
+SOME = Facts(engines={"p": EngineFacts(fingerprint="x")})
+
+
+class Reader:
+    """Answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.answer: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
+
+    async def read(self, pods: Iterable[Pod], *, load: bool) -> Facts:
+        self.asked += 1
+        return await asyncio.shield(self.answer)
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    def says(self, facts: Facts) -> None:
+        self.answer.set_result(facts)
+        self.answer = asyncio.get_running_loop().create_future()
+
+
+def test_answers_that_are_there_are_returned_at_once_and_wake_nobody() -> None:
+    async def main() -> None:
+        reader, woken = Reader(), []
+        known = KnownFacts(reader, woken.append)
+        asyncio.get_running_loop().call_soon(asyncio.get_running_loop().call_soon, reader.says, SOME)
+        assert await known.read(KEY, [], load=False) == SOME
+        await asyncio.sleep(0)
+        assert woken == []
+        await known.close()
+
+    asyncio.run(main())
+
+
+def test_late_answers_wake_the_service_once_and_only_if_they_are_news() -> None:
+    async def main() -> None:
+        reader = Reader()
+        woken: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        known = KnownFacts(reader, woken.put_nowait)
+        assert await known.read(KEY, [], load=False) is None
+        assert await known.read(KEY, [], load=False) is None
+        assert reader.asked == 1, "one question at a time"
+        reader.says(SOME)
+        assert await asyncio.wait_for(woken.get(), 10) == KEY
+        # The same again, late again: what was known is returned meanwhile, and nobody is woken.
+        assert await known.read(KEY, [], load=False) == SOME
+        reader.says(SOME)
+        assert await known.read(KEY, [], load=False) == SOME
+        assert woken.empty()
+        # And those that have fallen silent.
+        assert await known.read(KEY, [], load=False) == SOME
+        reader.says(Facts())
+        assert await asyncio.wait_for(woken.get(), 10) == KEY
+        await known.close()
+
+    asyncio.run(main())
+
+
+def test_a_service_that_goes_while_its_pods_are_asked_stops_no_worker() -> None:
+    async def main() -> None:
+        reader, woken = Reader(), []
+        known = KnownFacts(reader, woken.append)
+        reading = asyncio.create_task(known.read(KEY, [], load=False))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        known.forget(KEY)
+        assert await reading is None
+        assert woken == []
+        await known.close()
+
+    asyncio.run(main())
