@@ -57,7 +57,7 @@ setup: venv native model ## All of the above
 
 # ---- Use -------------------------------------------------------------------------------------------------------
 
-.PHONY: run bench bench-router
+.PHONY: run bench bench-planner bench-router bench-operator
 run: venv native $(if $(filter $(MODEL_DIR),$(MODEL)),model) ## Serve EXAMPLE on this machine: make run [EXAMPLE=examples/direct.yaml] [MODEL=folder-or-hub-id]
 	@$(VENV)/bin/isthmus up $(EXAMPLE) --model '$(MODEL)'
 
@@ -67,6 +67,13 @@ bench: setup ## Run the benchmarks: make bench [ARGS=...]
 bench-router: venv model ## CPU time and memory of the router beside vllm-router: make bench-router [ARGS=...]
 	@$(PY) runtime/bench/router.py $(ARGS)
 
+bench-operator: venv ## The operator with 500 services on a real API server: make bench-operator [ARGS='--services 100 --json FILE']
+	@$(CLUSTER) build --fast
+	@$(PY) operator/bench/scale.py $(ARGS)
+
+bench-planner: setup ## The planner beside a measured service, Direct and Unified; about 8 minutes: make bench-planner [ARGS=...]
+	@$(PY) runtime/bench/planner.py $(ARGS)
+
 # ---- Check -----------------------------------------------------------------------------------------------------
 
 # `make chaos SEED=7 MINUTES=3 MODE=store ARGS='--rate 8'`
@@ -75,8 +82,10 @@ MINUTES = 10
 MODE    = direct
 
 .PHONY: test lint type verify size chaos
-test: setup ## Run the test suite but for the cluster's part, which is `make e2e` (ARGS= narrows it)
-	@$(PY) -m pytest -q -m 'not cluster' $(ARGS)
+test: setup ## Run the test suite but for what needs the full cluster, which is `make e2e` (ARGS= narrows it)
+	@status=0; $(PY) -m pytest -q -m 'not cluster' $(ARGS) || status=$$?; \
+	$(CLUSTER) find --fast || echo "make test: THE TESTS AGAINST A KUBERNETES API SERVER DID NOT RUN (the line above says why)" >&2; \
+	exit $$status
 
 chaos: setup ## Real faults on a real service (docs/chaos.md): make chaos [SEED=..] [MINUTES=10] [MODE=direct|store] [ARGS=...]
 	@$(PY) tests/chaos/run_storm.py $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --mode $(MODE) $(ARGS)
@@ -149,4 +158,4 @@ images-for-tests: ## Build the images that the end-to-end tests run
 	@$(CLUSTER) images --base '$(BASE)' tests
 
 e2e: venv $(if $(E2E_KUBECONFIG),,cluster-native cluster-build images-for-tests) ## Run the cluster tests: make e2e [KUBECONFIG=file: on your own cluster] [ARGS=...]
-	@E2E_KUBECONFIG='$(E2E_KUBECONFIG)' ISTHMUS_REQUIRE_CLUSTER=1 $(PY) -m pytest -q -m cluster $(ARGS)
+	@E2E_KUBECONFIG='$(E2E_KUBECONFIG)' ISTHMUS_REQUIRE_CLUSTER=1 $(PY) -m pytest -q -m 'cluster or light_cluster' $(ARGS)

@@ -26,8 +26,8 @@ def installation(cluster: Cluster, images: dict[str, str]) -> Iterator[Installat
     """The chart, installed in a namespace that enforces Pod Security "restricted"."""
     place_model(cluster, MODEL)
     one = Installation(cluster, images)
-    one.install()
     try:
+        one.install()
         yield one
     finally:
         one.uninstall()

@@ -6,6 +6,7 @@ computed them, on how the KV came, or on what was killed.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,7 +31,6 @@ def service(installation: Installation) -> Iterator[Deployed]:
     """examples/direct.yaml with two pods of each role, and a router that a rollout of routers may not leave alone."""
     make_namespace(installation.cluster, NAMESPACE, {})
     one = Deployed(installation.cluster, NAMESPACE)
-    one.apply_example("direct.yaml")
 
     def two_of_each(spec: Object) -> None:
         for role in ("prefill", "decode"):
@@ -42,6 +42,7 @@ def service(installation: Installation) -> Iterator[Deployed]:
         spec["engine"]["kvCache"]["memory"] = "128Mi"
         spec["rollout"] = {"drainTimeout": "60s", "progressDeadline": "10m"}
 
+    one.load_example("direct.yaml")
     one.apply(two_of_each)
     one.ready()
     yield one
@@ -71,19 +72,28 @@ def loaded(client: Client, service: Deployed, answers: dict[str, str]) -> Iterat
     assert not wrong, wrong
 
 
+def no_errors(load: Load, service: Deployed) -> None:
+    """Every request that ended, ended well."""
+    if load.errors():
+        told = "\n".join(json.dumps(one) for one in load.errors())
+        pytest.fail(f"{len(load.errors())} of {len(load.results)} requests failed:\n{told}\n{service.describe()}")
+
+
 def test_operator_upgrade_changes_no_pod(
     installation: Installation, service: Deployed, client: Client, answers: dict[str, str]
 ) -> None:
     before = service.uids()
     generation = service.get()["metadata"]["generation"]
     with loaded(client, service, answers) as load:
-        installation.helm("upgrade", "--set", "operator.podAnnotations.upgraded=yes", "--set", "operator.logLevel=debug")
+        installation.helm(
+            "upgrade", "--set", "operator.podAnnotations.upgraded=yes", "--set", "operator.logLevel=debug"
+        )
         # The new operator has seen the service: it writes a condition anew only if something changed, so ask for
         # its own view through a change that touches no pod.
         service.cluster.kubectl("label", "pdsvc", service.name, "-n", NAMESPACE, "team=a", "--overwrite")
         service.ready()
         load.more(6)
-    assert not load.errors()
+    no_errors(load, service)
     assert service.uids() == before
     assert service.get()["metadata"]["generation"] == generation
 
@@ -100,7 +110,7 @@ def test_rollouts_under_load_lose_no_request(service: Deployed, client: Client, 
         service.ready()
         assert not (service.uids("prefill") | service.uids("decode")) & first
         load.more(6)
-    assert not load.errors()
+    no_errors(load, service)
 
 
 def test_t11_a_deleted_prefill_pod_loses_no_prompt(service: Deployed, client: Client, answers: dict[str, str]) -> None:
@@ -109,7 +119,7 @@ def test_t11_a_deleted_prefill_pod_loses_no_prompt(service: Deployed, client: Cl
         service.cluster.kubectl("delete", "pod", victim, "-n", NAMESPACE, "--timeout=120s", timeout=150)
         load.more(6)
         service.ready()
-    assert not load.errors()
+    no_errors(load, service)
 
 
 def test_t11_a_killed_prefill_pod_ends_each_request(service: Deployed, client: Client, answers: dict[str, str]) -> None:
@@ -122,7 +132,7 @@ def test_t11_a_killed_prefill_pod_ends_each_request(service: Deployed, client: C
         service.ready()
         load.more(3)
     for one in load.errors():
-        assert "stage" in one["error"] and "attempt" in one["error"], one
+        assert "stage" in one["error"] and "attempt" in one["error"], f"{one}\n{service.describe()}"
     assert service.uids("decode") == decode
     assert all(c["restartCount"] == 0 for pod in service.pods("decode") for c in pod["status"]["containerStatuses"])
 
@@ -156,7 +166,7 @@ def test_t14_transfer_mode_is_changed_and_changed_back(
         assert service.ready()["transfer"]["mode"] == "Direct"
         until(lambda: not service.pods("store"), 120, service.describe, every=0.5)
         load.more(6)
-    assert not load.errors()
+    no_errors(load, service)
 
 
 def test_t15_no_prefill_pod_left(service: Deployed, client: Client, answers: dict[str, str]) -> None:
@@ -173,7 +183,7 @@ def test_t15_no_prefill_pod_left(service: Deployed, client: Client, answers: dic
         prefill(0, "Local")
         until(lambda: not service.pods("prefill"), 180, service.describe, every=0.5)
         load.more(6)
-    assert not load.errors()
+    no_errors(load, service)
     prefill(0, "Reject")
     service.ready()
     with loaded(client, service, answers) as load:
