@@ -40,6 +40,9 @@ from .transfer.sockets import probe_accepted
 
 log = logging.getLogger(__name__)
 
+_LAME_DUCK_S = 2.0
+"""Routers look at /info once a second; until they know, what they send here is served."""
+
 PREPARE_TIMEOUT_S = 30.0
 """Registering the pool and reaching the store's master may take this long at start."""
 
@@ -185,7 +188,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             version=version("isthmus-runtime"),
             running=stats.running,
             waiting=stats.waiting + stats.receiving,
-            draining=in_flight.draining,
+            draining=in_flight.leaving,
             vocab_size=loaded.vocab_size,
         )
 
@@ -223,6 +226,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             host=config.server.host,
             port=config.server.port,
             drain_timeout_s=config.server.drain_timeout_s,
+            lame_duck_s=_LAME_DUCK_S,
             in_flight=in_flight,
             before_close=lambda: asyncio.to_thread(engine.stop),
             on_started=on_started,

@@ -264,8 +264,7 @@ def rig():
             config = RouterConfig(
                 server=ServerConfig(),
                 model=ModelConfig(path="m", served_names=("m",)),
-                discovery_interval_s=0.05,
-                **{**lists, **settings},
+                **{"discovery_interval_s": 0.05, **lists, **settings},
             )
             registry = CollectorRegistry()
             extra = {} if resolve is None else {"resolve": resolve}

@@ -251,3 +251,47 @@ def test_one_failed_probe_after_a_standstill_ends_no_request(rig, run, kit):
             leg.release()
 
     run(main())
+
+
+@pytest.mark.parametrize("answer", [set(), OSError("Temporary failure in name resolution")])
+def test_accepts_clients_though_prefill_has_no_pods(rig, run, kit, answer):
+    """`ready` says that nobody can be served; clients shall hear that from the router, not a refused connection. DNS
+    without a server above it cannot say that a name has no address."""
+
+    async def main():
+        decode = kit.Engine("decode")
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(decode.serve())
+
+            async def resolve(host, port):
+                if host != "pods":
+                    return {"127.0.0.1"}
+                if isinstance(answer, OSError):
+                    raise answer
+                return answer
+
+            settings = {"resolve": resolve, "prefill": ("pods:1",), "on_prefill_unavailable": "reject"}
+            r = await stack.enter_async_context(rig(decode, wait=False, served=False, **settings))
+            await r.until_ready(1)
+            await decode.until(lambda e: e.probes >= 2)  # by then the other name was asked for, too
+            assert r.pool.complete
+            assert "no prefill engine" in r.backend.ready() and r.backend.accepting() == ""
+
+    run(main())
+
+
+def test_accepts_clients_from_the_first_able_engine_on(rig, run, kit):
+    async def main():
+        engine = kit.Engine("unified")
+        engine.is_ready = False
+        async with rig(engine, wait=False) as r:
+            await engine.until(lambda e: e.probes >= 2)  # the first has been understood
+            assert "no decode engine" in r.backend.accepting()
+            engine.is_ready = True
+            await r.until_ready(1)
+            assert r.backend.accepting() == ""
+            engine.is_ready = False
+            await r.until(lambda p: not p.fleet.decode)
+            assert r.backend.ready() and r.backend.accepting() == ""
+
+    run(main())

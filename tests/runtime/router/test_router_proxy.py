@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 
 import pytest
 
@@ -263,6 +263,25 @@ def test_requests_wait_for_an_engine_that_is_on_its_way(rig, run, kit, role):
                 check_ended_once(chunks)
                 assert chunks[-1].finish_reason is FinishReason.STOP
             assert len(engine.generates) == 3 and r.idle()
+
+    run(main())
+
+
+def test_engines_that_cannot_be_reached_are_no_tries(rig, run, kit):
+    """Two of three ended in the second since they were last asked."""
+
+    async def main():
+        engines = [kit.Engine("unified") for _ in range(3)]
+        async with AsyncExitStack() as stack, AsyncExitStack() as gone:
+            for engine in engines[:2]:
+                await gone.enter_async_context(engine.serve())
+            await stack.enter_async_context(engines[2].serve())
+            settings = {"gap_s": 60.0, "discovery_interval_s": 3600.0, "policy": "round-robin"}
+            r = await stack.enter_async_context(rig(*engines, served=False, **settings))
+            await gone.aclose()
+            for turn in range(3):
+                check_ended_once(await kit.collect(r.backend, kit.request(request_id=f"r{turn}")))
+            assert len(engines[2].generates) == 3 and r.idle()
 
     run(main())
 

@@ -120,7 +120,7 @@ class EngineServer:
     async def ready(self, request: web.Request) -> web.Response:
         """200 when new requests are welcome."""
         info = self._info()
-        reason = "draining" if self._in_flight.draining else self.unhealthy() or info.transfer.reason
+        reason = "draining" if self._in_flight.leaving else self.unhealthy() or info.transfer.reason
         if reason:
             return web.json_response({"ready": False, "reason": reason}, status=503)
         return json_response({"ready": True})

@@ -75,6 +75,8 @@ class Attempt:
         self._rest = b""
         self._prefill_task: asyncio.Task[None] | None = None
         self._delivered = False
+        self.unsent = True
+        """No engine has seen a byte of it."""
         self._ended = False
         self._closed = False
         self._decode_gone = False
@@ -157,6 +159,7 @@ class Attempt:
                 response.close()
                 raise self._failure
             self._response = response  # from here on `_interrupt` ends every wait by closing it
+            self.unsent = False
             body = b'{"request":%b%b}' % (self._body, pairing.encode())
             await self._links.send(response, url, "/internal/generate", body)
             if response.status == 200:

@@ -169,6 +169,7 @@ class Pool:
         self._unified = bool(config.worker)
         self._engines: dict[str, _Engine] = {}
         self._of_address: dict[str, set[str]] = {}
+        self._asked: set[str] = set()
         self._loads: dict[str, Load] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -189,8 +190,8 @@ class Pool:
 
     @property
     def complete(self) -> bool:
-        """Whether every address has been resolved at least once."""
-        return len(self._of_address) == len({address for _, address in self._addresses})
+        """Whether every address has been looked up at least once."""
+        return len(self._asked) == len({address for _, address in self._addresses})
 
     def start(self) -> None:
         """Begin discovery and probing."""
@@ -241,15 +242,21 @@ class Pool:
     async def _discover(self, role: FleetRole, address: str) -> None:
         host, _, port = address.rpartition(":")
         host = host.strip("[]")
+        problem = ""
         while True:
             try:
                 async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
                     found = await self._resolve(host, int(port))
             except (OSError, TimeoutError) as e:
-                # The resolver cannot tell: what is known stays, the probes judge it.
-                _log.warning("cannot resolve %s (%s): %s", host, role, str(e) or "no answer in time")
+                # The resolver cannot tell: what is known stays, the probes judge it. For a name without pods, this is
+                # also what resolvers say in a cluster whose DNS reaches no other.
+                before, problem = problem, str(e) or "no answer in time"
+                level = logging.DEBUG if problem == before else logging.WARNING
+                _log.log(level, "cannot resolve %s (%s): %s", host, role, problem)
             else:
+                problem = ""
                 self._update(role, address, {_url(ip, port) for ip in found})
+            self._asked.add(address)
             await asyncio.sleep(self._interval)
 
     def _update(self, role: FleetRole, address: str, urls: set[str]) -> None:

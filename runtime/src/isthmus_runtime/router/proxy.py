@@ -91,15 +91,17 @@ class RouterBackend:
         return f"{_REFUSALS[choice]} ({problems or 'none was found yet'})"
 
     def accepting(self) -> str:
-        """Empty once prompts were servable, or when no engine is on its way that would change the answer."""
+        """Empty once prompts were servable, or when a decode engine is known and none is on its way that would change
+        the answer; else why not."""
         reason = self.ready()
-        if self._able is not None or (self._pool.complete and not self._pool.expecting):
-            return ""
-        return reason
+        pool = self._pool
+        settled = pool.complete and pool.max_model_len and not pool.expecting
+        return "" if self._able is not None or settled else reason
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream the answer. A failure before the first token is tried once more on another pair, then raised; a later
-        one arrives as the last chunk."""
+        one arrives as the last chunk. An engine that cannot be reached at all is no try, for as long as a request
+        waits for engines."""
         if self._in_flight >= self._max_queue:
             self._refuse("queue-full")
             raise Overloaded(
@@ -170,6 +172,8 @@ class RouterBackend:
                 return attempt, chunk
             except TryElsewhere as e:
                 attempt.close()
+                if attempt.unsent and failed is None and loop.time() < patience:
+                    continue  # the pool has taken it out, until it answers a probe
                 if failed is not None:
                     raise e.error from e
                 failed = e.error
