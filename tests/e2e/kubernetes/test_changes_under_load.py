@@ -170,7 +170,7 @@ def test_t14_transfer_mode_is_changed_and_changed_back(
 
 
 def test_t15_no_prefill_pod_left(service: Deployed, client: Client, answers: dict[str, str]) -> None:
-    """`Local`: decode pods compute prompts themselves. `Reject`: 503, at once."""
+    """`Local`: decode pods compute prompts themselves. `Reject`: 503 with the reason, from a router that is there."""
 
     def prefill(replicas: int, unavailable: str) -> None:
         def change(spec: Object) -> None:
@@ -185,11 +185,21 @@ def test_t15_no_prefill_pod_left(service: Deployed, client: Client, answers: dic
         load.more(6)
     no_errors(load, service)
     prefill(0, "Reject")
-    service.ready()
+
+    def said_so() -> bool:
+        """The service tells why it is not ready, and the router that refuses has replaced the one before."""
+        reason = service.conditions()["Ready"]
+        generation = service.get()["metadata"]["generation"]
+        return (reason["reason"], reason["observedGeneration"]) == ("NoEngine", generation) and len(
+            service.pods("router")
+        ) == 1
+
+    until(said_so, 180, service.describe, every=0.5)
     with loaded(client, service, answers) as load:
         load.more(3)
     refused = load.results[-3:]
-    assert all("503" in one.get("error", "") and one["seconds"] < 30 for one in refused), refused
+    assert all("503" in one.get("error", "") and "no prefill engine" in one["error"] for one in refused), refused
+    assert all(one["seconds"] < 30 for one in refused), refused
     prefill(1, "Local")
     service.ready()
     assert client.ask(service.get()["status"]["url"], "smollm2", QUESTIONS, MAX_TOKENS) == answers
