@@ -71,7 +71,7 @@ bench-operator: venv ## The operator with 500 services on a real API server: mak
 	@$(CLUSTER) build --fast
 	@$(PY) operator/bench/scale.py $(ARGS)
 
-bench-planner: setup ## The planner beside a measured service, Direct and Unified; about 8 minutes: make bench-planner [ARGS=...]
+bench-planner: setup ## The planner beside a measured service, Direct and Unified; about 12 minutes: make bench-planner [ARGS=...]
 	@$(PY) runtime/bench/planner.py $(ARGS)
 
 # ---- Check -----------------------------------------------------------------------------------------------------

@@ -235,7 +235,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=90.0, help="length of the trace")
     parser.add_argument("--direct-rate", type=float, default=2.0, help="requests per second")
     parser.add_argument("--unified-rate", type=float, default=1.0)
-    parser.add_argument("--repeats", type=int, default=3, help="of each step-time experiment; medians are taken")
+    parser.add_argument("--repeats", type=int, default=5, help="of each step-time experiment; medians are taken")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--bar", type=float, default=0.15, help="largest relative error that passes")
     parser.add_argument("--only", choices=sorted(SHAPES), action="append")
