@@ -98,8 +98,9 @@ def _answer_times(
             if fleet.url(name) not in message:
                 continue
             before = [t for t, line in said if fleet.url(name) in line and o.began <= t <= o.ended + 0.1]
+            # The last word: a request that had not been sent when it was lost may have waited, and met it once more.
             if before and "answered nothing for" in message:
-                noticed.append(o.ended - before[0])
+                noticed.append(o.ended - before[-1])
             kills = [e.began for e in events if e.fault.kind == "kill" and e.fault.target == name]
             since = [o.ended - t for t in kills if o.began <= t <= o.ended]
             if since:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+import time
 from collections.abc import Callable
 
 import pytest
 
+from isthmus_runtime.transfer import joining
 from isthmus_runtime.transfer.pool_probe import KEYS, VALUE_BYTES, PoolFull, PoolProbe
 
 
@@ -98,3 +101,35 @@ def test_a_pool_that_does_not_is_tried_until_it_works_or_time_is_up(what: str, h
 def test_a_full_pool_is_told_from_a_sick_one() -> None:
     with pytest.raises(PoolFull):
         probe(Pool(lambda op, number: "full" if op == "put" else ""))
+
+
+def test_a_probe_that_was_given_up_is_known_to_run_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closing Mooncake's client under a call ends the process by a signal (told to stop just after joining)."""
+    stuck = threading.Event()
+
+    class Slow(Pool):
+        def batch_put_from(self, keys: list[str], sources: list[int], sizes: list[int], config: object) -> list[int]:
+            if self.rounds:  # the second round goes to the segments of others
+                assert stuck.wait(60)
+            return super().batch_put_from(keys, sources, sizes, config)
+
+    class Native:
+        class ReplicateConfig:
+            replica_num = 0
+            preferred_segment = ""
+
+    monkeypatch.setattr(joining, "REACH_S", 0.05)
+    gbps, over = joining._probed(Native, Slow(), "own", "master:1", 30.0, time.monotonic)
+    assert gbps > 0 and not over.is_set()
+    stuck.set()
+    assert over.wait(60)
+
+
+def test_no_call_runs_after_a_probe_that_ended() -> None:
+    class Native:
+        class ReplicateConfig:
+            replica_num = 0
+            preferred_segment = ""
+
+    gbps, over = joining._probed(Native, Pool(), "own", "master:1", 30.0, time.monotonic)
+    assert gbps > 0 and over.is_set()

@@ -16,6 +16,11 @@ INSTALL_HINT = (
 class TookTooLong(Exception):
     """The call did not return in time; its daemon thread is left behind."""
 
+    def __init__(self, message: str, ended: threading.Event) -> None:
+        """`ended` is set when the call does return."""
+        super().__init__(message)
+        self.ended = ended
+
 
 def run_bounded(call: Callable[[], Any], timeout_s: float, name: str) -> Any:
     """Result of `call()`, run in a daemon thread that does not hold up the end of the process.
@@ -38,7 +43,7 @@ def run_bounded(call: Callable[[], Any], timeout_s: float, name: str) -> Any:
 
     threading.Thread(target=body, name=name, daemon=True).start()
     if not ended.wait(timeout_s):
-        raise TookTooLong(f"{name}: no result within {timeout_s:g} s")
+        raise TookTooLong(f"{name}: no result within {timeout_s:g} s", ended)
     if failure:
         raise failure[0]
     return outcome[0]

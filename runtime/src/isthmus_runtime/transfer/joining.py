@@ -52,6 +52,8 @@ class Pool:
     """Name of this process's own segment."""
     gbps: float
     """As probed; 0 when the pool had no space for that."""
+    probe_over: threading.Event
+    """Set when no call of the probe runs any more: one that was given up does, and nothing may be closed under it."""
 
 
 def leave_behind(store: Any) -> None:
@@ -90,8 +92,8 @@ def join_pool(
         if code != 0:
             raise ConfigError(f"--transfer-mode store: registering {name} ({nbytes} bytes) gave {explain(code)}")
     segment = store.get_hostname()
-    gbps = _probed(native, store, segment, master, min(PROBE_S, deadline - clock()), clock)
-    return Pool(native, store, segment, gbps)
+    gbps, over = _probed(native, store, segment, master, min(PROBE_S, deadline - clock()), clock)
+    return Pool(native, store, segment, gbps, over)
 
 
 def _try_setup(host: str, master: str, timeout_s: float) -> None:
@@ -111,8 +113,10 @@ def _try_setup(host: str, master: str, timeout_s: float) -> None:
         ) from error
 
 
-def _probed(native: Any, store: Any, segment: str, master: str, timeout_s: float, clock: Callable[[], float]) -> float:
-    """GB/s, or 0 for a pool without space.
+def _probed(
+    native: Any, store: Any, segment: str, master: str, timeout_s: float, clock: Callable[[], float]
+) -> tuple[float, threading.Event]:
+    """GB/s, or 0 for a pool without space; and the event that is set when no call runs any more.
 
     This process's own segment must work: its puts depend on nothing else. What it reads comes from the segments of
     others: their speed is worth more, but one that is sick is no reason not to start.
@@ -122,6 +126,8 @@ def _probed(native: Any, store: Any, segment: str, master: str, timeout_s: float
     own.replica_num = anywhere.replica_num = 1
     own.preferred_segment = segment
     deadline = clock() + timeout_s
+    over = threading.Event()
+    over.set()
     try:
         gbps, problem = run_bounded(lambda: probe.until_it_works(own, deadline), timeout_s + REACH_S, "transfer-probe")
     except TookTooLong as error:
@@ -129,7 +135,7 @@ def _probed(native: Any, store: Any, segment: str, master: str, timeout_s: float
     except PoolFull:
         log.warning("the pool at %s has no space for a probe: its speed is not known", master)
         probe.close()
-        return 0.0
+        return 0.0, over
     if problem:
         leave_behind(store)
         raise ConfigError(
@@ -140,10 +146,10 @@ def _probed(native: Any, store: Any, segment: str, master: str, timeout_s: float
         reached, problem = run_bounded(lambda: probe.once(anywhere), REACH_S, "transfer-probe")
     except TookTooLong as error:
         log.warning("the pool's speed is that of this process's own segment: %s", error)
-        return float(gbps)
+        return float(gbps), error.ended
     except PoolFull:
         reached, problem = 0.0, explain(NO_SPACE)
     probe.close()
     if problem:
         log.warning("the pool's speed is that of this process's own segment: %s", problem)
-    return float(gbps if problem else reached)
+    return float(gbps if problem else reached), over

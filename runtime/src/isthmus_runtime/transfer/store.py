@@ -219,9 +219,10 @@ class StoreTransfer:
             # A worker may sit in a call that does not end; it is a daemon.
             thread.join(timeout=1.0)
         if self._pool is not None:
-            store, self._pool = self._pool.store, None
+            store, probing, self._pool = self._pool.store, not self._pool.probe_over.is_set(), None
             # Closing it under a call that still runs, as into a master that is stopped, ends the process by a signal.
-            if any(thread.is_alive() for thread in self._threads) or connect_problem(self._master, CONNECT_S):
+            working = probing or any(thread.is_alive() for thread in self._threads)
+            if working or connect_problem(self._master, CONNECT_S):
                 leave_behind(store)
                 return
             try:
