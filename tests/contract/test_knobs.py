@@ -12,7 +12,7 @@ SERVE = {
     "--host": "127.0.0.1",
     "--port": "8000",
     "--drain-timeout": "120s",
-    "--no-progress-timeout": "30s",
+    "--no-progress-timeout": "120s",
     "--log-level": "info",
     "--model": None,
     "--served-model-name": [],

@@ -142,6 +142,13 @@ def test_what_the_spec_leaves_open_keeps_the_runtime_s_default() -> None:
     assert decode.transfer.timeout_s == default.transfer.timeout_s
 
 
+def test_an_engine_that_computes_one_step_for_ninety_seconds_is_not_killed() -> None:
+    """As when it compiles a kernel. /health is fine for so long, and only its failures count for the liveness probe."""
+    decode = configs({"model": FULL["model"], "roles": {"prefill": {}, "decode": {}}})["decode"]
+    assert isinstance(decode, EngineConfig)
+    assert decode.server.no_progress_timeout_s > 90
+
+
 def test_extra_args_may_hold_only_flags_that_no_field_sets() -> None:
     flags = {
         option.removeprefix("--")

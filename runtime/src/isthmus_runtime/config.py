@@ -68,7 +68,7 @@ class ServerConfig:
     port: int = 8000
     drain_timeout_s: float = 120.0
     """After SIGTERM: finish what runs for at most this long, then abort the rest."""
-    no_progress_timeout_s: float = 30.0
+    no_progress_timeout_s: float = 120.0
     """/health turns 503 when there is work and no step finished for this long."""
     log_level: str = "info"
 
@@ -205,7 +205,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
     p.add_argument("--host", default="127.0.0.1", help="address to listen on")
     p.add_argument("--port", default="8000", help="port to listen on")
     p.add_argument("--drain-timeout", default="120s", help="after SIGTERM, how long running requests may take")
-    p.add_argument("--no-progress-timeout", default="30s", help="/health fails after this long with work and no step")
+    p.add_argument("--no-progress-timeout", default="120s", help="/health fails after this long with work and no step")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--model", required=True, help="directory with config.json, safetensors and tokenizer.json")
     p.add_argument("--served-model-name", action="append", default=[], help="repeatable; default: directory name")
