@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from .config import parse_duration
 from .errors import WeightsError
 
 
@@ -24,6 +28,9 @@ def build_model_parser() -> argparse.ArgumentParser:
     two.add_argument("--s3-endpoint", default="", help="URL of an S3-compatible server; default: AWS")
     two.add_argument("--s3-region", default="", help="region of the bucket")
     two.add_argument("--credentials-dir", default="", help="folder with the files accessKeyId and secretAccessKey")
+    two.add_argument("--resume-as", default="", help="a name no other downloader of the cache has, e.g. the pod's: what "
+                     "a failed or killed try had downloaded is kept and gone on with")  # fmt: skip
+    two.add_argument("--deadline", type=parse_duration, default=None, help="give up after so long, e.g. 30m")
     two.add_argument("--tokenizer-only", action="store_true", help="leave out the weights, as a router needs none")
     return p
 
@@ -37,12 +44,40 @@ def model_main(argv: Sequence[str]) -> int:
 
             import_gguf(Path(args.file), Path(args.out), _progress)
         else:
-            _fetch(args)
+            with _deadline(args.deadline, keeps=bool(args.resume_as)):
+                _fetch(args)
     except WeightsError as e:
         for problem in e.problems:
             print(f"model {args.command}: {problem}", file=sys.stderr)
         return 1
     return 0
+
+
+@contextmanager
+def _deadline(seconds: float | None, *, keeps: bool) -> Iterator[None]:
+    """End the process when the body takes longer. The clients bound each read, not a whole download, and their threads
+    cannot be stopped in any other way."""
+    if seconds is None:
+        yield
+        return
+
+    def give_up() -> None:
+        rest = "what was downloaded is kept for the next try" if keeps else "what was downloaded is left in pieces"
+        print(
+            f"model fetch: not finished after --deadline {seconds:.0f} s "
+            f"(spec.availability.startupTimeout of the service): raise it or look at the source; {rest}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _fetch(args: argparse.Namespace) -> None:
@@ -54,7 +89,7 @@ def _fetch(args: argparse.Namespace) -> None:
         repo, _, revision = rest.partition("@")
         fetch(
             repo, revision or "main", out, _progress,
-            token=_read(args.token_file), tokenizer_only=args.tokenizer_only,
+            token=_read(args.token_file), tokenizer_only=args.tokenizer_only, resume_as=args.resume_as,
         )  # fmt: skip
     elif scheme == "s3" and "/" in rest:
         from .models.s3 import S3Access, fetch_s3, read_credentials
@@ -62,7 +97,9 @@ def _fetch(args: argparse.Namespace) -> None:
         access = S3Access(endpoint=args.s3_endpoint, region=args.s3_region)
         if args.credentials_dir:
             access = read_credentials(Path(args.credentials_dir), endpoint=args.s3_endpoint, region=args.s3_region)
-        fetch_s3(args.source, out, _progress, access, tokenizer_only=args.tokenizer_only)
+        fetch_s3(
+            args.source, out, _progress, access, tokenizer_only=args.tokenizer_only, resume_as=args.resume_as
+        )  # fmt: skip
     else:
         raise WeightsError(f"{args.source!r} is no source; give hf://owner/name[@revision] or s3://bucket/prefix")
 

@@ -37,6 +37,7 @@ MODULES: dict[str, dict[str, str]] = {
     },
     "kwok": {"kwok": "sigs.k8s.io/kwok/cmd/kwok"},
     "containerd": {name: f"{CONTAINERD}/{name}" for name in ("containerd", "containerd-shim-runc-v2", "ctr")},
+    "kube-router": {"kube-router": "github.com/cloudnativelabs/kube-router/v2/cmd/kube-router"},
     "coredns": {"coredns": "github.com/coredns/coredns"},
     "helm": {"helm": "helm.sh/helm/v4/cmd/helm"},
 }

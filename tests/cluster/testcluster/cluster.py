@@ -42,6 +42,8 @@ HOST_PROGRAMS = {
     "unshare": "util-linux",
     "runc": "runc",
     "nft": "nftables",
+    "iptables": "iptables",
+    "ipset": "ipset",
     "conntrack": "conntrack",
     "openssl": "openssl",
     "busybox": "busybox-static",

@@ -88,7 +88,8 @@ class ControlPlane:
             "kube-controller-manager": certificates.identity("system:kube-controller-manager"),
             "kube-scheduler": certificates.identity("system:kube-scheduler"),
             "kube-proxy": certificates.identity("system:kube-proxy", "system:node-proxier"),
-            # Both read, and kwok writes, what a role of their own would have to list.
+            # They read, and kwok writes, what a role of their own would have to list.
+            "kube-router": certificates.identity("kube-router", "system:masters"),
             "coredns": certificates.identity("coredns", "system:masters"),
             "kwok": certificates.identity("kwok", "system:masters"),
             **{f"kubelet-{node}": certificates.identity(f"system:node:{node}", "system:nodes") for node in self.nodes},

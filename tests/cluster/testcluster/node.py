@@ -1,4 +1,4 @@
-"""A worker node: containerd, kubelet and kube-proxy, and the pod network between nodes."""
+"""A worker node: containerd, kubelet, kube-proxy, kube-router for network policies, and the pod network between nodes."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 from testcluster.binaries import Binaries
 from testcluster.commands import run
-from testcluster.controlplane import DNS_SERVICE, DOMAIN
+from testcluster.controlplane import DNS_SERVICE, DOMAIN, SERVICE_CIDR
 from testcluster.programs import MachineSpec, Program
 
 PAUSE_IMAGE = "isthmus.test/pause:1"
@@ -90,8 +90,8 @@ class Node:
         (self.folder / "kubelet.json").write_text(json.dumps(self.kubelet_configuration(), indent=1))
 
     def programs(self) -> list[Program]:
-        """containerd, kubelet and kube-proxy, in the order they start."""
-        return [self.containerd(), self.kubelet(), self.kube_proxy()]
+        """containerd, kubelet, kube-proxy and kube-router, in the order they start."""
+        return [self.containerd(), self.kubelet(), self.kube_proxy(), self.kube_router()]
 
     def containerd(self) -> Program:
         return Program(
@@ -133,6 +133,23 @@ class Node:
                 "--oom-score-adj=0",
             ),
             url="http://127.0.0.1:10256/livez",
+        )
+
+    def kube_router(self) -> Program:
+        """Its firewall alone, which enforces NetworkPolicies for whatever network plugin there is."""
+        return Program(
+            name="kube-router",
+            argv=(
+                self.binaries["kube-router"],
+                f"--kubeconfig={self.control_plane / 'kube-router.kubeconfig'}",
+                f"--hostname-override={self.name}",
+                "--run-firewall=true",
+                "--run-router=false",
+                "--run-service-proxy=false",
+                "--enable-cni=false",
+                f"--service-cluster-ip-range={SERVICE_CIDR}",
+            ),
+            url="http://127.0.0.1:20244/healthz",
         )
 
     def cni(self) -> dict[str, object]:

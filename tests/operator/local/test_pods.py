@@ -138,6 +138,9 @@ def test_environment_references_to_config_maps_are_resolved() -> None:
 def test_downloads_go_through_an_init_container() -> None:
     model = {"source": {"huggingFace": {"repo": "o/n"}}, "cache": {"hostPath": {"path": "/cache"}}}
     decode = pods(model=model)["decode-0"]
-    assert decode.init[0].argv == ("isthmus-runtime", "model", "fetch", "hf://o/n@main", "/cache/o/n@main")
+    assert decode.init[0].argv == (
+        *("isthmus-runtime", "model", "fetch", "hf://o/n@main", "/cache/o/n@main"),
+        *("--deadline", "30m", "--resume-as", "decode-0"),
+    )
     assert value(decode, "--model") == "/cache/o/n@main"
     assert "/cache" in decode.folders

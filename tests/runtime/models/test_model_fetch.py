@@ -1,17 +1,16 @@
 """`model fetch`: whole or not at all, once for all who share a folder, and never more than it should."""
 
 import json
-import sys
+import os
+import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from isthmus_runtime.errors import WeightsError
 from isthmus_runtime.model_cli import model_main
-from isthmus_runtime.models import s3
 from isthmus_runtime.models.fetching import in_place
-from isthmus_runtime.models.s3 import S3Access, fetch_s3, read_credentials
+from isthmus_runtime.models.s3 import read_credentials
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -74,24 +73,44 @@ def test_a_broken_download_leaves_nothing(tmp_path: Path) -> None:
         in_place(tmp_path / "m", print, download, weights=True)
 
 
-def test_s3_without_boto3_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(WeightsError, match=r"isthmus-runtime\[s3\]"):
-        fetch_s3("s3://b/p", tmp_path / "m", print, S3Access())
+def test_a_failed_download_is_gone_on_with_by_its_own_name_only(tmp_path: Path) -> None:
+    def broken(folder: Path) -> None:
+        assert list(folder.iterdir()) == []
+        (folder / "part").write_bytes(b"half")
+        raise WeightsError("cut off")
+
+    def rest(folder: Path) -> None:
+        assert (folder / "part").read_bytes() == b"half"
+        (folder / "part").unlink()
+        write(folder, weights=True)
+
+    out = tmp_path / "m"
+    for name in ("pod-a", "pod-b"):
+        with pytest.raises(WeightsError, match="cut off"):
+            in_place(out, print, broken, weights=True, resume_as=name)
+    in_place(out, print, rest, weights=True, resume_as="pod-a")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".m.pod-b.partial", "m"]
 
 
-def test_only_plain_wanted_names_are_taken_from_a_bucket() -> None:
-    class Pages:
-        def paginate(self, **wanted: str) -> list[dict[str, Any]]:
-            assert wanted == {"Bucket": "b", "Prefix": "p/", "Delimiter": "/"}
-            names = ["p/config.json", "p/model.safetensors", "p/", "p/x.bin", "p/evil.py", "p/../up.json", "p/a/b.json"]
-            return [{"Contents": [{"Key": name} for name in names]}, {}]
+def test_what_a_lost_pod_left_goes_after_a_day(tmp_path: Path) -> None:
+    for name, hours in (("old", 25.0), ("busy", 25.0), ("new", 1.0)):
+        folder = tmp_path / f".m.{name}.partial"
+        folder.mkdir()
+        (folder / "piece").write_bytes(b"x")
+        then = time.time() - 3600 * hours
+        for path in (folder / "piece", folder):
+            os.utime(path, (then, then))
+    (tmp_path / ".m.busy.partial" / "piece").touch()
+    told: list[str] = []
+    in_place(tmp_path / "m", told.append, lambda folder: write(folder, weights=True), weights=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".m.busy.partial", ".m.new.partial", "m"]
+    assert any(".m.old.partial" in one for one in told)
 
-    class Client:
-        def get_paginator(self, name: str) -> Pages:
-            return Pages()
 
-    assert s3._names(Client(), "b", "p/", ("*.json", "*.safetensors")) == ["config.json", "model.safetensors"]
+def test_wrong_files_are_not_gone_on_with(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="no safetensors"):
+        in_place(tmp_path / "m", print, lambda f: write(f, weights=False), weights=True, resume_as="pod")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_credentials_come_from_a_mounted_secret(tmp_path: Path) -> None:

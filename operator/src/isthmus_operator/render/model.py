@@ -74,6 +74,8 @@ def _fetched(service: InferenceService, *, image: str, tokenizer_only: bool) -> 
         if bucket.credentials_secret_ref:
             secret = {"secretName": bucket.credentials_secret_ref.name}
             args += ["--credentials-dir", CREDENTIALS]
+    # A try ends where a pod may no longer be starting; the next one of the same pod goes on from what it left.
+    args += ["--deadline", service.spec.availability.startup_timeout.canonical, "--resume-as", "$(POD_NAME)"]
     if tokenizer_only:
         args.append("--tokenizer-only")
     volumes: list[dict[str, Any]] = [{"name": "model", **_cache(service)}]

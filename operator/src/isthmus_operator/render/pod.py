@@ -58,7 +58,8 @@ def http_probes(*, startup_timeout_s: float, ready: str = "/ready") -> dict[str,
     """Startup, readiness and liveness of a container whose HTTP port is named `http`.
 
     Startup and liveness ask /health, which answers while a model loads or a kernel compiles; only a hung process
-    fails it. Readiness asks `ready`.
+    fails it. A compiler that holds the interpreter's lock makes it late, for 90 s at worst: liveness gives a silent
+    process as long as /health gives an engine without a step (--no-progress-timeout). Readiness asks `ready`.
     """
     period = 2
 
@@ -73,7 +74,7 @@ def http_probes(*, startup_timeout_s: float, ready: str = "/ready") -> dict[str,
             "failureThreshold": max(1, math.ceil(startup_timeout_s / period)),
         },
         "readinessProbe": {"httpGet": get(ready), "periodSeconds": 2, "timeoutSeconds": 2, "failureThreshold": 2},
-        "livenessProbe": {"httpGet": get("/health"), "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
+        "livenessProbe": {"httpGet": get("/health"), "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 12},
     }
 
 
@@ -92,7 +93,9 @@ def pod_template(
     host_ipc: bool = False,
 ) -> dict[str, Any]:
     """metadata and spec of the pods of one component."""
-    main = {**container, "volumeMounts": [*container.get("volumeMounts", []), {"name": "tmp", "mountPath": "/tmp"}]}
+    common = {"terminationMessagePolicy": "FallbackToLogsOnError"}
+    tmp = {"name": "tmp", "mountPath": "/tmp"}
+    main = {**container, **common, "volumeMounts": [*container.get("volumeMounts", []), tmp]}
     main.setdefault("securityContext", security_context())
     spec: dict[str, Any] = {
         "automountServiceAccountToken": False,
@@ -113,9 +116,13 @@ def pod_template(
         spec["initContainers"] = [
             {
                 **init,
+                **common,
                 "env": pod_env(),
                 "securityContext": security_context(),
-                "volumeMounts": [*init["volumeMounts"], {"name": "tmp", "mountPath": "/tmp"}],
+                # The same as the main container's, which costs nothing as they never run at once: quotas ask for
+                # them, and a pod is only Guaranteed if all its containers are.
+                **_plain_resources(main),
+                "volumeMounts": [*init["volumeMounts"], tmp],
             }
             for init in init_containers
         ]
@@ -132,6 +139,16 @@ def pod_template(
         spec |= _placement(service, component, settings, affinity or {})
     template = {"metadata": {"labels": labels(service, component, revision)}, "spec": spec}
     return merge(template, settings.pod_patch) if settings is not None and settings.pod_patch else template
+
+
+def _plain_resources(container: dict[str, Any]) -> dict[str, Any]:
+    """The container's resources without devices."""
+    plain = {
+        kind: kept
+        for kind, amounts in container.get("resources", {}).items()
+        if (kept := {name: amount for name, amount in amounts.items() if name in ("cpu", "memory")})
+    }
+    return {"resources": plain} if plain else {}
 
 
 def _placement(

@@ -10,11 +10,19 @@ from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place
 
 
 def fetch(
-    repo: str, revision: str, out: Path, progress: Progress, *, token: str = "", tokenizer_only: bool = False
+    repo: str,
+    revision: str,
+    out: Path,
+    progress: Progress,
+    *,
+    token: str = "",
+    tokenizer_only: bool = False,
+    resume_as: str = "",
 ) -> None:
     """Download `repo` at `revision` into `out`, which appears whole or not at all.
 
-    `token`: access token; empty: what the environment offers (HF_TOKEN). Raises WeightsError when the hub cannot be
+    `token`: access token; empty: what the environment offers (HF_TOKEN). `resume_as`: see `in_place`; the client goes
+    on in the middle of a file. Raises WeightsError when the hub cannot be
     reached, has no such model or revision, or the model is of no supported kind.
     """
     from huggingface_hub import snapshot_download
@@ -48,4 +56,4 @@ def fetch(
             ) from e
         shutil.rmtree(folder / ".cache", ignore_errors=True)
 
-    in_place(out, progress, download, weights=not tokenizer_only)
+    in_place(out, progress, download, weights=not tokenizer_only, resume_as=resume_as)

@@ -37,17 +37,17 @@ def read_credentials(folder: Path, *, endpoint: str = "", region: str = "") -> S
     )
 
 
-def fetch_s3(uri: str, out: Path, progress: Progress, access: S3Access, *, tokenizer_only: bool = False) -> None:
+def fetch_s3(
+    uri: str, out: Path, progress: Progress, access: S3Access, *, tokenizer_only: bool = False, resume_as: str = ""
+) -> None:
     """Download the folder s3://bucket/prefix into `out`, which appears whole or not at all.
 
-    Raises WeightsError when boto3 is not installed, or the storage refuses, cannot be reached, or has no model there.
+    `resume_as`: see `in_place`; files that are there whole are not downloaded again. Raises WeightsError when the
+    storage refuses, cannot be reached, or has no model there.
     """
-    try:
-        import boto3
-        from boto3.exceptions import Boto3Error
-        from botocore.exceptions import BotoCoreError, ClientError
-    except ImportError as e:
-        raise WeightsError("s3:// needs boto3; install isthmus-runtime[s3]") from e
+    import boto3
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError
 
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     prefix = prefix.rstrip("/") + "/"
@@ -62,21 +62,28 @@ def fetch_s3(uri: str, out: Path, progress: Progress, access: S3Access, *, token
                 aws_access_key_id=access.access_key_id or None,
                 aws_secret_access_key=access.secret_access_key or None,
             )
-            names = _names(client, bucket, prefix, patterns)
-            if not names:
+            sizes = _sizes(client, bucket, prefix, patterns)
+            if not sizes:
                 raise WeightsError(f"{uri} holds no model files; give the folder of config.json as the prefix")
-            for number, name in enumerate(names, start=1):
-                progress(f"downloading {name} ({number} of {len(names)})")
+            # boto3 names a file only when it is whole: what is there under another name is a piece of one.
+            for path in folder.iterdir():
+                if path.name not in sizes or path.stat().st_size != sizes[path.name]:
+                    path.unlink()
+            for number, (name, size) in enumerate(sizes.items(), start=1):
+                if (folder / name).exists():
+                    continue
+                progress(f"downloading {name} ({number} of {len(sizes)}, {size / 1e6:.1f} MB)")
                 client.download_file(bucket, prefix + name, str(folder / name))
         except (Boto3Error, BotoCoreError, ClientError) as e:
             raise WeightsError(f"{uri}: {type(e).__name__}: {e}") from e
 
-    in_place(out, progress, download, weights=not tokenizer_only)
+    in_place(out, progress, download, weights=not tokenizer_only, resume_as=resume_as)
 
 
-def _names(client: Any, bucket: str, prefix: str, patterns: tuple[str, ...]) -> list[str]:
-    """Files directly in the folder that are wanted. Names with a path in them are left out, so none leaves it."""
+def _sizes(client: Any, bucket: str, prefix: str, patterns: tuple[str, ...]) -> dict[str, int]:
+    """Name -> bytes of the wanted files directly in the folder. Names with a path in them are left out, so none
+    leaves it."""
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, Delimiter="/")
-    names = [str(item["Key"])[len(prefix) :] for page in pages for item in page.get("Contents", ())]
-    plain = [name for name in names if name and PurePosixPath(name).name == name]
-    return sorted(name for name in plain if any(fnmatch.fnmatch(name, pattern) for pattern in patterns))
+    listed = {str(item["Key"])[len(prefix) :]: int(item["Size"]) for page in pages for item in page.get("Contents", ())}
+    plain = sorted(name for name in listed if name and PurePosixPath(name).name == name)
+    return {name: listed[name] for name in plain if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)}

@@ -1,0 +1,249 @@
+"""`model fetch` as a pod runs it, from object storage and from a hub, both real HTTP servers on loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+# The hub's client writes pieces of 10 MiB.
+WEIGHTS = os.urandom(24_000_000)
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+    "torch_dtype": "bfloat16",
+}
+WANTED = {
+    "config.json": json.dumps(CONFIG).encode(),
+    "tokenizer.json": b"{}",
+    "model-00001.safetensors": WEIGHTS,
+    "model-00002.safetensors": WEIGHTS[::-1],
+}
+UNWANTED = {"pytorch_model.bin": b"pickle", "modeling_evil.py": b"import os"}
+
+
+def fetch(*arguments: str, env: dict[str, str] | None = None, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, as an init container does."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "isthmus_runtime", "model", "fetch", *arguments],
+        env={"PATH": os.environ["PATH"], "HOME": "/nowhere", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def holds(folder: Path, wanted: dict[str, bytes]) -> bool:
+    return {path.name: path.read_bytes() for path in folder.iterdir()} == wanted
+
+
+# ---- Object storage --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Bucket:
+    endpoint: str
+    credentials: Path
+
+    def arguments(self, out: Path, *more: str) -> list[str]:
+        where = ["--s3-endpoint", self.endpoint, "--s3-region", "us-east-1"]
+        return ["s3://models/tiny", str(out), *where, "--credentials-dir", str(self.credentials), *more]
+
+    def fetch(self, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
+        return fetch(*self.arguments(out, *more))
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Iterator[Bucket]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    credentials = tmp_path / "credentials"
+    credentials.mkdir()
+    (credentials / "accessKeyId").write_text("id")
+    (credentials / "secretAccessKey").write_text("secret")
+    client = boto3.client(
+        "s3",
+        endpoint_url=f"http://{host}:{port}",
+        region_name="us-east-1",
+        aws_access_key_id="id",
+        aws_secret_access_key="secret",
+    )
+    client.create_bucket(Bucket="models")
+    for name, content in (WANTED | UNWANTED | {"sub/config.json": b"{}"}).items():
+        client.put_object(Bucket="models", Key=f"tiny/{name}", Body=content)
+    yield Bucket(f"http://{host}:{port}", credentials)
+    client.close()
+    server.stop()
+
+
+def test_a_folder_of_a_bucket(bucket: Bucket, tmp_path: Path) -> None:
+    done = bucket.fetch(tmp_path / "o" / "m")
+    assert done.returncode == 0, done.stderr
+    assert holds(tmp_path / "o" / "m", WANTED)
+    assert "model-00002.safetensors (3 of 4, 24.0 MB)" in done.stderr
+    tokenizer = bucket.fetch(tmp_path / "t", "--tokenizer-only")
+    assert tokenizer.returncode == 0, tokenizer.stderr
+    assert holds(tmp_path / "t", {name: WANTED[name] for name in ("config.json", "tokenizer.json")})
+
+
+def test_a_try_takes_the_whole_files_of_the_one_before(bucket: Bucket, tmp_path: Path) -> None:
+    left = tmp_path / ".m.pod.partial"
+    left.mkdir()
+    (left / "model-00001.safetensors").write_bytes(WEIGHTS)
+    (left / "model-00002.safetensors").write_bytes(b"not whole")
+    (left / "model-00002.safetensors.6eF1").write_bytes(b"a piece")
+    done = bucket.fetch(tmp_path / "m", "--resume-as", "pod")
+    assert done.returncode == 0, done.stderr
+    assert holds(tmp_path / "m", WANTED)
+    assert "downloading model-00001" not in done.stderr
+    assert "downloading model-00002" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "said"), [("s3://models/nothing", "holds no model files"), ("s3://none/tiny", "NoSuchBucket")]
+)
+def test_what_is_not_there_is_named(bucket: Bucket, tmp_path: Path, source: str, said: str) -> None:
+    done = fetch(source, *bucket.arguments(tmp_path / "m")[1:])
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "m").exists()
+
+
+# ---- Hub -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Hub:
+    """What the hub's client asks of a hub, and no more. `stuck`: file -> bytes after which answers stop.
+    `ranges`: the parts of files that were asked for."""
+
+    url: str = ""
+    stuck: dict[str, int] = field(default_factory=dict)
+    ranges: list[str] = field(default_factory=list)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@contextmanager
+def hub_server() -> Iterator[Hub]:
+    hub = Hub()
+    files = WANTED | UNWANTED
+    ended = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self.answer(body=False)
+
+        def do_GET(self) -> None:
+            self.answer(body=True)
+
+        def answer(self, *, body: bool) -> None:
+            path = self.path.split("?")[0]
+            if path.startswith("/api/models/owner/tiny/revision/"):
+                listing = {"id": "owner/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+                self.send(200, json.dumps(listing).encode(), {"Content-Type": "application/json"}, body=body)
+                return
+            name = path.removeprefix(f"/owner/tiny/resolve/{COMMIT}/")
+            if name not in files:
+                self.send(404, b"", {"X-Error-Code": "RepoNotFound"}, body=body)
+                return
+            content, asked = files[name], self.headers.get("Range", "")
+            head = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
+            if asked.startswith("bytes=") and body:
+                hub.ranges.append(f"{name} {asked}")
+                begin = int(asked.removeprefix("bytes=").split("-")[0])
+                head["Content-Range"] = f"bytes {begin}-{len(content) - 1}/{len(content)}"
+                self.send(206, content[begin:], head, body=True, stuck=0 if name in hub.stuck else None)
+                return
+            self.send(200, content, head, body=body, stuck=hub.stuck.get(name))
+
+        def send(self, code: int, content: bytes, head: dict[str, str], *, body: bool, stuck: int | None = None) -> None:
+            self.send_response(code)
+            for key, value in head.items():
+                self.send_header(key, value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if body:
+                self.wfile.write(content[:stuck])
+            if body and stuck is not None:
+                self.close_connection = True
+                ended.wait(60)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield hub
+    finally:
+        ended.set()
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=10)
+
+
+def test_a_model_of_a_hub(tmp_path: Path) -> None:
+    with hub_server() as hub:
+        done = fetch("hf://owner/tiny@main", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
+        assert done.returncode == 0, done.stderr
+        assert holds(tmp_path / "m", WANTED)
+        tokenizer = fetch("hf://owner/tiny", str(tmp_path / "t"), "--tokenizer-only", env={"HF_ENDPOINT": hub.url})
+        assert tokenizer.returncode == 0, tokenizer.stderr
+        assert holds(tmp_path / "t", {name: WANTED[name] for name in ("config.json", "tokenizer.json")})
+
+
+def test_a_model_the_hub_does_not_have(tmp_path: Path) -> None:
+    with hub_server() as hub:
+        done = fetch("hf://owner/other", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
+    assert done.returncode == 1
+    assert "owner/other does not exist on the hub" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_download_has_a_deadline_and_the_next_try_goes_on_from_it(tmp_path: Path) -> None:
+    """As in a pod whose init container is restarted: in the middle of a file."""
+    with hub_server() as hub:
+        hub.stuck["model-00001.safetensors"] = 22_000_000
+        arguments = ("hf://owner/tiny@main", str(tmp_path / "m"), "--resume-as", "pod", "--deadline")
+        env = {"HF_ENDPOINT": hub.url}
+        done = fetch(*arguments, "10s", env=env)
+        assert done.returncode == 1
+        assert "not finished after --deadline 10 s (spec.availability.startupTimeout" in done.stderr
+        hub.stuck.clear()
+        hub.ranges.clear()
+        done = fetch(*arguments, "60s", env=env)
+        assert done.returncode == 0, done.stderr
+        assert holds(tmp_path / "m", WANTED)
+        assert hub.ranges == ["model-00001.safetensors bytes=20971520-"]
