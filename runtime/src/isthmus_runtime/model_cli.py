@@ -28,8 +28,8 @@ def build_model_parser() -> argparse.ArgumentParser:
     two.add_argument("--s3-endpoint", default="", help="URL of an S3-compatible server; default: AWS")
     two.add_argument("--s3-region", default="", help="region of the bucket")
     two.add_argument("--credentials-dir", default="", help="folder with the files accessKeyId and secretAccessKey")
-    two.add_argument("--resume-as", default="", help="a name no other downloader of the cache has, e.g. the pod's: what "
-                     "a failed or killed try had downloaded is kept and gone on with")  # fmt: skip
+    own = "a name that no other downloader of this cache has, such as the pod's"
+    two.add_argument("--resume-as", default="", help=f"{own}: what a failed or killed try had is kept and gone on with")
     two.add_argument("--deadline", type=parse_duration, default=None, help="give up after so long, e.g. 30m")
     two.add_argument("--tokenizer-only", action="store_true", help="leave out the weights, as a router needs none")
     return p

@@ -1,4 +1,4 @@
-"""A worker node: containerd, kubelet, kube-proxy, kube-router for network policies, and the pod network between nodes."""
+"""A worker node: containerd, kubelet, kube-proxy and kube-router's firewall, and the pod network between nodes."""
 
 import json
 from collections.abc import Mapping

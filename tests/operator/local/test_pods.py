@@ -140,7 +140,7 @@ def test_downloads_go_through_an_init_container() -> None:
     decode = pods(model=model)["decode-0"]
     assert decode.init[0].argv == (
         *("isthmus-runtime", "model", "fetch", "hf://o/n@main", "/cache/o/n@main"),
-        *("--deadline", "30m", "--resume-as", "decode-0"),
+        *("--deadline", "1800s", "--resume-as", "decode-0"),
     )
     assert value(decode, "--model") == "/cache/o/n@main"
     assert "/cache" in decode.folders

@@ -45,14 +45,14 @@ WANTED = {
 UNWANTED = {"pytorch_model.bin": b"pickle", "modeling_evil.py": b"import os"}
 
 
-def fetch(*arguments: str, env: dict[str, str] | None = None, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+def fetch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run the command in a process of its own, as an init container does."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "isthmus_runtime", "model", "fetch", *arguments],
         env={"PATH": os.environ["PATH"], "HOME": "/nowhere", **(env or {})},
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=90,
         check=False,
     )
 
@@ -189,7 +189,9 @@ def hub_server() -> Iterator[Hub]:
                 return
             self.send(200, content, head, body=body, stuck=hub.stuck.get(name))
 
-        def send(self, code: int, content: bytes, head: dict[str, str], *, body: bool, stuck: int | None = None) -> None:
+        def send(
+            self, code: int, content: bytes, head: dict[str, str], *, body: bool, stuck: int | None = None
+        ) -> None:
             self.send_response(code)
             for key, value in head.items():
                 self.send_header(key, value)
