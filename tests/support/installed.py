@@ -1,14 +1,9 @@
-"""Isthmus installed on a cluster by its chart, services applied to it, and a client in a pod of its own."""
+"""Isthmus installed on a cluster by its chart, and services applied to it."""
 
 from __future__ import annotations
 
 import copy
-import json
-import os
-import subprocess
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +16,6 @@ from testcluster.commands import CommandError
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "isthmus"
-CLIENT = ROOT / "tests" / "e2e" / "kubernetes" / "client.py"
 # Nobody else's, so that what an earlier run left may be removed.
 SYSTEM = "isthmus-e2e-system"
 RELEASE = "isthmus-e2e"
@@ -164,6 +158,16 @@ class Deployed:
         chosen = f"serving.isthmus.dev/service={self.name}" + (f",serving.isthmus.dev/role={role}" if role else "")
         return list(self.cluster.get("pods", "-n", self.namespace, "-l", chosen)["items"])
 
+    def restarts(self) -> dict[str, int]:
+        """Of every container, the ones that prepare a pod included: pod/container -> restarts that there were."""
+        return {
+            f"{pod['metadata']['name']}/{one['name']}": one["restartCount"]
+            for pod in self.pods()
+            for kind in ("initContainerStatuses", "containerStatuses")
+            for one in pod["status"].get(kind, ())
+            if one["restartCount"]
+        }
+
     def uids(self, role: str = "") -> set[str]:
         return {pod["metadata"]["uid"] for pod in self.pods(role)}
 
@@ -175,120 +179,3 @@ class Deployed:
         """Delete the resource alone; everything it was made of must follow."""
         self.cluster.kubectl("delete", "pdsvc", self.name, "-n", self.namespace, "--timeout=60s")
         until(lambda: not self.children(), GONE_S, self.children, every=0.5)
-
-
-@dataclass
-class Load:
-    """Requests that ended so far, each {question, started, seconds} and either answer or error."""
-
-    workers: int
-    results: list[Object] = field(default_factory=list)
-    done: bool = False
-
-    def errors(self) -> list[Object]:
-        return [one for one in self.results if "error" in one]
-
-    def more(self, count: int, seconds: float = 180.0) -> None:
-        """Wait for `count` further requests that began from now on."""
-        # As many as there are workers began before.
-        wanted = len(self.results) + self.workers + count
-        until(
-            lambda: len(self.results) >= wanted,
-            seconds,
-            lambda: f"{len(self.results)} requests ended; the last: {self.results[-3:]}",
-        )
-
-
-@dataclass
-class Client:
-    """A pod with the openai client, on the last node, restricted and without rights."""
-
-    cluster: Cluster
-    namespace: str
-    image: str
-
-    def create(self) -> None:
-        script = {"client.py": CLIENT.read_text()}
-        security = {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-            "runAsNonRoot": True,
-            "runAsUser": 65532,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        }
-        container = {
-            "name": "client",
-            "image": self.image,
-            "command": ["sleep", "infinity"],
-            "securityContext": security,
-            "volumeMounts": [{"name": "scripts", "mountPath": "/scripts"}],
-        }
-        spec: Object = {
-            "automountServiceAccountToken": False,
-            "terminationGracePeriodSeconds": 1,
-            "containers": [container],
-            "volumes": [{"name": "scripts", "configMap": {"name": "client"}}],
-        }
-        if self.cluster.nodes:
-            spec["nodeSelector"] = {"kubernetes.io/hostname": list(self.cluster.nodes)[-1]}
-        self.cluster.apply(
-            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "client"}, "data": script},
-            {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "client"}, "spec": spec},
-            namespace=self.namespace,
-        )
-        self.cluster.kubectl(
-            "wait", "--for=condition=Ready", "pod/client", "-n", self.namespace, "--timeout=120s", timeout=150
-        )
-
-    def command(self, *arguments: str) -> list[str]:
-        return ["exec", "-i", "client", "-n", self.namespace, "--", "python", "/scripts/client.py", *arguments]
-
-    def ask(self, url: str, model: str, questions: Sequence[str], max_tokens: int) -> dict[str, str]:
-        """Stream an answer to each question, one after another."""
-        said = self.cluster.kubectl(
-            *self.command("ask", url, model, str(max_tokens)), manifest=list(questions), timeout=300
-        )
-        return dict(json.loads(said))
-
-    @contextmanager
-    def load(self, url: str, model: str, questions: Sequence[str], max_tokens: int, workers: int) -> Iterator[Load]:
-        """Keep `workers` streams going. On leaving, every request has ended, each exactly once."""
-        command = [self.cluster.kubectl_path, f"--kubeconfig={self.cluster.kubeconfig}"]
-        command += self.command("load", url, model, str(max_tokens), str(workers))
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert process.stdin is not None and process.stdout is not None
-        told = Load(workers)
-
-        def read(lines: Iterator[str]) -> None:
-            for line in lines:
-                one = json.loads(line)
-                if one == "done":
-                    told.done = True
-                else:
-                    told.results.append(one)
-
-        reader = threading.Thread(target=read, args=(iter(process.stdout),), daemon=True)
-        reader.start()
-        try:
-            process.stdin.write(json.dumps(list(questions)) + "\n")
-            process.stdin.flush()
-            told.more(1)
-            yield told
-            process.stdin.write("stop\n")
-            process.stdin.flush()
-            reader.join(timeout=240)
-            assert told.done, f"the load did not end; the last requests: {told.results[-3:]}"
-            assert process.wait(timeout=30) == 0
-        finally:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            process.stdin.close()
-            reader.join(timeout=10)
-            process.stdout.close()
-
-
-def client_image(images: dict[str, str]) -> str:
-    """The tests' engine image has the checkout's openai; a user's own cluster names an image that has one."""
-    return os.environ.get("E2E_CLIENT_IMAGE") or images["engine"]

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from installed import Client, Deployed, Installation, Load, Object, client_image, make_namespace, remove_namespace
+from installed import Deployed, Installation, Object, make_namespace, remove_namespace
 from operator_world import until
+from pods_beside import Client, Load, client_image
 
 NAMESPACE = "under-load"
 QUESTIONS = (

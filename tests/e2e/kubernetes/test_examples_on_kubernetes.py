@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from chat_reference import MAX_TOKENS, QUESTIONS, greedy_answers
-from installed import RESTRICTED, Client, Deployed, Installation, client_image, make_namespace, remove_namespace
+from installed import RESTRICTED, Deployed, Installation, make_namespace, remove_namespace
+from pods_beside import Client, client_image
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,5 @@ def test_example_serves_the_right_tokens_and_goes_without_a_trace(
     assert status.get("transfer", {}).get("effective") == transport
     assert deployed.get()["spec"].get("mode", "Disaggregated") == mode
     assert client.ask(status["url"], "smollm2", QUESTIONS, MAX_TOKENS) == reference
-    restarts = {c["name"]: c["restartCount"] for pod in deployed.pods() for c in pod["status"]["containerStatuses"]}
-    assert not any(restarts.values()), restarts
+    assert not deployed.restarts()
     deployed.delete()
