@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import aiohttp
 import pytest
 from processes import MODEL, Stack, get_json, metric, stack
 from tokenizers import Tokenizer
 
+from isthmus_operator.render.pod import GRACE_AFTER_DRAIN_S
 from isthmus_runtime.executor.fake import expected_tokens
 from isthmus_runtime.request import SamplingParams
 
@@ -189,3 +191,14 @@ def test_sigterm_drains(service: Stack, tokenizer: Tokenizer) -> None:
         await asyncio.to_thread(service.ready, "decode1")
 
     asyncio.run(main())
+
+
+def test_an_engine_whose_master_has_gone_ends_within_its_grace(tmp_path: Path) -> None:
+    """As when a whole service is deleted: the master's pod goes at once, and engines have what a pod has after its
+    drain. Mooncake's own exit handlers would wait for the master for most of a minute."""
+    with stack(tmp_path, "store", engine_args=("--kv-memory", "256Ki", "--drain-timeout", "1s")) as service:
+        service.all["master"].kill()
+        for name in ("prefill0", "decode0"):
+            engine = service.all[name]
+            engine.kill(signal.SIGTERM)
+            assert engine.popen.wait(1 + GRACE_AFTER_DRAIN_S) == 0, engine.tail()

@@ -52,7 +52,12 @@ def make_namespace(cluster: Cluster, name: str, labels: dict[str, str]) -> None:
 
 
 def remove_namespace(cluster: Cluster, name: str) -> None:
-    """Deletion waits until everything in it has gone, so a finalizer that nobody removes fails here."""
+    """Services first: Kubernetes looks only now and then whether a namespace has become empty. Deletion waits until
+    everything in it has gone, so a finalizer that nobody removes fails here."""
+    if name in cluster.kubectl("get", "pdsvc", "-A", "--ignore-not-found", "-o", "jsonpath={..namespace}").split():
+        cluster.kubectl("delete", "pdsvc", "--all", "-n", name, "--timeout=60s")
+        pods = ("pod", "-l", "serving.isthmus.dev/service", "-n", name)
+        cluster.kubectl("wait", "--for=delete", *pods, f"--timeout={GONE_S:.0f}s", timeout=GONE_S + 30)
     cluster.kubectl("delete", "namespace", name, "--ignore-not-found", f"--timeout={GONE_S:.0f}s", timeout=GONE_S + 30)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.metadata import version
+from typing import NoReturn
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry
@@ -60,8 +61,8 @@ class _Loaded:
     vocab_size: int
 
 
-def serve_engine(config: EngineConfig) -> int:
-    """Run one engine until SIGTERM. Raises ConfigError when it cannot start."""
+def serve_engine(config: EngineConfig) -> NoReturn:
+    """Run one engine until SIGTERM, then end the process. Raises ConfigError when it cannot start."""
     started = time.monotonic()
     check_port(config.server.host, config.server.port)
     tokenizer = Tokenizer.load(config.model.path) if config.role is Role.UNIFIED else None
@@ -77,11 +78,11 @@ def serve_engine(config: EngineConfig) -> int:
     )
     status = asyncio.run(_serve(config, loaded, tokenizer, started))
     if any(thread.name.startswith("transfer-") for thread in threading.enumerate()):
-        # A native call that was given up still runs: finalising the interpreter under it ends the process by a signal.
         log.warning("a call into the KV transport has not returned; leaving without it")
-        logging.shutdown()
-        os._exit(status)
-    return status
+    # Everything of ours is closed. Finalising the interpreter would end the process by a signal where such a call
+    # still runs, and run Mooncake's exit handlers, which call a master that is gone for most of a minute.
+    logging.shutdown()
+    os._exit(status)
 
 
 def _plan(config: EngineConfig, specs: tuple[LayerSpec, ...], free_bytes: int, model_limit: int) -> KvPlan:
