@@ -223,9 +223,10 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
         budget: int = 64,
         layout: str = "block-major",
         dtype: str = "float32",
+        kv_dtype: str = "auto",
     ) -> Engine:
         loaded = load(ModelConfig(path=str(directory), dtype=dtype, threads=2))
-        specs = loaded.layer_specs(block_size, "auto")
+        specs = loaded.layer_specs(block_size, kv_dtype)
         kv_plan = plan(
             KvPlanInput(
                 workers=(specs,),
@@ -240,7 +241,7 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
             loaded,
             kv_plan,
             SchedulerConfig(max_batched_tokens=budget, max_num_seqs=max_rows),
-            KvConfig(block_size=block_size, layout=layout),
+            KvConfig(block_size=block_size, layout=layout, dtype=kv_dtype),
         )
         engines.append(Engine(loaded, kv_plan, executor, max_rows, budget))
         return engines[-1]

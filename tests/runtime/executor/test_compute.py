@@ -41,12 +41,18 @@ def test_free_memory_is_capped_by_the_container(cgroup: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bf16_seconds", "chosen"), [(5.0, torch.float32), (0.9, torch.float32), (0.5, torch.bfloat16)]
+    ("found", "chosen"),
+    [
+        ({}, torch.float32),
+        ({"avx512_f": True, "amx_tile": True, "amx_bf16": False}, torch.float32),
+        ({"amx_bf16": True}, torch.bfloat16),
+        ({"avx512_bf16": True}, torch.bfloat16),
+    ],
 )
-def test_bf16_must_be_clearly_faster(
-    bf16_seconds: float, chosen: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def test_the_compute_dtype_follows_from_the_instructions(
+    found: dict[str, bool], chosen: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compute, "_product_seconds", {torch.float32: 1.0, torch.bfloat16: bf16_seconds}.__getitem__)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
     assert compute.choose_dtype("auto") == chosen
     assert compute.choose_dtype("float32") == torch.float32
 

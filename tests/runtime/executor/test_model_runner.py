@@ -127,13 +127,15 @@ def test_close_fails_what_waits_and_what_comes(model_dir: Path, start_engine: Ca
 def test_bfloat16_runs_close_to_float32(model_dir: Path, start_engine: Callable[..., Any]) -> None:
     sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=31)
     tables = []
-    for dtype in ("float32", "bfloat16"):
-        output = start_engine(model_dir, dtype=dtype).executor.submit(step(1, sampling=sampling)).result(DEADLINE_S)
+    for dtype, kv_dtype in (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32")):
+        engine = start_engine(model_dir, dtype=dtype, kv_dtype=kv_dtype)
+        output = engine.executor.submit(step(1, sampling=sampling)).result(DEADLINE_S)
         assert output.logprobs[0] is not None
         tables.append(dict(output.logprobs[0].top))
     # Random unit weights make large logits; bf16 keeps three digits of them.
     scale = max(abs(value) for value in tables[0].values())
-    assert max(abs(tables[0][token] - tables[1][token]) for token in tables[0]) < 0.1 * scale
+    for table in tables[1:]:
+        assert max(abs(tables[0][token] - table[token]) for token in table) < 0.1 * scale
 
 
 def test_unknown_dtype_and_missing_model(model_dir: Path, tmp_path: Path) -> None:
@@ -145,3 +147,15 @@ def test_unknown_dtype_and_missing_model(model_dir: Path, tmp_path: Path) -> Non
 
 def test_auto_dtype_loads(model_dir: Path) -> None:
     assert load(ModelConfig(path=str(model_dir))).model.dtype in (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("instructions", [{}, {"amx_bf16": True}])
+def test_engines_on_different_cpus_have_the_same_kv(
+    model_dir: Path, instructions: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
+    loaded = load(ModelConfig(path=str(model_dir)))
+    assert loaded.model.dtype == (torch.bfloat16 if instructions else torch.float32)
+    assert loaded.kv_dtype("auto") == torch.float32
+    assert loaded.kv_dtype("bfloat16") == torch.bfloat16
+    assert load(ModelConfig(path=str(model_dir), dtype="bfloat16")).kv_dtype("auto") == torch.bfloat16

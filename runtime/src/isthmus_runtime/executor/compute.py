@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from time import perf_counter
 
 import torch
 
@@ -14,6 +13,8 @@ from ..errors import ConfigError
 _LOG = logging.getLogger(__name__)
 _CGROUP = Path("/sys/fs/cgroup")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# As torch.cpu.get_capabilities names them: tiles and vectors of x86, and the extension of Arm.
+_BF16_ARITHMETIC = ("amx_bf16", "avx512_bf16", "bf16")
 KV_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -46,34 +47,20 @@ def free_memory_bytes() -> int:
 
 
 def choose_dtype(requested: str) -> torch.dtype:
-    """The compute dtype: `float32`, `bfloat16`, or for `auto` the faster one on a product of typical shape.
+    """The compute dtype: `float32`, `bfloat16`, or for `auto` what this CPU's instructions are for.
 
-    bf16 must be clearly faster to be chosen: a CPU without bf16 arithmetic emulates it several times slower, and fp32
-    loses nothing.
+    A CPU without bf16 arithmetic emulates it several times slower, and fp32 loses nothing. What the CPU is asked for
+    is what it can do, not how long something takes now: engines on a busy machine would choose differently.
     """
     if requested != "auto":
         if requested not in DTYPES:
             raise ConfigError(f"--dtype {requested!r} is not supported; known: auto, {', '.join(DTYPES)}")
         return DTYPES[requested]
-    seconds = {dtype: _product_seconds(dtype) for dtype in DTYPES.values()}
-    chosen = torch.bfloat16 if seconds[torch.bfloat16] * 1.3 < seconds[torch.float32] else torch.float32
-    _LOG.info(
-        "compute dtype %s (a 256x1024x1024 product takes %.2f ms in float32, %.2f ms in bfloat16)",
-        chosen,
-        seconds[torch.float32] * 1e3,
-        seconds[torch.bfloat16] * 1e3,
-    )
+    found = torch.cpu.get_capabilities()
+    fast = [name for name in _BF16_ARITHMETIC if found.get(name)]
+    chosen = torch.bfloat16 if fast else torch.float32
+    _LOG.info("compute dtype %s: this CPU has %s for bfloat16", chosen, ", ".join(fast) or "no instructions")
     return chosen
-
-
-def _product_seconds(dtype: torch.dtype) -> float:
-    x, weight = torch.ones(256, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
-    best = float("inf")
-    for _ in range(3):
-        start = perf_counter()
-        torch.nn.functional.linear(x, weight)
-        best = min(best, perf_counter() - start)
-    return best
 
 
 def _cgroup_text(name: str) -> str:

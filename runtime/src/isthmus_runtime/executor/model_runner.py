@@ -40,11 +40,13 @@ class LoadedModel:
     spec: ModelSpec
     model: LlamaModel
     threads: int
+    kv_auto: torch.dtype
+    """The pool's element type where none is asked for."""
 
     def kv_dtype(self, kv_dtype: str) -> torch.dtype:
-        """The pool's element type for `--kv-dtype`: auto is the compute dtype."""
+        """The pool's element type for `--kv-dtype`."""
         if kv_dtype == "auto":
-            return self.model.dtype
+            return self.kv_auto
         if kv_dtype not in compute.DTYPES:
             raise ConfigError(f"--kv-dtype {kv_dtype!r} is not supported; known: auto, {', '.join(compute.DTYPES)}")
         return compute.DTYPES[kv_dtype]
@@ -95,7 +97,10 @@ def load(config: ModelConfig) -> LoadedModel:
         threads,
         perf_counter() - start,
     )
-    return LoadedModel(spec=spec, model=model, threads=threads)
+    # A compute dtype that was asked for is the same in every engine of a service. One that the CPU decided need not
+    # be, and prefill and decode must agree on their KV.
+    kv_auto = torch.float32 if config.dtype == "auto" else dtype
+    return LoadedModel(spec=spec, model=model, threads=threads, kv_auto=kv_auto)
 
 
 class TorchExecutor:
