@@ -65,7 +65,7 @@ def _deadline(seconds: float | None, *, keeps: bool) -> Iterator[None]:
         rest = "what was downloaded is kept for the next try" if keeps else "what was downloaded is left in pieces"
         print(
             f"model fetch: not finished after --deadline {seconds:.0f} s "
-            f"(spec.availability.startupTimeout of the service): raise it or look at the source; {rest}",
+            f"(of an engine: its service's spec.availability.startupTimeout): raise it or look at the source; {rest}",
             file=sys.stderr,
             flush=True,
         )

@@ -116,9 +116,7 @@ def test_t15_engines_that_answer_nothing_for_90_s_are_not_killed(pair: Deployed,
     assert not pair.restarts()
 
 
-def test_t15_a_slow_download_is_no_failure(
-    installation: Installation, pair: Deployed, downloading: Deployed
-) -> None:
+def test_t15_a_slow_download_is_no_failure(installation: Installation, pair: Deployed, downloading: Deployed) -> None:
     """The pod that has the time it needs takes it, and is never restarted."""
 
     def state() -> str:

@@ -242,7 +242,7 @@ def test_a_download_has_a_deadline_and_the_next_try_goes_on_from_it(tmp_path: Pa
         env = {"HF_ENDPOINT": hub.url}
         done = fetch(*arguments, "10s", env=env)
         assert done.returncode == 1
-        assert "not finished after --deadline 10 s (spec.availability.startupTimeout" in done.stderr
+        assert "not finished after --deadline 10 s (of an engine: its service's spec.availability" in done.stderr
         hub.stuck.clear()
         hub.ranges.clear()
         done = fetch(*arguments, "60s", env=env)

@@ -135,7 +135,7 @@ def deployment(
     spec, role = service.spec, role_of(service, component)
     revision = role_revision(service, component)
     image = spec.engine.image or defaults.engine_image
-    model = model_parts(service, image=image, tokenizer_only=False)
+    model = model_parts(service, image=image, deadline=spec.availability.startup_timeout.canonical)
     rdma = _rdma(service) if component is not Component.WORKER else None
     container = {
         "name": "engine",

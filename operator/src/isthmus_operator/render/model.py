@@ -22,8 +22,9 @@ class ModelParts:
     init_containers: list[dict[str, Any]]
 
 
-def model_parts(service: InferenceService, *, image: str, tokenizer_only: bool) -> ModelParts:
-    """Pieces for one pod. `tokenizer_only`: the router downloads no weights."""
+def model_parts(service: InferenceService, *, image: str, deadline: str, tokenizer_only: bool = False) -> ModelParts:
+    """Pieces for one pod. `deadline`: a download ends where its pod may no longer be starting, and is gone on with by
+    the pod's next try. `tokenizer_only`: the router downloads no weights."""
     source = service.spec.model.source
     if source.host_path:
         folder = f"{ROOT}/{basename(source.host_path.path)}"
@@ -35,7 +36,7 @@ def model_parts(service: InferenceService, *, image: str, tokenizer_only: bool) 
         image_volume = {"image": {"reference": source.oci.image, "pullPolicy": source.oci.pull_policy.value}}
         folder = f"{ROOT}/{service.name}"
         return _mounted(image_volume, mount=folder, path=folder)
-    return _fetched(service, image=image, tokenizer_only=tokenizer_only)
+    return _fetched(service, image=image, deadline=deadline, tokenizer_only=tokenizer_only)
 
 
 def _mounted(volume: dict[str, Any], *, mount: str, path: str) -> ModelParts:
@@ -47,7 +48,7 @@ def _mounted(volume: dict[str, Any], *, mount: str, path: str) -> ModelParts:
     )
 
 
-def _fetched(service: InferenceService, *, image: str, tokenizer_only: bool) -> ModelParts:
+def _fetched(service: InferenceService, *, image: str, deadline: str, tokenizer_only: bool) -> ModelParts:
     source = service.spec.model.source
     args = ["model", "fetch"]
     secret: dict[str, Any] | None = None
@@ -74,8 +75,7 @@ def _fetched(service: InferenceService, *, image: str, tokenizer_only: bool) -> 
         if bucket.credentials_secret_ref:
             secret = {"secretName": bucket.credentials_secret_ref.name}
             args += ["--credentials-dir", CREDENTIALS]
-    # A try ends where a pod may no longer be starting; the next one of the same pod goes on from what it left.
-    args += ["--deadline", service.spec.availability.startup_timeout.canonical, "--resume-as", "$(POD_NAME)"]
+    args += ["--deadline", deadline, "--resume-as", "$(POD_NAME)"]
     if tokenizer_only:
         args.append("--tokenizer-only")
     volumes: list[dict[str, Any]] = [{"name": "model", **_cache(service)}]

@@ -59,7 +59,7 @@ def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
     spec, router = service.spec, service.spec.router
     revision = role_revision(service, Component.ROUTER)
     image = router.image or defaults.router_image
-    model = model_parts(service, image=image, tokenizer_only=True)
+    model = model_parts(service, image=image, deadline=f"{_STARTUP_S:.0f}s", tokenizer_only=True)
     volumes, mounts = list(model.volumes), list(model.mounts)
     if router.auth:
         ref = router.auth.api_key_secret_ref
