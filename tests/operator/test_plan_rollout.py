@@ -7,77 +7,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rollout_world import D, P, W, assert_done, counts, pairs, pods, ready, run, service, settled
 
-from isthmus_operator.api.v1alpha1 import InferenceService, parse
+from isthmus_operator.api.v1alpha1 import InferenceService
 from isthmus_operator.observed import Observed, Pod, Workload
 from isthmus_operator.plan import Rollout, plan
 from isthmus_operator.rehearse import World
 from isthmus_operator.render.names import Component
-
-P, D, W = Component.PREFILL, Component.DECODE, Component.WORKER
-
-
-def service(version: int = 1, *, p: int = 2, d: int = 3, **spec: Any) -> InferenceService:
-    """Version n runs image n."""
-    roles = {"prefill": {"scaling": {"replicas": p}}, "decode": {"scaling": {"replicas": d}}}
-    return parse(
-        {
-            "apiVersion": "serving.isthmus.dev/v1alpha1",
-            "kind": "InferenceService",
-            "metadata": {"name": "svc", "namespace": "ns", "uid": "u"},
-            "spec": {
-                "model": {"source": {"hostPath": {"path": "/models/m"}}},
-                "engine": {"image": f"engine:{version}"},
-                "roles": roles,
-            }
-            | spec,
-        }
-    )
-
-
-def ready(seen: Observed, component: Component, pairing: str | None = None) -> int:
-    found = [w for w in seen.of(component) if pairing is None or w.pairing == pairing]
-    return sum(pod.ready for w in found for pod in w.live)
-
-
-def pods(seen: Observed, component: Component) -> int:
-    return sum(len(w.pods) for w in seen.of(component))
-
-
-def pairs(seen: Observed) -> int:
-    return sum(min(ready(seen, P, k), ready(seen, D, k)) for k in {w.pairing for w in seen.engines})
-
-
-def run(target: InferenceService, world: World, *, steps: int = 400, check: Any = None) -> World:
-    """Until nothing changes any more; `check` sees every state."""
-    for _ in range(steps):
-        before = world.seen
-        world.apply(target, plan(target, world.seen, world.now))
-        if check:
-            check(world)
-        world.tick()
-        if check:
-            check(world)
-        if world.seen == before and not world.busy:
-            return world
-    raise AssertionError(f"no rest after {steps} steps: {counts(world.seen)}")
-
-
-def counts(seen: Observed) -> dict[str, int]:
-    return {f"{w.component}-{w.pairing}": w.replicas for w in seen.engines}
-
-
-def settled(target: InferenceService, **world: Any) -> World:
-    return run(target, World(**world))
-
-
-def assert_done(target: InferenceService, world: World) -> None:
-    last = plan(target, world.seen, world.now)
-    assert last.state is Rollout.COMPLETE, (last, counts(world.seen))
-    assert not last.delete
-    assert all(w.revision == last.goals[w.component].revision for w in world.seen.engines)
-    for component, goal in last.goals.items():
-        assert ready(world.seen, component) == pods(world.seen, component) == goal.count
 
 
 def test_first_installation_makes_all_pods_at_once() -> None:
@@ -187,7 +123,11 @@ def broken(world: World, pairing: str, *, role: Component | None = None) -> None
     """All pods of a revision crash."""
     engines = tuple(
         replace(
-            w, pods=tuple(replace(p, ready=False, changed=world.now - 100, reason="CrashLoopBackOff") for p in w.pods)
+            w,
+            pods=tuple(
+                replace(p, ready=False, started=False, changed=world.now - 100, reason="CrashLoopBackOff")
+                for p in w.pods
+            ),
         )
         if w.pairing == pairing and role in (None, w.component)
         else w
@@ -298,7 +238,8 @@ def test_recreate_stops_all_before_it_starts_any() -> None:
 
 
 def test_independent_roles_do_not_wait_for_each_other() -> None:
-    new = service(2, p=2, d=2, rollout={"strategy": "Independent"})
+    role = {"scaling": {"replicas": 2}, "engine": {"threads": 2}}
+    new = service(1, roles={"prefill": role, "decode": role}, rollout={"strategy": "Independent"})
     world = settled(service(1, p=2, d=2), places=4)
     bad = plan(new, world.seen, world.now).goals[P].revision
     world.becomes_ready = lambda pod: pod.revision != bad

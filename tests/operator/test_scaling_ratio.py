@@ -16,9 +16,10 @@ from isthmus_operator.observed import EngineFacts, Facts, Observed, Pod, Workloa
 from isthmus_operator.plan import Rollout, plan
 from isthmus_operator.reasons import Reason
 from isthmus_operator.render.names import Component
+from isthmus_operator.render.revision import role_revision
 from isthmus_operator.status import status_of
 
-P, D = Component.PREFILL, Component.DECODE
+P, D, R = Component.PREFILL, Component.DECODE, Component.ROUTER
 NOW = 5000.0
 
 spans = st.tuples(st.integers(1, 7), st.integers(0, 6)).map(lambda s: (s[0], s[0] + s[1]))
@@ -93,7 +94,14 @@ def world(target: InferenceService, counts: dict[Component, int], load: dict[Com
         )
         if part in load:
             facts |= {pod.name: EngineFacts(fingerprint="f", queued=load[part] / len(found)) for pod in found}
-    return Observed(engines=tuple(engines), scales=scales, facts=Facts(engines=facts))
+    router = settled_router(target)
+    return Observed(engines=tuple(engines), router=router, scales=scales, facts=Facts(engines=facts))
+
+
+def settled_router(target: InferenceService) -> Workload:
+    revision = role_revision(target, R)
+    pod = Pod(name="router-0", component=R, revision=revision, created=0, changed=0, ready=True)
+    return Workload(name="router", component=R, revision=revision, replicas=1, created=0, pods=(pod,))
 
 
 def step(

@@ -15,6 +15,7 @@ from .api.spec import Role
 from .api.v1alpha1 import InferenceService
 from .observed import Observed
 from .plan import Plan, Rollout
+from .progress import is_rolling
 from .render.engine import role_of
 from .render.names import Component, is_engine
 from .render.service import components
@@ -23,8 +24,8 @@ TOLERANCE = 0.1
 """A measure this near the target, as a share of it, changes nothing: the same as HPA's."""
 
 STEADY_S = 300.0
-"""Pods are removed only when the youngest pod of the role has been ready this long. Starting a model is dear, so what
-was just added stays for a while; with it, a role never goes up and down within this time."""
+"""Pods are removed only when no pod of the role has been made, or become ready or unready, for this long. Starting a
+model is dear, so what was just added stays for a while; with it, a role never goes up and down within this time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +57,12 @@ class _Wish:
 
 
 def decide(service: InferenceService, seen: Observed, wanted: Plan, now: float) -> dict[Component, Decision]:
-    """The number of pods of every role with mode Auto. While a rollout is under way nothing is changed."""
+    """The number of pods of every role with mode Auto. While a rollout moves nothing is changed: how many pods are
+    ready is then its own doing. One that is held up may last for days, and pods that are not ready are no rollout."""
     parts = [part for part in components(service) if is_engine(part)]
     auto = [part for part in parts if role_of(service, part).scaling.mode is ScalingMode.AUTO]
-    if wanted.state is not Rollout.COMPLETE:
+    held_up = wanted.state in (Rollout.PAUSED, Rollout.FAILED)
+    if is_rolling(tuple(wanted.goals.values()), seen, now) and not held_up:
         return {part: Decision(count=wanted.goals[part].count) for part in auto}
     wishes = {part: _wish(role_of(service, part), part, seen, wanted, now) for part in parts}
     band = ratio_band(service.spec)
@@ -78,7 +81,8 @@ def _wish(role: Role, component: Component, seen: Observed, wanted: Plan, now: f
         return _Wish(current=current, asked=current, span=(current, current))
     target, least, most = scaling.target, scaling.min, scaling.max
     assert target is not None and least is not None and most is not None, "validated"
-    pods = [pod for w in seen.of(component) for pod in w.live if pod.ready]
+    live = [pod for w in seen.of(component) for pod in w.live]
+    pods = [pod for pod in live if pod.ready]
     facts = [seen.facts.engines[pod.name] for pod in pods if pod.name in seen.facts.engines]
     keep = _Wish(current=current, asked=current, span=(least, most), why="min and max of its scaling")
     if not facts or len(facts) != len(pods):
@@ -89,7 +93,7 @@ def _wish(role: Role, component: Component, seen: Observed, wanted: Plan, now: f
     if abs(share - 1) <= TOLERANCE:
         return keep
     asked = min(max(math.ceil(len(facts) * share - 1e-9), least), most)
-    if asked < current and now - max(pod.changed for pod in pods) < STEADY_S:
+    if asked < current and now - max(pod.changed for pod in live) < STEADY_S:
         return keep
     why = f"{target.metric.value} is {measure:.2f} a pod, the target {target.value}"
     return _Wish(current=current, asked=asked, span=(least, most), why=why)

@@ -5,7 +5,7 @@ Times are seconds since the epoch. Nothing here knows Kubernetes objects or clie
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .render.names import Component
 
@@ -19,6 +19,7 @@ class Pod:
 
     started:     the main container has passed its startup probe at least once since it was last started
     changed:     when readiness last changed; for a pod that never was ready, when it was made
+    set_up:      its volumes and its network are there, or nobody says that they are not
     ends:        by when a stopping pod will have been killed; None while it is not stopping
     reason:      CamelCase word for why it is not ready (CrashLoopBackOff, ErrImagePull, Unschedulable, ...)
     problem:     the same for people, naming the container
@@ -34,6 +35,7 @@ class Pod:
     uid: str = ""
     ready: bool = False
     started: bool = False
+    set_up: bool = True
     ends: float | None = None
     reason: str = ""
     problem: str = ""
@@ -48,6 +50,7 @@ class Workload:
     pairing:   engines of one value are sure to have one KV layout
     pooled:    its engines use the store that this service manages
     problem:   why its pods cannot be made (quota, admission); empty when they can
+    problem_since: since when they cannot
     image:     of its main container
     """
 
@@ -59,6 +62,7 @@ class Workload:
     pairing: str = ""
     pooled: bool = False
     problem: str = ""
+    problem_since: float = 0.0
     image: str = ""
     pods: tuple[Pod, ...] = ()
 
@@ -71,6 +75,11 @@ class Workload:
     def ready(self) -> int:
         """Pods that are ready and will stay: a controller that still has to remove some may take ready ones."""
         return min(self.replicas, sum(pod.ready for pod in self.live))
+
+    @property
+    def fresh(self) -> Workload:
+        """Without pods of another revision, which the one workload of a router or store has while it changes."""
+        return replace(self, pods=tuple(pod for pod in self.pods if pod.revision == self.revision))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,23 +6,40 @@ holds a rollout up, when it has failed, and in which order store, engines and ro
 - The master of a store is ready before the first engine that uses it starts, and goes after the last.
 - Routers change when the new engines serve, so that a new mode or tokenizer never meets only old engines.
 - A workload of an old revision stays, at zero, until the rollout is over: it is what a rollback goes back to.
+- A rollback goes back in time: to what was there before the revision that failed was made. A revert that fails stays.
+- Whatever holds a rollout up, roles keep the number of pods they should have, of the revision that serves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from .api.choices import RolloutFailure, RolloutStrategy, ScalingMode
 from .api.v1alpha1 import InferenceService
-from .observed import Observed, Pod, Workload
+from .observed import Observed, Workload
+from .progress import (
+    changed,
+    changing,
+    current,
+    engines_ready,
+    is_pending,
+    is_rolling,
+    next_deadline,
+    others,
+    overdue,
+    present,
+    remaining,
+    router_serves,
+    singles_ready,
+)
 from .render import mooncake
 from .render.engine import own_replicas, role_of
 from .render.names import Component, is_engine
 from .render.revision import pairing, role_revision, service_revision
 from .render.service import components
-from .rollout import Goal, Move, next_move, recreate_move
+from .rollout import Goal, Move, lingering, next_move, places, recreate_move
 
 Key = tuple[Component, str]
 """One engine workload: its component and revision."""
@@ -69,26 +86,29 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     wanted = goals_of(service, seen)
     revision = service_revision(service)
     failed = seen.failed if seen.failed == revision else ""
-    stuck = "" if failed else overdue(service, wanted, seen, now)
+    stuck = "" if failed else overdue(service, changing(service, wanted, seen), now)
     if stuck and service.spec.rollout.on_failure is RolloutFailure.ROLLBACK and _fallback(wanted, seen):
         failed = revision
     goals = (_fallback(wanted, seen) or wanted) if failed else wanted
-    rolling = is_rolling(goals, seen)
-    hold = _hold(service, wanted, seen, rolling, stuck if not failed else "")
-    move = _held(seen) if hold else _move(service, goals, seen, now)
-    complete = not hold and not rolling and _all_ready(goals, seen)
-    state = _state(service, failed, stuck, complete, rolling)
+    rolling = is_rolling(goals, seen, now)
+    hold = _hold(service, goals, seen, rolling, "" if failed else stuck)
+    stands = bool(hold) or not rolling
+    stuck = "" if failed else stuck or (overdue(service, present(service, goals, seen), now) if stands else "")
+    move = _held(goals, seen, now) if hold else _move(service, goals, seen, now)
+    over = not hold and not rolling and (bool(failed) or singles_ready(service, seen))
+    complete = over and engines_ready(goals, seen)
+    over = over and engines_ready(changed(goals, seen), seen)
     return Plan(
         counts=move.counts,
-        delete=_unneeded(goals, seen, complete, move),
-        store=mooncake.is_managed(service) or any(w.pooled and (w.replicas or w.pods) for w in seen.engines),
-        router=_router_may_change(service, wanted, seen, rolling),
+        delete=_unneeded(goals, seen, over, move, now),
+        store=mooncake.is_managed(service) or any(w.pooled and (w.replicas or places(w, now)) for w in seen.engines),
+        router=_router_may_change(service, wanted, seen, rolling, failed),
         goals={goal.component: goal for goal in goals},
-        state=state,
+        state=_state(service, failed, stuck, complete, is_pending(service, goals, seen, now)),
         failed=failed,
-        waits=((stuck,) if stuck else ()) + ((hold,) if hold and hold != stuck else ()) + move.waits,
+        waits=tuple(dict.fromkeys(wait for wait in (stuck, hold, *move.waits) if wait)),
         gap=move.gap,
-        wake=_earliest(move.wake, _deadline(service, goals, seen, now)),
+        wake=_earliest(move.wake, next_deadline(service, present(service, goals, seen), seen, now)),
     )
 
 
@@ -129,40 +149,36 @@ def goals_of(service: InferenceService, seen: Observed) -> tuple[Goal, ...]:
     return tuple(out)
 
 
-def is_rolling(goals: Sequence[Goal], seen: Observed) -> bool:
-    """Whether pods of another revision, or of a role that is gone, are there or are asked for."""
-    return any(w.replicas > 0 or w.pods for w in _others(goals, seen))
-
-
-def overdue(service: InferenceService, goals: Sequence[Goal], seen: Observed, now: float) -> str:
-    """What has failed to become ready within progressDeadline; empty when nothing has."""
-    limit = service.spec.rollout.progress_deadline.seconds
-    for goal in goals:
-        new = _new(goal, seen)
-        if new is None:
-            continue
-        if new.problem and now - new.created > limit and len(new.live) < new.replicas:
-            return f"{new.name}: {new.problem}"
-        for pod in _not_ready(new):
-            if now - pod.changed > limit:
-                return f"pod {pod.name} is not ready after {service.spec.rollout.progress_deadline}: " + (
-                    pod.problem or "it is still starting"
-                )
-    return ""
-
-
 def _fallback(goals: Sequence[Goal], seen: Observed) -> tuple[Goal, ...] | None:
     """The goals with every changed role sent back to the revision that served before; None when one has none."""
-    out = []
+    back = _former(goals, seen)
+    if not back or any(goal.component not in back and current(goal, seen) is None for goal in goals):
+        return None
+    return tuple(_at(goal, back[goal.component]) if goal.component in back else goal for goal in goals)
+
+
+def _former(goals: Sequence[Goal], seen: Observed) -> dict[Component, Workload]:
+    """What each changed role would go back to: the workload with most ready pods of those that were there before its
+    present revision, and of a pairing that all roles have, so that they fit together."""
+    older: dict[Component, list[Workload]] = {}
+    roles: list[list[Workload]] = []
     for goal in goals:
-        back = keeper([w for w in seen.of(goal.component) if w.revision != goal.revision])
-        if back is not None:
-            out.append(_at(goal, back))
-        elif _new(goal, seen) is not None:
-            out.append(goal)
-        else:
-            return None
-    return tuple(out) if tuple(out) != tuple(goals) else None
+        new = current(goal, seen)
+        found = [w for w in seen.of(goal.component) if w is not new and (new is None or w.created < new.created)]
+        if found:
+            older[goal.component] = found
+        roles.append(found or [w for w in (new,) if w is not None])
+
+    def rank(pairing: str) -> tuple[int, int, float]:
+        ready = [max(w.ready for w in role if w.pairing == pairing) for role in roles]
+        return min(ready), sum(ready), -min(w.created for role in roles for w in role if w.pairing == pairing)
+
+    shared = set.intersection(*({w.pairing for w in role} for role in roles)) if roles else set()
+    if not older or not shared:
+        return {}
+    best = max(sorted(shared), key=rank)
+    found_back = {part: keeper([w for w in found if w.pairing == best]) for part, found in older.items()}
+    return {part: back for part, back in found_back.items() if back is not None}
 
 
 def _at(goal: Goal, workload: Workload) -> Goal:
@@ -177,92 +193,94 @@ def _at(goal: Goal, workload: Workload) -> Goal:
 
 
 def keeper(old: Sequence[Workload]) -> Workload | None:
-    """The old workload a role would go back to: the one with most ready pods, and of equals the oldest."""
+    """The workload a role would keep: the one with most ready pods, and of equals the oldest."""
     return max(old, key=lambda w: (w.ready, -w.created), default=None)
 
 
-def _hold(service: InferenceService, wanted: Sequence[Goal], seen: Observed, rolling: bool, stuck: str) -> str:
-    """Why no engine workload may change now; empty when they may."""
-    changes = rolling or any(_new(goal, seen) is None for goal in wanted)
-    if service.spec.rollout.paused and changes:
+def _hold(service: InferenceService, goals: Sequence[Goal], seen: Observed, rolling: bool, stuck: str) -> str:
+    """Why no engine workload may change now but for its number of pods; empty when they may."""
+    found = [(goal, current(goal, seen)) for goal in goals]
+    if service.spec.rollout.paused and (rolling or any(new is None for _, new in found)):
         return "spec.rollout.paused is true"
     if stuck and rolling:
         return stuck
-    if mooncake.is_managed(service) and (seen.store is None or seen.store.ready == 0):
+    starts = any(goal.count > 0 and (new is None or new.replicas == 0) for goal, new in found)
+    if starts and mooncake.is_managed(service) and not _has_store(seen):
         return "store: the Mooncake master is not ready; engines that use it start after it"
     return ""
 
 
-def _held(seen: Observed) -> Move:
-    return Move(counts={(w.component, w.revision): w.replicas for w in seen.engines})
+def _has_store(seen: Observed) -> bool:
+    return seen.store is not None and seen.store.ready > 0
+
+
+def _held(goals: Sequence[Goal], seen: Observed, now: float) -> Move:
+    """No revision gives way to another. The one that serves in a role, or did last, makes up the role's count."""
+    counts = {(w.component, w.revision): w.replicas for w in seen.engines}
+    for goal in goals:
+        serving = keeper(seen.of(goal.component))
+        if serving is None or (serving.replicas == 0 and serving.pooled and not _has_store(seen)):
+            continue
+        rest = [w for w in seen.of(goal.component) if w is not serving]
+        counts |= {(w.component, w.revision): min(w.replicas, goal.count) for w in rest}
+        beside = sum(counts[w.component, w.revision] for w in rest)
+        most = min(goal.count, goal.count + goal.max_surge - beside)
+        stopping = sum(lingering(w.pods, now) for w in seen.of(goal.component))
+        least = min(goal.count - beside, most - stopping)
+        # Pods beside it that are not ready serve nobody, so the last one that does stays whatever the sum.
+        needed = max(min(goal.count, 1), goal.count - goal.max_unavailable - sum(w.ready for w in rest))
+        kept = min(needed, serving.replicas)
+        counts[serving.component, serving.revision] = max(kept, least, min(serving.replicas, most))
+    return Move(counts=counts)
 
 
 def _move(service: InferenceService, goals: Sequence[Goal], seen: Observed, now: float) -> Move:
     strategy = service.spec.rollout.strategy
-    if strategy is RolloutStrategy.RECREATE and is_rolling(goals, seen):
+    rolling = is_rolling(goals, seen, now)
+    if strategy is RolloutStrategy.RECREATE and rolling:
         return recreate_move(goals, seen.engines, now)
-    router = seen.router
-    may_leave = router is not None and router.revision == role_revision(service, Component.ROUTER) and router.ready > 0
-    in_step = strategy is RolloutStrategy.COORDINATED
-    return next_move(goals, seen.engines, now, in_step=in_step, may_leave=may_leave)
+    layouts = {goal.pairing for goal in goals} | {w.pairing for w in remaining(goals, seen, now)}
+    alone = strategy is RolloutStrategy.INDEPENDENT and len(layouts) == 1
+    move = next_move(goals, seen.engines, now, in_step=not alone, may_leave=router_serves(service, seen))
+    if strategy is RolloutStrategy.INDEPENDENT and not alone and rolling:
+        text = "roles change in step although strategy is Independent: old and new may differ in KV layout"
+        return replace(move, waits=(*move.waits, text))
+    return move
 
 
-def _all_ready(goals: Sequence[Goal], seen: Observed) -> bool:
-    found = [(goal, _new(goal, seen)) for goal in goals]
-    return all(new is not None and new.replicas == goal.count == new.ready for goal, new in found)
-
-
-def _state(service: InferenceService, failed: str, stuck: str, complete: bool, rolling: bool) -> Rollout:
+def _state(service: InferenceService, failed: str, stuck: str, complete: bool, pending: bool) -> Rollout:
     if failed:
         return Rollout.ROLLED_BACK
     if complete:
         return Rollout.COMPLETE
-    if service.spec.rollout.paused and rolling:
+    if service.spec.rollout.paused and pending:
         return Rollout.PAUSED
     return Rollout.FAILED if stuck else Rollout.ROLLING
 
 
-def _unneeded(goals: Sequence[Goal], seen: Observed, complete: bool, move: Move) -> tuple[str, ...]:
+def _unneeded(goals: Sequence[Goal], seen: Observed, over: bool, move: Move, now: float) -> tuple[str, ...]:
     """Workloads of other revisions that have no pods, less those that a rollback would need."""
-    kept: set[str] = set()
-    if not complete:
-        for goal in goals:
-            back = keeper([w for w in seen.of(goal.component) if w.revision != goal.revision])
-            kept |= {back.name} if back else set()
+    kept = set() if over else {back.name for back in _former(goals, seen).values()}
     return tuple(
         w.name
-        for w in _others(goals, seen)
-        if w.name not in kept and w.replicas == 0 and not w.pods and move.counts.get((w.component, w.revision)) == 0
+        for w in others(goals, seen)
+        if w.name not in kept
+        and w.replicas == 0
+        and not places(w, now)
+        and move.counts.get((w.component, w.revision)) == 0
     )
 
 
-def _router_may_change(service: InferenceService, wanted: Sequence[Goal], seen: Observed, rolling: bool) -> bool:
+def _router_may_change(
+    service: InferenceService, wanted: Sequence[Goal], seen: Observed, rolling: bool, failed: str
+) -> bool:
     if seen.router is None or seen.router.revision == role_revision(service, Component.ROUTER):
         return True
-    if service.spec.rollout.paused:
+    if failed or service.spec.rollout.paused:
         return False
-    served = [_new(goal, seen) for goal in wanted if goal.count > 0]
+    served = [current(goal, seen) for goal in wanted if goal.count > 0]
     return not rolling or all(new is not None and new.ready > 0 for new in served)
-
-
-def _deadline(service: InferenceService, goals: Sequence[Goal], seen: Observed, now: float) -> float | None:
-    limit = service.spec.rollout.progress_deadline.seconds
-    waiting = [pod.changed for goal in goals if (new := _new(goal, seen)) for pod in _not_ready(new)]
-    return _earliest(*(at + limit + 1 for at in waiting if at + limit + 1 > now))
 
 
 def _earliest(*times: float | None) -> float | None:
     return min((at for at in times if at is not None), default=None)
-
-
-def _new(goal: Goal, seen: Observed) -> Workload | None:
-    return next((w for w in seen.of(goal.component) if w.revision == goal.revision), None)
-
-
-def _others(goals: Sequence[Goal], seen: Observed) -> list[Workload]:
-    current = {(goal.component, goal.revision) for goal in goals}
-    return [w for w in seen.engines if (w.component, w.revision) not in current]
-
-
-def _not_ready(workload: Workload) -> list[Pod]:
-    return [pod for pod in workload.live if not pod.ready]

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from .api.v1alpha1 import InferenceService
+from .desired import master_may_change
 from .observed import UNSCHEDULABLE, Observed, Pod, Workload
 from .plan import Key, Plan, plan
+from .render import mooncake
 from .render.names import Component, child_name
 from .render.revision import pairing, role_revision
 
@@ -27,7 +29,7 @@ class World:
 
     places:  engine pods that fit, stopping ones included; None: any number
     drain_s: how long a stopping pod stays
-    becomes_ready: whether a pod that has started ever is ready
+    becomes_ready: whether a pod that has started ever is ready, of any component
     """
 
     seen: Observed = field(default_factory=Observed)
@@ -46,12 +48,10 @@ class World:
         self.seen = replace(
             self.seen,
             engines=engines,
-            router=self._router(service) if wanted.router else self.seen.router,
-            store=self.seen.store or (self._single(service, Component.STORE) if wanted.store else None),
+            router=self._single(service, Component.ROUTER, self.seen.router) if wanted.router else self.seen.router,
+            store=self._store(service, wanted),
             failed=wanted.failed,
         )
-        if not wanted.store:
-            self.seen = replace(self.seen, store=None)
 
     def tick(self, seconds: float = 1.0) -> None:
         """Time passes: pods end, are made, get a place, and become ready."""
@@ -76,7 +76,9 @@ class World:
                 else:
                     pods.append(pod)
             grown.append(replace(workload, pods=tuple(pods)))
-        self.seen = replace(self.seen, engines=tuple(grown), router=_up(self.seen.router), store=_up(self.seen.store))
+        self.seen = replace(
+            self.seen, engines=tuple(grown), router=self._up(self.seen.router), store=self._up(self.seen.store)
+        )
 
     @property
     def busy(self) -> bool:
@@ -95,18 +97,53 @@ class World:
             replicas=0,
             created=self.now,
             pairing=pairing(service),
-            pooled=service.spec.store is not None and service.spec.store.master.external is None,
+            pooled=mooncake.is_managed(service),
+            image=service.spec.engine.image or "",
         )
 
-    def _single(self, service: InferenceService, component: Component) -> Workload:
-        revision = role_revision(service, component)
-        name = child_name(service.name, component.value)
-        return Workload(name=name, component=component, revision=revision, replicas=1, created=self.now)
+    def _store(self, service: InferenceService, wanted: Plan) -> Workload | None:
+        store = self.seen.store
+        if not wanted.store:
+            return None
+        if not mooncake.is_managed(service) or not master_may_change(service, wanted, self.seen, self.now):
+            return store
+        return self._single(service, Component.STORE, store)
 
-    def _router(self, service: InferenceService) -> Workload:
-        present = self.seen.router
-        wanted = self._single(service, Component.ROUTER)
-        return present if present is not None and present.revision == wanted.revision else wanted
+    def _single(self, service: InferenceService, component: Component, present: Workload | None) -> Workload:
+        router = component is Component.ROUTER
+        return Workload(
+            name=child_name(service.name, component.value),
+            component=component,
+            revision=role_revision(service, component),
+            replicas=service.spec.router.replicas if router else 1,
+            created=present.created if present is not None else self.now,
+            image="" if router else service.spec.engine.image or "",
+            pods=present.pods if present is not None else (),
+        )
+
+    def _up(self, single: Workload | None) -> Workload | None:
+        """A router's old pods stay until its new ones are ready; a master's old pod goes first."""
+        if single is None:
+            return None
+        made = [
+            Pod(
+                name=f"{single.name}-{next(self.names)}",
+                component=single.component,
+                revision=single.revision,
+                created=self.now,
+                changed=self.now,
+            )
+            for _ in range(single.replicas - len(single.fresh.pods))
+        ]
+        fresh = [
+            replace(pod, ready=True, started=True, changed=self.now)
+            if not pod.ready and self.becomes_ready(pod)
+            else pod
+            for pod in (*single.fresh.pods, *made)[: single.replicas]
+        ]
+        done = single.component is Component.STORE or all(pod.ready for pod in fresh)
+        old = () if done else tuple(pod for pod in single.pods if pod.revision != single.revision)
+        return replace(single, pods=(*old, *fresh))
 
     def _resized(self, workload: Workload) -> Workload:
         live = sorted(workload.live, key=lambda pod: (pod.ready, pod.reason != UNSCHEDULABLE, -pod.created))
@@ -139,21 +176,6 @@ def _key(workload: Workload) -> Key:
 
 def _without_ended(workload: Workload, now: float) -> Workload:
     return replace(workload, pods=tuple(pod for pod in workload.pods if pod.ends is None or pod.ends > now))
-
-
-def _up(single: Workload | None) -> Workload | None:
-    if single is None or single.pods:
-        return single
-    pod = Pod(
-        name=f"{single.name}-0",
-        component=single.component,
-        revision=single.revision,
-        created=single.created,
-        changed=single.created,
-        ready=True,
-        started=True,
-    )
-    return replace(single, pods=(pod,))
 
 
 def rehearse(service: InferenceService, world: World, *, limit: int = 2000) -> Iterator[tuple[Plan, World]]:

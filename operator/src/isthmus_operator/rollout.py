@@ -5,7 +5,9 @@ any moment is just another starting point. The rules, in the order they are used
 
 1. A role's pods, stopping ones included, never exceed its count plus maxSurge. With maxSurge 0 a rollout therefore
    works when every GPU is taken.
-2. Old pods that do not work go at once: they serve nobody and hold what the new ones need.
+2. Old pods that have not started go at once: they serve nobody and hold what the new ones need. Those that ran and are
+   not ready go before ready ones, but no more of them than new ones need places: a network that is cut makes pods
+   unready which serve all the while, and they come back.
 3. Ready pods of a role never fall below its count minus maxUnavailable by our doing.
 4. Roles move in step: none begins step k+1 of S before all have the ready new pods of step k (the interpolation of
    Kubernetes KEP-766 of LeaderWorkerSet's DisaggregatedSet, with its waiting for old pods left out).
@@ -23,7 +25,7 @@ from .observed import UNSCHEDULABLE, Pod, Workload
 from .render.names import Component
 
 SICK_AFTER_S = 30.0
-"""An old pod that was ready may be unready this long before it counts as one that does not work."""
+"""An old pod that ran may be unready this long before it goes ahead of ready ones."""
 
 OVERDUE_S = 60.0
 """A stopping pod this much past its end is on a node that does not answer; it holds no place any more."""
@@ -98,12 +100,12 @@ class _Role:
 
 def lingering(pods: Iterable[Pod], now: float) -> int:
     """Stopping pods that still hold their place."""
-    return sum(pod.ends is not None and now < pod.ends + OVERDUE_S for pod in pods)
+    return sum(pod.ends is not None and not pod.failed and now < pod.ends + OVERDUE_S for pod in pods)
 
 
-def useless(pod: Pod, now: float) -> bool:
-    """Whether an old pod serves nobody, and is not just having a moment."""
-    return not pod.ready and (not pod.started or now - pod.changed >= SICK_AFTER_S)
+def places(workload: Workload, now: float) -> int:
+    """Places that the pods of a workload hold, stopping ones included."""
+    return len(workload.live) + lingering(workload.pods, now)
 
 
 def next_move(
@@ -138,7 +140,7 @@ def recreate_move(goals: Sequence[Goal], workloads: Sequence[Workload], now: flo
     """Strategy Recreate: all old pods stop, and when none is left the new ones start."""
     current = {(goal.component, goal.revision) for goal in goals}
     old = [w for w in workloads if (w.component, w.revision) not in current]
-    held = sum(len(w.live) + lingering(w.pods, now) for w in old) + sum(w.replicas for w in old)
+    held = sum(places(w, now) + w.replicas for w in old)
     counts = {(w.component, w.revision): 0 for w in old}
     waits: tuple[str, ...] = ()
     for goal in goals:
@@ -203,18 +205,22 @@ def _old_counts(
     role: _Role, roles: Sequence[_Role], cap: int, keep: str | None, now: float
 ) -> tuple[dict[tuple[Component, str], int], bool]:
     """Counts of the old workloads, and whether the last pod of a pair goes for want of room."""
-    left = {w.revision: _working(w, now) for w in role.old}
+    left = {w.revision: _started(w) for w in role.old}
     goal = role.goal
     finished = role.ready_new >= goal.count
     allowed = 0 if finished else max(0, goal.count + goal.max_surge - cap)
-    surplus = sum(left.values()) - allowed
+    surplus = max(0, sum(left.values()) - allowed)
     spare = max(0, role.ready - max(0, goal.count - goal.max_unavailable))
-    drain = max(0, min(surplus, spare))
     # The youngest go first: after several edits the oldest revision is the one that serves, in every role.
     order = sorted(role.old, key=lambda w: (w.pairing == keep, -w.created, w.name))
     last = {w.revision for w in role.old if keep is not None and w.pairing == keep}
     others_ready = all(r.tight or not r.rolling or r.ready_new > 0 for r in roles if r is not role)
     forced = False
+    for workload in order:
+        take = min(surplus, _sick(workload, now))
+        left[workload.revision] -= take
+        surplus -= take
+    drain = min(surplus, spare)
     for workload in order:
         floor = 0
         if workload.revision in last and not _kept_elsewhere(role, workload, left, keep):
@@ -234,9 +240,15 @@ def _kept_elsewhere(role: _Role, workload: Workload, left: dict[str, int], keep:
     return any(w is not workload and w.pairing == keep and min(w.ready, left[w.revision]) > 0 for w in role.old)
 
 
-def _working(workload: Workload, now: float) -> int:
-    """Replicas of an old workload without the pods that do not work, and without those not yet made."""
-    return min(workload.replicas, sum(not useless(pod, now) for pod in workload.live))
+def _started(workload: Workload) -> int:
+    """Replicas of an old workload without the pods that have not started, and without those not yet made."""
+    return min(workload.replicas, sum(pod.ready or pod.started for pod in workload.live))
+
+
+def _sick(workload: Workload, now: float) -> int:
+    """How many of those serve nobody, and are not just having a moment."""
+    well = sum(pod.ready or (pod.started and now - pod.changed < SICK_AFTER_S) for pod in workload.live)
+    return max(0, _started(workload) - well)
 
 
 def _leaving(
@@ -254,18 +266,18 @@ def _leaving(
         lingering(w.pods, now) for w in leaving
     )
     counts: dict[tuple[Component, str], int] = {}
-    for workload in sorted(leaving, key=lambda w: (-_working(w, now), w.name)):
-        working = _working(workload, now)
-        taken = max(0, min(waiting, working))
+    for workload in sorted(leaving, key=lambda w: (-_started(w), w.name)):
+        started = _started(workload)
+        taken = max(0, min(waiting, started))
         waiting -= taken
-        counts[workload.component, workload.revision] = working - taken
+        counts[workload.component, workload.revision] = started - taken
     return counts
 
 
 def _wake_times(role: _Role, now: float) -> list[float]:
-    old = [pod for w in role.old for pod in w.live if pod.started and not pod.ready and not useless(pod, now)]
+    old = [pod.changed + SICK_AFTER_S for w in role.old for pod in w.live if pod.started and not pod.ready]
     stopping = [pod.ends + OVERDUE_S for w in (*role.old, role.new) if w for pod in w.pods if pod.ends is not None]
-    return [pod.changed + SICK_AFTER_S for pod in old] + [end for end in stopping if end > now]
+    return [at for at in (*old, *stopping) if at > now]
 
 
 def _wait(role: _Role, cap: int, target: int, total: int, now: float) -> list[str]:
