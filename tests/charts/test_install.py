@@ -102,9 +102,10 @@ def test_rights_of_the_operator(release: Cluster, allowed: bool, verb: str, reso
 
 
 def test_users_roles_reach_inference_services(release: Cluster) -> None:
-    def may(role: str, verb: str) -> bool:
+    def may(role: str, verb: str, *what: str) -> bool:
+        question = ("auth", "can-i", verb, *(what or (CRD,)), "-n", "default", f"--as=test-{role}")
         try:
-            return release.kubectl("auth", "can-i", verb, CRD, "-n", "default", f"--as=test-{role}").strip() == "yes"
+            return release.kubectl(*question).strip() == "yes"
         except CommandError as error:
             assert str(error).endswith("no"), error
             return False
@@ -115,6 +116,9 @@ def test_users_roles_reach_inference_services(release: Cluster) -> None:
         until(lambda role=role, verb=verb: may(role, verb), 60)
     assert may("edit", "list")
     assert not may("view", "create")
+    scale = ("rolescalers.serving.isthmus.dev", "--subresource=scale")
+    assert may("edit", "get", *scale) and may("edit", "patch", *scale) and may("view", "get", *scale)
+    assert not may("view", "patch", *scale)
 
 
 def test_an_operator_that_is_down_holds_up_new_specs_only(release: Cluster) -> None:

@@ -318,6 +318,37 @@ def test_several_namespaces_get_a_role_each_and_nothing_else_does() -> None:
     assert not of_kind(manifests, "ClusterRole", "ClusterRoleBinding")
 
 
+def test_engines_with_the_addresses_of_nodes_are_reached_where_these_are_named() -> None:
+    cidrs = ["10.0.0.0/16", "fd00::/64"]
+
+    def peers(manifests: list[Manifest]) -> list[Any]:
+        rules = [rule for rule in only(manifests, "NetworkPolicy")["spec"]["egress"] if "to" in rule]
+        (rule,) = rules
+        assert {port["port"] for port in rule["ports"]} == {8000, 8001}
+        return list(rule["to"])
+
+    (pods,) = peers(variant("defaults"))
+    assert peers(render(None, {"networkPolicy.nodeCIDRs": cidrs})) == [pods, *({"ipBlock": {"cidr": c}} for c in cidrs)]
+
+
+def test_users_with_edit_scale_roles_and_users_with_view_see_them() -> None:
+    def rights(name: str) -> dict[str, set[str]]:
+        (role,) = (m for m in of_kind(variant("defaults"), "ClusterRole") if m["metadata"]["name"].endswith(name))
+        assert role["metadata"]["labels"][f"rbac.authorization.k8s.io/aggregate-to-{name}"] == "true"
+        out: dict[str, set[str]] = {}
+        for rule in role["rules"]:
+            for resource in rule["resources"]:
+                out.setdefault(resource, set()).update(rule["verbs"])
+        return out
+
+    assert {"rolescalers", "rolescalers/scale"} <= rights("view").keys()
+    assert rights("view")["rolescalers/scale"] >= {"get"}
+    # A scale is read before it is written, by the right that view gives; whoever has edit has view.
+    for resource in ("rolescalers", "rolescalers/scale"):
+        assert rights("edit")[resource] == {"update", "patch"}
+    assert all(verbs <= {"get", "list", "watch"} for verbs in rights("view").values())
+
+
 def test_the_check_asks_in_a_namespace_that_the_webhook_sees() -> None:
     for name, namespace in (("defaults", NAMESPACE), ("namespaced", NAMESPACE), ("several-namespaces", "team-a")):
         manifests = variant(name)
@@ -483,6 +514,8 @@ def test_rendering_twice_gives_the_same() -> None:
         ("operator.podLabels", {"app.kubernetes.io/component": "mine"}),
         ("networkPolicy.apiServerPorts", []),
         ("networkPolicy.apiServerPorts", [0]),
+        ("networkPolicy.nodeCIDRs", ["10.0.0.1"]),
+        ("networkPolicy.nodeCIDRs", "10.0.0.0/16"),
         ("fullnameOverride", "Upper"),
         ("fullnameOverride", "1st"),
     ],

@@ -23,7 +23,7 @@ class Woken:
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.cache = Cache(lambda key: self.calls.append("changed"), lambda key: self.calls.append("removed"))
+        self.cache = Cache(*(lambda _, name=name: self.calls.append(name) for name in ("changed", "edited", "removed")))
 
     def versions(self) -> dict[str, int]:
         found = self.cache.children(KEY)
@@ -136,5 +136,26 @@ def test_an_object_that_changes_its_service_is_no_more_the_first_ones() -> None:
         one.cache.changed(moved)
         assert one.versions() == {}
         assert [child["metadata"]["name"] for child in one.cache.children(("ns", "other"))] == ["d"]
+
+    asyncio.run(main())
+
+
+def test_an_edited_spec_is_told_apart_from_other_changes_of_a_service() -> None:
+    async def main() -> None:
+        def told(version: int, generation: int, uid: str = "s", **more: Any) -> dict[str, Any]:
+            found = service(version, **more)
+            found["metadata"] |= {"generation": generation, "uid": uid}
+            return found
+
+        one = Woken()
+        one.cache.changed(told(1, 1, spec={}))
+        one.cache.changed(told(2, 1, spec={}, status={"url": "x"}))
+        assert one.since() == ["changed", "changed"]
+        one.cache.changed(told(3, 2, spec={"mode": "Unified"}))
+        one.cache.changed(told(3, 2, spec={"mode": "Unified"}))
+        assert one.since() == ["edited"]
+        one.cache.gone(told(4, 2))
+        one.cache.changed(told(5, 1, uid="another"))
+        assert one.since() == ["removed", "changed"]
 
     asyncio.run(main())

@@ -281,3 +281,10 @@ def test_defaults_promised_by_the_documentation() -> None:
     assert spec.availability.startup_timeout.seconds == 1800
     assert spec.engine.kv_cache.block_size == 16
     assert parse(base()).served_names == ("svc",)
+
+
+def test_an_unknown_field_in_a_list_is_not_a_list_that_is_too_short() -> None:
+    refs = [{"name": "gateway", "sectoinName": "https"}]
+    (found,) = problems(with_values(base(), {"spec/router/expose": {"httpRoute": {"parentRefs": refs}}}))
+    assert found.path == "spec.router.expose.httpRoute.parentRefs[0].sectoinName"
+    assert "did you mean sectionName?" in found.fix

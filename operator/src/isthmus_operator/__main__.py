@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from . import completion
 from .api.crd import to_yaml
 from .api.v1alpha1 import parse
-from .errors import ApiError, LaunchError, LeaseLost, UserError
+from .errors import ApiError, LaunchError, UserError
 from .files import load
 from .local.up import Options, up
 from .render.names import ROUTER_PORT, Defaults
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     try:
         return run(arguments)
-    except (UserError, LaunchError, ApiError, LeaseLost) as error:
+    except (UserError, LaunchError, ApiError) as error:
         print(f"isthmus {arguments.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except BrokenPipeError:

@@ -52,16 +52,20 @@ class _Kept(NamedTuple):
 class Cache:
     """One per operator; the sink of its informers.
 
-    changed: called with the key of a service of which something that is read has changed; removed: with that of one
-    which is gone
+    changed: called with the key of a service of which something that is read has changed; edited: with that of one
+    whose spec has; removed: with that of one which is gone
     """
 
-    def __init__(self, changed: Callable[[Key], None], removed: Callable[[Key], None]) -> None:
+    def __init__(
+        self, changed: Callable[[Key], None], edited: Callable[[Key], None], removed: Callable[[Key], None]
+    ) -> None:
         self._changed = changed
+        self._edited = edited
         self._removed = removed
         self._watched: dict[Key, dict[Name, _Kept]] = {}
         self._places: dict[str, tuple[Key, Name]] = {}
         self._ready: dict[Key, bool] = {}
+        self._generations: dict[Key, int] = {}
         self._written: dict[Key, dict[Name, tuple[float, _Kept]]] = {}
         self._deleted: dict[str, float] = {}
 
@@ -106,6 +110,11 @@ class Cache:
         self._places[kept.uid] = key, name
         if name[0] == SERVICE:
             self._ready[key] = _is_ready(body)
+            generation = body["metadata"].get("generation", 0)
+            if self._generations.setdefault(key, generation) != generation:
+                self._generations[key] = generation
+                self._edited(key)
+                return
         if any(known is None or known.data != kept.data for known in (before, answer[1] if answer else before)):
             self._wake(key)
 
@@ -136,7 +145,7 @@ class Cache:
         if answer is not None and answer[1].uid == uid:
             del self._written[key][name]
         if name[0] == SERVICE and name not in there:
-            del self._ready[key]
+            del self._ready[key], self._generations[key]
             self._written.pop(key, None)
             self._removed(key)
         else:

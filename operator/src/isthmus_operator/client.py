@@ -17,6 +17,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from .errors import ApiError
 from .ownership import FIELD_MANAGER
+from .settings import identity
 
 REQUEST_TIMEOUT_S = 15.0
 SERVED_S = 3.0
@@ -40,6 +41,7 @@ PLURALS = {
 
 NOT_FOUND = 404
 CONFLICT = 409
+INVALID = 422
 
 
 async def connect(kubeconfig: str = "", context: str = "") -> Api:
@@ -63,6 +65,21 @@ async def connect(kubeconfig: str = "", context: str = "") -> Api:
     except (config.ConfigException, OSError) as error:
         raise ApiError(0, f"no usable cluster configuration: {error}; set KUBECONFIG") from error
     return Api(ApiClient(configuration=configuration))
+
+
+def default_namespace(kubeconfig: str = "", context: str = "") -> str:
+    """Where kubectl would look without -n: the context's namespace, inside a cluster the pod's, or `default`.
+
+    Arguments as of `connect`, which names what is wrong with a file.
+    """
+    if not kubeconfig and (own := identity().namespace):
+        return own
+    try:
+        contexts, active = config.list_kube_config_contexts(kubeconfig or None)
+    except (config.ConfigException, OSError):
+        return "default"
+    chosen = next((one for one in contexts if one["name"] == context), None) if context else active
+    return str(((chosen or {}).get("context") or {}).get("namespace") or "default")
 
 
 def path_of(api_version: str, kind: str, namespace: str = "", name: str = "", subresource: str = "") -> str:
@@ -128,11 +145,28 @@ class Api:
         """Ask about an API anew."""
         self._served.pop(api_version, None)
 
-    async def apply(self, manifest: Mapping[str, Any], *, subresource: str = "") -> dict[str, Any]:
-        """Server-side apply by our one field manager; the object as it is then. Others' values of our fields yield."""
+    async def named(self, api_version: str, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        """One object by its name, with no more than the right to list; None where there is none."""
+        page = await self.get(path_of(api_version, kind, namespace), fieldSelector=f"metadata.name={name}")
+        # Items of a list do not name their own kind.
+        found: list[dict[str, Any]] = [{"apiVersion": api_version, "kind": kind, **item} for item in page["items"]]
+        return found[0] if found else None
+
+    async def apply(
+        self, manifest: Mapping[str, Any], *, over: Mapping[str, Any] | None = None, subresource: str = ""
+    ) -> dict[str, Any]:
+        """Server-side apply by our one field manager; the object as it is then.
+
+        over: the live object, which is ours: others' values of our fields yield. Without it there should be none.
+        ApiError of status 409 or 422 where something else is in its place.
+        """
         meta = manifest["metadata"]
         path = path_of(manifest["apiVersion"], manifest["kind"], meta["namespace"], meta["name"], subresource)
-        query = {"fieldManager": FIELD_MANAGER, "force": "true", "fieldValidation": "Strict"}
+        query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
+        if over is not None:
+            query["force"] = "true"
+            # The server compares it: what was made anew under the same name meanwhile is somebody else's.
+            manifest = {**manifest, "metadata": {**meta, "uid": over["metadata"]["uid"]}}
         return await self.request("PATCH", path, query, manifest, "application/apply-patch+yaml")
 
     async def create(self, manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import time
 from typing import Any, TextIO
 
-from .api.v1alpha1 import API_VERSION, KIND, InferenceService, parse
-from .client import Api, connect, path_of
+from .api.v1alpha1 import API_VERSION, KIND, InferenceService, parse, parse_stored
+from .client import Api, connect, default_namespace, path_of
 from .errors import UserError
 from .files import load
 from .observe import observe
@@ -42,12 +43,16 @@ def _json(arguments: argparse.Namespace) -> bool:
     return bool(arguments.output == "json")
 
 
+def _kubeconfig(arguments: argparse.Namespace) -> str:
+    return str(arguments.kubeconfig or identity().kubeconfig)
+
+
 async def _connect(arguments: argparse.Namespace) -> Api:
-    return await connect(arguments.kubeconfig or identity().kubeconfig, arguments.context)
+    return await connect(_kubeconfig(arguments), arguments.context)
 
 
 async def _service(arguments: argparse.Namespace, name: str) -> Object:
-    namespace = arguments.namespace or "default"
+    namespace = arguments.namespace or default_namespace(_kubeconfig(arguments), arguments.context)
     api = await _connect(arguments)
     try:
         found = await api.find(path_of(API_VERSION, KIND, namespace, name))
@@ -111,7 +116,7 @@ def _plan(arguments: argparse.Namespace, out: TextIO) -> int:
         for _ in rehearse(parse(load(arguments.old).service, namespace=arguments.namespace), world):
             pass
     else:
-        world = World(seen=asyncio.run(_live(arguments, service)))
+        world = World(seen=asyncio.run(_live(arguments, service)), now=time.time())
     steps = plan_steps(service, world)
     if _json(arguments):
         out.write(json.dumps(steps, indent=2) + "\n")
@@ -171,4 +176,4 @@ async def _live(arguments: argparse.Namespace, service: InferenceService) -> Obs
             children += [{"apiVersion": version, "kind": kind, **item} for item in found["items"]]
     finally:
         await api.close()
-    return observe(parse(body), children, Facts(), body.get("status") or {})
+    return observe(parse_stored(body), children, Facts(), body.get("status") or {})

@@ -5,7 +5,8 @@ UserError (ValueError)      something the user wrote or asked for; the command l
 └── InvalidSpec             a resource that breaks rules; carries every problem
 LaunchError (RuntimeError)  `isthmus up` could not start or keep a process; exits with 1
 ApiError (RuntimeError)     the API server refused a request or did not answer; exits with 1
-LeaseLost (RuntimeError)    another operator works now; this one ends
+├── NameTaken               an object of a name that is needed belongs to somebody else
+└── Refused                 objects that could not be written, each with its own error
 """
 
 from __future__ import annotations
@@ -63,5 +64,12 @@ class ApiError(RuntimeError):
         super().__init__(message)
 
 
-class LeaseLost(RuntimeError):
-    """This operator may not write any more: it could not renew its lease, or another one has it."""
+class NameTaken(ApiError):
+    """An object of a name that a service needs is not that service's. It is left as it is."""
+
+
+class Refused(ApiError):
+    """Some objects could not be written. All else was done, and the status says so; the next attempt goes on."""
+
+    def __init__(self, errors: Sequence[ApiError]) -> None:
+        super().__init__(errors[0].status, "; ".join(str(error) for error in errors))

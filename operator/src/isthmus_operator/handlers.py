@@ -10,17 +10,19 @@ import asyncio
 import logging
 import signal
 import socket
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import kopf
 
-from .api.v1alpha1 import API_VERSION, GROUP, PLURAL, VERSION, parse
+from .api.v1alpha1 import API_VERSION, GROUP, PLURAL, VERSION, parse_stored
 from .cache import Cache, Key
 from .certificates import Certificates
 from .client import Api, connect
 from .controller import Controller
-from .errors import ApiError, InvalidSpec, UserError
+from .errors import ApiError, InvalidSpec, Refused, UserError
 from .facts import FactReader
 from .informer import Informer, Kind
 from .known_facts import KnownFacts
@@ -46,7 +48,9 @@ WORKERS = 8
 WEBHOOK_HOST = "0.0.0.0"
 NEVER_S = 1e9
 RIGHTS_S = 20.0
-"""How long rights may take to come into force after they were given."""
+"""How long rights and CRDs may take to come into force after they were given, or after the API server has begun."""
+MOST_PAUSE_S = 5.0
+"""Between two looks for the API server at the start: until it is found, nobody validates specs."""
 SILENT_S = 600.0
 """A watch that the API server has not answered for so long may do better in a new process."""
 
@@ -74,7 +78,7 @@ class _Operator:
         self.options = options
         self.metrics = Metrics()
         self.queue = WorkQueue(self._work, failed=self._failed, pauses=options.pauses)
-        self.cache = Cache(self.queue.add, self._removed)
+        self.cache = Cache(self.queue.add, partial(self.queue.add, anew=True), self._removed)
         self.facts = KnownFacts(FactReader(), self.queue.add)
         self.controller = Controller(
             api=api, cache=self.cache, facts=self.facts, defaults=options.defaults, metrics=self.metrics
@@ -91,6 +95,9 @@ class _Operator:
         try:
             with self.metrics.seconds.time():
                 after = await self.controller.reconcile(key)
+        except Refused:
+            # The status says it.
+            raise
         except ApiError as error:
             if key not in self._troubled:
                 self._troubled.add(key)
@@ -116,6 +123,7 @@ class _Operator:
     def _removed(self, key: Key) -> None:
         self.queue.remove(key)
         self.facts.forget(key)
+        self.controller.contests.forget(key)
         self._count()
 
     async def watch(self) -> None:
@@ -125,11 +133,17 @@ class _Operator:
                 group.create_task(informer.run())
 
     async def work(self) -> None:
-        """Until cancelled; from when all that there is has been seen."""
+        """Until cancelled; from when all that there is has been seen. Called anew whenever the lease was won back."""
         self.metrics.leader.set(1)
-        for informer in self.informers:
-            await informer.listed.wait()
-        await self.queue.run(WORKERS)
+        try:
+            # What another operator has done until now must be known, and a watch may be behind without knowing it.
+            for informer in self.informers:
+                informer.relist()
+            for informer in self.informers:
+                await informer.listed.wait()
+            await self.queue.run(WORKERS)
+        finally:
+            self.metrics.leader.set(0)
 
     def catch_signals(self) -> None:
         """SIGTERM and SIGINT end us in our order."""
@@ -176,7 +190,7 @@ class _Operator:
 async def validate(body: kopf.Body, **_: Any) -> None:
     """Admission: refuses a spec with all its problems at once, with their field paths."""
     try:
-        parse(dict(body))
+        parse_stored(dict(body))
     except InvalidSpec as error:
         raise kopf.AdmissionError(str(error), code=422) from None
 
@@ -199,23 +213,36 @@ def webhook_server(options: OperatorOptions) -> kopf.WebhookServer:
 
 
 async def run(options: OperatorOptions) -> None:
-    """Be an operator until a signal or a lost lease ends it. UserError and ApiError say what keeps it from starting."""
+    """Be an operator until a signal ends it. UserError and ApiError say what keeps it from starting; an API server that
+    does not answer does not: it is waited for."""
     _require_port("--metrics-port", options.metrics_host, options.metrics_port)
     _require_port("--webhook-port", WEBHOOK_HOST, options.webhook_port)
     api = await connect(options.kubeconfig)
     try:
-        await _require_api(api)
-        await _require_rights(api, options.namespaces)
         operator = _Operator(api, options)
+        operator.catch_signals()
         try:
             host, port = options.metrics_host, options.metrics_port
             async with serve(operator.metrics, host, port, healthy=operator.deaf, ready=operator.unready) as bound:
                 _log.info("metrics on port %d; watching %s", bound, ", ".join(options.namespaces) or "all namespaces")
-                await _until_stopped(api, operator)
+                if await _unless_stopped(operator, _require_cluster(api, options.namespaces)):
+                    await _until_stopped(api, operator)
         finally:
             await operator.facts.close()
     finally:
         await api.close()
+
+
+async def _unless_stopped(operator: _Operator, work: Coroutine[Any, Any, None]) -> bool:
+    """Whether `work` ended before a signal came; the signal cancels it."""
+    tasks = [asyncio.create_task(work), asyncio.create_task(operator.stopping.wait())]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    (ended, _) = await asyncio.gather(*tasks, return_exceptions=True)
+    if isinstance(ended, Exception):
+        raise ended
+    return ended is None
 
 
 async def _until_stopped(api: Api, operator: _Operator) -> None:
@@ -268,7 +295,32 @@ def _require_port(flag: str, host: str, port: int) -> None:
         ) from error
 
 
-async def _require_api(api: Api) -> None:
+async def _require_cluster(api: Api, namespaces: tuple[str, ...]) -> None:
+    """Return when the API server answers, knows our kinds and lets us read what we watch.
+
+    UserError or ApiError where it goes on answering that it does not.
+    """
+    loop = asyncio.get_running_loop()
+    refused: float | None = None
+    pause = 1.0
+    while True:
+        try:
+            await _require_kinds(api)
+            await _require_rights(api, namespaces)
+            return
+        except (UserError, ApiError) as error:
+            if isinstance(error, ApiError) and (error.status in (0, 429) or error.status >= 500):
+                refused = None
+            else:
+                refused = refused or loop.time()
+                if loop.time() - refused > RIGHTS_S:
+                    raise
+            _log.warning("cannot start yet: %s", error)
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, MOST_PAUSE_S)
+
+
+async def _require_kinds(api: Api) -> None:
     found = await api.find(f"/apis/{API_VERSION}")
     kinds = {resource["name"] for resource in (found or {}).get("resources", ())}
     missing = [name for name in (PLURAL, "rolescalers") if name not in kinds]
@@ -277,21 +329,15 @@ async def _require_api(api: Api) -> None:
 
 
 async def _require_rights(api: Api, namespaces: tuple[str, ...]) -> None:
-    """A watch without the right to it would leave the operator deaf. Rights and CRDs that were made this moment take a
-    few seconds."""
-    deadline = asyncio.get_running_loop().time() + RIGHTS_S
-    while problems := await _unreadable(api, namespaces):
-        if asyncio.get_running_loop().time() > deadline:
-            raise ApiError(403, f"cannot read what it looks after: {'; '.join(problems)}; see operator/docs/rbac.md")
-        await asyncio.sleep(1.0)
-
-
-async def _unreadable(api: Api, namespaces: tuple[str, ...]) -> list[str]:
-    found = []
+    """A watch without the right to it would leave the operator deaf."""
+    refused = []
     for kind in WATCHED:
         for namespace in namespaces or ("",):
             try:
                 await api.get(kind.path(namespace), limit="1", labelSelector=SERVICE_LABEL)
             except ApiError as error:
-                found.append(str(error))
-    return found
+                if error.status not in (401, 403, 404):
+                    raise
+                refused.append(str(error))
+    if refused:
+        raise ApiError(403, f"cannot read what it looks after: {'; '.join(refused)}; see operator/docs/rbac.md")

@@ -11,6 +11,7 @@ import json
 import logging
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,14 +85,30 @@ class Informer:
         self._first_pause_s = first_pause_s
         self._failures = 0
         self._place = ""
+        self._turn: asyncio.Timeout | None = None
         self.listed = asyncio.Event()
         self.heard = clock()
 
     def __str__(self) -> str:
         return f"{self._kind.plural} of {self._namespace or 'all namespaces'}"
 
+    def relist(self) -> None:
+        """List anew at once: what was told may be old, as a connection may have been broken without a word. `listed` is
+        set again after that."""
+        self.listed.clear()
+        if self._turn is not None and not self._turn.expired():
+            self._turn.reschedule(asyncio.get_running_loop().time())
+
     async def run(self) -> None:
         """Until cancelled. What the server refuses or breaks off is tried again after growing pauses."""
+        while True:
+            self._place, self._failures = "", 0
+            # It ends by `relist` alone.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None) as self._turn:
+                    await self._follow()
+
+    async def _follow(self) -> None:
         while True:
             try:
                 if not self._place:

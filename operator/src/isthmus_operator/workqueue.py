@@ -49,6 +49,7 @@ class WorkQueue:
         self._waiting: set[Key] = set()
         self._running: set[Key] = set()
         self._again: set[Key] = set()
+        self._anew: set[Key] = set()
         self._failures: dict[Key, int] = {}
         self._removed: set[Key] = set()
 
@@ -56,11 +57,15 @@ class WorkQueue:
         """Keys that wait for a worker."""
         return len(self._waiting)
 
-    def add(self, key: Key) -> None:
-        """Something about `key` has changed."""
+    def add(self, key: Key, *, anew: bool = False) -> None:
+        """Something about `key` has changed. `anew`: what is asked for, so that earlier failures mean nothing."""
         self._removed.discard(key)
+        if anew:
+            self._failures.pop(key, None)
         if key in self._running:
             self._again.add(key)
+            if anew:
+                self._anew.add(key)
         else:
             # A failing key keeps its pause: its own failed attempts cause changes too.
             self._schedule(key, self._pause(key) if key in self._failures else self._pauses.settle)
@@ -74,7 +79,7 @@ class WorkQueue:
             timer[1].cancel()
 
     async def run(self, workers: int) -> None:
-        """Work until cancelled."""
+        """Work until cancelled. May be called again after that, and goes on with what was left."""
         async with asyncio.TaskGroup() as group:
             for _ in range(workers):
                 group.create_task(self._worker())
@@ -86,17 +91,20 @@ class WorkQueue:
             self._running.add(key)
             try:
                 after = await self._once(key)
+            except asyncio.CancelledError:
+                self._now(key)
+                raise
             finally:
                 self._running.discard(key)
+            again, anew = key in self._again, key in self._anew
+            self._again.discard(key)
+            self._anew.discard(key)
             if key in self._removed:
                 self._removed.discard(key)
-                self._again.discard(key)
-            elif key in self._again and key not in self._failures:
-                self._again.discard(key)
-                self._schedule(key, self._pauses.settle)
+            elif anew:
+                self.add(key, anew=True)
             else:
-                self._again.discard(key)
-                self._schedule(key, after)
+                self._schedule(key, self._pauses.settle if again and key not in self._failures else after)
 
     async def _once(self, key: Key) -> float:
         """Run the work; the pause until the next run."""

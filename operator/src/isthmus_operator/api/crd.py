@@ -35,7 +35,7 @@ _DESCRIBED_ONCE: tuple[cel.Place, ...] = (
     ("spec", "roles", "worker"),
     ("spec", "router", "resources"),
     ("spec", "router", "placement"),
-    ("spec", "store", "master", "managed", "resources"),
+    ("spec", "store", "master", "managed"),
 )
 """Blocks whose fields are described under roles.prefill; repeating that would take a third of the size."""
 

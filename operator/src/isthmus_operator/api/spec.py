@@ -151,7 +151,7 @@ class KvCache(KvMemory):
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens in one KV block."""
     dtype: Dtype = Dtype.AUTO
-    """Number format of the KV pool; auto: the compute format."""
+    """Number format of the KV pool; auto: engine.dtype if that is given, else float32 on CPUs."""
     prefix_caching: bool = True
     """Whether finished blocks are kept and shared by prompts with the same beginning."""
     layout: KvLayout = KvLayout.BLOCK_MAJOR
@@ -188,7 +188,7 @@ class Engine(EngineTuning):
     image_pull_secrets: Annotated[tuple[SecretName, ...], Field(max_length=8)] = ()
     """Secrets for pulling images, for all pods of the service."""
     dtype: Dtype = Dtype.AUTO
-    """Compute format; auto: the fastest the hardware computes well."""
+    """Compute format; auto: bfloat16 where the hardware has instructions for it, else float32."""
     max_model_len: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Most tokens of prompt and answer together. Absent: the model's limit, or what the KV pool holds if less."""
     kv_cache: KvCache = Field(default_factory=KvCache)
@@ -271,7 +271,7 @@ class PodSettings(Block):
     """Where the pods may run."""
     pod_patch: Open = Field(default_factory=dict)
     """Strategic merge patch on the pod template (metadata and spec), applied last. The main container is `engine`,
-    or `router`."""
+    `router` or `master`. `$patch: replace` and `$patch: delete` take away what is there."""
 
 
 class Role(PodSettings):
@@ -325,9 +325,8 @@ class Transfer(Block):
     """Keep prefill and decode near each other."""
 
 
-class ManagedMaster(Block):
-    resources: Resources = Field(default_factory=Resources)
-    """Resources of the master."""
+class ManagedMaster(PodSettings):
+    """Settings of the master's pod. Fields as in roles.prefill."""
 
 
 class ExternalMaster(Block):
@@ -363,6 +362,15 @@ class ExposeService(Block):
     """Port of that Service."""
 
 
+Hostname = Annotated[
+    str,
+    StringConstraints(
+        max_length=253, pattern=r"^(\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+    ),
+]
+"""A DNS name, which may begin with `*.`, as the Gateway API takes it."""
+
+
 class ParentRef(Block):
     name: Name
     """Name of a Gateway."""
@@ -375,7 +383,7 @@ class ParentRef(Block):
 class HttpRoute(Block):
     parent_refs: Annotated[tuple[ParentRef, ...], Field(min_length=1, max_length=8)]
     """Gateways that carry the route."""
-    hostnames: Annotated[tuple[Text, ...], Field(max_length=16)] = ()
+    hostnames: Annotated[tuple[Hostname, ...], Field(max_length=16)] = ()
     """Host names of the route. Absent: all of the Gateway."""
 
 
@@ -410,7 +418,8 @@ class Router(PodSettings):
 class Rollout(Block):
     strategy: RolloutStrategy = RolloutStrategy.COORDINATED
     """Coordinated: prefill and decode change in step, so that pairs of one KV layout exist at any time.
-    Recreate: all old pods stop first. Independent: each role by itself."""
+    Recreate: all old pods stop first. Independent: each role by itself, where the KV layout stays as it is; otherwise
+    as Coordinated."""
     max_unavailable: CountOrPercent = CountOrPercent("25%")
     """Pods of a role that may be missing during a rollout (a percentage is rounded up)."""
     max_surge: CountOrPercent = CountOrPercent("0")
@@ -422,7 +431,7 @@ class Rollout(Block):
     on_failure: RolloutFailure = RolloutFailure.PAUSE
     """What a failed rollout does."""
     paused: bool = False
-    """Stop at the next safe point and change nothing until this is false."""
+    """Stop at the next safe point and change nothing but the numbers of pods until this is false."""
 
 
 class Availability(Block):

@@ -1,4 +1,4 @@
-"""InferenceService, serving.isthmus.dev/v1alpha1: the parsed resource, and `parse`, the only way to make one."""
+"""InferenceService, serving.isthmus.dev/v1alpha1: the parsed resource. Only `parse` and `parse_stored` make one."""
 
 from __future__ import annotations
 
@@ -44,16 +44,29 @@ class InferenceService:
 
 
 def parse(manifest: Mapping[str, Any], *, namespace: str = "default") -> InferenceService:
-    """A manifest as a validated resource; `namespace` is for manifests that name none.
+    """A user's manifest as a validated resource; `namespace` is for manifests that name none.
 
     Raises InvalidSpec with every problem found: unknown fields, wrong values and broken rules together.
     """
+    return _parse(manifest, namespace, strict=True)
+
+
+def parse_stored(body: Mapping[str, Any]) -> InferenceService:
+    """A resource as the API server hands it out. Raises InvalidSpec, but not for a field that is not known here.
+
+    Those that nobody knows, the server has dropped. What is left is of a newer CRD, and the server fills its defaults
+    into every resource before the operator is upgraded too.
+    """
+    return _parse(body, "default", strict=False)
+
+
+def _parse(manifest: Mapping[str, Any], namespace: str, *, strict: bool) -> InferenceService:
     metadata = manifest.get("metadata")
     metadata = metadata if isinstance(metadata, Mapping) else {}
     name = metadata.get("name")
     found = _envelope(manifest) + _metadata(metadata)
     raw_spec = manifest.get("spec", {})
-    spec, problems = _spec({} if raw_spec is None else raw_spec)
+    spec, problems = _spec({} if raw_spec is None else raw_spec, strict)
     found += problems
     if found or spec is None:
         raise InvalidSpec(str(name or ""), sorted(found, key=lambda problem: problem.path))
@@ -66,7 +79,7 @@ def parse(manifest: Mapping[str, Any], *, namespace: str = "default") -> Inferen
     )
 
 
-def _spec(raw: object) -> tuple[Spec | None, list[Problem]]:
+def _spec(raw: object, strict: bool) -> tuple[Spec | None, list[Problem]]:
     if not isinstance(raw, Mapping):
         return None, [Problem("spec", f"{show(raw)} has the wrong type", "a mapping of fields", "give a mapping")]
     text = json.dumps(raw, default=str)
@@ -79,8 +92,15 @@ def _spec(raw: object) -> tuple[Spec | None, list[Problem]]:
             spec = Spec.model_validate_json(text)
             break
         except ValidationError as error:
-            batch = from_pydantic(Spec, error.errors(include_url=False))
-            missing = {e["loc"] for e in error.errors(include_url=False) if e["type"] == "missing"}
+            errors = error.errors(include_url=False)
+            # First, and alone: items that hold unknown fields are not counted, and their list seems too short.
+            unknown = [e for e in errors if e["type"] == "extra_forbidden"]
+            if unknown and not strict:
+                text = json.dumps(without(json.loads(text), [e["loc"] for e in unknown]))
+                continue
+            errors = unknown or errors
+            batch = from_pydantic(Spec, errors)
+            missing = {e["loc"] for e in errors if e["type"] == "missing"}
             found += [item for item in batch if not any(_below(item[0], gone) for gone in removed)]
             removed += [where[:-1] if where in missing else where for where, _ in batch]
             text = json.dumps(without(json.loads(text), removed))

@@ -1,0 +1,290 @@
+"""What the operator does while the API server does not answer, and when it does again."""
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from jumping_loop import run_jumping
+
+from isthmus_operator.client import Api
+from isthmus_operator.errors import ApiError, UserError
+from isthmus_operator.handlers import MOST_PAUSE_S, RIGHTS_S, _require_cluster
+from isthmus_operator.informer import Informer, Kind
+from isthmus_operator.workqueue import Key, Pauses, WorkQueue
+
+A, B = ("ns", "a"), ("ns", "b")
+KINDS = {"resources": [{"name": "inferenceservices"}, {"name": "rolescalers"}]}
+NO_ANSWER = ApiError(0, "GET /x: no answer in time")
+FORBIDDEN = ApiError(403, "GET /pods: HTTP 403: forbidden")
+
+
+class Server:
+    """Answers discovery and lists. script: (until when, what it says to discovery, what it says to lists)."""
+
+    def __init__(self, *script: tuple[float, object, object]) -> None:
+        self.script = script
+        self.asked: list[float] = []
+
+    def _now(self) -> tuple[float, object, object]:
+        now = asyncio.get_running_loop().time()
+        return next((one for one in self.script if now < one[0]), (0.0, KINDS, {"items": []}))
+
+    async def find(self, path: str) -> Any:
+        self.asked.append(asyncio.get_running_loop().time())
+        said = self._now()[1]
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    async def get(self, path: str, **query: str) -> Any:
+        said = self._now()[2]
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+
+@pytest.mark.parametrize("error", [NO_ANSWER, ApiError(429, "slow down"), ApiError(500, "etcd"), ApiError(503, "soon")])
+def test_an_api_server_that_does_not_answer_is_waited_for(error: ApiError) -> None:
+    async def main() -> None:
+        server = Server((600.0, error, None), (900.0, KINDS, error))
+        await _require_cluster(cast(Api, server), ())
+        assert 900 <= asyncio.get_running_loop().time() <= 900 + MOST_PAUSE_S
+        gaps = [b - a for a, b in zip(server.asked, server.asked[1:], strict=False)]
+        assert gaps[0] == 1 and max(gaps) <= MOST_PAUSE_S
+
+    run_jumping(main())
+
+
+@pytest.mark.parametrize(
+    ("kinds", "lists", "error"),
+    [({}, {}, UserError), (None, {}, UserError), (KINDS, FORBIDDEN, ApiError), (ApiError(401, "who?"), {}, ApiError)],
+)
+def test_what_it_goes_on_refusing_ends_the_start_with_the_reason(
+    kinds: object, lists: object, error: type[Exception]
+) -> None:
+    async def main() -> None:
+        # Missing, then no answer for long: that does not count as time in which it was refused.
+        server = Server((5.0, kinds, lists), (300.0, NO_ANSWER, None), (900.0, kinds, lists))
+        with pytest.raises(error, match=r"crds/|rbac\.md|who"):
+            await _require_cluster(cast(Api, server), ("a",))
+        assert 300 + RIGHTS_S <= asyncio.get_running_loop().time() <= 300 + RIGHTS_S + 3 * MOST_PAUSE_S
+
+    run_jumping(main())
+
+
+def test_rights_and_kinds_that_come_a_little_later_are_no_error() -> None:
+    async def main() -> None:
+        await _require_cluster(cast(Api, Server((9.0, None, {}), (18.0, KINDS, FORBIDDEN))), ())
+
+    run_jumping(main())
+
+
+def test_while_it_waits_it_is_alive_and_not_ready_and_ends_by_a_signal(tmp_path: Path) -> None:
+    config = {
+        "clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}],
+        "users": [{"name": "u", "user": {}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+    (tmp_path / "kubeconfig").write_text(json.dumps(config))
+    flags = [f"--kubeconfig={tmp_path / 'kubeconfig'}", "--metrics-host=127.0.0.1", "--metrics-port=0"]
+    command = [sys.executable, "-P", "-m", "isthmus_operator", "operator", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        told = ""
+        try:
+            while "cannot start yet" not in told:
+                told += process.stderr.readline()
+                assert process.poll() is None, told
+            port = re.search(r"metrics on port (\d+)", told)
+            assert port is not None
+
+            def ask(what: str) -> int:
+                try:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/{what}", timeout=30) as answer:
+                        return int(answer.status)
+                except urllib.error.HTTPError as error:
+                    error.close()
+                    return error.code
+
+            assert (ask("healthz"), ask("readyz")) == (200, 503)
+            process.send_signal(signal.SIGTERM)
+            rest = process.stderr.read()
+            assert process.wait(timeout=60) == 0
+            assert "Traceback" not in rest
+        finally:
+            process.kill()
+
+
+class Lists:
+    """An API server of one kind: lists what there is, and a watch of it tells nothing."""
+
+    def __init__(self) -> None:
+        self.version = 1
+        self.down = False
+        self.lists = 0
+
+    async def get(self, path: str, **query: str) -> Any:
+        if self.down:
+            raise NO_ANSWER
+        self.lists += 1
+        await asyncio.sleep(0.5)
+        item = {"metadata": {"name": "a", "uid": "u", "resourceVersion": str(self.version)}}
+        return {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [item]}
+
+    async def lines(self, path: str, query: dict[str, str], timeout: float) -> Any:
+        await asyncio.sleep(timeout)
+        raise ApiError(0, "a connection that was broken without a word")
+        yield b""
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.versions: list[str] = []
+
+    def changed(self, body: dict[str, Any]) -> None:
+        self.versions.append(body["metadata"]["resourceVersion"])
+
+    def gone(self, body: dict[str, Any]) -> None:
+        raise AssertionError
+
+    def absent(self, kind: str, namespace: str, present: set[str]) -> None:
+        pass
+
+
+def informer(server: Lists, sink: Sink) -> Informer:
+    clock = asyncio.get_running_loop().time
+    return Informer(cast(Api, server), Kind("", "v1", "pods"), "", sink, clock=clock)
+
+
+def test_a_watch_that_may_be_behind_is_listed_anew_at_once() -> None:
+    async def main() -> None:
+        loop, server, sink = asyncio.get_running_loop(), Lists(), Sink()
+        one = informer(server, sink)
+        one.relist()
+        running = asyncio.create_task(one.run())
+        await one.listed.wait()
+        await asyncio.sleep(30)
+        server.version = 2
+        before = loop.time()
+        one.relist()
+        one.relist()
+        assert not one.listed.is_set()
+        await one.listed.wait()
+        assert (sink.versions, server.lists, loop.time() - before) == (["1", "2"], 2, 0.5)
+        running.cancel()
+        await asyncio.wait((running,))
+        assert running.cancelled()
+
+    run_jumping(main())
+
+
+def test_after_an_outage_it_does_not_wait_for_the_pause_to_end() -> None:
+    async def main() -> None:
+        loop, server, sink = asyncio.get_running_loop(), Lists(), Sink()
+        server.down = True
+        one = informer(server, sink)
+        running = asyncio.create_task(one.run())
+        await asyncio.sleep(100)
+        server.down = False
+        before = loop.time()
+        one.relist()
+        await one.listed.wait()
+        assert loop.time() - before == 0.5
+        running.cancel()
+        await asyncio.wait((running,))
+
+    run_jumping(main())
+
+
+class Work:
+    """What a queue does: fails as long as it is told to, and takes its time."""
+
+    def __init__(self) -> None:
+        self.fails = False
+        self.takes_s = 0.0
+        self.runs: list[tuple[float, Key]] = []
+        self.queue = WorkQueue(self.work, failed=lambda key, error: None, pauses=Pauses(), spread=lambda: 0.0)
+
+    async def work(self, key: Key) -> float | None:
+        self.runs.append((asyncio.get_running_loop().time(), key))
+        await asyncio.sleep(self.takes_s)
+        if self.fails:
+            raise ApiError(0, "no answer")
+        return None
+
+
+def test_what_was_being_worked_on_when_the_lease_was_lost_is_done_when_it_is_back() -> None:
+    async def main() -> None:
+        one = Work()
+        one.takes_s = 5.0
+        running = asyncio.create_task(one.queue.run(1))
+        one.queue.add(A)
+        one.queue.add(B)
+        await asyncio.sleep(1.0)
+        running.cancel()
+        await asyncio.wait((running,))
+        await asyncio.sleep(20.0)
+        assert [key for _, key in one.runs] == [A]
+        running = asyncio.create_task(one.queue.run(1))
+        await asyncio.sleep(15.0)
+        assert sorted(key for _, key in one.runs) == [A, A, B]
+        running.cancel()
+        await asyncio.wait((running,))
+
+    run_jumping(main())
+
+
+def test_an_edit_ends_the_pause_after_failures_and_other_changes_do_not() -> None:
+    async def main() -> None:
+        loop, one = asyncio.get_running_loop(), Work()
+        one.fails = True
+        task = asyncio.create_task(one.queue.run(2))
+        one.queue.add(A)
+        await asyncio.sleep(200.0)
+        before, (last, _) = len(one.runs), one.runs[-1]
+        await asyncio.sleep(last + 5.0 - loop.time())
+        one.queue.add(A)
+        await asyncio.sleep(10.0)
+        assert len(one.runs) == before, "its own failed attempts cause changes too"
+        edited = loop.time()
+        one.queue.add(A, anew=True)
+        await asyncio.sleep(10.0)
+        pauses = Pauses()
+        assert [at - edited for at, _ in one.runs[before:]] == pytest.approx(
+            [pauses.settle + wait for wait in (0.0, 1.0, 3.0, 7.0)]
+        )
+        task.cancel()
+        await asyncio.wait((task,))
+
+    run_jumping(main())
+
+
+def test_an_edit_in_the_middle_of_a_run_that_fails_is_tried_after_it() -> None:
+    async def main() -> None:
+        loop, one = asyncio.get_running_loop(), Work()
+        one.fails, one.takes_s = True, 1.0
+        task = asyncio.create_task(one.queue.run(2))
+        one.queue.add(A)
+        await asyncio.sleep(200.0)
+        before, (last, _) = len(one.runs), one.runs[-1]
+        one.queue.add(A, anew=True)
+        await asyncio.sleep(0.5)
+        assert len(one.runs) == before + 1
+        one.queue.add(A, anew=True)
+        await asyncio.sleep(0.7)
+        assert len(one.runs) == before + 2
+        assert one.runs[-1][0] == pytest.approx(one.runs[-2][0] + one.takes_s + Pauses().settle)
+        assert loop.time() < last + 60
+        task.cancel()
+        await asyncio.wait((task,))
+
+    run_jumping(main())
