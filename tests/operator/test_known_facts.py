@@ -79,3 +79,36 @@ def test_a_service_that_goes_while_its_pods_are_asked_stops_no_worker() -> None:
         await known.close()
 
     asyncio.run(main())
+
+
+def test_a_service_that_goes_in_the_moment_of_the_answer_takes_nothing_from_its_successor() -> None:
+    class Leaving(Reader):
+        """Between its answer and whoever waits for it, the service is replaced by another of its name."""
+
+        async def read(self, pods: Iterable[Pod], *, load: bool) -> Facts:
+            if not self.asked:
+                asyncio.get_running_loop().call_soon(replaced)
+                self.asked += 1
+                return SOME
+            return await super().read(pods, load=load)
+
+    def replaced() -> None:
+        known.forget(KEY)
+        known._asked[KEY] = asyncio.create_task(reader.read([], load=False))
+
+    async def main() -> None:
+        nonlocal reader, known
+        errors: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: errors.append(context))
+        reader = Leaving()
+        known = KnownFacts(reader, lambda key: None)
+        assert await known.read(KEY, [], load=False) == SOME
+        await asyncio.sleep(0)
+        assert errors == []
+        assert KEY in known._asked
+        assert KEY not in known._last
+        await known.close()
+
+    reader: Reader
+    known: KnownFacts
+    asyncio.run(main())

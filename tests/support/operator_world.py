@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,19 @@ class Service:
         """Reasons of its Events."""
         items = self.client("GET", f"/api/v1/namespaces/{self.namespace}/events")["items"]
         return [e["reason"] for e in items if e["involvedObject"]["kind"] == "InferenceService"]
+
+    def writes_since(self, begin: datetime) -> list[str]:
+        """The operator's, in the namespace, as the API server logs them; also those that changed nothing."""
+        assert self.cluster.folder is not None
+        found = []
+        for line in (self.cluster.folder / "audit.log").read_text().splitlines():
+            event = json.loads(line)
+            target = event.get("objectRef") or {}
+            ours = target.get("namespace") == self.namespace and "OpenAPI-Generator" in event.get("userAgent", "")
+            if ours and datetime.fromisoformat(event["stageTimestamp"]) > begin:
+                name = f"{target['resource']}/{target.get('name')}"
+                found.append(f"{event['verb']} {name} {target.get('subresource', '')}")
+        return found
 
     def cluster_cli(self, *arguments: str) -> str:
         """Output of `isthmus COMMAND` against this cluster."""

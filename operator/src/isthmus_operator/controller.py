@@ -5,22 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from . import autoscale
 from .api.choices import ScalingMode
-from .api.v1alpha1 import InferenceService, parse
+from .api.v1alpha1 import InferenceService, parse_stored
 from .apply import Applier
 from .autoscale import Decision
 from .cache import Cache, Key
 from .client import Api
+from .contests import Contests
 from .desired import desired, name_of
-from .errors import ApiError, InvalidSpec
-from .events import Event, events, healed, scaled
+from .errors import ApiError, InvalidSpec, Refused
+from .events import Event, contested, events, healed, scaled
 from .known_facts import KnownFacts
-from .observe import observe
+from .observe import is_child, observe
 from .observed import Facts, Observed
 from .plan import Plan, plan
 from .reasons import Reason
@@ -45,6 +46,7 @@ class Controller:
     defaults: Defaults
     metrics: Metrics
     clock: Callable[[], float] = time.time
+    contests: Contests = field(default_factory=Contests)
 
     async def reconcile(self, key: Key) -> float | None:
         """Bring one service nearer to its spec; when to look again at the latest, or None."""
@@ -54,7 +56,7 @@ class Controller:
         before: Status = body.get("status") or {}
         applier = Applier(self.api, lambda verb, written: self._written(key, verb, written))
         try:
-            service = parse(body)
+            service = parse_stored(body)
         except InvalidSpec as error:
             after = invalid_status(error, before, body["metadata"]["generation"], self._stamp())
             await self._report(applier, body, before, after, events(before, after))
@@ -64,25 +66,42 @@ class Controller:
         if facts is None:
             return None
         seen = observe(service, children, facts, before)
-        wanted = plan(service, seen, self.clock())
+        now = self.clock()
+        wanted = plan(service, seen, now)
         settled = before.get("observedGeneration") == service.generation
-        complete = settled and any(c.type == "Progressing" and c.reason == Reason.COMPLETE for c in seen.conditions)
-        exact = desired(service, self.defaults, wanted, children)
+        said = {c.type: c.reason for c in seen.conditions}
+        refused = said.get("Ready") in (Reason.RECONCILE_FAILED, Reason.NAME_TAKEN)
+        complete = settled and said.get("Progressing") == Reason.COMPLETE and not refused
+        exact = desired(service, self.defaults, wanted, children, seen, now)
         changes = await applier.run(
             exact,
             {name_of(child): child for child in children},
             settled=settled,
             complete=complete,
             skipped=before.get("skipped", ()),
+            left_alone=self.contests.left_alone(key, now),
         )
         scaling = autoscale.decide(service, seen, wanted, self.clock()) if _auto(service) else {}
         held = {part: decision.held for part, decision in scaling.items()}
-        after = status_of(service, seen, wanted, before, self._stamp(), held=held, skipped=changes.missing)
-        news = events(before, after, wanted if changes.applied else None) + healed(changes.healed)
+        after = status_of(
+            service,
+            seen,
+            wanted,
+            before,
+            self._stamp(),
+            held=held,
+            skipped=changes.missing,
+            refused=changes.refused,
+            left_out=changes.left_out,
+        )
+        single, many = self.contests.put_right(key, changes.healed, now)
+        news = events(before, after, wanted if changes.applied else None) + healed(single) + contested(many)
         await self._report(applier, body, before, after, news)
         news = await self._scales(applier, service, seen, scaling, children)
         await self._report(applier, body, after, after, news)
-        return self._again(service, wanted)
+        if changes.refused:
+            raise Refused(changes.refused)
+        return self._again(key, service, wanted)
 
     async def complain(self, key: Key, reason: Reason, message: str) -> None:
         """One warning Event about a service; a cluster that takes none is not asked twice."""
@@ -90,10 +109,7 @@ class Controller:
         if body is None:
             return
         applier = Applier(self.api, lambda verb, written: self._written(key, verb, written))
-        try:
-            await applier.event(body, warning=True, reason=reason.value, message=message, at=self._stamp())
-        except ApiError as error:
-            _log.warning("%s/%s: no Event: %s", *key, error)
+        await self._tell(applier, body, Event(True, reason, message))
 
     async def _facts(self, key: Key, service: InferenceService, children: list[Object]) -> Facts | None:
         known = observe(service, children, Facts(), {})
@@ -104,11 +120,18 @@ class Controller:
         if _filled(after) != _filled(before):
             await applier.status(body, after)
         for event in news:
-            where = f"{body['metadata']['namespace']}/{body['metadata']['name']}"
-            _log.info("%s: %s: %s", where, event.reason.value, event.message)
+            await self._tell(applier, body, event)
+
+    async def _tell(self, applier: Applier, body: Object, event: Event) -> None:
+        """Write an Event. A cluster that takes none is told all the same what to do with its objects."""
+        where = f"{body['metadata']['namespace']}/{body['metadata']['name']}"
+        _log.info("%s: %s: %s", where, event.reason.value, event.message)
+        try:
             await applier.event(
                 body, warning=event.warning, reason=event.reason.value, message=event.message, at=self._stamp()
             )
+        except ApiError as error:
+            _log.warning("%s: no Event: %s", where, error)
 
     async def _scales(
         self,
@@ -119,7 +142,7 @@ class Controller:
         children: list[Object],
     ) -> list[Event]:
         """Tell autoscalers how many pods there are, and be the autoscaler where the spec says Auto."""
-        live = {name_of(child): child for child in children}
+        live = {name_of(child): child for child in children if is_child(service, child)}
         news = []
         for component in components(service):
             if not is_engine(component) or engine.role_of(service, component).scaling.mode is ScalingMode.STATIC:
@@ -130,15 +153,18 @@ class Controller:
             if there is None:
                 continue
             if {key: (there.get("status") or {}).get(key) for key in status["status"]} != status["status"]:
-                await applier.scaler_status(status)
+                await applier.scaler_status(there, status)
             decision, before = scaling.get(component), there["spec"]["replicas"]
             if decision is not None and decision.count != before:
-                await applier.scale(service, scaler.role_scaler(service, component, replicas=decision.count))
+                await applier.scale(there, scaler.role_scaler(service, component, replicas=decision.count))
                 news.append(scaled(component, before, decision))
         return news
 
-    def _again(self, service: InferenceService, wanted: Plan) -> float | None:
-        times = [max(0.0, wanted.wake - self.clock())] if wanted.wake is not None else []
+    def _again(self, key: Key, service: InferenceService, wanted: Plan) -> float | None:
+        now = self.clock()
+        times = [until - now for until in self.contests.left_alone(key, now).values()]
+        if wanted.wake is not None:
+            times.append(max(0.0, wanted.wake - now))
         if _auto(service):
             times.append(AUTO_PERIOD_S)
         return min(times, default=None)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .api.choices import ScalingMode
 from .api.v1alpha1 import InferenceService
 from .observe import component_of, is_child
+from .observed import Observed
 from .ownership import marked, owned, pinned, plain
 from .plan import Plan
 from .render import engine, mooncake, policies, router, scaler
 from .render.names import REVISION_LABEL, Component, Defaults, child_name, is_engine
-from .render.revision import role_revision
+from .render.revision import pairing, role_revision
 from .render.service import components
+from .rollout import places
 
 Object = dict[str, Any]
 Name = tuple[str, str]
@@ -41,25 +43,41 @@ def name_of(manifest: Mapping[str, Any]) -> Name:
     return str(manifest["kind"]), str(manifest["metadata"]["name"])
 
 
-def desired(service: InferenceService, defaults: Defaults, wanted: Plan, children: Iterable[Object]) -> Desired:
-    """Everything the service should consist of now, with old revisions at the numbers of the plan."""
+def desired(
+    service: InferenceService,
+    defaults: Defaults,
+    wanted: Plan,
+    children: Iterable[Object],
+    seen: Observed,
+    now: float,
+) -> Desired:
+    """Everything the service should consist of now, with old revisions at the numbers of the plan. `seen` and `now`:
+    what the plan was made from; `children`: the objects it was observed in."""
+    defaults = _paired(service, defaults, seen)
     live = {name_of(child): child for child in children if child["kind"] in PRUNED and is_child(service, child)}
     parts = components(service)
     leaving = _leaving(service, live, wanted)
     every = (*parts, *leaving)
     apply = policies.network_policies(service, every, defaults) + policies.disruption_budgets(service, every)
     if mooncake.is_managed(service):
-        apply += [mooncake.master_service(service), _kept(mooncake.stateful_set(service, defaults), live)]
+        apply.append(mooncake.master_service(service))
+        apply += _master(service, defaults, live, seen, may_change=master_may_change(service, wanted, seen, now))
     for component in every:
         if is_engine(component):
             apply.append(engine.headless_service(service, component))
     apply += _engines(service, defaults, wanted, live)
     apply.append(router.client_service(service))
-    if wanted.router:
+    present = live.get(("Deployment", child_name(service.name, Component.ROUTER.value)))
+    if wanted.router or present is None:
         apply.append(_kept(router.deployment(service, defaults), live))
+    else:
+        apply.append(_rescaled(present, service.spec.router.replicas))
     scalers = [_scaler(service, part, wanted) for part in parts if is_engine(part)]
     create = tuple(one for one in scalers if one is not None)
-    keep = {name_of(one) for one in (*apply, *create)} | _standing(service, live, wanted)
+    named = {name_of(one) for one in (*apply, *create)}
+    keep = named | _standing(service, live, wanted)
+    if mooncake.is_managed(service):
+        keep -= {name for name in live if name[0] == "StatefulSet" and name not in named}
     optional = tuple(one for one in (policies.pod_monitor(service), router.http_route(service)) if one is not None)
     wanted_optional = {one["kind"] for one in optional}
     known = (("monitoring.coreos.com/v1", "PodMonitor"), ("gateway.networking.k8s.io/v1", "HTTPRoute"))
@@ -82,6 +100,50 @@ def _kept(manifest: Object, live: Mapping[Name, Object]) -> Object:
     return pinned(manifest, there)
 
 
+def _paired(service: InferenceService, defaults: Defaults, seen: Observed) -> Defaults:
+    """Prefill and decode that are to pair run one image: where the spec names none, that of those there are. A newer
+    operator's own comes with the first change that all engines share."""
+    same = [w for w in seen.engines if w.pairing == pairing(service) and w.image]
+    if service.spec.engine.image or not same:
+        return defaults
+    return replace(defaults, engine_image=max(same, key=lambda w: (w.created, w.name)).image)
+
+
+def _master(
+    service: InferenceService, defaults: Defaults, live: Mapping[Name, Object], seen: Observed, *, may_change: bool
+) -> list[Object]:
+    """The master's StatefulSet, or nothing in the run that deletes it to have it made anew."""
+    manifest = mooncake.stateful_set(service, defaults)
+    there = live.get(name_of(manifest))
+    if there is None:
+        return [marked(manifest)]
+    if not may_change:
+        return [_rescaled(there, 1)]
+    if there["spec"]["podManagementPolicy"] != manifest["spec"]["podManagementPolicy"]:
+        # It cannot be changed. A pod that is not ready has nothing to lose, and would be in the way of its successor.
+        if seen.store is not None and seen.store.ready == 0:
+            return []
+        del manifest["spec"]["podManagementPolicy"]
+    return [_kept(manifest, live)]
+
+
+def master_may_change(service: InferenceService, wanted: Plan, seen: Observed, now: float) -> bool:
+    """Whether the managed master may be brought to the present spec.
+
+    Its restart costs the pool, and an image that does not run would cost the service: it changes after the last old
+    engine that uses it, when new ones have proven the image. Where it is not ready and no new engine could start
+    without it, that order would wait for ever.
+    """
+    if seen.store is None or seen.store.revision == role_revision(service, Component.STORE):
+        return True
+    if service.spec.rollout.paused or wanted.failed:
+        return False
+    present = {(goal.component, goal.revision) for goal in wanted.goals.values()}
+    new = [w for w in seen.engines if (w.component, w.revision) in present]
+    old = [w for w in seen.engines if w not in new and w.pooled and (w.replicas or places(w, now))]
+    return not old or (seen.store.ready == 0 and not any(w.pods for w in new))
+
+
 def _engines(service: InferenceService, defaults: Defaults, wanted: Plan, live: Mapping[Name, Object]) -> list[Object]:
     present = {part: role_revision(service, part) for part in components(service) if is_engine(part)}
     out = []
@@ -91,7 +153,8 @@ def _engines(service: InferenceService, defaults: Defaults, wanted: Plan, live: 
             out.append(_kept(engine.deployment(service, component, defaults, replicas=count), live))
         elif name in live and name[1] not in wanted.delete:
             out.append(_rescaled(live[name], count))
-    return out
+    # What is to be made comes first: where it is refused, no old pod gives way to it.
+    return sorted(out, key=lambda one: name_of(one) in live)
 
 
 def _rescaled(there: Object, count: int) -> Object:

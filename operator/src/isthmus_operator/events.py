@@ -28,6 +28,8 @@ def events(before: Status, after: Status, wanted: Plan | None = None) -> list[Ev
     skipped = []
     for condition in after.get("conditions") or ():
         began = (condition["type"], condition["reason"]) not in old
+        if condition["reason"] == Reason.COMPLETE:
+            began = _arrived(before, after)
         reason = next((one for one in EVENTS if one == condition["reason"]), None)
         if began and reason is not None and reason not in found:
             found[reason] = Event(condition["status"] == "False", reason, condition["message"])
@@ -44,6 +46,12 @@ def events(before: Status, after: Status, wanted: Plan | None = None) -> list[Ev
     return [*found.values(), *skipped]
 
 
+def _arrived(before: Status, after: Status) -> bool:
+    """Whether another revision has become the current one; a pod that is ready again is no rollout's end."""
+    current = (after.get("revision") or {}).get("current")
+    return bool(current != (before.get("revision") or {}).get("current"))
+
+
 def scaled(component: Component, before: int, decision: Decision) -> Event:
     """Auto scaling has changed the number of pods of a role."""
     message = f"{component.value}: {before} to {decision.count} pods: {decision.why}"
@@ -56,3 +64,9 @@ def healed(objects: Iterable[tuple[str, str]]) -> list[Event]:
         Event(True, Reason.CHILD_HEALED, f"{kind} {name} was changed or deleted by somebody else and put right")
         for kind, name in objects
     ]
+
+
+def contested(objects: Iterable[tuple[str, str]]) -> list[Event]:
+    """Objects, by kind and name, that somebody else changes again and again."""
+    why = "is changed by somebody else again and again; from now on it is put right after growing pauses"
+    return [Event(True, Reason.CHILD_CONTESTED, f"{kind} {name} {why}") for kind, name in objects]

@@ -57,7 +57,8 @@ class KnownFacts:
         return self._last.get(key)
 
     def _answered(self, key: Key, asked: asyncio.Task[Facts]) -> None:
-        if asked.cancelled():
+        # Forgotten in the moment between its end and this: what is known by now is of a successor of that name.
+        if asked.cancelled() or self._asked.get(key) is not asked:
             return
         del self._asked[key]
         late = key in self._late

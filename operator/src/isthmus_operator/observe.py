@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -93,6 +93,7 @@ def pod(child: Object, component: Component) -> Pod:
         uid=meta.get("uid", ""),
         ready=is_ready,
         started=is_ready or (bool(containers) and all(c.get("started") for c in containers)),
+        set_up=found.get("PodReadyToStartContainers", {}).get("status") != "False" or not _waits(containers),
         ends=seconds(meta["deletionTimestamp"]) if meta.get("deletionTimestamp") else None,
         reason="" if is_ready else reason,
         problem="" if is_ready else problem,
@@ -112,7 +113,21 @@ def _trouble(child: Object) -> tuple[str, str]:
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return UNSCHEDULABLE, f"no node can take it: {condition.get('message') or condition.get('reason', '')}"
+        if condition["type"] == "Ready" and _was_ready(condition, status.get("containerStatuses") or ()):
+            return "NotReady", f"it was ready until {condition['lastTransitionTime']}"
     return "", ""
+
+
+def _was_ready(ready: Object, containers: Sequence[Object]) -> bool:
+    """Whether a pod with this condition Ready was ready before. Of a pod that never was, the condition dates from
+    before its containers began."""
+    begun = [(c.get("state") or {}).get("running", {}).get("startedAt") for c in containers]
+    changed = seconds(ready.get("lastTransitionTime"))
+    return ready["status"] != "True" and bool(begun) and all(at and seconds(at) < changed for at in begun)
+
+
+def _waits(containers: Iterable[Object]) -> bool:
+    return any(((c.get("state") or {}).get("waiting") or {}).get("reason") in _STARTING for c in containers)
 
 
 def _container_trouble(container: Object) -> tuple[str, str] | None:
@@ -158,6 +173,7 @@ def _workload(
     mine = [
         pod for (part, r), found in pods.items() if part is component and (single or r == revision) for pod in found
     ]
+    problem, since = _cannot_make_pods(status)
     return Workload(
         name=meta["name"],
         component=component,
@@ -166,7 +182,8 @@ def _workload(
         created=seconds(meta.get("creationTimestamp")),
         pairing=labels.get(PAIRING_LABEL, ""),
         pooled=_uses(child, master_address(service, managed=True)),
-        problem=_cannot_make_pods(status),
+        problem=problem,
+        problem_since=since,
         image=next((str(c.get("image", "")) for c in spec["template"]["spec"].get("containers") or ()), ""),
         pods=tuple(sorted(mine, key=lambda pod: pod.name)),
     )
@@ -177,11 +194,13 @@ def _uses(child: Object, address: str) -> bool:
     return any(address in (container.get("args") or ()) for container in containers)
 
 
-def _cannot_make_pods(status: Object) -> str:
+def _cannot_make_pods(status: Object) -> tuple[str, float]:
+    """(why, since when); empty and 0 when nothing is in the way."""
     for condition in status.get("conditions") or ():
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
-            return f"pods cannot be made: {condition.get('message') or condition.get('reason')}"
-    return ""
+            text = f"pods cannot be made: {condition.get('message') or condition.get('reason')}"
+            return text, seconds(condition.get("lastTransitionTime"))
+    return "", 0.0
 
 
 def _scales(children: Iterable[Object]) -> dict[Component, int]:

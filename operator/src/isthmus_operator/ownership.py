@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .api.fields import Quantity
+from .api.v1alpha1 import GROUP, KIND
 
 FIELD_MANAGER = "isthmus-operator"
 TEMPLATE_MARK = "serving.isthmus.dev/template"
@@ -43,6 +44,25 @@ def owned(live: Object) -> Owned:
             found = _extract(live, entry.get("fieldsV1") or {})
             return found if found is not None else {}
     return {}
+
+
+def owners(manifest: Object) -> set[str]:
+    """The uids of those an object belongs to."""
+    return {owner["uid"] for owner in manifest["metadata"].get("ownerReferences") or ()}
+
+
+def may_write(wanted: Object, live: Object) -> bool:
+    """Whether a live object of the name of `wanted` is ours: it belongs to the same service, or was left by a former
+    one of that name, be it for the garbage collector or, with `--cascade=orphan`, for its successor."""
+    ours = wanted["metadata"].get("ownerReferences") or []
+    theirs = live["metadata"].get("ownerReferences") or []
+    if not theirs:
+        return owned(live) != {}
+    if owners(wanted) & owners(live):
+        return True
+    names = {(KIND, owner["name"]) for owner in ours}
+    groups = {owner["apiVersion"].partition("/")[0] for owner in theirs}
+    return groups == {GROUP} and {(owner["kind"], owner["name"]) for owner in theirs} <= names
 
 
 def plain(value: Owned) -> Any:

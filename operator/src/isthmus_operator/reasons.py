@@ -35,11 +35,14 @@ class Reason(StrEnum):
     UNSCHEDULABLE = "Unschedulable"
     IMAGE_PULL_FAILED = "ImagePullFailed"
     CRASH_LOOPING = "CrashLooping"
+    POD_NOT_SET_UP = "PodNotSetUp"
     CONFIG_ERROR = "ContainerConfigError"
     OUT_OF_MEMORY = "OutOfMemory"
     MODEL_FETCH_FAILED = "ModelFetchFailed"
     DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
     ROLLED_BACK = "RolledBack"
+    NAME_TAKEN = "NameTaken"
+    RECONCILE_FAILED = "ReconcileFailed"
     TRANSFER_NOT_READY = "TransferNotReady"
     TRANSPORT_REPLACED = "TransportReplaced"
     FINGERPRINT_MISMATCH = "FingerprintMismatch"
@@ -47,9 +50,9 @@ class Reason(StrEnum):
     ROLLOUT_STARTED = "RolloutStarted"
     CAPACITY_GAP = "CapacityGap"
     CHILD_HEALED = "ChildHealed"
+    CHILD_CONTESTED = "ChildContested"
     SCALED = "Scaled"
     OPTIONAL_API_MISSING = "OptionalApiMissing"
-    RECONCILE_FAILED = "ReconcileFailed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +93,11 @@ TEXTS: dict[Reason, Text] = {
         "Kubernetes refuses to make pods.",
         "The message is the API server's: raise the quota, or correct `podPatch` or what an admission policy forbids.",
     ),
-    Reason.PODS_NOT_READY: Text("Pods are not ready for a reason of their own.", "`kubectl describe` the pod named."),
+    Reason.PODS_NOT_READY: Text(
+        "Pods are not ready for a reason of their own, or were ready and are not any more: the engine does not answer"
+        " `/ready`, or its node is gone.",
+        "`kubectl describe` the pod named, and see its log.",
+    ),
     Reason.UNSCHEDULABLE: Text(
         "No node can take a pod.",
         "Free or add the resource the message names, or change resources, nodeSelector or tolerations.",
@@ -100,6 +107,10 @@ TEXTS: dict[Reason, Text] = {
     ),
     Reason.CRASH_LOOPING: Text(
         "A container ends again and again.", "`kubectl logs --previous` of the pod and container named."
+    ),
+    Reason.POD_NOT_SET_UP: Text(
+        "A pod has had a node for a minute, and its volumes or its network are still not there.",
+        "`kubectl describe` the pod named: a claim, Secret or ConfigMap is missing, or a volume or network fails.",
     ),
     Reason.CONFIG_ERROR: Text(
         "A container cannot be made, mostly because a Secret or a key of it is missing.", "Create what is named."
@@ -113,12 +124,23 @@ TEXTS: dict[Reason, Text] = {
         "`kubectl logs POD -c model-fetch`; correct the source, its credentials or the network.",
     ),
     Reason.DEADLINE_EXCEEDED: Text(
-        "A new pod was not ready within `spec.rollout.progressDeadline`. Old pods go on serving.",
+        "A new pod, or the master, was not ready within `spec.rollout.progressDeadline`. Old pods go on serving.",
         "Correct the spec, or revert it; either goes on from where the rollout stands.",
     ),
     Reason.ROLLED_BACK: Text(
         "A rollout failed and `spec.rollout.onFailure: Rollback` brought the former revision back.",
         "Correct the spec; the failed one is not tried again.",
+    ),
+    Reason.NAME_TAKEN: Text(
+        "An object of a name that the service needs exists and is not the service's. It is left as it is, nothing new"
+        " is made meanwhile, and what is there goes on.",
+        "Rename or delete the object named, or give the InferenceService another name. It goes on within a minute.",
+    ),
+    Reason.RECONCILE_FAILED: Text(
+        "The API server refused an object, or did not answer; it is tried again with growing pauses. What is there goes"
+        " on; unless the object is an optional one, nothing new is made meanwhile.",
+        "The message is the API server's. Mostly a wrong field in `podPatch`, a quota, a missing right of the operator,"
+        " or a webhook or policy that refuses.",
     ),
     Reason.TRANSFER_NOT_READY: Text("An engine cannot move KV.", "The message is the engine's own."),
     Reason.TRANSPORT_REPLACED: Text(
@@ -138,6 +160,11 @@ TEXTS: dict[Reason, Text] = {
         "An object of the service was changed or deleted by somebody else, and was put right.",
         "Change the InferenceService instead.",
     ),
+    Reason.CHILD_CONTESTED: Text(
+        "Somebody else goes on changing an object of the service. It is put right after pauses of 15 s to 5 min.",
+        "Stop the other one: `kubectl get KIND NAME -o yaml --show-managed-fields` names it. An HPA or KEDA belongs on"
+        " the RoleScaler of a role with scaling `External`, not on a Deployment.",
+    ),
     Reason.SCALED: Text(
         "Auto scaling has changed the number of pods of a role. The message says what decided it: the role's target, or"
         " `spec.scalingPolicy.ratio`.",
@@ -147,16 +174,16 @@ TEXTS: dict[Reason, Text] = {
         "An optional object was left out because its API is not installed. `status.skipped` holds its kind meanwhile.",
         "Install the API (it is noticed within minutes), or turn the setting off.",
     ),
-    Reason.RECONCILE_FAILED: Text(
-        "The operator could not write something; it tries again with growing pauses.",
-        "The message is the API server's. Mostly a missing right, or a webhook or policy that refuses.",
-    ),
 }
 
 CONDITIONS = (
     ("Ready", "Everything the present spec asks for is there and ready. The one to wait for."),
     ("Available", "Clients get answers, if only from pods of an older spec or from fewer pods than asked for."),
-    ("Progressing", "True while the rollout moves or is complete; False when it has failed; Unknown while paused."),
+    (
+        "Progressing",
+        "True while the rollout moves or is complete; False when it has failed or an object is refused; Unknown while"
+        " paused.",
+    ),
     ("ModelReady", "The model is loaded by an engine of the present spec."),
     ("PrefillReady, DecodeReady, WorkerReady, RouterReady", "All pods of the role are of the present spec and ready."),
     ("StoreReady", "The Mooncake master is ready. Only with a store."),
@@ -167,8 +194,8 @@ CONDITIONS = (
 EVENTS = (
     Reason.ROLLOUT_STARTED, Reason.COMPLETE, Reason.DEADLINE_EXCEEDED, Reason.ROLLED_BACK, Reason.CAPACITY_GAP,
     Reason.SERVING, Reason.NO_ROUTER, Reason.NO_ENGINE, Reason.INVALID_SPEC, Reason.FINGERPRINT_MISMATCH,
-    Reason.TRANSFER_NOT_READY, Reason.TRANSPORT_REPLACED, Reason.CHILD_HEALED, Reason.SCALED,
-    Reason.OPTIONAL_API_MISSING, Reason.RECONCILE_FAILED,
+    Reason.TRANSFER_NOT_READY, Reason.TRANSPORT_REPLACED, Reason.CHILD_HEALED, Reason.CHILD_CONTESTED,
+    Reason.SCALED, Reason.OPTIONAL_API_MISSING, Reason.RECONCILE_FAILED, Reason.NAME_TAKEN,
 )  # fmt: skip
 """Reasons that also come as Events, when they begin to hold."""
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from .api.choices import Mode, PrefillUnavailable, TransferMode, Transport
 from .api.v1alpha1 import InferenceService
-from .errors import InvalidSpec
-from .observed import UNSCHEDULABLE, EngineFacts, Observed, Pod, Workload
+from .causes import State, reason_of, workload_state, worst
+from .errors import ApiError, InvalidSpec, NameTaken
+from .observe import seconds
+from .observed import EngineFacts, Observed, Workload
 from .plan import Plan, Rollout
 from .reasons import Reason
 from .render import mooncake
@@ -20,28 +22,7 @@ from .rollout import Goal
 
 Status = dict[str, Any]
 
-_POD_REASONS = {
-    UNSCHEDULABLE: Reason.UNSCHEDULABLE,
-    "ErrImagePull": Reason.IMAGE_PULL_FAILED,
-    "ImagePullBackOff": Reason.IMAGE_PULL_FAILED,
-    "InvalidImageName": Reason.IMAGE_PULL_FAILED,
-    "CrashLoopBackOff": Reason.CRASH_LOOPING,
-    "Error": Reason.CRASH_LOOPING,
-    "CreateContainerConfigError": Reason.CONFIG_ERROR,
-    "CreateContainerError": Reason.CONFIG_ERROR,
-    "OOMKilled": Reason.OUT_OF_MEMORY,
-}
 _TRANSPORTS = {"tcp": Transport.TCP, "rdma": Transport.RDMA, "nvlink": Transport.NVLINK}
-FETCH_CONTAINER = "model-fetch"
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """Half a condition: what holds, before it is compared with what held."""
-
-    status: str
-    reason: str
-    message: str
 
 
 def status_of(
@@ -53,13 +34,20 @@ def status_of(
     *,
     held: Mapping[Component, str] | None = None,
     skipped: Sequence[str] = (),
+    refused: Sequence[ApiError] = (),
+    left_out: Sequence[ApiError] = (),
 ) -> Status:
     """The status as it should be. Equal inputs but for `now` give an equal status, unless a condition flips.
 
     `held`: what keeps roles from the number of pods that their targets ask for; `skipped`: kinds of optional objects
-    that are left out because their API is not installed.
+    that are left out because their API is not installed; `refused`: why objects could not be written; `left_out`: the
+    same of optional ones, without which a rollout goes on.
     """
-    states = _states(service, seen, wanted)
+    states = _states(service, seen, wanted, seconds(now))
+    if refused:
+        states |= {"Ready": _refusal(refused), "Progressing": _refusal(refused)}
+    elif left_out and states["Ready"].status == "True":
+        states["Ready"] = _refusal(left_out)
     for component, reason in (held or {}).items():
         if reason:
             name = f"{component.value.capitalize()}Ready"
@@ -91,6 +79,11 @@ def invalid_status(error: InvalidSpec, before: Status, generation: int, now: str
     return {**before, "observedGeneration": generation, "conditions": conditions(states, before, generation, now)}
 
 
+def _refusal(errors: Sequence[ApiError]) -> State:
+    taken = any(isinstance(error, NameTaken) for error in errors)
+    return State("False", Reason.NAME_TAKEN if taken else Reason.RECONCILE_FAILED, "; ".join(map(str, errors)))
+
+
 def conditions(states: dict[str, State], before: Status, generation: int, now: str) -> list[dict[str, Any]]:
     """States as conditions; the time changes only when the status does."""
     known = {c["type"]: c for c in before.get("conditions") or ()}
@@ -111,14 +104,14 @@ def conditions(states: dict[str, State], before: Status, generation: int, now: s
     return out
 
 
-def _states(service: InferenceService, seen: Observed, wanted: Plan) -> dict[str, State]:
+def _states(service: InferenceService, seen: Observed, wanted: Plan, now: float) -> dict[str, State]:
     states: dict[str, State] = {}
     for component in components(service):
         if is_engine(component):
-            states[f"{component.value.capitalize()}Ready"] = _engine_state(wanted.goals[component], seen)
-    states["RouterReady"] = _router_state(service, seen)
+            states[f"{component.value.capitalize()}Ready"] = _engine_state(wanted.goals[component], seen, now)
+    states["RouterReady"] = _router_state(service, seen, wanted, now)
     if service.spec.store is not None:
-        states["StoreReady"] = _store_state(service, seen)
+        states["StoreReady"] = _store_state(service, seen, wanted, now)
     states["ModelReady"] = _model_state(seen, wanted)
     if service.spec.mode is Mode.DISAGGREGATED:
         states["TransferReady"] = _transfer_state(service, seen, wanted)
@@ -136,7 +129,9 @@ def _states(service: InferenceService, seen: Observed, wanted: Plan) -> dict[str
 def _ready(states: dict[str, State], available: State, progressing: State) -> State:
     if progressing.status == "False":
         return State("False", progressing.reason, progressing.message)
-    for state in (*states.values(), available):
+    # Engines wait for a store that is not ready, and it for them while it is of an older spec.
+    first = [state for name, state in states.items() if name == "StoreReady" and state.reason != Reason.ROLLING_OUT]
+    for state in (*first, *states.values(), available):
         if state.status == "False":
             return State("False", state.reason, state.message)
     if progressing.reason is not Reason.COMPLETE:
@@ -174,10 +169,10 @@ def _available(service: InferenceService, seen: Observed) -> State:
     if ready[Component.DECODE] == 0:
         missing = "worker" if service.spec.mode is Mode.UNIFIED else "decode"
         return State("False", Reason.NO_ENGINE, f"no {missing} pod of {service.name} is ready")
-    if ready[Component.PREFILL] == 0 and service.spec.router.on_prefill_unavailable is PrefillUnavailable.REJECT:
-        return State(
-            "False", Reason.NO_ENGINE, f"no prefill pod of {service.name} is ready (onPrefillUnavailable: Reject)"
-        )
+    if service.spec.router.on_prefill_unavailable is PrefillUnavailable.REJECT and not _may_pair(seen):
+        missing = "and of the KV layout of a decode pod " if ready[Component.PREFILL] else ""
+        text = f"no prefill pod of {service.name} is ready {missing}(onPrefillUnavailable: Reject)"
+        return State("False", Reason.NO_ENGINE, text)
     return State(
         "True",
         Reason.SERVING,
@@ -185,71 +180,54 @@ def _available(service: InferenceService, seen: Observed) -> State:
     )
 
 
-def _engine_state(goal: Goal, seen: Observed) -> State:
+def _may_pair(seen: Observed) -> bool:
+    """Whether a prefill and a decode pod that are ready have one KV layout, as far as is known."""
+    prefill, decode = (
+        [(w.pairing, seen.facts.engines.get(pod.name)) for w in seen.of(part) for pod in w.live if pod.ready]
+        for part in (Component.PREFILL, Component.DECODE)
+    )
+    return any(
+        one == other or not mine or not theirs or mine.fingerprint == theirs.fingerprint
+        for one, mine in prefill
+        for other, theirs in decode
+    )
+
+
+def _engine_state(goal: Goal, seen: Observed, now: float) -> State:
     new = next((w for w in seen.of(goal.component) if w.revision == goal.revision), None)
     name = goal.component.value
     if goal.count == 0:
         return State("True", Reason.SCALED_TO_ZERO, f"{name} is scaled to 0")
     if new is None:
         return State("False", Reason.STARTING, f"{name}: no pod of revision {goal.revision} exists yet")
-    return _workload_state(new, goal.count)
+    return workload_state(new, goal.count, now)
 
 
-def _workload_state(workload: Workload, count: int) -> State:
-    name = workload.component.value
-    if workload.ready >= count:
-        return State("True", Reason.ALL_READY, f"{name}: {count} of {count} pods are ready")
-    head = f"{name}: {workload.ready} of {count} pods are ready"
-    if workload.problem and len(workload.live) < workload.replicas:
-        return State("False", Reason.PODS_NOT_CREATED, f"{head}; {workload.name}: {workload.problem}")
-    pod = worst(workload.live)
-    if pod is None:
-        return State("False", Reason.STARTING, head)
-    return State("False", reason_of(pod), f"{head}; pod {pod.name}: {pod.problem or 'starting'}")
-
-
-def worst(pods: Iterable[Pod]) -> Pod | None:
-    """The pod whose trouble says most: one with a named problem, and of those the one that has it longest."""
-    waiting = [pod for pod in pods if not pod.ready]
-    return min(waiting, key=lambda pod: (not pod.problem, pod.changed, pod.name), default=None)
-
-
-def reason_of(pod: Pod) -> Reason:
-    """The fixed reason for a pod's own."""
-    if not pod.reason:
-        return Reason.STARTING
-    if f"container {FETCH_CONTAINER} " in pod.problem and _POD_REASONS.get(pod.reason) is Reason.CRASH_LOOPING:
-        return Reason.MODEL_FETCH_FAILED
-    return _POD_REASONS.get(pod.reason, Reason.PODS_NOT_READY)
-
-
-def _router_state(service: InferenceService, seen: Observed) -> State:
+def _router_state(service: InferenceService, seen: Observed, wanted: Plan, now: float) -> State:
     count = service.spec.router.replicas
     if count == 0:
         return State("True", Reason.SCALED_TO_ZERO, "router is scaled to 0")
     if seen.router is None:
         return State("False", Reason.STARTING, "router: not made yet")
     if seen.router.revision != role_revision(service, Component.ROUTER):
-        return State("False", Reason.ROLLING_OUT, "router: waits for new engines to serve")
-    fresh = tuple(pod for pod in seen.router.pods if pod.revision == seen.router.revision)
-    present = Workload(
-        name=seen.router.name,
-        component=Component.ROUTER,
-        revision=seen.router.revision,
-        replicas=seen.router.replicas,
-        created=seen.router.created,
-        problem=seen.router.problem,
-        pods=fresh,
-    )
-    return _workload_state(present, count)
+        return State("False", Reason.ROLLING_OUT, f"router: {_stays(wanted) or 'waits for new engines to serve'}")
+    return workload_state(seen.router.fresh, count, now)
 
 
-def _store_state(service: InferenceService, seen: Observed) -> State:
+def _stays(wanted: Plan) -> str:
+    return f"revision {wanted.failed} failed, it stays as it was" if wanted.failed else ""
+
+
+def _store_state(service: InferenceService, seen: Observed, wanted: Plan, now: float) -> State:
     if not mooncake.is_managed(service):
         return State("True", Reason.EXTERNAL, "the master is run by somebody else")
     if seen.store is None:
         return State("False", Reason.STARTING, "store: not made yet")
-    return _workload_state(seen.store, 1)
+    if seen.store.ready > 0 and seen.store.revision != role_revision(service, Component.STORE):
+        text = _stays(wanted) or "waits for engines of an older spec to go"
+        return State("False", Reason.ROLLING_OUT, f"store: {text}")
+    # A pod of an older revision that is not ready is what the new one waits for.
+    return workload_state(seen.store.fresh if seen.store.ready else seen.store, 1, now)
 
 
 def _model_state(seen: Observed, wanted: Plan) -> State:

@@ -3,7 +3,7 @@
 import json
 import time
 import urllib.error
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -93,20 +93,7 @@ def test_with_nothing_to_do_nothing_is_written(service: Service) -> None:
     before.pop("service"), after.pop("service")
     assert after == before
     assert len(service.events()) == events
-    assert not writes_of_the_operator(service, begin)
-
-
-def writes_of_the_operator(service: Service, begin: datetime) -> list[str]:
-    """In the service's namespace, as the API server logs them; also those that changed nothing."""
-    assert service.cluster.folder is not None
-    found = []
-    for line in (service.cluster.folder / "audit.log").read_text().splitlines():
-        event = json.loads(line)
-        target = event.get("objectRef") or {}
-        ours = target.get("namespace") == service.namespace and "OpenAPI-Generator" in event.get("userAgent", "")
-        if ours and datetime.fromisoformat(event["stageTimestamp"]) > begin:
-            found.append(f"{event['verb']} {target['resource']}/{target.get('name')} {target.get('subresource', '')}")
-    return found
+    assert not service.writes_since(begin)
 
 
 def test_t1_rollout_on_a_full_cluster(service: Service) -> None:
@@ -152,11 +139,27 @@ def test_t3_burst_edits_roll_out_only_the_last(service: Service) -> None:
     before = set(service.kubelet.created[service.namespace])
     for version in (2, 3, 4):
         service.apply(engine={"image": f"engine:{version}"})
-    service.ready()
+    most: dict[str, set[str]] = {}
+
+    def watch() -> bool:
+        for part in ("prefill", "decode"):
+            live = {image(p) for p in service.pods(part) if not p["metadata"].get("deletionTimestamp")}
+            most[part] = max(most.get(part, set()), live, key=len)
+        body = service.get()
+        seen = body["status"]["observedGeneration"] == body["metadata"]["generation"]
+        return seen and service.condition("Ready")["status"] == "True"
+
+    until(watch, 90, lambda: json.dumps(service.get()["status"]))
+    assert all(len(revisions) <= 2 for revisions in most.values()), most
     engines = [p for p in service.pods() if role(p) in ("prefill", "decode")]
     assert {image(p) for p in engines} == {"engine:4"}
     made = {n for n in service.kubelet.created[service.namespace] - before if "router" not in n}
     assert len(made) <= 8, made
+    until(lambda: len(service.deployments()) == 3, 20)
+    # Two resyncs, after the old pods' last words.
+    begin, end = datetime.now(UTC) + timedelta(seconds=2), time.monotonic() + 13
+    until(lambda: time.monotonic() > end, 20)
+    assert not service.writes_since(begin)
 
 
 def test_t4_a_role_local_change_leaves_the_other_role_alone(service: Service) -> None:

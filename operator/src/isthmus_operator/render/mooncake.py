@@ -52,7 +52,7 @@ def stateful_set(service: InferenceService, defaults: Defaults) -> dict[str, Any
         service,
         Component.STORE,
         revision,
-        None,
+        managed,
         container=container,
         init_containers=[],
         volumes=[],
@@ -64,6 +64,8 @@ def stateful_set(service: InferenceService, defaults: Defaults) -> dict[str, Any
         "metadata": metadata(service, name, Component.STORE, revision),
         "spec": {
             "replicas": 1,
+            # Else the controller never replaces a pod that is not ready, not even by that of a corrected template.
+            "podManagementPolicy": "Parallel",
             "serviceName": name,
             "selector": {"matchLabels": selector(service, Component.STORE)},
             "template": template,

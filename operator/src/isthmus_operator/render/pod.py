@@ -27,6 +27,7 @@ _MERGE_KEYS = {
     "topologySpreadConstraints": "topologyKey",
 }
 """Lists that a strategic merge patch joins by a key, as the pod API declares them. Other lists are replaced."""
+_DIRECTIVE = "$patch"
 
 
 def pod_env() -> list[dict[str, Any]]:
@@ -173,11 +174,16 @@ def _placement(
 
 
 def merge(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """Strategic merge: mappings join, null removes, lists with a merge key join by it, other values are replaced."""
-    out = dict(base)
+    """Strategic merge: mappings join, null removes, lists with a merge key join by it, other values are replaced.
+
+    `$patch: replace` in a mapping replaces it, `$patch: delete` removes it. `kubectl apply` drops nulls, but not these.
+    """
+    out = {} if patch.get(_DIRECTIVE) == "replace" else dict(base)
     for key, value in patch.items():
         old = out.get(key)
-        if value is None:
+        if key == _DIRECTIVE:
+            continue
+        if value is None or _deletes(value):
             out.pop(key, None)
         elif isinstance(value, dict):
             out[key] = merge(old if isinstance(old, dict) else {}, value)
@@ -188,12 +194,18 @@ def merge(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def _deletes(value: Any) -> bool:
+    return isinstance(value, dict) and value.get(_DIRECTIVE) == "delete"
+
+
 def _merge_list(old: list[Any], patch: list[Any], key: str) -> list[Any]:
     out = list(old)
     for item in patch:
         where = next((i for i, known in enumerate(out) if known.get(key) == item.get(key)), None)
-        if where is None:
-            out.append(item)
+        if _deletes(item):
+            out = [known for i, known in enumerate(out) if i != where]
+        elif where is None:
+            out.append(merge({}, item))
         else:
             out[where] = merge(out[where], item)
     return out

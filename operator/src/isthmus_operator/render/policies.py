@@ -9,6 +9,7 @@ from ..api.v1alpha1 import InferenceService
 from .names import (
     ENGINE_PORT,
     MASTER_METRICS_PORT,
+    MASTER_RPC_PORT,
     ROLE_LABEL,
     ROUTER_PORT,
     SERVICE_LABEL,
@@ -58,6 +59,10 @@ def network_policies(
                 "ports": [{"protocol": "TCP", "port": port} for port in (ENGINE_PORT, MASTER_METRICS_PORT)],
             }
         )
+    rdma = service.spec.transfer.rdma
+    if Component.STORE in components and rdma is not None and rdma.host_network:
+        # Engines that have the addresses of nodes, which no selector describes.
+        ingress.append({"ports": [{"protocol": "TCP", "port": MASTER_RPC_PORT}]})
     if defaults.operator_namespace:
         operator = {
             "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": defaults.operator_namespace}},

@@ -64,7 +64,14 @@ def role_revision(service: InferenceService, component: Component) -> str:
     """Revision of one component: equal exactly when its pods need not be replaced."""
     spec = service.spec
     if component is Component.STORE:
-        return _digest({"master": canonical(spec.store.master) if spec.store else None, "image": spec.engine.image})
+        return _digest(
+            {
+                "master": canonical(spec.store.master) if spec.store else None,
+                "image": spec.engine.image,
+                "pullPolicy": canonical(spec.engine.image_pull_policy),
+                "pullSecrets": canonical(spec.engine.image_pull_secrets),
+            }
+        )
     if component is Component.ROUTER:
         assert isinstance(spec.router, Router)
         own = _without(canonical(spec.router), "replicas", "expose")

@@ -1,0 +1,261 @@
+"""From a plan and what exists to the objects to write: the master, the router and engines through changes."""
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from isthmus_operator.api.v1alpha1 import InferenceService, parse
+from isthmus_operator.desired import Desired, desired, name_of
+from isthmus_operator.observe import observe
+from isthmus_operator.observed import Facts
+from isthmus_operator.ownership import differs, marked
+from isthmus_operator.plan import plan
+from isthmus_operator.rehearse import World, rehearse
+from isthmus_operator.render import engine, mooncake, router
+from isthmus_operator.render.names import REVISION_LABEL, Component, Defaults
+from isthmus_operator.render.revision import role_revision, service_revision
+
+P, D, STORE, ROUTER = Component.PREFILL, Component.DECODE, Component.STORE, Component.ROUTER
+OLD, NEW = Defaults(engine_image="engine:0.1"), Defaults(engine_image="engine:0.2")
+NOW = 1e10
+Object = dict[str, Any]
+
+
+def service(roles: Object | None = None, **spec: Any) -> InferenceService:
+    base = {"model": {"source": {"hostPath": {"path": "/m"}}}, "roles": roles or {"prefill": {}, "decode": {}}}
+    return parse(
+        {
+            "apiVersion": "serving.isthmus.dev/v1alpha1",
+            "kind": "InferenceService",
+            "metadata": {"name": "svc", "namespace": "ns", "uid": "u", "generation": 1},
+            "spec": base | spec,
+        }
+    )
+
+
+def fields(value: Any) -> Object:
+    """A fieldsV1 tree that names all of a value."""
+    if isinstance(value, dict):
+        return {f"f:{key}": fields(item) for key, item in value.items()}
+    if isinstance(value, list) and value and all(isinstance(item, dict) and "name" in item for item in value):
+        return {"k:" + json.dumps({"name": item["name"]}): {".": {}, **fields(item)} for item in value}
+    return {}
+
+
+def live(manifest: Object, created: str = "2026-01-01T00:00:00Z") -> Object:
+    """A workload after we have applied it."""
+    manifest = marked(manifest)
+    meta = {key: value for key, value in manifest["metadata"].items() if key not in ("name", "namespace")}
+    content = {key: value for key, value in manifest.items() if key not in ("apiVersion", "kind")}
+    entry = {
+        "manager": "isthmus-operator",
+        "operation": "Apply",
+        "fieldsV1": fields(content | {"metadata": meta}),
+    }
+    meta = manifest["metadata"] | {"managedFields": [entry], "creationTimestamp": created}
+    return {**manifest, "metadata": meta, "status": {}}
+
+
+def pod(of: Object, *, ready: bool = True, number: int = 0) -> Object:
+    name = of["metadata"]["name"]
+    condition = {"type": "Ready", "status": "True" if ready else "False", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    kind = "StatefulSet" if of["kind"] == "StatefulSet" else "ReplicaSet"
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": f"{name}-{number}",
+            "labels": of["spec"]["template"]["metadata"]["labels"],
+            "ownerReferences": [{"kind": kind, "uid": name, "controller": True}],
+            "creationTimestamp": "2026-01-01T00:00:00Z",
+        },
+        "status": {"conditions": [condition]},
+    }
+
+
+def engines(target: InferenceService, defaults: Defaults = OLD) -> list[Object]:
+    return [live(engine.deployment(target, part, defaults, replicas=1)) for part in (P, D)]
+
+
+def wanted(target: InferenceService, children: Iterable[Object], defaults: Defaults = OLD, failed: str = "") -> Desired:
+    children = list(children)
+    seen = observe(target, children, Facts(), {"revision": {"failed": failed}})
+    return desired(target, defaults, plan(target, seen, NOW), children, seen, NOW)
+
+
+def image(manifest: Object) -> str:
+    return str(manifest["spec"]["template"]["spec"]["containers"][0]["image"])
+
+
+def deployments(found: Desired, part: Component) -> list[Object]:
+    return [m for m in found.apply if m["kind"] == "Deployment" and f"-{part.value}" in m["metadata"]["name"]]
+
+
+# ------------------------------------------------------------------------------------------ images that pair
+
+
+def test_a_change_of_one_role_keeps_the_image_of_the_other_whatever_the_operator_brings() -> None:
+    before = service()
+    changed = service(roles={"prefill": {}, "decode": {"resources": {"limits": {"cpu": "2"}}}})
+    children = engines(before)
+    assert {image(m) for m in deployments(wanted(before, children, NEW), D)} == {"engine:0.1"}
+    found = wanted(changed, children, NEW)
+    assert role_revision(changed, D) in {m["metadata"]["labels"][REVISION_LABEL] for m in deployments(found, D)}
+    assert {image(m) for m in (*deployments(found, P), *deployments(found, D))} == {"engine:0.1"}
+
+
+def test_a_change_that_all_engines_share_brings_the_image_of_the_operator() -> None:
+    children = engines(service())
+    changed = service(engine={"maxModelLen": 2048})
+    found = [m for part in (P, D) for m in deployments(wanted(changed, children, NEW), part)]
+    revisions = {role_revision(changed, P), role_revision(changed, D)}
+    made = [m for m in found if m["metadata"]["labels"][REVISION_LABEL] in revisions]
+    assert made and {image(m) for m in made} == {"engine:0.2"}
+    named = service(engine={"maxModelLen": 2048, "image": "engine:own"})
+    assert "engine:own" in {image(m) for m in deployments(wanted(named, children, NEW), P)}
+
+
+def test_what_is_to_be_made_comes_before_what_gives_way() -> None:
+    two = {"prefill": {"scaling": {"replicas": 2}}, "decode": {"scaling": {"replicas": 2}}}
+    children: list[Object] = []
+    for part in (P, D):
+        one = live(engine.deployment(service(roles=two), part, OLD, replicas=2))
+        children += [one, pod(one), pod(one, number=1)]
+    changed = service(roles=two, engine={"image": "engine:2"})
+    found = wanted(changed, children)
+    names = {name_of(child) for child in children}
+    order = [name_of(m) in names for m in found.apply if m["kind"] == "Deployment" and "router" not in name_of(m)[1]]
+    assert order == sorted(order) and not all(order)
+
+
+# ------------------------------------------------------------------------------------------ the router held back
+
+
+def test_a_router_that_is_held_back_has_its_number_of_pods() -> None:
+    before = service()
+    children = [*engines(before), live(router.deployment(before, OLD))]
+    changed = service(
+        rollout={"paused": True}, engine={"image": "engine:2"}, router={"replicas": 3, "image": "router:2"}
+    )
+    (found,) = deployments(wanted(changed, children), ROUTER)
+    assert found["spec"]["replicas"] == 3
+    assert image(found) == OLD.router_image
+    by_hand = [*children[:-1], children[-1] | {"spec": children[-1]["spec"] | {"replicas": 7}}]
+    (found,) = deployments(wanted(changed, by_hand), ROUTER)
+    assert found["spec"]["replicas"] == 3 and differs(found, by_hand[-1])
+
+
+# ------------------------------------------------------------------------------------------------- the master
+
+
+def stored(image: str, **spec: Any) -> InferenceService:
+    return service(store={}, transfer={"mode": "Store"}, engine={"image": image}, **spec)
+
+
+def master(target: InferenceService, policy: str = "Parallel") -> Object:
+    manifest = mooncake.stateful_set(target, OLD)
+    assert manifest["spec"]["podManagementPolicy"] == "Parallel"
+    found = live(manifest)
+    if policy != "Parallel":
+        # As one that an earlier version has made: by default, owned by nobody.
+        del found["metadata"]["managedFields"][0]["fieldsV1"]["f:spec"]["f:podManagementPolicy"]
+        found["spec"]["podManagementPolicy"] = policy
+    return found
+
+
+def running(target: InferenceService, *, ready: bool = True, policy: str = "Parallel") -> list[Object]:
+    """Master, engines and their pods; `ready`: the master."""
+    store, parts = master(target, policy), engines(target)
+    return [store, pod(store, ready=ready), *parts, *(pod(part) for part in parts)]
+
+
+def stateful(found: Desired) -> Object:
+    (one,) = (m for m in found.apply if m["kind"] == "StatefulSet")
+    return one
+
+
+def test_the_master_stays_while_old_engines_use_it() -> None:
+    before = running(stored("engine:1"))
+    for changed in (stored("engine:2"), stored("engine:2", rollout={"paused": True})):
+        kept = stateful(wanted(changed, before))
+        assert image(kept) == "engine:1"
+        assert not differs(kept, before[0])
+    # Its own short trouble is no reason either: a new engine has not proven the image.
+    new = live(engine.deployment(stored("engine:2"), P, OLD, replicas=1))
+    blip = [*running(stored("engine:1"), ready=False), new, pod(new, ready=False)]
+    assert image(stateful(wanted(stored("engine:2"), blip))) == "engine:1"
+
+
+def test_the_master_stays_after_a_rollback() -> None:
+    bad = stored("engine:2")
+    found = wanted(bad, running(stored("engine:1")), failed=service_revision(bad))
+    assert image(stateful(found)) == "engine:1"
+
+
+def test_the_master_follows_when_only_new_engines_are_left() -> None:
+    children = [*running(stored("engine:1"))[:2], *running(stored("engine:2"))[2:]]
+    assert image(stateful(wanted(stored("engine:2"), children))) == "engine:2"
+
+
+def test_a_master_that_never_ran_is_put_right_at_once() -> None:
+    store = master(stored("engine:bad"))
+    assert image(stateful(wanted(stored("engine:2"), [store, pod(store, ready=False)]))) == "engine:2"
+    # A revert to what old engines ran, which wait for the master.
+    old = engines(stored("engine:1"))
+    children = [store, pod(store, ready=False), *({**one, "spec": one["spec"] | {"replicas": 0}} for one in old)]
+    serving = [part for one in engines(stored("engine:bad")) for part in (one, pod(one))]
+    assert image(stateful(wanted(stored("engine:1"), [*children, *serving]))) == "engine:1"
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_master_made_in_order_is_made_anew_only_while_nobody_loses_by_it(ready: bool) -> None:
+    before = running(stored("engine:1"), ready=ready, policy="OrderedReady")
+    found = wanted(stored("engine:1"), before)
+    if ready:
+        assert not differs(stateful(found), before[0])
+        assert not found.delete
+    else:
+        assert [name_of(one) for one in found.delete] == [("StatefulSet", "svc-store")]
+        assert not [m for m in found.apply if m["kind"] == "StatefulSet"]
+        again = wanted(stored("engine:1"), before[2:])
+        assert stateful(again)["spec"]["podManagementPolicy"] == "Parallel"
+
+
+def test_how_images_are_pulled_is_part_of_the_masters_revision() -> None:
+    plain = stored("engine:1")
+    pulled = service(
+        store={}, transfer={"mode": "Store"}, engine={"image": "engine:1", "imagePullSecrets": [{"name": "reg"}]}
+    )
+    always = service(store={}, transfer={"mode": "Store"}, engine={"image": "engine:1", "imagePullPolicy": "Always"})
+    assert len({role_revision(one, STORE) for one in (plain, pulled, always)}) == 3
+    # As it was before this was so.
+    assert role_revision(plain, STORE) == "cddda7fd"
+    children = [*running(plain)[:2], *running(pulled)[2:]]
+    assert stateful(wanted(pulled, children))["spec"]["template"]["spec"]["imagePullSecrets"] == [{"name": "reg"}]
+
+
+def test_a_rehearsed_change_of_the_master_comes_after_the_old_engines() -> None:
+    world = World()
+    for _ in rehearse(stored("engine:1"), world):
+        pass
+    new = stored("engine:2")
+    old = [w.name for w in world.seen.engines]
+    for _, now in rehearse(new, world):
+        assert now.seen.store is not None
+        if now.seen.store.revision == role_revision(new, STORE):
+            assert all(not w.replicas and not w.pods for w in now.seen.engines if w.name in old)
+    assert world.seen.store is not None and world.seen.store.revision == role_revision(new, STORE)
+
+
+def test_every_present_workload_is_kept_as_it_is() -> None:
+    """With nothing to do nothing differs, so nothing is written."""
+    target = stored("engine:1")
+    children = [*running(target), live(router.deployment(target, OLD))]
+    by_name = {name_of(child): child for child in children}
+    found = wanted(target, children, NEW)
+    for manifest in found.apply:
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
+            assert not differs(manifest, by_name[name_of(manifest)])
+    assert not found.delete
