@@ -8,9 +8,13 @@ all downloads together.
 
 import asyncio
 import contextlib
+import os
 import sys
 import time
 from pathlib import Path
+
+# The pod's Service gives it a name with dots, which is no bucket's name before an endpoint's.
+os.environ["S3_IGNORE_SUBDOMAIN_BUCKETNAME"] = "true"
 
 import boto3
 from moto.server import ThreadedMotoServer
