@@ -90,8 +90,9 @@ test: setup ## Run the test suite but for what needs the full cluster, which is 
 chaos: setup ## Real faults on a real service (docs/chaos.md): make chaos [SEED=..] [MINUTES=10] [MODE=direct|store] [ARGS=...]
 	@$(PY) tests/chaos/run_storm.py $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --mode $(MODE) $(ARGS)
 
-lint: venv ## ruff, and the import rules of .importlinter
+lint: venv ## ruff (rules and format), and the import rules of .importlinter
 	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check --quiet .
 	@$(VENV)/bin/lint-imports
 
 type: venv ## mypy --strict

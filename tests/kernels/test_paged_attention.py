@@ -37,9 +37,7 @@ def attend(case: PagedCase, impl: str, window: int | None = None) -> torch.Tenso
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", DTYPES)
-def test_shapes(
-    impl: str, block_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> None:
+def test_shapes(impl: str, block_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     case = paged_case(
         [1, 40, 1, 7],
         [200, 0, 0, 70],

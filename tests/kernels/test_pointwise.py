@@ -43,9 +43,7 @@ def test_silu_mul(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     x[:, :1] = 200.0
     x[:1, -shape[1] - 1 :] = 1.0
     out = poisoned(*shape, dtype=dtype)
-    assert_close(
-        dispatch.silu_mul(x, out=out, impl="cpu"), dispatch.silu_mul(x, impl="reference")
-    )
+    assert_close(dispatch.silu_mul(x, out=out, impl="cpu"), dispatch.silu_mul(x, impl="reference"))
 
 
 def test_silu_mul_of_extreme_gates() -> None:

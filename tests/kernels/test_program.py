@@ -53,9 +53,7 @@ class Layer:
 
 
 def decode_case(seed: int) -> PagedCase:
-    return paged_case(
-        [1, 1, 1], [40, 3, 90], heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, block_size=8, seed=seed
-    )
+    return paged_case([1, 1, 1], [40, 3, 90], heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, block_size=8, seed=seed)
 
 
 def test_replay_follows_the_contents_of_its_buffers() -> None:
@@ -69,9 +67,7 @@ def test_replay_follows_the_contents_of_its_buffers() -> None:
         # Another position of the same table: one token less than before.
         case.seq_lens.sub_(1)
         case.positions.sub_(1)
-        case.slot_mapping.copy_(
-            case.block_tables[torch.arange(3), case.positions // 8] * 8 + case.positions % 8
-        )
+        case.slot_mapping.copy_(case.block_tables[torch.arange(3), case.positions // 8] * 8 + case.positions % 8)
         x, residual, pool = layer.x.clone(), layer.residual.clone(), case.pool.clone()
         layer.forward(case)
         want, want_pool = layer.out.clone(), case.pool.nan_to_num()

@@ -20,9 +20,7 @@ def test_reference_is_a_rotation() -> None:
     case = paged_case([5], [3], heads=2, kv_heads=1, head_dim=64, block_size=8)
     qkv = torch.randn(5, 4 * 64)
     before = qkv.clone().view(5, 4, 64)
-    q = dispatch.rope_kv_write(
-        qkv, case.positions, cos, sin, case.kv, case.slot_mapping, num_heads=2, impl="reference"
-    )
+    q = dispatch.rope_kv_write(qkv, case.positions, cos, sin, case.kv, case.slot_mapping, num_heads=2, impl="reference")
     # A rotation keeps lengths, and a dot product depends on the distance of the positions only.
     torch.testing.assert_close(q.norm(dim=-1), before[:, :2].norm(dim=-1))
     as_complex = torch.complex(before[:, :2, :32], before[:, :2, 32:])

@@ -172,9 +172,7 @@ def rope_kv_write(
     return result
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None, impl: str | None = None
-) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None, impl: str | None = None) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight`` of `x` ``[T, H]``, computed in fp32."""
     result: Tensor = _select("rms_norm", x.device.type, impl)(x, weight, eps, out=out)
     return result
@@ -299,7 +297,5 @@ def logprobs(
     Returns (log-probability of ``tokens[b]`` ``[B]``, its rank ``[B]`` from 1, ids ``[B, top_n]`` and
     log-probabilities ``[B, top_n]`` of the best tokens).
     """
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = _select("logprobs", logits.device.type, impl)(
-        logits, tokens, top_n
-    )
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = _select("logprobs", logits.device.type, impl)(logits, tokens, top_n)
     return result

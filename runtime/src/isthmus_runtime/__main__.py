@@ -1,10 +1,10 @@
 """`isthmus-runtime`: the one place that joins the parts. Imports per command, so that the router needs no torch.
 
-    serve --role prefill|decode|unified|router    run one role
-    kv-plan FILE                                  the KV arithmetic on a JSON file
-    model import|fetch                            put a model directory in place
-    bench                                         load one endpoint and report
-    simulate                                      proof runs and capacity planning
+serve --role prefill|decode|unified|router    run one role
+kv-plan FILE                                  the KV arithmetic on a JSON file
+model import|fetch                            put a model directory in place
+bench                                         load one endpoint and report
+simulate                                      proof runs and capacity planning
 """
 
 from __future__ import annotations

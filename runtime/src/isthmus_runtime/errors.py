@@ -1,18 +1,18 @@
 """The one error tree. Each class fixes the HTTP status and OpenAI error type it ends a request with.
 
-    IsthmusError
-    ├── ConfigError (ValueError)         start-up refused: a flag, a file, a number
-    │   ├── PlanError                    the KV arithmetic says no (`code` tells which rule)
-    │   └── WeightsError                 model files missing, corrupt or unsupported
-    └── RequestError                     ends exactly one request
-        ├── InvalidRequest (ValueError)  400, names the parameter
-        │   ├── UnknownModel             404
-        │   └── NeverFits                400, context_length_exceeded
-        ├── Overloaded                   429 or 503 with Retry-After
-        ├── TransferFailed               502 with stage and attempt
-        ├── DeadlineExceeded             504
-        ├── Cancelled                    499: the client left or the request was aborted
-        └── EngineFailed                 500
+IsthmusError
+├── ConfigError (ValueError)         start-up refused: a flag, a file, a number
+│   ├── PlanError                    the KV arithmetic says no (`code` tells which rule)
+│   └── WeightsError                 model files missing, corrupt or unsupported
+└── RequestError                     ends exactly one request
+    ├── InvalidRequest (ValueError)  400, names the parameter
+    │   ├── UnknownModel             404
+    │   └── NeverFits                400, context_length_exceeded
+    ├── Overloaded                   429 or 503 with Retry-After
+    ├── TransferFailed               502 with stage and attempt
+    ├── DeadlineExceeded             504
+    ├── Cancelled                    499: the client left or the request was aborted
+    └── EngineFailed                 500
 """
 
 from __future__ import annotations

@@ -215,6 +215,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             in_flight=in_flight,
             metrics=meters.requests,
         )
+
     def on_started(port: int) -> None:
         probe_accepted()
         log.info("ready on port %d after %.1f s", port, time.monotonic() - started)

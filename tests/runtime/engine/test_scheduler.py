@@ -315,8 +315,12 @@ def test_abort_while_receiving_cancels_the_attempt_and_holds_the_blocks() -> Non
     world.take(world.scheduler.abort("r", "t", "left"))
     assert [e for e in world.effects if isinstance(e, CancelAttempt)] == [CancelAttempt("t", "left")]
     assert world.pool.counts().writing == 3
-    assert world.scheduler.received("t", PrefillRecord(
-        attempt="t", num_tokens=10, first_token=1, key_digest="", block_bytes=0)) == []
+    assert (
+        world.scheduler.received(
+            "t", PrefillRecord(attempt="t", num_tokens=10, first_token=1, key_digest="", block_bytes=0)
+        )
+        == []
+    )
     world.scheduler.released("t", True)
     world.scheduler.check()
     assert world.pool.counts().writing == 0

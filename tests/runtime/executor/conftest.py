@@ -203,9 +203,7 @@ class Engine:
     budget: int
 
     def driver(self, seed: int, **options: Any) -> Driver:
-        return Driver(
-            self.executor, self.plan, max_rows=self.max_rows, budget=self.budget, seed=seed, **options
-        )
+        return Driver(self.executor, self.plan, max_rows=self.max_rows, budget=self.budget, seed=seed, **options)
 
 
 @pytest.fixture

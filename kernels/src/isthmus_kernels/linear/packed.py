@@ -37,6 +37,4 @@ class PackedLinear:
             raise ValueError(f"bias: expected [{weight.shape[0]}], got shape {tuple(bias.shape)}")
         make = cpu_impl.PanelWeight.pack if compiled else torch_impl.PlainWeight.pack
         held: Weight = make(weight, bias, dtype)
-        return cls(
-            in_features=weight.shape[1], out_features=weight.shape[0], weight_dtype=weight.dtype, weight=held
-        )
+        return cls(in_features=weight.shape[1], out_features=weight.shape[0], weight_dtype=weight.dtype, weight=held)

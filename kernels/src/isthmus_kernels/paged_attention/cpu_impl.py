@@ -22,9 +22,7 @@ def _explain(code: int, kept: native.Kept) -> Exception:
         return native.out_of_memory(code, kept)
     kv = kept[2]
     assert kv is not None
-    return IndexError(
-        f"block_tables[{code - 2}]: an id within the context is outside the pool's {kv.shape[0]} blocks"
-    )
+    return IndexError(f"block_tables[{code - 2}]: an id within the context is outside the pool's {kv.shape[0]} blocks")
 
 
 def paged_attention(

@@ -13,9 +13,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
     return out.copy_(result)
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
-) -> Tensor:
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
     """Set ``residual += x`` in place, then return the RMSNorm of the stored residual."""
     residual.copy_(residual.float() + x.float())
     return rms_norm(residual, weight, eps, out=out)

@@ -106,9 +106,7 @@ def load(config: ModelConfig) -> LoadedModel:
 class TorchExecutor:
     """`interfaces.Executor` on torch. Owns the KV pool, the batch's rows and the thread that computes."""
 
-    def __init__(
-        self, loaded: LoadedModel, kv_plan: KvPlan, scheduler_cfg: SchedulerConfig, kv_cfg: KvConfig
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, kv_plan: KvPlan, scheduler_cfg: SchedulerConfig, kv_cfg: KvConfig) -> None:
         self._loaded = loaded
         self._max_tokens = scheduler_cfg.max_batched_tokens
         self._kv = KvCache(

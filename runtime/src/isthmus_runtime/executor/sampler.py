@@ -46,9 +46,7 @@ def _if_used(values: npt.NDArray[Any], used: Callable[[npt.NDArray[Any]], npt.ND
     return torch.from_numpy(values) if used(values).any() else None
 
 
-def _logprobs(
-    logits: Tensor, chosen: Tensor, wanted: npt.NDArray[np.int32]
-) -> tuple[TokenLogprobs | None, ...]:
+def _logprobs(logits: Tensor, chosen: Tensor, wanted: npt.NDArray[np.int32]) -> tuple[TokenLogprobs | None, ...]:
     asking = np.flatnonzero(wanted >= 0)
     index = torch.from_numpy(asking)
     most = min(int(wanted.max()), logits.shape[1])

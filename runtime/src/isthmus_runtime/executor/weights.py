@@ -152,9 +152,7 @@ class Checkpoint:
                     f"{entry.path}: tensor {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
                 )
             if entry.dtype not in _DTYPES:
-                problems.append(
-                    f"{entry.path}: tensor {name} has dtype {entry.dtype}; supported: {', '.join(_DTYPES)}"
-                )
+                problems.append(f"{entry.path}: tensor {name} has dtype {entry.dtype}; supported: {', '.join(_DTYPES)}")
         for name in sorted(self._entries.keys() - expected.keys()):
             if name.endswith(_DERIVED):
                 continue

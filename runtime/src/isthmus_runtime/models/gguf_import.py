@@ -176,9 +176,7 @@ def _open(source: Path) -> Any:
         ) from e
 
 
-def _describe(
-    meta: Mapping[str, Any], tensors: Mapping[str, Any], source: str
-) -> tuple[Tokenizer, dict[str, Any]]:
+def _describe(meta: Mapping[str, Any], tensors: Mapping[str, Any], source: str) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer, and the model's config.json (without its dtype)."""
     arch = meta.get("general.architecture")
     if not isinstance(arch, str) or arch not in _ARCHITECTURES:
@@ -239,9 +237,7 @@ def _describe(
     return tokenizer, config
 
 
-def _match(
-    spec: ModelSpec, meta: Mapping[str, Any], tensors: Mapping[str, Any], source: str
-) -> dict[str, str]:
+def _match(spec: ModelSpec, meta: Mapping[str, Any], tensors: Mapping[str, Any], source: str) -> dict[str, str]:
     """GGUF name of every tensor that config.json asks for. WeightsError lists what is missing, misshapen or left."""
     names: dict[str, str] = {}
     problems: list[str] = []

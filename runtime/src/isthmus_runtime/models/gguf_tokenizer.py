@@ -97,9 +97,7 @@ def read_tokenizer(meta: Mapping[str, Any], *, source: str, max_length: int) -> 
     if pre.digits:
         steps.insert(0, {"type": "Digits", "individual_digits": True})
     if pre.split is not None:
-        steps.insert(
-            0, {"type": "Split", "pattern": {"Regex": pre.split}, "behavior": "Isolated", "invert": False}
-        )
+        steps.insert(0, {"type": "Split", "pattern": {"Regex": pre.split}, "behavior": "Isolated", "invert": False})
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -182,9 +180,7 @@ def _added(number: int, token: str, kind: int, source: str) -> dict[str, Any]:
     }
 
 
-def _post_processor(
-    byte_level: dict[str, Any], tokens: list[str], bos: int | None, eos: int | None
-) -> dict[str, Any]:
+def _post_processor(byte_level: dict[str, Any], tokens: list[str], bos: int | None, eos: int | None) -> dict[str, Any]:
     """Adds what `add_bos_token` and `add_eos_token` ask for; without them only offsets are trimmed."""
     if bos is None and eos is None:
         return byte_level
