@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -79,10 +80,12 @@ def engines(target: InferenceService, defaults: Defaults = OLD) -> list[Object]:
     return [live(engine.deployment(target, part, defaults, replicas=1)) for part in (P, D)]
 
 
-def wanted(target: InferenceService, children: Iterable[Object], defaults: Defaults = OLD, failed: str = "") -> Desired:
+def wanted(
+    target: InferenceService, children: Iterable[Object], defaults: Defaults = OLD, failed: str = "", now: float = NOW
+) -> Desired:
     children = list(children)
     seen = observe(target, children, Facts(), {"revision": {"failed": failed}})
-    return desired(target, defaults, plan(target, seen, NOW), children, seen, NOW)
+    return desired(target, defaults, plan(target, seen, now), children, seen, now)
 
 
 def image(manifest: Object) -> str:
@@ -185,7 +188,10 @@ def test_the_master_stays_while_old_engines_use_it() -> None:
     # Its own short trouble is no reason either: a new engine has not proven the image.
     new = live(engine.deployment(stored("engine:2"), P, OLD, replicas=1))
     blip = [*running(stored("engine:1"), ready=False), new, pod(new, ready=False)]
-    assert image(stateful(wanted(stored("engine:2"), blip))) == "engine:1"
+    since = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
+    assert image(stateful(wanted(stored("engine:2"), blip, now=since + 5))) == "engine:1"
+    # Trouble that lasts is: new engines cannot start without a master, and old ones have lost theirs.
+    assert image(stateful(wanted(stored("engine:2"), blip, now=since + 60))) == "engine:2"
 
 
 def test_the_master_stays_after_a_rollback() -> None:
@@ -259,3 +265,24 @@ def test_every_present_workload_is_kept_as_it_is() -> None:
         if manifest["kind"] in ("Deployment", "StatefulSet"):
             assert not differs(manifest, by_name[name_of(manifest)])
     assert not found.delete
+
+
+def test_an_image_set_by_hand_is_put_right_and_not_taken_up() -> None:
+    """`kubectl set image` takes the field from us; the spec names no image."""
+    children = engines(service())
+    decode = children[1]
+    template = decode["spec"]["template"]["spec"]
+    template["containers"] = [{**one, "image": "other:9"} for one in template["containers"]]
+    (record,) = decode["metadata"]["managedFields"]
+    tree = record["fieldsV1"]["f:spec"]["f:template"]["f:spec"]["f:containers"]['k:{"name": "engine"}']
+    del tree["f:image"]
+    theirs = {"k:" + json.dumps({"name": "engine"}): {"f:image": {}}}
+    decode["metadata"]["managedFields"].append(
+        {
+            "manager": "kubectl-set",
+            "operation": "Update",
+            "fieldsV1": {"f:spec": {"f:template": {"f:spec": {"f:containers": theirs}}}},
+        }
+    )
+    found = wanted(service(), children, OLD)
+    assert {image(m) for part in (P, D) for m in deployments(found, part)} == {"engine:0.1"}

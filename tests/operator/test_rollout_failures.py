@@ -246,7 +246,10 @@ def test_a_master_that_does_not_start_fails_by_the_deadline(on_failure: str) -> 
     last = step(stored(2, **rollout), world, 10)
     assert last.state is Rollout.ROLLING
     assert last.wake is not None
-    late = plan(stored(2, **rollout), world.seen, last.wake)
+    # First it counts as more than a moment's trouble, then as overdue.
+    soon = plan(stored(2, **rollout), world.seen, last.wake)
+    assert soon.state is Rollout.ROLLING and soon.wake is not None
+    late = plan(stored(2, **rollout), world.seen, soon.wake)
     assert late.state is Rollout.FAILED
     assert "store" in late.waits[0]
     assert not late.failed, "engines have not changed, and would not be better off"

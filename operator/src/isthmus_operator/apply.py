@@ -14,11 +14,12 @@ from .api.v1alpha1 import API_VERSION, KIND
 from .client import CONFLICT, INVALID, NOT_FOUND, Api, path_of
 from .desired import Desired, Name, name_of
 from .errors import ApiError, NameTaken
-from .ownership import altered, differs, may_write, owners
+from .ownership import altered, differs, may_write, owners, was_made_by_us
 
 Object = dict[str, Any]
 Written = Callable[[str, Object], None]
 """Told of each write: verb, and the object as it is then."""
+BUDGET = "PodDisruptionBudget"
 NOBODY = (0, 429, 503, 504)
 """HTTP statuses that are no word on the object: there was no answer, or the server has no time for anybody."""
 
@@ -72,7 +73,8 @@ class Applier:
             try:
                 await self._required(manifest, found, changes, settled, complete)
             except ApiError as error:
-                _collect(error, changes.refused)
+                # No pod depends on a budget.
+                _collect(error, changes.left_out if manifest["kind"] == BUDGET else changes.refused)
         for manifest in wanted.create:
             found = there[name_of(manifest)]
             if found is None and changes.refused:
@@ -82,9 +84,13 @@ class Applier:
             except ApiError as error:
                 _collect(error, changes.refused)
         for child in wanted.delete:
-            if child["metadata"].get("deletionTimestamp") is None and await self._api.delete(child):
-                changes.deleted.append(name_of(child))
-                self._written("delete", child)
+            if changes.refused and child["kind"] == "StatefulSet":
+                # It may be deleted to be made anew, which it would not be now.
+                continue
+            try:
+                await self._delete(child, changes)
+            except ApiError as error:
+                _collect(error, changes.left_out)
         for manifest in wanted.optional:
             try:
                 await self._optional(manifest, changes, settled, complete and manifest["kind"] not in skipped)
@@ -96,6 +102,11 @@ class Applier:
             except ApiError as error:
                 _collect(error, changes.left_out)
         return changes
+
+    async def _delete(self, child: Object, changes: Changes) -> None:
+        if child["metadata"].get("deletionTimestamp") is None and await self._api.delete(child):
+            changes.deleted.append(name_of(child))
+            self._written("delete", child)
 
     async def _there(self, manifests: tuple[Object, ...], live: Mapping[Name, Object]) -> dict[Name, Object | None]:
         """What stands under the names of `manifests`. `live` holds labelled objects alone: the server is asked whether
@@ -143,7 +154,12 @@ class Applier:
         if there is not None:
             # Its number is not ours, even where it was left by a former service of this name.
             kept = {**manifest, "spec": there["spec"]}
-            if not may_write(manifest, there) or not owners(manifest) & owners(there):
+            if owners(manifest) & owners(there):
+                return
+            if not owners(there) and was_made_by_us(there):
+                self._written("apply", await self._api.apply(kept, over=there))
+                changes.applied.append(name_of(manifest))
+            else:
                 await self._apply(kept, there, changes, settled=False, complete=False)
             return
         try:

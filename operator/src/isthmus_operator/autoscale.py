@@ -93,7 +93,9 @@ def _wish(role: Role, component: Component, seen: Observed, wanted: Plan, now: f
     if abs(share - 1) <= TOLERANCE:
         return keep
     asked = min(max(math.ceil(len(facts) * share - 1e-9), least), most)
-    if asked < current and now - max(pod.changed for pod in live) < STEADY_S:
+    # Pods that load have not had their say, however long that takes. One with a problem may never have.
+    starting = any(not pod.ready and not pod.problem for pod in live)
+    if asked < current and (starting or now - max(pod.changed for pod in live) < STEADY_S):
         return keep
     why = f"{target.metric.value} is {measure:.2f} a pod, the target {target.value}"
     return _Wish(current=current, asked=asked, span=(least, most), why=why)

@@ -9,14 +9,14 @@ from typing import Any
 from .api.choices import ScalingMode
 from .api.v1alpha1 import InferenceService
 from .observe import component_of, is_child
-from .observed import Observed
+from .observed import Observed, Workload
 from .ownership import marked, owned, pinned, plain
 from .plan import Plan
 from .render import engine, mooncake, policies, router, scaler
 from .render.names import REVISION_LABEL, Component, Defaults, child_name, is_engine
 from .render.revision import pairing, role_revision
 from .render.service import components
-from .rollout import places
+from .rollout import SICK_AFTER_S, places
 
 Object = dict[str, Any]
 Name = tuple[str, str]
@@ -53,8 +53,8 @@ def desired(
 ) -> Desired:
     """Everything the service should consist of now, with old revisions at the numbers of the plan. `seen` and `now`:
     what the plan was made from; `children`: the objects it was observed in."""
-    defaults = _paired(service, defaults, seen)
     live = {name_of(child): child for child in children if child["kind"] in PRUNED and is_child(service, child)}
+    defaults = _paired(service, defaults, seen, live)
     parts = components(service)
     leaving = _leaving(service, live, wanted)
     every = (*parts, *leaving)
@@ -100,13 +100,23 @@ def _kept(manifest: Object, live: Mapping[Name, Object]) -> Object:
     return pinned(manifest, there)
 
 
-def _paired(service: InferenceService, defaults: Defaults, seen: Observed) -> Defaults:
+def _paired(service: InferenceService, defaults: Defaults, seen: Observed, live: Mapping[Name, Object]) -> Defaults:
     """Prefill and decode that are to pair run one image: where the spec names none, that of those there are. A newer
     operator's own comes with the first change that all engines share."""
-    same = [w for w in seen.engines if w.pairing == pairing(service) and w.image]
-    if service.spec.engine.image or not same:
+    same = {w.name: w.created for w in seen.engines if w.pairing == pairing(service)}
+    # As it was applied: what somebody else has set is put right, and not taken up.
+    images = {name: _applied_image(live["Deployment", name]) for name in same if ("Deployment", name) in live}
+    known = [name for name, image in images.items() if image]
+    if service.spec.engine.image or not known:
         return defaults
-    return replace(defaults, engine_image=max(same, key=lambda w: (w.created, w.name)).image)
+    return replace(defaults, engine_image=images[max(known, key=lambda name: (same[name], name))])
+
+
+def _applied_image(there: Object) -> str:
+    """The engine image that we own of a live workload; empty where somebody else has set it."""
+    template = plain(owned(there)).get("spec", {}).get("template", {})
+    containers = template.get("spec", {}).get("containers", ())
+    return next((str(one["image"]) for one in containers if one.get("name") == "engine" and "image" in one), "")
 
 
 def _master(
@@ -131,8 +141,8 @@ def master_may_change(service: InferenceService, wanted: Plan, seen: Observed, n
     """Whether the managed master may be brought to the present spec.
 
     Its restart costs the pool, and an image that does not run would cost the service: it changes after the last old
-    engine that uses it, when new ones have proven the image. Where it is not ready and no new engine could start
-    without it, that order would wait for ever.
+    engine that uses it, when new ones have proven the image. Where it is not ready and no new engine serves, that
+    order would wait for ever: new ones cannot start without it.
     """
     if seen.store is None or seen.store.revision == role_revision(service, Component.STORE):
         return True
@@ -141,7 +151,15 @@ def master_may_change(service: InferenceService, wanted: Plan, seen: Observed, n
     present = {(goal.component, goal.revision) for goal in wanted.goals.values()}
     new = [w for w in seen.engines if (w.component, w.revision) in present]
     old = [w for w in seen.engines if w not in new and w.pooled and (w.replicas or places(w, now))]
-    return not old or (seen.store.ready == 0 and not any(w.pods for w in new))
+    proven = any(w.ready for w in new)
+    if seen.store.ready == 0:
+        return not old or not any(w.pods for w in new) or (not proven and _is_lost(seen.store, now))
+    return not old and (proven or not any(goal.count for goal in wanted.goals.values()))
+
+
+def _is_lost(store: Workload, now: float) -> bool:
+    """Whether the master is not just having a moment."""
+    return bool(store.live) and all(now - pod.changed >= SICK_AFTER_S for pod in store.live)
 
 
 def _engines(service: InferenceService, defaults: Defaults, wanted: Plan, live: Mapping[Name, Object]) -> list[Object]:

@@ -62,7 +62,7 @@ class Kind:
 class Informer:
     """One kind in one namespace, or in all. `clock`: of the event loop, in seconds.
 
-    listed: set when all objects that there were have been told; heard: when the server last answered
+    listed: set when all objects that there were have been told; heard: when it last had an answer or an error
     """
 
     def __init__(
@@ -121,6 +121,8 @@ class Informer:
                 await self._pause(error)
 
     async def _pause(self, error: ApiError) -> None:
+        # An outage is no reason to be restarted: whoever goes on asking is not stuck.
+        self.heard = self._clock()
         self._failures += 1
         if self._failures == 1 and error.status == GONE:
             return

@@ -51,6 +51,11 @@ def owners(manifest: Object) -> set[str]:
     return {owner["uid"] for owner in manifest["metadata"].get("ownerReferences") or ()}
 
 
+def was_made_by_us(live: Object) -> bool:
+    """Whether this operator has ever written the object, be it by making it."""
+    return any(entry["manager"] == FIELD_MANAGER for entry in live["metadata"].get("managedFields") or ())
+
+
 def may_write(wanted: Object, live: Object) -> bool:
     """Whether a live object of the name of `wanted` is ours: it belongs to the same service, or was left by a former
     one of that name, be it for the garbage collector or, with `--cascade=orphan`, for its successor."""

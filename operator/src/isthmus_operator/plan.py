@@ -87,7 +87,7 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     revision = service_revision(service)
     failed = seen.failed if seen.failed == revision else ""
     stuck = "" if failed else overdue(service, changing(service, wanted, seen), now)
-    if stuck and service.spec.rollout.on_failure is RolloutFailure.ROLLBACK and _fallback(wanted, seen):
+    if stuck and service.spec.rollout.on_failure is RolloutFailure.ROLLBACK and _can_go_back(service, wanted, seen):
         failed = revision
     goals = (_fallback(wanted, seen) or wanted) if failed else wanted
     rolling = is_rolling(goals, seen, now)
@@ -208,6 +208,11 @@ def _hold(service: InferenceService, goals: Sequence[Goal], seen: Observed, roll
     if starts and mooncake.is_managed(service) and not _has_store(seen):
         return "store: the Mooncake master is not ready; engines that use it start after it"
     return ""
+
+
+def _can_go_back(service: InferenceService, goals: Sequence[Goal], seen: Observed) -> bool:
+    """Whether there is a revision to go back to, and what its engines need."""
+    return _fallback(goals, seen) is not None and (not mooncake.is_managed(service) or _has_store(seen))
 
 
 def _has_store(seen: Observed) -> bool:

@@ -12,7 +12,7 @@ from .observed import Observed, Pod, Workload
 from .render import mooncake
 from .render.names import Component
 from .render.revision import role_revision
-from .rollout import OVERDUE_S, Goal, places
+from .rollout import OVERDUE_S, SICK_AFTER_S, Goal, places
 
 
 def current(goal: Goal, seen: Observed) -> Workload | None:
@@ -61,8 +61,10 @@ def singles_ready(service: InferenceService, seen: Observed) -> bool:
 
 
 def router_serves(service: InferenceService, seen: Observed) -> bool:
-    """Whether a router of the present spec is ready."""
-    return _is_present(service, Component.ROUTER, seen.router) and _ready(seen.router) > 0
+    """Whether a router of the present spec is ready, or none is wanted."""
+    return _is_present(service, Component.ROUTER, seen.router) and (
+        _ready(seen.router) >= min(1, service.spec.router.replicas)
+    )
 
 
 def present(service: InferenceService, goals: Sequence[Goal], seen: Observed) -> list[Workload]:
@@ -108,6 +110,7 @@ def next_deadline(service: InferenceService, workloads: Iterable[Workload], seen
     """When something becomes overdue, or a stopping pod counts as gone, should nothing happen before."""
     limit = service.spec.rollout.progress_deadline.seconds + 1
     times = [pod.ends + OVERDUE_S for w in seen.engines for pod in w.pods if pod.ends is not None]
+    times += [pod.changed + SICK_AFTER_S for pod in (seen.store.live if seen.store else ()) if not pod.ready]
     for workload in workloads:
         times += [pod.changed + limit for pod in _not_ready(workload)]
         times += [workload.problem_since + limit] if _lacks_pods(workload) else []

@@ -259,7 +259,9 @@ def _leaving(
     leaving = [w for w in workloads if w.component not in stay]
     if not leaving:
         return {}
-    serving = all(role.ready_new >= max(1, role.goal.count - role.goal.max_unavailable) for role in roles)
+    serving = all(
+        role.ready_new >= min(role.goal.count, max(1, role.goal.count - role.goal.max_unavailable)) for role in roles
+    )
     if serving and may_leave:
         return {(w.component, w.revision): 0 for w in leaving}
     waiting = sum(pod.reason == UNSCHEDULABLE for role in roles if role.new is not None for pod in role.new.live) - sum(

@@ -26,7 +26,7 @@ from .engine.kv_events import KvEventFeed
 from .engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from .engine.scheduler import Scheduler
 from .engine.server import MAX_BODY_BYTES, EngineMeters, EngineServer
-from .errors import EngineFailed
+from .errors import ConfigError, EngineFailed, IsthmusError
 from .httpd import InFlight, check_port, error_middleware, run_app
 from .interfaces import Executor, HandoffEvent, KvHandoff
 from .kv.groups import LayerSpec
@@ -62,7 +62,7 @@ class _Loaded:
 
 
 def serve_engine(config: EngineConfig) -> NoReturn:
-    """Run one engine until SIGTERM, then end the process. Raises ConfigError when it cannot start."""
+    """Run one engine until SIGTERM, then end the process. Raises ConfigError when its model or pool cannot be made."""
     started = time.monotonic()
     check_port(config.server.host, config.server.port)
     tokenizer = Tokenizer.load(config.model.path) if config.role is Role.UNIFIED else None
@@ -76,7 +76,14 @@ def serve_engine(config: EngineConfig) -> NoReturn:
         kv.num_blocks * kv.bytes_per_block / 2**20,
         kv.max_model_len,
     )
-    status = asyncio.run(_serve(config, loaded, tokenizer, started))
+    try:
+        status = asyncio.run(_serve(config, loaded, tokenizer, started))
+    except ConfigError as error:
+        log.critical("%s", "; ".join(error.problems))
+        status = 2
+    except IsthmusError as error:
+        log.critical("%s", error)
+        status = 1
     if any(thread.name.startswith("transfer-") for thread in threading.enumerate()):
         log.warning("a call into the KV transport has not returned; leaving without it")
     # Everything of ours is closed. Finalising the interpreter would end the process by a signal where such a call

@@ -1,0 +1,92 @@
+"""What one refused write or delete keeps from being done, and what it does not. The API server is a stand-in."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from isthmus_operator.apply import Applier, Changes
+from isthmus_operator.desired import Desired, Name, name_of
+from isthmus_operator.errors import ApiError
+from isthmus_operator.ownership import FIELD_MANAGER
+
+Object = dict[str, Any]
+OWNER = {"apiVersion": "serving.isthmus.dev/v1alpha1", "kind": "InferenceService", "name": "svc", "uid": "u"}
+
+
+def body(kind: str, name: str, *, owned: bool = True, **more: Any) -> Object:
+    owners = {"ownerReferences": [OWNER]} if owned else {}
+    return {"apiVersion": "v1", "kind": kind, "metadata": {"name": name, "namespace": "ns", **owners}, **more}
+
+
+class Server:
+    """Refuses what `refuses` says of (verb, kind)."""
+
+    def __init__(self, refuses: Callable[[str, str], bool], there: list[Object]) -> None:
+        self._refuses = refuses
+        self._there = {name_of(one): one for one in there}
+        self.done: list[tuple[str, str, str]] = []
+
+    def _do(self, verb: str, manifest: Object) -> Object:
+        if self._refuses(verb, manifest["kind"]):
+            raise ApiError(403, f"{verb} {manifest['kind']}: a policy forbids it")
+        self.done.append((verb, *name_of(manifest)))
+        return manifest
+
+    async def named(self, version: str, kind: str, namespace: str, name: str) -> Object | None:
+        return self._there.get((kind, name))
+
+    async def apply(self, manifest: Object, *, over: Object | None = None, subresource: str = "") -> Object:
+        return self._do("apply", manifest)
+
+    async def create(self, manifest: Object) -> Object:
+        return self._do("create", manifest)
+
+    async def delete(self, there: Object) -> bool:
+        return bool(self._do("delete", there))
+
+
+def run(server: Server, wanted: Desired, live: list[Object]) -> Changes:
+    known: dict[Name, Object] = {name_of(one): one for one in live}
+    applier = Applier(server, lambda verb, written: None)  # type: ignore[arg-type]
+    return asyncio.run(applier.run(wanted, known, settled=True, complete=True))
+
+
+def test_a_delete_that_is_refused_takes_nothing_with_it() -> None:
+    live = [body("NetworkPolicy", "a"), body("Service", "b")]
+    server = Server(lambda verb, kind: (verb, kind) == ("delete", "NetworkPolicy"), live)
+    changes = run(server, Desired(apply=(body("Deployment", "d"),), delete=tuple(live)), live)
+    assert server.done == [("apply", "Deployment", "d"), ("delete", "Service", "b")]
+    assert [str(error) for error in changes.left_out] == ["delete NetworkPolicy: a policy forbids it"]
+    assert not changes.refused
+
+
+def test_what_is_to_be_made_anew_is_not_deleted_while_nothing_new_is_made() -> None:
+    live = [body("StatefulSet", "store")]
+    server = Server(lambda verb, kind: kind == "Service", live)
+    wanted = Desired(apply=(body("Service", "s"), body("Deployment", "d")), delete=tuple(live))
+    changes = run(server, wanted, live)
+    assert len(changes.refused) == 1
+    assert server.done == []
+
+
+def test_no_engine_waits_for_a_budget() -> None:
+    server = Server(lambda verb, kind: kind == "PodDisruptionBudget", [])
+    changes = run(server, Desired(apply=(body("PodDisruptionBudget", "p"), body("Deployment", "d"))), [])
+    assert server.done == [("apply", "Deployment", "d")]
+    assert len(changes.left_out) == 1 and not changes.refused
+
+
+def test_a_scaler_left_by_a_former_service_is_taken_up_with_its_number() -> None:
+    """Scalers are created, and only their status is applied: they carry no Apply record of ours."""
+    record = {"manager": FIELD_MANAGER, "operation": "Update", "fieldsV1": {"f:spec": {}}}
+    left = body("RoleScaler", "svc-decode", owned=False, spec={"replicas": 7})
+    left["metadata"]["managedFields"] = [record]
+    server = Server(lambda verb, kind: False, [left])
+    wanted = Desired(apply=(), create=(body("RoleScaler", "svc-decode", spec={"replicas": 1}),))
+    changes = run(server, wanted, [])
+    assert not changes.refused
+    assert server.done == [("apply", "RoleScaler", "svc-decode")]
+    foreign = body("RoleScaler", "svc-decode", owned=False, spec={"replicas": 7})
+    foreign["metadata"]["managedFields"] = [{**record, "manager": "kubectl"}]
+    changes = run(Server(lambda verb, kind: False, [foreign]), wanted, [])
+    assert len(changes.refused) == 1
