@@ -86,6 +86,7 @@ class Informer:
         self._failures = 0
         self._place = ""
         self._turn: asyncio.Timeout | None = None
+        self._round = 0
         self.listed = asyncio.Event()
         self.heard = clock()
 
@@ -95,6 +96,7 @@ class Informer:
     def relist(self) -> None:
         """List anew at once: what was told may be old, as a connection may have been broken without a word. `listed` is
         set again after that."""
+        self._round += 1
         self.listed.clear()
         if self._turn is not None and not self._turn.expired():
             self._turn.reschedule(asyncio.get_running_loop().time())
@@ -138,6 +140,7 @@ class Informer:
         """Tell of all objects."""
         query = {"limit": str(PAGE)} | self._selected()
         present: set[str] = set()
+        begun = self._round
         while True:
             page = await self._api.get(self._kind.path(self._namespace), **query)
             kind = page["kind"].removesuffix("List")
@@ -153,7 +156,9 @@ class Informer:
             await asyncio.sleep(0)
         self._sink.absent(kind, self._namespace, present)
         self._heard()
-        self.listed.set()
+        if begun == self._round:
+            # Else it was begun before `relist` was called.
+            self.listed.set()
         self._place = page["metadata"]["resourceVersion"]
 
     async def _watch(self) -> None:
