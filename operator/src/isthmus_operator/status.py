@@ -45,7 +45,7 @@ def status_of(
     """
     states = _states(service, seen, wanted, seconds(now))
     if refused:
-        states |= {"Ready": _refusal(refused), "Progressing": _refusal(refused)}
+        states |= {"Ready": _refusal([*refused, *left_out]), "Progressing": _refusal(refused)}
     elif left_out and states["Ready"].status == "True":
         states["Ready"] = _refusal(left_out)
     for component, reason in (held or {}).items():
