@@ -126,3 +126,17 @@ def test_auto_takes_no_pod_away_that_still_loads_however_long_it_takes() -> None
     # What has a problem may never load, and is no reason to keep the rest.
     stuck = tuple(pod if pod.ready else replace(pod, reason="X", problem="cannot start") for pod in loading)
     assert wish(stuck) == 3
+
+
+def test_what_was_made_in_the_same_second_is_gone_back_to() -> None:
+    """A service that is edited within a second of its creation: the API's times tell no order."""
+    before = service(1, p=2, d=2)
+    after = service(2, p=2, d=2, rollout={"progressDeadline": "5s", "onFailure": "Rollback"})
+    world = settled(before)
+    unfit = bad(after)
+    world.becomes_ready = lambda pod: pod.revision not in unfit
+    step(after, world, 2)
+    at = world.now
+    world.seen = replace(world.seen, engines=tuple(replace(w, created=at) for w in world.seen.engines))
+    assert step(after, world, 30).state is Rollout.ROLLED_BACK
+    assert ready_engines(world) == 4

@@ -164,7 +164,7 @@ def _former(goals: Sequence[Goal], seen: Observed) -> dict[Component, Workload]:
     roles: list[list[Workload]] = []
     for goal in goals:
         new = current(goal, seen)
-        found = [w for w in seen.of(goal.component) if w is not new and (new is None or w.created < new.created)]
+        found = [w for w in seen.of(goal.component) if w is not new and (new is None or _precedes(w, new))]
         if found:
             older[goal.component] = found
         roles.append(found or [w for w in (new,) if w is not None])
@@ -179,6 +179,11 @@ def _former(goals: Sequence[Goal], seen: Observed) -> dict[Component, Workload]:
     best = max(sorted(shared), key=rank)
     found_back = {part: keeper([w for w in found if w.pairing == best]) for part, found in older.items()}
     return {part: back for part, back in found_back.items() if back is not None}
+
+
+def _precedes(one: Workload, other: Workload) -> bool:
+    """Whether it was made first. The API's times are whole seconds: within one, what serves was there before."""
+    return one.created < other.created or (one.created == other.created and one.ready > other.ready)
 
 
 def _at(goal: Goal, workload: Workload) -> Goal:
