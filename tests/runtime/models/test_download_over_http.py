@@ -17,25 +17,10 @@ from pathlib import Path
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
+from tiny_config import CONFIG
 
 # The hub's client writes pieces of 10 MiB.
 WEIGHTS = os.urandom(24_000_000)
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-    "torch_dtype": "bfloat16",
-}
 WANTED = {
     "config.json": json.dumps(CONFIG).encode(),
     "tokenizer.json": b"{}",

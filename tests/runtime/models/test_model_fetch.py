@@ -6,28 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
+from tiny_config import CONFIG
 
 from isthmus_runtime.errors import WeightsError
 from isthmus_runtime.model_cli import model_main
 from isthmus_runtime.models.fetching import in_place
 from isthmus_runtime.models.s3 import read_credentials
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
-    "eos_token_id": 1,
-    "torch_dtype": "bfloat16",
-}
 
 
 def write(folder: Path, *, weights: bool) -> None:
