@@ -128,7 +128,6 @@ def test_t15_a_slow_download_is_no_failure(installation: Installation, pair: Dep
         assert conditions["ModelReady"]["reason"] in ("Starting", "ModelLoaded"), downloading.describe()
         return str(conditions["Ready"]["status"])
 
-    assert state() == "False"
     until(lambda: state() == "True", DOWNLOAD_S + 120, downloading.describe, every=1.0)
     downloading.ready()
     (worker,) = downloading.pods("worker")
