@@ -315,7 +315,8 @@ async def _require_cluster(api: Api, namespaces: tuple[str, ...]) -> None:
                 refused = refused or loop.time()
                 if loop.time() - refused > RIGHTS_S:
                     raise
-            _log.warning("cannot start yet: %s", error)
+            # An API server that has just started itself answers so for a moment.
+            (_log.info if pause < 4 else _log.warning)("cannot start yet: %s", error)
         await asyncio.sleep(pause)
         pause = min(2 * pause, MOST_PAUSE_S)
 
