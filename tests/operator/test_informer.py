@@ -9,6 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from isthmus_operator.client import connect
+from isthmus_operator.errors import ApiError
 from isthmus_operator.informer import Informer, Kind
 
 PATH = "/apis/apps/v1/deployments"
@@ -161,3 +162,40 @@ def test_refusals_are_outlived(tmp_path: Path) -> None:
     # A list that was not finished says nothing about what is absent.
     assert told == ["+a7", "+b9", "only uid-b of Deployment"]
     assert len(asked) == 6
+
+
+def test_whoever_goes_on_asking_in_an_outage_is_not_deaf() -> None:
+    """/healthz fails on what was last heard, and liveness would end an operator that only waits for its API server."""
+
+    class Silent:
+        def __init__(self) -> None:
+            self.asked = 0
+            self.often = asyncio.Event()
+
+        async def get(self, path: str, **query: str) -> Any:
+            self.asked += 1
+            if self.asked == 3:
+                self.often.set()
+            raise ApiError(0, "no answer")
+
+    async def main() -> None:
+        api, times = Silent(), iter(range(1000, 10**6, 1000))
+        one = Informer(
+            api,  # type: ignore[arg-type]
+            Kind("", "v1", "pods"),
+            "",
+            None,  # type: ignore[arg-type]
+            clock=lambda: float(next(times)),
+            spread=lambda: 0.0,
+            first_pause_s=0.001,
+        )
+        began = one.heard
+        task = asyncio.create_task(one.run())
+        async with asyncio.timeout(30):
+            await api.often.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert one.heard > began
+        assert not one.listed.is_set()
+
+    asyncio.run(main())
