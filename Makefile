@@ -115,8 +115,8 @@ generate: venv ## Write the CRDs from their types, and the operator's reference 
 	@for name in $(CRDS); do \
 	  $(PY) -m isthmus_operator.api.crd $$name > crds/$$name.yaml.new && mv crds/$$name.yaml.new crds/$$name.yaml; done
 	@cp $(CRDS:%=crds/%.yaml) charts/isthmus/crds-files/
-	@$(PY) -m isthmus_operator.reasons > operator/docs/conditions.md
-	@$(PY) -m isthmus_operator.rbac > operator/docs/rbac.md
+	@$(PY) -m isthmus_operator.api.reasons > operator/docs/conditions.md
+	@$(PY) -m isthmus_operator.shell.rbac > operator/docs/rbac.md
 
 golden: venv ## Rewrite the golden files of the tests; review the diff
 	@UPDATE_GOLDEN=1 $(PY) -m pytest -q tests/operator $(ARGS)

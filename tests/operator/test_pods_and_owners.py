@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from isthmus_operator.observe import pod
-from isthmus_operator.ownership import may_write
+from isthmus_operator.plan.observe import pod
+from isthmus_operator.plan.ownership import may_write
 from isthmus_operator.render.names import Component
 
 Object = dict[str, Any]

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from .api.v1alpha1 import InferenceService
+from ..api.v1alpha1 import InferenceService
+from ..render.engine import master_address
+from ..render.names import PAIRING_LABEL, REVISION_LABEL, ROLE_LABEL, Component, is_engine
 from .observed import UNSCHEDULABLE, Condition, Facts, Observed, Pod, Workload
-from .render.engine import master_address
-from .render.names import PAIRING_LABEL, REVISION_LABEL, ROLE_LABEL, Component, is_engine
 
 Object = Mapping[str, Any]
 

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .api.choices import ScalingMode
-from .api.v1alpha1 import InferenceService
+from ..api.choices import ScalingMode
+from ..api.v1alpha1 import InferenceService
+from ..render import engine, mooncake, policies, router, scaler
+from ..render.names import REVISION_LABEL, Component, Defaults, child_name, is_engine
+from ..render.revision import pairing, role_revision
+from ..render.service import components
 from .observe import component_of, is_child
 from .observed import Observed, Workload
 from .ownership import marked, owned, pinned, plain
-from .plan import Plan
-from .render import engine, mooncake, policies, router, scaler
-from .render.names import REVISION_LABEL, Component, Defaults, child_name, is_engine
-from .render.revision import pairing, role_revision
-from .render.service import components
+from .planner import Plan
 from .rollout import SICK_AFTER_S, places
 
 Object = dict[str, Any]

@@ -21,8 +21,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..render.names import Component
 from .observed import UNSCHEDULABLE, Pod, Workload
-from .render.names import Component
 
 SICK_AFTER_S = 30.0
 """An old pod that ran may be unready this long before it goes ahead of ready ones."""

@@ -16,8 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from .api.choices import RolloutFailure, RolloutStrategy, ScalingMode
-from .api.v1alpha1 import InferenceService
+from ..api.choices import RolloutFailure, RolloutStrategy, ScalingMode
+from ..api.v1alpha1 import InferenceService
+from ..render import mooncake
+from ..render.engine import own_replicas, role_of
+from ..render.names import Component, is_engine
+from ..render.revision import pairing, role_revision, service_revision
+from ..render.service import components
 from .observed import Observed, Workload
 from .progress import (
     changed,
@@ -34,11 +39,6 @@ from .progress import (
     router_serves,
     singles_ready,
 )
-from .render import mooncake
-from .render.engine import own_replicas, role_of
-from .render.names import Component, is_engine
-from .render.revision import pairing, role_revision, service_revision
-from .render.service import components
 from .rollout import Goal, Move, lingering, next_move, places, recreate_move
 
 Key = tuple[Component, str]
