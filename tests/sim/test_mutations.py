@@ -17,7 +17,7 @@ from isthmus_runtime.engine.handoffs import Handoffs
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import Effect, Emit, Kind
-from isthmus_runtime.interfaces import StepOutput
+from isthmus_runtime.interfaces.steps import StepOutput
 from isthmus_runtime.kv.keys import ExtraKeys
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.protocol import PrefillRecord

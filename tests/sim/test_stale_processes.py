@@ -6,7 +6,8 @@ import pytest
 
 from isthmus_runtime.config import TransferConfig
 from isthmus_runtime.executor.fake import FakeExecutor
-from isthmus_runtime.interfaces import BlockRef, HandoffEvent, Piece, ReceiveJob, SendJob, TransferResult
+from isthmus_runtime.interfaces.handoff import BlockRef, HandoffEvent, ReceiveJob, SendJob
+from isthmus_runtime.interfaces.transport import Piece, TransferResult
 from isthmus_runtime.transfer.agent import TransferAgent
 from isthmus_runtime.transfer.memory import MemoryFabric
 

@@ -13,7 +13,8 @@ from isthmus_runtime.engine.backend import EngineBackend, Streams
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.executor.fake import MAX_TOKEN_IDS, FakeExecutor
-from isthmus_runtime.interfaces import Executor, HandoffEvent, KvHandoff
+from isthmus_runtime.interfaces.handoff import HandoffEvent, KvHandoff
+from isthmus_runtime.interfaces.steps import Executor
 from isthmus_runtime.kv.pool import BlockPool
 
 Handoff = Callable[[Callable[[HandoffEvent], None]], KvHandoff]

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from isthmus_runtime.checkpoints.gguf_import import import_gguf
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load
-from isthmus_runtime.interfaces import Chunk, RowBlocks, RowStart, StepOutput, StepPlan
+from isthmus_runtime.interfaces.steps import Chunk, RowBlocks, RowStart, StepOutput, StepPlan
 from isthmus_runtime.kv.plan import KvPlan, KvPlanInput, plan
-from isthmus_runtime.models.gguf_import import import_gguf
 from isthmus_runtime.request import SamplingParams, TokenLogprobs
 
 DEADLINE_S = 120.0

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus_runtime.executor.input_batch import InputBatch
-from isthmus_runtime.interfaces import Chunk, RowBlocks, RowStart, StepPlan
+from isthmus_runtime.interfaces.steps import Chunk, RowBlocks, RowStart, StepPlan
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.request import SamplingParams
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from isthmus_runtime.config import ModelConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, WeightsError
 from isthmus_runtime.executor.model_runner import load
-from isthmus_runtime.interfaces import Chunk, RowStart, StepPlan
+from isthmus_runtime.interfaces.steps import Chunk, RowStart, StepPlan
 from isthmus_runtime.models.config import read_model_spec
 from isthmus_runtime.models.llama import tensor_shapes
 from isthmus_runtime.request import SamplingParams

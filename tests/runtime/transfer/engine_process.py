@@ -18,7 +18,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from isthmus_runtime.config import StoreConfig, TransferConfig
-from isthmus_runtime.interfaces import BlockRef, HandoffEvent, KvMemory, PromptResult, ReceiveJob, SendJob
+from isthmus_runtime.interfaces.handoff import BlockRef, HandoffEvent, PromptResult, ReceiveJob, SendJob
+from isthmus_runtime.interfaces.transport import KvMemory
 from isthmus_runtime.protocol import CommitCall, Ticket
 from isthmus_runtime.transfer.agent import TransferAgent
 from isthmus_runtime.transfer.factory import make_transfer

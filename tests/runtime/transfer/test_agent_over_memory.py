@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from isthmus_runtime.config import TransferConfig
 from isthmus_runtime.errors import ConfigError
-from isthmus_runtime.interfaces import BlockRef, HandoffEvent, KvMemory, PromptResult, ReceiveJob, SendJob
+from isthmus_runtime.interfaces.handoff import BlockRef, HandoffEvent, PromptResult, ReceiveJob, SendJob
+from isthmus_runtime.interfaces.transport import KvMemory
 from isthmus_runtime.protocol import CommitCall
 from isthmus_runtime.transfer.agent import TransferAgent, blocks_crc32
 from isthmus_runtime.transfer.factory import make_transfer

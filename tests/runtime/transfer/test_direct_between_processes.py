@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from isthmus_runtime.errors import ConfigError, Overloaded
-from isthmus_runtime.interfaces import KvMemory, Piece
+from isthmus_runtime.interfaces.transport import KvMemory, Piece
 from isthmus_runtime.transfer.greeting import Greeter, greeting_problem
 from isthmus_runtime.transfer.slots import SLOT_BYTES, RecordSlots
 from isthmus_runtime.transfer.transport import Run, choose_transport, merge_runs, transport_environment

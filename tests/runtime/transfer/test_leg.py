@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus_runtime.interfaces import Piece
+from isthmus_runtime.interfaces.transport import Piece
 from isthmus_runtime.transfer import leg as lg
 
 ATTEMPT = "a-1"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from isthmus_runtime.errors import ConfigError
-from isthmus_runtime.interfaces import KvMemory
+from isthmus_runtime.interfaces.transport import KvMemory
 from isthmus_runtime.transfer.pool_codes import explain
 from isthmus_runtime.transfer.store import StoreTransfer, is_scoped
 

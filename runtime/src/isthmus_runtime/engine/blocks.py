@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..interfaces import RowBlocks
+from ..interfaces.steps import RowBlocks
 from ..kv.groups import ceil_div
 from ..kv.keys import ExtraKeys, extend
 from ..kv.plan import KvPlan

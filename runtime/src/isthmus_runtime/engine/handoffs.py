@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..interfaces import BlockRef, PromptResult, ReceiveJob
+from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
 from ..kv.keys import ExtraKeys, full_block_key, root_hash, tail_key
 from ..request import TokenLogprobs
 from .blocks import SequenceBlocks

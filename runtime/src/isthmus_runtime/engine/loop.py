@@ -16,7 +16,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ..errors import EngineFailed, RequestError, TransferFailed
-from ..interfaces import Executor, HandoffEvent, HandoffStats, KvHandoff, SendJob, StepOutput
+from ..interfaces.handoff import HandoffEvent, HandoffStats, KvHandoff, SendJob
+from ..interfaces.steps import Executor, StepOutput
 from ..kv.pool import PoolCounts
 from ..protocol import CommitCall, PrefillAnswer, PrefillCall, Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk

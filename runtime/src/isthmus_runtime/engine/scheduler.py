@@ -22,7 +22,7 @@ from collections.abc import Iterable
 
 from ..config import SchedulerConfig
 from ..errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, NeverFits, Overloaded, RequestError
-from ..interfaces import Chunk, RowBlocks, RowStart, StepOutput, StepPlan
+from ..interfaces.steps import Chunk, RowBlocks, RowStart, StepOutput, StepPlan
 from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
 from ..protocol import PrefillRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ..interfaces import BlockRef, PromptResult, ReceiveJob
+from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
 from ..request import GenerateRequest, TokenChunk
 
 

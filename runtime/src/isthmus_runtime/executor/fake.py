@@ -13,7 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from zlib import crc32
 
 from ..errors import ConfigError
-from ..interfaces import KvMemory, RowBlocks, RowStart, StepOutput, StepPlan
+from ..interfaces.steps import RowBlocks, RowStart, StepOutput, StepPlan
+from ..interfaces.transport import KvMemory
 from ..request import SamplingParams, TokenLogprobs
 
 ENTRY_BYTES = 8

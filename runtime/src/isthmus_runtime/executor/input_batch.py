@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..interfaces import RowBlocks, RowStart, StepPlan
+from ..interfaces.steps import RowBlocks, RowStart, StepPlan
 from ..kv.groups import GroupPlan
 from ..layers.batch import ForwardBatch, GroupBatch
 from .kv_cache import NULL_BLOCK

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..interfaces import KvMemory
+from ..interfaces.transport import KvMemory
 from ..kv.groups import LayerSpec
 from ..kv.plan import KvPlan
 from .compute import KV_NAMES

@@ -15,9 +15,11 @@ from time import perf_counter
 
 import torch
 
+from ..checkpoints.safetensors import Checkpoint
 from ..config import KvConfig, ModelConfig, SchedulerConfig
 from ..errors import ConfigError, EngineFailed
-from ..interfaces import Chunk, KvMemory, RowStart, StepOutput, StepPlan
+from ..interfaces.steps import Chunk, RowStart, StepOutput, StepPlan
+from ..interfaces.transport import KvMemory
 from ..kv.groups import LayerSpec
 from ..kv.plan import KvPlan
 from ..models.config import ModelSpec, read_model_spec
@@ -27,7 +29,6 @@ from . import compute
 from .input_batch import InputBatch
 from .kv_cache import KvCache
 from .sampler import sample
-from .weights import Checkpoint
 
 _LOG = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 60.0

@@ -17,7 +17,9 @@ from ..engine.loop import EngineLoop, Reply
 from ..engine.scheduler import Scheduler
 from ..errors import EngineFailed, InvalidRequest
 from ..executor.fake import ENTRY_BYTES, FakeExecutor
-from ..interfaces import HandoffEvent, KvHandoff, KvMemory, StepOutput, StepPlan
+from ..interfaces.handoff import HandoffEvent, KvHandoff
+from ..interfaces.steps import StepOutput, StepPlan
+from ..interfaces.transport import KvMemory
 from ..kv.groups import GroupPlan
 from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import Overloaded
-from ..interfaces import Done, KvMemory, Piece, ReceiveJob, TransferResult
+from ..interfaces.handoff import ReceiveJob
+from ..interfaces.transport import Done, KvMemory, Piece, TransferResult
 from ..kv.keys import record_key
 from ..protocol import Ticket
 from ..transfer.backend import Effective

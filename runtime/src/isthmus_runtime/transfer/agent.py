@@ -17,17 +17,8 @@ from dataclasses import dataclass, field
 
 from ..config import TransferConfig
 from ..errors import ConfigError
-from ..interfaces import (
-    BlockRef,
-    HandoffEvent,
-    HandoffStats,
-    KvMemory,
-    Piece,
-    PromptResult,
-    ReceiveJob,
-    SendJob,
-    TransferResult,
-)
+from ..interfaces.handoff import BlockRef, HandoffEvent, HandoffStats, PromptResult, ReceiveJob, SendJob
+from ..interfaces.transport import KvMemory, Piece, TransferResult
 from ..kv.keys import keys_digest
 from ..protocol import CommitCall, PrefillRecord, Ticket
 from . import leg as lg

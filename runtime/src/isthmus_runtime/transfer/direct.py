@@ -27,7 +27,8 @@ from urllib.parse import urlsplit
 
 from ..config import apply_transport_environment
 from ..errors import ConfigError
-from ..interfaces import Done, KvMemory, Piece, ReceiveJob, TransferResult
+from ..interfaces.handoff import ReceiveJob
+from ..interfaces.transport import Done, KvMemory, Piece, TransferResult
 from ..protocol import Ticket
 from .backend import Effective
 from .bounded import INSTALL_HINT, TookTooLong, run_bounded, split_address

@@ -26,7 +26,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ..interfaces import Piece
+from ..interfaces.transport import Piece
 
 RELEASE_BOUND_S = 0.5
 """From failure to `released`: not drained by then means quarantine."""

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from random import Random
 
 from ..errors import ConfigError, Overloaded
-from ..interfaces import Done, KvMemory, Piece, ReceiveJob, TransferResult
+from ..interfaces.handoff import ReceiveJob
+from ..interfaces.transport import Done, KvMemory, Piece, TransferResult
 from ..protocol import Ticket
 from .backend import Effective
 

@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..config import apply_transport_environment
-from ..interfaces import Done, KvMemory, Piece, ReceiveJob, TransferResult
+from ..interfaces.handoff import ReceiveJob
+from ..interfaces.transport import Done, KvMemory, Piece, TransferResult
 from ..kv.keys import record_key
 from ..protocol import Ticket
 from .backend import Effective

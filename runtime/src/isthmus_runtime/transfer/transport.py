@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..interfaces import KvMemory, Piece
+from ..interfaces.transport import KvMemory, Piece
 
 FLOOR_GBPS = {"rdma": 2.0, "nvlink": 20.0}
 """A probe below this means that something slower moved the bytes."""

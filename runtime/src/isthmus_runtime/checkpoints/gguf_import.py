@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import WeightsError
-from .config import ModelSpec, parse_model_spec
+from ..models.config import ModelSpec, parse_model_spec
+from ..models.llama import tensor_shapes
 from .gguf_tokenizer import Tokenizer, read_tokenizer
-from .llama import tensor_shapes
 
 MARKER = "isthmus-import.json"
 # Raise it when the import writes something else for the same file: earlier imports are then redone.

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from .config import parse_duration
-from .errors import WeightsError
+from ..config import parse_duration
+from ..errors import WeightsError
 
 
 def build_model_parser() -> argparse.ArgumentParser:
@@ -40,7 +40,7 @@ def model_main(argv: Sequence[str]) -> int:
     args = build_model_parser().parse_args(argv)
     try:
         if args.command == "import":
-            from .models.gguf_import import import_gguf
+            from ..checkpoints.gguf_import import import_gguf
 
             import_gguf(Path(args.file), Path(args.out), _progress)
         else:
@@ -84,7 +84,7 @@ def _fetch(args: argparse.Namespace) -> None:
     out = Path(args.out)
     scheme, _, rest = args.source.partition("://")
     if scheme == "hf" and rest:
-        from .models.hub import fetch
+        from ..checkpoints.hub import fetch
 
         repo, _, revision = rest.partition("@")
         fetch(
@@ -92,7 +92,7 @@ def _fetch(args: argparse.Namespace) -> None:
             token=_read(args.token_file), tokenizer_only=args.tokenizer_only, resume_as=args.resume_as,
         )  # fmt: skip
     elif scheme == "s3" and "/" in rest:
-        from .models.s3 import S3Access, fetch_s3, read_credentials
+        from ..checkpoints.s3 import S3Access, fetch_s3, read_credentials
 
         access = S3Access(endpoint=args.s3_endpoint, region=args.s3_region)
         if args.credentials_dir:

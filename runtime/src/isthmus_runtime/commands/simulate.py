@@ -12,17 +12,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from .config import parse_duration
-from .errors import ConfigError
-from .sim.faults import draw
-from .sim.hardware import GPUS, MODELS, StepModel, Steps, find_gpu, find_model
-from .sim.measured import Calibration, calibrate, read_steps
-from .sim.planner import Cluster, Slo, simulate
-from .sim.proof import prove
-from .sim.report import distribution_svg, search_svg, summary
-from .sim.routing import RoutingWorld, compare
-from .sim.search import search
-from .sim.traces import TraceRequest, generate_fan_out, generate_trace, read_trace, write_trace
+from ..config import parse_duration
+from ..errors import ConfigError
+from ..sim.faults import draw
+from ..sim.hardware import GPUS, MODELS, StepModel, Steps, find_gpu, find_model
+from ..sim.measured import Calibration, calibrate, read_steps
+from ..sim.planner import Cluster, Slo, simulate
+from ..sim.proof import prove
+from ..sim.report import distribution_svg, search_svg, summary
+from ..sim.routing import RoutingWorld, compare
+from ..sim.search import search
+from ..sim.traces import TraceRequest, generate_fan_out, generate_trace, read_trace, write_trace
 
 GENERATORS: dict[str, Callable[..., list[TraceRequest]]] = {"synthetic": generate_trace, "fan-out": generate_fan_out}
 

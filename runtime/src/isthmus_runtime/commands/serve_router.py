@@ -9,13 +9,13 @@ import uvloop
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from .config import RouterConfig
-from .httpd import InFlight, error_middleware, run_app
-from .metrics import RequestMetrics
-from .openai.app import ApiConfig, add_openai_routes, read_api_key
-from .openai.tokenizer import Tokenizer
-from .router.app import make_router
-from .transfer.sockets import probe_accepted
+from ..config import RouterConfig
+from ..httpd import InFlight, error_middleware, run_app
+from ..metrics import RequestMetrics
+from ..openai.app import ApiConfig, add_openai_routes, read_api_key
+from ..openai.tokenizer import Tokenizer
+from ..router.app import make_router
+from ..transfer.sockets import probe_accepted
 
 log = logging.getLogger(__name__)
 

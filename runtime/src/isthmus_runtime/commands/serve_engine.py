@@ -20,24 +20,25 @@ from typing import NoReturn
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from .config import EngineConfig, Role
-from .engine.backend import EngineBackend, Streams
-from .engine.kv_events import KvEventFeed
-from .engine.loop import STEPS_IN_FLIGHT, EngineLoop
-from .engine.scheduler import Scheduler
-from .engine.server import MAX_BODY_BYTES, EngineMeters, EngineServer
-from .errors import ConfigError, EngineFailed, IsthmusError
-from .httpd import InFlight, check_port, error_middleware, run_app
-from .interfaces import Executor, HandoffEvent, KvHandoff
-from .kv.groups import LayerSpec
-from .kv.keys import layout_digest
-from .kv.plan import KvPlan, plan
-from .kv.plan_input import KvPlanInput
-from .kv.pool import BlockPool
-from .openai.app import ApiConfig, add_openai_routes
-from .openai.tokenizer import Tokenizer
-from .protocol import KV_ABI, EngineInfo, KvInfo, TransferInfo
-from .transfer.sockets import probe_accepted
+from ..config import EngineConfig, Role
+from ..engine.backend import EngineBackend, Streams
+from ..engine.kv_events import KvEventFeed
+from ..engine.loop import STEPS_IN_FLIGHT, EngineLoop
+from ..engine.scheduler import Scheduler
+from ..engine.server import MAX_BODY_BYTES, EngineMeters, EngineServer
+from ..errors import ConfigError, EngineFailed, IsthmusError
+from ..httpd import InFlight, check_port, error_middleware, run_app
+from ..interfaces.handoff import HandoffEvent, KvHandoff
+from ..interfaces.steps import Executor
+from ..kv.groups import LayerSpec
+from ..kv.keys import layout_digest
+from ..kv.plan import KvPlan, plan
+from ..kv.plan_input import KvPlanInput
+from ..kv.pool import BlockPool
+from ..openai.app import ApiConfig, add_openai_routes
+from ..openai.tokenizer import Tokenizer
+from ..protocol import KV_ABI, EngineInfo, KvInfo, TransferInfo
+from ..transfer.sockets import probe_accepted
 
 log = logging.getLogger(__name__)
 
@@ -109,8 +110,8 @@ def _plan(config: EngineConfig, specs: tuple[LayerSpec, ...], free_bytes: int, m
 
 
 def _load_torch(config: EngineConfig) -> _Loaded:
-    from .executor.model_runner import TorchExecutor, load
-    from .models.revision import weights_revision
+    from ..checkpoints.revision import weights_revision
+    from ..executor.model_runner import TorchExecutor, load
 
     model = load(config.model)
     specs = model.layer_specs(config.kv.block_size, config.kv.dtype)
@@ -136,7 +137,7 @@ def _load_torch(config: EngineConfig) -> _Loaded:
 
 
 def _load_fake(config: EngineConfig) -> _Loaded:
-    from .executor.fake import ENTRY_BYTES, MAX_TOKEN_IDS, FakeExecutor
+    from ..executor.fake import ENTRY_BYTES, MAX_TOKEN_IDS, FakeExecutor
 
     # One head of width 1 in fp32, keys and values, takes as many bytes as a fake entry.
     spec = LayerSpec(kind="full", layers=1, block_size=config.kv.block_size, dtype="fp32", kv_heads=1, head_dim=1)
@@ -266,8 +267,8 @@ class _Mover:
         """Register the pool with the transport, measure it, and offer the agent to the loop."""
         if config.transfer.mode == "none":
             return _Mover(TransferInfo(epoch=uuid.uuid4().hex))
-        from .transfer.agent import TransferAgent
-        from .transfer.factory import make_transfer
+        from ..transfer.agent import TransferAgent
+        from ..transfer.factory import make_transfer
 
         memory = replace(loaded.executor.kv_memory(), layout_digest=loaded.digest)
         settings = config.transfer

@@ -11,8 +11,8 @@ from random import Random
 
 import aiohttp
 
-from .errors import IsthmusError
-from .sim.traces import TraceRequest
+from ..errors import IsthmusError
+from ..sim.traces import TraceRequest
 
 
 class BenchFailed(IsthmusError):

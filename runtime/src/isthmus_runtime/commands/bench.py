@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
+from ..errors import ConfigError
+from ..sim.traces import read_trace
 from .bench_client import BenchFailed, Seen, Target, replay, stream
 from .bench_steps import Sweep, measure_steps
-from .errors import ConfigError
-from .sim.traces import read_trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
