@@ -15,8 +15,7 @@ from isthmus_runtime.config import ModelConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, WeightsError
 from isthmus_runtime.executor.model_runner import load
 from isthmus_runtime.interfaces.steps import Chunk, RowStart, StepPlan
-from isthmus_runtime.models.config import read_model_spec
-from isthmus_runtime.models.llama import tensor_shapes
+from isthmus_runtime.models.registry import read_model_spec
 from isthmus_runtime.request import SamplingParams
 
 DEADLINE_S = 60.0
@@ -41,7 +40,7 @@ def model_dir(tmp_path: Path) -> Path:
     """Random weights of a small Qwen2 with two full layers and two sliding ones."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     generator = torch.Generator().manual_seed(1)
-    shapes = tensor_shapes(read_model_spec(tmp_path))
+    shapes = read_model_spec(tmp_path).tensor_shapes()
     save_file({n: torch.randn(s, generator=generator) for n, s in shapes.items()}, tmp_path / "model.safetensors")
     return tmp_path
 

@@ -22,12 +22,13 @@ from ..interfaces.steps import Chunk, RowStart, StepOutput, StepPlan
 from ..interfaces.transport import KvMemory
 from ..kv.groups import LayerSpec
 from ..kv.plan import KvPlan
-from ..models.config import ModelSpec, read_model_spec
-from ..models.llama import LlamaModel, tensor_shapes
+from ..models.base import Model, ModelSpec
+from ..models.registry import read_model_spec
 from ..request import SamplingParams
 from . import compute
 from .input_batch import InputBatch
 from .kv_cache import KvCache
+from .replay import Replay
 from .sampler import sample
 
 _LOG = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class LoadedModel:
     """A model with its weights in memory, before there is a KV pool."""
 
     spec: ModelSpec
-    model: LlamaModel
+    model: Model
     threads: int
     kv_auto: torch.dtype
     """The pool's element type where none is asked for."""
@@ -53,27 +54,8 @@ class LoadedModel:
         return compute.DTYPES[kv_dtype]
 
     def layer_specs(self, block_size: int, kv_dtype: str) -> tuple[LayerSpec, ...]:
-        """What `kv.plan` needs to know about the layers: neighbours of one kind are one entry, in model order."""
-        dtype = compute.KV_NAMES[self.kv_dtype(kv_dtype)]
-        specs: list[LayerSpec] = []
-        run = 0
-        for number, window in enumerate(self.spec.windows):
-            run += 1
-            if number + 1 < self.spec.num_layers and self.spec.windows[number + 1] == window:
-                continue
-            specs.append(
-                LayerSpec(
-                    kind="full" if window is None else "sliding",
-                    layers=run,
-                    block_size=block_size,
-                    dtype=dtype,
-                    kv_heads=self.spec.num_kv_heads,
-                    head_dim=self.spec.head_dim,
-                    window=window,
-                )
-            )
-            run = 0
-        return tuple(specs)
+        """What `kv.plan` needs to know about the layers."""
+        return self.spec.layer_specs(block_size, compute.KV_NAMES[self.kv_dtype(kv_dtype)])
 
     def free_memory_bytes(self) -> int:
         """Memory left for the KV pool, now that the weights are loaded."""
@@ -87,8 +69,8 @@ def load(config: ModelConfig) -> LoadedModel:
     threads = compute.usable_threads(config.threads)
     torch.set_num_threads(threads)
     dtype = compute.choose_dtype(config.dtype)
-    with torch.inference_mode(), Checkpoint(config.path, tensor_shapes(spec)) as checkpoint:
-        model = LlamaModel(spec, checkpoint, dtype)
+    with torch.inference_mode(), Checkpoint(config.path, spec.tensor_shapes()) as checkpoint:
+        model = spec.build(checkpoint, dtype)
     _LOG.info(
         "loaded %s from %s: %.0f MB of weights, %s, %d threads, %.2f s",
         spec.architecture,
@@ -123,6 +105,7 @@ class TorchExecutor:
             groups=kv_plan.groups,
         )
         self._workspace = loaded.model.workspace(self._max_tokens, kv_plan.max_model_len)
+        self._replay = Replay()
         self._changed = threading.Condition()
         self._queue: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
         self._broken = ""
@@ -203,9 +186,15 @@ class TorchExecutor:
             self._batch.update(plan)
             return StepOutput(plan.step, ())
         batch, drawn = self._batch.apply(plan)
-        logits = self._loaded.model.forward(batch, self._kv.layers, self._workspace)
+        model = self._loaded.model
+        if batch.max_query_len == 1:
+            # One token a request: everything the model touches lies where it lay in the last step of this size.
+            self._replay.run(plan.num_tokens, lambda: model.forward(batch, self._kv.layers, self._workspace))
+        else:
+            model.forward(batch, self._kv.layers, self._workspace)
         if not len(drawn.rows):
             return StepOutput(plan.step, ())
+        logits = model.logits(batch.logit_rows, self._workspace)
         token_ids, logprobs = sample(logits, drawn, self._batch)
         self._batch.store(drawn, token_ids)
         return StepOutput(plan.step, tuple(token_ids.tolist()), logprobs)
