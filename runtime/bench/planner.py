@@ -36,8 +36,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from random import Random
 
-from isthmus_runtime.bench_client import Target, replay
-from isthmus_runtime.bench_steps import Step, Sweep, measure_steps
+from isthmus_runtime.commands.bench_client import Target, replay
+from isthmus_runtime.commands.bench_steps import Step, Sweep, measure_steps
 from isthmus_runtime.sim.measured import Calibration, calibrate
 from isthmus_runtime.sim.planner import Cluster, Report, Slo, simulate
 from isthmus_runtime.sim.traces import TraceRequest, write_trace

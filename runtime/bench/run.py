@@ -27,7 +27,7 @@ import urllib.request
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from isthmus_runtime.bench_cli import Load, Result, run_load
+from isthmus_runtime.commands.bench import Load, Result, run_load
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from isthmus_runtime.bench_cli import build_bench_parser
+from isthmus_runtime.commands.bench import build_bench_parser
 from isthmus_runtime.config import build_serve_parser
 
 SERVE = {

@@ -10,8 +10,8 @@ from isthmus_operator.api.rules import TYPED_FLAGS
 from isthmus_operator.api.v1alpha1 import parse
 from isthmus_operator.render.names import Defaults
 from isthmus_operator.render.service import render
+from isthmus_runtime.commands.model import build_model_parser
 from isthmus_runtime.config import EngineConfig, OnFailure, Role, RouterConfig, build_serve_parser, parse_serve
-from isthmus_runtime.model_cli import build_model_parser
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

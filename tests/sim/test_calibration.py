@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from isthmus_runtime.bench_client import BenchFailed, Target, replay
-from isthmus_runtime.bench_steps import Sweep, measure_steps
+from isthmus_runtime.commands.bench_client import BenchFailed, Target, replay
+from isthmus_runtime.commands.bench_steps import Sweep, measure_steps
+from isthmus_runtime.commands.simulate import simulate_main
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.sim.measured import Calibration, MeasuredSteps, calibrate, read_steps
 from isthmus_runtime.sim.planner import Cluster, Slo, simulate
 from isthmus_runtime.sim.traces import TraceRequest
-from isthmus_runtime.simulate_cli import simulate_main
 
 TRUTH = MeasuredSteps(
     name="known",

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 import pytest
 from engine_world import World, request
 
+from isthmus_runtime.engine import blocks as blocks_module
 from isthmus_runtime.engine import handoffs as handoffs_module
 from isthmus_runtime.engine.blocks import Hits, SequenceBlocks
 from isthmus_runtime.engine.handoffs import Handoffs
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import Effect, Emit, Kind
-from isthmus_runtime.interfaces import StepOutput
+from isthmus_runtime.interfaces.steps import StepOutput
 from isthmus_runtime.kv.keys import ExtraKeys
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.protocol import PrefillRecord
@@ -267,10 +268,8 @@ def wrong_hit_length(p: Patch) -> None:
 
 
 def salt_is_ignored(p: Patch) -> None:
-    from isthmus_runtime.engine import blocks as blocks_module
-
-    p.setattr(blocks_module, "ExtraKeys", lambda cache_salt: ExtraKeys(cache_salt=""))
-    p.setattr(handoffs_module, "ExtraKeys", lambda cache_salt: ExtraKeys(cache_salt=""))
+    for module in (blocks_module, handoffs_module):
+        p.setattr(module, "extra_keys", lambda request: ExtraKeys(cache_salt=""))
 
 
 def lose_wake_up(p: Patch) -> None:

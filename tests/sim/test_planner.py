@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isthmus_runtime.commands.simulate import simulate_main
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.sim.hardware import GPUS, MODELS, StepModel, find_gpu, find_model
 from isthmus_runtime.sim.planner import Cluster, Slo, simulate
 from isthmus_runtime.sim.search import search
 from isthmus_runtime.sim.traces import TraceRequest, generate_trace, read_trace, write_trace
-from isthmus_runtime.simulate_cli import simulate_main
 
 STEPS = StepModel(model=MODELS["qwen3-8b"], gpu=GPUS["h100"])
 SLO = Slo(ttft_s=2.0, itl_s=0.05)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from isthmus_runtime.commands.simulate import simulate_main
 from isthmus_runtime.sim.clock import Violation
 from isthmus_runtime.sim.faults import Scenario, draw
 from isthmus_runtime.sim.network import NetworkFaults
 from isthmus_runtime.sim.proof import prove
 from isthmus_runtime.sim.world import World, run_scenario
-from isthmus_runtime.simulate_cli import simulate_main
 from isthmus_runtime.transfer.memory import Faults
 
 LIFETIMES = 2400

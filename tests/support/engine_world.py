@@ -9,7 +9,7 @@ from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import Effect, Emit
 from isthmus_runtime.executor.fake import ENTRY_BYTES, FakeExecutor
-from isthmus_runtime.interfaces import StepOutput
+from isthmus_runtime.interfaces.steps import StepOutput
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.kv.plan import KvPlan
 from isthmus_runtime.kv.pool import BlockPool

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import Future
 
 from isthmus_runtime.executor.fake import FakeExecutor
-from isthmus_runtime.interfaces import StepOutput, StepPlan
+from isthmus_runtime.interfaces.steps import StepOutput, StepPlan
 
 DEADLINE_S = 20
 

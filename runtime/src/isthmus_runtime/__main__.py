@@ -1,4 +1,4 @@
-"""`isthmus-runtime`: the one place that joins the parts. Imports per command, so that the router needs no torch.
+"""`isthmus-runtime`: one command line. Imports per command, so that the router needs no torch.
 
 serve --role prefill|decode|unified|router    run one role
 kv-plan FILE                                  the KV arithmetic on a JSON file
@@ -25,10 +25,10 @@ def _serve(argv: Sequence[str]) -> int:
     level = config.server.log_level.upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if isinstance(config, RouterConfig):
-        from .serve_router import serve_router
+        from .commands.serve_router import serve_router
 
         return serve_router(config)
-    from .serve_engine import serve_engine
+    from .commands.serve_engine import serve_engine
 
     return serve_engine(config)
 
@@ -43,19 +43,19 @@ def _kv_plan(argv: Sequence[str]) -> int:
 
 
 def _model(argv: Sequence[str]) -> int:
-    from .model_cli import model_main
+    from .commands.model import model_main
 
     return model_main(argv)
 
 
 def _bench(argv: Sequence[str]) -> int:
-    from .bench_cli import bench_main
+    from .commands.bench import bench_main
 
     return bench_main(argv)
 
 
 def _simulate(argv: Sequence[str]) -> int:
-    from .simulate_cli import simulate_main
+    from .commands.simulate import simulate_main
 
     return simulate_main(argv)
 

@@ -8,7 +8,7 @@ import torch
 
 from isthmus_runtime.executor.input_batch import InputBatch, SamplingRows
 from isthmus_runtime.executor.sampler import sample
-from isthmus_runtime.interfaces import RowStart
+from isthmus_runtime.interfaces.steps import RowStart
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.request import SamplingParams
 

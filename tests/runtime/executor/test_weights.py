@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from isthmus_runtime.checkpoints.safetensors import Checkpoint
 from isthmus_runtime.errors import WeightsError
-from isthmus_runtime.executor.weights import Checkpoint
 
 EXPECTED = {"a.weight": (3, 4), "b.weight": (2, 4)}
 

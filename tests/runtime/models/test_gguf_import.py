@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from isthmus_runtime.model_cli import model_main
+from isthmus_runtime.checkpoints.gguf_import import MARKER
+from isthmus_runtime.commands.model import model_main
 from isthmus_runtime.models.config import read_model_spec
-from isthmus_runtime.models.gguf_import import MARKER
 from isthmus_runtime.models.llama import tensor_shapes
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 4, 2, 16, 2

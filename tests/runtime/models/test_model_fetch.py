@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tiny_config import CONFIG
 
+from isthmus_runtime.checkpoints.fetching import in_place
+from isthmus_runtime.checkpoints.s3 import read_credentials
+from isthmus_runtime.commands.model import model_main
 from isthmus_runtime.errors import WeightsError
-from isthmus_runtime.model_cli import model_main
-from isthmus_runtime.models.fetching import in_place
-from isthmus_runtime.models.s3 import read_credentials
 
 
 def write(folder: Path, *, weights: bool) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from ..errors import InvalidRequest
-from ..interfaces import Backend
+from ..interfaces.backend import Backend
 from ..protocol import PrefillAnswer, PrefillCall, Ticket
 from ..request import GenerateRequest, TokenChunk
 from .loop import EngineLoop, Reply

@@ -15,19 +15,20 @@ from time import perf_counter
 
 import torch
 
+from ..checkpoints.safetensors import Checkpoint
 from ..config import KvConfig, ModelConfig, SchedulerConfig
 from ..errors import ConfigError, EngineFailed
-from ..interfaces import Chunk, KvMemory, RowStart, StepOutput, StepPlan
+from ..interfaces.steps import NOTHING_DRAWN, Chunk, RowOutput, RowStart, StepOutput, StepPlan
+from ..interfaces.transport import KvRegion
 from ..kv.groups import LayerSpec
 from ..kv.plan import KvPlan
 from ..models.config import ModelSpec, read_model_spec
 from ..models.llama import LlamaModel, tensor_shapes
-from ..request import SamplingParams
+from ..request import SamplingParams, TokenLogprobs
 from . import compute
 from .input_batch import InputBatch
 from .kv_cache import KvCache
 from .sampler import sample
-from .weights import Checkpoint
 
 _LOG = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 60.0
@@ -149,7 +150,7 @@ class TorchExecutor:
             future.set_exception(EngineFailed(f"step {plan.step} was not run: {refusal}"))
         return future
 
-    def kv_memory(self) -> KvMemory:
+    def kv_region(self) -> KvRegion:
         """The pool; valid until `close`. ConfigError for a layout that cannot be transferred."""
         return self._kv.memory()
 
@@ -198,16 +199,19 @@ class TorchExecutor:
             waiter.set_exception(EngineFailed(f"step {later.step} was not run: {reason}"))
 
     def _step(self, plan: StepPlan) -> StepOutput:
+        assert not (plan.copies or plan.adapters or plan.masks), "copies, adapters and masks are not in this executor"
+        assert not any(chunk.drafts for chunk in plan.chunks), "drafts are not in this executor"
         if not plan.chunks:
             self._batch.update(plan)
             return StepOutput(plan.step, ())
         batch, drawn = self._batch.apply(plan)
         logits = self._loaded.model.forward(batch, self._kv.layers, self._workspace)
         if not len(drawn.rows):
-            return StepOutput(plan.step, ())
+            return StepOutput(plan.step, (NOTHING_DRAWN,) * len(plan.chunks))
         token_ids, logprobs = sample(logits, drawn, self._batch)
         self._batch.store(drawn, token_ids)
-        return StepOutput(plan.step, tuple(token_ids.tolist()), logprobs)
+        outputs = iter(_outputs(token_ids.tolist(), logprobs))
+        return StepOutput(plan.step, tuple(next(outputs) if c.draws else NOTHING_DRAWN for c in plan.chunks))
 
     def _warm_up_plan(self, num_groups: int, max_len: int) -> StepPlan:
         """A step on row 0 whose table is all null: nothing is written, every kernel is chosen and bound, and the
@@ -221,6 +225,10 @@ class TorchExecutor:
             block_ids=((),) * num_groups,
             sampling=SamplingParams(max_tokens=1, temperature=1.0),
         )
-        return StepPlan(
-            step=-1, starts=(start,), grown=(), chunks=(Chunk(0, 0, count, samples=True),), num_tokens=count
-        )
+        return StepPlan(step=-1, starts=(start,), grown=(), chunks=(Chunk(0, 0, count, draws=1),), num_tokens=count)
+
+
+def _outputs(token_ids: list[int], logprobs: tuple[TokenLogprobs | None, ...]) -> list[RowOutput]:
+    if not logprobs:
+        return [RowOutput((token,)) for token in token_ids]
+    return [RowOutput((t,), () if p is None else (p,)) for t, p in zip(token_ids, logprobs, strict=True)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ..calls import Call
 from ..errors import Cancelled, EngineFailed, RequestError
-from ..interfaces import Backend
+from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics
 from ..request import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
 from .detokenizer import TextStream

@@ -25,7 +25,7 @@ from ..errors import (
     RequestError,
 )
 from ..httpd import InFlight, json_response
-from ..interfaces import Backend
+from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics
 from .answer import Job, Runner
 from .plan import Planner

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from os import urandom
 
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
-from ..interfaces import Backend
+from ..interfaces.backend import Backend
 from ..request import GenerateRequest, SamplingParams
 from .answer import Job
 from .schema import ChatRequest, CompletionRequest, parse_chat, parse_completion

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from struct import Struct
 
 from ..engine.sequence import Kind, Phase
-from ..interfaces import Piece
+from ..interfaces.transport import Piece
 from ..kv.keys import ExtraKeys, block_hashes
 from ..kv.pool import BlockState
 from ..kv.prefix import BlockStored

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..interfaces import KvTransfer, ReceiveJob
+from ..interfaces.handoff import ReceiveJob
+from ..interfaces.transport import KvTransfer
 from ..protocol import Ticket
 
 

@@ -1,0 +1,238 @@
+"""The fixed set of reasons in conditions and Events, each with its meaning and its remedy.
+
+Programs may rely on the words. `python -m isthmus_operator.api.reasons` prints operator/docs/conditions.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Every reason the operator writes."""
+
+    # Good or in progress.
+    COMPLETE = "Complete"
+    ROLLING_OUT = "RollingOut"
+    PAUSED = "Paused"
+    ALL_READY = "AllReady"
+    SCALED_TO_ZERO = "ScaledToZero"
+    EXTERNAL = "External"
+    SERVING = "Serving"
+    MODEL_LOADED = "ModelLoaded"
+    PROBED = "Probed"
+    SAME_FINGERPRINT = "SameFingerprint"
+    STARTING = "Starting"
+    NOT_REPORTED = "NotReported"
+    # Bad.
+    INVALID_SPEC = "InvalidSpec"
+    NO_ROUTER = "NoRouter"
+    NO_ENGINE = "NoEngine"
+    PODS_NOT_CREATED = "PodsNotCreated"
+    PODS_NOT_READY = "PodsNotReady"
+    UNSCHEDULABLE = "Unschedulable"
+    IMAGE_PULL_FAILED = "ImagePullFailed"
+    CRASH_LOOPING = "CrashLooping"
+    POD_NOT_SET_UP = "PodNotSetUp"
+    CONFIG_ERROR = "ContainerConfigError"
+    OUT_OF_MEMORY = "OutOfMemory"
+    MODEL_FETCH_FAILED = "ModelFetchFailed"
+    DEADLINE_EXCEEDED = "ProgressDeadlineExceeded"
+    ROLLED_BACK = "RolledBack"
+    NAME_TAKEN = "NameTaken"
+    RECONCILE_FAILED = "ReconcileFailed"
+    INTERNAL_ERROR = "InternalError"
+    TRANSFER_NOT_READY = "TransferNotReady"
+    TRANSPORT_REPLACED = "TransportReplaced"
+    FINGERPRINT_MISMATCH = "FingerprintMismatch"
+    # Events only.
+    ROLLOUT_STARTED = "RolloutStarted"
+    CAPACITY_GAP = "CapacityGap"
+    CHILD_HEALED = "ChildHealed"
+    CHILD_CONTESTED = "ChildContested"
+    SCALED = "Scaled"
+    OPTIONAL_API_MISSING = "OptionalApiMissing"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """For people: what a reason means, and what to do about it."""
+
+    meaning: str
+    remedy: str
+
+
+_NOTHING = "Nothing."
+
+TEXTS: dict[Reason, Text] = {
+    Reason.COMPLETE: Text("All pods are of the present spec and ready.", _NOTHING),
+    Reason.ROLLING_OUT: Text("Pods are being started or replaced. The message says what it waits for.", "Wait."),
+    Reason.PAUSED: Text("`spec.rollout.paused` holds a change up.", "Set it to false."),
+    Reason.ALL_READY: Text("All pods of the role are ready.", _NOTHING),
+    Reason.SCALED_TO_ZERO: Text("The role is asked to have no pods.", "Scale it up if that is not meant."),
+    Reason.EXTERNAL: Text("The Mooncake master is run by somebody else; it is not watched.", _NOTHING),
+    Reason.SERVING: Text("A router and the engines it needs are ready.", _NOTHING),
+    Reason.MODEL_LOADED: Text("At least one engine of the present spec has loaded the model.", _NOTHING),
+    Reason.PROBED: Text("Engines have probed their transport and use it.", _NOTHING),
+    Reason.SAME_FINGERPRINT: Text("All engines report one KV layout, so any prefill pairs with any decode.", _NOTHING),
+    Reason.STARTING: Text("Pods run and are not ready yet, within `spec.availability.startupTimeout`.", "Wait."),
+    Reason.NOT_REPORTED: Text(
+        "No engine has answered `/info` to the operator.",
+        "Wait for engines to start. If they are ready, see whether a NetworkPolicy keeps the operator from port 8001.",
+    ),
+    Reason.INVALID_SPEC: Text(
+        "The spec breaks a rule, and got in because the webhook is off. Pods stay as they were.",
+        "Correct the fields the message names.",
+    ),
+    Reason.NO_ROUTER: Text("No router is ready, so no client is answered.", "See the condition RouterReady."),
+    Reason.NO_ENGINE: Text(
+        "No engine that could answer a prompt is ready.", "See the conditions PrefillReady, DecodeReady, WorkerReady."
+    ),
+    Reason.PODS_NOT_CREATED: Text(
+        "Kubernetes refuses to make pods.",
+        "The message is the API server's: raise the quota, or correct `podPatch` or what an admission policy forbids.",
+    ),
+    Reason.PODS_NOT_READY: Text(
+        "Pods are not ready for a reason of their own, or were ready and are not any more: the engine does not answer"
+        " `/ready`, or its node is gone.",
+        "`kubectl describe` the pod named, and see its log.",
+    ),
+    Reason.UNSCHEDULABLE: Text(
+        "No node can take a pod.",
+        "Free or add the resource the message names, or change resources, nodeSelector or tolerations.",
+    ),
+    Reason.IMAGE_PULL_FAILED: Text(
+        "An image cannot be pulled.", "Correct the image, or give `spec.engine.imagePullSecrets`."
+    ),
+    Reason.CRASH_LOOPING: Text(
+        "A container ends again and again.", "`kubectl logs --previous` of the pod and container named."
+    ),
+    Reason.POD_NOT_SET_UP: Text(
+        "A pod has had a node for a minute, and its volumes or its network are still not there.",
+        "`kubectl describe` the pod named: a claim, Secret or ConfigMap is missing, or a volume or network fails.",
+    ),
+    Reason.CONFIG_ERROR: Text(
+        "A container cannot be made, mostly because a Secret or a key of it is missing.", "Create what is named."
+    ),
+    Reason.OUT_OF_MEMORY: Text(
+        "A container was killed for using more memory than its limit.",
+        "Raise the memory limit, or lower `kvCache.memory` or `store.segmentSize`.",
+    ),
+    Reason.MODEL_FETCH_FAILED: Text(
+        "The model cannot be downloaded.",
+        "`kubectl logs POD -c model-fetch`; correct the source, its credentials or the network.",
+    ),
+    Reason.DEADLINE_EXCEEDED: Text(
+        "A new pod, or the master, was not ready within `spec.rollout.progressDeadline`. Old pods go on serving.",
+        "Correct the spec, or revert it; either goes on from where the rollout stands.",
+    ),
+    Reason.ROLLED_BACK: Text(
+        "A rollout failed and `spec.rollout.onFailure: Rollback` brought the former revision back.",
+        "Correct the spec; the failed one is not tried again.",
+    ),
+    Reason.NAME_TAKEN: Text(
+        "An object of a name that the service needs exists and is not the service's. It is left as it is, nothing new"
+        " is made meanwhile, and what is there goes on.",
+        "Rename or delete the object named, or give the InferenceService another name. It goes on within a minute.",
+    ),
+    Reason.RECONCILE_FAILED: Text(
+        "The API server refused an object, or did not answer; it is tried again with growing pauses. What is there goes"
+        " on; unless the object is an optional one, nothing new is made meanwhile.",
+        "The message is the API server's. Mostly a wrong field in `podPatch`, a quota, a missing right of the operator,"
+        " or a webhook or policy that refuses.",
+    ),
+    Reason.INTERNAL_ERROR: Text(
+        "The operator cannot carry out this spec: it has failed on it, which is a defect. The service is left as it"
+        " was; it is tried again with growing pauses, and other services go on.",
+        "Undo the last edit of the spec, and report the message with the operator's log, which has the place.",
+    ),
+    Reason.TRANSFER_NOT_READY: Text("An engine cannot move KV.", "The message is the engine's own."),
+    Reason.TRANSPORT_REPLACED: Text(
+        "Engines use another transport than `spec.transfer.transport` names.",
+        "See the engine's log; RDMA needs devices (`spec.transfer.rdma`), NVLink one node.",
+    ),
+    Reason.FINGERPRINT_MISMATCH: Text(
+        "Prefill and decode report different KV layouts, so they are not paired.",
+        "During a rollout: wait. Otherwise compare the pods' `/info`; `podPatch` must not change engine arguments.",
+    ),
+    Reason.ROLLOUT_STARTED: Text("The spec asks for other pods than there are.", _NOTHING),
+    Reason.CAPACITY_GAP: Text(
+        "A role of one pod is replaced without surge: until the new pod is ready there is none.",
+        "If that matters, have two pods, or room for one more and `maxSurge: 1`.",
+    ),
+    Reason.CHILD_HEALED: Text(
+        "An object of the service was changed or deleted by somebody else, and was put right.",
+        "Change the InferenceService instead.",
+    ),
+    Reason.CHILD_CONTESTED: Text(
+        "Somebody else goes on changing an object of the service. It is put right after pauses of 15 s to 5 min.",
+        "Stop the other one: `kubectl get KIND NAME -o yaml --show-managed-fields` names it. An HPA or KEDA belongs on"
+        " the RoleScaler of a role with scaling `External`, not on a Deployment.",
+    ),
+    Reason.SCALED: Text(
+        "Auto scaling has changed the number of pods of a role. The message says what decided it: the role's target, or"
+        " `spec.scalingPolicy.ratio`.",
+        _NOTHING,
+    ),
+    Reason.OPTIONAL_API_MISSING: Text(
+        "An optional object was left out because its API is not installed. `status.skipped` holds its kind meanwhile.",
+        "Install the API (it is noticed within minutes), or turn the setting off.",
+    ),
+}
+
+CONDITIONS = (
+    ("Ready", "Everything the present spec asks for is there and ready. The one to wait for."),
+    ("Available", "Clients get answers, if only from pods of an older spec or from fewer pods than asked for."),
+    (
+        "Progressing",
+        "True while the rollout moves or is complete; False when it has failed or an object is refused; Unknown while"
+        " paused.",
+    ),
+    ("ModelReady", "The model is loaded by an engine of the present spec."),
+    ("PrefillReady, DecodeReady, WorkerReady, RouterReady", "All pods of the role are of the present spec and ready."),
+    ("StoreReady", "The Mooncake master is ready. Only with a store."),
+    ("TransferReady", "KV can move, over the transport the message names. Only with mode Disaggregated."),
+    ("Compatible", "The spec is valid and engines agree on one KV layout."),
+)
+
+EVENTS = (
+    Reason.ROLLOUT_STARTED, Reason.COMPLETE, Reason.DEADLINE_EXCEEDED, Reason.ROLLED_BACK, Reason.CAPACITY_GAP,
+    Reason.SERVING, Reason.NO_ROUTER, Reason.NO_ENGINE, Reason.INVALID_SPEC, Reason.FINGERPRINT_MISMATCH,
+    Reason.TRANSFER_NOT_READY, Reason.TRANSPORT_REPLACED, Reason.CHILD_HEALED, Reason.CHILD_CONTESTED,
+    Reason.SCALED, Reason.OPTIONAL_API_MISSING, Reason.RECONCILE_FAILED, Reason.NAME_TAKEN,
+    Reason.INTERNAL_ERROR,
+)  # fmt: skip
+"""Reasons that also come as Events, when they begin to hold."""
+
+
+def document() -> str:
+    """The text of operator/docs/conditions.md."""
+    lines = [
+        "# Conditions, reasons and Events",
+        "",
+        "Generated by `python -m isthmus_operator.api.reasons`.",
+        "",
+        "All conditions are positive: True is good. `kubectl isthmus explain NAME` prints the one cause that blocks.",
+        "",
+        "| Condition | True means |",
+        "|---|---|",
+        *(f"| {name} | {meaning} |" for name, meaning in CONDITIONS),
+        "",
+        "## Reasons",
+        "",
+        "*Event*: also written as an Event, once, when it begins to hold.",
+        "",
+        "| Reason | Event | Means | Remedy |",
+        "|---|---|---|---|",
+        *(
+            f"| {reason.value} | {'yes' if reason in EVENTS else ''} | {text.meaning} | {text.remedy} |"
+            for reason, text in TEXTS.items()
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(document())

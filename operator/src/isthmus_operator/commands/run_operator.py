@@ -1,0 +1,57 @@
+"""`isthmus operator`: flags and surroundings to `handlers.run`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+
+from ..errors import UserError
+from ..render.names import Defaults
+from ..settings import Identity, identity
+from ..shell.handlers import OperatorOptions, run
+from ..shell.leader import LeaseSettings
+from ..shell.workqueue import Pauses
+
+
+def options_of(arguments: argparse.Namespace, who: Identity) -> OperatorOptions:
+    """UserError names the flag that is missing or does not fit."""
+    namespaces: tuple[str, ...] = ()
+    if arguments.namespace_mode == "namespace":
+        namespaces = tuple(arguments.namespace) or ((who.namespace,) if who.namespace else ())
+        if not namespaces:
+            raise UserError("--namespace-mode=namespace outside a cluster needs --namespace")
+    elif arguments.namespace:
+        raise UserError(
+            "--namespace does not go with --namespace-mode=cluster; remove it, or set the mode to namespace"
+        )
+    if arguments.webhook_port and not arguments.webhook_cert_dir:
+        raise UserError("--webhook-port needs --webhook-cert-dir, a folder with tls.crt and tls.key")
+    home = who.namespace or (namespaces[0] if namespaces else "default")
+    lease = LeaseSettings(namespace=home, name=arguments.lease_name, holder=who.name) if arguments.lease_name else None
+    return OperatorOptions(
+        namespaces=namespaces,
+        kubeconfig=arguments.kubeconfig or who.kubeconfig,
+        lease=lease,
+        defaults=Defaults(
+            engine_image=arguments.engine_image,
+            router_image=arguments.router_image,
+            operator_namespace=who.namespace,
+        ),
+        webhook_port=arguments.webhook_port,
+        webhook_cert_dir=arguments.webhook_cert_dir,
+        metrics_host=arguments.metrics_host,
+        metrics_port=arguments.metrics_port,
+        pauses=Pauses(resync=arguments.resync),
+    )
+
+
+def run_operator(arguments: argparse.Namespace) -> int:
+    """Runs until a signal; 0 then."""
+    logging.basicConfig(
+        level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    # kopf tells of every watch and event; what we do with them is told by us.
+    logging.getLogger("kopf").setLevel(logging.WARNING if arguments.log_level != "debug" else logging.DEBUG)
+    asyncio.run(run(options_of(arguments, identity())))
+    return 0

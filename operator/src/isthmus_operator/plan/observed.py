@@ -1,0 +1,163 @@
+"""What exists in the cluster for one service, as plain records. Made by `observe`, read by `plan` and `status`.
+
+Times are seconds since the epoch. Nothing here knows Kubernetes objects or clients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from ..render.names import Component
+
+UNSCHEDULABLE = "Unschedulable"
+"""Reason of a pod for which the scheduler finds no node."""
+
+SICK_AFTER_S = 30.0
+"""A pod that ran and is unready for less than this is having a moment; after that it is sick."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pod:
+    """One pod.
+
+    started:     the main container has passed its startup probe, or the pod was ready, since it was last started
+    changed:     when readiness last changed; for a pod that never was ready, when it was made
+    set_up:      its volumes and its network are there, or nobody says that they are not
+    ends:        by when a stopping pod will have been killed; None while it is not stopping
+    reason:      CamelCase word for why it is not ready (CrashLoopBackOff, ErrImagePull, Unschedulable, ...)
+    problem:     the same for people, naming the container
+    failed:      it will not recover by itself (evicted, or its containers have ended for good)
+    """
+
+    name: str
+    component: Component
+    revision: str
+    created: float
+    changed: float
+    ip: str = ""
+    uid: str = ""
+    ready: bool = False
+    started: bool = False
+    set_up: bool = True
+    ends: float | None = None
+    reason: str = ""
+    problem: str = ""
+    failed: bool = False
+
+    def flickers(self, now: float) -> bool:
+        """Whether it is unready for so short a time that it is most likely well: a probe that timed out under load, a
+        kubelet that was restarted, a node that the control plane did not reach."""
+        return self.started and not self.ready and now - self.changed < SICK_AFTER_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A Deployment or StatefulSet with its pods.
+
+    replicas:  what its spec asks for
+    pairing:   engines of one value are sure to have one KV layout
+    pooled:    its engines use the store that this service manages
+    problem:   why its pods cannot be made (quota, admission); empty when they can
+    problem_since: since when they cannot
+    image:     of its main container
+    """
+
+    name: str
+    component: Component
+    revision: str
+    replicas: int
+    created: float
+    pairing: str = ""
+    pooled: bool = False
+    problem: str = ""
+    problem_since: float = 0.0
+    image: str = ""
+    pods: tuple[Pod, ...] = ()
+
+    @property
+    def live(self) -> tuple[Pod, ...]:
+        """Pods that are not stopping."""
+        return tuple(pod for pod in self.pods if pod.ends is None and not pod.failed)
+
+    @property
+    def ready(self) -> int:
+        """Pods that are ready and will stay: a controller that still has to remove some may take ready ones."""
+        return min(self.replicas, sum(pod.ready for pod in self.live))
+
+    def well(self, now: float) -> int:
+        """Pods that are ready or flicker and will stay: a controller that has to remove some takes unready ones first,
+        whichever they are."""
+        flickering = sum(pod.flickers(now) for pod in self.live)
+        surplus = max(0, len(self.live) - self.replicas)
+        return min(self.replicas, sum(pod.ready for pod in self.live) + max(0, flickering - surplus))
+
+    @property
+    def fresh(self) -> Workload:
+        """Without pods of another revision, which the one workload of a router or store has while it changes."""
+        return replace(self, pods=tuple(pod for pod in self.pods if pod.revision == self.revision))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What an engine says about itself at /info."""
+
+    fingerprint: str
+    model: str = ""
+    transfer_mode: str = ""
+    transport: str = ""
+    probed_gbps: float = 0.0
+    transfer_ready: bool = True
+    transfer_reason: str = ""
+    physical_blocks: int = 0
+    usable_blocks: int = 0
+    bytes_per_block: int = 0
+    max_model_len: int = 0
+    queued: float = 0.0
+    kv_usage: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Answers of the pods. A pod that did not answer in time is absent.
+
+    engines:  pod name -> what it says
+    routable: pod address -> whether the router may choose it; None when no router answered
+    """
+
+    engines: dict[str, EngineFacts] = field(default_factory=dict)
+    routable: dict[str, bool] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """A condition as the status holds it now."""
+
+    type: str
+    status: str
+    reason: str
+    message: str
+    changed: str
+    """lastTransitionTime as written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """Everything a decision about one service may depend on, beside its spec and the time.
+
+    engines:    the workloads of all engine roles and revisions
+    scales:     component -> pods asked for through the scale of the role, for those that have one
+    failed:     revision whose rollout was rolled back, as the status remembers it
+    conditions: as the status holds them now
+    """
+
+    engines: tuple[Workload, ...] = ()
+    router: Workload | None = None
+    store: Workload | None = None
+    scales: dict[Component, int] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
+    failed: str = ""
+    conditions: tuple[Condition, ...] = ()
+
+    def of(self, component: Component) -> tuple[Workload, ...]:
+        """Workloads of one engine role."""
+        return tuple(w for w in self.engines if w.component is component)

@@ -1,0 +1,133 @@
+"""Pure: where a rollout stands, from what exists: which workloads it is about, whether it is over, what is overdue.
+
+What a workload that is not part of the rollout suffers from neither stops a rollout nor undoes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..api.v1alpha1 import InferenceService
+from ..render import mooncake
+from ..render.names import Component
+from ..render.revision import role_revision
+from .observed import SICK_AFTER_S, Observed, Pod, Workload
+from .rollout import OVERDUE_S, Goal, places
+
+
+def current(goal: Goal, seen: Observed) -> Workload | None:
+    """The workload that a goal is about."""
+    return next((w for w in seen.of(goal.component) if w.revision == goal.revision), None)
+
+
+def others(goals: Sequence[Goal], seen: Observed) -> list[Workload]:
+    """Engine workloads of another revision, or of a role that is gone."""
+    wanted = {(goal.component, goal.revision) for goal in goals}
+    return [w for w in seen.engines if (w.component, w.revision) not in wanted]
+
+
+def is_rolling(goals: Sequence[Goal], seen: Observed, now: float) -> bool:
+    """Whether pods of another revision, or of a role that is gone, are there or are asked for."""
+    return bool(remaining(goals, seen, now))
+
+
+def remaining(goals: Sequence[Goal], seen: Observed, now: float) -> list[Workload]:
+    """Those of `others` that have pods or ask for some."""
+    return [w for w in others(goals, seen) if w.replicas > 0 or places(w, now)]
+
+
+def is_pending(service: InferenceService, goals: Sequence[Goal], seen: Observed, now: float) -> bool:
+    """Whether anything is not of the present spec, or is not made yet."""
+    return (
+        is_rolling(goals, seen, now)
+        or any(current(goal, seen) is None for goal in goals)
+        or not _is_present(service, Component.ROUTER, seen.router)
+        or (mooncake.is_managed(service) and not _is_present(service, Component.STORE, seen.store))
+    )
+
+
+def engines_ready(goals: Sequence[Goal], seen: Observed) -> bool:
+    """Whether every role has just the pods it should have, all ready."""
+    found = [(goal, current(goal, seen)) for goal in goals]
+    return all(new is not None and new.replicas == goal.count == new.ready for goal, new in found)
+
+
+def singles_ready(service: InferenceService, seen: Observed) -> bool:
+    """Whether router and store are of the present spec and ready."""
+    router, store = seen.router, seen.store
+    routes = _is_present(service, Component.ROUTER, router) and _ready(router) >= service.spec.router.replicas
+    stores = not mooncake.is_managed(service) or (_is_present(service, Component.STORE, store) and _ready(store) > 0)
+    return routes and stores
+
+
+def router_serves(service: InferenceService, seen: Observed) -> bool:
+    """Whether a router of the present spec is ready, or none is wanted."""
+    return _is_present(service, Component.ROUTER, seen.router) and (
+        _ready(seen.router) >= min(1, service.spec.router.replicas)
+    )
+
+
+def present(service: InferenceService, goals: Sequence[Goal], seen: Observed) -> list[Workload]:
+    """All workloads that should be ready, each without pods that are about to go."""
+    out = [new for goal in goals if (new := current(goal, seen)) is not None]
+    if seen.router is not None and _is_present(service, Component.ROUTER, seen.router):
+        out.append(seen.router.fresh)
+    # With every pod it has: one of an older revision that is not ready is in the way of the new one.
+    if seen.store is not None and mooncake.is_managed(service):
+        out.append(seen.store)
+    return out
+
+
+def changed(goals: Sequence[Goal], seen: Observed) -> list[Goal]:
+    """The goals of which a rollout is not over: workloads of another revision are kept, at zero, until it is."""
+    roles = {w.component for w in others(goals, seen)}
+    gone = roles - {goal.component for goal in goals}
+    return [goal for goal in goals if gone or goal.component in roles]
+
+
+def changing(service: InferenceService, goals: Sequence[Goal], seen: Observed) -> list[Workload]:
+    """Those of `present` that the rollout under way is about. A master that does not run is no reason to send engines
+    back: theirs is not another."""
+    roles = {goal.component for goal in changed(goals, seen)}
+    if seen.router is not None and len(seen.router.fresh.live) < len(seen.router.live):
+        roles.add(Component.ROUTER)
+    return [w for w in present(service, goals, seen) if w.component in roles]
+
+
+def overdue(service: InferenceService, workloads: Iterable[Workload], now: float) -> str:
+    """What has failed to become ready within progressDeadline; empty when nothing has."""
+    deadline = service.spec.rollout.progress_deadline
+    for workload in workloads:
+        if _lacks_pods(workload) and now - workload.problem_since > deadline.seconds:
+            return f"{workload.name}: {workload.problem}"
+        for pod in _not_ready(workload):
+            if now - pod.changed > deadline.seconds:
+                return f"pod {pod.name} is not ready after {deadline}: " + (pod.problem or "it is still starting")
+    return ""
+
+
+def next_deadline(service: InferenceService, workloads: Iterable[Workload], seen: Observed, now: float) -> float | None:
+    """When something becomes overdue, or a stopping pod counts as gone, should nothing happen before."""
+    limit = service.spec.rollout.progress_deadline.seconds + 1
+    times = [pod.ends + OVERDUE_S for w in seen.engines for pod in w.pods if pod.ends is not None]
+    times += [pod.changed + SICK_AFTER_S for pod in (seen.store.live if seen.store else ()) if not pod.ready]
+    for workload in workloads:
+        times += [pod.changed + limit for pod in _not_ready(workload)]
+        times += [workload.problem_since + limit] if _lacks_pods(workload) else []
+    return min((at for at in times if at > now), default=None)
+
+
+def _is_present(service: InferenceService, component: Component, single: Workload | None) -> bool:
+    return single is not None and single.revision == role_revision(service, component)
+
+
+def _ready(single: Workload | None) -> int:
+    return single.fresh.ready if single is not None else 0
+
+
+def _lacks_pods(workload: Workload) -> bool:
+    return bool(workload.problem) and len(workload.live) < workload.replicas
+
+
+def _not_ready(workload: Workload) -> list[Pod]:
+    return [pod for pod in workload.live if not pod.ready]

@@ -1,0 +1,191 @@
+"""Pure: a cluster that only counts, to run a plan to its end without one. Behind `isthmus plan`, and in tests.
+
+It does what Kubernetes' controllers do with replicas (remove pods that are not ready first, then the youngest), gives
+each pod a place while there are any, and lets it become ready one step later.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+from ..api.v1alpha1 import InferenceService
+from ..render import mooncake
+from ..render.names import Component, child_name
+from ..render.revision import pairing, role_revision
+from .desired import master_may_change
+from .observed import UNSCHEDULABLE, Observed, Pod, Workload
+from .planner import Key, Plan, plan
+
+
+def _always(pod: Pod) -> bool:
+    return True
+
+
+@dataclass(slots=True)
+class World:
+    """Workloads of one service and the time.
+
+    places:  engine pods that fit, stopping ones included; None: any number
+    drain_s: how long a stopping pod stays
+    becomes_ready: whether a pod that has started ever is ready, of any component
+    """
+
+    seen: Observed = field(default_factory=Observed)
+    now: float = 1000.0
+    places: int | None = None
+    drain_s: float = 1.0
+    becomes_ready: Callable[[Pod], bool] = _always
+    names: Iterator[int] = field(default_factory=itertools.count)
+
+    def apply(self, service: InferenceService, wanted: Plan) -> None:
+        """Do what a plan says, as the operator would."""
+        kept = [w for w in self.seen.engines if w.name not in wanted.delete]
+        there = {(w.component, w.revision) for w in kept}
+        made = [self._made(service, key) for key in wanted.counts if key not in there and key not in self._gone(wanted)]
+        engines = tuple(replace(w, replicas=wanted.counts.get(_key(w), w.replicas)) for w in (*kept, *made))
+        self.seen = replace(
+            self.seen,
+            engines=engines,
+            router=self._single(service, Component.ROUTER, self.seen.router) if wanted.router else self.seen.router,
+            store=self._store(service, wanted),
+            failed=wanted.failed,
+        )
+
+    def tick(self, seconds: float = 1.0) -> None:
+        """Time passes: pods end, are made, get a place, and become ready."""
+        self.now += seconds
+        ended = [_without_ended(w, self.now) for w in self.seen.engines]
+        resized = [self._resized(w) for w in ended]
+        free = None
+        if self.places is not None:
+            free = self.places - sum(pod.reason != UNSCHEDULABLE for w in resized for pod in w.pods)
+        grown = []
+        for workload in resized:
+            pods = []
+            for pod in workload.pods:
+                if pod.ends is not None or pod.ready:
+                    pods.append(pod)
+                elif pod.reason == UNSCHEDULABLE:
+                    placed = free is not None and free > 0
+                    free = free - 1 if free is not None and placed else free
+                    pods.append(replace(pod, reason="", problem="") if placed else pod)
+                elif self.becomes_ready(pod):
+                    pods.append(replace(pod, ready=True, started=True, changed=self.now))
+                else:
+                    pods.append(pod)
+            grown.append(replace(workload, pods=tuple(pods)))
+        self.seen = replace(
+            self.seen, engines=tuple(grown), router=self._up(self.seen.router), store=self._up(self.seen.store)
+        )
+
+    @property
+    def busy(self) -> bool:
+        """Whether pods are stopping, so that something will still happen."""
+        return any(pod.ends is not None for w in self.seen.engines for pod in w.pods)
+
+    def _gone(self, wanted: Plan) -> set[Key]:
+        return {_key(w) for w in self.seen.engines if w.name in wanted.delete}
+
+    def _made(self, service: InferenceService, key: Key) -> Workload:
+        component, revision = key
+        return Workload(
+            name=child_name(service.name, component.value, revision),
+            component=component,
+            revision=revision,
+            replicas=0,
+            created=self.now,
+            pairing=pairing(service),
+            pooled=mooncake.is_managed(service),
+            image=service.spec.engine.image or "",
+        )
+
+    def _store(self, service: InferenceService, wanted: Plan) -> Workload | None:
+        store = self.seen.store
+        if not wanted.store:
+            return None
+        if not mooncake.is_managed(service) or not master_may_change(service, wanted, self.seen, self.now):
+            return store
+        return self._single(service, Component.STORE, store)
+
+    def _single(self, service: InferenceService, component: Component, present: Workload | None) -> Workload:
+        router = component is Component.ROUTER
+        return Workload(
+            name=child_name(service.name, component.value),
+            component=component,
+            revision=role_revision(service, component),
+            replicas=service.spec.router.replicas if router else 1,
+            created=present.created if present is not None else self.now,
+            image="" if router else service.spec.engine.image or "",
+            pods=present.pods if present is not None else (),
+        )
+
+    def _up(self, single: Workload | None) -> Workload | None:
+        """A router's old pods stay until its new ones are ready; a master's old pod goes first."""
+        if single is None:
+            return None
+        made = [
+            Pod(
+                name=f"{single.name}-{next(self.names)}",
+                component=single.component,
+                revision=single.revision,
+                created=self.now,
+                changed=self.now,
+            )
+            for _ in range(single.replicas - len(single.fresh.pods))
+        ]
+        fresh = [
+            replace(pod, ready=True, started=True, changed=self.now)
+            if not pod.ready and self.becomes_ready(pod)
+            else pod
+            for pod in (*single.fresh.pods, *made)[: single.replicas]
+        ]
+        done = single.component is Component.STORE or all(pod.ready for pod in fresh)
+        old = () if done else tuple(pod for pod in single.pods if pod.revision != single.revision)
+        return replace(single, pods=(*old, *fresh))
+
+    def _resized(self, workload: Workload) -> Workload:
+        live = sorted(workload.live, key=lambda pod: (pod.ready, pod.reason != UNSCHEDULABLE, -pod.created))
+        surplus = max(0, len(live) - workload.replicas)
+        ends = {pod.name for pod in live[:surplus]}
+        pods = [
+            replace(pod, ends=self.now + self.drain_s, ready=False)
+            if pod.name in ends and pod.reason != UNSCHEDULABLE
+            else pod
+            for pod in workload.pods
+            if not (pod.name in ends and pod.reason == UNSCHEDULABLE)
+        ]
+        for _ in range(workload.replicas - len(live)):
+            pods.append(
+                Pod(
+                    name=f"{workload.name}-{next(self.names)}",
+                    component=workload.component,
+                    revision=workload.revision,
+                    created=self.now,
+                    changed=self.now,
+                    reason=UNSCHEDULABLE if self.places is not None else "",
+                )
+            )
+        return replace(workload, pods=tuple(pods))
+
+
+def _key(workload: Workload) -> Key:
+    return workload.component, workload.revision
+
+
+def _without_ended(workload: Workload, now: float) -> Workload:
+    return replace(workload, pods=tuple(pod for pod in workload.pods if pod.ends is None or pod.ends > now))
+
+
+def rehearse(service: InferenceService, world: World, *, limit: int = 2000) -> Iterator[tuple[Plan, World]]:
+    """Plans and lets them happen until nothing is left to do; each yield is one change. At most `limit` steps."""
+    for _ in range(limit):
+        wanted = plan(service, world.seen, world.now)
+        before = world.seen
+        world.apply(service, wanted)
+        if world.seen != before:
+            yield wanted, world
+        world.tick()
+        if world.seen == before and not world.busy:
+            return

@@ -1,0 +1,217 @@
+"""The watched objects of every service, corrected by what we have just written.
+
+A watch lags behind our own writes. Until it has caught up, the API server's answer to the write stands in its place, so
+that no decision is taken twice from an old state.
+
+Only what is read is kept, as compressed JSON: an object takes a hundredth of what it takes as Python dictionaries, and
+is looked at once a minute or so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ..render.names import SERVICE_LABEL
+
+Object = dict[str, Any]
+Key = tuple[str, str]
+"""Namespace and name of a service."""
+Name = tuple[str, str]
+"""Kind and name of an object."""
+
+SERVICE = "InferenceService"
+LAG_S = 30.0
+"""A watch that is further behind than this is broken, and then the newest of what is known is as good as anything."""
+
+_META = (
+    "name",
+    "namespace",
+    "uid",
+    "generation",
+    "labels",
+    "annotations",
+    "ownerReferences",
+    "creationTimestamp",
+    "deletionTimestamp",
+)
+_POD_STATUS = ("phase", "reason", "message", "podIP", "conditions", "containerStatuses", "initContainerStatuses")
+
+
+class _Kept(NamedTuple):
+    """One object. data: without the resource version, so that equal data means that nothing has changed."""
+
+    uid: str
+    version: int
+    data: bytes
+
+
+class Cache:
+    """One per operator; the sink of its informers.
+
+    changed: called with the key of a service of which something that is read has changed; edited: with that of one
+    whose spec has; removed: with that of one which is gone
+    """
+
+    def __init__(
+        self, changed: Callable[[Key], None], edited: Callable[[Key], None], removed: Callable[[Key], None]
+    ) -> None:
+        self._changed = changed
+        self._edited = edited
+        self._removed = removed
+        self._watched: dict[Key, dict[Name, _Kept]] = {}
+        self._places: dict[str, tuple[Key, Name]] = {}
+        self._ready: dict[Key, bool] = {}
+        self._generations: dict[Key, int] = {}
+        self._written: dict[Key, dict[Name, tuple[float, _Kept]]] = {}
+        self._deleted: dict[str, float] = {}
+
+    # -------------------------------------------------------------------------------------------------- decisions
+
+    def service(self, key: Key) -> Object | None:
+        """The InferenceService itself; None when it is gone."""
+        if key not in self._ready:
+            return None
+        found = self._newest(key).get((SERVICE, key[1]))
+        return _body(found) if found is not None else None
+
+    def children(self, key: Key) -> list[Object]:
+        """Every object labelled as the service's, without those we have deleted."""
+        return [_body(kept) for (kind, _), kept in self._newest(key).items() if kind != SERVICE]
+
+    def counts(self) -> tuple[int, int]:
+        """Services that are ready, and that are not."""
+        ready = sum(self._ready.values())
+        return ready, len(self._ready) - ready
+
+    def written(self, key: Key, verb: str, body: Object) -> None:
+        """Remember an answer of the API server."""
+        now = asyncio.get_running_loop().time()
+        if verb == "delete":
+            self._deleted[body["metadata"]["uid"]] = now
+        elif "resourceVersion" in body["metadata"]:
+            self._written.setdefault(key, {})[body["kind"], body["metadata"]["name"]] = (now, _keep(body))
+
+    # ------------------------------------------------------------------------------------------------ what is told
+
+    def changed(self, body: Object) -> None:
+        """An object as it is now."""
+        kept, key = _keep(body), _key(body)
+        name = body["kind"], body["metadata"]["name"]
+        place = self._places.get(kept.uid)
+        if place is not None and place[0] != key:
+            self._drop(kept.uid)
+        before = self._watched.setdefault(key, {}).get(name)
+        answer = self._written.get(key, {}).get(name)
+        self._watched[key][name] = kept
+        self._places[kept.uid] = key, name
+        if name[0] == SERVICE:
+            self._ready[key] = _is_ready(body)
+            generation = body["metadata"].get("generation", 0)
+            if self._generations.setdefault(key, generation) != generation:
+                self._generations[key] = generation
+                self._edited(key)
+                return
+        if any(known is None or known.data != kept.data for known in (before, answer[1] if answer else before)):
+            self._wake(key)
+
+    def gone(self, body: Object) -> None:
+        """An object was deleted: our answer to an earlier write does not bring it back."""
+        self._drop(body["metadata"]["uid"])
+
+    def absent(self, kind: str, namespace: str, present: set[str]) -> None:
+        """What is not in a list was deleted unheard."""
+        lost = [
+            uid
+            for uid, (key, name) in self._places.items()
+            if name[0] == kind and namespace in ("", key[0]) and uid not in present
+        ]
+        for uid in lost:
+            self._drop(uid)
+
+    def _drop(self, uid: str) -> None:
+        if uid not in self._places:
+            return
+        key, name = self._places.pop(uid)
+        there = self._watched[key]
+        if name in there and there[name].uid == uid:
+            del there[name]
+        if not there:
+            del self._watched[key]
+        answer = self._written.get(key, {}).get(name)
+        if answer is not None and answer[1].uid == uid:
+            del self._written[key][name]
+        if name[0] == SERVICE and name not in there:
+            del self._ready[key], self._generations[key]
+            self._written.pop(key, None)
+            self._removed(key)
+        else:
+            self._wake(key)
+
+    def _wake(self, key: Key) -> None:
+        if key in self._ready:
+            self._changed(key)
+
+    def _newest(self, key: Key) -> dict[Name, _Kept]:
+        now = asyncio.get_running_loop().time()
+        there, ours = dict(self._watched.get(key, {})), self._written.get(key, {})
+        for name, (at, kept) in list(ours.items()):
+            watched = there.get(name)
+            if now - at > LAG_S or (watched is not None and watched.version >= kept.version):
+                del ours[name]
+            else:
+                there[name] = kept
+        while self._deleted and now - next(iter(self._deleted.values())) > LAG_S:
+            del self._deleted[next(iter(self._deleted))]
+        return {name: kept for name, kept in there.items() if kept.uid not in self._deleted}
+
+
+def _key(body: Mapping[str, Any]) -> Key:
+    meta = body["metadata"]
+    name = meta["name"] if body["kind"] == SERVICE else (meta.get("labels") or {}).get(SERVICE_LABEL, "")
+    return meta.get("namespace", ""), name
+
+
+def _is_ready(body: Mapping[str, Any]) -> bool:
+    found = (body.get("status") or {}).get("conditions") or ()
+    return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in found)
+
+
+def _keep(body: Mapping[str, Any]) -> _Kept:
+    meta = body["metadata"]
+    # In the server's own order, which is the same each time.
+    text = json.dumps(_read(body), separators=(",", ":"))
+    return _Kept(meta.get("uid", ""), int(meta["resourceVersion"]), zlib.compress(text.encode(), 1))
+
+
+def _body(kept: _Kept) -> Object:
+    body: Object = json.loads(zlib.decompress(kept.data))
+    body["metadata"]["resourceVersion"] = str(kept.version)
+    return body
+
+
+def _read(body: Mapping[str, Any]) -> Object:
+    """What anybody reads of an object. The rest changes often, and would be handled for nothing."""
+    kind, status = body["kind"], body.get("status") or {}
+    meta = {key: body["metadata"][key] for key in _META if key in body["metadata"]}
+    found: Object = {"apiVersion": body["apiVersion"], "kind": kind, "metadata": meta}
+    if kind == SERVICE:
+        return found | {"spec": body.get("spec"), "status": status}
+    # Of children it moves with every status that their controllers write.
+    meta.pop("generation", None)
+    if kind == "Pod":
+        return found | {"status": {key: status[key] for key in _POD_STATUS if key in status}}
+    meta["managedFields"] = [
+        {key: value for key, value in entry.items() if key != "time"}
+        for entry in body["metadata"].get("managedFields") or ()
+        if entry.get("subresource") != "status"
+    ]
+    if kind in ("Deployment", "StatefulSet"):
+        trouble = [c for c in status.get("conditions") or () if c["type"] == "ReplicaFailure"]
+        found["status"] = {"conditions": trouble}
+    elif kind == "RoleScaler":
+        found["status"] = status
+    return found | {key: value for key, value in body.items() if key not in (*found, "status")}

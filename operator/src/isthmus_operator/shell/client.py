@@ -1,0 +1,268 @@
+"""The Kubernetes API as this operator uses it: plain objects in and out, over `kubernetes.aio`'s connection.
+
+Every request has a deadline. Errors are `ApiError`, with the server's own message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+from urllib.request import getproxies
+
+import aiohttp
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
+
+from ..errors import ApiError
+from ..plan.ownership import FIELD_MANAGER
+from ..settings import identity
+
+REQUEST_TIMEOUT_S = 15.0
+SERVED_S = 3.0
+
+PLURALS = {
+    "ConfigMap": "configmaps",
+    "Deployment": "deployments",
+    "Event": "events",
+    "HTTPRoute": "httproutes",
+    "InferenceService": "inferenceservices",
+    "Lease": "leases",
+    "NetworkPolicy": "networkpolicies",
+    "Pod": "pods",
+    "PodDisruptionBudget": "poddisruptionbudgets",
+    "PodMonitor": "podmonitors",
+    "RoleScaler": "rolescalers",
+    "Service": "services",
+    "StatefulSet": "statefulsets",
+}
+"""Kinds this operator reads or writes, and their names in URLs."""
+
+NOT_FOUND = 404
+CONFLICT = 409
+INVALID = 422
+
+
+async def connect(kubeconfig: str = "", context: str = "") -> Api:
+    """A connection: to the cluster this process runs in, or by a kubeconfig file. The caller closes it.
+
+    `kubeconfig` empty: inside a cluster its own service account, elsewhere the usual file. ApiError says what is wrong.
+    """
+    configuration = Configuration()
+    # Watches hold a connection each; how many requests run at once is decided by who makes them.
+    configuration.connection_pool_maxsize = 0
+    # Where there is no proxy, aiohttp would read ~/.netrc for each request, in a thread.
+    configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
+    try:
+        if kubeconfig:
+            await config.load_kube_config(kubeconfig, context or None, configuration)
+        else:
+            try:
+                config.load_incluster_config(client_configuration=configuration)
+            except config.ConfigException:
+                await config.load_kube_config(None, context or None, configuration)
+    except (config.ConfigException, OSError) as error:
+        raise ApiError(0, f"no usable cluster configuration: {error}; set KUBECONFIG") from error
+    return Api(ApiClient(configuration=configuration))
+
+
+def default_namespace(kubeconfig: str = "", context: str = "") -> str:
+    """Where kubectl would look without -n: the context's namespace, inside a cluster the pod's, or `default`.
+
+    Arguments as of `connect`, which names what is wrong with a file.
+    """
+    if not kubeconfig and (own := identity().namespace):
+        return own
+    try:
+        contexts, active = config.list_kube_config_contexts(kubeconfig or None)
+    except (config.ConfigException, OSError):
+        return "default"
+    chosen = next((one for one in contexts if one["name"] == context), None) if context else active
+    return str(((chosen or {}).get("context") or {}).get("namespace") or "default")
+
+
+def path_of(api_version: str, kind: str, namespace: str = "", name: str = "", subresource: str = "") -> str:
+    """URL path of an object or a collection."""
+    root = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
+    parts = [root, *(("namespaces", namespace) if namespace else ()), PLURALS[kind], name, subresource]
+    return "/".join(part for part in parts if part)
+
+
+class Api:
+    """One connection to an API server."""
+
+    def __init__(self, client: ApiClient) -> None:
+        self._client = client
+        self._served: dict[str, tuple[float, frozenset[str]]] = {}
+        self._asking = asyncio.Lock()
+
+    async def close(self) -> None:
+        """Close the connection; idempotent."""
+        await self._client.close()
+
+    async def credentials(self) -> dict[str, Any]:
+        """Server, trust and identity of this connection as of now, for a second client of the same cluster."""
+        known = self._client.configuration
+        token = await known.get_api_key_with_prefix("BearerToken")
+        scheme, _, secret = (token or "").partition(" ")
+        return {
+            "server": known.host,
+            "ca_path": known.ssl_ca_cert,
+            "ca_data": known.ca_cert_data,
+            "insecure": not known.verify_ssl,
+            "certificate_path": known.cert_file,
+            "private_key_path": known.key_file,
+            "scheme": scheme.capitalize() if secret else None,
+            "token": secret or scheme or None,
+        }
+
+    async def get(self, path: str, **query: str) -> dict[str, Any]:
+        """One object, or a list of them."""
+        return await self.request("GET", path, query)
+
+    async def find(self, path: str) -> dict[str, Any] | None:
+        """One object, or None where there is none."""
+        try:
+            return await self.get(path)
+        except ApiError as error:
+            if error.status == NOT_FOUND:
+                return None
+            raise
+
+    async def serves(self, api_version: str, kind: str) -> bool:
+        """Whether the API server knows a kind. What it said is believed for SERVED_S, or until `recheck`."""
+        async with self._asking:
+            now = asyncio.get_running_loop().time()
+            known = self._served.get(api_version)
+            if known is None or now - known[0] > SERVED_S:
+                found = await self.find(f"/apis/{api_version}")
+                kinds = frozenset(resource["kind"] for resource in (found or {}).get("resources") or ())
+                known = self._served[api_version] = now, kinds
+        return kind in known[1]
+
+    def recheck(self, api_version: str) -> None:
+        """Ask about an API anew."""
+        self._served.pop(api_version, None)
+
+    async def named(self, api_version: str, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        """One object by its name, with no more than the right to list; None where there is none."""
+        page = await self.get(path_of(api_version, kind, namespace), fieldSelector=f"metadata.name={name}")
+        # Items of a list do not name their own kind.
+        found: list[dict[str, Any]] = [{"apiVersion": api_version, "kind": kind, **item} for item in page["items"]]
+        return found[0] if found else None
+
+    async def apply(
+        self, manifest: Mapping[str, Any], *, over: Mapping[str, Any] | None = None, subresource: str = ""
+    ) -> dict[str, Any]:
+        """Server-side apply by our one field manager; the object as it is then.
+
+        over: the live object, which is ours: others' values of our fields yield. Without it there should be none.
+        ApiError of status 409 or 422 where something else is in its place.
+        """
+        meta = manifest["metadata"]
+        path = path_of(manifest["apiVersion"], manifest["kind"], meta["namespace"], meta["name"], subresource)
+        query = {"fieldManager": FIELD_MANAGER, "fieldValidation": "Strict"}
+        if over is not None:
+            query["force"] = "true"
+            # The server compares it: what was made anew under the same name meanwhile is somebody else's.
+            manifest = {**manifest, "metadata": {**meta, "uid": over["metadata"]["uid"]}}
+        return await self.request("PATCH", path, query, manifest, "application/apply-patch+yaml")
+
+    async def create(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """POST; ApiError of status 409 where the name is taken."""
+        path = path_of(manifest["apiVersion"], manifest["kind"], manifest["metadata"]["namespace"])
+        return await self.request("POST", path, {"fieldManager": FIELD_MANAGER}, manifest)
+
+    async def replace(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """PUT of a whole object; ApiError of status 409 where it has changed since it was read."""
+        meta = manifest["metadata"]
+        path = path_of(manifest["apiVersion"], manifest["kind"], meta["namespace"], meta["name"])
+        return await self.request("PUT", path, {"fieldManager": FIELD_MANAGER}, manifest)
+
+    async def delete(self, live: Mapping[str, Any]) -> bool:
+        """Delete this very object, by its uid; False where it is gone or replaced already."""
+        meta = live["metadata"]
+        path = path_of(live["apiVersion"], live["kind"], meta["namespace"], meta["name"])
+        body = {"propagationPolicy": "Background", "preconditions": {"uid": meta["uid"]}}
+        try:
+            await self.request("DELETE", path, {}, body)
+        except ApiError as error:
+            if error.status in (NOT_FOUND, CONFLICT):
+                return False
+            raise
+        return True
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Mapping[str, Any] | None = None,
+        content_type: str = "application/json",
+    ) -> dict[str, Any]:
+        """One request and its decoded answer."""
+        try:
+            answer = await self._open(method, path, query, body, content_type, REQUEST_TIMEOUT_S)
+            text = await answer.read()
+        except _BROKEN as error:
+            raise _broken(method, path, error) from error
+        if not 200 <= answer.status <= 299:
+            raise ApiError(answer.status, f"{method} {path}: HTTP {answer.status}: {_message(text)}")
+        found: dict[str, Any] = json.loads(text)
+        return found
+
+    async def lines(self, path: str, query: Mapping[str, str], timeout: float) -> AsyncIterator[bytes]:
+        """The lines of an answer that goes on, as they come; ApiError where it breaks off or `timeout` seconds pass."""
+        try:
+            answer = await self._open("GET", path, query, None, "application/json", timeout)
+            if not 200 <= answer.status <= 299:
+                text = await answer.read()
+                raise ApiError(answer.status, f"GET {path}: HTTP {answer.status}: {_message(text)}")
+            async with answer.response:
+                parts: list[bytes] = []
+                async for chunk in answer.response.content.iter_any():
+                    first, *others = chunk.split(b"\n")
+                    parts.append(first)
+                    for other in others:
+                        if line := b"".join(parts):
+                            yield line
+                        parts = [other]
+        except _BROKEN as error:
+            raise _broken("GET", path, error) from error
+
+    async def _open(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Mapping[str, Any] | None,
+        content_type: str,
+        timeout: float,
+    ) -> Any:
+        """One request; its answer before the body, of a type that the library does not name."""
+        request = await self._client.param_serialize(
+            method,
+            path,
+            query_params=list(query.items()),
+            header_params={"Content-Type": content_type, "Accept": "application/json"},
+            auth_settings=["BearerToken"],
+        )
+        _, url, headers, _, _ = request
+        return await self._client.call_api(
+            method, url, headers, None if body is None else dict(body), _request_timeout=timeout
+        )
+
+
+_BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
+
+
+def _broken(method: str, path: str, error: Exception) -> ApiError:
+    return ApiError(0, f"{method} {path}: {type(error).__name__}: {error or 'no answer in time'}")
+
+
+def _message(text: bytes) -> str:
+    try:
+        return str(json.loads(text).get("message"))
+    except (ValueError, AttributeError):
+        return text.decode(errors="replace")[:500]

@@ -1,0 +1,214 @@
+"""One service at a time: observe -> plan -> render -> apply -> status. Level-based; knows nothing of watches."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from ..api.choices import ScalingMode
+from ..api.reasons import Reason
+from ..api.v1alpha1 import InferenceService, parse_stored
+from ..errors import ApiError, InvalidSpec, Refused
+from ..plan import autoscale
+from ..plan.autoscale import Decision
+from ..plan.contests import Contests
+from ..plan.desired import desired, name_of
+from ..plan.events import Event, contested, events, healed, scaled
+from ..plan.observe import is_child, observe
+from ..plan.observed import Facts, Observed
+from ..plan.planner import Plan, plan
+from ..plan.status import Status, failed_status, invalid_status, status_of
+from ..render import engine, scaler
+from ..render.names import Component, Defaults, is_engine
+from ..render.service import components
+from .apply import NOBODY, Applier
+from .cache import Cache, Key
+from .client import Api
+from .known_facts import KnownFacts
+from .telemetry import Metrics
+
+Object = dict[str, Any]
+_log = logging.getLogger(__name__)
+AUTO_PERIOD_S = 15.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Controller:
+    """What a reconcile needs. `clock` gives seconds since the epoch."""
+
+    api: Api
+    cache: Cache
+    facts: KnownFacts
+    defaults: Defaults
+    metrics: Metrics
+    clock: Callable[[], float] = time.time
+    contests: Contests = field(default_factory=Contests)
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Bring one service nearer to its spec; when to look again at the latest, or None.
+
+        Whatever keeps it from that is in the status when this raises, unless the API server answers nobody: no service
+        is ready that was not looked at. Raises Refused for what the API server refuses; anything else is a defect.
+        """
+        body = self.cache.service(key)
+        if body is None or body["metadata"].get("deletionTimestamp"):
+            return None
+        before: Status = body.get("status") or {}
+        applier = Applier(self.api, lambda verb, written: self._written(key, verb, written))
+        try:
+            return await self._reconcile(key, body, before, applier)
+        except InvalidSpec as error:
+            after = invalid_status(error, before, body["metadata"]["generation"], self._stamp())
+            await self._report(applier, body, before, after, events(before, after))
+            return None
+        except ApiError as error:
+            if error.status in NOBODY or isinstance(error, Refused):
+                raise
+            await self._failed(applier, body, before, Reason.RECONCILE_FAILED, str(error))
+            raise Refused([error]) from error
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            await self._failed(applier, body, before, Reason.INTERNAL_ERROR, message)
+            raise
+
+    async def _failed(self, applier: Applier, body: Object, before: Status, reason: Reason, message: str) -> None:
+        after = failed_status(reason, message, before, body["metadata"]["generation"], self._stamp())
+        try:
+            await self._report(applier, body, before, after, events(before, after))
+        except ApiError as error:
+            # The first failure is the one to go on with.
+            _log.warning("%s/%s: no status: %s", body["metadata"]["namespace"], body["metadata"]["name"], error)
+
+    async def _reconcile(self, key: Key, body: Object, before: Status, applier: Applier) -> float | None:
+        service = parse_stored(body)
+        children = self.cache.children(key)
+        facts = await self._facts(key, service, children)
+        if facts is None:
+            return None
+        seen = observe(service, children, facts, before)
+        now = self.clock()
+        wanted = plan(service, seen, now)
+        settled = before.get("observedGeneration") == service.generation
+        said = {c.type: c.reason for c in seen.conditions}
+        refused = said.get("Ready") in (Reason.RECONCILE_FAILED, Reason.NAME_TAKEN, Reason.INTERNAL_ERROR)
+        complete = settled and said.get("Progressing") == Reason.COMPLETE and not refused
+        exact = desired(service, self.defaults, wanted, children, seen, now)
+        changes = await applier.run(
+            exact,
+            {name_of(child): child for child in children},
+            settled=settled,
+            complete=complete,
+            skipped=before.get("skipped", ()),
+            left_alone=self.contests.left_alone(key, now),
+        )
+        scaling = autoscale.decide(service, seen, wanted, self.clock()) if _auto(service) else {}
+        held = {part: decision.held for part, decision in scaling.items()}
+        after = status_of(
+            service,
+            seen,
+            wanted,
+            before,
+            self._stamp(),
+            held=held,
+            skipped=changes.missing,
+            refused=changes.refused,
+            left_out=changes.left_out,
+        )
+        single, many = self.contests.put_right(key, changes.healed, now)
+        news = events(before, after, wanted if changes.applied else None) + healed(single) + contested(many)
+        await self._report(applier, body, before, after, news)
+        news = await self._scales(applier, service, seen, scaling, children)
+        await self._report(applier, body, after, after, news)
+        if changes.refused:
+            raise Refused(changes.refused)
+        return self._again(key, service, wanted)
+
+    async def complain(self, key: Key, reason: Reason, message: str) -> None:
+        """One warning Event about a service; a cluster that takes none is not asked twice."""
+        body = self.cache.service(key)
+        if body is None:
+            return
+        applier = Applier(self.api, lambda verb, written: self._written(key, verb, written))
+        await self._tell(applier, body, Event(True, reason, message))
+
+    async def _facts(self, key: Key, service: InferenceService, children: list[Object]) -> Facts | None:
+        known = observe(service, children, Facts(), {})
+        pods = [pod for workload in (*known.engines, known.router) if workload for pod in workload.pods]
+        return await self.facts.read(key, pods, load=bool(_auto(service)))
+
+    async def _report(self, applier: Applier, body: Object, before: Status, after: Status, news: list[Event]) -> None:
+        if _filled(after) != _filled(before):
+            await applier.status(body, after)
+        for event in news:
+            await self._tell(applier, body, event)
+
+    async def _tell(self, applier: Applier, body: Object, event: Event) -> None:
+        """Write an Event. A cluster that takes none is told all the same what to do with its objects."""
+        where = f"{body['metadata']['namespace']}/{body['metadata']['name']}"
+        _log.info("%s: %s: %s", where, event.reason.value, event.message)
+        try:
+            await applier.event(
+                body, warning=event.warning, reason=event.reason.value, message=event.message, at=self._stamp()
+            )
+        except ApiError as error:
+            _log.warning("%s: no Event: %s", where, error)
+
+    async def _scales(
+        self,
+        applier: Applier,
+        service: InferenceService,
+        seen: Observed,
+        scaling: dict[Component, Decision],
+        children: list[Object],
+    ) -> list[Event]:
+        """Tell autoscalers how many pods there are, and be the autoscaler where the spec says Auto."""
+        live = {name_of(child): child for child in children if is_child(service, child)}
+        news = []
+        for component in components(service):
+            if not is_engine(component) or engine.role_of(service, component).scaling.mode is ScalingMode.STATIC:
+                continue
+            pods = sum(len(w.live) for w in seen.of(component))
+            status = scaler.scaler_status(service, component, replicas=pods)
+            there = live.get(name_of(status))
+            if there is None:
+                continue
+            if {key: (there.get("status") or {}).get(key) for key in status["status"]} != status["status"]:
+                await applier.scaler_status(there, status)
+            decision, before = scaling.get(component), there["spec"]["replicas"]
+            if decision is not None and decision.count != before:
+                await applier.scale(there, scaler.role_scaler(service, component, replicas=decision.count))
+                news.append(scaled(component, before, decision))
+        return news
+
+    def _again(self, key: Key, service: InferenceService, wanted: Plan) -> float | None:
+        now = self.clock()
+        times = [until - now for until in self.contests.left_alone(key, now).values()]
+        if wanted.wake is not None:
+            times.append(max(0.0, wanted.wake - now))
+        if _auto(service):
+            times.append(AUTO_PERIOD_S)
+        return min(times, default=None)
+
+    def _written(self, key: Key, verb: str, body: Object) -> None:
+        self.metrics.written(verb, body["kind"])
+        self.cache.written(key, verb, body)
+
+    def _stamp(self) -> str:
+        return datetime.fromtimestamp(self.clock(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _filled(value: Any) -> Any:
+    """Without what is empty: the API server adds defaults to a status that was written, which is no difference."""
+    if isinstance(value, dict):
+        inner = {key: _filled(item) for key, item in value.items()}
+        return {key: item for key, item in inner.items() if item not in ("", None, {}, [])}
+    return [_filled(item) for item in value] if isinstance(value, list) else value
+
+
+def _auto(service: InferenceService) -> list[str]:
+    engines = [part for part in components(service) if is_engine(part)]
+    return [part for part in engines if engine.role_of(service, part).scaling.mode is ScalingMode.AUTO]

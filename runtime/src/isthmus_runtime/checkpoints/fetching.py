@@ -1,0 +1,96 @@
+"""Puts a downloaded model in place: whole or not at all, once for all pods that share a folder."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import WeightsError
+from ..models.config import read_model_spec
+
+TOKENIZER_FILES = ("*.json", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt", "LICENSE*")
+"""What a router needs. Nothing that can run code: no pickles, no Python files."""
+
+MODEL_FILES = ("*.safetensors", *TOKENIZER_FILES)
+
+ABANDONED_S = 24 * 3600.0
+"""An unfinished download in which nothing was written for this long belongs to a pod that has gone."""
+
+Progress = Callable[[str], None]
+
+
+def in_place(
+    out: Path, progress: Progress, download: Callable[[Path], None], *, weights: bool, resume_as: str = ""
+) -> None:
+    """Fill a folder beside `out` by `download`, check it, and rename it to `out`.
+
+    An `out` that is there is taken as it is: it was put there whole, by an earlier start or by another pod of the same
+    cache, perhaps while this one was downloading. `resume_as`: a name that no other downloader of this cache has; what
+    was downloaded when it fails or is killed is then kept, and given to `download` again by the next call with that
+    name. Raises WeightsError when what was downloaded is no model of a supported kind, or `out` is something else.
+    """
+    if _complete(out, weights=weights):
+        progress(f"{out} is there already")
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(out, progress)
+    partial = _partial(out, progress, resume_as)
+    keep = bool(resume_as)
+    try:
+        download(partial)
+        # From here on it is whole or wrong: to go on with it would help nobody.
+        keep = False
+        read_model_spec(partial)
+        if weights and not any(partial.glob("*.safetensors")):
+            raise WeightsError(f"{out.name}: the source has no safetensors weights")
+        try:
+            partial.rename(out)
+        except OSError:
+            # The other pod was faster; both have the same files.
+            if not _complete(out, weights=weights):
+                raise
+    finally:
+        if not keep:
+            shutil.rmtree(partial, ignore_errors=True)
+    progress(f"wrote {out}")
+
+
+def _partial(out: Path, progress: Progress, resume_as: str) -> Path:
+    """The folder that is filled: a new one, or the one that an earlier try left."""
+    if not resume_as:
+        fresh = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+        fresh.chmod(0o755)
+        return fresh
+    kept = out.with_name(f".{out.name}.{resume_as}.partial")
+    if kept.is_dir():
+        size = sum(path.stat().st_size for path in kept.rglob("*") if path.is_file())
+        progress(f"going on with {size / 1e6:.0f} MB that an earlier try left")
+    kept.mkdir(exist_ok=True)
+    return kept
+
+
+def _remove_abandoned(out: Path, progress: Progress) -> None:
+    """Pods that were killed for good leave their unfinished downloads in a cache that others share."""
+    now = time.time()
+    for folder in out.parent.glob(f".{out.name}.*.partial"):
+        try:
+            last = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+        except FileNotFoundError:
+            # It is being written or removed just now.
+            continue
+        if now - last > ABANDONED_S:
+            progress(f"removing {folder.name}, an unfinished download that nobody goes on with")
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _complete(out: Path, *, weights: bool) -> bool:
+    if not out.exists():
+        return False
+    if not out.is_dir() or not any(out.iterdir()):
+        return False
+    if not (out / "config.json").is_file() or (weights and not any(out.glob("*.safetensors"))):
+        raise WeightsError(f"{out} exists and holds no whole model; remove it or name another folder")
+    return True

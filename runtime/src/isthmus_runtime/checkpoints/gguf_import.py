@@ -1,0 +1,339 @@
+"""Turns a GGUF file into a Hugging Face directory of safetensors: once, before serving.
+
+Quantised weights are expanded and rounded to bf16, as the models they were made from; unquantised ones keep their
+precision. The directory appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import WeightsError
+from ..models.config import ModelSpec, parse_model_spec
+from ..models.llama import tensor_shapes
+from .gguf_tokenizer import Tokenizer, read_tokenizer
+
+MARKER = "isthmus-import.json"
+# Raise it when the import writes something else for the same file: earlier imports are then redone.
+_FORMAT = 2
+# safetensors files of at most this size, so that a large model loads and uploads in parts.
+_SHARD_BYTES = 5 << 30
+
+_ARCHITECTURES = MappingProxyType(
+    {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+)
+_NAMES = MappingProxyType(
+    {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "self_attn.q_norm": "attn_q_norm",
+        "self_attn.k_norm": "attn_k_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+)
+# Tensors that only llama.cpp's own run time uses; rope_freqs would change the mathematics and is refused.
+_ROPE_FREQS = "rope_freqs.weight"
+
+Progress = Callable[[str], None]
+
+
+def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
+    """Write `out` from the GGUF file `source`; False when `out` already is the import of this very file.
+
+    Raises WeightsError for a bad or unsupported file, or an `out` that holds something else; nothing is left behind.
+    """
+    if not source.is_file():
+        raise WeightsError(f"{source} is not a file")
+    progress(f"hashing {source.name}")
+    marker = {"format": _FORMAT, "source": source.name, "sha256": _sha256(source)}
+    if _is_done(out, marker):
+        progress(f"{out} already holds this import")
+        return False
+    reader = _open(source)
+    meta = {name: field.contents() for name, field in reader.fields.items()}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    tokenizer, config = _describe(meta, tensors, str(source))
+    spec = parse_model_spec(config, {}, source=str(source))
+    plan = _match(spec, meta, tensors, str(source))
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
+    try:
+        # mkdtemp makes it private to this user; a model directory is as readable as its parent.
+        partial.chmod(0o755)
+        dtype = _write_weights(partial, spec, plan, tensors, str(source), progress)
+        config["torch_dtype"] = str(dtype).removeprefix("torch.")
+        ends = list(tokenizer.eos)
+        generation = {
+            "bos_token_id": tokenizer.bos,
+            "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+            "pad_token_id": tokenizer.pad,
+        }
+        for name, value in (
+            ("config.json", config),
+            ("generation_config.json", {key: value for key, value in generation.items() if value is not None}),
+            ("tokenizer.json", tokenizer.tokenizer),
+            ("tokenizer_config.json", tokenizer.tokenizer_config),
+        ):
+            _write_json(partial / name, value)
+        _write_json(partial / MARKER, {**marker, "files": {path.name: _size(path) for path in partial.iterdir()}})
+        for path in partial.iterdir():
+            path.chmod(0o644)
+        _replace(partial, out, marker)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    progress(f"wrote {out}")
+    return True
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_done(out: Path, marker: Mapping[str, Any]) -> bool:
+    """Whether `out` holds this import. WeightsError when it holds what we must not overwrite."""
+    if not out.exists():
+        return False
+    try:
+        held = json.loads((out / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        if out.is_dir() and not any(out.iterdir()):
+            return False
+        raise WeightsError(
+            f"{out} exists and was not made by `model import`; remove it or name another --out"
+        ) from None
+    return (
+        isinstance(held, dict)
+        and all(held.get(key) == marker[key] for key in ("format", "sha256"))
+        and all(_size(out / name) == size for name, size in held["files"].items())
+    )
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def _replace(partial: Path, out: Path, marker: Mapping[str, Any]) -> None:
+    if _is_done(out, marker):
+        # Another process imported the same file meanwhile.
+        shutil.rmtree(partial)
+    elif out.exists():
+        # A directory cannot be replaced in one step: the old one steps aside, and comes back if the rename fails.
+        aside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".old", dir=out.parent))
+        out.rename(aside / "old")
+        try:
+            partial.rename(out)
+        except OSError:
+            (aside / "old").rename(out)
+            raise
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    else:
+        partial.rename(out)
+
+
+def _open(source: Path) -> Any:
+    with source.open("rb") as file:
+        magic = file.read(4)
+    if magic != b"GGUF":
+        raise WeightsError(f"{source} is not a GGUF file: it starts with {magic!r}, expected b'GGUF'")
+    try:
+        return gguf.GGUFReader(source)
+    except (ValueError, IndexError, KeyError, OverflowError, TypeError, UnicodeDecodeError, struct.error) as e:
+        # The reader has no error of its own: a cut file ends in whatever its arrays raise.
+        raise WeightsError(
+            f"{source} is truncated or corrupt ({source.stat().st_size} bytes): {type(e).__name__}: {e}"
+        ) from e
+
+
+def _describe(meta: Mapping[str, Any], tensors: Mapping[str, Any], source: str) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer, and the model's config.json (without its dtype)."""
+    arch = meta.get("general.architecture")
+    if not isinstance(arch, str) or arch not in _ARCHITECTURES:
+        raise WeightsError(
+            f"{source}: general.architecture {arch!r} is not supported; known: {', '.join(_ARCHITECTURES)}"
+        )
+    if _ROPE_FREQS in tensors:
+        raise WeightsError(
+            f"{source}: tensor {_ROPE_FREQS} (rotary scaling of the Llama 3.1 kind) is not supported in a GGUF file; "
+            "fetch the original safetensors model instead"
+        )
+
+    def value(key: str, default: Any = None) -> Any:
+        found = meta.get(f"{arch}.{key}", default)
+        if found is None:
+            raise WeightsError(f"{source}: metadata {arch}.{key} is missing")
+        return found
+
+    heads, hidden = value("attention.head_count"), value("embedding_length")
+    head_dim = meta.get(f"{arch}.attention.key_length") or hidden // heads
+    rotary = meta.get(f"{arch}.rope.dimension_count", head_dim)
+    if rotary != head_dim:
+        raise WeightsError(f"{source}: {arch}.rope.dimension_count {rotary} differs from the head size {head_dim}")
+    scaling = meta.get(f"{arch}.rope.scaling.type", "none")
+    if scaling not in ("none", "linear"):
+        raise WeightsError(f"{source}: {arch}.rope.scaling.type {scaling!r} is not supported; known: none, linear")
+    context = value("context_length")
+    tokenizer = read_tokenizer(meta, source=source, max_length=context)
+    embedding = tensors.get("token_embd.weight")
+    vocab = int(embedding.shape[1]) if embedding is not None else tokenizer.vocab_size
+    if tokenizer.vocab_size > vocab:
+        raise WeightsError(f"{source}: {tokenizer.vocab_size} tokens, but token_embd.weight has {vocab} rows")
+    config: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[arch]],
+        "model_type": arch,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": value("feed_forward_length"),
+        "num_hidden_layers": value("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": value("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": context,
+        # GGUF keeps it as fp32; the shortest text that gives the same fp32 is what was meant.
+        "rms_norm_eps": float(str(np.float32(value("attention.layer_norm_rms_epsilon")))),
+        "rope_theta": float(value("rope.freq_base", 10000.0)),
+        "rope_scaling": None,
+        "attention_bias": arch == "llama" and "blk.0.attn_q.bias" in tensors,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": tokenizer.bos,
+        "eos_token_id": tokenizer.eos[0] if len(tokenizer.eos) == 1 else list(tokenizer.eos) or None,
+        "pad_token_id": tokenizer.pad,
+        "use_cache": True,
+    }
+    if scaling == "linear":
+        config["rope_scaling"] = {"rope_type": "linear", "factor": float(value("rope.scaling.factor"))}
+    return tokenizer, config
+
+
+def _match(spec: ModelSpec, meta: Mapping[str, Any], tensors: Mapping[str, Any], source: str) -> dict[str, str]:
+    """GGUF name of every tensor that config.json asks for. WeightsError lists what is missing, misshapen or left."""
+    names: dict[str, str] = {}
+    problems: list[str] = []
+    for name, shape in tensor_shapes(spec).items():
+        stem, _, kind = name.rpartition(".")
+        if stem.startswith("model.layers."):
+            number, _, part = stem.removeprefix("model.layers.").partition(".")
+            names[name] = f"blk.{number}.{_NAMES[part]}.{kind}"
+        else:
+            names[name] = f"{_NAMES[stem]}.{kind}"
+        tensor = tensors.get(names[name])
+        if tensor is None:
+            problems.append(f"{source}: tensor {names[name]} {list(shape)} is missing")
+            continue
+        # GGUF lists the innermost dimension first.
+        found = tuple(int(size) for size in reversed(tensor.shape))
+        if found != shape:
+            problems.append(f"{source}: tensor {names[name]} has shape {list(found)}, expected {list(shape)}")
+    for name in sorted(tensors.keys() - set(names.values())):
+        problems.append(f"{source}: tensor {name} is not part of {meta['general.architecture']}")
+    if problems:
+        raise WeightsError(problems[:8])
+    return names
+
+
+def _write_weights(
+    folder: Path,
+    spec: ModelSpec,
+    names: Mapping[str, str],
+    tensors: Mapping[str, Any],
+    source: str,
+    progress: Progress,
+) -> torch.dtype:
+    """Write the weights, in shards if they are large; the dtype of the matrices."""
+    shards: list[dict[str, Tensor]] = [{}]
+    size, total = 0, 0
+    where: dict[str, int] = {}
+    written: list[Path] = []
+    matrices = torch.bfloat16
+    step = max(1, len(names) // 4)
+
+    def flush() -> None:
+        written.append(folder / f"part-{len(written)}.safetensors")
+        save_file(shards[-1], written[-1], metadata={"format": "pt"})
+        shards[-1] = {}
+
+    for number, (name, gguf_name) in enumerate(names.items()):
+        tensor = _tensor(tensors[gguf_name], name, spec, source)
+        if tensor.dim() == 2:
+            matrices = torch.promote_types(matrices, tensor.dtype) if tensor.dtype != torch.float16 else tensor.dtype
+        if size and size + tensor.nbytes > _SHARD_BYTES:
+            flush()
+            size = 0
+        shards[-1][name] = tensor
+        where[name] = len(written)
+        size += tensor.nbytes
+        total += tensor.nbytes
+        if number % step == step - 1:
+            progress(f"expanded {number + 1} of {len(names)} tensors")
+    flush()
+    if len(written) == 1:
+        written[0].rename(folder / "model.safetensors")
+        return matrices
+    final = [f"model-{number + 1:05}-of-{len(written):05}.safetensors" for number in range(len(written))]
+    for path, target in zip(written, final, strict=True):
+        path.rename(folder / target)
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {name: final[number] for name, number in where.items()},
+    }
+    _write_json(folder / "model.safetensors.index.json", index)
+    return matrices
+
+
+def _tensor(tensor: Any, name: str, spec: ModelSpec, source: str) -> Tensor:
+    kind = tensor.tensor_type
+    kinds = gguf.GGMLQuantizationType
+    if kind == kinds.F16:
+        values = torch.from_numpy(np.array(tensor.data, np.float16))
+    elif kind == kinds.F32:
+        values = torch.from_numpy(np.array(tensor.data, np.float32))
+    else:
+        try:
+            expanded: npt.NDArray[np.float32] = gguf.dequantize(tensor.data, kind)
+        except NotImplementedError as e:
+            raise WeightsError(f"{source}: tensor {tensor.name} has type {kind.name}, which cannot be read: {e}") from e
+        values = torch.from_numpy(np.ascontiguousarray(expanded)).to(torch.bfloat16)
+    values = values.reshape(tuple(int(size) for size in reversed(tensor.shape)))
+    part = name.rpartition(".")[0].rpartition(".")[2]
+    if spec.architecture == "LlamaForCausalLM" and part in ("q_proj", "k_proj"):
+        values = _unpermute(values, spec.num_heads if part == "q_proj" else spec.num_kv_heads)
+    return values.contiguous()
+
+
+def _unpermute(weight: Tensor, heads: int) -> Tensor:
+    """llama.cpp stores Llama's q and k rows so that rotated pairs are neighbours; ours are half a head apart."""
+    rows = weight.shape[0]
+    pairs = weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)

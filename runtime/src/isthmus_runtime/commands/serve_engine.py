@@ -1,0 +1,293 @@
+"""Joins the parts of an engine process. Part of `__main__`: nothing else may import it.
+
+weights -> KV plan -> executor -> scheduler -> transfer -> loop -> HTTP
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from importlib.metadata import version
+from typing import NoReturn
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from ..config import EngineConfig, Role
+from ..engine.backend import EngineBackend, Streams
+from ..engine.kv_events import KvEventFeed
+from ..engine.loop import STEPS_IN_FLIGHT, EngineLoop
+from ..engine.scheduler import Scheduler
+from ..engine.server import MAX_BODY_BYTES, EngineMeters, EngineServer
+from ..errors import ConfigError, EngineFailed, IsthmusError
+from ..httpd import InFlight, check_port, error_middleware, run_app
+from ..interfaces.handoff import HandoffEvent, KvHandoff
+from ..interfaces.steps import Executor
+from ..kv.groups import LayerSpec
+from ..kv.keys import layout_digest
+from ..kv.plan import KvPlan, plan
+from ..kv.plan_input import KvPlanInput
+from ..kv.pool import BlockPool
+from ..openai.app import ApiConfig, add_openai_routes
+from ..openai.tokenizer import Tokenizer
+from ..protocol import KV_ABI, EngineInfo, KvInfo, TransferInfo
+from ..transfer.sockets import probe_accepted
+
+log = logging.getLogger(__name__)
+
+_LAME_DUCK_S = 2.0
+"""Routers look at /info once a second; until they know, what they send here is served."""
+
+PREPARE_TIMEOUT_S = 30.0
+"""Registering the pool and reaching the store's master may take this long at start."""
+
+HandoffFactory = Callable[[Callable[[HandoffEvent], None]], KvHandoff]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    """An executor with its pool, and what peers must agree on."""
+
+    executor: Executor
+    plan: KvPlan
+    digest: str
+    kv_heads: int
+    vocab_size: int
+
+
+def serve_engine(config: EngineConfig) -> NoReturn:
+    """Run one engine until SIGTERM, then end the process. Raises ConfigError when its model or pool cannot be made."""
+    started = time.monotonic()
+    check_port(config.server.host, config.server.port)
+    tokenizer = Tokenizer.load(config.model.path) if config.role is Role.UNIFIED else None
+    loaded = _load_fake(config) if config.executor == "fake" else _load_torch(config)
+    kv = loaded.plan
+    log.info(
+        "KV pool: %d blocks (%d usable) of %d tokens, %.1f MiB; max_model_len %d",
+        kv.num_blocks,
+        kv.usable_blocks,
+        kv.block_size,
+        kv.num_blocks * kv.bytes_per_block / 2**20,
+        kv.max_model_len,
+    )
+    try:
+        status = asyncio.run(_serve(config, loaded, tokenizer, started))
+    except ConfigError as error:
+        log.critical("%s", "; ".join(error.problems))
+        status = 2
+    except IsthmusError as error:
+        log.critical("%s", error)
+        status = 1
+    if any(thread.name.startswith("transfer-") for thread in threading.enumerate()):
+        log.warning("a call into the KV transport has not returned; leaving without it")
+    # Everything of ours is closed. Finalising the interpreter would end the process by a signal where such a call
+    # still runs, and run Mooncake's exit handlers, which call a master that is gone for most of a minute.
+    logging.shutdown()
+    os._exit(status)
+
+
+def _plan(config: EngineConfig, specs: tuple[LayerSpec, ...], free_bytes: int, model_limit: int) -> KvPlan:
+    memory = config.kv.memory_bytes
+    auto = config.scheduler.max_model_len is None
+    return plan(
+        KvPlanInput(
+            workers=(specs,),
+            available_bytes=(memory if memory is not None else int(free_bytes * config.kv.memory_fraction),),
+            max_model_len=config.scheduler.max_model_len or model_limit,
+            auto_fit=auto,
+            num_blocks_override=config.kv.num_blocks_override,
+            max_num_batched_tokens=config.scheduler.max_batched_tokens,
+            batches_in_flight=STEPS_IN_FLIGHT,
+        )
+    )
+
+
+def _load_torch(config: EngineConfig) -> _Loaded:
+    from ..checkpoints.revision import weights_revision
+    from ..executor.model_runner import TorchExecutor, load
+
+    model = load(config.model)
+    specs = model.layer_specs(config.kv.block_size, config.kv.dtype)
+    kv = _plan(config, specs, model.free_memory_bytes(), model.spec.max_position)
+    digest = layout_digest(
+        model_revision=weights_revision(config.model.path),
+        dtype=specs[0].dtype,
+        block_size=kv.block_size,
+        num_kv_heads=model.spec.num_kv_heads,
+        head_dim=model.spec.head_dim,
+        num_layers=model.spec.num_layers,
+        layout=config.kv.layout,
+        details=[repr(spec) for spec in specs],
+    )
+    executor = TorchExecutor(model, kv, config.scheduler, config.kv)
+    return _Loaded(
+        executor=executor,
+        plan=kv,
+        digest=digest,
+        kv_heads=model.spec.num_kv_heads,
+        vocab_size=model.spec.vocab_size,
+    )
+
+
+def _load_fake(config: EngineConfig) -> _Loaded:
+    from ..executor.fake import ENTRY_BYTES, MAX_TOKEN_IDS, FakeExecutor
+
+    # One head of width 1 in fp32, keys and values, takes as many bytes as a fake entry.
+    spec = LayerSpec(kind="full", layers=1, block_size=config.kv.block_size, dtype="fp32", kv_heads=1, head_dim=1)
+    assert spec.page_bytes == config.kv.block_size * ENTRY_BYTES
+    kv = _plan(config, (spec,), 1 << 24, 8192)
+    digest = layout_digest(
+        model_revision=config.model.path,
+        dtype="fake",
+        block_size=kv.block_size,
+        num_kv_heads=1,
+        head_dim=1,
+        num_layers=1,
+        layout=config.kv.layout,
+    )
+    executor = FakeExecutor(kv.num_blocks, kv.block_size, layout_digest=digest)
+    return _Loaded(executor=executor, plan=kv, digest=digest, kv_heads=1, vocab_size=MAX_TOKEN_IDS)
+
+
+async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | None, started: float) -> int:
+    kv, model_name = loaded.plan, config.model.served_names[0]
+    feed = KvEventFeed(asyncio.get_running_loop()) if config.kv.prefix_caching else None
+    events = None if feed is None else feed.queue
+    scheduler = Scheduler(
+        config.scheduler,
+        kv,
+        BlockPool(kv.num_blocks, num_groups=len(kv.groups), prefix_caching=config.kv.prefix_caching, events=events),
+        layout_digest=loaded.digest,
+        kv_heads=loaded.kv_heads,
+        recompute=config.transfer.on_failure == "recompute",
+    )
+    streams = Streams(asyncio.get_running_loop())
+    mover = _Mover.start(config, loaded)
+    engine = EngineLoop(scheduler, loaded.executor, streams.sink, handoff=mover.handoff)
+    backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size)
+    in_flight = InFlight()
+    meters = EngineMeters(CollectorRegistry(), model_name)
+    meters.engine.set_cache_config(block_size=str(kv.block_size), num_gpu_blocks=str(kv.num_blocks))
+    kv_info = KvInfo(
+        block_size=kv.block_size,
+        physical_blocks=kv.num_blocks,
+        usable_blocks=kv.usable_blocks,
+        bytes_per_block=kv.bytes_per_block,
+        max_model_len=kv.max_model_len,
+        layout_digest=loaded.digest,
+    )
+    fingerprint = sha256(f"{loaded.digest}:{KV_ABI}".encode()).hexdigest()[:16]
+
+    def info() -> EngineInfo:
+        stats = engine.snapshot.stats
+        return EngineInfo(
+            role=config.role.value,  # type: ignore[arg-type]
+            model=config.model.path,
+            served_names=config.model.served_names,
+            fingerprint=fingerprint,
+            kv=kv_info,
+            transfer=mover.info,
+            version=version("isthmus-runtime"),
+            running=stats.running,
+            waiting=stats.waiting + stats.receiving,
+            draining=in_flight.leaving,
+            vocab_size=loaded.vocab_size,
+        )
+
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[error_middleware])
+    server = EngineServer(
+        backend,
+        info,
+        meters,
+        in_flight,
+        no_progress_timeout_s=config.server.no_progress_timeout_s,
+        clock=time.monotonic,
+        kv_events=feed,
+    )
+    app.add_routes(server.routes())
+    if feed is not None:
+        app.on_shutdown.append(_ender(feed))
+    if tokenizer is not None:
+        add_openai_routes(
+            app,
+            backend,
+            tokenizer,
+            ApiConfig(served_names=config.model.served_names),
+            in_flight=in_flight,
+            metrics=meters.requests,
+        )
+
+    def on_started(port: int) -> None:
+        probe_accepted()
+        log.info("ready on port %d after %.1f s", port, time.monotonic() - started)
+
+    engine.start()
+    try:
+        # The transfer ends while the port still answers: to a peer, a refused connection means that nothing can move.
+        await run_app(
+            app,
+            host=config.server.host,
+            port=config.server.port,
+            drain_timeout_s=config.server.drain_timeout_s,
+            lame_duck_s=_LAME_DUCK_S,
+            in_flight=in_flight,
+            before_close=lambda: asyncio.to_thread(engine.stop),
+            on_started=on_started,
+        )
+    finally:
+        loaded.executor.close()
+    if engine.failure:
+        raise EngineFailed(engine.failure)
+    return 0
+
+
+def _ender(feed: KvEventFeed) -> Callable[[web.Application], Awaitable[None]]:
+    async def end(app: web.Application) -> None:
+        feed.close()
+
+    return end
+
+
+class _Mover:
+    """The transfer side of an engine, or its absence."""
+
+    def __init__(self, info: TransferInfo, handoff: HandoffFactory | None = None) -> None:
+        self.info = info
+        self.handoff = handoff
+
+    @staticmethod
+    def start(config: EngineConfig, loaded: _Loaded) -> _Mover:
+        """Register the pool with the transport, measure it, and offer the agent to the loop."""
+        if config.transfer.mode == "none":
+            return _Mover(TransferInfo(epoch=uuid.uuid4().hex))
+        from ..transfer.agent import TransferAgent
+        from ..transfer.factory import make_transfer
+
+        memory = replace(loaded.executor.kv_region(), layout_digest=loaded.digest)
+        settings = config.transfer
+        if settings.mode == "store" and memory.device == "cpu":
+            # The pool can return other bytes than were stored (docs/adr/0007).
+            settings = replace(settings, verify_crc=True)
+        epoch = uuid.uuid4().hex
+        transfer = make_transfer(settings, epoch=epoch)
+        transfer.prepare(memory, PREPARE_TIMEOUT_S)
+        effective = transfer.effective()
+        log.info("KV transfer: %s over %s, %.2f GB/s", config.transfer.mode, effective.transport, effective.gbps)
+        info = TransferInfo(
+            mode=config.transfer.mode,  # type: ignore[arg-type]
+            transport=effective.transport,
+            probed_gbps=round(effective.gbps, 3),
+            epoch=epoch,
+        )
+
+        def handoff(notify: Callable[[HandoffEvent], None]) -> KvHandoff:
+            return TransferAgent(transfer, memory, settings, notify, time.monotonic, epoch=info.epoch)
+
+        return _Mover(info, handoff)

@@ -1,0 +1,68 @@
+"""Joins the parts of a router process. Part of `__main__`: nothing else may import it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+
+import uvloop
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from ..config import RouterConfig
+from ..httpd import InFlight, error_middleware, run_app
+from ..metrics import RequestMetrics
+from ..openai.app import ApiConfig, add_openai_routes, read_api_key
+from ..openai.tokenizer import Tokenizer
+from ..router.app import make_router
+from ..transfer.sockets import probe_accepted
+
+log = logging.getLogger(__name__)
+
+_GC_THRESHOLD = 20_000
+"""Containers made, less those freed, between two collections; 700 by default."""
+
+_LAME_DUCK_S = 3.0
+"""Kubernetes takes an ending pod out of its Service by and by, node by node: a second or two is usual."""
+
+
+def serve_router(config: RouterConfig) -> int:
+    """Run one router until SIGTERM. Raises ConfigError when it cannot start."""
+    tokenizer = Tokenizer.load(config.model.path)
+    api_key = read_api_key(config.api_key_file)
+    # What is there now stays, and a request leaves hardly a cycle behind: the collector need not look that often.
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
+    return uvloop.run(_serve(config, tokenizer, api_key))
+
+
+async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> int:
+    in_flight, registry = InFlight(), CollectorRegistry()
+    router = make_router(config, registry, in_flight)
+    metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_", vllm_names=False)
+    app = web.Application(middlewares=[error_middleware])
+    router.add_routes(app)
+    hot = add_openai_routes(
+        app,
+        router.backend,
+        tokenizer,
+        ApiConfig(served_names=config.model.served_names, request_timeout_s=config.request_timeout_s, api_key=api_key),
+        in_flight=in_flight,
+        metrics=metrics,
+    )
+
+    def started(port: int) -> None:
+        probe_accepted()
+        log.info("router listens on %s:%d", config.server.host, port)
+
+    await run_app(
+        app,
+        host=config.server.host,
+        port=config.server.port,
+        drain_timeout_s=config.server.drain_timeout_s,
+        lame_duck_s=_LAME_DUCK_S,
+        in_flight=in_flight,
+        hot=hot,
+        on_started=started,
+    )
+    return 0

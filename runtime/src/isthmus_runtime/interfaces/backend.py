@@ -1,0 +1,25 @@
+"""API <-> whatever serves: the local engine, or the router's pair of remote ones."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from ..request import GenerateRequest, TokenChunk
+
+
+class Backend(Protocol):
+    """Turns requests into tokens: the local engine, or the router's pair of remote ones."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, tokens; 0 while unknown (not ready)."""
+
+    def ready(self) -> str:
+        """Empty when requests can be served now, else the one reason why not."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Stream the answer; the last chunk has a finish reason. Closing the generator cancels the request.
+
+        Raises RequestError when it is refused before the first chunk; afterwards errors arrive as the last chunk.
+        """

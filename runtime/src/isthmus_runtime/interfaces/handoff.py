@@ -1,0 +1,161 @@
+"""Engine loop <-> KV handoff: attempts to move one prompt's KV, and what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..protocol import CommitCall, PrefillRecord, Ticket
+from ..request import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRef:
+    """A prompt block that is ready to be sent."""
+
+    index: int
+    """Position in the prompt, 0-based, in blocks."""
+    block_id: int
+    key: str
+    """Content key from kv/keys.py."""
+    group: int
+    """KV group whose layers it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendJob:
+    """Prefill side: an attempt to move one prompt's KV."""
+
+    request_id: str
+    attempt: str
+    ticket: Ticket
+    deadline_s: float
+    """On the clock that `now` arguments use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveJob:
+    """Decode side: an attempt to take one prompt's KV."""
+
+    request_id: str
+    attempt: str
+    skip_blocks: int
+    blocks: tuple[BlockRef, ...]
+    """Blocks to fill: prompt blocks skip_blocks, skip_blocks + 1, ... with the keys they must carry."""
+    num_tokens: int
+    peer_url: str
+    peer_epoch: str
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptResult:
+    """What the engine knows when a prompt is computed. The handoff makes the record of it, from what it moved."""
+
+    num_tokens: int
+    """Prompt tokens whose KV was computed."""
+    first_token: int
+    first_logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """Prefill side: everything was sent, the record last."""
+
+    attempt: str
+    sent_bytes: int
+    seconds: float
+    """Since `finish_send`: what was not hidden behind compute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """Decode side: everything has arrived and was verified."""
+
+    attempt: str
+    record: PrefillRecord
+    seconds: float
+    """Since `commit`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The KV did not move."""
+
+    attempt: str
+    stage: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """The attempt has ended here."""
+
+    attempt: str
+    drained: bool
+    """False: its blocks must be quarantined until the `Drained` of the same attempt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """Nothing can move any more for an attempt that was released undrained."""
+
+    attempt: str
+
+
+HandoffEvent = Sent | Received | Failed | Released | Drained
+"""What the handoff tells the engine loop. Each attempt gets at most one result (`Sent`, `Received` or `Failed`), then
+exactly one `Released`."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffStats:
+    """Counters of one handoff, since its start (`live` and `quarantined`: attempts now)."""
+
+    live: int
+    quarantined: int
+    sent: int
+    received: int
+    failed: int
+    dropped: int
+    """Late, repeated or unknown messages."""
+    sent_bytes: int
+
+
+class KvHandoff(Protocol):
+    """KV movement as the engine loop sees it. All calls come from the engine thread and return at once;
+    results arrive through the `notify` callback given at construction, from any thread."""
+
+    def open_send(self, job: SendJob, now: float) -> None:
+        """Start a sending leg. A layout that differs from the ticket's is a `Failed` event naming both."""
+
+    def send_blocks(self, attempt: str, blocks: Sequence[BlockRef], now: float) -> None:
+        """These blocks are written and final: move them while the next chunk computes."""
+
+    def finish_send(self, attempt: str, result: PromptResult, now: float) -> None:
+        """All blocks were given; write the record last."""
+
+    def open_receive(self, job: ReceiveJob, now: float) -> Ticket:
+        """Start a receiving leg and describe to the peer where to write."""
+
+    def commit(self, call: CommitCall, now: float) -> None:
+        """The router's word: prefill has sent, or failed."""
+
+    def cancel(self, attempt: str, reason: str, now: float) -> None:
+        """End the attempt from any state; `Released` follows. Unknown attempts are counted and ignored."""
+
+    def tick(self, now: float) -> None:
+        """Fire deadlines."""
+
+    def next_deadline(self) -> float | None:
+        """When `tick` must be called next, or None."""
+
+    def is_drained(self, attempt: str) -> bool:
+        """For a peer: True when no byte of the attempt can still leave this process. Thread-safe."""
+
+    def stats(self) -> HandoffStats:
+        """A snapshot of the counters. Thread-safe."""
+
+    def close(self) -> None:
+        """Stop threads; nothing moves afterwards."""
