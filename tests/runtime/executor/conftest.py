@@ -108,7 +108,7 @@ class Driver:
                     starts.append(self._row_start(job))
             submitted: tuple[Future[StepOutput], list[Job]] | None = None
             if chunks:
-                total = sum(chunk.count for chunk in chunks)
+                total = sum(chunk.num_tokens for chunk in chunks)
                 step = StepPlan(self.step, tuple(starts), tuple(grown), tuple(chunks), total)
                 self.step += 1
                 submitted = (self.executor.submit(step), sampling)
@@ -146,11 +146,11 @@ class Driver:
                 continue
             count = self.rng.randint(1, min(todo, left))
             self._grow(job, count, grown)
-            samples = job.computed + count == job.known
-            chunks.append(Chunk(job.row, job.computed, count, samples))
+            draws = 1 if job.computed + count == job.known else 0
+            chunks.append(Chunk(job.row, job.computed, count, draws))
             job.computed += count
             left -= count
-            if samples:
+            if draws:
                 job.known += 1
                 sampling.append(job)
         return chunks, sampling
@@ -184,10 +184,10 @@ class Driver:
 
     def _collect(self, result: tuple[Future[StepOutput], list[Job]]) -> None:
         output = result[0].result(DEADLINE_S)
-        assert len(output.token_ids) == len(result[1])
-        for index, job in enumerate(result[1]):
-            job.generated.append(output.token_ids[index])
-            job.logprobs.append(output.logprobs[index] if output.logprobs else None)
+        drawn = [row for row in output.rows if row.tokens]
+        for job, row in zip(result[1], drawn, strict=True):
+            job.generated.extend(row.tokens)
+            job.logprobs.append(row.logprobs[0] if row.logprobs else None)
         self.free.extend(self.released)
         self.released.clear()
 

@@ -54,26 +54,28 @@ def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
             ids = tuple(data.draw(st.lists(blocks, max_size=1), label="ids"))
             grown.append(RowBlocks(row, number, index, ids))
             naive.tables[row][number].update({index + i: block for i, block in enumerate(ids)})
-            left = MAX_TOKENS - sum(chunk.count for chunk in chunks)
+            left = MAX_TOKENS - sum(chunk.num_tokens for chunk in chunks)
             todo = min(len(naive.tokens[row]) - computed[row], left)
             if todo < 1:
                 continue
             count = data.draw(st.integers(1, todo), label="tokens")
-            samples = computed[row] + count == len(naive.tokens[row])
-            chunks.append(Chunk(row, computed[row], count, samples))
+            draws = int(computed[row] + count == len(naive.tokens[row]))
+            chunks.append(Chunk(row, computed[row], count, draws))
         if not chunks:
             batch.update(StepPlan(step, tuple(starts), tuple(grown), (), 0))
             continue
-        total = sum(chunk.count for chunk in chunks)
+        total = sum(chunk.num_tokens for chunk in chunks)
         forward, drawn = batch.apply(StepPlan(step, tuple(starts), tuple(grown), tuple(chunks), total))
 
-        spans = [(c.row, p) for c in chunks for p in range(c.start, c.start + c.count)]
+        spans = [(c.row, p) for c in chunks for p in range(c.start, c.start + c.num_tokens)]
         assert forward.token_ids.tolist() == [naive.tokens[row][p] for row, p in spans]
         assert forward.positions.tolist() == [p for _, p in spans]
-        assert forward.seq_lens.tolist() == [c.start + c.count for c in chunks]
-        assert forward.query_start_loc.tolist() == [sum(c.count for c in chunks[:i]) for i in range(len(chunks) + 1)]
-        assert forward.max_seq_len == max(c.start + c.count for c in chunks)
-        assert forward.max_query_len == max(c.count for c in chunks)
+        assert forward.seq_lens.tolist() == [c.start + c.num_tokens for c in chunks]
+        assert forward.query_start_loc.tolist() == [
+            sum(c.num_tokens for c in chunks[:i]) for i in range(len(chunks) + 1)
+        ]
+        assert forward.max_seq_len == max(c.start + c.num_tokens for c in chunks)
+        assert forward.max_query_len == max(c.num_tokens for c in chunks)
         for number, group in enumerate(GROUPS):
             size, got = group.block_size, forward.groups[number]
             slots = []
@@ -82,19 +84,19 @@ def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
                 slots.append(block * size + p % size if block else -1)
             assert got.slot_mapping.tolist() == slots
             for c, table in zip(chunks, got.block_tables.tolist(), strict=True):
-                used = -(-(c.start + c.count) // size)
+                used = -(-(c.start + c.num_tokens) // size)
                 assert table[:used] == [naive.tables[c.row][number].get(i, 0) for i in range(used)]
-        last = np.cumsum([c.count for c in chunks]) - 1
-        assert forward.logit_rows.tolist() == [int(last[i]) for i, c in enumerate(chunks) if c.samples]
-        assert drawn.rows.tolist() == [c.row for c in chunks if c.samples]
-        assert drawn.positions.tolist() == [c.start + c.count for c in chunks if c.samples]
+        last = np.cumsum([c.num_tokens for c in chunks]) - 1
+        assert forward.logit_rows.tolist() == [int(last[i]) for i, c in enumerate(chunks) if c.draws]
+        assert drawn.rows.tolist() == [c.row for c in chunks if c.draws]
+        assert drawn.positions.tolist() == [c.start + c.num_tokens for c in chunks if c.draws]
         tokens_drawn = np.arange(len(drawn.rows)) + 500
         batch.store(drawn, tokens_drawn)
         for row, token in zip(drawn.rows.tolist(), tokens_drawn.tolist(), strict=True):
             if len(naive.tokens[row]) < MAX_LEN:
                 naive.tokens[row].append(token)
         for chunk in chunks:
-            computed[chunk.row] += chunk.count
+            computed[chunk.row] += chunk.num_tokens
 
 
 def test_any_whole_number_is_a_seed() -> None:
@@ -110,7 +112,7 @@ def test_a_new_request_sees_nothing_of_the_row_before() -> None:
     sampling = SamplingParams(max_tokens=1)
     batch.start(RowStart(1, "old", [7] * 30, 30, (tuple(range(1, 9)), (1, 2, 3, 4)), sampling))
     batch.start(RowStart(1, "new", [9], 1, ((5,), (6,)), sampling))
-    forward, _ = batch.apply(StepPlan(0, (), (), (Chunk(1, 0, 1, True),), 1))
+    forward, _ = batch.apply(StepPlan(0, (), (), (Chunk(1, 0, 1, 1),), 1))
     assert forward.token_ids.tolist() == [9]
     assert [group.block_tables.tolist() for group in forward.groups] == [[[5]], [[6]]]
     assert (batch._tables[0][1, 1:] == 0).all()

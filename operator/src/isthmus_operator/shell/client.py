@@ -215,7 +215,7 @@ class Api:
                 serialize=False,
                 _request_timeout=REQUEST_TIMEOUT_S,
             )
-            found: dict[str, Any] = await answer.json()
+            found: dict[str, Any] = json.loads(await answer.read())
         except ApiException as error:
             why = f"{method} {path}: HTTP {error.status}: {_message(error.body)}"
             raise ApiError(error.status, why) from error

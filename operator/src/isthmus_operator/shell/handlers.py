@@ -14,8 +14,9 @@ from typing import Any
 
 import kopf
 
-from ..api.v1alpha1 import GROUP, PLURAL, VERSION, parse_stored
+from ..api.v1alpha1 import GROUP, PLURAL, VERSION
 from ..errors import InvalidSpec
+from ..plan.admission import admit
 from .certificates import Certificates
 from .client import connect
 from .operator import Operator, OperatorOptions
@@ -122,7 +123,7 @@ def settings_of(operator: Operator) -> kopf.OperatorSettings:
 async def validate(body: kopf.Body, **_: Any) -> None:
     """Admission: refuses a spec with all its problems at once, with their field paths."""
     try:
-        parse_stored(dict(body))
+        admit(dict(body))
     except InvalidSpec as error:
         raise kopf.AdmissionError(str(error), code=422) from None
 

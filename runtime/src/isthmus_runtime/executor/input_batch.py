@@ -95,8 +95,8 @@ class InputBatch:
         The result's tensors are valid until the next call.
         """
         self.update(plan)
-        columns: Longs = np.array([(c.row, c.start, c.count, c.samples) for c in plan.chunks], np.int64).T
-        rows, starts, counts, samples = columns
+        columns: Longs = np.array([chunk[:4] for chunk in plan.chunks], np.int64).T
+        rows, starts, counts, draws = columns
         num_rows, num_tokens = len(rows), int(counts.sum())
         assert num_tokens == plan.num_tokens <= self._max_tokens, (plan.step, num_tokens, plan.num_tokens)
 
@@ -119,7 +119,7 @@ class InputBatch:
         groups = tuple(
             self._group(number, rows, token_rows, positions, max_seq_len) for number in range(len(self._tables))
         )
-        drawing = samples.astype(bool)
+        drawing = draws > 0
         batch = ForwardBatch(
             token_ids=self._token_ids[:num_tokens],
             positions=self._positions[:num_tokens],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..interfaces.transport import KvMemory
+from ..interfaces.transport import KvRegion
 from ..kv.groups import LayerSpec
 from ..kv.plan import KvPlan
 from .compute import KV_NAMES
@@ -83,14 +83,14 @@ class KvCache:
         strides = (size * heads * dim, half, heads * dim, dim, 1)
         return self._pool.as_strided((self.num_blocks, two, size, heads, dim), strides, slot * 2 * half)
 
-    def memory(self) -> KvMemory:
+    def memory(self) -> KvRegion:
         """The pool as plain memory, for a transport. ConfigError when a block is not one run."""
         if self.layout != "block-major":
             raise ConfigError(
                 f"--kv-layout {self.layout} scatters a block over all layers, and a transfer moves blocks as one run; "
                 "use --kv-layout block-major with --transfer-mode direct or store"
             )
-        return KvMemory(
+        return KvRegion(
             base=self._pool.data_ptr(),
             num_blocks=self.num_blocks,
             block_bytes=self.block_bytes,

@@ -18,16 +18,17 @@ import torch
 from ..checkpoints.safetensors import Checkpoint
 from ..config import KvConfig, ModelConfig, SchedulerConfig
 from ..errors import ConfigError, EngineFailed
-from ..interfaces.steps import Chunk, RowStart, StepOutput, StepPlan
-from ..interfaces.transport import KvMemory
+from ..interfaces.steps import NOTHING_DRAWN, Chunk, RowOutput, RowStart, StepOutput, StepPlan
+from ..interfaces.transport import KvRegion
 from ..kv.groups import LayerSpec
 from ..kv.plan import KvPlan
-from ..models.config import ModelSpec, read_model_spec
-from ..models.llama import LlamaModel, tensor_shapes
-from ..request import SamplingParams
+from ..models.base import Model, ModelSpec
+from ..models.registry import read_model_spec
+from ..request import SamplingParams, TokenLogprobs
 from . import compute
 from .input_batch import InputBatch
 from .kv_cache import KvCache
+from .replay import Replay
 from .sampler import sample
 
 _LOG = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class LoadedModel:
     """A model with its weights in memory, before there is a KV pool."""
 
     spec: ModelSpec
-    model: LlamaModel
+    model: Model
     threads: int
     kv_auto: torch.dtype
     """The pool's element type where none is asked for."""
@@ -53,27 +54,8 @@ class LoadedModel:
         return compute.DTYPES[kv_dtype]
 
     def layer_specs(self, block_size: int, kv_dtype: str) -> tuple[LayerSpec, ...]:
-        """What `kv.plan` needs to know about the layers: neighbours of one kind are one entry, in model order."""
-        dtype = compute.KV_NAMES[self.kv_dtype(kv_dtype)]
-        specs: list[LayerSpec] = []
-        run = 0
-        for number, window in enumerate(self.spec.windows):
-            run += 1
-            if number + 1 < self.spec.num_layers and self.spec.windows[number + 1] == window:
-                continue
-            specs.append(
-                LayerSpec(
-                    kind="full" if window is None else "sliding",
-                    layers=run,
-                    block_size=block_size,
-                    dtype=dtype,
-                    kv_heads=self.spec.num_kv_heads,
-                    head_dim=self.spec.head_dim,
-                    window=window,
-                )
-            )
-            run = 0
-        return tuple(specs)
+        """What `kv.plan` needs to know about the layers."""
+        return self.spec.layer_specs(block_size, compute.KV_NAMES[self.kv_dtype(kv_dtype)])
 
     def free_memory_bytes(self) -> int:
         """Memory left for the KV pool, now that the weights are loaded."""
@@ -87,8 +69,8 @@ def load(config: ModelConfig) -> LoadedModel:
     threads = compute.usable_threads(config.threads)
     torch.set_num_threads(threads)
     dtype = compute.choose_dtype(config.dtype)
-    with torch.inference_mode(), Checkpoint(config.path, tensor_shapes(spec)) as checkpoint:
-        model = LlamaModel(spec, checkpoint, dtype)
+    with torch.inference_mode(), Checkpoint(config.path, spec.tensor_shapes()) as checkpoint:
+        model = spec.build(checkpoint, dtype)
     _LOG.info(
         "loaded %s from %s: %.0f MB of weights, %s, %d threads, %.2f s",
         spec.architecture,
@@ -123,6 +105,7 @@ class TorchExecutor:
             groups=kv_plan.groups,
         )
         self._workspace = loaded.model.workspace(self._max_tokens, kv_plan.max_model_len)
+        self._replay = Replay()
         self._changed = threading.Condition()
         self._queue: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
         self._broken = ""
@@ -150,7 +133,7 @@ class TorchExecutor:
             future.set_exception(EngineFailed(f"step {plan.step} was not run: {refusal}"))
         return future
 
-    def kv_memory(self) -> KvMemory:
+    def kv_region(self) -> KvRegion:
         """The pool; valid until `close`. ConfigError for a layout that cannot be transferred."""
         return self._kv.memory()
 
@@ -199,16 +182,25 @@ class TorchExecutor:
             waiter.set_exception(EngineFailed(f"step {later.step} was not run: {reason}"))
 
     def _step(self, plan: StepPlan) -> StepOutput:
+        assert not (plan.copies or plan.adapters or plan.masks), "copies, adapters and masks are not in this executor"
+        assert not any(chunk.drafts for chunk in plan.chunks), "drafts are not in this executor"
         if not plan.chunks:
             self._batch.update(plan)
             return StepOutput(plan.step, ())
         batch, drawn = self._batch.apply(plan)
-        logits = self._loaded.model.forward(batch, self._kv.layers, self._workspace)
+        model = self._loaded.model
+        if batch.max_query_len == 1:
+            # One token a request: everything the model touches lies where it lay in the last step of this size.
+            self._replay.run(plan.num_tokens, lambda: model.forward(batch, self._kv.layers, self._workspace))
+        else:
+            model.forward(batch, self._kv.layers, self._workspace)
         if not len(drawn.rows):
-            return StepOutput(plan.step, ())
+            return StepOutput(plan.step, (NOTHING_DRAWN,) * len(plan.chunks))
+        logits = model.logits(batch.logit_rows, self._workspace)
         token_ids, logprobs = sample(logits, drawn, self._batch)
         self._batch.store(drawn, token_ids)
-        return StepOutput(plan.step, tuple(token_ids.tolist()), logprobs)
+        outputs = iter(_outputs(token_ids.tolist(), logprobs))
+        return StepOutput(plan.step, tuple(next(outputs) if c.draws else NOTHING_DRAWN for c in plan.chunks))
 
     def _warm_up_plan(self, num_groups: int, max_len: int) -> StepPlan:
         """A step on row 0 whose table is all null: nothing is written, every kernel is chosen and bound, and the
@@ -222,6 +214,10 @@ class TorchExecutor:
             block_ids=((),) * num_groups,
             sampling=SamplingParams(max_tokens=1, temperature=1.0),
         )
-        return StepPlan(
-            step=-1, starts=(start,), grown=(), chunks=(Chunk(0, 0, count, samples=True),), num_tokens=count
-        )
+        return StepPlan(step=-1, starts=(start,), grown=(), chunks=(Chunk(0, 0, count, draws=1),), num_tokens=count)
+
+
+def _outputs(token_ids: list[int], logprobs: tuple[TokenLogprobs | None, ...]) -> list[RowOutput]:
+    if not logprobs:
+        return [RowOutput((token,)) for token in token_ids]
+    return [RowOutput((t,), () if p is None else (p,)) for t, p in zip(token_ids, logprobs, strict=True)]
