@@ -4,8 +4,10 @@ import asyncio
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -24,6 +26,11 @@ A, B = ("ns", "a"), ("ns", "b")
 KINDS = {"resources": [{"name": "inferenceservices"}, {"name": "rolescalers"}]}
 NO_ANSWER = ApiError(0, "GET /x: no answer in time")
 FORBIDDEN = ApiError(403, "GET /pods: HTTP 403: forbidden")
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 class Server:
@@ -116,6 +123,11 @@ def test_while_it_waits_it_is_alive_and_not_ready_and_ends_by_a_signal(tmp_path:
                 except urllib.error.HTTPError as error:
                     error.close()
                     return error.code
+
+            # kopf opens it while the API server is looked for.
+            end = time.monotonic() + 30
+            while not listens(health):
+                assert time.monotonic() < end
 
             assert (ask(f"{health}/healthz"), ask(f"{port[1]}/readyz")) == (200, 503)
             process.send_signal(signal.SIGTERM)
