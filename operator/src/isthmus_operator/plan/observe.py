@@ -32,6 +32,7 @@ def observe(service: InferenceService, children: Iterable[Object], facts: Facts,
         router=next((w for w in known if w.component is Component.ROUTER), None),
         store=next((w for w in known if w.component is Component.STORE), None),
         scales=_scales(mine),
+        wanted=_wanted(status),
         facts=facts,
         failed=str((status.get("revision") or {}).get("failed") or ""),
         conditions=conditions(status),
@@ -203,6 +204,12 @@ def _cannot_make_pods(status: Object) -> tuple[str, float]:
             text = f"pods cannot be made: {condition.get('message') or condition.get('reason')}"
             return text, seconds(condition.get("lastTransitionTime"))
     return "", 0.0
+
+
+def _wanted(status: Object) -> dict[Component, int]:
+    roles = status.get("roles") or {}
+    found = {part: (roles.get(part.value) or {}).get("desired") for part in Component if is_engine(part)}
+    return {part: int(count) for part, count in found.items() if count is not None}
 
 
 def _scales(children: Iterable[Object]) -> dict[Component, int]:

@@ -146,6 +146,7 @@ class Observed:
 
     engines:    the workloads of all engine roles and revisions
     scales:     component -> pods asked for through the scale of the role, for those that have one
+    wanted:     component -> pods that it should have had, as the status remembers it
     failed:     revision whose rollout was rolled back, as the status remembers it
     conditions: as the status holds them now
     """
@@ -154,6 +155,7 @@ class Observed:
     router: Workload | None = None
     store: Workload | None = None
     scales: dict[Component, int] = field(default_factory=dict)
+    wanted: dict[Component, int] = field(default_factory=dict)
     facts: Facts = field(default_factory=Facts)
     failed: str = ""
     conditions: tuple[Condition, ...] = ()
