@@ -147,6 +147,7 @@ class Observed:
     engines:    the workloads of all engine roles and revisions
     scales:     component -> pods asked for through the scale of the role, for those that have one
     wanted:     component -> pods that it should have had, as the status remembers it
+    strangers:  names of pods that have the service's labels and are not its own; routers find them all the same
     failed:     revision whose rollout was rolled back, as the status remembers it
     conditions: as the status holds them now
     """
@@ -157,6 +158,7 @@ class Observed:
     scales: dict[Component, int] = field(default_factory=dict)
     wanted: dict[Component, int] = field(default_factory=dict)
     facts: Facts = field(default_factory=Facts)
+    strangers: tuple[str, ...] = ()
     failed: str = ""
     conditions: tuple[Condition, ...] = ()
 
