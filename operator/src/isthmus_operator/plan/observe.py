@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -36,7 +37,8 @@ def observe(service: InferenceService, children: Iterable[Object], facts: Facts,
             elif _stays(child):
                 strangers.append(str(child["metadata"]["name"]))
     workloads = [_workload(service, child, made[maker]) for maker, child in makers.items()]
-    known = [w for w in workloads if w is not None]
+    said = conditions(status)
+    known = [_with_missing(w, said) for w in workloads if w is not None]
     return Observed(
         engines=tuple(sorted((w for w in known if is_engine(w.component)), key=lambda w: w.name)),
         router=next((w for w in known if w.component is Component.ROUTER), None),
@@ -46,7 +48,7 @@ def observe(service: InferenceService, children: Iterable[Object], facts: Facts,
         facts=facts,
         failed=str((status.get("revision") or {}).get("failed") or ""),
         strangers=tuple(sorted(strangers)),
-        conditions=conditions(status),
+        conditions=said,
     )
 
 
@@ -217,6 +219,20 @@ def _workload(service: InferenceService, child: Object, pods: Iterable[Object]) 
         image=next((str(c.get("image", "")) for c in spec["template"]["spec"].get("containers") or ()), ""),
         pods=tuple(sorted((pod(one, component) for one in pods), key=lambda one: one.name)),
     )
+
+
+def _with_missing(workload: Workload, said: Iterable[Condition]) -> Workload:
+    """With `problem_since` where nobody says that pods cannot be made, as a StatefulSet never does: since when its role
+    has not been ready, or something has last happened to it."""
+    if workload.problem or len(workload.live) >= workload.replicas:
+        return workload
+    name = f"{workload.component.value.capitalize()}Ready"
+    role = next((condition for condition in said if condition.type == name), None)
+    if role is not None and role.status == "True":
+        return workload
+    times = [workload.created, seconds(role.changed) if role is not None else 0.0]
+    times += [at for one in workload.pods for at in (one.created, one.changed, one.ends or 0.0)]
+    return replace(workload, problem_since=max(times))
 
 
 def _uses(child: Object, address: str) -> bool:

@@ -58,7 +58,7 @@ class Workload:
     pairing:   engines of one value are sure to have one KV layout
     pooled:    its engines use the store that this service manages
     problem:   why its pods cannot be made (quota, admission); empty when they can
-    problem_since: since when they cannot
+    problem_since: since when pods that it asks for are missing, for whatever reason; 0: none is, or nobody knows
     image:     of its main container
     """
 
