@@ -115,8 +115,8 @@ generate: venv ## Write the CRDs from their types, and the operator's reference 
 	@for name in $(CRDS); do \
 	  $(PY) -m isthmus_operator.api.crd $$name > crds/$$name.yaml.new && mv crds/$$name.yaml.new crds/$$name.yaml; done
 	@cp $(CRDS:%=crds/%.yaml) charts/isthmus/crds-files/
-	@$(PY) -m isthmus_operator.reasons > operator/docs/conditions.md
-	@$(PY) -m isthmus_operator.rbac > operator/docs/rbac.md
+	@$(PY) -m isthmus_operator.api.reasons > operator/docs/conditions.md
+	@$(PY) -m isthmus_operator.shell.rbac > operator/docs/rbac.md
 
 golden: venv ## Rewrite the golden files of the tests; review the diff
 	@UPDATE_GOLDEN=1 $(PY) -m pytest -q tests/operator $(ARGS)
@@ -139,7 +139,7 @@ IMAGES =
 # Only from make's command line, never from the environment: nobody's own cluster is tested by accident.
 E2E_KUBECONFIG := $(if $(filter command,$(firstword $(origin KUBECONFIG))),$(KUBECONFIG))
 
-.PHONY: cluster-native cluster-build cluster-up cluster-down images images-for-tests e2e
+.PHONY: cluster-native cluster-build cluster-up cluster-down images images-for-tests e2e e2e-full
 cluster-native: ## Install what a cluster needs of the system (Debian, root)
 	@tests/cluster/native
 
@@ -158,5 +158,11 @@ images: ## Build the images with docker or buildah: make images [BASE=...] [IMAG
 images-for-tests: ## Build the images that the end-to-end tests run
 	@$(CLUSTER) images --base '$(BASE)' tests
 
-e2e: venv $(if $(E2E_KUBECONFIG),,cluster-native cluster-build images-for-tests) ## Run the cluster tests: make e2e [KUBECONFIG=file: on your own cluster] [ARGS=...]
-	@E2E_KUBECONFIG='$(E2E_KUBECONFIG)' ISTHMUS_REQUIRE_CLUSTER=1 $(PY) -m pytest -q -m 'cluster or light_cluster' $(ARGS)
+E2E_NEEDS := venv $(if $(E2E_KUBECONFIG),,cluster-native cluster-build images-for-tests)
+E2E       := E2E_KUBECONFIG='$(E2E_KUBECONFIG)' ISTHMUS_REQUIRE_CLUSTER=1 $(PY) -m pytest -q
+
+e2e: $(E2E_NEEDS) ## Run the tests on the full cluster: make e2e [KUBECONFIG=file: on your own cluster] [ARGS=...]
+	@$(E2E) -m 'cluster and not long' $(ARGS)
+
+e2e-full: $(E2E_NEEDS) ## Those and the long ones (lost node, 90 s of silence, slow downloads, the cluster's own end), the light cluster's too
+	@$(E2E) -m 'cluster or light_cluster' $(ARGS)

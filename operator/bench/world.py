@@ -20,8 +20,8 @@ from typing import Any
 import aiohttp
 from testcluster.cluster import Cluster
 
-from isthmus_operator.rbac import LEASE_RULES, policy_rules
 from isthmus_operator.render.names import ENGINE_PORT, ROUTER_PORT, SERVICE_LABEL
+from isthmus_operator.shell.rbac import LEASE_RULES, policy_rules
 
 HOME = "isthmus-system"
 ACCOUNT = "isthmus-operator"

@@ -12,7 +12,7 @@ from chart import CHART
 from prometheus_client import CollectorRegistry
 
 from isthmus_operator.render.names import ROLE_LABEL, SERVICE_LABEL
-from isthmus_operator.telemetry import Metrics
+from isthmus_operator.shell.telemetry import Metrics
 from isthmus_runtime.metrics import EngineMetrics, RequestMetrics, RouterMetrics, TransferMetrics
 
 DASHBOARDS = sorted((CHART / "dashboards").glob("*.json"))

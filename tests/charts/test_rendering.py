@@ -27,10 +27,10 @@ from chart import (
     violations_of_restricted,
 )
 
-from isthmus_operator.__main__ import build_parser
-from isthmus_operator.operator_command import options_of
-from isthmus_operator.rbac import LEASE_RULES, policy_rules
+from isthmus_operator.commands.parser import build_parser
+from isthmus_operator.commands.run_operator import options_of
 from isthmus_operator.settings import Identity
+from isthmus_operator.shell.rbac import LEASE_RULES, policy_rules
 
 VARIANTS: dict[str, Path | None] = {
     "defaults": None,

@@ -14,11 +14,11 @@ from typing import Any, cast
 import pytest
 from jumping_loop import run_jumping
 
-from isthmus_operator.client import Api
 from isthmus_operator.errors import ApiError, UserError
-from isthmus_operator.handlers import MOST_PAUSE_S, RIGHTS_S, _require_cluster
-from isthmus_operator.informer import Informer, Kind
-from isthmus_operator.workqueue import Key, Pauses, WorkQueue
+from isthmus_operator.shell.client import Api
+from isthmus_operator.shell.handlers import MOST_PAUSE_S, RIGHTS_S, _require_cluster
+from isthmus_operator.shell.informer import Informer, Kind
+from isthmus_operator.shell.workqueue import Key, Pauses, WorkQueue
 
 A, B = ("ns", "a"), ("ns", "b")
 KINDS = {"resources": [{"name": "inferenceservices"}, {"name": "rolescalers"}]}

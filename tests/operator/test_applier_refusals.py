@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from isthmus_operator.apply import Applier, Changes
-from isthmus_operator.desired import Desired, Name, name_of
 from isthmus_operator.errors import ApiError
-from isthmus_operator.ownership import FIELD_MANAGER
+from isthmus_operator.plan.desired import Desired, Name, name_of
+from isthmus_operator.plan.ownership import FIELD_MANAGER
+from isthmus_operator.shell.apply import Applier, Changes
 
 Object = dict[str, Any]
 OWNER = {"apiVersion": "serving.isthmus.dev/v1alpha1", "kind": "InferenceService", "name": "svc", "uid": "u"}

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from isthmus_operator.cache import Cache
+from isthmus_operator.shell.cache import Cache
 
 KEY = ("ns", "svc")
 

@@ -5,9 +5,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus_operator.contests import FIRST_S, MANY, MOST_S, WITHIN_S, Contests, Name
-from isthmus_operator.events import contested, healed
-from isthmus_operator.reasons import Reason
+from isthmus_operator.api.reasons import Reason
+from isthmus_operator.plan.contests import FIRST_S, MANY, MOST_S, WITHIN_S, Contests, Name
+from isthmus_operator.plan.events import contested, healed
 
 KEY, OTHER = ("ns", "svc"), ("ns", "other")
 D: Name = ("Deployment", "svc-decode")

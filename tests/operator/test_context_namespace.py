@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from isthmus_operator.__main__ import main
-from isthmus_operator.client import default_namespace
 from isthmus_operator.settings import identity
+from isthmus_operator.shell.client import default_namespace
 
 
 class Server(http.server.BaseHTTPRequestHandler):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from isthmus_operator.api.v1alpha1 import InferenceService, parse
-from isthmus_operator.desired import Desired, desired, name_of
-from isthmus_operator.observe import observe
-from isthmus_operator.observed import Facts
-from isthmus_operator.ownership import differs, marked
-from isthmus_operator.plan import plan
-from isthmus_operator.rehearse import World, rehearse
+from isthmus_operator.plan.desired import Desired, desired, name_of
+from isthmus_operator.plan.observe import observe
+from isthmus_operator.plan.observed import Facts
+from isthmus_operator.plan.ownership import differs, marked
+from isthmus_operator.plan.planner import plan
+from isthmus_operator.plan.rehearse import World, rehearse
 from isthmus_operator.render import engine, mooncake, router
 from isthmus_operator.render.names import REVISION_LABEL, Component, Defaults
 from isthmus_operator.render.revision import role_revision, service_revision

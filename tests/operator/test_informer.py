@@ -8,9 +8,9 @@ from typing import Any
 
 from aiohttp import web
 
-from isthmus_operator.client import connect
 from isthmus_operator.errors import ApiError
-from isthmus_operator.informer import Informer, Kind
+from isthmus_operator.shell.client import connect
+from isthmus_operator.shell.informer import Informer, Kind
 
 PATH = "/apis/apps/v1/deployments"
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]

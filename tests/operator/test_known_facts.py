@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Iterable
 
-from isthmus_operator.known_facts import KnownFacts
-from isthmus_operator.observed import EngineFacts, Facts, Pod
+from isthmus_operator.plan.observed import EngineFacts, Facts, Pod
+from isthmus_operator.shell.known_facts import KnownFacts
 
 KEY = ("ns", "svc")
 SOME = Facts(engines={"p": EngineFacts(fingerprint="x")})

@@ -10,8 +10,8 @@ import pytest
 from testcluster import settings
 from testcluster.binaries import FAST, MissingBinariesError, find
 
-from isthmus_operator.__main__ import build_parser
-from isthmus_operator.completion import ANYTHING, NO_FILES, candidates, kubectl
+from isthmus_operator.commands.completion import ANYTHING, NO_FILES, candidates, kubectl
+from isthmus_operator.commands.parser import build_parser
 
 PROJECT = Path(__file__).parents[2] / "operator" / "pyproject.toml"
 COMMANDS = ["up", "render", "validate", "plan", "status", "explain", "operator", "completion", "version"]

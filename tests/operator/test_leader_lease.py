@@ -6,9 +6,9 @@ from typing import Any, cast
 import pytest
 from jumping_loop import run_jumping
 
-from isthmus_operator.client import Api
 from isthmus_operator.errors import ApiError
-from isthmus_operator.leader import LeaseSettings, lead
+from isthmus_operator.shell.client import Api
+from isthmus_operator.shell.leader import LeaseSettings, lead
 
 
 class LeaseServer:

@@ -8,8 +8,8 @@ import pytest
 
 from isthmus_operator.api.v1alpha1 import parse, parse_stored
 from isthmus_operator.errors import InvalidSpec
-from isthmus_operator.handlers import validate
 from isthmus_operator.render.revision import service_revision
+from isthmus_operator.shell.handlers import validate
 
 SERVICE: dict[str, Any] = {
     "apiVersion": "serving.isthmus.dev/v1alpha1",

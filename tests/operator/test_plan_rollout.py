@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from rollout_world import D, P, W, assert_done, counts, pairs, pods, ready, run, service, settled
 
 from isthmus_operator.api.v1alpha1 import InferenceService
-from isthmus_operator.observed import Observed, Pod, Workload
-from isthmus_operator.plan import Rollout, plan
-from isthmus_operator.rehearse import World
+from isthmus_operator.plan.observed import Observed, Pod, Workload
+from isthmus_operator.plan.planner import Rollout, plan
+from isthmus_operator.plan.rehearse import World
 from isthmus_operator.render.names import Component
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from isthmus_operator.observe import pod
-from isthmus_operator.ownership import may_write
+from isthmus_operator.plan.observe import pod
+from isthmus_operator.plan.ownership import may_write
 from isthmus_operator.render.names import Component
 
 Object = dict[str, Any]
@@ -38,6 +38,17 @@ def test_a_pod_that_was_ready_is_not_taken_for_one_that_starts() -> None:
     assert pod(a_pod("True", 40, RUNNING), Component.DECODE).problem == ""
     crashing = a_pod("False", 40, {"waiting": {"reason": "CrashLoopBackOff"}})
     assert pod(crashing, Component.DECODE).reason == "CrashLoopBackOff"
+
+
+def test_a_pod_that_was_ready_has_started_whatever_a_restarted_kubelet_says() -> None:
+    """It reports containers with a startup probe as not started until that probe has run again."""
+    flickers = pod(a_pod("False", 40, RUNNING), Component.DECODE)
+    assert flickers.started
+    assert flickers.flickers(flickers.changed + 29)
+    assert not flickers.flickers(flickers.changed + 30)
+    again = {"running": {"startedAt": at(41)}}
+    assert not pod(a_pod("False", 40, again), Component.DECODE).started, "its container has crashed"
+    assert not pod(a_pod("False", 1, RUNNING), Component.DECODE).started, "it never was ready"
 
 
 @pytest.mark.parametrize("waiting", ["ContainerCreating", "PodInitializing"])

@@ -7,10 +7,10 @@ import pytest
 from rollout_world import W, assert_done, run, service, settled, step
 
 from isthmus_operator.api.v1alpha1 import InferenceService, parse
-from isthmus_operator.autoscale import STEADY_S, decide
-from isthmus_operator.observed import EngineFacts, Facts
-from isthmus_operator.plan import Rollout, plan
-from isthmus_operator.rehearse import World
+from isthmus_operator.plan.autoscale import STEADY_S, decide
+from isthmus_operator.plan.observed import EngineFacts, Facts
+from isthmus_operator.plan.planner import Rollout, plan
+from isthmus_operator.plan.rehearse import World
 from isthmus_operator.render.names import Component
 from isthmus_operator.render.revision import role_revision
 

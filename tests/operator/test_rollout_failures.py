@@ -19,17 +19,17 @@ from rollout_world import (
     with_pods,
 )
 
+from isthmus_operator.api.reasons import Reason
 from isthmus_operator.api.v1alpha1 import InferenceService
-from isthmus_operator.events import events
-from isthmus_operator.observe import observe
-from isthmus_operator.observed import UNSCHEDULABLE, EngineFacts, Facts, Observed
-from isthmus_operator.plan import Rollout, plan
-from isthmus_operator.reasons import Reason
-from isthmus_operator.rehearse import World
+from isthmus_operator.plan.events import events
+from isthmus_operator.plan.observe import observe
+from isthmus_operator.plan.observed import UNSCHEDULABLE, EngineFacts, Facts, Observed
+from isthmus_operator.plan.planner import Rollout, plan
+from isthmus_operator.plan.rehearse import World
+from isthmus_operator.plan.status import status_of
 from isthmus_operator.render import engine
 from isthmus_operator.render.names import Component, Defaults
 from isthmus_operator.render.revision import role_revision
-from isthmus_operator.status import status_of
 
 HOUR = 3600.0
 NOW = "2026-01-01T00:00:00Z"

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rollout_world import D, P, assert_done, ready, revisions, run, service, settled, step, with_pods
 
 from isthmus_operator.api.v1alpha1 import InferenceService
-from isthmus_operator.observed import Pod, Workload
-from isthmus_operator.plan import Plan, Rollout, plan
-from isthmus_operator.rehearse import World
+from isthmus_operator.plan.observed import Pod, Workload
+from isthmus_operator.plan.planner import Plan, Rollout, plan
+from isthmus_operator.plan.rehearse import World
+from isthmus_operator.plan.rollout import lingering
 from isthmus_operator.render.names import Component, is_engine
-from isthmus_operator.rollout import lingering
 
 NODES = 3
 

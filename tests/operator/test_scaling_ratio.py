@@ -9,15 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus_operator.api.ratio import Band, Span
+from isthmus_operator.api.reasons import Reason
 from isthmus_operator.api.v1alpha1 import InferenceService, parse
-from isthmus_operator.autoscale import Decision, decide
-from isthmus_operator.events import scaled
-from isthmus_operator.observed import EngineFacts, Facts, Observed, Pod, Workload
-from isthmus_operator.plan import Rollout, plan
-from isthmus_operator.reasons import Reason
+from isthmus_operator.plan.autoscale import Decision, decide
+from isthmus_operator.plan.events import scaled
+from isthmus_operator.plan.observed import EngineFacts, Facts, Observed, Pod, Workload
+from isthmus_operator.plan.planner import Rollout, plan
+from isthmus_operator.plan.status import status_of
 from isthmus_operator.render.names import Component
 from isthmus_operator.render.revision import role_revision
-from isthmus_operator.status import status_of
 
 P, D, R = Component.PREFILL, Component.DECODE, Component.ROUTER
 NOW = 5000.0

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from rollout_world import D, P, assert_done, pairs, ready, revisions, run, service, step, with_pods
 
 from isthmus_operator.api.v1alpha1 import InferenceService
-from isthmus_operator.autoscale import STEADY_S, decide
-from isthmus_operator.observed import UNSCHEDULABLE, EngineFacts, Facts, Observed
-from isthmus_operator.plan import Rollout, plan
-from isthmus_operator.rehearse import World
+from isthmus_operator.plan.autoscale import STEADY_S, decide
+from isthmus_operator.plan.observed import UNSCHEDULABLE, EngineFacts, Facts, Observed
+from isthmus_operator.plan.planner import Rollout, plan
+from isthmus_operator.plan.rehearse import World
 from isthmus_operator.render.names import Component
 
 EXTERNAL = {"scaling": {"mode": "External"}}

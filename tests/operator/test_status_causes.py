@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
+from isthmus_operator.api.reasons import Reason
 from isthmus_operator.api.status import Status as StatusModel
 from isthmus_operator.api.v1alpha1 import InferenceService, parse
-from isthmus_operator.causes import SET_UP_S
-from isthmus_operator.cluster_commands import blocking
+from isthmus_operator.commands.cluster import blocking
 from isthmus_operator.errors import ApiError, NameTaken
-from isthmus_operator.events import events
-from isthmus_operator.observed import Observed, Pod
-from isthmus_operator.plan import plan
-from isthmus_operator.reasons import Reason
-from isthmus_operator.rehearse import World, rehearse
+from isthmus_operator.plan.causes import SET_UP_S
+from isthmus_operator.plan.events import events
+from isthmus_operator.plan.observed import Observed, Pod
+from isthmus_operator.plan.planner import plan
+from isthmus_operator.plan.rehearse import World, rehearse
+from isthmus_operator.plan.status import status_of
 from isthmus_operator.render.names import Component
-from isthmus_operator.status import status_of
 
 D, STORE = Component.DECODE, Component.STORE
 NOW, STAMP = 1767225600.0, "2026-01-01T00:00:00Z"

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 
-from isthmus_operator import rbac, reasons
+from isthmus_operator.api import reasons
+from isthmus_operator.api.reasons import EVENTS, TEXTS, Reason
 from isthmus_operator.api.status import Status as StatusModel
 from isthmus_operator.api.v1alpha1 import InferenceService, parse
-from isthmus_operator.cluster_commands import blocking, explain_text, plan_steps, status_text
+from isthmus_operator.commands.cluster import blocking, explain_text, plan_steps, status_text
 from isthmus_operator.errors import InvalidSpec
-from isthmus_operator.events import events
-from isthmus_operator.observed import EngineFacts, Facts, Observed
-from isthmus_operator.plan import plan
-from isthmus_operator.reasons import EVENTS, TEXTS, Reason
-from isthmus_operator.rehearse import World, rehearse
+from isthmus_operator.plan.events import events
+from isthmus_operator.plan.observed import EngineFacts, Facts, Observed
+from isthmus_operator.plan.planner import plan
+from isthmus_operator.plan.rehearse import World, rehearse
+from isthmus_operator.plan.status import invalid_status, status_of
 from isthmus_operator.render.names import Component
-from isthmus_operator.status import invalid_status, status_of
+from isthmus_operator.shell import rbac
 
 ROOT = Path(__file__).parents[2]
 P, D = Component.PREFILL, Component.DECODE

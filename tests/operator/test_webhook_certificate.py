@@ -16,7 +16,7 @@ import pytest
 from processes import free_port
 
 from isthmus_operator.errors import UserError
-from isthmus_operator.handlers import OperatorOptions, webhook_server
+from isthmus_operator.shell.handlers import OperatorOptions, webhook_server
 
 WITHIN_S = 20.0
 
@@ -137,9 +137,9 @@ def test_a_pair_that_does_not_fit_is_told_of_once_and_the_former_one_goes_on(
             mounted.show(two)
             assert (await fresh(two), await fresh(one)) == ("u", "not trusted")
 
-    with caplog.at_level(logging.INFO, "isthmus_operator.certificates"):
+    with caplog.at_level(logging.INFO, "isthmus_operator.shell.certificates"):
         run(main)
-    ours = [record for record in caplog.records if record.name == "isthmus_operator.certificates"]
+    ours = [record for record in caplog.records if record.name == "isthmus_operator.shell.certificates"]
     told = [(record.levelname, record.getMessage().partition(": ")[2]) for record in ours]
     assert [level for level, _ in told] == ["WARNING", "WARNING", "INFO"]
     assert all("not usable, the former certificate goes on" in text for _, text in told[:2])

@@ -6,17 +6,26 @@ from typing import Any
 
 import pytest
 
-from isthmus_operator import autoscale
-from isthmus_operator.__main__ import build_parser
 from isthmus_operator.api.v1alpha1 import parse
-from isthmus_operator.completion import SHELLS, script
-from isthmus_operator.facts import engine_facts, routable
-from isthmus_operator.observed import EngineFacts, Facts
-from isthmus_operator.ownership import TEMPLATE_MARK, altered, differs, marked, owned, pinned, plain, taken_over
-from isthmus_operator.plan import plan
-from isthmus_operator.rehearse import World, rehearse
+from isthmus_operator.commands.completion import script
+from isthmus_operator.commands.parser import SHELLS, build_parser
+from isthmus_operator.plan import autoscale
+from isthmus_operator.plan.observed import EngineFacts, Facts
+from isthmus_operator.plan.ownership import (
+    TEMPLATE_MARK,
+    altered,
+    differs,
+    marked,
+    owned,
+    pinned,
+    plain,
+    taken_over,
+)
+from isthmus_operator.plan.planner import plan
+from isthmus_operator.plan.rehearse import World, rehearse
 from isthmus_operator.render.names import Component
-from isthmus_operator.workqueue import Key, Pauses, WorkQueue
+from isthmus_operator.shell.facts import engine_facts, routable
+from isthmus_operator.shell.workqueue import Key, Pauses, WorkQueue
 
 FAST = Pauses(settle=0.0, first=0.001, most=0.004, resync=1000)
 A, B = ("ns", "a"), ("ns", "b")

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from isthmus_operator.api.v1alpha1 import InferenceService, parse
-from isthmus_operator.observed import Observed, Pod
-from isthmus_operator.plan import Plan, Rollout, plan
-from isthmus_operator.rehearse import World
+from isthmus_operator.plan.observed import Observed, Pod
+from isthmus_operator.plan.planner import Plan, Rollout, plan
+from isthmus_operator.plan.rehearse import World
 from isthmus_operator.render.names import Component
 
 P, D, W = Component.PREFILL, Component.DECODE, Component.WORKER

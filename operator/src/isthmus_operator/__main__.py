@@ -11,84 +11,16 @@ import json
 import sys
 from collections.abc import Sequence
 
-from . import completion
 from .api.crd import to_yaml
 from .api.v1alpha1 import parse
+from .commands import completion
+from .commands.parser import build_parser
 from .errors import ApiError, LaunchError, UserError
 from .files import load
 from .local.up import Options, up
-from .render.names import ROUTER_PORT, Defaults
+from .render.names import Defaults
 from .render.revision import service_revision
 from .render.service import render
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """All commands and flags."""
-    parser = argparse.ArgumentParser(
-        prog="isthmus", description="Serve language models, disaggregated, from one resource."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    def with_file(name: str, help_text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument("file", metavar="FILE", help="YAML file of one InferenceService")
-        command.add_argument("--namespace", "-n", default="default", help="for a file that names none")
-        return command
-
-    run = with_file("up", "run the service on this machine, each pod as processes")
-    run.add_argument("--model", default="", help="folder or hub id (owner/name) to use in place of spec.model.source")
-    run.add_argument("--port", type=_port, default=ROUTER_PORT, help="port of the router on 127.0.0.1 (default 8000)")
-    run.add_argument("--run-dir", default="", help="folder for logs and state.json (default: a new temporary one)")
-    run.add_argument("--quiet", "-q", action="store_true", help="leave the pods' output to the log files")
-    show = with_file("render", "print the manifests that the operator would apply")
-    show.add_argument("--output", "-o", choices=["yaml", "json"], default="yaml")
-    with_file("validate", "check a file, and say everything that is wrong with it")
-    steps = with_file("plan", "print the steps of the rollout that applying a file would cause")
-    steps.add_argument("--old", metavar="FILE", default="", help="file of what runs now (default: ask the cluster)")
-    _cluster_flags(steps)
-    _named(commands, "status", "print how a service in the cluster stands")
-    _named(commands, "explain", "print the one cause that keeps a service from being ready")
-    _operator(commands)
-    shells = commands.add_parser("completion", help="print a completion script for a shell")
-    shells.add_argument("shell", choices=completion.SHELLS)
-    commands.add_parser("version", help="print the version")
-    return parser
-
-
-def _cluster_flags(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--output", "-o", choices=["text", "json"], default="text")
-    command.add_argument("--kubeconfig", default="", help="default: KUBECONFIG, or the usual file")
-    command.add_argument("--context", default="", help="context of the kubeconfig")
-
-
-def _named(commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, help_text: str) -> None:
-    command = commands.add_parser(name, help=help_text, description=help_text)
-    command.add_argument("name", metavar="NAME", help="name of an InferenceService")
-    command.add_argument("--namespace", "-n", default="", help="default: that of the context, or `default`")
-    _cluster_flags(command)
-
-
-def _operator(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser("operator", help="run the operator (in a cluster, by the chart)")
-    command.add_argument("--namespace-mode", choices=["cluster", "namespace"], default="cluster",
-                         help="look after all namespaces, or only after those of --namespace")  # fmt: skip
-    command.add_argument("--namespace", "-n", action="append", default=[], help="default: the operator's own; repeat")
-    command.add_argument("--kubeconfig", default="", help="default: the pod's account, KUBECONFIG, or the usual file")
-    command.add_argument("--lease-name", default="isthmus-operator", help="empty: work without a lease")
-    command.add_argument("--engine-image", default=Defaults().engine_image, help="for specs that name none")
-    command.add_argument("--router-image", default=Defaults().router_image, help="for specs that name none")
-    command.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
-    command.add_argument("--metrics-host", default="0.0.0.0", help="address of /metrics, /healthz and /readyz")
-    command.add_argument("--metrics-port", type=int, default=9090, help="0: any free port")
-    command.add_argument("--webhook-port", type=int, default=0, help="0: no webhook")
-    command.add_argument("--webhook-cert-dir", default="", help="folder with tls.crt and tls.key")
-    command.add_argument("--resync", type=float, default=60.0, help="seconds between two looks without any change")
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port; allowed: 1 to 65535")
-    return int(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -100,14 +32,14 @@ def run(arguments: argparse.Namespace) -> int:
         print(completion.script(arguments.shell, build_parser()))
         return 0
     if arguments.command == "operator":
-        from .operator_command import run_operator
+        from .commands.run_operator import run_operator
 
         return run_operator(arguments)
     if arguments.command in ("status", "explain", "plan"):
         # The client of the cluster takes a second to import; the other commands need none.
-        from . import cluster_commands
+        from .commands import cluster
 
-        return cluster_commands.run(arguments, sys.stdout)
+        return cluster.run(arguments, sys.stdout)
     documents = load(arguments.file)
     if arguments.command == "up":
         options = Options(

@@ -5,7 +5,7 @@ from typing import Any
 
 from operator_world import Service, roles, until
 
-from isthmus_operator.contests import FIRST_S
+from isthmus_operator.plan.contests import FIRST_S
 
 
 def told(service: Service, reason: str) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from operator_world import API, Object, Service, roles, until
 
-from isthmus_operator.client import connect
 from isthmus_operator.errors import ApiError
+from isthmus_operator.shell.client import connect
 
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 MONITORS = "podmonitors.monitoring.coreos.com"

@@ -15,7 +15,7 @@ from operator_world import API, Operator, Service, roles, until
 from simulated_kubelet import Client, Kubelet
 from testcluster.cluster import Cluster
 
-from isthmus_operator.rbac import LEASE_RULES, policy_rules
+from isthmus_operator.shell.rbac import LEASE_RULES, policy_rules
 
 RBAC = "rbac.authorization.k8s.io/v1"
 

@@ -273,7 +273,7 @@ class _Mover:
         from ..transfer.agent import TransferAgent
         from ..transfer.factory import make_transfer
 
-        memory = replace(loaded.executor.kv_memory(), layout_digest=loaded.digest)
+        memory = replace(loaded.executor.kv_region(), layout_digest=loaded.digest)
         settings = config.transfer
         if settings.mode == "store" and memory.device == "cpu":
             # The pool can return other bytes than were stored (docs/adr/0007).

@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .api.choices import Mode, PrefillUnavailable, TransferMode, Transport
-from .api.v1alpha1 import InferenceService
+from ..api.choices import Mode, PrefillUnavailable, TransferMode, Transport
+from ..api.reasons import Reason
+from ..api.v1alpha1 import InferenceService
+from ..errors import ApiError, InvalidSpec, NameTaken
+from ..render import mooncake
+from ..render.names import Component, is_engine, url
+from ..render.revision import role_revision, service_revision
+from ..render.service import components
 from .causes import State, reason_of, workload_state, worst
-from .errors import ApiError, InvalidSpec, NameTaken
 from .observe import seconds
 from .observed import EngineFacts, Observed, Workload
-from .plan import Plan, Rollout
-from .reasons import Reason
-from .render import mooncake
-from .render.names import Component, is_engine, url
-from .render.revision import role_revision, service_revision
-from .render.service import components
+from .planner import Plan, Rollout
 from .rollout import Goal
 
 Status = dict[str, Any]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..api.reasons import EVENTS, Reason
+from ..render.names import Component
 from .autoscale import Decision
-from .plan import Plan
-from .reasons import EVENTS, Reason
-from .render.names import Component
+from .planner import Plan
 from .status import Status
 
 

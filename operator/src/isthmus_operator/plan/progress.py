@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .api.v1alpha1 import InferenceService
-from .observed import Observed, Pod, Workload
-from .render import mooncake
-from .render.names import Component
-from .render.revision import role_revision
-from .rollout import OVERDUE_S, SICK_AFTER_S, Goal, places
+from ..api.v1alpha1 import InferenceService
+from ..render import mooncake
+from ..render.names import Component
+from ..render.revision import role_revision
+from .observed import SICK_AFTER_S, Observed, Pod, Workload
+from .rollout import OVERDUE_S, Goal, places
 
 
 def current(goal: Goal, seen: Observed) -> Workload | None:

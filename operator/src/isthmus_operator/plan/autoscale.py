@@ -8,17 +8,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .api.choices import ScalingMetric, ScalingMode
-from .api.ratio import Band, Span
-from .api.scaling_rules import ratio_band
-from .api.spec import Role
-from .api.v1alpha1 import InferenceService
+from ..api.choices import ScalingMetric, ScalingMode
+from ..api.ratio import Band, Span
+from ..api.scaling_rules import ratio_band
+from ..api.spec import Role
+from ..api.v1alpha1 import InferenceService
+from ..render.engine import role_of
+from ..render.names import Component, is_engine
+from ..render.service import components
 from .observed import Observed
-from .plan import Plan, Rollout
+from .planner import Plan, Rollout
 from .progress import is_rolling
-from .render.engine import role_of
-from .render.names import Component, is_engine
-from .render.service import components
 
 TOLERANCE = 0.1
 """A measure this near the target, as a share of it, changes nothing: the same as HPA's."""

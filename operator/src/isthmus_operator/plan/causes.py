@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..api.reasons import Reason
+from ..render.names import Component
 from .observed import UNSCHEDULABLE, Pod, Workload
-from .reasons import Reason
-from .render.names import Component
 
 _POD_REASONS = {
     UNSCHEDULABLE: Reason.UNSCHEDULABLE,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
+from ..plan.observed import Facts, Pod
 from .cache import Key
-from .observed import Facts, Pod
 
 PATIENCE_S = 0.25
 """A pod that is well answers in a few milliseconds."""

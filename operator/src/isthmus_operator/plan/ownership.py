@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .api.fields import Quantity
-from .api.v1alpha1 import GROUP, KIND
+from ..api.fields import Quantity
+from ..api.v1alpha1 import GROUP, KIND
 
 FIELD_MANAGER = "isthmus-operator"
 TEMPLATE_MARK = "serving.isthmus.dev/template"

@@ -14,8 +14,8 @@ from typing import Any
 
 import aiohttp
 
-from .observed import EngineFacts, Facts, Pod
-from .render.names import ENGINE_PORT, ROUTER_PORT, Component
+from ..plan.observed import EngineFacts, Facts, Pod
+from ..render.names import ENGINE_PORT, ROUTER_PORT, Component
 
 DEADLINE_S = 2.0
 """For all pods of one service together."""

@@ -17,18 +17,18 @@ from typing import Any
 
 import kopf
 
-from .api.v1alpha1 import API_VERSION, GROUP, PLURAL, VERSION, parse_stored
+from ..api.reasons import Reason
+from ..api.v1alpha1 import API_VERSION, GROUP, PLURAL, VERSION, parse_stored
+from ..errors import ApiError, InvalidSpec, Refused, UserError
+from ..render.names import SERVICE_LABEL, Defaults
 from .cache import Cache, Key
 from .certificates import Certificates
 from .client import Api, connect
 from .controller import Controller
-from .errors import ApiError, InvalidSpec, Refused, UserError
 from .facts import FactReader
 from .informer import Informer, Kind
 from .known_facts import KnownFacts
 from .leader import LeaseSettings, lead
-from .reasons import Reason
-from .render.names import SERVICE_LABEL, Defaults
 from .telemetry import Metrics, serve
 from .workqueue import Pauses, WorkQueue
 

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .render.names import SERVICE_LABEL
+from ..render.names import SERVICE_LABEL
 
 Object = dict[str, Any]
 Key = tuple[str, str]

@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..errors import ApiError
 from .client import Api
-from .errors import ApiError
 
 Object = dict[str, Any]
 

@@ -8,16 +8,16 @@ import json
 import time
 from typing import Any, TextIO
 
-from .api.v1alpha1 import API_VERSION, KIND, InferenceService, parse, parse_stored
-from .client import Api, connect, default_namespace, path_of
-from .errors import UserError
-from .files import load
-from .observe import observe
-from .observed import Facts, Observed
-from .reasons import TEXTS, Reason
-from .rehearse import World, rehearse
-from .render.names import SERVICE_LABEL
-from .settings import identity
+from ..api.reasons import TEXTS, Reason
+from ..api.v1alpha1 import API_VERSION, KIND, InferenceService, parse, parse_stored
+from ..errors import UserError
+from ..files import load
+from ..plan.observe import observe
+from ..plan.observed import Facts, Observed
+from ..plan.rehearse import World, rehearse
+from ..render.names import SERVICE_LABEL
+from ..settings import identity
+from ..shell.client import Api, connect, default_namespace, path_of
 
 Object = dict[str, Any]
 _READ = (("apps/v1", "Deployment"), ("apps/v1", "StatefulSet"), ("v1", "Pod"), (API_VERSION, "RoleScaler"))

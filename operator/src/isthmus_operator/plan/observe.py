@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from .api.v1alpha1 import InferenceService
+from ..api.v1alpha1 import InferenceService
+from ..render.engine import master_address
+from ..render.names import PAIRING_LABEL, REVISION_LABEL, ROLE_LABEL, Component, is_engine
 from .observed import UNSCHEDULABLE, Condition, Facts, Observed, Pod, Workload
-from .render.engine import master_address
-from .render.names import PAIRING_LABEL, REVISION_LABEL, ROLE_LABEL, Component, is_engine
 
 Object = Mapping[str, Any]
 
@@ -83,6 +83,7 @@ def pod(child: Object, component: Component) -> Pod:
     reason, problem = _trouble(child)
     is_ready = ready.get("status") == "True"
     containers = status.get("containerStatuses") or ()
+    was_ready = bool(ready) and _was_ready(ready, containers)
     return Pod(
         name=meta["name"],
         component=component,
@@ -92,7 +93,8 @@ def pod(child: Object, component: Component) -> Pod:
         ip=status.get("podIP") or "",
         uid=meta.get("uid", ""),
         ready=is_ready,
-        started=is_ready or (bool(containers) and all(c.get("started") for c in containers)),
+        # A kubelet that was restarted reports containers as not started until its probes have run again.
+        started=is_ready or (bool(containers) and all(c.get("started") for c in containers)) or was_ready,
         set_up=found.get("PodReadyToStartContainers", {}).get("status") != "False" or not _waits(containers),
         ends=seconds(meta["deletionTimestamp"]) if meta.get("deletionTimestamp") else None,
         reason="" if is_ready else reason,

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .api.v1alpha1 import API_VERSION, KIND
+from ..api.v1alpha1 import API_VERSION, KIND
+from ..errors import ApiError, NameTaken
+from ..plan.desired import Desired, Name, name_of
+from ..plan.ownership import altered, differs, may_write, owners, was_made_by_us
 from .client import CONFLICT, INVALID, NOT_FOUND, Api, path_of
-from .desired import Desired, Name, name_of
-from .errors import ApiError, NameTaken
-from .ownership import altered, differs, may_write, owners, was_made_by_us
 
 Object = dict[str, Any]
 Written = Callable[[str, Object], None]

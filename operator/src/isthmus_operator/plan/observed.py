@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from .render.names import Component
+from ..render.names import Component
 
 UNSCHEDULABLE = "Unschedulable"
 """Reason of a pod for which the scheduler finds no node."""
+
+SICK_AFTER_S = 30.0
+"""A pod that ran and is unready for less than this is having a moment; after that it is sick."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
     """One pod.
 
-    started:     the main container has passed its startup probe at least once since it was last started
+    started:     the main container has passed its startup probe, or the pod was ready, since it was last started
     changed:     when readiness last changed; for a pod that never was ready, when it was made
     set_up:      its volumes and its network are there, or nobody says that they are not
     ends:        by when a stopping pod will have been killed; None while it is not stopping
@@ -40,6 +43,11 @@ class Pod:
     reason: str = ""
     problem: str = ""
     failed: bool = False
+
+    def flickers(self, now: float) -> bool:
+        """Whether it is unready for so short a time that it is most likely well: a probe that timed out under load, a
+        kubelet that was restarted, a node that the control plane did not reach."""
+        return self.started and not self.ready and now - self.changed < SICK_AFTER_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +83,13 @@ class Workload:
     def ready(self) -> int:
         """Pods that are ready and will stay: a controller that still has to remove some may take ready ones."""
         return min(self.replicas, sum(pod.ready for pod in self.live))
+
+    def well(self, now: float) -> int:
+        """Pods that are ready or flicker and will stay: a controller that has to remove some takes unready ones first,
+        whichever they are."""
+        flickering = sum(pod.flickers(now) for pod in self.live)
+        surplus = max(0, len(self.live) - self.replicas)
+        return min(self.replicas, sum(pod.ready for pod in self.live) + max(0, flickering - surplus))
 
     @property
     def fresh(self) -> Workload:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from ..errors import ApiError
 from .client import CONFLICT, Api, path_of
-from .errors import ApiError
 
 _log = logging.getLogger(__name__)
 VERSION = "coordination.k8s.io/v1"

@@ -6,7 +6,7 @@ import logging
 import ssl
 from pathlib import Path
 
-from .errors import UserError
+from ..errors import UserError
 
 CERTIFICATE, KEY = "tls.crt", "tls.key"
 """Names in the folder, as in a Secret of type kubernetes.io/tls."""

@@ -10,13 +10,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from .api.v1alpha1 import InferenceService
+from ..api.v1alpha1 import InferenceService
+from ..render import mooncake
+from ..render.names import Component, child_name
+from ..render.revision import pairing, role_revision
 from .desired import master_may_change
 from .observed import UNSCHEDULABLE, Observed, Pod, Workload
-from .plan import Key, Plan, plan
-from .render import mooncake
-from .render.names import Component, child_name
-from .render.revision import pairing, role_revision
+from .planner import Key, Plan, plan
 
 
 def _always(pod: Pod) -> bool:

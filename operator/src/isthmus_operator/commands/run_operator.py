@@ -6,12 +6,12 @@ import argparse
 import asyncio
 import logging
 
-from .errors import UserError
-from .handlers import OperatorOptions, run
-from .leader import LeaseSettings
-from .render.names import Defaults
-from .settings import Identity, identity
-from .workqueue import Pauses
+from ..errors import UserError
+from ..render.names import Defaults
+from ..settings import Identity, identity
+from ..shell.handlers import OperatorOptions, run
+from ..shell.leader import LeaseSettings
+from ..shell.workqueue import Pauses
 
 
 def options_of(arguments: argparse.Namespace, who: Identity) -> OperatorOptions:

@@ -11,14 +11,14 @@ import itertools
 import sys
 from collections.abc import Sequence
 
+from .parser import build_parser
+
 ANYTHING, NO_FILES = 0, 4
 """What kubectl's shells do beside the words they are given: complete names of files, or nothing."""
 
-SHELLS = ("bash", "zsh", "fish")
-
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """The script for one of SHELLS, to be sourced."""
+    """The script for one of the parser's SHELLS, to be sourced."""
     commands = _commands(parser)
     if shell == "fish":
         lines = [f"complete -c isthmus -n __fish_use_subcommand -a {name}" for name in commands]
@@ -74,8 +74,6 @@ def _beginning(word: str, words: Sequence[str]) -> list[str]:
 
 def kubectl() -> int:
     """Entry point of `kubectl_complete-isthmus`."""
-    from .__main__ import build_parser
-
     words, more = candidates(sys.argv[1:], build_parser())
     sys.stdout.write("".join(f"{word}\n" for word in words) + f":{more}\n")
     return 0

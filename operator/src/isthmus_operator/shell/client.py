@@ -15,9 +15,9 @@ import aiohttp
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
-from .errors import ApiError
-from .ownership import FIELD_MANAGER
-from .settings import identity
+from ..errors import ApiError
+from ..plan.ownership import FIELD_MANAGER
+from ..settings import identity
 
 REQUEST_TIMEOUT_S = 15.0
 SERVED_S = 3.0

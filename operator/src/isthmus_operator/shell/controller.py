@@ -9,26 +9,26 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from . import autoscale
-from .api.choices import ScalingMode
-from .api.v1alpha1 import InferenceService, parse_stored
+from ..api.choices import ScalingMode
+from ..api.reasons import Reason
+from ..api.v1alpha1 import InferenceService, parse_stored
+from ..errors import ApiError, InvalidSpec, Refused
+from ..plan import autoscale
+from ..plan.autoscale import Decision
+from ..plan.contests import Contests
+from ..plan.desired import desired, name_of
+from ..plan.events import Event, contested, events, healed, scaled
+from ..plan.observe import is_child, observe
+from ..plan.observed import Facts, Observed
+from ..plan.planner import Plan, plan
+from ..plan.status import Status, invalid_status, status_of
+from ..render import engine, scaler
+from ..render.names import Component, Defaults, is_engine
+from ..render.service import components
 from .apply import Applier
-from .autoscale import Decision
 from .cache import Cache, Key
 from .client import Api
-from .contests import Contests
-from .desired import desired, name_of
-from .errors import ApiError, InvalidSpec, Refused
-from .events import Event, contested, events, healed, scaled
 from .known_facts import KnownFacts
-from .observe import is_child, observe
-from .observed import Facts, Observed
-from .plan import Plan, plan
-from .reasons import Reason
-from .render import engine, scaler
-from .render.names import Component, Defaults, is_engine
-from .render.service import components
-from .status import Status, invalid_status, status_of
 from .telemetry import Metrics
 
 Object = dict[str, Any]
