@@ -87,9 +87,10 @@ class FakeDevice:
         return event
 
     def graph_sizes(self, max_rows: int) -> tuple[int, ...]:
-        return tuple(size for size in self._sizes if size < max_rows) + tuple(
-            size for size in self._sizes if size >= max_rows
-        )[:1]
+        return (
+            tuple(size for size in self._sizes if size < max_rows)
+            + tuple(size for size in self._sizes if size >= max_rows)[:1]
+        )
 
     def capture(self, body: Body) -> Body:
         body()

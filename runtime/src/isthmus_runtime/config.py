@@ -214,7 +214,9 @@ def build_serve_parser() -> argparse.ArgumentParser:
     p.add_argument("--served-model-name", action="append", default=[], help="repeatable; default: directory name")
     engine = p.add_argument_group("engine (prefill, decode, unified)")
     engine.add_argument("--executor", default="torch", choices=["torch", "fake"])
-    engine.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a usable GPU, else CPU")
+    engine.add_argument(
+        "--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a usable GPU, else CPU"
+    )
     engine.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     engine.add_argument("--threads", default="0", help="CPU threads; 0: all this process may use")
     engine.add_argument("--max-model-len", default="auto", help="tokens, or auto")

@@ -209,8 +209,8 @@ class Engine:
 
 @pytest.fixture
 def start_engine() -> Iterator[Callable[..., Engine]]:
-    """`start_engine(directory, ...)`: an executor in float32 with a small pool, on the CPU unless told otherwise; closed
-    after the test."""
+    """`start_engine(directory, ...)`: an executor in float32 with a small pool, on the CPU if no device is given;
+    closed after the test."""
     engines: list[Engine] = []
 
     def start(
@@ -227,9 +227,7 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
         device: Device | None = None,
     ) -> Engine:
         scheduler = SchedulerConfig(max_batched_tokens=budget, max_num_seqs=max_rows)
-        loaded = load(
-            ModelConfig(path=str(directory), device="cpu", dtype=dtype, threads=2), scheduler, device=device
-        )
+        loaded = load(ModelConfig(path=str(directory), device="cpu", dtype=dtype, threads=2), scheduler, device=device)
         specs = loaded.layer_specs(block_size, kv_dtype)
         kv_plan = plan(
             KvPlanInput(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from isthmus_runtime.errors import ConfigError
 from isthmus_kernels import dispatch, native
+from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.executor.device import cpu
 from isthmus_runtime.executor.device.cpu import CpuDevice
 
@@ -93,5 +93,5 @@ def test_what_torch_computes_is_not_captured() -> None:
 
 def test_views_and_fresh_memory_are_captured() -> None:
     x, out = torch.randn(3, 16), torch.empty(4, 8)
-    captured = CpuDevice().capture(lambda: dispatch.silu_mul(x.view(3, 16)[:2], out=out[:2]) and None)
+    captured = CpuDevice().capture(lambda: dispatch.silu_mul(x.view(3, 16)[:2], out=out[:2]))
     assert (captured is not None) == native.available()

@@ -92,9 +92,7 @@ def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
                 tables = [
                     data.draw(st.lists(blocks, max_size=-(-MAX_LEN // g.block_size)), label="table") for g in GROUPS
                 ]
-                starts.append(
-                    RowStart(row, "r", tokens, length, tuple(map(tuple, tables)), GREEDY)
-                )
+                starts.append(RowStart(row, "r", tokens, length, tuple(map(tuple, tables)), GREEDY))
                 naive.tokens[row] = list(tokens)
                 naive.tables[row] = [dict(enumerate(table)) for table in tables]
                 computed[row] = 0
@@ -190,7 +188,7 @@ def test_draws_with_parameters_or_logprobs_are_not_left_to_a_graph() -> None:
         (SamplingParams(max_tokens=1, temperature=0.5), 0),
         (SamplingParams(max_tokens=1, temperature=0.0, logprobs=2), 0),
     ):
-        draws = Batch((1, 4)).describe(sampling_plan(0, *[sampling] * 3)).draws
+        draws = Batch((1, 4, 8)).describe(sampling_plan(0, *[sampling] * 3)).draws
         assert draws is not None and (draws.count, draws.graph) == (3, graph)
         assert len(draws.logit_rows) == (graph or 3)
 
@@ -227,7 +225,7 @@ def test_a_new_request_sees_nothing_of_the_row_before() -> None:
 
 def test_a_step_is_built_before_the_last_one_ran() -> None:
     """The second step continues a row with a token that nobody has seen, and leaves the first one's inputs alone."""
-    batch = Batch((4,))
+    batch = Batch((4, 8))
     slots = batch.rows.slots
     start = RowStart(2, "r", [5, 6, 7], 3, ((1,), (1,)), GREEDY)
     first = batch.rows.build(StepPlan(0, (start,), (), (Chunk(2, 0, 3, 1),), 3), slots[0])

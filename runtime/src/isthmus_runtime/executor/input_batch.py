@@ -44,7 +44,7 @@ class Draws:
     """int64 [S]: where in the token table each drawn token goes."""
     graph: int
     """Size of the captured graph that may draw; 0: there is none for these draws."""
-    parameters: dict[str, Tensor]
+    parameters: dict[str, Any]
     """Keyword arguments of the sampler, [S] each; empty: all rows are greedy. Filters that no row uses are absent."""
     asking: Longs
     """Which of the rows want log-probabilities (host)."""
@@ -125,9 +125,7 @@ class InputBatch:
         slot.reset()
         starts = self.update(plan, slot)
         if not plan.chunks:
-            return StepInputs(
-                starts=starts, words=0, tables=(), sources=None, forward=None, graph=0, draws=None
-            )
+            return StepInputs(starts=starts, words=0, tables=(), sources=None, forward=None, graph=0, draws=None)
         columns: Longs = np.array([chunk[:4] for chunk in plan.chunks], np.int64).T
         num_tokens = int(columns[2].sum())
         assert num_tokens == plan.num_tokens <= self._max_tokens, (plan.step, num_tokens, plan.num_tokens)
@@ -239,7 +237,7 @@ class InputBatch:
         targets, targets_there = self._packer.take(width, torch.int64)
         targets[:count] = draw_rows * self._stride + at
         targets[count:] = self._dummy
-        on_device: dict[str, Tensor] = {}
+        on_device: dict[str, Any] = {}
         if parameters:
             for name, values in {**parameters, "positions": at}.items():
                 here, on_device[name] = self._packer.take(count, torch.from_numpy(values).dtype)

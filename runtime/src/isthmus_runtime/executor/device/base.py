@@ -18,7 +18,7 @@ from ...errors import ConfigError
 DTYPES = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
 KV_NAMES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16"})
 
-Body = Callable[[], None]
+Body = Callable[[], object]
 
 
 class Event(Protocol):

@@ -17,7 +17,7 @@ LEAST_CAPABILITY = (8, 0)
 """Ampere: the first with bf16 arithmetic and asynchronous copies to shared memory, which the kernels use."""
 _ALIGN = 4096
 _HEADROOM = 1 << 30
-"""Left free beside the KV pool: captured graphs, scratch of cuBLAS and of the kernels, logits, other processes' growth."""
+"""Left free beside the KV pool: captured graphs, scratch of cuBLAS and of the kernels, logits."""
 _LOST = re.compile(
     r"illegal memory access|unspecified launch failure|device-side assert|uncorrectable ECC|GPU is lost|"
     r"unknown error|misaligned address|hardware stack error|system has unsupported|no CUDA-capable device",
@@ -141,7 +141,7 @@ class CudaDevice:
         return tuple(sizes[: last + 1])
 
     def capture(self, body: Body) -> Body | None:
-        """Run `body` once as it is, so that kernels are compiled and libraries have their scratch; then into a graph."""
+        """Run `body` as it is, so that kernels are compiled and libraries have their scratch; then into a graph."""
         body()
         graph = torch.cuda.CUDAGraph()
         # Other threads may wait for events meanwhile: only this thread's calls are checked.
