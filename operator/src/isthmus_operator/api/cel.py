@@ -28,6 +28,10 @@ _SCALING_RULES = [
         "mode Auto needs min, max and target",
     ),
     ("!has(self.min) || !has(self.max) || self.min <= self.max", "min must not be above max"),
+    (
+        "!has(self.target) || quantity(string(self.target.value)).isGreaterThan(quantity('0'))",
+        "target.value must be above 0",
+    ),
 ]
 _RATIO_RULES = [
     ("has(self.min) || has(self.max)", "give min, max or both"),

@@ -43,6 +43,7 @@ class Reason(StrEnum):
     ROLLED_BACK = "RolledBack"
     NAME_TAKEN = "NameTaken"
     RECONCILE_FAILED = "ReconcileFailed"
+    INTERNAL_ERROR = "InternalError"
     TRANSFER_NOT_READY = "TransferNotReady"
     TRANSPORT_REPLACED = "TransportReplaced"
     FINGERPRINT_MISMATCH = "FingerprintMismatch"
@@ -142,6 +143,11 @@ TEXTS: dict[Reason, Text] = {
         "The message is the API server's. Mostly a wrong field in `podPatch`, a quota, a missing right of the operator,"
         " or a webhook or policy that refuses.",
     ),
+    Reason.INTERNAL_ERROR: Text(
+        "The operator cannot carry out this spec: it has failed on it, which is a defect. The service is left as it"
+        " was; it is tried again with growing pauses, and other services go on.",
+        "Undo the last edit of the spec, and report the message with the operator's log, which has the place.",
+    ),
     Reason.TRANSFER_NOT_READY: Text("An engine cannot move KV.", "The message is the engine's own."),
     Reason.TRANSPORT_REPLACED: Text(
         "Engines use another transport than `spec.transfer.transport` names.",
@@ -196,6 +202,7 @@ EVENTS = (
     Reason.SERVING, Reason.NO_ROUTER, Reason.NO_ENGINE, Reason.INVALID_SPEC, Reason.FINGERPRINT_MISMATCH,
     Reason.TRANSFER_NOT_READY, Reason.TRANSPORT_REPLACED, Reason.CHILD_HEALED, Reason.CHILD_CONTESTED,
     Reason.SCALED, Reason.OPTIONAL_API_MISSING, Reason.RECONCILE_FAILED, Reason.NAME_TAKEN,
+    Reason.INTERNAL_ERROR,
 )  # fmt: skip
 """Reasons that also come as Events, when they begin to hold."""
 

@@ -18,8 +18,9 @@ from typing import Any
 import kopf
 
 from ..api.reasons import Reason
-from ..api.v1alpha1 import API_VERSION, GROUP, PLURAL, VERSION, parse_stored
+from ..api.v1alpha1 import API_VERSION, GROUP, PLURAL, VERSION
 from ..errors import ApiError, InvalidSpec, Refused, UserError
+from ..plan.admission import admit
 from ..render.names import SERVICE_LABEL, Defaults
 from .cache import Cache, Key
 from .certificates import Certificates
@@ -190,7 +191,7 @@ class _Operator:
 async def validate(body: kopf.Body, **_: Any) -> None:
     """Admission: refuses a spec with all its problems at once, with their field paths."""
     try:
-        parse_stored(dict(body))
+        admit(dict(body))
     except InvalidSpec as error:
         raise kopf.AdmissionError(str(error), code=422) from None
 
