@@ -81,7 +81,7 @@ class CpuDevice:
 
     def capture(self, body: Body) -> Body | None:
         """Record the compiled operations of `body`. None where PyTorch computed something: that is not recorded."""
-        with dispatch.record() as program, _Unrecorded() as others:
+        with dispatch.record() as program, _Unrecorded() as others:  # type: ignore[no-untyped-call]
             body()
         return None if others.found or not len(program) else program.run
 
@@ -105,10 +105,7 @@ class _Unrecorded(TorchDispatchMode):
     """Sees what PyTorch itself computes. Views and fresh memory are no computation: addresses stay as they were."""
 
     _FREE = ("aten::empty", "aten::detach", "aten::alias")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found = False
+    found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found |= not func.is_view and not func.name().startswith(self._FREE)
