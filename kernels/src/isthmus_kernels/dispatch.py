@@ -27,6 +27,8 @@ __all__ = [
     "Program",
     "add_rms_norm",
     "block_copy",
+    "embedding",
+    "gelu_tanh_mul",
     "layer_view",
     "linear",
     "logprobs",
@@ -49,6 +51,8 @@ _OPS = MappingProxyType(
         "rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
         "add_rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
         "silu_mul": ("silu_mul", ("cpu", "triton", "reference")),
+        "gelu_tanh_mul": ("silu_mul", ("cpu", "reference")),
+        "embedding": ("embedding", ("cpu", "reference")),
         "pack": ("linear", ("cpu", "triton", "torch")),
         "block_copy": ("block_copy", ("triton", "torch", "reference")),
         "sample": ("sampling", ("cpu", "triton", "torch", "reference")),
@@ -198,6 +202,21 @@ def add_rms_norm(
 def silu_mul(x: Tensor, *, out: Tensor | None = None, impl: str | None = None) -> Tensor:
     """Return ``silu(x[:, :I]) * x[:, I:]`` of `x` ``[T, 2 I]``, computed in fp32."""
     result: Tensor = _select("silu_mul", x.device.type, impl)(x, out=out)
+    return result
+
+
+def gelu_tanh_mul(x: Tensor, *, out: Tensor | None = None, impl: str | None = None) -> Tensor:
+    """Return ``gelu(x[:, :I]) * x[:, I:]`` of `x` ``[T, 2 I]``, GELU in its tanh form, computed in fp32."""
+    result: Tensor = _select("gelu_tanh_mul", x.device.type, impl)(x, out=out)
+    return result
+
+
+def embedding(table: Tensor, ids: Tensor, *, scale: float = 1.0, out: Tensor, impl: str | None = None) -> Tensor:
+    """Write rows ``table[ids] * scale`` of `table` ``[V, H]`` to `out` ``[T, H]``; `ids` int32 ``[T]``.
+
+    The dtypes of table and output may differ. On CPU an id outside the table is an IndexError.
+    """
+    result: Tensor = _select("embedding", table.device.type, impl)(table, ids, scale=scale, out=out)
     return result
 
 
