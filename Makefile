@@ -81,11 +81,14 @@ SEED    =
 MINUTES = 10
 MODE    = direct
 
-.PHONY: test lint type verify size chaos
+.PHONY: test test-gpu lint type verify size chaos
 test: setup ## Run the test suite but for what needs the full cluster, which is `make e2e` (ARGS= narrows it)
 	@status=0; $(PY) -m pytest -q -m 'not cluster' $(ARGS) || status=$$?; \
 	$(CLUSTER) find --fast || echo "make test: THE TESTS AGAINST A KUBERNETES API SERVER DID NOT RUN (the line above says why)" >&2; \
 	exit $$status
+
+test-gpu: setup ## Run the tests that need a CUDA device; without one they are skipped, which is said aloud (ARGS= narrows it)
+	@$(PY) -m pytest -q -m gpu tests/gpu $(ARGS)
 
 chaos: setup ## Real faults on a real service (docs/chaos.md): make chaos [SEED=..] [MINUTES=10] [MODE=direct|store] [ARGS=...]
 	@$(PY) tests/chaos/run_storm.py $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --mode $(MODE) $(ARGS)
@@ -139,7 +142,7 @@ IMAGES =
 # Only from make's command line, never from the environment: nobody's own cluster is tested by accident.
 E2E_KUBECONFIG := $(if $(filter command,$(firstword $(origin KUBECONFIG))),$(KUBECONFIG))
 
-.PHONY: cluster-native cluster-build cluster-up cluster-down images images-for-tests e2e
+.PHONY: cluster-native cluster-build cluster-up cluster-down images images-for-tests e2e e2e-full
 cluster-native: ## Install what a cluster needs of the system (Debian, root)
 	@tests/cluster/native
 
@@ -158,5 +161,11 @@ images: ## Build the images with docker or buildah: make images [BASE=...] [IMAG
 images-for-tests: ## Build the images that the end-to-end tests run
 	@$(CLUSTER) images --base '$(BASE)' tests
 
-e2e: venv $(if $(E2E_KUBECONFIG),,cluster-native cluster-build images-for-tests) ## Run the cluster tests: make e2e [KUBECONFIG=file: on your own cluster] [ARGS=...]
-	@E2E_KUBECONFIG='$(E2E_KUBECONFIG)' ISTHMUS_REQUIRE_CLUSTER=1 $(PY) -m pytest -q -m 'cluster or light_cluster' $(ARGS)
+E2E_NEEDS := venv $(if $(E2E_KUBECONFIG),,cluster-native cluster-build images-for-tests)
+E2E       := E2E_KUBECONFIG='$(E2E_KUBECONFIG)' ISTHMUS_REQUIRE_CLUSTER=1 $(PY) -m pytest -q
+
+e2e: $(E2E_NEEDS) ## Run the tests on the full cluster: make e2e [KUBECONFIG=file: on your own cluster] [ARGS=...]
+	@$(E2E) -m 'cluster and not long' $(ARGS)
+
+e2e-full: $(E2E_NEEDS) ## Those and the long ones (lost node, 90 s of silence, slow downloads, the cluster's own end), the light cluster's too
+	@$(E2E) -m 'cluster or light_cluster' $(ARGS)

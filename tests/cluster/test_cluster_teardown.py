@@ -16,7 +16,8 @@ from testcluster import cluster as clusters
 from testcluster.launch import StartError
 from testcluster.settings import Settings
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+# Long: they start and end clusters of their own.
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 
 CLUSTER_FOLDER = Path(__file__).resolve().parent
 FIXED = ("/var/lib/kubelet", "/var/lib/cni", "/var/log/containers", "/var/log/pods")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import pytest
 from engine_world import World, request
 
+from isthmus_runtime.engine import blocks as blocks_module
 from isthmus_runtime.engine import handoffs as handoffs_module
 from isthmus_runtime.engine.blocks import Hits, SequenceBlocks
 from isthmus_runtime.engine.handoffs import Handoffs
@@ -267,10 +268,8 @@ def wrong_hit_length(p: Patch) -> None:
 
 
 def salt_is_ignored(p: Patch) -> None:
-    from isthmus_runtime.engine import blocks as blocks_module
-
-    p.setattr(blocks_module, "ExtraKeys", lambda cache_salt: ExtraKeys(cache_salt=""))
-    p.setattr(handoffs_module, "ExtraKeys", lambda cache_salt: ExtraKeys(cache_salt=""))
+    for module in (blocks_module, handoffs_module):
+        p.setattr(module, "extra_keys", lambda request: ExtraKeys(cache_salt=""))
 
 
 def lose_wake_up(p: Patch) -> None:

@@ -13,7 +13,7 @@ import urllib.error
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from testcluster.cluster import Cluster
@@ -21,18 +21,23 @@ from testcluster.cluster import Cluster
 NODE = "directed-node"
 TICK_S = 0.1
 HEARTBEAT_S = 10.0
+STAMP = "%Y-%m-%dT%H:%M:%SZ"
 Pod = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Behaviour:
-    """ready_after: seconds from being placed until ready; None: never. waiting: (reason, message) of its container
-    meanwhile. drain: seconds it takes to stop. crashed: it has run before and has exited with this code."""
+    """ready_after: seconds from being placed until ready for the first time; None: never, or not any more. waiting:
+    (reason, message) of its container meanwhile. drain: seconds it takes to stop. crashed: it has run before and has
+    exited with this code. flickers: unready at the moment, though it runs: a probe has failed. forgets: the same of a
+    kubelet that was restarted, which says of every container with a startup probe that it has not started."""
 
     ready_after: float | None = 0.0
     waiting: tuple[str, str] | None = None
     drain: float = 0.0
     crashed: int | None = None
+    flickers: bool = False
+    forgets: bool = False
 
 
 def always_ready(pod: Pod) -> Behaviour:
@@ -109,6 +114,8 @@ class Kubelet:
     placed: dict[str, float] = field(default_factory=dict)
     stopping: dict[str, float] = field(default_factory=dict)
     last: dict[str, object] = field(default_factory=dict)
+    begun: dict[str, str] = field(default_factory=dict)
+    """Uid of every pod that has been ready -> when its containers were started."""
     created: dict[str, set[str]] = field(default_factory=dict)
     """Namespace -> names of every pod that was ever seen."""
     error: BaseException | None = None
@@ -127,7 +134,7 @@ class Kubelet:
                 self.client.merge(f"/api/v1/nodes/{node['metadata']['name']}", {"spec": {"unschedulable": True}})
 
     def heartbeat(self, capacity: dict[str, str] | None = None) -> None:
-        now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        now = datetime.now(UTC).strftime(STAMP)
         ready = {"type": "Ready", "status": "True", "lastHeartbeatTime": now, "lastTransitionTime": now, "reason": "On"}
         status: dict[str, Any] = {"conditions": [ready]}
         if capacity:
@@ -169,18 +176,25 @@ class Kubelet:
                     raise
 
     def report(self, pod: Pod, path: str, behaviour: Behaviour, age: float) -> None:
-        ready = behaviour.ready_after is not None and age >= behaviour.ready_after
-        key = (ready, behaviour.waiting, behaviour.crashed)
-        if self.last.get(pod["metadata"]["uid"]) == key:
+        uid = pod["metadata"]["uid"]
+        runs = behaviour.ready_after is not None and (uid in self.begun or age >= behaviour.ready_after)
+        ready = runs and not behaviour.flickers and not behaviour.forgets
+        key = (ready, runs and behaviour.forgets, behaviour.waiting, behaviour.crashed)
+        if self.last.get(uid) == key:
             return
-        stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-        state: dict[str, Any] = {"running": {"startedAt": stamp}}
-        if behaviour.waiting and not ready:
+        now = datetime.now(UTC)
+        stamp = now.strftime(STAMP)
+        # Kubernetes' times are whole seconds, and a real container takes longer than that until it is ready.
+        begun = self.begun.setdefault(uid, (now - timedelta(seconds=1)).strftime(STAMP)) if runs else stamp
+        if not runs:
+            self.begun.pop(uid, None)
+        state: dict[str, Any] = {"running": {"startedAt": begun}}
+        if behaviour.waiting and not runs:
             state = {"waiting": {"reason": behaviour.waiting[0], "message": behaviour.waiting[1]}}
         containers = []
         for container in pod["spec"]["containers"]:
             status = {"name": container["name"], "image": container["image"], "imageID": "", "restartCount": 0}
-            status |= {"ready": ready, "started": ready, "state": state}
+            status |= {"ready": ready, "started": runs and not behaviour.forgets, "state": state}
             if behaviour.crashed is not None:
                 status["lastState"] = {"terminated": {"exitCode": behaviour.crashed, "reason": "Error"}}
                 status["restartCount"] = 3
@@ -200,7 +214,7 @@ class Kubelet:
             }
         }
         self.client.merge(f"{path}/status", body)
-        self.last[pod["metadata"]["uid"]] = key
+        self.last[uid] = key
 
 
 @contextmanager

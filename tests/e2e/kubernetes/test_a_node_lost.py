@@ -11,6 +11,8 @@ from operator_world import until
 from pods_beside import Client, client_image
 from testcluster.cluster import Cluster
 
+pytestmark = pytest.mark.long  # minutes pass until Kubernetes gives a silent node up
+
 NAMESPACE = "node-lost"
 QUESTIONS = ("What is the capital of France?", "Name three colours.", "Count from one to ten.")
 MAX_TOKENS = 16

@@ -19,6 +19,8 @@ from pods_beside import Client, client_image, create_bucket
 from processes import MODEL as MODEL_HERE
 from testcluster.cluster import Cluster
 
+pytestmark = pytest.mark.long  # slow downloads, and 90 s in which engines say nothing
+
 DOWNLOAD_S = float(os.environ.get("E2E_DOWNLOAD_S", "70"))
 SILENT_S = 90.0
 

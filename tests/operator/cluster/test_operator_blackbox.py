@@ -96,25 +96,28 @@ def test_with_nothing_to_do_nothing_is_written(service: Service) -> None:
     assert not service.writes_since(begin)
 
 
-def test_t1_rollout_on_a_full_cluster(service: Service) -> None:
-    """Four GPUs, four pods: no pod waits for a place, and a whole pair is ready at every moment."""
+@pytest.mark.parametrize(
+    "moment", [Behaviour(), Behaviour(flickers=True), Behaviour(forgets=True)], ids=["steady", "probe", "kubelet"]
+)
+def test_t1_rollout_on_a_full_cluster(service: Service, moment: Behaviour) -> None:
+    """Four GPUs, four pods: no pod waits for a place, and a whole pair runs at every moment, be it that all are
+    unready for an instant as the rollout begins."""
     service.apply(roles=roles(2, 2, gpus=1))
     service.ready()
     assert service.kubelet is not None
-    service.kubelet.behave = lambda pod: Behaviour(ready_after=0.3, drain=0.5)
+    service.kubelet.behave = lambda pod: moment
+    until(lambda: (service.condition("Ready")["status"] == "True") is (moment == Behaviour()), 20)
     service.apply(engine={"image": "engine:2"})
+    until(lambda: service.get()["status"].get("observedGeneration") == 2, 20)
+    service.kubelet.behave = lambda pod: Behaviour(ready_after=0.3, drain=0.5)
     worst: dict[str, int] = {"pairs": 9, "pods": 0}
+    begun = service.kubelet.begun
 
     def watch() -> bool:
         pods = [p for p in service.pods() if role(p) in ("prefill", "decode")]
-        ready = [
-            p
-            for p in pods
-            if not p["metadata"].get("deletionTimestamp")
-            and any(c["type"] == "Ready" and c["status"] == "True" for c in p["status"].get("conditions", ()))
-        ]
+        runs = [p for p in pods if not p["metadata"].get("deletionTimestamp") and p["metadata"]["uid"] in begun]
         pairs = sum(
-            min(sum(role(p) == r and image(p) == i for p in ready) for r in ("prefill", "decode"))
+            min(sum(role(p) == r and image(p) == i for p in runs) for r in ("prefill", "decode"))
             for i in ("engine:1", "engine:2")
         )
         worst["pairs"] = min(worst["pairs"], pairs)

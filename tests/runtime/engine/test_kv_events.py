@@ -15,7 +15,7 @@ def digest(n):
 
 
 def publish(pool, *numbers):
-    blocks = pool.allocate(len(numbers))
+    blocks = pool.allocate(len(numbers)).blocks
     for block, n in zip(blocks, numbers, strict=True):
         pool.publish(block, digest(n), token_ids=[n])
     pool.release(blocks)
@@ -104,7 +104,7 @@ def test_a_block_of_several_groups_counts_once():
     async def main():
         feed = KvEventFeed(asyncio.get_running_loop())
         pool = BlockPool(9, num_groups=2, events=feed.queue)
-        blocks = pool.allocate(2)
+        blocks = pool.allocate(2).blocks
         for group, block in enumerate(blocks):
             pool.publish(block, digest(5), group=group, token_ids=[5])
         await settle()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 import pytest
 from engine_world import World, make_plan, request
 from hypothesis import given
@@ -16,7 +19,7 @@ from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.kv.keys import keys_digest
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.protocol import PrefillRecord
-from isthmus_runtime.request import FinishReason
+from isthmus_runtime.request import FinishReason, SamplingParams
 
 
 def expect(world: World, sid: str, prompt: list[int], max_tokens: int) -> None:
@@ -488,3 +491,44 @@ def fill(world: World, job: OpenReceive, prompt: list[int]) -> None:
         view = world.executor.block_bytes(ref.block_id)
         for position in range(ref.index * bs, min((ref.index + 1) * bs, len(prompt))):
             _ENTRY.pack_into(view, position % bs * ENTRY_BYTES, prompt[position], position)
+
+
+class EvenAfterOdd:
+    """Token ids of the other parity than the token before; the first is free. Counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def allowed(self, generated: Sequence[int]) -> bytes | None:
+        self.asked.append(len(generated))
+        return None if not generated else (b"\x55" if generated[-1] % 2 else b"\xaa") * 124
+
+
+def test_a_constrained_row_waits_for_its_token_and_the_others_do_not() -> None:
+    world = World()
+    rule = EvenAfterOdd()
+    world.add(request("masked", [1, 2, 3], 9), constraint=rule)
+    world.add(request("free", [4, 5, 6], 9))
+    ahead = 0
+    while world.scheduler.has_work:
+        seqs = {seq.sid: seq for seq in world.scheduler.live()}
+        if world.scheduler.in_flight == 1 and "masked" in seqs and "free" in seqs:
+            assert seqs["masked"].unseen <= 1
+            ahead += seqs["free"].unseen > seqs["masked"].unseen
+        assert world.turn()
+        assert all(seq.unseen <= 1 for seq in world.scheduler.live() if seq.sid == "masked")
+    tokens = world.tokens["masked"]
+    assert len(tokens) == 9 and all((a + b) % 2 for a, b in itertools.pairwise(tokens))
+    assert rule.asked == list(range(9))
+    params = SamplingParams(max_tokens=9, temperature=0.0)
+    assert world.tokens["free"] == expected_tokens([4, 5, 6], params, 9)
+
+
+def test_a_constrained_request_goes_on_right_after_a_preemption() -> None:
+    world = World(num_blocks=10, prefix_caching=False)
+    world.add(request("older", [7] * 8, 20))
+    world.add(request("masked", [1, 2, 3, 4], 12), constraint=EvenAfterOdd())
+    world.run()
+    assert world.scheduler.stats().preemptions
+    tokens = world.tokens["masked"]
+    assert len(tokens) == 12 and all((a + b) % 2 for a, b in itertools.pairwise(tokens))

@@ -15,6 +15,7 @@ import pytest
 
 from isthmus_runtime.checkpoints.gguf_import import import_gguf
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
+from isthmus_runtime.executor.device.base import Device
 from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load
 from isthmus_runtime.interfaces.steps import Chunk, RowBlocks, RowStart, StepOutput, StepPlan
 from isthmus_runtime.kv.plan import KvPlan, KvPlanInput, plan
@@ -108,7 +109,7 @@ class Driver:
                     starts.append(self._row_start(job))
             submitted: tuple[Future[StepOutput], list[Job]] | None = None
             if chunks:
-                total = sum(chunk.count for chunk in chunks)
+                total = sum(chunk.num_tokens for chunk in chunks)
                 step = StepPlan(self.step, tuple(starts), tuple(grown), tuple(chunks), total)
                 self.step += 1
                 submitted = (self.executor.submit(step), sampling)
@@ -146,11 +147,11 @@ class Driver:
                 continue
             count = self.rng.randint(1, min(todo, left))
             self._grow(job, count, grown)
-            samples = job.computed + count == job.known
-            chunks.append(Chunk(job.row, job.computed, count, samples))
+            draws = 1 if job.computed + count == job.known else 0
+            chunks.append(Chunk(job.row, job.computed, count, draws))
             job.computed += count
             left -= count
-            if samples:
+            if draws:
                 job.known += 1
                 sampling.append(job)
         return chunks, sampling
@@ -184,10 +185,10 @@ class Driver:
 
     def _collect(self, result: tuple[Future[StepOutput], list[Job]]) -> None:
         output = result[0].result(DEADLINE_S)
-        assert len(output.token_ids) == len(result[1])
-        for index, job in enumerate(result[1]):
-            job.generated.append(output.token_ids[index])
-            job.logprobs.append(output.logprobs[index] if output.logprobs else None)
+        drawn = [row for row in output.rows if row.tokens]
+        for job, row in zip(result[1], drawn, strict=True):
+            job.generated.extend(row.tokens)
+            job.logprobs.append(row.logprobs[0] if row.logprobs else None)
         self.free.extend(self.released)
         self.released.clear()
 
@@ -208,7 +209,8 @@ class Engine:
 
 @pytest.fixture
 def start_engine() -> Iterator[Callable[..., Engine]]:
-    """`start_engine(directory, ...)`: an executor in float32 with a small pool; closed after the test."""
+    """`start_engine(directory, ...)`: an executor in float32 with a small pool, on the CPU if no device is given;
+    closed after the test."""
     engines: list[Engine] = []
 
     def start(
@@ -222,8 +224,10 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
         layout: str = "block-major",
         dtype: str = "float32",
         kv_dtype: str = "auto",
+        device: Device | None = None,
     ) -> Engine:
-        loaded = load(ModelConfig(path=str(directory), dtype=dtype, threads=2))
+        scheduler = SchedulerConfig(max_batched_tokens=budget, max_num_seqs=max_rows)
+        loaded = load(ModelConfig(path=str(directory), device="cpu", dtype=dtype, threads=2), scheduler, device=device)
         specs = loaded.layer_specs(block_size, kv_dtype)
         kv_plan = plan(
             KvPlanInput(
@@ -238,7 +242,7 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
         executor = TorchExecutor(
             loaded,
             kv_plan,
-            SchedulerConfig(max_batched_tokens=budget, max_num_seqs=max_rows),
+            scheduler,
             KvConfig(block_size=block_size, layout=layout, dtype=kv_dtype),
         )
         engines.append(Engine(loaded, kv_plan, executor, max_rows, budget))

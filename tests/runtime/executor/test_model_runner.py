@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 from isthmus_runtime.config import ModelConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, WeightsError
 from isthmus_runtime.executor.model_runner import load
-from isthmus_runtime.interfaces.steps import Chunk, RowStart, StepPlan
-from isthmus_runtime.models.config import read_model_spec
-from isthmus_runtime.models.llama import tensor_shapes
+from isthmus_runtime.interfaces.steps import NOTHING_DRAWN, Chunk, RowStart, StepPlan
+from isthmus_runtime.models.registry import read_model_spec
 from isthmus_runtime.request import SamplingParams
 
 DEADLINE_S = 60.0
@@ -41,24 +40,24 @@ def model_dir(tmp_path: Path) -> Path:
     """Random weights of a small Qwen2 with two full layers and two sliding ones."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     generator = torch.Generator().manual_seed(1)
-    shapes = tensor_shapes(read_model_spec(tmp_path))
+    shapes = read_model_spec(tmp_path).tensor_shapes()
     save_file({n: torch.randn(s, generator=generator) for n, s in shapes.items()}, tmp_path / "model.safetensors")
     return tmp_path
 
 
 def step(number: int, *, sampling: SamplingParams | None = None, chunk: Chunk | None = None) -> StepPlan:
     start = RowStart(0, "r", [1, 2, 3], 3, ((1,), (2,)), sampling or SamplingParams(max_tokens=1, temperature=0.0))
-    chunk = chunk or Chunk(0, 0, 3, samples=True)
-    return StepPlan(number, (start,), (), (chunk,), chunk.count)
+    chunk = chunk or Chunk(0, 0, 3, draws=1)
+    return StepPlan(number, (start,), (), (chunk,), chunk.num_tokens)
 
 
 def test_layer_specs_join_neighbours_of_one_kind(model_dir: Path) -> None:
-    loaded = load(ModelConfig(path=str(model_dir), dtype="float32"))
+    loaded = load(ModelConfig(path=str(model_dir), device="cpu", dtype="float32"))
     full, sliding = loaded.layer_specs(8, "bfloat16")
     assert (full.kind, full.layers, full.window, full.dtype) == ("full", 2, None, "bf16")
     assert (sliding.kind, sliding.layers, sliding.window, sliding.head_dim) == ("sliding", 2, 8, 8)
     assert loaded.layer_specs(8, "auto")[0].dtype == "fp32"
-    assert 0 < loaded.free_memory_bytes() < 1 << 50
+    assert 0 < loaded.device.kv_bytes(0.5) < 1 << 50
     with pytest.raises(ConfigError, match="--kv-dtype 'int3'"):
         loaded.layer_specs(8, "int3")
 
@@ -66,18 +65,19 @@ def test_layer_specs_join_neighbours_of_one_kind(model_dir: Path) -> None:
 def test_two_groups_share_the_pool(model_dir: Path, start_engine: Callable[..., Any]) -> None:
     engine = start_engine(model_dir)
     assert len(engine.plan.groups) == 2
-    assert engine.executor.kv_memory().num_blocks == engine.plan.num_blocks
+    assert engine.executor.kv_region().num_blocks == engine.plan.num_blocks
 
 
 def test_steps_without_samples_or_chunks_answer_with_no_tokens(
     model_dir: Path, start_engine: Callable[..., Any]
 ) -> None:
     executor = start_engine(model_dir).executor
-    partial = executor.submit(step(1, chunk=Chunk(0, 0, 2, samples=False)))
+    partial = executor.submit(step(1, chunk=Chunk(0, 0, 2, draws=0)))
     empty = executor.submit(StepPlan(2, (), (), (), 0))
-    last = executor.submit(StepPlan(3, (), (), (Chunk(0, 2, 1, samples=True),), 1))
-    assert partial.result(DEADLINE_S).token_ids == () == empty.result(DEADLINE_S).token_ids
-    assert last.result(DEADLINE_S).token_ids == executor.submit(step(4)).result(DEADLINE_S).token_ids
+    last = executor.submit(StepPlan(3, (), (), (Chunk(0, 2, 1, draws=1),), 1))
+    assert partial.result(DEADLINE_S).rows == (NOTHING_DRAWN,) and empty.result(DEADLINE_S).rows == ()
+    assert len(last.result(DEADLINE_S).rows[0].tokens) == 1
+    assert last.result(DEADLINE_S).rows == executor.submit(step(4)).result(DEADLINE_S).rows
     assert [f.result().step for f in (partial, empty, last)] == [1, 2, 3]
 
 
@@ -85,12 +85,12 @@ def test_seeded_draws_repeat(model_dir: Path, start_engine: Callable[..., Any]) 
     executor = start_engine(model_dir).executor
     sampling = SamplingParams(max_tokens=1, temperature=5.0, seed=11, logprobs=2)
     first, second = (executor.submit(step(n, sampling=sampling)).result(DEADLINE_S) for n in (1, 2))
-    assert first.token_ids == second.token_ids and first.logprobs == second.logprobs
-    assert first.logprobs[0] is not None and len(first.logprobs[0].top) == 2
+    assert first.rows == second.rows
+    assert len(first.rows[0].logprobs[0].top) == 2
     others = {
         executor.submit(step(3 + n, sampling=SamplingParams(max_tokens=1, temperature=5.0, seed=n)))
         .result(DEADLINE_S)
-        .token_ids
+        .rows
         for n in range(20)
     }
     assert len(others) > 1
@@ -99,7 +99,7 @@ def test_seeded_draws_repeat(model_dir: Path, start_engine: Callable[..., Any]) 
 def test_failed_step_fails_it_and_all_later_ones(model_dir: Path, start_engine: Callable[..., Any]) -> None:
     executor = start_engine(model_dir).executor
     executor.submit(step(1)).result(DEADLINE_S)
-    futures = [executor.submit(step(n, chunk=Chunk(99 if n == 2 else 0, 0, 3, samples=True))) for n in range(2, 6)]
+    futures = [executor.submit(step(n, chunk=Chunk(99 if n == 2 else 0, 0, 3, draws=1))) for n in range(2, 6)]
     for number, future in enumerate(futures, start=2):
         error = future.exception(DEADLINE_S)
         assert isinstance(error, EngineFailed)
@@ -130,8 +130,7 @@ def test_bfloat16_runs_close_to_float32(model_dir: Path, start_engine: Callable[
     for dtype, kv_dtype in (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32")):
         engine = start_engine(model_dir, dtype=dtype, kv_dtype=kv_dtype)
         output = engine.executor.submit(step(1, sampling=sampling)).result(DEADLINE_S)
-        assert output.logprobs[0] is not None
-        tables.append(dict(output.logprobs[0].top))
+        tables.append(dict(output.rows[0].logprobs[0].top))
     # Random unit weights make large logits; bf16 keeps three digits of them.
     scale = max(abs(value) for value in tables[0].values())
     for table in tables[1:]:
@@ -140,13 +139,13 @@ def test_bfloat16_runs_close_to_float32(model_dir: Path, start_engine: Callable[
 
 def test_unknown_dtype_and_missing_model(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--dtype 'float8'"):
-        load(ModelConfig(path=str(model_dir), dtype="float8"))
+        load(ModelConfig(path=str(model_dir), device="cpu", dtype="float8"))
     with pytest.raises(WeightsError, match="does not exist"):
         load(ModelConfig(path=str(tmp_path / "nowhere")))
 
 
 def test_auto_dtype_loads(model_dir: Path) -> None:
-    assert load(ModelConfig(path=str(model_dir))).model.dtype in (torch.float32, torch.bfloat16)
+    assert load(ModelConfig(path=str(model_dir), device="cpu")).model.dtype in (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize("instructions", [{}, {"amx_bf16": True}])
@@ -154,8 +153,8 @@ def test_engines_on_different_cpus_have_the_same_kv(
     model_dir: Path, instructions: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
-    loaded = load(ModelConfig(path=str(model_dir)))
+    loaded = load(ModelConfig(path=str(model_dir), device="cpu"))
     assert loaded.model.dtype == (torch.bfloat16 if instructions else torch.float32)
     assert loaded.kv_dtype("auto") == torch.float32
     assert loaded.kv_dtype("bfloat16") == torch.bfloat16
-    assert load(ModelConfig(path=str(model_dir), dtype="bfloat16")).kv_dtype("auto") == torch.bfloat16
+    assert load(ModelConfig(path=str(model_dir), device="cpu", dtype="bfloat16")).kv_dtype("auto") == torch.bfloat16

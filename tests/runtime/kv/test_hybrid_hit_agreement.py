@@ -93,7 +93,7 @@ def test_pool_returns_one_table_per_group_with_null_blocks_before_the_window() -
     groups = [full(), sliding(5)]
     tokens = list(range(40))
     hashes = block_hashes(tokens, 4)
-    tables = [pool.allocate(4), pool.allocate(4)]
+    tables = [pool.allocate(4).blocks, pool.allocate(4).blocks]
     for group, table in enumerate(tables):
         for index, block in enumerate(table):
             pool.publish(block, hashes[index], group, token_ids=tokens[index * 4 : index * 4 + 4])

@@ -13,6 +13,7 @@ from isthmus_runtime.kv.pool import (
     BlockRemoved,
     BlockState,
     BlockStored,
+    Evicted,
     OutOfBlocks,
     PoolError,
 )
@@ -26,10 +27,15 @@ def publish(pool: BlockPool, blocks: list[int], first: int = 0, group: int = 0) 
         assert pool.publish(block, HASHES[index], group, token_ids=TOKENS[index * 4 : index * 4 + 4])
 
 
+def hit(pool: BlockPool, hashes: list[bytes] = HASHES, token_ids: list[int] | None = None) -> list[int]:
+    """Blocks of the longest prefix that is cached."""
+    return pool.lookup_groups([GroupPlan(block_size=4)], [hashes], len(TOKENS), token_ids)[1][0]
+
+
 def cached(num_blocks: int, count: int) -> tuple[BlockPool, list[int]]:
     """A pool with the first `count` blocks of TOKENS cached and unreferenced."""
     pool = BlockPool(num_blocks)
-    blocks = pool.allocate(count)
+    blocks = pool.allocate(count).blocks
     publish(pool, blocks)
     pool.release(blocks)
     return pool, blocks
@@ -38,7 +44,7 @@ def cached(num_blocks: int, count: int) -> tuple[BlockPool, list[int]]:
 def test_the_null_block_is_never_given_out() -> None:
     pool = BlockPool(5)
     assert pool.usable == pool.num_free == 4
-    assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
+    assert sorted(pool.allocate(4).blocks) == [1, 2, 3, 4]
     assert pool.state(0) is BlockState.NULL
     with pytest.raises(OutOfBlocks) as caught:
         pool.allocate(1)
@@ -48,7 +54,7 @@ def test_the_null_block_is_never_given_out() -> None:
 def test_a_pool_may_hold_only_the_null_block() -> None:
     pool = BlockPool(1)
     assert pool.usable == pool.num_free == 0
-    assert pool.allocate(0) == []
+    assert pool.allocate(0).blocks == []
     pool.check()
 
 
@@ -60,20 +66,20 @@ def test_impossible_pools_are_refused(arguments: dict[str, int]) -> None:
 
 def test_freed_blocks_without_hash_are_reused_first_head_first() -> None:
     pool = BlockPool(10)
-    blocks = pool.allocate(3)
+    blocks = pool.allocate(3).blocks
     pool.release(blocks)
-    assert pool.allocate(4) == [*blocks, 4]
+    assert pool.allocate(4).blocks == [*blocks, 4]
 
 
 def test_cached_blocks_are_evicted_last_and_tail_first() -> None:
     pool, blocks = cached(8, 3)
-    assert pool.lookup(HASHES) == blocks
-    assert not set(pool.allocate(4)) & set(blocks)
-    assert pool.lookup(HASHES) == blocks
-    assert pool.allocate(1) == [blocks[2]]
-    assert pool.lookup(HASHES) == blocks[:2]
-    assert pool.allocate(2) == [blocks[1], blocks[0]]
-    assert pool.lookup(HASHES) == []
+    assert hit(pool) == blocks
+    assert not set(pool.allocate(4).blocks) & set(blocks)
+    assert hit(pool) == blocks
+    assert pool.allocate(1).blocks == [blocks[2]]
+    assert hit(pool) == blocks[:2]
+    assert pool.allocate(2).blocks == [blocks[1], blocks[0]]
+    assert hit(pool) == []
 
 
 def test_a_touched_block_moves_to_the_back() -> None:
@@ -81,7 +87,7 @@ def test_a_touched_block_moves_to_the_back() -> None:
     pool.touch([blocks[2]])
     pool.release([blocks[2]])
     # Least recently used first: the tail of what was left, then its head, then the block used last.
-    assert pool.allocate(3) == [blocks[1], blocks[0], blocks[2]]
+    assert pool.allocate(3).blocks == [blocks[1], blocks[0], blocks[2]]
 
 
 def test_touch_takes_a_hit_out_of_the_free_list() -> None:
@@ -106,7 +112,7 @@ def test_touch_refuses_free_blocks_and_changes_nothing() -> None:
 
 def test_double_free_and_unknown_ids_name_the_block() -> None:
     pool = BlockPool(5)
-    blocks = pool.allocate(2)
+    blocks = pool.allocate(2).blocks
     with pytest.raises(PoolError, match=f"block {blocks[1]} is given 2 times"):
         pool.release([blocks[0], blocks[1], blocks[1]])
     assert pool.counts().owned == 2
@@ -122,7 +128,7 @@ def test_double_free_and_unknown_ids_name_the_block() -> None:
 
 def test_null_ids_in_a_block_table_hold_nothing() -> None:
     pool = BlockPool(5)
-    table = [0, 0, *pool.allocate(1)]
+    table = [0, 0, *pool.allocate(1).blocks]
     pool.touch(table)
     pool.release(table)
     pool.release(table)
@@ -133,45 +139,23 @@ def test_null_ids_in_a_block_table_hold_nothing() -> None:
 def test_a_negative_count_is_refused() -> None:
     with pytest.raises(PoolError, match="-1"):
         BlockPool(5).allocate(-1)
-    with pytest.raises(PoolError, match="-1"):
-        BlockPool(5).allocate_with_hits([[]], [-1])
 
 
-def test_allocation_with_hits_protects_the_hits_of_every_group() -> None:
-    """The hits are the oldest cached blocks: new blocks taken before they are touched would evict them."""
-    pool = BlockPool(5, num_groups=2)
-    first, second, others = pool.allocate(1), pool.allocate(1), pool.allocate(2)
-    publish(pool, first, group=0)
-    publish(pool, second, group=1)
-    publish(pool, others, first=5)
-    for blocks in (first, second, others):
-        pool.release(blocks)
-    new = pool.allocate_with_hits([first, second], [1, 1])
-    assert sorted(new[0] + new[1]) == sorted(others)
-    assert [len(blocks) for blocks in new] == [1, 1]
-    assert pool.cached_block(HASHES[0], 0) == first[0]
-    assert pool.cached_block(HASHES[0], 1) == second[0]
-    pool.check()
-
-
-def test_allocation_with_hits_is_all_or_nothing() -> None:
+def test_an_allocation_says_what_it_evicted() -> None:
     pool, blocks = cached(5, 2)
-    with pytest.raises(OutOfBlocks) as caught:
-        pool.allocate_with_hits([blocks], [3])
-    assert (caught.value.asked, caught.value.free) == (5, 4)
-    assert pool.counts().cached == 2
-    with pytest.raises(PoolError, match="unknown block 99"):
-        pool.allocate_with_hits([blocks, [99]], [0, 0])
-    assert pool.counts().cached == 2
+    assert pool.allocate(2).evicted == []
+    taken, evicted = pool.allocate(1)
+    assert taken == [blocks[1]]
+    assert evicted == [Evicted(blocks[1], HASHES[1], 0)]
 
 
 def test_the_first_publisher_of_a_hash_wins() -> None:
     pool = BlockPool(5)
-    one, two = pool.allocate(2)
+    one, two = pool.allocate(2).blocks
     publish(pool, [one])
     assert pool.publish(one, HASHES[0], token_ids=TOKENS[:4])
     assert not pool.publish(two, HASHES[0], token_ids=TOKENS[:4])
-    assert pool.lookup(HASHES) == [one]
+    assert hit(pool) == [one]
     with pytest.raises(PoolError, match="already published"):
         pool.publish(one, HASHES[1], token_ids=TOKENS[4:8])
     pool.release([two])
@@ -180,7 +164,7 @@ def test_the_first_publisher_of_a_hash_wins() -> None:
 
 def test_nothing_is_visible_before_it_is_written() -> None:
     pool = BlockPool(5)
-    (block,) = pool.allocate(1)
+    (block,) = pool.allocate(1).blocks
     pool.lease_write([block])
     with pytest.raises(PoolError, match="it is WRITING"):
         publish(pool, [block])
@@ -190,12 +174,12 @@ def test_nothing_is_visible_before_it_is_written() -> None:
     pool.lease_write([block])
     pool.end_write([block], ok=True)
     publish(pool, [block])
-    assert pool.lookup(HASHES) == [block]
+    assert hit(pool) == [block]
 
 
 def test_one_failed_writer_of_several_fails_the_block() -> None:
     pool = BlockPool(5)
-    (block,) = pool.allocate(1)
+    (block,) = pool.allocate(1).blocks
     pool.lease_write([block, block])
     pool.end_write([block], ok=False)
     pool.end_write([block], ok=True)
@@ -206,11 +190,11 @@ def test_one_failed_writer_of_several_fails_the_block() -> None:
 def test_a_failed_write_is_forgotten_with_its_owner() -> None:
     """The next owner computes the block itself, without a lease, and may publish it."""
     pool = BlockPool(2)
-    blocks = pool.allocate(1)
+    blocks = pool.allocate(1).blocks
     pool.lease_write(blocks)
     pool.end_write(blocks, ok=False)
     pool.release(blocks)
-    assert pool.allocate(1) == blocks
+    assert pool.allocate(1).blocks == blocks
     publish(pool, blocks)
 
 
@@ -221,12 +205,12 @@ def test_only_owned_blocks_are_published() -> None:
     with pytest.raises(PoolError, match="it is NULL"):
         publish(pool, [0])
     with pytest.raises(PoolError, match="unknown group 1"):
-        pool.publish(*pool.allocate(1), HASHES[0], 1, token_ids=TOKENS[:4])
+        pool.publish(*pool.allocate(1).blocks, HASHES[0], 1, token_ids=TOKENS[:4])
 
 
 def test_a_block_being_written_outlives_its_request() -> None:
     pool = BlockPool(2)
-    blocks = pool.allocate(1)
+    blocks = pool.allocate(1).blocks
     pool.lease_write(blocks)
     pool.release(blocks)
     assert pool.state(blocks[0]) is BlockState.WRITING
@@ -239,7 +223,7 @@ def test_a_block_being_read_is_not_evicted() -> None:
     pool, blocks = cached(2, 1)
     pool.lease_read(blocks)
     assert pool.num_free == 0
-    assert pool.lookup(HASHES) == blocks
+    assert hit(pool) == blocks
     pool.touch(blocks)
     pool.release(blocks)
     assert pool.num_free == 0
@@ -249,7 +233,7 @@ def test_a_block_being_read_is_not_evicted() -> None:
 
 def test_visible_or_read_blocks_are_not_written() -> None:
     pool = BlockPool(5)
-    one, two, three = pool.allocate(3)
+    one, two, three = pool.allocate(3).blocks
     publish(pool, [one])
     pool.lease_read([two])
     for block, words in ((one, "visible"), (two, "reader lease"), (4, "it is FREE"), (0, "it is NULL")):
@@ -265,7 +249,7 @@ def test_visible_or_read_blocks_are_not_written() -> None:
 
 def test_ending_a_lease_that_is_not_out_is_refused() -> None:
     pool = BlockPool(5)
-    (block,) = pool.allocate(1)
+    (block,) = pool.allocate(1).blocks
     with pytest.raises(PoolError, match=f"block {block} has no writer lease"):
         pool.end_write([block], ok=True)
     with pytest.raises(PoolError, match=f"block {block} has no reader lease"):
@@ -276,7 +260,7 @@ def test_ending_a_lease_that_is_not_out_is_refused() -> None:
 
 def test_quarantine_keeps_a_block_until_the_writer_is_gone() -> None:
     pool = BlockPool(3)
-    blocks = pool.allocate(2)
+    blocks = pool.allocate(2).blocks
     pool.lease_write(blocks)
     pool.quarantine(blocks)
     assert pool.counts().quarantined == 2
@@ -295,7 +279,7 @@ def test_quarantine_keeps_a_block_until_the_writer_is_gone() -> None:
 
 def test_quarantine_needs_a_writer() -> None:
     pool = BlockPool(3)
-    blocks = pool.allocate(2)
+    blocks = pool.allocate(2).blocks
     pool.lease_write(blocks[:1])
     with pytest.raises(PoolError, match="release it instead"):
         pool.quarantine(blocks)
@@ -306,7 +290,7 @@ def test_quarantine_needs_a_writer() -> None:
 
 def test_a_shared_quarantined_block_is_never_published() -> None:
     pool = BlockPool(3)
-    (block,) = pool.allocate(1)
+    (block,) = pool.allocate(1).blocks
     pool.touch([block])
     pool.lease_write([block])
     pool.quarantine([block])
@@ -318,50 +302,49 @@ def test_a_shared_quarantined_block_is_never_published() -> None:
     assert pool.num_free == 2
 
 
-def test_lookup_is_the_longest_prefix_and_takes_nothing() -> None:
+def test_a_hit_is_the_longest_prefix_and_takes_nothing() -> None:
     pool = BlockPool(8)
-    blocks = pool.allocate(4)
+    blocks = pool.allocate(4).blocks
     publish(pool, [blocks[0], blocks[1]])
     publish(pool, [blocks[3]], first=3)
-    assert pool.lookup(HASHES) == blocks[:2]
-    assert pool.lookup(HASHES, max_blocks=1) == blocks[:1]
-    assert pool.lookup(HASHES, max_blocks=0) == pool.lookup([]) == pool.lookup(HASHES[2:3]) == []
+    assert hit(pool) == blocks[:2]
+    assert hit(pool, []) == hit(pool, HASHES[2:3]) == []
     assert [pool.refs(block) for block in blocks] == [1, 1, 1, 1]
     with pytest.raises(PoolError, match="unknown group -1"):
-        pool.lookup(HASHES, group=-1)
+        pool.cached_block(HASHES[0], group=-1)
 
 
 def test_token_ids_are_compared_on_a_hit() -> None:
     pool, blocks = cached(8, 3)
-    assert pool.lookup(HASHES, token_ids=TOKENS) == blocks
+    assert hit(pool, HASHES, TOKENS) == blocks
     assert pool.hash_collisions == 0
     other = [*TOKENS[:5], 999, *TOKENS[6:]]
-    assert pool.lookup(HASHES, token_ids=other) == blocks[:1]
+    assert hit(pool, HASHES, other) == blocks[:1]
     assert pool.hash_collisions == 1
-    assert pool.lookup(HASHES, token_ids=TOKENS[:6]) == blocks[:1]
+    assert hit(pool, HASHES[:1], TOKENS[:6]) == blocks[:1]
 
 
 def test_without_prefix_caching_nothing_hits() -> None:
     pool = BlockPool(4, prefix_caching=False)
-    blocks = pool.allocate(1)
+    blocks = pool.allocate(1).blocks
     assert not pool.publish(blocks[0], HASHES[0], token_ids=TOKENS[:4])
-    assert pool.lookup(HASHES) == []
+    assert hit(pool) == []
     pool.release(blocks)
     assert pool.counts().cached == 0
 
 
 def test_groups_do_not_see_each_others_hashes() -> None:
     pool = BlockPool(4, num_groups=2)
-    (block,) = pool.allocate(1)
+    (block,) = pool.allocate(1).blocks
     publish(pool, [block], group=1)
-    assert pool.lookup(HASHES, group=0) == []
-    assert pool.lookup(HASHES, group=1) == [block]
+    assert pool.cached_block(HASHES[0], group=0) is None
+    assert pool.cached_block(HASHES[0], group=1) == block
 
 
 def test_events_tell_what_is_visible_and_show_an_overflow() -> None:
     events: deque[BlockEvent] = deque(maxlen=2)
     pool = BlockPool(3, events=events)
-    blocks = pool.allocate(2)
+    blocks = pool.allocate(2).blocks
     publish(pool, blocks)
     assert list(events) == [BlockStored(0, HASHES[0], 0), BlockStored(1, HASHES[1], 0)]
     pool.release(blocks)
@@ -371,7 +354,7 @@ def test_events_tell_what_is_visible_and_show_an_overflow() -> None:
 
 def test_counts_name_every_state() -> None:
     pool = BlockPool(10)
-    owned, writing, lost, kept = (pool.allocate(1) for _ in range(4))
+    owned, writing, lost, kept = (pool.allocate(1).blocks for _ in range(4))
     pool.lease_write(writing + lost)
     pool.quarantine(lost)
     publish(pool, kept)
@@ -395,8 +378,8 @@ def test_check_notices_a_broken_pool() -> None:
 
     def damaged(part: str) -> BlockPool:
         pool, blocks = cached(8, 2)
-        held = pool.allocate(1)
-        pool.release(pool.allocate(2))
+        held = pool.allocate(1).blocks
+        pool.release(pool.allocate(2).blocks)
         match part:
             case "hold":
                 pool._refs[held[0]] = 0
@@ -426,10 +409,10 @@ def test_check_notices_a_broken_pool() -> None:
 
 def test_a_million_blocks() -> None:
     pool = BlockPool(10**6 + 1)
-    blocks = pool.allocate(10**6)
+    blocks = pool.allocate(10**6).blocks
     assert pool.num_free == 0
     pool.release(blocks)
-    assert pool.allocate(3) == blocks[:3]
+    assert pool.allocate(3).blocks == blocks[:3]
     assert pool.counts().total == 10**6 + 1
     pool.check(blocks[:10])
 

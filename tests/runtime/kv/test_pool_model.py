@@ -85,7 +85,10 @@ class PoolMachine(RuleBasedStateMachine):
             with pytest.raises(PoolError if n < 0 else OutOfBlocks):
                 self.pool.allocate(n)
             return
-        self.take(self.pool.allocate(n), n)
+        was = {number: block.key for number, block in self.model.blocks.items() if block.key}
+        blocks, evicted = self.pool.allocate(n)
+        assert [(e.block_id, (e.group, e.block_hash)) for e in evicted] == [(b, was[b]) for b in blocks if b in was]
+        self.take(blocks, n)
 
     def take(self, got: list[int], n: int) -> None:
         assert got == self.model.free[:n]
@@ -107,26 +110,6 @@ class PoolMachine(RuleBasedStateMachine):
             if number:
                 self.model.blocks[number].refs += 1
                 self.model.settle(number)
-
-    @rule(numbers=st.lists(ids, min_size=2, max_size=2), new=st.lists(st.integers(0, 3), min_size=2, max_size=2))
-    def allocate_with_hits(self, numbers: list[list[int]], new: list[int]) -> None:
-        hits = [number for group in numbers for number in group]
-        legal = self.known(hits, null=True) and not any(
-            self.model.state(number) in (BlockState.FREE, BlockState.QUARANTINED) for number in hits
-        )
-        evictable = len(set(hits) & set(self.model.free))
-        if not legal or evictable + sum(new) > len(self.model.free):
-            with pytest.raises(PoolError):
-                self.pool.allocate_with_hits(numbers, new)
-            return
-        assert self.pool.evictable(hits) == evictable
-        got = self.pool.allocate_with_hits(numbers, new)
-        for number in hits:
-            if number:
-                self.model.blocks[number].refs += 1
-                self.model.settle(number)
-        for blocks, n in zip(got, new, strict=True):
-            self.take(blocks, n)
 
     @rule(numbers=ids)
     def release(self, numbers: list[int]) -> None:
@@ -166,15 +149,9 @@ class PoolMachine(RuleBasedStateMachine):
         if first:
             block.key = key
 
-    @rule(block_hashes=st.lists(hashes, max_size=3), group=groups)
-    def lookup(self, block_hashes: list[bytes], group: int) -> None:
-        expected: list[int] = []
-        for block_hash in block_hashes:
-            number = self.model.visible((group, block_hash))
-            if number is None:
-                break
-            expected.append(number)
-        assert self.pool.lookup(block_hashes, group, token_ids=[1] * len(block_hashes)) == expected
+    @rule(block_hash=hashes, group=groups)
+    def find(self, block_hash: bytes, group: int) -> None:
+        assert self.pool.cached_block(block_hash, group) == self.model.visible((group, block_hash))
 
     @rule(numbers=ids)
     def lease_write(self, numbers: list[int]) -> None:

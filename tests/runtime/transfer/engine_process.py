@@ -13,13 +13,14 @@ import sys
 import threading
 import time
 import zlib
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from isthmus_runtime.config import StoreConfig, TransferConfig
-from isthmus_runtime.interfaces.handoff import BlockRef, HandoffEvent, PromptResult, ReceiveJob, SendJob
-from isthmus_runtime.interfaces.transport import KvMemory
+from isthmus_runtime.interfaces.handoff import BlockRef, HandoffEvent, PromptResult, Received, ReceiveJob, SendJob
+from isthmus_runtime.interfaces.transport import KvRegion
 from isthmus_runtime.protocol import CommitCall, Ticket
 from isthmus_runtime.transfer.agent import TransferAgent
 from isthmus_runtime.transfer.factory import make_transfer
@@ -36,12 +37,12 @@ def say(body: dict[str, Any]) -> None:
 
 
 def refs(rows: list[list[Any]]) -> tuple[BlockRef, ...]:
-    return tuple(BlockRef(*row) for row in rows)
+    return tuple(BlockRef(*row, 0) for row in rows)
 
 
 pool = mmap.mmap(-1, num_blocks * size)
 base = ctypes.addressof(ctypes.c_char.from_buffer(pool))
-memory = KvMemory(base=base, num_blocks=num_blocks, block_bytes=size, block_stride=size, layout_digest="L")
+memory = KvRegion(base=base, num_blocks=num_blocks, block_bytes=size, block_stride=size, layout_digest="L")
 cfg = TransferConfig(
     mode=mode,
     host=host,
@@ -60,19 +61,11 @@ except ValueError as error:
 
 
 def notify(event: HandoffEvent) -> None:
-    say(
-        {
-            "event": event.kind,
-            "attempt": event.attempt,
-            "drained": event.drained,
-            "stage": event.stage,
-            "reason": event.reason,
-            "sent_bytes": event.sent_bytes,
-            "seconds": event.seconds,
-            "first_token": event.record.first_token if event.record else None,
-            "at": time.monotonic(),
-        }
-    )
+    body: dict[str, Any] = {"stage": "", "drained": True, **asdict(event), "at": time.monotonic()}
+    body["event"] = type(event).__name__.lower()
+    if isinstance(event, Received):
+        body["first_token"] = body.pop("record").first_token
+    say(body)
 
 
 agent = TransferAgent(backend, memory, cfg, notify, time.monotonic)

@@ -7,6 +7,7 @@ import mmap
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -14,15 +15,27 @@ from hypothesis import strategies as st
 
 from isthmus_runtime.config import TransferConfig
 from isthmus_runtime.errors import ConfigError
-from isthmus_runtime.interfaces.handoff import BlockRef, HandoffEvent, PromptResult, ReceiveJob, SendJob
-from isthmus_runtime.interfaces.transport import KvMemory
+from isthmus_runtime.interfaces.handoff import (
+    BlockRef,
+    Drained,
+    Failed,
+    HandoffEvent,
+    PromptResult,
+    Received,
+    ReceiveJob,
+    Released,
+    SendJob,
+    Sent,
+)
+from isthmus_runtime.interfaces.transport import KvRegion
 from isthmus_runtime.protocol import CommitCall
 from isthmus_runtime.transfer.agent import TransferAgent, blocks_crc32
 from isthmus_runtime.transfer.factory import make_transfer
 from isthmus_runtime.transfer.memory import Faults, MemoryFabric, MemoryTransfer
 
 BLOCK = 64
-RESULTS = ("sent", "received", "failed")
+RESULTS = (Sent, Received, Failed)
+E = TypeVar("E", bound=HandoffEvent)
 
 
 def prompt_of(tokens: int = 40) -> PromptResult:
@@ -38,11 +51,11 @@ class Node:
     events: list[HandoffEvent] = field(default_factory=list)
     buffer: mmap.mmap | None = None
 
-    def kinds(self, attempt: str) -> list[str]:
-        return [e.kind for e in self.events if e.attempt == attempt]
+    def kinds(self, attempt: str) -> list[type[HandoffEvent]]:
+        return [type(e) for e in self.events if e.attempt == attempt]
 
-    def last(self, attempt: str, kind: str) -> HandoffEvent:
-        return next(e for e in self.events if e.attempt == attempt and e.kind == kind)
+    def only(self, attempt: str, kind: type[E]) -> E:
+        return next(e for e in self.events if e.attempt == attempt and isinstance(e, kind))
 
 
 @dataclass
@@ -53,7 +66,7 @@ class Pair:
     now: float = 0.0
 
     def open(self, attempt: str, blocks: list[int], *, skip: int = 0, deadline: float = 60.0, tokens: int = 40) -> None:
-        refs = tuple(BlockRef(skip + i, b, f"key-{attempt}-{skip + i}") for i, b in enumerate(blocks))
+        refs = tuple(BlockRef(skip + i, b, f"key-{attempt}-{skip + i}", 0) for i, b in enumerate(blocks))
         job = ReceiveJob(
             request_id="r",
             attempt=attempt,
@@ -69,7 +82,7 @@ class Pair:
         self.prefill.agent.open_send(send, self.now)
 
     def send(self, attempt: str, indices: list[int], offset: int = 100) -> None:
-        refs = [BlockRef(i, offset + i, f"key-{attempt}-{i}") for i in indices]
+        refs = [BlockRef(i, offset + i, f"key-{attempt}-{i}", 0) for i in indices]
         self.prefill.agent.send_blocks(attempt, refs, self.now)
 
     def commit(self, attempt: str, *, ok: bool = True) -> None:
@@ -97,9 +110,9 @@ class Pair:
     def route(self) -> None:
         """The router: tells decode how prefill ended, once."""
         for event in tuple(self.prefill.events):
-            if event.kind in ("sent", "failed") and event.attempt not in self.committed:
+            if isinstance(event, Sent | Failed) and event.attempt not in self.committed:
                 self.committed.add(event.attempt)
-                self.commit(event.attempt, ok=event.kind == "sent")
+                self.commit(event.attempt, ok=isinstance(event, Sent))
 
 
 def make_pair(
@@ -112,7 +125,7 @@ def make_pair(
         buffer = mmap.mmap(-1, 256 * BLOCK) if real else None
         base = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) if buffer is not None else 0
         digest = layout if name == "decode" else "L"
-        memory = KvMemory(base=base, num_blocks=256, block_bytes=BLOCK, block_stride=BLOCK, layout_digest=digest)
+        memory = KvRegion(base=base, num_blocks=256, block_bytes=BLOCK, block_stride=BLOCK, layout_digest=digest)
         cfg = TransferConfig(mode="memory", timeout_s=2.0, verify_crc=crc)
         transfer = make_transfer(cfg, fabric=fabric, name=name, epoch="e1")
         assert isinstance(transfer, MemoryTransfer)
@@ -139,12 +152,12 @@ def test_blocks_move_while_more_are_computed_and_decode_gets_the_record() -> Non
     pair.send("a", [3])
     pair.prefill.agent.finish_send("a", prompt_of(), pair.now)
     pair.run(1.0)
-    assert pair.prefill.kinds("a") == ["sent", "released"]
-    assert pair.decode.kinds("a") == ["received", "released"]
-    record = pair.decode.last("a", "received").record
-    assert record is not None and record.first_token == 7 and record.block_bytes == BLOCK
+    assert pair.prefill.kinds("a") == [Sent, Released]
+    assert pair.decode.kinds("a") == [Received, Released]
+    record = pair.decode.only("a", Received).record
+    assert record.first_token == 7 and record.block_bytes == BLOCK
     assert [pair.decode.buffer[b * BLOCK] for b in (9, 3, 4, 200)] == [1, 2, 3, 4]
-    assert pair.prefill.last("a", "sent").sent_bytes == 4 * BLOCK
+    assert pair.prefill.only("a", Sent).sent_bytes == 4 * BLOCK
     assert pair.prefill.agent.next_deadline() is None and pair.decode.agent.next_deadline() is None
 
 
@@ -154,7 +167,7 @@ def test_blocks_decode_has_are_not_sent() -> None:
     pair.send("a", [0, 1, 2, 3])
     pair.prefill.agent.finish_send("a", prompt_of(), pair.now)
     pair.run(1.0)
-    assert pair.decode.kinds("a") == ["received", "released"]
+    assert pair.decode.kinds("a") == [Received, Released]
     assert pair.decode.transfer.contents == {5: "key-a-2", 6: "key-a-3"}
 
 
@@ -165,22 +178,22 @@ def test_a_missing_block_is_a_failure_on_both_sides(given_indices: list[int]) ->
     pair.send("a", given_indices)
     pair.prefill.agent.finish_send("a", prompt_of(), pair.now)
     pair.run(1.0)
-    assert pair.prefill.kinds("a") == ["failed", "released"]
-    assert "all or none" in pair.prefill.last("a", "failed").reason
-    assert pair.decode.kinds("a") == ["failed", "released"]
+    assert pair.prefill.kinds("a") == [Failed, Released]
+    assert "all or none" in pair.prefill.only("a", Failed).reason
+    assert pair.decode.kinds("a") == [Failed, Released]
 
 
 def test_more_blocks_than_reserved_are_refused() -> None:
     pair = make_pair()
     pair.open("a", [1])
     pair.send("a", [0, 1])
-    assert "decode reserved 1" in pair.prefill.last("a", "failed").reason
+    assert "decode reserved 1" in pair.prefill.only("a", Failed).reason
 
 
 def test_layouts_that_differ_are_refused_naming_both() -> None:
     pair = make_pair(layout="other")
     pair.open("a", [1])
-    reason = pair.prefill.last("a", "failed").reason
+    reason = pair.prefill.only("a", Failed).reason
     assert "other" in reason and "has L" in reason
 
 
@@ -188,15 +201,15 @@ def test_a_call_meant_for_an_earlier_process_is_refused() -> None:
     pair = make_pair()
     pair.prefill.agent = TransferAgent(
         pair.prefill.transfer,
-        KvMemory(base=0, num_blocks=256, block_bytes=BLOCK, block_stride=BLOCK, layout_digest="L"),
+        KvRegion(base=0, num_blocks=256, block_bytes=BLOCK, block_stride=BLOCK, layout_digest="L"),
         TransferConfig(mode="memory"),
         pair.prefill.events.append,
         lambda: pair.now,
         epoch="e2",
     )
     pair.open("a", [1])
-    assert pair.prefill.kinds("a") == ["failed", "released"]
-    assert "process e1" in pair.prefill.last("a", "failed").reason
+    assert pair.prefill.kinds("a") == [Failed, Released]
+    assert "process e1" in pair.prefill.only("a", Failed).reason
 
 
 def test_other_token_count_is_refused() -> None:
@@ -205,7 +218,7 @@ def test_other_token_count_is_refused() -> None:
     pair.send("a", [0])
     pair.prefill.agent.finish_send("a", prompt_of(tokens=39), pair.now)
     pair.run(1.0)
-    failed = pair.decode.last("a", "failed")
+    failed = pair.decode.only("a", Failed)
     assert failed.reason == "record has token count 39, decode expects 40" and failed.stage == "receiving"
 
 
@@ -213,19 +226,19 @@ def test_a_drain_question_ends_the_attempt_and_bars_it_from_coming_back() -> Non
     pair = make_pair()
     assert pair.prefill.agent.is_drained("a")
     pair.open("a", [1])
-    assert pair.prefill.kinds("a") == ["failed", "released"]
-    assert "ended before" in pair.prefill.last("a", "failed").reason
+    assert pair.prefill.kinds("a") == [Failed, Released]
+    assert "ended before" in pair.prefill.only("a", Failed).reason
     pair.open("b", [2])
     pair.send("b", [0])
     assert not pair.prefill.agent.is_drained("b")
     pair.run(0.4)
     assert pair.prefill.agent.is_drained("b")
-    assert pair.prefill.kinds("b") == ["failed", "released"]
+    assert pair.prefill.kinds("b") == [Failed, Released]
 
 
 def test_messages_for_unknown_attempts_are_counted() -> None:
     pair = make_pair()
-    pair.prefill.agent.send_blocks("x", [BlockRef(0, 1, "k")], 0.0)
+    pair.prefill.agent.send_blocks("x", [BlockRef(0, 1, "k", 0)], 0.0)
     pair.prefill.agent.finish_send("x", prompt_of(), 0.0)
     pair.prefill.agent.cancel("x", "gone", 0.0)
     pair.commit("x")
@@ -239,12 +252,12 @@ def test_a_write_that_never_ends_quarantines_both_sides_and_drains_later() -> No
     pair.prefill.agent.finish_send("a", prompt_of(), pair.now)
     pair.run(4.0)
     for node in (pair.prefill, pair.decode):
-        assert node.kinds("a") == ["failed", "released"], node.name
-        assert not node.last("a", "released").drained
+        assert node.kinds("a") == [Failed, Released], node.name
+        assert not node.only("a", Released).drained
         assert node.agent.stats().quarantined == 1
     pair.run(80.0)
     for node in (pair.prefill, pair.decode):
-        assert node.kinds("a") == ["failed", "released", "drained"], node.name
+        assert node.kinds("a") == [Failed, Released, Drained], node.name
         assert node.agent.stats().live == 0
 
 
@@ -255,8 +268,8 @@ def test_a_crashed_prefill_counts_as_drained() -> None:
     pair.fabric.crash("prefill")
     pair.commit("a", ok=False)
     pair.run(1.0)
-    assert pair.decode.kinds("a") == ["failed", "released"]
-    assert pair.decode.last("a", "released").drained
+    assert pair.decode.kinds("a") == [Failed, Released]
+    assert pair.decode.only("a", Released).drained
 
 
 def test_checksums_catch_damaged_blocks() -> None:
@@ -273,7 +286,7 @@ def test_checksums_catch_damaged_blocks() -> None:
             break
         pair.fabric.advance(pair.now)
         pair.now += 0.001
-    assert pair.prefill.kinds("a") == ["sent", "released"]
+    assert pair.prefill.kinds("a") == [Sent, Released]
     pair.decode.buffer[BLOCK + 5] ^= 1
     ended = threading.Event()
     pair.decode.agent._notify = lambda e: (pair.decode.events.append(e), ended.set())  # type: ignore[assignment]
@@ -281,7 +294,7 @@ def test_checksums_catch_damaged_blocks() -> None:
     pair.now += 0.1
     pair.fabric.advance(pair.now)
     assert ended.wait(10)
-    assert "CRC-32" in pair.decode.last("a", "failed").reason
+    assert "CRC-32" in pair.decode.only("a", Failed).reason
     pair.prefill.agent.close()
     pair.decode.agent.close()
 
@@ -291,7 +304,7 @@ def test_crc_is_over_the_payload_in_order() -> None:
 
     raw = bytearray(range(256)) * 2
     base = ctypes.addressof(ctypes.c_char.from_buffer(raw))
-    memory = KvMemory(base=base, num_blocks=4, block_bytes=100, block_stride=128, layout_digest="L")
+    memory = KvRegion(base=base, num_blocks=4, block_bytes=100, block_stride=128, layout_digest="L")
     expected = zlib.crc32(bytes(raw[256:356]) + bytes(raw[0:100]))
     assert blocks_crc32(memory, [2, 0]) == expected
 
@@ -327,7 +340,7 @@ def test_under_any_faults_every_attempt_ends_and_no_released_block_is_written(
     def watch() -> None:
         nonlocal seen
         for event in pair.decode.events[seen:]:
-            if (event.kind == "released" and event.drained) or event.kind == "drained":
+            if (isinstance(event, Released) and event.drained) or isinstance(event, Drained):
                 number = int(event.attempt[1:])
                 free.update(range(10 * number, 10 * number + 4))
         seen = len(pair.decode.events)
@@ -377,10 +390,10 @@ def test_under_any_faults_every_attempt_ends_and_no_released_block_is_written(
         for attempt in {e.attempt for e in node.events}:
             kinds = node.kinds(attempt)
             assert sum(k in RESULTS for k in kinds) == 1, (node.name, attempt, kinds)
-            assert kinds.count("released") == 1
-            assert kinds.count("drained") == (not node.last(attempt, "released").drained)
+            assert kinds.count(Released) == 1
+            assert kinds.count(Drained) == (not node.only(attempt, Released).drained)
         assert node.agent.stats().live == 0
-    for attempt in {e.attempt for e in pair.decode.events if e.kind == "received"}:
+    for attempt in {e.attempt for e in pair.decode.events if isinstance(e, Received)}:
         number = int(attempt[1:])
         assert [pair.decode.transfer.contents[10 * number + i] for i in range(4)] == [
             f"key-{attempt}-{i}" for i in range(4)
@@ -388,14 +401,14 @@ def test_under_any_faults_every_attempt_ends_and_no_released_block_is_written(
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
-    def run(seed: int) -> list[tuple[str, str, float]]:
+    def run(seed: int) -> list[HandoffEvent]:
         pair = make_pair(Faults(drop=0.2, never=0.1, delay=0.3), seed=seed)
         for n in range(10):
             pair.open(f"a{n}", [4 * n + i for i in range(4)])
             pair.send(f"a{n}", [0, 1, 2, 3])
             pair.prefill.agent.finish_send(f"a{n}", prompt_of(), pair.now)
         pair.run(60.0)
-        return [(e.attempt, e.kind, e.seconds) for e in pair.decode.events]
+        return pair.decode.events
 
     assert run(3) == run(3)
     assert run(3) != run(4)
@@ -406,7 +419,7 @@ def test_in_real_time_within_one_process() -> None:
     fabric.start(time.monotonic)
     done = threading.Event()
     events: list[HandoffEvent] = []
-    memory = KvMemory(base=0, num_blocks=8, block_bytes=BLOCK, block_stride=BLOCK, layout_digest="L")
+    memory = KvRegion(base=0, num_blocks=8, block_bytes=BLOCK, block_stride=BLOCK, layout_digest="L")
     cfg = TransferConfig(mode="memory")
     agents = {}
     for name in ("prefill", "decode"):
@@ -415,9 +428,9 @@ def test_in_real_time_within_one_process() -> None:
 
         def notify(event: HandoffEvent) -> None:
             events.append(event)
-            if event.kind == "sent":
+            if isinstance(event, Sent):
                 agents["decode"].commit(CommitCall(request_id="r", attempt="a", ok=True), time.monotonic())
-            if event.kind == "received":
+            if isinstance(event, Received):
                 done.set()
 
         agents[name] = TransferAgent(transfer, memory, cfg, notify, time.monotonic)
@@ -426,7 +439,7 @@ def test_in_real_time_within_one_process() -> None:
         request_id="r",
         attempt="a",
         skip_blocks=0,
-        blocks=(BlockRef(0, 1, "k"),),
+        blocks=(BlockRef(0, 1, "k", 0),),
         num_tokens=40,
         peer_url="prefill",
         peer_epoch="e1",
@@ -434,7 +447,7 @@ def test_in_real_time_within_one_process() -> None:
     )
     ticket = agents["decode"].open_receive(job, now)
     agents["prefill"].open_send(SendJob(request_id="r", attempt="a", ticket=ticket, deadline_s=now + 10), now)
-    agents["prefill"].send_blocks("a", [BlockRef(0, 2, "k")], now)
+    agents["prefill"].send_blocks("a", [BlockRef(0, 2, "k", 0)], now)
     agents["prefill"].finish_send("a", prompt_of(), now)
     assert done.wait(10), events
     fabric.stop()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from isthmus_runtime.errors import ConfigError, Overloaded
-from isthmus_runtime.interfaces.transport import KvMemory, Piece
+from isthmus_runtime.interfaces.transport import KvRegion, Piece
 from isthmus_runtime.transfer.greeting import Greeter, greeting_problem
 from isthmus_runtime.transfer.slots import SLOT_BYTES, RecordSlots
 from isthmus_runtime.transfer.transport import Run, choose_transport, merge_runs, transport_environment
@@ -238,7 +238,7 @@ def test_many_descriptors_in_one_prompt(start_engine: Start) -> None:
 
 
 def test_runs_are_adjacent_on_both_sides() -> None:
-    memory = KvMemory(base=1000, num_blocks=9, block_bytes=10, block_stride=10, layout_digest="L")
+    memory = KvRegion(base=1000, num_blocks=9, block_bytes=10, block_stride=10, layout_digest="L")
 
     def piece(block: int, target: int) -> Piece:
         return Piece(block_id=block, key="k", nbytes=10, remote_address=target)
@@ -247,7 +247,7 @@ def test_runs_are_adjacent_on_both_sides() -> None:
     assert merge_runs(pieces, memory, 1000) == [Run(1010, 510, 20), Run(1030, 600, 10), Run(1040, 540, 20)]
     assert len(merge_runs([piece(i, 10 * i) for i in range(9)], memory, 30)) == 3
     assert len(merge_runs([piece(1, 10), piece(2, 20)], memory, 5)) == 2
-    padded = KvMemory(base=0, num_blocks=9, block_bytes=10, block_stride=16, layout_digest="L")
+    padded = KvRegion(base=0, num_blocks=9, block_bytes=10, block_stride=16, layout_digest="L")
     assert len(merge_runs([piece(1, 16), piece(2, 32)], padded, 1000)) == 2
 
 

@@ -6,16 +6,18 @@ import itertools
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from isthmus_runtime.interfaces.handoff import Drained, Failed, Released, Sent
 from isthmus_runtime.interfaces.transport import Piece
 from isthmus_runtime.transfer import leg as lg
 
 ATTEMPT = "a-1"
-RESULTS = ("sent", "received", "failed")
+RESULTS = (Sent, lg.EmitReceived, Failed)
 
 
 def piece(index: int) -> tuple[int, Piece]:
@@ -33,7 +35,8 @@ class World:
     peer_writing: bool = False
     asked: int = 0
     checks: int = 0
-    emitted: list[lg.Emit] = field(default_factory=list)
+    emitted: list[Any] = field(default_factory=list)
+    """Events; an `EmitReceived` as it is, for the agent adds the record."""
     stopped: bool = False
     forgotten: int = 0
 
@@ -60,29 +63,31 @@ class World:
             case lg.Forget():
                 self.forgotten += 1
                 assert not self.running and not self.peer_writing
-            case lg.Emit(kind=kind, drained=drained):
+            case lg.EmitReceived():
                 self.emitted.append(action)
-                if (kind == "released" and drained) or kind == "drained":
+                self.peer_writing = False
+            case lg.Emit(event=event):
+                self.emitted.append(event)
+                assert event.attempt == ATTEMPT
+                if (isinstance(event, Released) and event.drained) or isinstance(event, Drained):
                     assert not self.running, "released while an operation was under way"
                     assert not self.peer_writing, "released while the peer may write"
-                if kind == "received":
-                    self.peer_writing = False
 
-    def kinds(self) -> list[str]:
-        return [e.kind for e in self.emitted]
+    def kinds(self) -> list[type]:
+        return [type(e) for e in self.emitted]
 
     def check_order(self) -> None:
         kinds = self.kinds()
         results = [k for k in kinds if k in RESULTS]
         assert len(results) <= 1
-        assert kinds.count("released") <= 1
-        assert kinds.count("drained") <= 1
-        order = [k for k in kinds if k in (*RESULTS, "released", "drained")]
+        assert kinds.count(Released) <= 1
+        assert kinds.count(Drained) <= 1
+        order = [k for k in kinds if k in (*RESULTS, Released, Drained)]
         assert order == kinds
-        if "released" in kinds:
-            assert kinds[0] in RESULTS and kinds[1] == "released"
-        if "drained" in kinds:
-            assert kinds.index("drained") == 2 and not self.emitted[1].drained
+        if Released in kinds:
+            assert kinds[0] in RESULTS and kinds[1] is Released
+        if Drained in kinds:
+            assert kinds.index(Drained) == 2 and not self.emitted[1].drained
 
     def end(self) -> None:
         """Everything that runs ends, the peer stops, time passes: the leg must be gone then."""
@@ -100,9 +105,9 @@ class World:
         assert self.leg.state is lg.State.RELEASED
         self.check_order()
         assert sum(k in RESULTS for k in self.kinds()) == 1
-        assert self.kinds().count("released") == 1
+        assert self.kinds().count(Released) == 1
         assert self.forgotten == 1
-        assert ("drained" in self.kinds()) == (not self.emitted[1].drained)
+        assert (Drained in self.kinds()) == (not self.emitted[1].drained)
 
 
 def world(side: lg.Side, *, peer_writes: bool = True, deadline: float = 10.0, timeout: float = 2.0) -> World:
@@ -213,7 +218,7 @@ def test_released_is_told_in_bounded_time_even_if_nothing_ever_answers(
     w.send(lg.Tick(ATTEMPT))
     w.now += lg.RELEASE_BOUND_S
     w.send(lg.Tick(ATTEMPT))
-    assert w.kinds().count("released") == 1
+    assert w.kinds().count(Released) == 1
 
 
 @given(order=st.permutations(range(4)), data=st.data())
@@ -234,7 +239,7 @@ def test_writes_may_end_in_any_order_and_the_record_is_last(order: list[int], da
     w.running.clear()
     w.now = 0.25
     w.send(lg.OpDone(ATTEMPT, 4, ok=True))
-    assert w.kinds() == ["sent", "released"]
+    assert w.kinds() == [Sent, Released]
     assert w.emitted[0].sent_bytes == 256
     assert w.emitted[0].seconds == 0.25
 
@@ -245,7 +250,7 @@ def test_zero_work_writes_only_the_record() -> None:
     assert w.send(lg.Finish(ATTEMPT)) == (lg.WriteRecord(0),)
     w.running.clear()
     w.send(lg.OpDone(ATTEMPT, 0, ok=True))
-    assert w.kinds() == ["sent", "released"]
+    assert w.kinds() == [Sent, Released]
 
 
 def test_receive_reads_checks_and_completes() -> None:
@@ -255,7 +260,7 @@ def test_receive_reads_checks_and_completes() -> None:
     w.running.clear()
     assert w.send(lg.OpDone(ATTEMPT, 0, ok=True)) == (lg.Check(),)
     w.send(lg.Checked(ATTEMPT))
-    assert w.kinds() == ["received", "released"]
+    assert w.kinds() == [lg.EmitReceived, Released]
     assert w.asked == 0
 
 
@@ -263,7 +268,7 @@ def test_prefill_failure_keeps_its_stage_and_quarantines_until_the_peer_answers(
     w = world(lg.Side.RECEIVE)
     w.send(lg.Admit(ATTEMPT))
     w.send(lg.Commit(ATTEMPT, ok=False, stage="computing", reason="out of memory"))
-    assert w.emitted == [lg.Emit(kind="failed", stage="computing", reason="out of memory")]
+    assert w.emitted == [Failed(attempt=ATTEMPT, stage="computing", reason="out of memory")]
     assert w.stopped and w.asked == 1
     w.send(lg.DrainAnswer(ATTEMPT, drained=False))
     w.now = w.leg.timer_s
@@ -272,10 +277,10 @@ def test_prefill_failure_keeps_its_stage_and_quarantines_until_the_peer_answers(
     w.now = lg.RELEASE_BOUND_S
     w.send(lg.Tick(ATTEMPT))
     assert w.leg.state is lg.State.QUARANTINED
-    assert w.emitted[-1] == lg.Emit(kind="released", drained=False)
+    assert w.emitted[-1] == Released(attempt=ATTEMPT, drained=False)
     w.peer_writing = False
     w.send(lg.DrainAnswer(ATTEMPT, drained=True))
-    assert w.kinds() == ["failed", "released", "drained"]
+    assert w.kinds() == [Failed, Released, Drained]
 
 
 def test_drain_answer_in_time_means_no_quarantine() -> None:
@@ -284,7 +289,7 @@ def test_drain_answer_in_time_means_no_quarantine() -> None:
     w.send(lg.Cancel(ATTEMPT, "client left"))
     w.peer_writing = False
     w.send(lg.DrainAnswer(ATTEMPT, drained=True))
-    assert [(e.kind, e.drained) for e in w.emitted] == [("failed", True), ("released", True)]
+    assert w.kinds() == [Failed, Released] and w.emitted[1].drained
 
 
 def test_asks_back_off_and_never_stop() -> None:
@@ -313,7 +318,7 @@ def test_deadline_fails_with_the_state_as_stage(side: lg.Side) -> None:
     assert w.send(lg.Tick(ATTEMPT)) == ()
     w.now = 3.0
     w.send(lg.Tick(ATTEMPT))
-    assert w.emitted[0].kind == "failed" and w.emitted[0].stage == "reserved"
+    assert isinstance(w.emitted[0], Failed) and w.emitted[0].stage == "reserved"
 
 
 def test_the_timeout_after_finish_is_shorter_than_the_deadline() -> None:

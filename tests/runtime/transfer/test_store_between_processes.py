@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from isthmus_runtime.errors import ConfigError
-from isthmus_runtime.interfaces.transport import KvMemory
+from isthmus_runtime.interfaces.transport import KvRegion
 from isthmus_runtime.transfer.pool_codes import explain
 from isthmus_runtime.transfer.store import StoreTransfer, is_scoped
 
@@ -295,7 +295,7 @@ def test_setup_without_a_master_is_refused_at_once_naming_it() -> None:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
     store = StoreTransfer(host="127.0.0.1", master=address, segment_bytes=1 << 20)
-    memory = KvMemory(base=4096, num_blocks=1, block_bytes=64, block_stride=64, layout_digest="L")
+    memory = KvRegion(base=4096, num_blocks=1, block_bytes=64, block_stride=64, layout_digest="L")
     with pytest.raises(ConfigError, match=f"--store-master {address}.*start mooncake_master"):
         store.prepare(memory, 5.0)
 

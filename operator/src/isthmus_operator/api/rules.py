@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..errors import Problem
+from . import pod_patch
 from .choices import Enforcement, Fallback, Mode, ScalingMode, TransferMode, Transport
 from .problems import show
 from .scaling_rules import ratio
@@ -171,6 +172,10 @@ def _scaling(spec: Spec) -> Iterator[Problem]:
                 yield Problem(
                     f"{path}.{field}", "is missing with mode Auto", "min, max and target", f"set {path}.{field}"
                 )
+        if scaling.target is not None and scaling.target.value.value == 0:
+            yield Problem(
+                f"{path}.target.value", f"{show(scaling.target.value)} is out of range", "above 0", "raise it"
+            )
         if scaling.min is not None and scaling.max is not None and scaling.min > scaling.max:
             yield Problem(
                 f"{path}.min", f"{scaling.min} is above max", f"{scaling.max} or less", "lower min or raise max"
@@ -294,6 +299,15 @@ def _drain_outlasts_transfers(spec: Spec) -> Iterator[Problem]:
         )
 
 
+def _pod_patches(spec: Spec) -> Iterator[Problem]:
+    settings = [(f"spec.roles.{name}", role.pod_patch) for name, role in engine_roles(spec)]
+    settings.append(("spec.router", spec.router.pod_patch))
+    if spec.store and spec.store.master.managed:
+        settings.append(("spec.store.master.managed", spec.store.master.managed.pod_patch))
+    for path, patch in settings:
+        yield from pod_patch.problems(patch, f"{path}.podPatch")
+
+
 class Rule(NamedTuple):
     check: Callable[[Spec], Iterator[Problem]]
     reads: tuple[str, ...] = ()
@@ -318,6 +332,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_store, reads=("roles", "store")),
     Rule(_transport, reads=("transfer",)),
     Rule(_rollout, asks_for=("rollout.maxSurge", "rollout.maxUnavailable")),
+    Rule(_pod_patches, reads=("roles", "router.podPatch", "store.master")),
     Rule(_drain_outlasts_transfers, asks_for=("mode", "rollout.drainTimeout", "transfer.timeout")),
 )
 

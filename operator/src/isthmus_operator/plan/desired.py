@@ -13,10 +13,10 @@ from ..render.names import REVISION_LABEL, Component, Defaults, child_name, is_e
 from ..render.revision import pairing, role_revision
 from ..render.service import components
 from .observe import component_of, is_child
-from .observed import Observed, Workload
+from .observed import SICK_AFTER_S, Observed, Workload
 from .ownership import marked, owned, pinned, plain
 from .planner import Plan
-from .rollout import SICK_AFTER_S, places
+from .rollout import places
 
 Object = dict[str, Any]
 Name = tuple[str, str]
@@ -61,7 +61,7 @@ def desired(
     apply = policies.network_policies(service, every, defaults) + policies.disruption_budgets(service, every)
     if mooncake.is_managed(service):
         apply.append(mooncake.master_service(service))
-        apply += _master(service, defaults, live, seen, may_change=master_may_change(service, wanted, seen, now))
+        apply += _master(service, defaults, live, seen, now, may_change=master_may_change(service, wanted, seen, now))
     for component in every:
         if is_engine(component):
             apply.append(engine.headless_service(service, component))
@@ -120,7 +120,13 @@ def _applied_image(there: Object) -> str:
 
 
 def _master(
-    service: InferenceService, defaults: Defaults, live: Mapping[Name, Object], seen: Observed, *, may_change: bool
+    service: InferenceService,
+    defaults: Defaults,
+    live: Mapping[Name, Object],
+    seen: Observed,
+    now: float,
+    *,
+    may_change: bool,
 ) -> list[Object]:
     """The master's StatefulSet, or nothing in the run that deletes it to have it made anew."""
     manifest = mooncake.stateful_set(service, defaults)
@@ -131,7 +137,7 @@ def _master(
         return [_rescaled(there, 1)]
     if there["spec"]["podManagementPolicy"] != manifest["spec"]["podManagementPolicy"]:
         # It cannot be changed. A pod that is not ready has nothing to lose, and would be in the way of its successor.
-        if seen.store is not None and seen.store.ready == 0:
+        if seen.store is not None and seen.store.well(now) == 0:
             return []
         del manifest["spec"]["podManagementPolicy"]
     return [_kept(manifest, live)]
@@ -152,7 +158,7 @@ def master_may_change(service: InferenceService, wanted: Plan, seen: Observed, n
     new = [w for w in seen.engines if (w.component, w.revision) in present]
     old = [w for w in seen.engines if w not in new and w.pooled and (w.replicas or places(w, now))]
     proven = any(w.ready for w in new)
-    if seen.store.ready == 0:
+    if seen.store.well(now) == 0:
         return not old or not any(w.pods for w in new) or (not proven and _is_lost(seen.store, now))
     return not old and (proven or not any(goal.count for goal in wanted.goals.values()))
 

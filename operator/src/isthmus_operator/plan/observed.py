@@ -12,12 +12,15 @@ from ..render.names import Component
 UNSCHEDULABLE = "Unschedulable"
 """Reason of a pod for which the scheduler finds no node."""
 
+SICK_AFTER_S = 30.0
+"""A pod that ran and is unready for less than this is having a moment; after that it is sick."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
     """One pod.
 
-    started:     the main container has passed its startup probe at least once since it was last started
+    started:     the main container has passed its startup probe, or the pod was ready, since it was last started
     changed:     when readiness last changed; for a pod that never was ready, when it was made
     set_up:      its volumes and its network are there, or nobody says that they are not
     ends:        by when a stopping pod will have been killed; None while it is not stopping
@@ -41,6 +44,11 @@ class Pod:
     problem: str = ""
     failed: bool = False
 
+    def flickers(self, now: float) -> bool:
+        """Whether it is unready for so short a time that it is most likely well: a probe that timed out under load, a
+        kubelet that was restarted, a node that the control plane did not reach."""
+        return self.started and not self.ready and now - self.changed < SICK_AFTER_S
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -50,7 +58,7 @@ class Workload:
     pairing:   engines of one value are sure to have one KV layout
     pooled:    its engines use the store that this service manages
     problem:   why its pods cannot be made (quota, admission); empty when they can
-    problem_since: since when they cannot
+    problem_since: since when pods that it asks for are missing, for whatever reason; 0: none is, or nobody knows
     image:     of its main container
     """
 
@@ -75,6 +83,13 @@ class Workload:
     def ready(self) -> int:
         """Pods that are ready and will stay: a controller that still has to remove some may take ready ones."""
         return min(self.replicas, sum(pod.ready for pod in self.live))
+
+    def well(self, now: float) -> int:
+        """Pods that are ready or flicker and will stay: a controller that has to remove some takes unready ones first,
+        whichever they are."""
+        flickering = sum(pod.flickers(now) for pod in self.live)
+        surplus = max(0, len(self.live) - self.replicas)
+        return min(self.replicas, sum(pod.ready for pod in self.live) + max(0, flickering - surplus))
 
     @property
     def fresh(self) -> Workload:
@@ -131,6 +146,8 @@ class Observed:
 
     engines:    the workloads of all engine roles and revisions
     scales:     component -> pods asked for through the scale of the role, for those that have one
+    wanted:     component -> pods that it should have had, as the status remembers it
+    strangers:  names of pods that have the service's labels and are not its own; routers find them all the same
     failed:     revision whose rollout was rolled back, as the status remembers it
     conditions: as the status holds them now
     """
@@ -139,7 +156,9 @@ class Observed:
     router: Workload | None = None
     store: Workload | None = None
     scales: dict[Component, int] = field(default_factory=dict)
+    wanted: dict[Component, int] = field(default_factory=dict)
     facts: Facts = field(default_factory=Facts)
+    strangers: tuple[str, ...] = ()
     failed: str = ""
     conditions: tuple[Condition, ...] = ()
 

@@ -63,6 +63,7 @@ class Plan:
     delete:    names of engine workloads that are not needed any more
     store:     whether the managed master should exist
     router:    whether the router may be brought to the present spec
+    alone:     the only router is about to be replaced, without surge
     goals:     component -> revision and number of pods to come to
     failed:    revision to remember as failed
     waits:     what holds the rollout up
@@ -73,6 +74,7 @@ class Plan:
     delete: tuple[str, ...] = ()
     store: bool = False
     router: bool = True
+    alone: bool = False
     goals: dict[Component, Goal] = field(default_factory=dict)
     state: Rollout = Rollout.ROLLING
     failed: str = ""
@@ -87,9 +89,13 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     revision = service_revision(service)
     failed = seen.failed if seen.failed == revision else ""
     stuck = "" if failed else overdue(service, changing(service, wanted, seen), now)
-    if stuck and service.spec.rollout.on_failure is RolloutFailure.ROLLBACK and _can_go_back(service, wanted, seen):
+    if (
+        stuck
+        and service.spec.rollout.on_failure is RolloutFailure.ROLLBACK
+        and _can_go_back(service, wanted, seen, now)
+    ):
         failed = revision
-    goals = (_fallback(wanted, seen) or wanted) if failed else wanted
+    goals = (_fallback(wanted, seen, now) or wanted) if failed else wanted
     rolling = is_rolling(goals, seen, now)
     hold = _hold(service, goals, seen, rolling, "" if failed else stuck)
     stands = bool(hold) or not rolling
@@ -98,11 +104,13 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     over = not hold and not rolling and (bool(failed) or singles_ready(service, seen))
     complete = over and engines_ready(goals, seen)
     over = over and engines_ready(changed(goals, seen), seen)
+    router = _router_may_change(service, wanted, seen, rolling, failed)
     return Plan(
         counts=move.counts,
         delete=_unneeded(goals, seen, over, move, now),
         store=mooncake.is_managed(service) or any(w.pooled and (w.replicas or places(w, now)) for w in seen.engines),
-        router=_router_may_change(service, wanted, seen, rolling, failed),
+        router=router,
+        alone=router and _replaces_only_router(service, seen),
         goals={goal.component: goal for goal in goals},
         state=_state(service, failed, stuck, complete, is_pending(service, goals, seen, now)),
         failed=failed,
@@ -113,12 +121,13 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
 
 
 def desired(service: InferenceService, component: Component, seen: Observed) -> int:
-    """How many pods a role should have: the spec's number, or that of whoever owns it, or as many as there are."""
+    """How many pods a role should have: the spec's number, or that of whoever owns it, or as many as it should have had
+    until now. What there are is no measure: in the middle of a rollout it is any number."""
     role = role_of(service, component)
     own = own_replicas(role)
     if own is not None:
         return own
-    count = seen.scales.get(component)
+    count = seen.scales.get(component, seen.wanted.get(component))
     if count is None:
         count = sum(w.replicas for w in seen.of(component)) or 1
     if role.scaling.mode is ScalingMode.AUTO:
@@ -149,41 +158,41 @@ def goals_of(service: InferenceService, seen: Observed) -> tuple[Goal, ...]:
     return tuple(out)
 
 
-def _fallback(goals: Sequence[Goal], seen: Observed) -> tuple[Goal, ...] | None:
+def _fallback(goals: Sequence[Goal], seen: Observed, now: float) -> tuple[Goal, ...] | None:
     """The goals with every changed role sent back to the revision that served before; None when one has none."""
-    back = _former(goals, seen)
+    back = _former(goals, seen, now)
     if not back or any(goal.component not in back and current(goal, seen) is None for goal in goals):
         return None
     return tuple(_at(goal, back[goal.component]) if goal.component in back else goal for goal in goals)
 
 
-def _former(goals: Sequence[Goal], seen: Observed) -> dict[Component, Workload]:
-    """What each changed role would go back to: the workload with most ready pods of those that were there before its
-    present revision, and of a pairing that all roles have, so that they fit together."""
+def _former(goals: Sequence[Goal], seen: Observed, now: float) -> dict[Component, Workload]:
+    """What each changed role would go back to: the workload with most pods that are well, of those that were there
+    before its present revision, and of a pairing that all roles have, so that they fit together."""
     older: dict[Component, list[Workload]] = {}
     roles: list[list[Workload]] = []
     for goal in goals:
         new = current(goal, seen)
-        found = [w for w in seen.of(goal.component) if w is not new and (new is None or _precedes(w, new))]
+        found = [w for w in seen.of(goal.component) if w is not new and (new is None or _precedes(w, new, now))]
         if found:
             older[goal.component] = found
         roles.append(found or [w for w in (new,) if w is not None])
 
     def rank(pairing: str) -> tuple[int, int, float]:
-        ready = [max(w.ready for w in role if w.pairing == pairing) for role in roles]
-        return min(ready), sum(ready), -min(w.created for role in roles for w in role if w.pairing == pairing)
+        well = [max(w.well(now) for w in role if w.pairing == pairing) for role in roles]
+        return min(well), sum(well), -min(w.created for role in roles for w in role if w.pairing == pairing)
 
     shared = set.intersection(*({w.pairing for w in role} for role in roles)) if roles else set()
     if not older or not shared:
         return {}
     best = max(sorted(shared), key=rank)
-    found_back = {part: keeper([w for w in found if w.pairing == best]) for part, found in older.items()}
+    found_back = {part: keeper([w for w in found if w.pairing == best], now) for part, found in older.items()}
     return {part: back for part, back in found_back.items() if back is not None}
 
 
-def _precedes(one: Workload, other: Workload) -> bool:
+def _precedes(one: Workload, other: Workload, now: float) -> bool:
     """Whether it was made first. The API's times are whole seconds: within one, what serves was there before."""
-    return one.created < other.created or (one.created == other.created and one.ready > other.ready)
+    return (one.created, -one.well(now)) < (other.created, -other.well(now))
 
 
 def _at(goal: Goal, workload: Workload) -> Goal:
@@ -197,9 +206,9 @@ def _at(goal: Goal, workload: Workload) -> Goal:
     )
 
 
-def keeper(old: Sequence[Workload]) -> Workload | None:
-    """The workload a role would keep: the one with most ready pods, and of equals the oldest."""
-    return max(old, key=lambda w: (w.ready, -w.created), default=None)
+def keeper(old: Sequence[Workload], now: float) -> Workload | None:
+    """The workload a role would keep: the one with most pods that are well, and of equals the oldest."""
+    return max(old, key=lambda w: (w.well(now), -w.created), default=None)
 
 
 def _hold(service: InferenceService, goals: Sequence[Goal], seen: Observed, rolling: bool, stuck: str) -> str:
@@ -215,9 +224,9 @@ def _hold(service: InferenceService, goals: Sequence[Goal], seen: Observed, roll
     return ""
 
 
-def _can_go_back(service: InferenceService, goals: Sequence[Goal], seen: Observed) -> bool:
+def _can_go_back(service: InferenceService, goals: Sequence[Goal], seen: Observed, now: float) -> bool:
     """Whether there is a revision to go back to, and what its engines need."""
-    return _fallback(goals, seen) is not None and (not mooncake.is_managed(service) or _has_store(seen))
+    return _fallback(goals, seen, now) is not None and (not mooncake.is_managed(service) or _has_store(seen))
 
 
 def _has_store(seen: Observed) -> bool:
@@ -228,7 +237,7 @@ def _held(goals: Sequence[Goal], seen: Observed, now: float) -> Move:
     """No revision gives way to another. The one that serves in a role, or did last, makes up the role's count."""
     counts = {(w.component, w.revision): w.replicas for w in seen.engines}
     for goal in goals:
-        serving = keeper(seen.of(goal.component))
+        serving = keeper(seen.of(goal.component), now)
         if serving is None or (serving.replicas == 0 and serving.pooled and not _has_store(seen)):
             continue
         rest = [w for w in seen.of(goal.component) if w is not serving]
@@ -270,7 +279,7 @@ def _state(service: InferenceService, failed: str, stuck: str, complete: bool, p
 
 def _unneeded(goals: Sequence[Goal], seen: Observed, over: bool, move: Move, now: float) -> tuple[str, ...]:
     """Workloads of other revisions that have no pods, less those that a rollback would need."""
-    kept = set() if over else {back.name for back in _former(goals, seen).values()}
+    kept = set() if over else {back.name for back in _former(goals, seen, now).values()}
     return tuple(
         w.name
         for w in others(goals, seen)
@@ -290,6 +299,12 @@ def _router_may_change(
         return False
     served = [current(goal, seen) for goal in wanted if goal.count > 0]
     return not rolling or all(new is not None and new.ready > 0 for new in served)
+
+
+def _replaces_only_router(service: InferenceService, seen: Observed) -> bool:
+    present, wanted = seen.router, role_revision(service, Component.ROUTER)
+    one = service.spec.router.replicas == 1 and service.spec.rollout.max_surge.is_zero
+    return one and present is not None and present.ready > 0 and present.revision != wanted
 
 
 def _earliest(*times: float | None) -> float | None:

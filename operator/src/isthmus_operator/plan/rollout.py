@@ -6,8 +6,10 @@ any moment is just another starting point. The rules, in the order they are used
 1. A role's pods, stopping ones included, never exceed its count plus maxSurge. With maxSurge 0 a rollout therefore
    works when every GPU is taken.
 2. Old pods that have not started go at once: they serve nobody and hold what the new ones need. Those that ran and are
-   not ready go before ready ones, but no more of them than new ones need places: a network that is cut makes pods
-   unready which serve all the while, and they come back.
+   not ready for SICK_AFTER_S go before ready ones, but no more of them than new ones need places: a network that is
+   cut makes pods unready which serve all the while, and they come back. One that is unready for less counts as one
+   that serves wherever something would be taken, and as one that does not wherever that would let something be taken.
+   While there is one, no pod goes for being unready: Kubernetes removes unready pods first, and might take that one.
 3. Ready pods of a role never fall below its count minus maxUnavailable by our doing.
 4. Roles move in step: none begins step k+1 of S before all have the ready new pods of step k (the interpolation of
    Kubernetes KEP-766 of LeaderWorkerSet's DisaggregatedSet, with its waiting for old pods left out).
@@ -22,10 +24,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..render.names import Component
-from .observed import UNSCHEDULABLE, Pod, Workload
-
-SICK_AFTER_S = 30.0
-"""An old pod that ran may be unready this long before it goes ahead of ready ones."""
+from .observed import SICK_AFTER_S, UNSCHEDULABLE, Pod, Workload
 
 OVERDUE_S = 60.0
 """A stopping pod this much past its end is on a node that does not answer; it holds no place any more."""
@@ -120,7 +119,7 @@ def next_move(
     waits: list[str] = []
     wakes: list[float] = []
     step = _step(roles) if in_step else None
-    keep = _kept_pairing(roles) if in_step and len(roles) > 1 else None
+    keep = _kept_pairing(roles, now) if in_step and len(roles) > 1 else None
     gap = False
     for role in roles:
         cap, total = _cap(role, step)
@@ -188,24 +187,29 @@ def _new_count(role: _Role, cap: int) -> int:
     return min(role.goal.count, max(role.wanted_new, min(cap, room)))
 
 
-def _kept_pairing(roles: Sequence[_Role]) -> str | None:
-    """Pairing of the old pods of which each role keeps one; None when new pods serve, or nothing does."""
+def _kept_pairing(roles: Sequence[_Role], now: float) -> str | None:
+    """Pairing of the old pods of which each role keeps one; None when new pods serve, or nothing does.
+
+    Pods that flicker count, and less than those that are ready.
+    """
     needed = [role for role in roles if role.goal.count > 0]
     if not needed or all(role.ready_new > 0 for role in needed):
         return None
-    ready: dict[str, list[int]] = {}
-    for index, role in enumerate(needed):
-        for workload in (*role.old, *([role.new] if role.new else [])):
-            ready.setdefault(workload.pairing, [0] * len(needed))[index] += workload.ready
-    pairs = {pairing: min(counts) for pairing, counts in ready.items() if min(counts) > 0}
-    return max(pairs, key=lambda pairing: (pairs[pairing], pairing), default=None)
+    every = [[*role.old, *([role.new] if role.new else [])] for role in needed]
+
+    def pairs(pairing: str) -> tuple[int, int]:
+        mine = [[w for w in role if w.pairing == pairing] for role in every]
+        return min(sum(w.ready for w in role) for role in mine), min(sum(w.well(now) for w in role) for role in mine)
+
+    known = sorted({w.pairing for role in every for w in role})
+    return max((one for one in known if pairs(one)[1] > 0), key=lambda one: (pairs(one), one), default=None)
 
 
 def _old_counts(
     role: _Role, roles: Sequence[_Role], cap: int, keep: str | None, now: float
 ) -> tuple[dict[tuple[Component, str], int], bool]:
     """Counts of the old workloads, and whether the last pod of a pair goes for want of room."""
-    left = {w.revision: _started(w) for w in role.old}
+    left = {w.revision: _started(w, now) for w in role.old}
     goal = role.goal
     finished = role.ready_new >= goal.count
     allowed = 0 if finished else max(0, goal.count + goal.max_surge - cap)
@@ -225,7 +229,8 @@ def _old_counts(
         floor = 0
         if workload.revision in last and not _kept_elsewhere(role, workload, left, keep):
             forced = role.tight and others_ready
-            floor = 0 if forced else 1
+            # Of unready ones nobody can say which goes.
+            floor = 0 if forced else 1 if workload.ready else left[workload.revision]
         take = min(drain, max(0, left[workload.revision] - floor))
         left[workload.revision] -= take
         drain -= take
@@ -240,15 +245,22 @@ def _kept_elsewhere(role: _Role, workload: Workload, left: dict[str, int], keep:
     return any(w is not workload and w.pairing == keep and min(w.ready, left[w.revision]) > 0 for w in role.old)
 
 
-def _started(workload: Workload) -> int:
-    """Replicas of an old workload without the pods that have not started, and without those not yet made."""
-    return min(workload.replicas, sum(pod.ready or pod.started for pod in workload.live))
+def _flickers(workload: Workload, now: float) -> bool:
+    return any(pod.flickers(now) for pod in workload.live)
+
+
+def _started(workload: Workload, now: float) -> int:
+    """Replicas of an old workload without those not yet made, and without the pods that have not started, unless it
+    might be another that goes."""
+    stay = [pod for pod in workload.live if pod.ready or pod.started or _flickers(workload, now)]
+    return min(workload.replicas, len(stay))
 
 
 def _sick(workload: Workload, now: float) -> int:
-    """How many of those serve nobody, and are not just having a moment."""
-    well = sum(pod.ready or (pod.started and now - pod.changed < SICK_AFTER_S) for pod in workload.live)
-    return max(0, _started(workload) - well)
+    """How many of those serve nobody, and can go without another going instead."""
+    if _flickers(workload, now):
+        return 0
+    return max(0, _started(workload, now) - sum(pod.ready for pod in workload.live))
 
 
 def _leaving(
@@ -268,8 +280,8 @@ def _leaving(
         lingering(w.pods, now) for w in leaving
     )
     counts: dict[tuple[Component, str], int] = {}
-    for workload in sorted(leaving, key=lambda w: (-_started(w), w.name)):
-        started = _started(workload)
+    for workload in sorted(leaving, key=lambda w: (-_started(w, now), w.name)):
+        started = _started(workload, now)
         taken = max(0, min(waiting, started))
         waiting -= taken
         counts[workload.component, workload.revision] = started - taken

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ..interfaces.steps import RowBlocks
 from ..kv.groups import ceil_div
-from ..kv.keys import ExtraKeys, extend
+from ..kv.keys import extend, extra_keys
 from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
 from .sequence import Sequence
@@ -40,7 +40,7 @@ class SequenceBlocks:
         """Extend the chain of block hashes over the tokens known so far."""
         full = len(seq.tokens) // self.block_size
         if full > len(seq.hashes):
-            extra = ExtraKeys(cache_salt=seq.request.cache_salt)
+            extra = extra_keys(seq.request)
             extend(seq.hashes, seq.tokens[: full * self.block_size], self.block_size, extra=extra)
 
     def find_hits(self, seq: Sequence, most_tokens: int) -> Hits:
@@ -78,7 +78,7 @@ class SequenceBlocks:
         grown: list[RowBlocks] = []
         for g, ids in enumerate(seq.blocks):
             if want > len(ids):
-                new = self.pool.allocate(want - len(ids))
+                new, _evicted = self.pool.allocate(want - len(ids))
                 grown.append(RowBlocks(seq.row, g, len(ids), tuple(new)))
                 ids.extend(new)
         return grown

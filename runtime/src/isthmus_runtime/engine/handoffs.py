@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
-from ..kv.keys import ExtraKeys, full_block_key, root_hash, tail_key
+from ..kv.keys import extra_keys, full_block_key, root_hash, tail_key
 from ..request import TokenLogprobs
 from .blocks import SequenceBlocks
 from .sequence import Effect, FinishSend, OpenReceive, Phase, SendBlocks, Sequence
@@ -172,9 +172,9 @@ class Handoffs:
             key = full_block_key(self._layout, seq.hashes[index], self._heads)
         else:
             tail = seq.request.prompt_token_ids[index * bs :]
-            extra = ExtraKeys(cache_salt=seq.request.cache_salt)
+            extra = extra_keys(seq.request)
             parent = seq.hashes[index - 1] if index else root_hash(extra)
             key = tail_key(
                 self._layout, parent, len(tail), tail, seq.request.request_id, seq.attempt, self._heads, extra=extra
             )
-        return BlockRef(index, seq.blocks[0][index], key)
+        return BlockRef(index, seq.blocks[0][index], key, 0)

@@ -16,7 +16,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ..errors import EngineFailed, RequestError, TransferFailed
-from ..interfaces.handoff import HandoffEvent, HandoffStats, KvHandoff, SendJob
+from ..interfaces.handoff import (
+    Drained,
+    Failed,
+    HandoffEvent,
+    HandoffStats,
+    KvHandoff,
+    Received,
+    Released,
+    SendJob,
+    Sent,
+)
 from ..interfaces.steps import Executor, StepOutput
 from ..kv.pool import PoolCounts
 from ..protocol import CommitCall, PrefillAnswer, PrefillCall, Ticket
@@ -301,33 +311,29 @@ class EngineLoop:
             self._sink(replies)
 
     def _handoff_event(self, event: HandoffEvent, now: float) -> list[Effect]:
-        attempt = event.attempt
-        match event.kind:
-            case "received":
-                assert event.record is not None
-                return self.scheduler.received(attempt, event.record)
-            case "sent":
+        match event:
+            case Received(attempt=attempt, record=record):
+                return self.scheduler.received(attempt, record)
+            case Sent(attempt=attempt, sent_bytes=sent_bytes):
                 seq = self.scheduler.sent(attempt)
                 if seq is not None:
                     answer = PrefillAnswer(
                         attempt=attempt,
                         num_tokens=seq.prompt_len,
                         cached_tokens=seq.cached_tokens,
-                        sent_bytes=event.sent_bytes,
+                        sent_bytes=sent_bytes,
                         transfer_s=max(0.0, now - seq.prompt_done_s),
                     )
                     self._sink([(attempt, answer)])
-            case "failed":
-                self.transfer_failures[event.stage] += 1
-                log.info("KV of attempt %s did not move (%s): %s", attempt, event.stage, event.reason)
-                error = TransferFailed(event.reason, stage=event.stage, attempt=attempt)
+            case Failed(attempt=attempt, stage=stage, reason=reason):
+                self.transfer_failures[stage] += 1
+                log.info("KV of attempt %s did not move (%s): %s", attempt, stage, reason)
+                error = TransferFailed(reason, stage=stage, attempt=attempt)
                 return self.scheduler.transfer_failed(attempt, error)
-            case "released":
-                self.scheduler.released(attempt, event.drained)
-            case "drained":
+            case Released(attempt=attempt, drained=drained):
+                self.scheduler.released(attempt, drained)
+            case Drained(attempt=attempt):
                 self.scheduler.drained(attempt)
-            case other:
-                raise AssertionError(f"unknown handoff event {other!r}")
         return []
 
     def _break(self, reason: str) -> None:

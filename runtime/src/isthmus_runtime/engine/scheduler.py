@@ -22,7 +22,7 @@ from collections.abc import Iterable
 
 from ..config import SchedulerConfig
 from ..errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, NeverFits, Overloaded, RequestError
-from ..interfaces.steps import Chunk, RowBlocks, RowStart, StepOutput, StepPlan
+from ..interfaces.steps import Chunk, Constraint, RowBlocks, RowMask, RowStart, StepOutput, StepPlan
 from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
 from ..protocol import PrefillRecord
@@ -77,6 +77,7 @@ class Scheduler:
         peer_url: str = "",
         peer_epoch: str = "",
         skip_blocks: int = 0,
+        constraint: Constraint | None = None,
     ) -> str:
         """Queue a request and return its scheduler id. Raises InvalidRequest, NeverFits or Overloaded."""
         sid = attempt or request.request_id
@@ -105,6 +106,7 @@ class Scheduler:
             peer_url=peer_url,
             peer_epoch=peer_epoch,
             skip_blocks=skip_blocks,
+            constraint=constraint,
         )
         self._live[sid] = seq
         self._enqueue(seq)
@@ -203,6 +205,8 @@ class Scheduler:
             count = min(seq.known - seq.scheduled, budget)
             if seq.phase is not Phase.RUNNING or seq.known >= seq.end_len or count <= 0:
                 continue
+            if seq.constraint is not None and seq.unseen:
+                continue  # what it may draw next depends on a token that nobody has seen yet
             room, took = self._make_room(seq, seq.scheduled + count, effects)
             preempted |= took
             if not room:
@@ -224,17 +228,18 @@ class Scheduler:
             starts=tuple(s for s in starts if s.row in rows),
             grown=tuple(g for g in grown if g.row in rows),
             chunks=tuple(chunk for _, _, chunk in work),
-            num_tokens=sum(chunk.count for _, _, chunk in work),
+            num_tokens=sum(chunk.num_tokens for _, _, chunk in work),
+            masks=tuple(mask for seq, _, chunk in work if (mask := _mask(seq, chunk)) is not None),
         )
         for seq, _, chunk in work:
-            seq.unseen += chunk.samples
+            seq.unseen += chunk.draws
             seq.last_step = self._step
         self._in_flight.append((self._step, work))
         return plan, effects, preempted
 
     def _plan_chunk(self, seq: Sequence, count: int, work: list[tuple[Sequence, int, Chunk]]) -> int:
-        samples = seq.scheduled + count == seq.known
-        work.append((seq, seq.run, Chunk(seq.row, seq.scheduled, count, samples)))
+        draws = 1 if seq.scheduled + count == seq.known else 0
+        work.append((seq, seq.run, Chunk(seq.row, seq.scheduled, count, draws)))
         seq.scheduled += count
         return count
 
@@ -395,23 +400,18 @@ class Scheduler:
         step, work = self._in_flight.popleft()
         assert output.step == step, f"result of step {output.step}, expected {step}"
         effects: list[Effect] = []
-        position = 0
-        for seq, run, chunk in work:
-            token, logprob = None, None
-            if chunk.samples:
-                token = output.token_ids[position]
-                logprob = output.logprobs[position] if output.logprobs else None
-                position += 1
-                seq.unseen -= 1
+        for (seq, run, chunk), drawn in zip(work, output.rows, strict=True):
+            assert len(drawn.tokens) == chunk.draws, f"{len(drawn.tokens)} tokens drawn of {chunk.draws}"
+            seq.unseen -= chunk.draws
             if seq.phase is Phase.ENDED:
                 continue
             if run == seq.run:
-                seq.written = chunk.start + chunk.count
+                seq.written = chunk.start + chunk.num_tokens
                 self.blocks.publish(seq)
                 if seq.kind is Kind.SEND:
                     effects += self.handoffs.blocks_written(seq)
-            if token is not None:
-                effects += self._sampled(seq, token, logprob, now)
+            if drawn.tokens:
+                effects += self._sampled(seq, drawn.tokens[0], drawn.logprobs[0] if drawn.logprobs else None, now)
         for _ in range(len(self._fenced)):
             last, ids = self._fenced.popleft()
             if last <= step:
@@ -566,3 +566,10 @@ class Scheduler:
         if not self.has_work and self.handoffs.idle():
             counts = self.pool.counts()
             assert counts.owned == counts.writing == 0, f"idle, yet blocks are held: {counts}"
+
+
+def _mask(seq: Sequence, chunk: Chunk) -> RowMask | None:
+    if seq.constraint is None or not chunk.draws:
+        return None
+    allowed = seq.constraint.allowed(seq.tokens[seq.prompt_len :])
+    return None if allowed is None else RowMask(chunk.row, (allowed,))

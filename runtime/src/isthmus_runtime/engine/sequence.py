@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
+from ..interfaces.steps import Constraint
 from ..request import GenerateRequest, TokenChunk
 
 
@@ -55,6 +56,8 @@ class Sequence:
     peer_epoch: str = ""
     skip_blocks: int = 0
     """SEND: leading blocks the peer already has."""
+    constraint: Constraint | None = None
+    """What it may generate; None: anything."""
     phase: Phase = Phase.WAITING
     scheduled: int = 0
     """Positions handed to the executor in this run."""

@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from zlib import crc32
 
 from ..errors import ConfigError
-from ..interfaces.steps import RowBlocks, RowStart, StepOutput, StepPlan
-from ..interfaces.transport import KvMemory
+from ..interfaces.steps import NOTHING_DRAWN, RowBlocks, RowMask, RowOutput, RowStart, StepOutput, StepPlan
+from ..interfaces.transport import KvRegion
 from ..request import SamplingParams, TokenLogprobs
 
 ENTRY_BYTES = 8
@@ -44,6 +44,14 @@ def expected_tokens(prompt: Sequence[int], sampling: SamplingParams, count: int)
     return out
 
 
+def _first_allowed(token: int, mask: RowMask) -> int:
+    """The token, or the next higher id that the mask allows, from 0 on again after the last."""
+    bits = mask.allowed[0]
+    ids = [i for i in range(8 * len(bits)) if bits[i // 8] >> i % 8 & 1]
+    assert ids, f"row {mask.row}: its mask allows no token"
+    return next((i for i in ids if i >= token), ids[0])
+
+
 class _Row:
     """One row of the persistent batch."""
 
@@ -68,7 +76,7 @@ class FakeExecutor:
                 f"the KV pool of {num_blocks * self._block_bytes} bytes cannot be allocated; lower --kv-memory"
             ) from e
         self._view = memoryview(self._buffer).cast("B")
-        self._memory = KvMemory(
+        self._memory = KvRegion(
             base=ctypes.addressof(self._buffer),
             num_blocks=num_blocks,
             block_bytes=self._block_bytes,
@@ -84,27 +92,33 @@ class FakeExecutor:
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute one step now."""
+        assert not plan.adapters and not any(chunk.drafts for chunk in plan.chunks), "not in this executor"
+        for copy in plan.copies:
+            self.block_bytes(copy.target)[:] = self.block_bytes(copy.source)
         for start in plan.starts:
             self._rows[start.row] = _Row(start)
         for grown in plan.grown:
             self._grow(grown)
-        sampled: list[int] = []
-        logprobs: list[TokenLogprobs | None] = []
+        masks = {mask.row: mask for mask in plan.masks}
+        drawn: list[RowOutput] = []
         for chunk in plan.chunks:
             row = self._rows[chunk.row]
-            for position in range(chunk.start, chunk.start + chunk.count):
+            for position in range(chunk.start, chunk.start + chunk.num_tokens):
                 at = self._at(row, position)
                 _ENTRY.pack_into(self._view, at, row.tokens[position], position)
-            if chunk.samples:
-                length = chunk.start + chunk.count
-                token = _next(self._state(row, length), row.sampling, length)
-                del row.tokens[length:]
-                row.tokens.append(token)
-                sampled.append(token)
-                # The next token is certain, so it is its own only alternative.
-                asked = row.sampling.logprobs >= 0
-                logprobs.append(TokenLogprobs(token, 0.0, ((token, 0.0),)) if asked else None)
-        return StepOutput(plan.step, tuple(sampled), tuple(logprobs) if any(logprobs) else ())
+            if not chunk.draws:
+                drawn.append(NOTHING_DRAWN)
+                continue
+            length = chunk.start + chunk.num_tokens
+            token = _next(self._state(row, length), row.sampling, length)
+            if chunk.row in masks:
+                token = _first_allowed(token, masks[chunk.row])
+            del row.tokens[length:]
+            row.tokens.append(token)
+            # The next token is certain, so it is its own only alternative.
+            logprobs = (TokenLogprobs(token, 0.0, ((token, 0.0),)),) if row.sampling.logprobs >= 0 else ()
+            drawn.append(RowOutput((token,), logprobs))
+        return StepOutput(plan.step, tuple(drawn))
 
     def _grow(self, grown: RowBlocks) -> None:
         table = self._rows[grown.row].blocks[grown.group]
@@ -130,7 +144,7 @@ class FakeExecutor:
         """The block's bytes, writable: for tests that poison or inspect them."""
         return self._view[block_id * self._block_bytes : (block_id + 1) * self._block_bytes]
 
-    def kv_memory(self) -> KvMemory:
+    def kv_region(self) -> KvRegion:
         """The pool as plain memory."""
         return self._memory
 

@@ -19,6 +19,8 @@ class BlockRef:
     block_id: int
     key: str
     """Content key from kv/keys.py."""
+    group: int
+    """KV group whose layers it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,23 +60,53 @@ class PromptResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HandoffEvent:
-    """What the handoff tells the engine loop. Each attempt gets at most one result, then exactly one `released`."""
+class Sent:
+    """Prefill side: everything was sent, the record last."""
 
     attempt: str
-    kind: str
-    """`sent` | `received` | `failed` | `released` | `drained`.
+    sent_bytes: int
+    seconds: float
+    """Since `finish_send`: what was not hidden behind compute."""
 
-    released with drained=False: blocks must be quarantined until the `drained` event of the same attempt.
-    """
-    drained: bool = True
-    record: PrefillRecord | None = None
-    """On `received`."""
-    stage: str = ""
-    reason: str = ""
-    """On `failed`."""
-    sent_bytes: int = 0
-    seconds: float = 0.0
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Received:
+    """Decode side: everything has arrived and was verified."""
+
+    attempt: str
+    record: PrefillRecord
+    seconds: float
+    """Since `commit`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The KV did not move."""
+
+    attempt: str
+    stage: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """The attempt has ended here."""
+
+    attempt: str
+    drained: bool
+    """False: its blocks must be quarantined until the `Drained` of the same attempt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drained:
+    """Nothing can move any more for an attempt that was released undrained."""
+
+    attempt: str
+
+
+HandoffEvent = Sent | Received | Failed | Released | Drained
+"""What the handoff tells the engine loop. Each attempt gets at most one result (`Sent`, `Received` or `Failed`), then
+exactly one `Released`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +128,7 @@ class KvHandoff(Protocol):
     results arrive through the `notify` callback given at construction, from any thread."""
 
     def open_send(self, job: SendJob, now: float) -> None:
-        """Start a sending leg. A layout that differs from the ticket's is a `failed` event naming both."""
+        """Start a sending leg. A layout that differs from the ticket's is a `Failed` event naming both."""
 
     def send_blocks(self, attempt: str, blocks: Sequence[BlockRef], now: float) -> None:
         """These blocks are written and final: move them while the next chunk computes."""
@@ -111,7 +143,7 @@ class KvHandoff(Protocol):
         """The router's word: prefill has sent, or failed."""
 
     def cancel(self, attempt: str, reason: str, now: float) -> None:
-        """End the attempt from any state; `released` follows. Unknown attempts are counted and ignored."""
+        """End the attempt from any state; `Released` follows. Unknown attempts are counted and ignored."""
 
     def tick(self, now: float) -> None:
         """Fire deadlines."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..request import SamplingParams, TokenLogprobs
-from .transport import KvMemory
+from .transport import KvRegion
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class RowStart:
     block_ids: tuple[tuple[int, ...], ...]
     """Per KV group, in position order; 0 is the null block."""
     sampling: SamplingParams
+    adapter: int = 0
+    """Adapter slot (LoRA) that the row computes with; 0: the base model alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,38 +38,97 @@ class RowBlocks:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
-    """Compute positions [start, start + count) of the row. `samples`: a token is drawn for position start + count.
+class BlockCopy:
+    """Copy a whole block, all its layers, before anything of the step is computed."""
 
-    The drawn token is stored by the executor at that position of the row, so the next step's chunk may start there
-    before the scheduler has seen it.
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSlot:
+    """Have this adapter (LoRA) in `slot`, 1 or more, before anything of the step is computed."""
+
+    slot: int
+    name: str
+    digest: str
+    """Of its weights: a name may be loaded again with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowMask:
+    """Which token ids a row may draw in this step (structured output)."""
+
+    row: int
+    allowed: tuple[bytes, ...]
+    """One mask for each draw of the row's chunk, in order: bit `id % 8` of byte `id // 8` is 1 where `id` may be
+    drawn. Ids beyond the last byte may not."""
+
+
+class Chunk(NamedTuple):
+    """Compute positions [start, start + num_tokens) of the row, and draw tokens after its last positions.
+
+    A named tuple, as `RowOutput` is: there is one per row and step, and it costs a third of a frozen dataclass.
     """
 
     row: int
     start: int
-    count: int
-    samples: bool
+    num_tokens: int
+    draws: int
+    """Most tokens that are drawn: 0 for a chunk that ends before the last known token, 1 without drafts, else one more
+    than there are drafts.
+
+    The executor stores what it draws at the positions from start + num_tokens - len(drafts) on, so the next step's
+    chunk may start there before the scheduler has seen it.
+    """
+    drafts: tuple[int, ...] = ()
+    """Guessed tokens to verify. They are the inputs of the last len(drafts) positions; a draw that differs from the
+    draft at its position is the row's last."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One forward pass for the whole batch. Applied in the order: starts, grown, chunks."""
+    """One forward pass for the whole batch. Applied in the order: copies, adapters, starts, grown, chunks.
+
+    An executor fails a step that asks for what it does not have; it never leaves a part out.
+    """
 
     step: int
     starts: tuple[RowStart, ...]
     grown: tuple[RowBlocks, ...]
     chunks: tuple[Chunk, ...]
     num_tokens: int
+    copies: tuple[BlockCopy, ...] = ()
+    adapters: tuple[AdapterSlot, ...] = ()
+    masks: tuple[RowMask, ...] = ()
+
+
+class RowOutput(NamedTuple):
+    """What one chunk drew."""
+
+    tokens: tuple[int, ...]
+    """In position order, at most the chunk's `draws`."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Empty when the row did not ask; else aligned with tokens."""
+
+
+NOTHING_DRAWN = RowOutput(())
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Result of one StepPlan: sampled tokens in the order of the chunks with `samples`."""
+    """Result of one StepPlan."""
 
     step: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs | None, ...] = ()
-    """Empty when no row asked; else aligned with token_ids."""
+    rows: tuple[RowOutput, ...]
+    """One for each chunk of the plan, in its order."""
+
+
+class Constraint(Protocol):
+    """What one request may generate (structured output): a pure function of what it has generated."""
+
+    def allowed(self, generated: Sequence[int]) -> bytes | None:
+        """The mask (as in `RowMask`) for the token after these; None: any token."""
 
 
 class Executor(Protocol):
@@ -76,7 +137,7 @@ class Executor(Protocol):
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         """Queue a step; returns at once. The future fails only when the executor is broken for good."""
 
-    def kv_memory(self) -> KvMemory:
+    def kv_region(self) -> KvRegion:
         """The pool; valid until close."""
 
     def close(self) -> None:

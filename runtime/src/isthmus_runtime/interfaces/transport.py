@@ -10,8 +10,8 @@ from ..protocol import Ticket
 
 
 @dataclass(frozen=True, slots=True)
-class KvMemory:
-    """The KV pool as plain memory, for registration with a transport. One block is one contiguous run."""
+class KvRegion:
+    """One rank's KV pool as plain memory, for registration with a transport. One block is one contiguous run."""
 
     base: int
     """Address of block 0."""
@@ -21,18 +21,23 @@ class KvMemory:
     block_stride: int
     """Bytes between two blocks (>= block_bytes)."""
     layout_digest: str
+    rank: int = 0
+    """Whose pool this is, among the workers of a tensor-parallel engine."""
     device: str = "cpu"
+    """As torch spells it: `cpu`, `cuda:0`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """One block on its way."""
+    """One block, or a part of it, on its way."""
 
     block_id: int
     key: str
     nbytes: int
+    offset: int = 0
+    """Bytes from the start of the block here: a part is what one rank or one group of layers holds of it."""
     remote_address: int = 0
-    """Direct only."""
+    """Direct only: where the first of its bytes goes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,7 @@ Done = Callable[[TransferResult], None]
 class KvTransfer(Protocol):
     """A transport: `direct`, `store` or `memory`. Calls return at once; `done` comes exactly once, from any thread."""
 
-    def prepare(self, memory: KvMemory, timeout_s: float) -> None:
+    def prepare(self, region: KvRegion, timeout_s: float) -> None:
         """Register the pool and connect. Raises ConfigError naming the peer and the fix; never outlives timeout_s."""
 
     def write(

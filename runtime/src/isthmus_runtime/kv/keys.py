@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from urllib.parse import quote
 
+from ..request import GenerateRequest
+
 TOKEN_BYTES = 4
 _VERSION = b"isthmus-kv-1"
 _MAX_READABLE = 96
@@ -69,6 +71,11 @@ class ExtraKeys:
 
 
 NO_EXTRA = ExtraKeys()
+
+
+def extra_keys(request: GenerateRequest) -> ExtraKeys:
+    """What of this request, besides its tokens, decides the bytes of its KV: the one place that says so."""
+    return ExtraKeys(cache_salt=request.cache_salt)
 
 
 def pack_tokens(token_ids: Sequence[int] | bytes) -> bytes:

@@ -58,10 +58,6 @@ class KvPlan:
         """Most blocks that one request of ``length`` tokens ever holds, all groups together."""
         return blocks_needed(self.groups, length)
 
-    def peak_blocks(self, length: int) -> tuple[int, ...]:
-        """The same per group."""
-        return tuple(group.blocks_needed(length) for group in self.groups)
-
 
 def kv_shape(inp: KvPlanInput) -> KvShape:
     """Group the layers of every worker and line the workers' groups up with one another."""

@@ -17,6 +17,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from ..errors import IsthmusError
 from .groups import GroupPlan, agree_hit_length
@@ -51,6 +52,22 @@ class BlockState(IntEnum):
     CACHED = 3
     QUARANTINED = 4
     NULL = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """A cached block that was taken for other use. Its bytes stay until whoever took it writes."""
+
+    block_id: int
+    block_hash: bytes
+    group: int
+
+
+class Allocation(NamedTuple):
+    """Blocks that were taken, and what they were in the prefix cache: a host tier may write that back first."""
+
+    blocks: list[int]
+    evicted: list[Evicted]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,31 +173,6 @@ class BlockPool:
         self._known_group(group)
         return self._index.find(block_hash, group)
 
-    def lookup(
-        self,
-        hashes: Sequence[bytes],
-        group: int = 0,
-        max_blocks: int | None = None,
-        token_ids: Sequence[int] | bytes | None = None,
-    ) -> list[int]:
-        """Longest run of visible full blocks from the first hash on, at most ``max_blocks``; takes no reference.
-
-        Args:
-            hashes: chained block hashes of the prompt (``keys.block_hashes``).
-            token_ids: the whole prompt, as ids or packed by ``keys.pack_tokens``. When given, each hit's ids are
-                compared and a block with other ids ends the run (counted in ``hash_collisions``).
-        """
-        limit = len(hashes) if max_blocks is None else min(max_blocks, len(hashes))
-        self._known_group(group)
-        packed = None if token_ids is None or limit <= 0 else pack_tokens(token_ids)
-        found: list[int] = []
-        for index in range(limit):
-            block = self._index.match(hashes, index, group, packed)
-            if block is None:
-                break
-            found.append(block)
-        return found
-
     def lookup_groups(
         self,
         groups: Sequence[GroupPlan],
@@ -252,10 +244,16 @@ class BlockPool:
         Raises:
             PoolError: a block is free or quarantined (its bytes are nobody's).
         """
-        self._check_touch(block_ids)
-        self._touch(block_ids)
+        for block in block_ids:
+            self._known(block)
+            if self._state[block] in (BlockState.FREE, BlockState.QUARANTINED):
+                raise PoolError(f"block {block} cannot be shared: it is {BlockState(self._state[block]).name}")
+        for block in block_ids:
+            if block != NULL_BLOCK:
+                self._refs[block] += 1
+                self._settle(block)
 
-    def allocate(self, n: int) -> list[int]:
+    def allocate(self, n: int) -> Allocation:
         """Take ``n`` blocks, each with one request reference, evicting least recently used cache as needed.
 
         Raises:
@@ -272,41 +270,18 @@ class BlockPool:
         stop = min(self.num_blocks, self._fresh + n - len(blocks))
         blocks.extend(range(self._fresh, stop))
         self._fresh = stop
-        evicted = n - len(blocks)
-        for _ in range(evicted):
+        evicted: list[Evicted] = []
+        for _ in range(n - len(blocks)):
             block, _none = self._lru.popitem(last=False)
-            self._index.remove(block)
+            evicted.append(Evicted(block, *self._index.remove(block)))
             blocks.append(block)
         for block in blocks:
             self._refs[block] = 1
             self._state[block] = BlockState.OWNED
-        self._count[BlockState.FREE] -= n - evicted
-        self._count[BlockState.CACHED] -= evicted
+        self._count[BlockState.FREE] -= n - len(evicted)
+        self._count[BlockState.CACHED] -= len(evicted)
         self._count[BlockState.OWNED] += n
-        return blocks
-
-    def allocate_with_hits(
-        self, hits_per_group: Sequence[Sequence[int]], new_per_group: Sequence[int]
-    ) -> list[list[int]]:
-        """Touch every group's hits, then take every group's new blocks: all or nothing.
-
-        Touching all groups first matters: otherwise one group's new blocks may evict another group's hits.
-
-        Returns:
-            The new blocks of each group (the hits are not repeated).
-
-        Raises:
-            OutOfBlocks: evictable hits plus new blocks exceed ``num_free``; nothing changed.
-        """
-        if any(n < 0 for n in new_per_group):
-            raise PoolError(f"cannot allocate a negative number of blocks: {list(new_per_group)}")
-        hits = [block for group in hits_per_group for block in group]
-        self._check_touch(hits)
-        needed = sum(new_per_group) + self.evictable(hits)
-        if needed > self.num_free:
-            raise OutOfBlocks(needed, self.num_free)
-        self._touch(hits)
-        return [self.allocate(n) for n in new_per_group]
+        return Allocation(blocks, evicted)
 
     def release(self, block_ids: Sequence[int]) -> None:
         """Drop one request reference on each block of a request, given first to last. Null ids are skipped.
@@ -506,18 +481,6 @@ class BlockPool:
             self._blank.append(block)
         elif new is BlockState.CACHED:
             self._lru[block] = None
-
-    def _check_touch(self, block_ids: Sequence[int]) -> None:
-        for block in block_ids:
-            self._known(block)
-            if self._state[block] in (BlockState.FREE, BlockState.QUARANTINED):
-                raise PoolError(f"block {block} cannot be shared: it is {BlockState(self._state[block]).name}")
-
-    def _touch(self, block_ids: Sequence[int]) -> None:
-        for block in block_ids:
-            if block != NULL_BLOCK:
-                self._refs[block] += 1
-                self._settle(block)
 
     def _check_holds(
         self, block_ids: Sequence[int], holds: Sequence[int], what: str, *, skip_null: bool = False

@@ -91,11 +91,12 @@ class PrefixIndex:
         self._emit(BlockStored, block_hash, group)
         return True
 
-    def remove(self, block: int) -> None:
-        """Make a visible block invisible."""
+    def remove(self, block: int) -> tuple[bytes, int]:
+        """Make a visible block invisible; the (hash, group) under which it was."""
         entry = self._entries.pop(block)
         del self._maps[entry.group][entry.block_hash]
         self._emit(BlockRemoved, entry.block_hash, entry.group)
+        return entry.block_hash, entry.group
 
     def check(self) -> None:
         """Assert that maps and entries mirror one another."""

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from ..kv.keys import ExtraKeys, block_hashes
+from ..kv.keys import block_hashes, extra_keys
 from ..request import GenerateRequest
 from .policy import Endpoint, PolicyName
 
@@ -28,8 +28,7 @@ def short(block_hash: bytes) -> int:
 
 def prompt_hashes(request: GenerateRequest, block_size: int) -> list[int]:
     """Hashes of the prompt's full blocks, equal to the engine's own."""
-    extra = ExtraKeys(cache_salt=request.cache_salt)
-    return [short(h) for h in block_hashes(request.prompt_token_ids, block_size, extra=extra)]
+    return [short(h) for h in block_hashes(request.prompt_token_ids, block_size, extra=extra_keys(request))]
 
 
 class Prefixes(Protocol):

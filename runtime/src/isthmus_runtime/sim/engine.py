@@ -17,9 +17,9 @@ from ..engine.loop import EngineLoop, Reply
 from ..engine.scheduler import Scheduler
 from ..errors import EngineFailed, InvalidRequest
 from ..executor.fake import ENTRY_BYTES, FakeExecutor
-from ..interfaces.handoff import HandoffEvent, KvHandoff
+from ..interfaces.handoff import HandoffEvent, KvHandoff, Received
 from ..interfaces.steps import StepOutput, StepPlan
-from ..interfaces.transport import KvMemory
+from ..interfaces.transport import KvRegion
 from ..kv.groups import GroupPlan
 from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
@@ -71,9 +71,9 @@ class VirtualExecutor:
         self._clock.at(self._free_at, end)
         return future
 
-    def kv_memory(self) -> KvMemory:
+    def kv_region(self) -> KvRegion:
         """The pool."""
-        return self.fake.kv_memory()
+        return self.fake.kv_region()
 
     def close(self) -> None:
         """No step runs any more."""
@@ -142,18 +142,18 @@ class Engine:
             recompute=scenario.recompute,
         )
         self.backend = connect(self)
-        self.backend.prepare(self.executor.kv_memory(), 1.0)
+        self.backend.prepare(self.executor.kv_region(), 1.0)
         self.agents: list[TransferAgent] = []
         transfer = TransferConfig(mode=scenario.mode, timeout_s=scenario.transfer_timeout_s)
 
         def handoff(notify: Callable[[HandoffEvent], None]) -> KvHandoff:
             def checked(event: HandoffEvent) -> None:
-                if event.record is not None and event.record.attempt != event.attempt:
+                if isinstance(event, Received) and event.record.attempt != event.attempt:
                     raise Violation(f"attempt {event.attempt} took the record of attempt {event.record.attempt}")
                 notify(event)
 
             agent = TransferAgent(
-                self.backend, self.executor.kv_memory(), transfer, checked, clock.time, epoch=self.epoch
+                self.backend, self.executor.kv_region(), transfer, checked, clock.time, epoch=self.epoch
             )
             self.agents.append(agent)
             return agent

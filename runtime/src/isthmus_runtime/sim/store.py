@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ..errors import Overloaded
 from ..interfaces.handoff import ReceiveJob
-from ..interfaces.transport import Done, KvMemory, Piece, TransferResult
+from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
 from ..kv.keys import record_key
 from ..protocol import Ticket
 from ..transfer.backend import Effective
@@ -166,7 +166,7 @@ class StoreTransfer:
     store: Store
     record_slots: int
     on_block_written: Callable[[str, int], None] | None = None
-    _memory: KvMemory | None = None
+    _region: KvRegion | None = None
     _reserved: set[str] = field(default_factory=set)
 
     @property
@@ -174,9 +174,9 @@ class StoreTransfer:
         """The receiver fetches."""
         return False
 
-    def prepare(self, memory: KvMemory, timeout_s: float) -> None:
+    def prepare(self, region: KvRegion, timeout_s: float) -> None:
         """Remember where the blocks are."""
-        self._memory = memory
+        self._region = region
 
     def effective(self) -> Effective:
         """Nothing is probed."""
@@ -259,14 +259,17 @@ class StoreTransfer:
         return "" if self.store.up else "the master does not answer"
 
     def _bytes(self, piece: Piece) -> bytes:
-        assert self._memory is not None
-        return ctypes.string_at(self._memory.base + piece.block_id * self._memory.block_stride, piece.nbytes)
+        return ctypes.string_at(self._address(piece), piece.nbytes)
 
     def _land(self, attempt: str, piece: Piece, data: bytes) -> None:
-        assert self._memory is not None and len(data) == piece.nbytes
+        assert len(data) == piece.nbytes
         if self.on_block_written is not None:
             self.on_block_written(attempt, piece.block_id)
-        ctypes.memmove(self._memory.base + piece.block_id * self._memory.block_stride, data, len(data))
+        ctypes.memmove(self._address(piece), data, len(data))
+
+    def _address(self, piece: Piece) -> int:
+        assert self._region is not None
+        return self._region.base + piece.block_id * self._region.block_stride + piece.offset
 
     def cancel(self, attempt: str) -> None:
         """Start no further byte. Removes the keys a sender has written for the attempt."""

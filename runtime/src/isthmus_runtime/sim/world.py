@@ -248,9 +248,9 @@ class World:
                 check_reading(source, op.attempt, op.pieces)
             if target is not None and op.pieces:
                 for piece in op.pieces:
-                    memory = target.executor.kv_memory()
+                    region = target.executor.kv_region()
                     if self.scenario.mode == "memory":
-                        block = (piece.remote_address - memory.base) // memory.block_stride
+                        block = (piece.remote_address - region.base) // region.block_stride
                     else:
                         block = piece.block_id
                     check_landing(target, op.attempt, block)

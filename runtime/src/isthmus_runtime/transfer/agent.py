@@ -17,8 +17,18 @@ from dataclasses import dataclass, field
 
 from ..config import TransferConfig
 from ..errors import ConfigError
-from ..interfaces.handoff import BlockRef, HandoffEvent, HandoffStats, PromptResult, ReceiveJob, SendJob
-from ..interfaces.transport import KvMemory, Piece, TransferResult
+from ..interfaces.handoff import (
+    BlockRef,
+    Failed,
+    HandoffEvent,
+    HandoffStats,
+    PromptResult,
+    Received,
+    ReceiveJob,
+    SendJob,
+    Sent,
+)
+from ..interfaces.transport import KvRegion, Piece, TransferResult
 from ..kv.keys import keys_digest
 from ..protocol import CommitCall, PrefillRecord, Ticket
 from . import leg as lg
@@ -52,11 +62,11 @@ class _Resume:
     work: Callable[[_Attempt], None]
 
 
-def blocks_crc32(memory: KvMemory, block_ids: Sequence[int]) -> int:
+def blocks_crc32(region: KvRegion, block_ids: Sequence[int]) -> int:
     """CRC-32 over the payload bytes of host-memory blocks, in the given order."""
     crc = 0
     for block in block_ids:
-        view = (ctypes.c_char * memory.block_bytes).from_address(memory.base + block * memory.block_stride)
+        view = (ctypes.c_char * region.block_bytes).from_address(region.base + block * region.block_stride)
         crc = zlib.crc32(view, crc)
     return crc
 
@@ -71,7 +81,7 @@ class TransferAgent:
     def __init__(
         self,
         backend: TransferBackend,
-        memory: KvMemory,
+        region: KvRegion,
         cfg: TransferConfig,
         notify: Callable[[HandoffEvent], None],
         clock: Callable[[], float],
@@ -79,12 +89,12 @@ class TransferAgent:
         epoch: str = "",
     ) -> None:
         """`epoch`: of this process, as peers know it from `/info`."""
-        if cfg.verify_crc and memory.device != "cpu":
+        if cfg.verify_crc and region.device != "cpu":
             raise ConfigError(
-                f"--transfer-crc reads KV in host memory, but the pool is on {memory.device!r}; leave it out"
+                f"--transfer-crc reads KV in host memory, but the pool is on {region.device!r}; leave it out"
             )
         self._backend = backend
-        self._memory = memory
+        self._region = region
         self._cfg = cfg
         self._notify = notify
         self._clock = clock
@@ -100,7 +110,7 @@ class TransferAgent:
     # ------------------------------------------------------------------------------------------------ engine's calls
 
     def open_send(self, job: SendJob, now: float) -> None:
-        ticket, mine = job.ticket, self._memory.layout_digest
+        ticket, mine = job.ticket, self._region.layout_digest
         problem = ""
         if ticket.layout_digest != mine:
             problem = (
@@ -139,7 +149,7 @@ class TransferAgent:
                 return
             address = entry.ticket.pool_base + theirs[place] * entry.ticket.block_stride if theirs else 0
             piece = Piece(
-                block_id=block.block_id, key=block.key, nbytes=self._memory.block_bytes, remote_address=address
+                block_id=block.block_id, key=block.key, nbytes=self._region.block_bytes, remote_address=address
             )
             pieces.append((block.index, piece))
             entry.blocks.setdefault(block.index, block)
@@ -161,7 +171,7 @@ class TransferAgent:
 
     def open_receive(self, job: ReceiveJob, now: float) -> Ticket:
         """As in `KvHandoff`. Raises Overloaded when the transport has no record slot left."""
-        ticket = self._backend.reserve(job, self._memory.layout_digest)
+        ticket = self._backend.reserve(job, self._region.layout_digest)
         ticket = ticket.model_copy(update={"peer_epoch": job.peer_epoch})
         leg = self._new_leg(job.attempt, lg.Side.RECEIVE, job.deadline_s)
         with self._mutex:
@@ -299,7 +309,7 @@ class TransferAgent:
                 self._with_crc(entry, moved, lambda e, crc: self._write_record(e, op, crc))
             case lg.Read(op=op):
                 assert isinstance(entry.job, ReceiveJob)
-                size = self._memory.block_bytes
+                size = self._region.block_bytes
                 wanted = [Piece(block_id=b.block_id, key=b.key, nbytes=size) for b in entry.job.blocks]
                 done = self._done(entry, op)
                 self._start(done, lambda: self._backend.read(attempt, wanted, self._time_left(entry), done))
@@ -314,8 +324,11 @@ class TransferAgent:
                 self._backend.drained(
                     attempt, url, epoch, lambda ok: self._post(lg.DrainAnswer(attempt, ok), self._clock())
                 )
-            case lg.Emit():
-                self._emit(entry, action)
+            case lg.Emit(event=event):
+                self._emit(event)
+            case lg.EmitReceived(seconds=seconds):
+                assert entry.record is not None, f"attempt {attempt} was verified without a record"
+                self._emit(Received(attempt=attempt, record=entry.record, seconds=seconds))
             case lg.Forget():
                 with self._mutex:
                     del self._attempts[attempt]
@@ -337,7 +350,7 @@ class TransferAgent:
         attempt = entry.leg.attempt
 
         def compute() -> None:
-            crc = blocks_crc32(self._memory, block_ids)
+            crc = blocks_crc32(self._region, block_ids)
             self._post(_Resume(attempt, lambda e: work(e, crc)), self._clock())
 
         self._checksums.submit(compute)
@@ -382,7 +395,7 @@ class TransferAgent:
             first_token=result.first_token,
             first_logprobs=None if first is None else (first.token_id, first.logprob, first.top),
             key_digest=keys_digest([entry.blocks[index].key for index in sorted(entry.blocks)]),
-            block_bytes=self._memory.block_bytes,
+            block_bytes=self._region.block_bytes,
             crc=crc,
         )
         self._write(entry, op, (), pack_record(record))
@@ -403,7 +416,7 @@ class TransferAgent:
             attempt=job.attempt,
             num_tokens=job.num_tokens,
             keys=tuple(block.key for block in job.blocks),
-            block_bytes=self._memory.block_bytes,
+            block_bytes=self._region.block_bytes,
         )
         problem = mismatch(record, expected)
         if not problem and crc is not None:
@@ -415,21 +428,14 @@ class TransferAgent:
         entry.record = record
         return problem
 
-    def _emit(self, entry: _Attempt, emit: lg.Emit) -> None:
+    def _emit(self, event: HandoffEvent) -> None:
         with self._mutex:
-            if emit.kind in self._counts:
-                self._counts[emit.kind] += 1
-            if emit.kind == "sent":
-                self._counts["sent_bytes"] += emit.sent_bytes
-        self._notify(
-            HandoffEvent(
-                attempt=entry.leg.attempt,
-                kind=emit.kind,
-                drained=emit.drained,
-                record=entry.record if emit.kind == "received" else None,
-                stage=emit.stage,
-                reason=emit.reason,
-                sent_bytes=emit.sent_bytes,
-                seconds=emit.seconds,
-            )
-        )
+            match event:
+                case Sent(sent_bytes=sent_bytes):
+                    self._counts["sent"] += 1
+                    self._counts["sent_bytes"] += sent_bytes
+                case Received():
+                    self._counts["received"] += 1
+                case Failed():
+                    self._counts["failed"] += 1
+        self._notify(event)

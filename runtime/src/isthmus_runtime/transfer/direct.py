@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 from ..config import apply_transport_environment
 from ..errors import ConfigError
 from ..interfaces.handoff import ReceiveJob
-from ..interfaces.transport import Done, KvMemory, Piece, TransferResult
+from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
 from ..protocol import Ticket
 from .backend import Effective
 from .bounded import INSTALL_HINT, TookTooLong, run_bounded, split_address
@@ -119,7 +119,7 @@ class DirectTransfer:
         self._helpers = ThreadPoolExecutor(4, "transfer-peers")
         self._thread = threading.Thread(target=self._run, name="transfer-direct", daemon=True)
         self._engine: Any = None
-        self._memory: KvMemory | None = None
+        self._region: KvRegion | None = None
         self._session = ""
         self._moved_at = 0.0
         self._effective = Effective("", 0.0)
@@ -138,10 +138,10 @@ class DirectTransfer:
 
     # ------------------------------------------------------------------------------------------------------- start-up
 
-    def prepare(self, memory: KvMemory, timeout_s: float) -> None:
+    def prepare(self, region: KvRegion, timeout_s: float) -> None:
         """As in `KvTransfer`; also measures a loopback write of 8 MiB."""
         try:
-            run_bounded(lambda: self._prepare(memory), timeout_s, "transfer-prepare")
+            run_bounded(lambda: self._prepare(region), timeout_s, "transfer-prepare")
         except TookTooLong as error:
             raise ConfigError(
                 f"--transfer-mode direct: TransferEngine on {self._host!r} was not ready within {timeout_s:g} s; "
@@ -149,7 +149,7 @@ class DirectTransfer:
             ) from error
         self._thread.start()
 
-    def _prepare(self, memory: KvMemory) -> None:
+    def _prepare(self, region: KvRegion) -> None:
         rdma = sorted(p.name for p in Path("/sys/class/infiniband").glob("*"))
         try:
             import mooncake.engine as mooncake
@@ -157,7 +157,7 @@ class DirectTransfer:
             raise ConfigError(f"--transfer-mode direct: Mooncake cannot be loaded ({error}); {INSTALL_HINT}") from error
         transport, protocol = choose_transport(
             *self._asked,
-            device=memory.device,
+            device=region.device,
             rdma_devices=rdma,
             nvlink_built=bool(getattr(mooncake, "SUPPORT_INTRA_NVLINK", False)),
         )
@@ -172,14 +172,14 @@ class DirectTransfer:
         self._ports = listening_ports()
         probe_accepted()
         self._greeter = Greeter(self._host, self._epoch)
-        size = memory.num_blocks * memory.block_stride
-        for name, base, nbytes in (("KV pool", memory.base, size), ("records", self._slots.base, self._slots.nbytes)):
+        size = region.num_blocks * region.block_stride
+        for name, base, nbytes in (("KV pool", region.base, size), ("records", self._slots.base, self._slots.nbytes)):
             code = engine.register_memory(base, nbytes)
             if code != 0:
                 raise ConfigError(f"--transfer-transport {transport}: registering {name} ({nbytes} bytes) gave {code}")
-        self._engine, self._memory = engine, memory
+        self._engine, self._region = engine, region
         self._session = f"{self._host}:{engine.get_rpc_port()}"
-        gbps = self._probe(memory, size)
+        gbps = self._probe(region, size)
         if gbps < FLOOR_GBPS.get(transport, 0.0):
             raise ConfigError(
                 f"--transfer-transport {transport}: the probe moved {gbps} GB/s, not {FLOOR_GBPS[transport]} "
@@ -187,17 +187,17 @@ class DirectTransfer:
             )
         self._effective = Effective(transport, gbps)
 
-    def _probe(self, memory: KvMemory, size: int) -> float:
+    def _probe(self, region: KvRegion, size: int) -> float:
         """GB/s of a write within the still unused memory of this process, through its own session."""
-        on_host = memory.device == "cpu"
+        on_host = region.device == "cpu"
         nbytes = min(PROBE_BYTES, self._slots.nbytes if on_host else size // 2, size)
-        target = self._slots.base if on_host else memory.base + nbytes
+        target = self._slots.base if on_host else region.base + nbytes
         part = max(1, nbytes // PROBE_PARTS)
         best = 0.0
         for _ in range(2):  # the first one opens the connections
             began = self._clock()
             flying = [
-                self._engine.transfer_submit_write(self._session, memory.base + at, target + at, part)
+                self._engine.transfer_submit_write(self._session, region.base + at, target + at, part)
                 for at in range(0, nbytes - part + 1, part)
             ]
             count = len(flying)
@@ -217,7 +217,7 @@ class DirectTransfer:
     # -------------------------------------------------------------------------------------------------------- calls
 
     def reserve(self, job: ReceiveJob, layout_digest: str) -> Ticket:
-        assert self._memory is not None and self._greeter is not None, "prepare comes first"
+        assert self._region is not None and self._greeter is not None, "prepare comes first"
         with self._wake:
             address = self._slots.take()
             self._reserved[job.attempt] = address
@@ -229,8 +229,8 @@ class DirectTransfer:
             session=self._session,
             greeting=self._greeter.address,
             epoch=self._epoch,
-            pool_base=self._memory.base,
-            block_stride=self._memory.block_stride,
+            pool_base=self._region.base,
+            block_stride=self._region.block_stride,
             block_ids=tuple(block.block_id for block in job.blocks),
             record_address=address,
             record_capacity=SLOT_BYTES,
@@ -245,7 +245,7 @@ class DirectTransfer:
         timeout_s: float,
         done: Done,
     ) -> None:
-        assert self._memory is not None, "prepare comes first"
+        assert self._region is not None, "prepare comes first"
         if record is not None and len(record) > min(ticket.record_capacity, SLOT_BYTES):
             raise ValueError(f"record of {len(record)} bytes; decode has room for {ticket.record_capacity}")
         op = _Op(
@@ -253,7 +253,7 @@ class DirectTransfer:
             session=ticket.session,
             greeting=ticket.greeting,
             epoch=ticket.epoch,
-            runs=deque(merge_runs(pieces, self._memory, MAX_RUN_BYTES[self._effective.transport])),
+            runs=deque(merge_runs(pieces, self._region, MAX_RUN_BYTES[self._effective.transport])),
             record=None,
             record_target=ticket.record_address,
             done=done,
@@ -333,8 +333,8 @@ class DirectTransfer:
         self._helpers.shutdown(wait=True, cancel_futures=True)
         if self._greeter is not None:
             self._greeter.close()
-        if self._engine is not None and self._memory is not None:
-            self._engine.unregister_memory(self._memory.base)
+        if self._engine is not None and self._region is not None:
+            self._engine.unregister_memory(self._region.base)
             self._engine.unregister_memory(self._slots.base)
             self._engine = None
 

@@ -6,14 +6,14 @@
 | RESERVED, COMPUTING (send) | Blocks | COMPUTING | Write(op, new pieces) |
 | RESERVED, COMPUTING (send) | Finish | SENDING | WriteRecord if nothing is in flight |
 | SENDING | last OpDone(ok) of the blocks | SENDING | WriteRecord |
-| SENDING | OpDone(ok) of the record | RELEASED (by SENT, DONE) | Emit sent, Forget, Emit released |
+| SENDING | OpDone(ok) of the record | RELEASED (by SENT, DONE) | Emit Sent, Forget, Emit Released |
 | RESERVED (receive) | Commit(ok) | RECEIVING | Read |
 | RECEIVING | OpDone(ok) | RECEIVING | Check |
-| RECEIVING | Checked("") | RELEASED (by VERIFIED, RUNNING, DONE) | Emit received, Forget, Emit released |
-| any of the above | a problem, OpDone or Commit not ok, Cancel, deadline | CANCELLING | Emit failed, Stop, Ask |
-| CANCELLING | nothing can move any more | RELEASED (by DRAINED) | Forget, Emit released |
-| CANCELLING | RELEASE_BOUND_S passed | QUARANTINED | Emit released(drained=False) |
-| QUARANTINED | nothing can move any more | RELEASED (by DRAINED) | Forget, Emit drained |
+| RECEIVING | Checked("") | RELEASED (by VERIFIED, RUNNING, DONE) | EmitReceived, Forget, Emit Released |
+| any of the above | a problem, OpDone or Commit not ok, Cancel, deadline | CANCELLING | Emit Failed, Stop, Ask |
+| CANCELLING | nothing can move any more | RELEASED (by DRAINED) | Forget, Emit Released |
+| CANCELLING | RELEASE_BOUND_S passed | QUARANTINED | Emit Released(drained=False) |
+| QUARANTINED | nothing can move any more | RELEASED (by DRAINED) | Forget, Emit Drained |
 
 States in brackets are passed through within one step. "Nothing can move": every operation reported its end, and
 where a peer writes into this side's memory it acknowledged the drain. Asks are repeated with backoff for as long as
@@ -26,10 +26,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from ..interfaces.handoff import Drained, Failed, Released, Sent
 from ..interfaces.transport import Piece
 
 RELEASE_BOUND_S = 0.5
-"""From failure to `released`: not drained by then means quarantine."""
+"""From failure to `Released`: not drained by then means quarantine."""
 ASK_LIMIT_S = 1.0
 """An ask without an answer for this long counts as unanswered."""
 ASK_BACKOFF_S = 0.05
@@ -228,16 +229,18 @@ class Ask:
     """Find out whether a byte of the attempt may still move; answer with DrainAnswer."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Emit:
-    """Tell the engine; fields as in `HandoffEvent`."""
+    """Tell the engine."""
 
-    kind: str
-    drained: bool = True
-    stage: str = ""
-    reason: str = ""
-    sent_bytes: int = 0
-    seconds: float = 0.0
+    event: Sent | Failed | Released | Drained
+
+
+@dataclass(frozen=True, slots=True)
+class EmitReceived:
+    """Tell the engine that the blocks are there, with the record that was checked."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +248,7 @@ class Forget:
     """The attempt owns nothing any more: free its record slot, remove its keys."""
 
 
-Action = Write | WriteRecord | Read | Check | Stop | Ask | Emit | Forget
+Action = Write | WriteRecord | Read | Check | Stop | Ask | Emit | EmitReceived | Forget
 Step = tuple[Leg, tuple[Action, ...]]
 
 
@@ -288,7 +291,8 @@ def step(leg: Leg, event: Event, now: float) -> Step:
             if problem:
                 return _fail(leg, "", problem, now)
             # The record is written after the blocks, so a verified record means the peer has nothing left to write.
-            return _complete(replace(leg, checking=False, peer_clear=True), "received", now)
+            leg = replace(leg, checking=False, peer_clear=True)
+            return _complete(leg, EmitReceived(now - leg.started_s))
         case _:
             return _drop(leg)
 
@@ -342,7 +346,8 @@ def _op_done(leg: Leg, event: OpDone, now: float) -> Step:
     if leg.side is Side.RECEIVE:
         return replace(leg, checking=True), (Check(),)
     if event.op == leg.record_op:
-        return _complete(leg, "sent", now)
+        sent = Sent(attempt=leg.attempt, sent_bytes=leg.moved_bytes, seconds=now - leg.started_s)
+        return _complete(leg, Emit(sent))
     if leg.state is State.SENDING and not leg.in_flight:
         return _start_record(leg)
     return leg, ()
@@ -354,14 +359,13 @@ def _account(leg: Leg, event: OpDone) -> Leg:
     return replace(leg, in_flight=leg.in_flight - {event.op}, unsettled=unsettled, moved_bytes=moved)
 
 
-def _complete(leg: Leg, kind: str, now: float) -> Step:
-    leg = replace(leg, state=State.RELEASED, timer_s=NEVER)
-    result = Emit(kind=kind, sent_bytes=leg.moved_bytes, seconds=now - leg.started_s)
-    return leg, (result, Forget(), Emit(kind="released"))
+def _complete(leg: Leg, result: Emit | EmitReceived) -> Step:
+    released = Emit(Released(attempt=leg.attempt, drained=True))
+    return replace(leg, state=State.RELEASED, timer_s=NEVER), (result, Forget(), released)
 
 
 def _fail(leg: Leg, stage: str, reason: str, now: float) -> Step:
-    failed = Emit(kind="failed", stage=stage or leg.state.value, reason=reason, sent_bytes=leg.moved_bytes)
+    failed = Emit(Failed(attempt=leg.attempt, stage=stage or leg.state.value, reason=reason))
     leg = replace(
         leg, state=State.CANCELLING, release_by_s=now + RELEASE_BOUND_S, ask_at_s=now, checking=False, timer_s=now
     )
@@ -391,8 +395,9 @@ def _settle(leg: Leg, now: float) -> Step:
     """Release, quarantine, or ask again; and set the next timer."""
     actions: list[Action] = []
     if leg.quiet:
-        kind = "released" if leg.state is State.CANCELLING else "drained"
-        return replace(leg, state=State.RELEASED, timer_s=NEVER), (Forget(), Emit(kind=kind))
+        cancelling = leg.state is State.CANCELLING
+        event = Released(attempt=leg.attempt, drained=True) if cancelling else Drained(attempt=leg.attempt)
+        return replace(leg, state=State.RELEASED, timer_s=NEVER), (Forget(), Emit(event))
     if leg.asking and now >= leg.ask_at_s:
         leg = replace(leg, asking=False, asks=leg.asks + 1)
     if not leg.asking and now >= leg.ask_at_s:
@@ -401,5 +406,5 @@ def _settle(leg: Leg, now: float) -> Step:
         actions.append(Ask())
     if leg.state is State.CANCELLING and now >= leg.release_by_s:
         leg = replace(leg, state=State.QUARANTINED, release_by_s=NEVER)
-        actions.append(Emit(kind="released", drained=False))
+        actions.append(Emit(Released(attempt=leg.attempt, drained=False)))
     return replace(leg, timer_s=min(leg.ask_at_s, leg.release_by_s)), tuple(actions)

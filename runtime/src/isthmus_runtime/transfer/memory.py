@@ -2,7 +2,7 @@
 
 A `MemoryFabric` connects endpoints and holds every operation in a heap of due times. Under a virtual clock it is a
 pure function of (seed, calls, `advance(now)`); `start(clock)` drives it in real time instead. With addresses in
-`KvMemory.base` bytes are copied; with base 0 only the keys are tracked (`contents`), which is what a simulator needs.
+`KvRegion.base` bytes are copied; with base 0 only the keys are tracked (`contents`), which is what a simulator needs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from random import Random
 
 from ..errors import ConfigError, Overloaded
 from ..interfaces.handoff import ReceiveJob
-from ..interfaces.transport import Done, KvMemory, Piece, TransferResult
+from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
 from ..protocol import Ticket
 from .backend import Effective
 
@@ -237,7 +237,7 @@ class MemoryTransfer:
     """Key last written into each block by a peer."""
     on_block_written: Callable[[str, int], None] | None = None
     """Called with (attempt, block id) before a peer's write lands: lets a simulator catch writes into reused blocks."""
-    _memory: KvMemory | None = None
+    _region: KvRegion | None = None
     _slots: dict[str, bytes] = field(default_factory=dict)
 
     @property
@@ -245,10 +245,10 @@ class MemoryTransfer:
         """Like `direct`: the sender writes here."""
         return True
 
-    def prepare(self, memory: KvMemory, timeout_s: float) -> None:
+    def prepare(self, region: KvRegion, timeout_s: float) -> None:
         if timeout_s <= 0:
             raise ConfigError(f"timeout of {timeout_s} s to prepare endpoint {self.name!r}: must be above 0")
-        self._memory = memory
+        self._region = region
 
     def effective(self) -> Effective:
         return Effective("memory", 0.0)
@@ -256,7 +256,7 @@ class MemoryTransfer:
     def reserve(self, job: ReceiveJob, layout_digest: str) -> Ticket:
         if len(self._slots) >= self.fabric.record_slots:
             raise Overloaded(f"all {self.fabric.record_slots} record slots of this decode are taken")
-        assert self._memory is not None, "prepare comes first"
+        assert self._region is not None, "prepare comes first"
         self._slots[job.attempt] = b""
         return Ticket(
             mode="memory",
@@ -264,8 +264,8 @@ class MemoryTransfer:
             layout_digest=layout_digest,
             skip_blocks=job.skip_blocks,
             session=f"{self.name}@{self.fabric._endpoints[self.name].epoch}",
-            pool_base=self._memory.base,
-            block_stride=self._memory.block_stride,
+            pool_base=self._region.base,
+            block_stride=self._region.block_stride,
             block_ids=tuple(block.block_id for block in job.blocks),
         )
 
@@ -315,14 +315,16 @@ class MemoryTransfer:
         return TransferResult(ok=True, moved_bytes=moved)
 
     def _land(self, source: MemoryTransfer, attempt: str, piece: Piece) -> int:
-        mine, theirs = self._memory, source._memory
+        mine, theirs = self._region, source._region
         assert mine is not None and theirs is not None
         block = (piece.remote_address - mine.base) // mine.block_stride
         if self.on_block_written is not None:
             self.on_block_written(attempt, block)
         self.contents[block] = piece.key
         if mine.base and theirs.base:
-            ctypes.memmove(piece.remote_address, theirs.base + piece.block_id * theirs.block_stride, piece.nbytes)
+            ctypes.memmove(
+                piece.remote_address, theirs.base + piece.block_id * theirs.block_stride + piece.offset, piece.nbytes
+            )
         return piece.nbytes
 
     def read(self, attempt: str, pieces: Sequence[Piece], timeout_s: float, done: Done) -> None:

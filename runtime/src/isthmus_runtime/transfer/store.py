@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from ..config import apply_transport_environment
 from ..interfaces.handoff import ReceiveJob
-from ..interfaces.transport import Done, KvMemory, Piece, TransferResult
+from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
 from ..kv.keys import record_key
 from ..protocol import Ticket
 from .backend import Effective
@@ -114,7 +114,7 @@ class StoreTransfer:
         self._answered = float("-inf")
         self._threads: list[threading.Thread] = []
         self._pool: Pool | None = None
-        self._memory: KvMemory | None = None
+        self._region: KvRegion | None = None
 
     @property
     def peer_writes(self) -> bool:
@@ -125,14 +125,14 @@ class StoreTransfer:
 
     # ------------------------------------------------------------------------------------------------------- start-up
 
-    def prepare(self, memory: KvMemory, timeout_s: float) -> None:
+    def prepare(self, region: KvRegion, timeout_s: float) -> None:
         """As in `KvTransfer`; also puts values into the pool and reads them back."""
         apply_transport_environment(transport_environment("tcp", self._timeout_s))
         regions = {
-            "the KV pool": (memory.base, memory.num_blocks * memory.block_stride),
+            "the KV pool": (region.base, region.num_blocks * region.block_stride),
             "records": (self._slots.base, self._slots.nbytes),
         }
-        self._memory = memory
+        self._region = region
         self._pool = join_pool(self._host, self._master, self._segment_bytes, regions, timeout_s, self._clock)
         bodies = [self._work] * WORKERS + [self._watch]
         self._threads = [threading.Thread(target=body, name="transfer-store", daemon=True) for body in bodies]
@@ -354,8 +354,8 @@ class StoreTransfer:
     # ------------------------------------------------------------------------------------------------------ store calls
 
     def _address(self, piece: Piece) -> int:
-        assert self._memory is not None
-        return self._memory.base + piece.block_id * self._memory.block_stride
+        assert self._region is not None
+        return self._region.base + piece.block_id * self._region.block_stride + piece.offset
 
     def _put(self, job: _Job, pieces: Sequence[Piece]) -> int:
         for first in range(0, len(pieces), CHUNK_KEYS):

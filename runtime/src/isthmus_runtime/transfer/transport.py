@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError
-from ..interfaces.transport import KvMemory, Piece
+from ..interfaces.transport import KvRegion, Piece
 
 FLOOR_GBPS = {"rdma": 2.0, "nvlink": 20.0}
 """A probe below this means that something slower moved the bytes."""
@@ -25,14 +25,14 @@ class Run:
     nbytes: int
 
 
-def merge_runs(pieces: Iterable[Piece], memory: KvMemory, max_bytes: int) -> list[Run]:
+def merge_runs(pieces: Iterable[Piece], region: KvRegion, max_bytes: int) -> list[Run]:
     """Pieces as runs that are adjacent both here and at the peer. Order is free, so they are sorted.
 
     No run outgrows `max_bytes` by merging: a run that has started cannot be cancelled, and one connection carries it.
     """
     runs: list[Run] = []
-    for piece in sorted(pieces, key=lambda p: p.block_id):
-        source = memory.base + piece.block_id * memory.block_stride
+    for piece in sorted(pieces, key=lambda p: (p.block_id, p.offset)):
+        source = region.base + piece.block_id * region.block_stride + piece.offset
         last = runs[-1] if runs and runs[-1].nbytes + piece.nbytes <= max_bytes else None
         if last and last.source + last.nbytes == source and last.target + last.nbytes == piece.remote_address:
             runs[-1] = Run(last.source, last.target, last.nbytes + piece.nbytes)
