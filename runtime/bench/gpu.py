@@ -367,15 +367,17 @@ def _row(
             values.append(counted / run.seconds)
     value = statistics.median(values)
     peer, limit, bar = row.known[model]
+    last = runs[-1]
     report.line(
         f"{row.title + ', ' + row.unit:32} {value:>10.1f} {peer:>9g} {limit or float('nan'):>9g} {bar:>9g}"
         f"  {row.better(value, peer):>8.2f}x  {'met' if row.better(value, bar) >= 1 else 'short'}"
-        f"  ({runs[-1].steps} steps; decode {runs[-1].decode_ms:.2f} ms; first token {runs[-1].first_s[0] * 1e3:.1f} ms)"
+        f"  ({last.steps} steps; decode {last.decode_ms:.2f} ms; first token {last.first_s[0] * 1e3:.1f} ms)"
         + ("  [quick: fewer tokens than the peer]" if output != row.output_len else "")
     )
     report.data[model]["rows"][row.name] = {
         "values": values, "unit": row.unit, "peer": peer, "limit": limit, "bar": bar,
-        "steps": [r.steps for r in runs], "decode_ms": [r.decode_ms for r in runs], "seconds": [r.seconds for r in runs], "output_len": output,
+        "steps": [r.steps for r in runs], "decode_ms": [r.decode_ms for r in runs],
+        "seconds": [r.seconds for r in runs], "output_len": output,
     }  # fmt: skip
 
 
