@@ -62,6 +62,7 @@ run: venv native $(if $(filter $(MODEL_DIR),$(MODEL)),model) ## Serve EXAMPLE on
 	@$(VENV)/bin/isthmus up $(EXAMPLE) --model '$(MODEL)'
 
 bench: setup ## Run the benchmarks: make bench [ARGS=...]
+	@$(PY) runtime/bench/scheduler.py
 	@$(PY) runtime/bench/run.py $(ARGS)
 
 bench-router: venv model ## CPU time and memory of the router beside vllm-router: make bench-router [ARGS=...]
