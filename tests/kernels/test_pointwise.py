@@ -1,7 +1,10 @@
-"""RMSNorm, its fusion with the residual, and the gated SiLU, against their references."""
+"""RMSNorm, its fusion with the residual, the gated activations and the embedding, against their references."""
+
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
 
 from isthmus_kernels import dispatch, native
 from isthmus_kernels.testing import assert_close, poisoned
@@ -9,6 +12,7 @@ from isthmus_kernels.testing import assert_close, poisoned
 pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled library is not built")
 
 DTYPES = [torch.float32, torch.bfloat16]
+GATED = [dispatch.silu_mul, dispatch.gelu_tanh_mul]
 SHAPES = [(0, 64), (1, 1), (1, 576), (3, 37), (5, 64), (70, 576), (33, 1000), (2, 4096)]
 
 
@@ -36,20 +40,48 @@ def test_add_rms_norm_and_output_over_input(dtype: torch.dtype, shape: tuple[int
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("op", GATED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_silu_mul(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_gated_activations(op: Callable[..., Tensor], dtype: torch.dtype, shape: tuple[int, int]) -> None:
     x = (torch.randn(shape[0], 2 * shape[1]) * 4).to(dtype)
     x[:, :1] = 200.0
     x[:1, -shape[1] - 1 :] = 1.0
     out = poisoned(*shape, dtype=dtype)
-    assert_close(dispatch.silu_mul(x, out=out, impl="cpu"), dispatch.silu_mul(x, impl="reference"))
+    assert_close(op(x, out=out, impl="cpu"), op(x, impl="reference"))
 
 
-def test_silu_mul_of_extreme_gates() -> None:
-    gates = torch.tensor([[-1e4, -200.0, -100.0, -88.0, -1.0, 0.0, 1.0, 88.0, 1e4] * 4])
+@pytest.mark.parametrize("op", GATED)
+def test_gated_activations_of_extreme_gates(op: Callable[..., Tensor]) -> None:
+    gates = torch.tensor([[-1e20, -1e4, -200.0, -100.0, -88.0, -7.0, -1.0, 0.0, 1.0, 7.0, 88.0, 1e4, 1e20] * 4])
     x = torch.cat([gates, torch.ones_like(gates)], dim=1)
-    assert_close(dispatch.silu_mul(x, impl="cpu"), dispatch.silu_mul(x, impl="reference"))
+    assert_close(op(x, impl="cpu"), op(x, impl="reference"))
+
+
+def test_rms_norm_may_write_over_its_input() -> None:
+    x, weight = torch.randn(5, 72), torch.rand(72)
+    want = dispatch.rms_norm(x, weight, 1e-5, impl="reference")
+    assert_close(dispatch.rms_norm(x, weight, 1e-5, out=x, impl="cpu"), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("table_dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1.0, 25.25])
+def test_embedding(dtype: torch.dtype, table_dtype: torch.dtype, scale: float) -> None:
+    table = torch.randn(11, 37).to(table_dtype)
+    ids = torch.tensor([10, 0, 0, 7], dtype=torch.int32)
+    out = poisoned(4, 40, dtype=dtype)[:, :37]
+    got = dispatch.embedding(table, ids, scale=scale, out=out, impl="cpu")
+    want = dispatch.embedding(table, ids, scale=scale, out=torch.empty(4, 37, dtype=dtype), impl="reference")
+    assert got.data_ptr() == out.data_ptr() and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("wrong", [-1, 11])
+def test_an_id_outside_the_table_writes_nothing(wrong: int) -> None:
+    ids, out = torch.tensor([3, wrong], dtype=torch.int32), torch.zeros(2, 4)
+    with pytest.raises(IndexError, match=rf"ids\[1\] = {wrong} is outside the table's 11 rows"):
+        dispatch.embedding(torch.ones(11, 4), ids, out=out, impl="cpu")
+    assert not out.any()
 
 
 def test_wrong_output_is_named() -> None:

@@ -21,6 +21,7 @@ from isthmus_runtime.transfer.memory import Faults
 LIFETIMES = 2400
 
 
+@pytest.mark.slow
 def test_every_invariant_holds_in_thousands_of_lifetimes() -> None:
     proof = prove(range(10_000), lifetimes=LIFETIMES)
     assert not proof.violations, proof.violations[0]

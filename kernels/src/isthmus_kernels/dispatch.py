@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from isthmus_kernels import native
+from isthmus_kernels.device import interpreted
 from isthmus_kernels.kv_view import Layout, check_layer, layer_view
-from isthmus_kernels.linear.packed import PackedLinear
+from isthmus_kernels.linear.packed import PackedLinear, Weight
 from isthmus_kernels.native import Program, record
 
 __all__ = [
@@ -26,6 +27,8 @@ __all__ = [
     "Program",
     "add_rms_norm",
     "block_copy",
+    "embedding",
+    "gelu_tanh_mul",
     "layer_view",
     "linear",
     "logprobs",
@@ -43,30 +46,34 @@ _LOG = logging.getLogger(__name__)
 # Per op: its folder, and the implementations that exist, best first.
 _OPS = MappingProxyType(
     {
-        "paged_attention": ("paged_attention", ("cpu", "torch", "reference")),
-        "rope_kv_write": ("rope_kv_write", ("cpu", "reference")),
-        "rms_norm": ("rms_norm", ("cpu", "reference")),
-        "add_rms_norm": ("rms_norm", ("cpu", "reference")),
-        "silu_mul": ("silu_mul", ("cpu", "reference")),
-        "block_copy": ("block_copy", ("torch", "reference")),
-        "sample": ("sampling", ("cpu", "torch", "reference")),
-        "logprobs": ("sampling", ("reference",)),
+        "paged_attention": ("paged_attention", ("cpu", "triton", "torch", "reference")),
+        "rope_kv_write": ("rope_kv_write", ("cpu", "triton", "reference")),
+        "rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
+        "add_rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
+        "silu_mul": ("silu_mul", ("cpu", "triton", "reference")),
+        "gelu_tanh_mul": ("silu_mul", ("cpu", "reference")),
+        "embedding": ("embedding", ("cpu", "reference")),
+        "pack": ("linear", ("cpu", "triton", "torch")),
+        "block_copy": ("block_copy", ("triton", "torch", "reference")),
+        "sample": ("sampling", ("cpu", "triton", "torch", "reference")),
+        "logprobs": ("sampling", ("triton", "reference")),
     }
 )
 
 
-def _usable(impl: str, device: str) -> bool:
+def _usable(impl: str, device: str, asked: str | None) -> bool:
     if impl == "cpu":
         return device == "cpu" and native.available()
     if impl == "triton":
-        return device == "cuda"
+        # The interpreter is for tests: it runs when it is asked for, and is never chosen.
+        return device == "cuda" or (asked == "triton" and interpreted())
     return True
 
 
 @cache
 def _select(op: str, device: str, impl: str | None) -> Callable[..., Any]:
     folder, known = _OPS[op]
-    usable = [name for name in known if _usable(name, device)]
+    usable = [name for name in known if _usable(name, device, impl)]
     if impl is not None and impl not in usable:
         raise ValueError(f"impl: {impl!r} cannot run {op} on {device}; usable here: {', '.join(usable)}")
     chosen = impl or usable[0]
@@ -198,6 +205,21 @@ def silu_mul(x: Tensor, *, out: Tensor | None = None, impl: str | None = None) -
     return result
 
 
+def gelu_tanh_mul(x: Tensor, *, out: Tensor | None = None, impl: str | None = None) -> Tensor:
+    """Return ``gelu(x[:, :I]) * x[:, I:]`` of `x` ``[T, 2 I]``, GELU in its tanh form, computed in fp32."""
+    result: Tensor = _select("gelu_tanh_mul", x.device.type, impl)(x, out=out)
+    return result
+
+
+def embedding(table: Tensor, ids: Tensor, *, scale: float = 1.0, out: Tensor, impl: str | None = None) -> Tensor:
+    """Write rows ``table[ids] * scale`` of `table` ``[V, H]`` to `out` ``[T, H]``; `ids` int32 ``[T]``.
+
+    The dtypes of table and output may differ. On CPU an id outside the table is an IndexError.
+    """
+    result: Tensor = _select("embedding", table.device.type, impl)(table, ids, scale=scale, out=out)
+    return result
+
+
 def block_copy(
     pool: Tensor, src: Sequence[int], dst: Sequence[int], *, block_dim: int = 0, impl: str | None = None
 ) -> None:
@@ -221,16 +243,20 @@ def pack(
     `dtype` is that of the activations (default: the weight's). A bf16 weight for fp32 activations stays bf16
     in memory and is expanded, without loss, inside the product.
     """
+    if weight.dim() != 2:
+        raise ValueError(f"weight: expected [out_features, in_features], got shape {tuple(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias: expected [{weight.shape[0]}], got shape {tuple(bias.shape)}")
     dtype = dtype or weight.dtype
-    usable = ["torch"]
-    if _usable("cpu", weight.device.type) and weight.dtype in native.DTYPES and dtype in native.DTYPES:
-        # oneDNN on hardware that multiplies bf16 natively beats fp32 arithmetic; else ours is first.
-        usable.insert(1 if dtype == torch.bfloat16 and _native_bf16() else 0, "cpu")
-    if impl is not None and impl not in usable:
-        raise ValueError(f"impl: {impl!r} cannot run linear here; usable: {', '.join(usable)}")
-    chosen = impl or usable[0]
-    _log_linear(weight.device.type, chosen, weight.dtype, dtype)
-    return PackedLinear.pack(weight, bias, dtype, compiled=chosen == "cpu")
+    device = weight.device.type
+    # oneDNN on hardware that multiplies bf16 natively beats fp32 arithmetic.
+    compiled = weight.dtype in native.DTYPES and dtype in native.DTYPES
+    if impl is None and device == "cpu" and (not compiled or (dtype == torch.bfloat16 and _native_bf16())):
+        impl = "torch"
+    held: Weight = _select("pack", device, impl)(weight, bias, dtype)
+    return PackedLinear(
+        in_features=weight.shape[1], out_features=weight.shape[0], weight_dtype=weight.dtype, weight=held
+    )
 
 
 def linear(x: Tensor, packed: PackedLinear, *, out: Tensor | None = None) -> Tensor:
@@ -241,11 +267,6 @@ def linear(x: Tensor, packed: PackedLinear, *, out: Tensor | None = None) -> Ten
 @cache
 def _native_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-
-
-@cache
-def _log_linear(device: str, chosen: str, stored: torch.dtype, dtype: torch.dtype) -> None:
-    _LOG.info("linear on %s: %s, %s weights, %s activations", device, chosen, stored, dtype)
 
 
 def sample(

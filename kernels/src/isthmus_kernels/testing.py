@@ -31,9 +31,9 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Tensor:
     """Return a tensor of NaN."""
-    return torch.full(shape, float("nan"), dtype=dtype)
+    return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 
 def assert_close(got: Tensor, want: Tensor) -> None:
@@ -72,11 +72,12 @@ def paged_case(
     layout: Layout = "block-major",
     spare_tokens: int = 0,
     seed: int = 0,
+    device: torch.device | str = "cpu",
 ) -> PagedCase:
     """Build a case: request r has ``context_lens[r]`` cached tokens before its ``query_lens[r]`` new ones.
 
     Blocks are drawn in random order from a pool of two layers, of which layer 1 is used. `spare_tokens`
-    rows at the end of q belong to no request.
+    rows at the end of q belong to no request. The numbers are made on the CPU, the same for every `device`.
     """
     generator = torch.Generator().manual_seed(seed)
     seq_lens = [q + c for q, c in zip(query_lens, context_lens, strict=True)]
@@ -102,15 +103,16 @@ def paged_case(
             positions.append(token)
     tokens = sum(query_lens)
     starts = list(itertools.accumulate(query_lens, initial=0))
+    pool = pool.to(device)
     return PagedCase(
-        q=torch.randn(tokens + spare_tokens, heads, head_dim, generator=generator).to(dtype),
+        q=torch.randn(tokens + spare_tokens, heads, head_dim, generator=generator).to(device, dtype),
         pool=pool,
-        kv=kv,
-        block_tables=tables,
-        query_start_loc=torch.tensor(starts, dtype=torch.int32),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-        slot_mapping=torch.tensor(slots, dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
+        kv=layer_view(pool, 1, layout),
+        block_tables=tables.to(device),
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
         max_query_len=max(query_lens, default=0),
         max_seq_len=max(seq_lens, default=0),
         tokens=tokens,

@@ -18,6 +18,7 @@ from .commands.parser import build_parser
 from .errors import ApiError, LaunchError, UserError
 from .files import load
 from .local.up import Options, up
+from .plan.admission import rehearse_render
 from .render.names import Defaults
 from .render.revision import service_revision
 from .render.service import render
@@ -51,6 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return up(documents, options, sys.stdout)
     service = parse(documents.service, namespace=arguments.namespace)
+    rehearse_render(service)
     if arguments.command == "validate":
         print(f"{arguments.file}: valid; revision {service_revision(service)}")
         return 0

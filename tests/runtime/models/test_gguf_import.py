@@ -18,8 +18,7 @@ from tokenizers import Tokenizer
 
 from isthmus_runtime.checkpoints.gguf_import import MARKER
 from isthmus_runtime.commands.model import model_main
-from isthmus_runtime.models.config import read_model_spec
-from isthmus_runtime.models.llama import tensor_shapes
+from isthmus_runtime.models.registry import read_model_spec
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS = 64, 96, 4, 2, 16, 2
 GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -131,7 +130,7 @@ def test_weights_survive_exactly_and_unpermuted(tmp_path: Path) -> None:
     out = convert(source, tmp_path)
     found = load_file(out / "model.safetensors")
     spec = read_model_spec(out)
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == tensor_shapes(spec)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == spec.tensor_shapes()
     assert torch.equal(found["model.layers.1.self_attn.q_proj.weight"], torch.from_numpy(q))
     assert torch.equal(found["model.layers.1.self_attn.k_proj.weight"], torch.from_numpy(k))
     for ours, theirs in (

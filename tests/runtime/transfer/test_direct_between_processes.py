@@ -15,6 +15,8 @@ from isthmus_runtime.transfer.greeting import Greeter, greeting_problem
 from isthmus_runtime.transfer.slots import SLOT_BYTES, RecordSlots
 from isthmus_runtime.transfer.transport import Run, choose_transport, merge_runs, transport_environment
 
+pytestmark = pytest.mark.slow  # starts processes, and waits for deadlines to pass
+
 Start = Callable[..., Any]
 
 

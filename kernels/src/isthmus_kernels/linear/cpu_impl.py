@@ -23,19 +23,6 @@ class PanelWeight:
         """Bytes held."""
         return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    @classmethod
-    def pack(cls, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> "PanelWeight":
-        """Cut `weight` into panels; any activation dtype can use them."""
-        native.dtype_code(dtype, "dtype")
-        code = native.dtype_code(weight.dtype, "weight")
-        rows, columns = weight.shape
-        width = native.entry("linear_panel_width", "").query()
-        count = -(-rows // width)
-        panels = torch.empty(count * width * columns, dtype=weight.dtype)
-        source = weight.contiguous()
-        native.entry("linear_pack", "5q")((panels, source), panels.data_ptr(), source.data_ptr(), rows, columns, code)
-        return cls(panels, None if bias is None else bias.float().contiguous(), rows, columns, code)
-
     def apply(self, x: Tensor, out: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``."""
         if x.dim() != 2 or x.shape[1] != self.columns or x.stride(1) != 1:
@@ -60,3 +47,16 @@ class PanelWeight:
             self.weight_code,
         )
         return out
+
+
+def pack(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PanelWeight:
+    """Cut `weight` into panels; any activation dtype can use them."""
+    native.dtype_code(dtype, "dtype")
+    code = native.dtype_code(weight.dtype, "weight")
+    rows, columns = weight.shape
+    width = native.entry("linear_panel_width", "").query()
+    count = -(-rows // width)
+    panels = torch.empty(count * width * columns, dtype=weight.dtype)
+    source = weight.contiguous()
+    native.entry("linear_pack", "5q")((panels, source), panels.data_ptr(), source.data_ptr(), rows, columns, code)
+    return PanelWeight(panels, None if bias is None else bias.float().contiguous(), rows, columns, code)

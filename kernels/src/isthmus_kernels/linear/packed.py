@@ -1,13 +1,21 @@
 """A weight prepared once for many products."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from isthmus_kernels.linear import cpu_impl, torch_impl
 
-Weight = cpu_impl.PanelWeight | torch_impl.PlainWeight
+class Weight(Protocol):
+    """A weight in the form that one implementation multiplies with."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+
+    def apply(self, x: Tensor, out: Tensor | None) -> Tensor:
+        """Return ``x @ weight.T + bias``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,14 +35,3 @@ class PackedLinear:
     def nbytes(self) -> int:
         """Bytes held by the packed weight and bias."""
         return self.weight.nbytes
-
-    @classmethod
-    def pack(cls, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, compiled: bool) -> "PackedLinear":
-        """Prepare `weight`; see `dispatch.pack`."""
-        if weight.dim() != 2:
-            raise ValueError(f"weight: expected [out_features, in_features], got shape {tuple(weight.shape)}")
-        if bias is not None and bias.shape != weight.shape[:1]:
-            raise ValueError(f"bias: expected [{weight.shape[0]}], got shape {tuple(bias.shape)}")
-        make = cpu_impl.PanelWeight.pack if compiled else torch_impl.PlainWeight.pack
-        held: Weight = make(weight, bias, dtype)
-        return cls(in_features=weight.shape[1], out_features=weight.shape[0], weight_dtype=weight.dtype, weight=held)

@@ -19,11 +19,6 @@ class PlainWeight:
         """Bytes held."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    @classmethod
-    def pack(cls, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> "PlainWeight":
-        """Convert to the dtype of the activations, once."""
-        return cls(weight.to(dtype), None if bias is None else bias.to(dtype))
-
     def apply(self, x: Tensor, out: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``."""
         if out is None:
@@ -31,3 +26,8 @@ class PlainWeight:
         if self.bias is None:
             return torch.mm(x, self.weight.T, out=out)
         return torch.addmm(self.bias, x, self.weight.T, out=out)
+
+
+def pack(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PlainWeight:
+    """Convert to the dtype of the activations, once."""
+    return PlainWeight(weight.to(dtype), None if bias is None else bias.to(dtype))

@@ -1,1 +1,1 @@
-"""Gated activation silu(gate) * up on a fused gate/up projection."""
+"""Gated activations, silu(gate) * up and gelu_tanh(gate) * up, on a fused gate/up projection."""

@@ -1,4 +1,4 @@
-"""Definition of the gated SiLU."""
+"""Definition of the gated activations."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,14 @@ from torch import Tensor
 def silu_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Return ``silu(x[..., :I]) * x[..., I:]`` for `x` of ``[T, 2 I]``, computed in fp32."""
     gate, up = x.float().chunk(2, dim=-1)
-    result = gate * torch.sigmoid(gate) * up
-    if out is None:
-        return result.to(x.dtype)
-    return out.copy_(result)
+    return _store(gate * torch.sigmoid(gate) * up, x, out)
+
+
+def gelu_tanh_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return ``gelu(x[..., :I]) * x[..., I:]``, GELU in its tanh form, for `x` of ``[T, 2 I]``, computed in fp32."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return _store(torch.nn.functional.gelu(gate, approximate="tanh") * up, x, out)
+
+
+def _store(result: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
+    return result.to(x.dtype) if out is None else out.copy_(result)

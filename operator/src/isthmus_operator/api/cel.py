@@ -1,7 +1,8 @@
 """The rules between fields that CEL can express, by the place in the schema where they hold.
 
 They repeat `rules.py`, so that the API server refuses a wrong resource while the operator is down; a test keeps the two
-in agreement. Arithmetic on quantities, durations and pods in total are left to `rules.py`.
+in agreement. Those on an edit (`oldSelf`) are here alone. Arithmetic on quantities, durations and pods in total are
+left to `rules.py`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,13 @@ _RATIO_RULES = [
 _KV_RULES = [("!(has(self.memory) && has(self.gpuMemoryFraction))", "give one of memory and gpuMemoryFraction")]
 
 _ROLES = ("prefill", "decode", "worker")
+_ROLE_RULES = [
+    (
+        "!has(oldSelf.scaling) || oldSelf.scaling.mode == 'Static'"
+        " || has(self.scaling) && (self.scaling.mode != 'Static' || has(self.scaling.replicas))",
+        "give scaling.replicas: an autoscaler had the number",
+    )
+]
 
 RULES: dict[Place, list[tuple[str, str]]] = {
     (): [
@@ -127,6 +135,7 @@ RULES: dict[Place, list[tuple[str, str]]] = {
         )
     ],
     ("spec", "scalingPolicy", "ratio", "prefillPerDecode"): _RATIO_RULES,
+    **{("spec", "roles", role): _ROLE_RULES for role in _ROLES},
     **{("spec", "roles", role, "scaling"): _SCALING_RULES for role in _ROLES},
     **{("spec", "roles", role, "engine", "kvCache"): _KV_RULES for role in _ROLES},
 }

@@ -16,10 +16,16 @@ from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaH
 from pydantic.alias_generators import to_camel
 from pydantic_core import CoreSchema, core_schema
 
-QUANTITY_PATTERN = r"^[0-9]+([.][0-9]+)?([eE][0-9]+|[numkMGTP]|[KMGTP]i)?$"
+QUANTITY_PATTERN = r"^[0-9]+([.][0-9]+)?([eE][0-9]{1,2}|[numkMGTP]|[KMGTP]i)?$"
 DURATION_PATTERN = r"^([0-9]+([.][0-9]+)?(ms|s|m|h))+$"
 PERCENT_PATTERN = r"^(100|[1-9]?[0-9])%$"
-_QUANTITY = re.compile(r"^([0-9]+(?:[.][0-9]+)?)(?:([eE][0-9]+)|([numkMGTP]|[KMGTP]i))?$")
+_QUANTITY = re.compile(r"^([0-9]+(?:[.][0-9]+)?)(?:([eE][0-9]{1,2})|([numkMGTP]|[KMGTP]i))?$")
+_MOST_CHARACTERS = 32
+MOST_QUANTITY = 2**63 - 1
+"""As Kubernetes has it."""
+MOST_DURATION_S = 10_000 * 3600
+"""Over a year. Kubernetes keeps seconds in 32 bits."""
+MOST_COUNT = 10_000
 _UNITS: dict[str, Decimal] = {
     **{unit: Decimal(f"1e{power}") for unit, power in zip("numkMGTP", (-9, -6, -3, 3, 6, 9, 12, 15), strict=True)},
     **{f"{unit}i": Decimal(2) ** (10 * n) for n, unit in enumerate("KMGTP", start=1)},
@@ -59,6 +65,8 @@ class Quantity(str):
         text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
         if not isinstance(text, str) or not _QUANTITY.match(text):
             raise ValueError("a quantity: a number with one of m k M G T P Ki Mi Gi Ti Pi, for example 512Mi")
+        if len(text) > _MOST_CHARACTERS or cls(text).value > MOST_QUANTITY:
+            raise ValueError(f"a quantity of at most {MOST_QUANTITY}, in {_MOST_CHARACTERS} characters or fewer")
         return cls(text)
 
     @classmethod
@@ -92,6 +100,10 @@ class Duration(str):
     def parse(cls, value: object) -> Duration:
         if not isinstance(value, str) or not re.match(DURATION_PATTERN, value) or cls(value).seconds <= 0:
             raise ValueError("a duration above zero: numbers with ms, s, m or h, for example 90s or 1h30m")
+        if len(value) > _MOST_CHARACTERS or cls(value).seconds > MOST_DURATION_S:
+            raise ValueError(
+                f"a duration of at most {MOST_DURATION_S // 3600}h, in {_MOST_CHARACTERS} characters or fewer"
+            )
         return cls(value)
 
     @classmethod
@@ -125,11 +137,11 @@ class CountOrPercent(str):
 
     @classmethod
     def parse(cls, value: object) -> CountOrPercent:
-        if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_COUNT:
             return cls(value)
         if isinstance(value, str) and re.match(PERCENT_PATTERN, value):
             return cls(value)
-        raise ValueError("a whole number of 0 or more, or a percentage from 0% to 100%")
+        raise ValueError(f"a whole number from 0 to {MOST_COUNT}, or a percentage from 0% to 100%")
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -141,6 +153,7 @@ class CountOrPercent(str):
             "anyOf": [{"type": "integer"}, {"type": "string"}],
             "x-kubernetes-int-or-string": True,
             "minimum": 0,
+            "maximum": MOST_COUNT,
             "pattern": PERCENT_PATTERN,
             "maxLength": 4,
         }

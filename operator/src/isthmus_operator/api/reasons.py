@@ -43,9 +43,11 @@ class Reason(StrEnum):
     ROLLED_BACK = "RolledBack"
     NAME_TAKEN = "NameTaken"
     RECONCILE_FAILED = "ReconcileFailed"
+    INTERNAL_ERROR = "InternalError"
     TRANSFER_NOT_READY = "TransferNotReady"
     TRANSPORT_REPLACED = "TransportReplaced"
     FINGERPRINT_MISMATCH = "FingerprintMismatch"
+    FOREIGN_PODS = "ForeignPods"
     # Events only.
     ROLLOUT_STARTED = "RolloutStarted"
     CAPACITY_GAP = "CapacityGap"
@@ -142,6 +144,11 @@ TEXTS: dict[Reason, Text] = {
         "The message is the API server's. Mostly a wrong field in `podPatch`, a quota, a missing right of the operator,"
         " or a webhook or policy that refuses.",
     ),
+    Reason.INTERNAL_ERROR: Text(
+        "The operator cannot carry out this spec: it has failed on it, which is a defect. The service is left as it"
+        " was; it is tried again with growing pauses, and other services go on.",
+        "Undo the last edit of the spec, and report the message with the operator's log, which has the place.",
+    ),
     Reason.TRANSFER_NOT_READY: Text("An engine cannot move KV.", "The message is the engine's own."),
     Reason.TRANSPORT_REPLACED: Text(
         "Engines use another transport than `spec.transfer.transport` names.",
@@ -150,6 +157,11 @@ TEXTS: dict[Reason, Text] = {
     Reason.FINGERPRINT_MISMATCH: Text(
         "Prefill and decode report different KV layouts, so they are not paired.",
         "During a rollout: wait. Otherwise compare the pods' `/info`; `podPatch` must not change engine arguments.",
+    ),
+    Reason.FOREIGN_PODS: Text(
+        "Pods have the labels of the service and were not made by it, such as those of a copied Deployment. They are"
+        " not counted; Services find pods by labels, so requests may go to them.",
+        "Take the labels `serving.isthmus.dev/*` off what makes the pods named, or delete it.",
     ),
     Reason.ROLLOUT_STARTED: Text("The spec asks for other pods than there are.", _NOTHING),
     Reason.CAPACITY_GAP: Text(
@@ -188,7 +200,7 @@ CONDITIONS = (
     ("PrefillReady, DecodeReady, WorkerReady, RouterReady", "All pods of the role are of the present spec and ready."),
     ("StoreReady", "The Mooncake master is ready. Only with a store."),
     ("TransferReady", "KV can move, over the transport the message names. Only with mode Disaggregated."),
-    ("Compatible", "The spec is valid and engines agree on one KV layout."),
+    ("Compatible", "The spec is valid, engines agree on one KV layout, and no foreign pod has the service's labels."),
 )
 
 EVENTS = (
@@ -196,6 +208,7 @@ EVENTS = (
     Reason.SERVING, Reason.NO_ROUTER, Reason.NO_ENGINE, Reason.INVALID_SPEC, Reason.FINGERPRINT_MISMATCH,
     Reason.TRANSFER_NOT_READY, Reason.TRANSPORT_REPLACED, Reason.CHILD_HEALED, Reason.CHILD_CONTESTED,
     Reason.SCALED, Reason.OPTIONAL_API_MISSING, Reason.RECONCILE_FAILED, Reason.NAME_TAKEN,
+    Reason.INTERNAL_ERROR, Reason.FOREIGN_PODS,
 )  # fmt: skip
 """Reasons that also come as Events, when they begin to hold."""
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..errors import Problem
+from . import pod_patch
 from .choices import Enforcement, Fallback, Mode, ScalingMode, TransferMode, Transport
 from .problems import show
 from .scaling_rules import ratio
@@ -18,13 +19,14 @@ HOSTNAME_KEY = "kubernetes.io/hostname"
 TYPED_FLAGS = frozenset(
     {
         *("role", "host", "port", "model", "served-model-name", "log-level", "drain-timeout", "no-progress-timeout"),
-        *("dtype", "threads", "max-model-len", "max-batched-tokens", "max-num-seqs", "max-waiting", "queue-timeout"),
+        *("device", "dtype", "threads", "max-model-len", "max-batched-tokens", "max-num-seqs", "max-waiting"),
+        "queue-timeout",
         *("block-size", "kv-dtype", "kv-memory", "kv-memory-fraction", "num-blocks-override", "no-prefix-caching"),
         *("kv-layout", "transfer-mode", "transfer-transport", "transfer-fallback", "transfer-timeout"),
         *("transfer-on-failure", "transfer-host", "transfer-crc"),
         *("store-master", "store-segment-size", "store-replicas"),
         *("prefill", "decode", "worker", "policy", "disaggregate-above", "on-prefill-unavailable", "max-queue"),
-        *("request-timeout", "discovery-interval", "api-key-file"),
+        *("request-timeout", "discovery-interval", "api-key-file", "cors-origins"),
     }
 )
 """Flags that the rendered arguments own; `engine.extraArgs` may not repeat them."""
@@ -34,6 +36,11 @@ def engine_roles(spec: Spec) -> list[tuple[str, Role]]:
     """The roles that are set, by name."""
     found = [("prefill", spec.roles.prefill), ("decode", spec.roles.decode), ("worker", spec.roles.worker)]
     return [(name, role) for name, role in found if role is not None]
+
+
+def on_gpu(role: Role) -> bool:
+    """Whether the role's containers get a GPU: what makes their engines compute on it, or say why they cannot."""
+    return any(resource.endswith("/gpu") for resource in role.resources.limits)
 
 
 def kv_memory(spec: Spec, role: Role) -> KvMemory:
@@ -171,6 +178,10 @@ def _scaling(spec: Spec) -> Iterator[Problem]:
                 yield Problem(
                     f"{path}.{field}", "is missing with mode Auto", "min, max and target", f"set {path}.{field}"
                 )
+        if scaling.target is not None and scaling.target.value.value == 0:
+            yield Problem(
+                f"{path}.target.value", f"{show(scaling.target.value)} is out of range", "above 0", "raise it"
+            )
         if scaling.min is not None and scaling.max is not None and scaling.min > scaling.max:
             yield Problem(
                 f"{path}.min", f"{scaling.min} is above max", f"{scaling.max} or less", "lower min or raise max"
@@ -208,9 +219,8 @@ def _host_memory(spec: Spec) -> Iterator[Problem]:
                 f"lower it, or raise spec.roles.{name}.resources.limits.memory",
             )
             continue
-        on_device = any("gpu" in resource for resource in role.resources.limits)
         kv = kv_memory(spec, role).memory
-        if kv is not None and not on_device and kv.value + segment >= limit.value:
+        if kv is not None and not on_gpu(role) and kv.value + segment >= limit.value:
             lent = f" and the store segment {spec.store.segment_size}" if spec.store else ""
             yield Problem(
                 f"spec.roles.{name}.resources.limits.memory",
@@ -294,6 +304,15 @@ def _drain_outlasts_transfers(spec: Spec) -> Iterator[Problem]:
         )
 
 
+def _pod_patches(spec: Spec) -> Iterator[Problem]:
+    settings = [(f"spec.roles.{name}", role.pod_patch) for name, role in engine_roles(spec)]
+    settings.append(("spec.router", spec.router.pod_patch))
+    if spec.store and spec.store.master.managed:
+        settings.append(("spec.store.master.managed", spec.store.master.managed.pod_patch))
+    for path, patch in settings:
+        yield from pod_patch.problems(patch, f"{path}.podPatch")
+
+
 class Rule(NamedTuple):
     check: Callable[[Spec], Iterator[Problem]]
     reads: tuple[str, ...] = ()
@@ -318,6 +337,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_store, reads=("roles", "store")),
     Rule(_transport, reads=("transfer",)),
     Rule(_rollout, asks_for=("rollout.maxSurge", "rollout.maxUnavailable")),
+    Rule(_pod_patches, reads=("roles", "router.podPatch", "store.master")),
     Rule(_drain_outlasts_transfers, asks_for=("mode", "rollout.drainTimeout", "transfer.timeout")),
 )
 

@@ -72,11 +72,21 @@ def status_of(
 
 def invalid_status(error: InvalidSpec, before: Status, generation: int, now: str) -> Status:
     """The status of a spec that breaks rules: what serves goes on, and the conditions say what is wrong."""
-    text = str(error)[:4000]
+    bad = State("False", Reason.INVALID_SPEC, str(error)[:4000])
+    return _unmoved({"Ready": bad, "Progressing": bad, "Compatible": bad}, before, generation, now)
+
+
+def failed_status(reason: Reason, message: str, before: Status, generation: int, now: str) -> Status:
+    """The status of a service about which nothing could be decided: what is known of it stays, but it is not ready."""
+    bad = State("False", reason, message[:4000])
+    return _unmoved({"Ready": bad, "Progressing": bad}, before, generation, now)
+
+
+def _unmoved(states: dict[str, State], before: Status, generation: int, now: str) -> Status:
     kept = {c["type"]: State(c["status"], c["reason"], c["message"]) for c in before.get("conditions", ())}
-    bad = State("False", Reason.INVALID_SPEC, text)
-    states = kept | {"Ready": bad, "Progressing": bad, "Compatible": bad}
-    return {**before, "observedGeneration": generation, "conditions": conditions(states, before, generation, now)}
+    # Ready first, as it always is.
+    found = conditions({**states, **kept, **states}, before, generation, now)
+    return {**before, "observedGeneration": generation, "conditions": found}
 
 
 def _refusal(errors: Sequence[ApiError]) -> State:
@@ -276,6 +286,10 @@ def _transfer_state(service: InferenceService, seen: Observed, wanted: Plan) -> 
 
 
 def _compatible_state(seen: Observed, wanted: Plan) -> State:
+    if seen.strangers:
+        some = ", ".join(seen.strangers[:3]) + (", ..." if len(seen.strangers) > 3 else "")
+        text = f"pods that are not this service's have its labels, so that requests may go to them: {some}"
+        return State("False", Reason.FOREIGN_PODS, text)
     found: dict[Component, set[str]] = {}
     for workload in _present(seen, wanted):
         for pod in workload.live:

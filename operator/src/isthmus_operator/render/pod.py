@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from ..api.choices import Toggle
+from ..api.pod_patch import DIRECTIVE, MERGE_KEYS
 from ..api.spec import PodSettings, Resources
 from ..api.v1alpha1 import InferenceService
 from .names import Component, labels, selector
@@ -14,20 +15,6 @@ GRACE_AFTER_DRAIN_S = 15
 """Time between the end of a drain and SIGKILL: for telling peers, and for closing the transfer engine."""
 
 USER_ID = 65532
-
-_MERGE_KEYS = {
-    "containers": "name",
-    "initContainers": "name",
-    "volumes": "name",
-    "env": "name",
-    "imagePullSecrets": "name",
-    "volumeMounts": "mountPath",
-    "ports": "containerPort",
-    "hostAliases": "ip",
-    "topologySpreadConstraints": "topologyKey",
-}
-"""Lists that a strategic merge patch joins by a key, as the pod API declares them. Other lists are replaced."""
-_DIRECTIVE = "$patch"
 
 
 def pod_env() -> list[dict[str, Any]]:
@@ -39,10 +26,16 @@ def pod_env() -> list[dict[str, Any]]:
     ]
 
 
-def resources(block: Resources, *, extra: dict[str, str] | None = None) -> dict[str, Any]:
-    """Container resources; `extra` is added to the limits (extended resources are requested through them)."""
-    limits = {name: str(value) for name, value in block.limits.items()} | (extra or {})
-    requests = {name: str(value) for name, value in block.requests.items()}
+def resources(
+    block: Resources, *, extra: dict[str, str] | None = None, usual: dict[str, tuple[str, str]] | None = None
+) -> dict[str, Any]:
+    """Container resources; `extra` is added to the limits (extended resources are requested through them). `usual`:
+    name -> request and limit of what the block does not name at all."""
+    left = {name: both for name, both in (usual or {}).items() if name not in block.limits | block.requests}
+    limits = {name: limit for name, (_, limit) in left.items()}
+    limits |= {name: str(value) for name, value in block.limits.items()} | (extra or {})
+    requests = {name: request for name, (request, _) in left.items()}
+    requests |= {name: str(value) for name, value in block.requests.items()}
     return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
 
 
@@ -178,24 +171,24 @@ def merge(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
 
     `$patch: replace` in a mapping replaces it, `$patch: delete` removes it. `kubectl apply` drops nulls, but not these.
     """
-    out = {} if patch.get(_DIRECTIVE) == "replace" else dict(base)
+    out = {} if patch.get(DIRECTIVE) == "replace" else dict(base)
     for key, value in patch.items():
         old = out.get(key)
-        if key == _DIRECTIVE:
+        if key == DIRECTIVE:
             continue
         if value is None or _deletes(value):
             out.pop(key, None)
         elif isinstance(value, dict):
             out[key] = merge(old if isinstance(old, dict) else {}, value)
-        elif isinstance(value, list) and isinstance(old, list) and key in _MERGE_KEYS:
-            out[key] = _merge_list(old, value, _MERGE_KEYS[key])
+        elif isinstance(value, list) and isinstance(old, list) and key in MERGE_KEYS:
+            out[key] = _merge_list(old, value, MERGE_KEYS[key])
         else:
             out[key] = value
     return out
 
 
 def _deletes(value: Any) -> bool:
-    return isinstance(value, dict) and value.get(_DIRECTIVE) == "delete"
+    return isinstance(value, dict) and value.get(DIRECTIVE) == "delete"
 
 
 def _merge_list(old: list[Any], patch: list[Any], key: str) -> list[Any]:

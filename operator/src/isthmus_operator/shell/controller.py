@@ -21,11 +21,11 @@ from ..plan.events import Event, contested, events, healed, scaled
 from ..plan.observe import is_child, observe
 from ..plan.observed import Facts, Observed
 from ..plan.planner import Plan, plan
-from ..plan.status import Status, invalid_status, status_of
+from ..plan.status import Status, failed_status, invalid_status, status_of
 from ..render import engine, scaler
 from ..render.names import Component, Defaults, is_engine
 from ..render.service import components
-from .apply import Applier
+from .apply import NOBODY, Applier
 from .cache import Cache, Key
 from .client import Api
 from .known_facts import KnownFacts
@@ -49,18 +49,42 @@ class Controller:
     contests: Contests = field(default_factory=Contests)
 
     async def reconcile(self, key: Key) -> float | None:
-        """Bring one service nearer to its spec; when to look again at the latest, or None."""
+        """Bring one service nearer to its spec; when to look again at the latest, or None.
+
+        Whatever keeps it from that is in the status when this raises, unless the API server answers nobody: no service
+        is ready that was not looked at. Raises Refused for what the API server refuses; anything else is a defect.
+        """
         body = self.cache.service(key)
         if body is None or body["metadata"].get("deletionTimestamp"):
             return None
         before: Status = body.get("status") or {}
         applier = Applier(self.api, lambda verb, written: self._written(key, verb, written))
         try:
-            service = parse_stored(body)
+            return await self._reconcile(key, body, before, applier)
         except InvalidSpec as error:
             after = invalid_status(error, before, body["metadata"]["generation"], self._stamp())
             await self._report(applier, body, before, after, events(before, after))
             return None
+        except ApiError as error:
+            if error.status in NOBODY or isinstance(error, Refused):
+                raise
+            await self._failed(applier, body, before, Reason.RECONCILE_FAILED, str(error))
+            raise Refused([error]) from error
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            await self._failed(applier, body, before, Reason.INTERNAL_ERROR, message)
+            raise
+
+    async def _failed(self, applier: Applier, body: Object, before: Status, reason: Reason, message: str) -> None:
+        after = failed_status(reason, message, before, body["metadata"]["generation"], self._stamp())
+        try:
+            await self._report(applier, body, before, after, events(before, after))
+        except ApiError as error:
+            # The first failure is the one to go on with.
+            _log.warning("%s/%s: no status: %s", body["metadata"]["namespace"], body["metadata"]["name"], error)
+
+    async def _reconcile(self, key: Key, body: Object, before: Status, applier: Applier) -> float | None:
+        service = parse_stored(body)
         children = self.cache.children(key)
         facts = await self._facts(key, service, children)
         if facts is None:
@@ -70,7 +94,7 @@ class Controller:
         wanted = plan(service, seen, now)
         settled = before.get("observedGeneration") == service.generation
         said = {c.type: c.reason for c in seen.conditions}
-        refused = said.get("Ready") in (Reason.RECONCILE_FAILED, Reason.NAME_TAKEN)
+        refused = said.get("Ready") in (Reason.RECONCILE_FAILED, Reason.NAME_TAKEN, Reason.INTERNAL_ERROR)
         complete = settled and said.get("Progressing") == Reason.COMPLETE and not refused
         exact = desired(service, self.defaults, wanted, children, seen, now)
         changes = await applier.run(

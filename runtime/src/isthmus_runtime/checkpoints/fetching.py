@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import WeightsError
-from ..models.config import read_model_spec
+from ..models.registry import read_model_spec
 
 TOKENIZER_FILES = ("*.json", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt", "LICENSE*")
 """What a router needs. Nothing that can run code: no pickles, no Python files."""

@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import WeightsError
-from ..models.config import ModelSpec, parse_model_spec
-from ..models.llama import tensor_shapes
+from ..models.base import ModelSpec
+from ..models.registry import parse_model_spec
 from .gguf_tokenizer import Tokenizer, read_tokenizer
 
 MARKER = "isthmus-import.json"
@@ -241,7 +241,7 @@ def _match(spec: ModelSpec, meta: Mapping[str, Any], tensors: Mapping[str, Any],
     """GGUF name of every tensor that config.json asks for. WeightsError lists what is missing, misshapen or left."""
     names: dict[str, str] = {}
     problems: list[str] = []
-    for name, shape in tensor_shapes(spec).items():
+    for name, shape in spec.tensor_shapes().items():
         stem, _, kind = name.rpartition(".")
         if stem.startswith("model.layers."):
             number, _, part = stem.removeprefix("model.layers.").partition(".")

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import WeightsError
-from ..models.config import read_json
+from ..models.config_reader import read_json
 
 _LOG = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,11 +20,20 @@ class Attention:
     qkv: Linear
     output: Linear
     num_heads: int
-    head_dim: int
+    scale: float
+    """On the products of queries and keys."""
     window: int | None
+    """A token sees so many, itself included; None: all before it."""
+    rope: int
+    """Which of the rotary tables turns its heads."""
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the large weights."""
+        return self.qkv.nbytes + self.output.nbytes
 
     def __call__(
         self,
@@ -31,7 +41,7 @@ class Attention:
         batch: ForwardBatch,
         group: int,
         kv: Tensor,
-        cos_sin: tuple[Tensor, Tensor],
+        ropes: Sequence[tuple[Tensor, Tensor]],
         *,
         qkv: Tensor,
         context: Tensor,
@@ -43,15 +53,17 @@ class Attention:
         Args:
             group: which of `batch.groups` this layer belongs to.
             kv: this layer's view of the pool, [num_blocks, 2, block_size, Hk, D].
+            ropes: cosines and sines of each rotary embedding of the model.
             qkv, context: scratch, [T, (Hq + 2 Hk) D] and [T, Hq, D]; `flat` is context seen as [T, Hq D].
         """
         where = batch.groups[group]
+        cos, sin = ropes[self.rope]
         self.qkv(x, qkv)
         q = dispatch.rope_kv_write(
             qkv,
             batch.positions,
-            cos_sin[0],
-            cos_sin[1],
+            cos,
+            sin,
             kv,
             where.slot_mapping,
             num_heads=self.num_heads,
@@ -65,7 +77,7 @@ class Attention:
             where.block_tables,
             batch.query_start_loc,
             batch.seq_lens,
-            scale=self.head_dim**-0.5,
+            scale=self.scale,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             window=self.window,

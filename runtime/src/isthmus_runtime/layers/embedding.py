@@ -1,24 +1,26 @@
-"""Token embedding and the output projection that may share its weight."""
+"""Token embedding."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from isthmus_kernels import dispatch
+
 from .linear import storage_dtype
 
 
 class Embedding:
-    """Rows of a table [V, H]."""
+    """Rows of a table [V, H], times `scale` in the precision of `dtype`."""
 
-    __slots__ = ("_weight", "nbytes")
+    __slots__ = ("_scale", "_weight", "device", "nbytes")
 
-    def __init__(self, weight: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor, dtype: torch.dtype, scale: float = 1.0) -> None:
         self._weight = weight.to(storage_dtype(weight, dtype))
+        self._scale = float(torch.tensor(scale, dtype=dtype))
+        self.device = weight.device
         self.nbytes = self._weight.nbytes
 
     def __call__(self, token_ids: Tensor, out: Tensor) -> Tensor:
         """token_ids [T] to `out` [T, H]."""
-        if out.dtype == self._weight.dtype:
-            return torch.index_select(self._weight, 0, token_ids, out=out)
-        return out.copy_(torch.index_select(self._weight, 0, token_ids))
+        return dispatch.embedding(self._weight, token_ids, scale=self._scale, out=out)

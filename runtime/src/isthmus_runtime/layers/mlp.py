@@ -1,8 +1,11 @@
-"""The gated MLP of the Llama family (SwiGLU, Shazeer 2020)."""
+"""Gated MLPs (GLU variants, Shazeer 2020)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
 
 from torch import Tensor
 
@@ -10,16 +13,27 @@ from isthmus_kernels import dispatch
 
 from .linear import Linear
 
+Activation = Literal["silu", "gelu_tanh"]
+_GATED: Mapping[Activation, Callable[..., Tensor]] = MappingProxyType(
+    {"silu": dispatch.silu_mul, "gelu_tanh": dispatch.gelu_tanh_mul}
+)
+
 
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """``down(silu(gate(x)) * up(x))``; `gate_up` is the joined projection, gate rows first."""
+    """``down(activation(gate(x)) * up(x))``; `gate_up` is the joined projection, gate rows first."""
 
     gate_up: Linear
     down: Linear
+    activation: Activation = "silu"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return self.gate_up.nbytes + self.down.nbytes
 
     def __call__(self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor) -> Tensor:
         """x [T, H] to `out` [T, H]. Scratch: gate_up [T, 2 I], inner [T, I]."""
         self.gate_up(x, gate_up)
-        dispatch.silu_mul(gate_up, out=inner)
+        _GATED[self.activation](gate_up, out=inner)
         return self.down(inner, out)

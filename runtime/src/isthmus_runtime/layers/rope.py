@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..models.config import RopeSpec
+from .rope_spec import RopeSpec
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
@@ -30,7 +30,7 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
     return torch.where((wavelength <= longest) & (wavelength >= shortest), blended, stretched)
 
 
-def cos_sin_tables(rope: RopeSpec, head_dim: int, max_len: int) -> tuple[Tensor, Tensor]:
-    """fp32 [max_len, D / 2] each, for positions 0 .. max_len - 1."""
+def cos_sin_tables(rope: RopeSpec, head_dim: int, max_len: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """fp32 [max_len, D / 2] each, on `device`, for positions 0 .. max_len - 1."""
     angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies(rope, head_dim))
-    return angles.cos(), angles.sin()
+    return angles.cos().to(device), angles.sin().to(device)

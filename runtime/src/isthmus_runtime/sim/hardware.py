@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..errors import ConfigError
-from ..models.config import read_model_spec
+from ..models.registry import read_model_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""config.json to ModelSpec: what is read, and what is refused by name."""
+"""config.json to each family's record: what is read, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from isthmus_runtime.errors import WeightsError
-from isthmus_runtime.models.config import ModelSpec, RopeSpec, parse_model_spec, read_model_spec
+from isthmus_runtime.layers.rope_spec import RopeSpec
+from isthmus_runtime.models.registry import FAMILIES, parse_model_spec, read_model_spec
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -25,7 +26,7 @@ LLAMA: dict[str, Any] = {
 }
 
 
-def parse(**changes: Any) -> ModelSpec:
+def parse(**changes: Any) -> Any:
     return parse_model_spec({**LLAMA, **changes}, {}, source="config.json")
 
 
@@ -40,7 +41,7 @@ def test_defaults_of_llama() -> None:
     assert (spec.head_dim, spec.num_kv_heads, spec.rms_norm_eps) == (8, 2, 1e-6)
     assert spec.rope == RopeSpec(theta=10000.0)
     assert spec.windows == (None,) * 4
-    assert not (spec.tie_word_embeddings or spec.qkv_bias or spec.output_bias or spec.mlp_bias or spec.qk_norm)
+    assert not (spec.tie_word_embeddings or spec.attention_bias or spec.mlp_bias)
     assert (spec.dtype, spec.bos_token_id, spec.eos_token_ids) == ("bfloat16", 1, (2, 3))
 
 
@@ -72,12 +73,34 @@ def test_windows() -> None:
     assert parse(**qwen, use_sliding_window=True, layer_types=kinds).windows == (9, None, 9, None)
 
 
+def optional_parts(**changes: Any) -> set[str]:
+    """The tensors of layer 0 that not every family has."""
+    usual = {f"self_attn.{p}_proj.weight" for p in "qkvo"} | {f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
+    usual |= {"input_layernorm.weight", "post_attention_layernorm.weight"}
+    names = [name for name in parse(**changes).tensor_shapes() if name.startswith("model.layers.0.")]
+    return {name.removeprefix("model.layers.0.") for name in names} - usual
+
+
 def test_biases_and_norms_follow_the_architecture() -> None:
-    qwen2, qwen3 = parse(architectures=["Qwen2ForCausalLM"]), parse(architectures=["Qwen3ForCausalLM"])
-    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, False)
-    assert (qwen3.qkv_bias, qwen3.qk_norm, qwen3.head_dim) == (False, True, 128)
-    llama = parse(attention_bias=True, mlp_bias=True)
-    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
+    qkv = {f"self_attn.{p}_proj.bias" for p in "qkv"}
+    output, mlp = {"self_attn.o_proj.bias"}, {f"mlp.{p}_proj.bias" for p in ("gate", "up", "down")}
+    biases = {"attention_bias": True, "mlp_bias": True}
+    assert optional_parts() == set()
+    assert optional_parts(**biases) == qkv | output | mlp
+    assert optional_parts(architectures=["MistralForCausalLM"], **biases) == set()
+    assert optional_parts(architectures=["Qwen2ForCausalLM"]) == qkv
+    norms = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"}
+    assert optional_parts(architectures=["Qwen3ForCausalLM"]) == norms
+    assert optional_parts(architectures=["Qwen3ForCausalLM"], attention_bias=True) == norms | qkv | output
+    assert parse(architectures=["Qwen3ForCausalLM"]).head_dim == 128
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_an_unknown_key_that_is_set_is_refused(architecture: str) -> None:
+    base = {"architectures": [architecture], "use_cache": True, "_name_or_path": "x", "transformers_version": "4.57"}
+    parse(**base, rope_interleaved=False, rope_theta_of_the_future=None)
+    (problem,) = refused(**base, rope_interleaved=True)
+    assert problem.startswith("config.json: rope_interleaved is True: not a key that this architecture")
 
 
 @pytest.mark.parametrize(
@@ -121,6 +144,13 @@ def test_files(tmp_path: Path) -> None:
     assert read_model_spec(tmp_path).eos_token_ids == (7,)
 
 
-def test_reading_a_configuration_needs_no_torch() -> None:
-    code = "import sys, isthmus_runtime.models.config; sys.exit('torch' in sys.modules)"
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_reading_a_configuration_needs_no_torch(architecture: str) -> None:
+    code = f"""
+import sys
+from isthmus_runtime.models.registry import parse_model_spec
+spec = parse_model_spec({ {**LLAMA, "architectures": [architecture]}!r}, {{}}, source="config.json")
+assert spec.tensor_shapes() and spec.layer_specs(16, "bf16")
+sys.exit("torch" in sys.modules)
+"""
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,204 @@
+"""Linear on a GPU: cuBLAS, and own kernels for the few rows of decoding, which are bound by the weight's bytes."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isthmus_kernels.device import multiprocessors, power_of_two, scratch
+from isthmus_kernels.linear import torch_impl
+from isthmus_kernels.linear.torch_impl import PlainWeight
+
+MOST_ROWS = 16
+# Outputs per multiprocessor up to which a weight is short.
+_SHORT = 32
+_DTYPES = frozenset({torch.bfloat16, torch.float16})
+
+
+@triton.jit
+def _one_row(
+    out,
+    x,
+    weight,
+    bias,
+    outputs,
+    columns,
+    weight_row,
+    OUTPUTS: tl.constexpr,
+    PIECE: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    real = output < outputs
+    source = weight + output.to(tl.int64)[:, None] * weight_row
+    acc = tl.zeros([OUTPUTS, PIECE], tl.float32)
+    for base in range(0, columns, PIECE):
+        column = base + tl.arange(0, PIECE)
+        if EVEN:
+            value = tl.load(x + column)
+            factor = tl.load(source + column[None, :], mask=real[:, None], other=0.0)
+        else:
+            value = tl.load(x + column, mask=column < columns, other=0.0)
+            factor = tl.load(source + column[None, :], mask=real[:, None] & (column < columns)[None, :], other=0.0)
+        acc += factor.to(tl.float32) * value.to(tl.float32)[None, :]
+    result = tl.sum(acc, axis=1)
+    if BIAS:
+        result += tl.load(bias + output, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + output, result.to(out.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _few_rows(
+    out,
+    x,
+    weight,
+    bias,
+    partial,  # [parts, outputs, M] fp32
+    arrived,  # [programs along outputs] int32, zero between calls
+    rows,
+    outputs,
+    columns,
+    span,
+    out_row,
+    x_row,
+    weight_row,
+    M: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    PIECE: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    group = tl.program_id(0)
+    part = tl.program_id(1)
+    output = group * OUTPUTS + tl.arange(0, OUTPUTS)
+    real = output < outputs
+    row = tl.arange(0, M)
+    source = weight + output.to(tl.int64)[:, None] * weight_row
+    target = x + row[None, :] * x_row
+    acc = tl.zeros([OUTPUTS, M], tl.float32)
+    begin = part * span
+    for base in range(begin, tl.minimum(begin + span, columns), PIECE):
+        column = base + tl.arange(0, PIECE)
+        if EVEN:
+            factor = tl.load(source + column[None, :])
+            value = tl.load(target + column[:, None], mask=(row < rows)[None, :], other=0.0)
+        else:
+            factor = tl.load(source + column[None, :], mask=real[:, None] & (column < columns)[None, :], other=0.0)
+            value = tl.load(
+                target + column[:, None], mask=(row < rows)[None, :] & (column < columns)[:, None], other=0.0
+            )
+        acc = tl.dot(factor, value, acc)
+    store = real[:, None] & (row < rows)[None, :]
+    place = out + row[None, :] * out_row + output[:, None]
+    if PARTS == 1:
+        if BIAS:
+            acc += tl.load(bias + output, mask=real, other=0.0).to(tl.float32)[:, None]
+        tl.store(place, acc.to(out.dtype.element_ty), mask=store)
+    else:
+        spot = output.to(tl.int64)[:, None] * M + row[None, :]
+        step = outputs.to(tl.int64) * M
+        tl.store(partial + part * step + spot, acc, mask=store)
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + group, 1, sem="acq_rel", scope="gpu") == PARTS - 1:
+            # In the order of the parts, whichever came last: the result does not depend on timing.
+            whole = tl.zeros([OUTPUTS, M], tl.float32)
+            for index in tl.static_range(PARTS):
+                whole += tl.load(partial + index * step + spot, mask=store, other=0.0, cache_modifier=".cg")
+            if BIAS:
+                whole += tl.load(bias + output, mask=real, other=0.0).to(tl.float32)[:, None]
+            tl.store(place, whole.to(out.dtype.element_ty), mask=store)
+            tl.store(arrived + group, 0)
+
+
+def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write ``x @ weight.T + bias`` of one row by scalar products: every thread streams its share of the weight."""
+    outputs, columns = weight.shape
+    piece = min(2048, power_of_two(columns, 16))
+    _one_row[(outputs,)](
+        out,
+        x,
+        weight,
+        weight if bias is None else bias,
+        outputs,
+        columns,
+        weight.stride(0),
+        OUTPUTS=1,
+        PIECE=piece,
+        EVEN=columns % piece == 0,
+        BIAS=bias is not None,
+        num_warps=4,
+    )
+
+
+def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Write ``x @ weight.T + bias`` of up to 16 rows by tensor cores, the columns shared among several programs."""
+    outputs, columns = weight.shape
+    per_program, piece = 32, 128
+    groups = triton.cdiv(outputs, per_program)
+    parts = 2 if columns > 2 * piece else 1
+    span = triton.cdiv(triton.cdiv(columns, parts), piece) * piece
+    parts = triton.cdiv(columns, span)
+    partial = scratch("linear partial", x.device, (parts, outputs, MOST_ROWS), torch.float32)
+    arrived = scratch("linear arrived", x.device, (groups,), torch.int32)
+    _few_rows[(groups, parts)](
+        out,
+        x,
+        weight,
+        weight if bias is None else bias,
+        partial,
+        arrived,
+        x.shape[0],
+        outputs,
+        columns,
+        span,
+        out.stride(0),
+        x.stride(0),
+        weight.stride(0),
+        M=MOST_ROWS,
+        OUTPUTS=per_program,
+        PIECE=piece,
+        PARTS=parts,
+        EVEN=columns % piece == 0 and outputs % per_program == 0,
+        BIAS=bias is not None,
+        num_warps=4,
+        num_stages=5,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyWeight:
+    """A row-major weight that goes to the kernels above for few rows, and to cuBLAS for more."""
+
+    plain: PlainWeight
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.plain.nbytes
+
+    def apply(self, x: Tensor, out: Tensor | None) -> Tensor:
+        """Return ``x @ weight.T + bias``."""
+        weight, bias = self.plain.weight, self.plain.bias
+        rows = x.shape[0]
+        # Measured on an H200 (runtime/bench/LOG.md): cuBLAS reads a tall weight as fast for two rows or more.
+        tall = weight.shape[0] > _SHORT * multiprocessors(x.device)
+        if not 0 < rows <= MOST_ROWS or (rows > 1 and tall) or x.dtype not in _DTYPES or x.stride(1) != 1:
+            return self.plain.apply(x, out)
+        if out is None:
+            out = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)
+        elif out.shape != (rows, weight.shape[0]) or out.dtype != x.dtype or out.stride(1) != 1:
+            raise ValueError(f"out: expected {x.dtype} {(rows, weight.shape[0])}, got {out.dtype} {tuple(out.shape)}")
+        if rows == 1:
+            multiply_one(x, weight, bias, out)
+        else:
+            multiply_few(x, weight, bias, out)
+        return out
+
+
+def pack(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> SkinnyWeight:
+    """Convert to the dtype of the activations, once."""
+    return SkinnyWeight(torch_impl.pack(weight.contiguous(), bias, dtype))

@@ -1,0 +1,36 @@
+"""Paged attention on a GPU: requests with one query go to `triton_decode`, the others to `triton_prefill`.
+
+Each kernel finds its requests on the device, and its grid depends on bounds only, so a captured graph can be replayed
+with any lengths.
+"""
+
+import torch
+from torch import Tensor
+
+from isthmus_kernels.paged_attention.triton_decode import decode
+from isthmus_kernels.paged_attention.triton_prefill import prefill
+
+
+def paged_attention(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    *,
+    scale: float,
+    max_query_len: int,
+    max_seq_len: int,
+    window: int | None = None,
+    softcap: float | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Same contract as `reference.paged_attention`."""
+    if out is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if 0 in {q.shape[0], block_tables.shape[0], max_query_len, max_seq_len}:
+        return out
+    decode(q, kv, block_tables, query_start_loc, seq_lens, out, scale=scale, window=window, softcap=softcap)
+    if max_query_len > 1:
+        prefill(q, kv, block_tables, query_start_loc, seq_lens, out, scale=scale, window=window, softcap=softcap)
+    return out

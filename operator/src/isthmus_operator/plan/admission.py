@@ -1,0 +1,42 @@
+"""Pure: whether a spec can be carried out at all. What a reconcile would render for it, from nothing, is rendered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..api.v1alpha1 import InferenceService, parse_stored
+from ..errors import InvalidSpec, Problem
+from ..render.names import Defaults
+from .desired import desired
+from .observed import Observed
+from .planner import plan
+from .status import status_of
+
+_EPOCH = "1970-01-01T00:00:00Z"
+
+
+def admit(body: Mapping[str, Any]) -> InferenceService:
+    """A resource that the API server asks about. Raises InvalidSpec for one that breaks rules, and for one that has
+    found a gap in them: it would be admitted, and then stop its service's reconciles."""
+    service = parse_stored(body)
+    rehearse_render(service)
+    return service
+
+
+def rehearse_render(service: InferenceService, defaults: Defaults | None = None) -> None:
+    """Render everything. Raises InvalidSpec with whatever keeps that from being done."""
+    try:
+        seen = Observed()
+        wanted = plan(service, seen, 0.0)
+        desired(service, defaults or Defaults(), wanted, (), seen, 0.0)
+        status_of(service, seen, wanted, {}, _EPOCH)
+    # Whatever it is: no spec may bring its own operator to a halt.
+    except Exception as error:
+        problem = Problem(
+            "spec",
+            f"cannot be rendered: {type(error).__name__}: {error}",
+            "a spec of which every manifest can be made",
+            "correct what the message is about, most likely a podPatch; without any, report it",
+        )
+        raise InvalidSpec(service.name, [problem]) from error

@@ -1,0 +1,127 @@
+"""What every family provides, and what the executor may ask of a model. Torch-free at run time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..kv.groups import LayerSpec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ..layers.batch import ForwardBatch
+
+Shapes = dict[str, tuple[int, ...]]
+"""Tensor name of the checkpoint -> shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec(ABC):
+    """A decoder-only transformer, as its `config.json` describes it. A family adds what is its own.
+
+    A family is a module under `models/` with one such record and a function
+    `parse(reader: ConfigReader) -> ModelSpec`; `registry.FAMILIES` maps an architecture to the module.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int
+    """Longest sequence the model was made for, tokens."""
+    tie_word_embeddings: bool
+    windows: tuple[int | None, ...]
+    """Per layer: sliding window in tokens, the current one included, or None for the whole prefix."""
+    dtype: str
+    """The dtype the checkpoint says it has (`float32`, `bfloat16`, `float16`), or empty."""
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+    @abstractmethod
+    def tensor_shapes(self) -> Shapes:
+        """Every tensor that the checkpoint must hold, with its shape."""
+
+    @abstractmethod
+    def build(self, source: TensorSource, dtype: torch.dtype) -> Model:
+        """Take the weights out of `source` and make a model that computes in `dtype`, on the weights' device."""
+
+    def layer_specs(self, block_size: int, dtype: str) -> tuple[LayerSpec, ...]:
+        """What `kv.plan` needs to know about the layers, with `dtype` the name of the pool's element type: neighbours
+        of one kind are one entry, in model order."""
+        specs: list[LayerSpec] = []
+        run = 0
+        for number, window in enumerate(self.windows):
+            run += 1
+            if number + 1 < self.num_layers and self.windows[number + 1] == window:
+                continue
+            specs.append(
+                LayerSpec(
+                    kind="full" if window is None else "sliding",
+                    layers=run,
+                    block_size=block_size,
+                    dtype=dtype,
+                    kv_heads=self.num_kv_heads,
+                    head_dim=self.head_dim,
+                    window=window,
+                )
+            )
+            run = 0
+        return tuple(specs)
+
+
+class TensorSource(Protocol):
+    """Checked weights by name."""
+
+    def take(self, *names: str) -> Tensor:
+        """The tensors joined along their first dimension, in memory of their own and the dtype of the checkpoint.
+
+        Their shapes were checked against `tensor_shapes` before.
+        """
+
+
+class Model(Protocol):
+    """Weights that are ready for the forward pass. Holds no request state, and knows no policy of graphs.
+
+    What `workspace` returns belongs to the model; the executor makes it once and hands it back.
+    """
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes held by the weights."""
+
+    def workspace(self, max_tokens: int, max_len: int) -> Any:
+        """Scratch, on the weights' device, for steps of at most `max_tokens` tokens at positions below `max_len`.
+
+        Made once: allocating per step costs page faults, and fixed addresses let a step be captured and replayed.
+        """
+
+    def forward(self, batch: ForwardBatch, kv: Sequence[tuple[int, Tensor]], scratch: Any) -> None:
+        """All layers over `batch`; the states before the final norm are left in `scratch`.
+
+        Capturable: it reads and writes tensors at fixed addresses only, and its control flow depends on nothing but
+        shapes and `batch.max_query_len`. `kv` holds per layer its group and its view of the pool,
+        [num_blocks, 2, block_size, Hk, D].
+        """
+
+    def logits(self, rows: Tensor, scratch: Any) -> Tensor:
+        """Logits [S, V] of the tokens `rows` (int64 [S]) of the last forward pass."""

@@ -1,0 +1,261 @@
+"""Takes typed values out of a `config.json`, collecting every problem. Torch-free.
+
+Keys are allow-listed: one that no family code asked for, that is not known to be harmless and that is set, is refused
+by name, because it may change the mathematics.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypedDict
+
+from ..errors import WeightsError
+from ..layers.rope_spec import ROPE_KINDS, RopeSpec
+
+# Bookkeeping, training and generation defaults that exporters write into config.json: none of it is used to compute
+# logits.
+# fmt: off
+_HARMLESS = frozenset({
+    "architectures", "attention_dropout", "attn_implementation", "bad_words_ids", "begin_suppress_tokens",
+    "bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size", "decoder_start_token_id",
+    "diversity_penalty", "do_sample", "dtype", "early_stopping", "embd_pdrop", "encoder_no_repeat_ngram_size",
+    "eos_token_id", "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id",
+    "forced_eos_token_id", "id2label", "initializer_range", "label2id", "length_penalty", "max_length",
+    "min_length", "model_type", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
+    "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp",
+    "problem_type", "remove_invalid_values", "repetition_penalty", "resid_pdrop", "return_dict",
+    "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
+    "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "typical_p",
+    "unsloth_fixed", "unsloth_version", "use_cache",
+})
+# fmt: on
+_HARMLESS_PREFIXES = ("_", "transformers")
+
+
+class Common(TypedDict):
+    """The fields of `ModelSpec` that every family reads alike."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position: int
+    tie_word_embeddings: bool
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+class ConfigReader:
+    """One JSON object of a configuration, read key by key.
+
+    `source` names the object in errors. `generation` is the model's `generation_config.json`, or empty.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        source: str,
+        *,
+        generation: Mapping[str, Any] | None = None,
+        problems: list[str] | None = None,
+    ) -> None:
+        self._values = values
+        self._source = source
+        self._generation = generation or {}
+        self._read: set[str] = set()
+        self.problems: list[str] = [] if problems is None else problems
+
+    def get(self, key: str) -> Any:
+        """The value as it is, or None."""
+        self._read.add(key)
+        return self._values.get(key)
+
+    def problem(self, key: str, text: str) -> None:
+        """Add a problem with `key`."""
+        self.problems.append(f"{self._source}: {key} {text}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.problem(key, f"is {value!r}, expected a whole number of at least 1")
+            return 1
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.get(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+            self.problem(key, f"is {value!r}, expected a number above 0")
+            return 1.0
+        return float(value)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.problem(key, f"is {value!r}, expected true or false")
+            return default
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        """A text."""
+        value = self.get(key)
+        if value is None:
+            return default
+        if not isinstance(value, str):
+            self.problem(key, f"is {value!r}, expected a text")
+            return default
+        return value
+
+    def inner(self, key: str) -> ConfigReader:
+        """The object under `key`, empty where there is none. Its keys are not allow-listed by `finish`."""
+        value = self.get(key) or {}
+        if not isinstance(value, dict):
+            self.problem(key, f"is {value!r}, expected an object")
+            value = {}
+        return ConfigReader(value, f"{self._source}: {key}", problems=self.problems)
+
+    def only(self, key: str, *known: Any) -> None:
+        """Refuse every value of `key` but `known`; a missing one counts as the first of them."""
+        value = self.get(key)
+        if value is not None and value not in known:
+            self.problem(key, f"{value!r} is not supported; known: {', '.join(map(str, known))}")
+
+    def common(self, *, head_dim: int | None = None) -> Common:
+        """What every family has. `head_dim`: the default where heads are not an even split of the hidden size."""
+        hidden = self.integer("hidden_size")
+        heads = self.integer("num_attention_heads")
+        kv_heads = self.integer("num_key_value_heads", heads)
+        if heads % kv_heads:
+            self.problem("num_attention_heads", f"{heads} is not a multiple of num_key_value_heads {kv_heads}")
+        head_dim = self.integer("head_dim", head_dim or max(1, hidden // heads))
+        if head_dim % 2:
+            self.problem("head_dim", f"{head_dim} is odd; rotary embedding needs an even one")
+        if self.get("quantization_config"):
+            self.problem(
+                "quantization_config", "is set; quantised checkpoints are not supported, use a bf16 or fp32 one"
+            )
+        self.only("partial_rotary_factor", 1, 1.0)
+        ends = self._generation.get("eos_token_id", self.get("eos_token_id"))
+        return Common(
+            architecture=str(self.get("architectures")[0]),
+            vocab_size=self.integer("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=self.integer("intermediate_size"),
+            num_layers=self.integer("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=self.number("rms_norm_eps", 1e-6),
+            max_position=self.integer("max_position_embeddings", 2048),
+            tie_word_embeddings=self.boolean("tie_word_embeddings", False),
+            dtype=self.text("dtype", "") or self.text("torch_dtype", ""),
+            bos_token_id=next(iter(self._token_ids(self.get("bos_token_id"), "bos_token_id")), None),
+            eos_token_ids=self._token_ids(ends, "eos_token_id"),
+        )
+
+    def rope(self) -> RopeSpec:
+        """The one rotary embedding of all layers."""
+        # transformers 5 writes everything under rope_parameters, version 4 theta beside rope_scaling.
+        theta = self.number("rope_theta", 10000.0)
+        key = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
+        return self.inner(key).stretch(theta)
+
+    def stretch(self, theta: float) -> RopeSpec:
+        """A rotary embedding out of an object of the `rope_scaling` kind; `theta` where it names none."""
+        kind = self.text("rope_type", "") or self.text("type", "default")
+        theta = self.number("rope_theta", theta)
+        if kind not in ROPE_KINDS:
+            self.problem("rope_type", f"{kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
+        if kind == "linear":
+            return RopeSpec(theta=theta, kind=kind, factor=self.number("factor"))
+        if kind == "llama3":
+            return RopeSpec(
+                theta=theta,
+                kind=kind,
+                factor=self.number("factor"),
+                low_freq_factor=self.number("low_freq_factor"),
+                high_freq_factor=self.number("high_freq_factor"),
+                original_max_position=self.integer("original_max_position_embeddings"),
+            )
+        return RopeSpec(theta=theta)
+
+    def layer_types(self, num_layers: int) -> tuple[bool, ...] | None:
+        """Per layer whether `layer_types` says it is a sliding one; None where the key is missing."""
+        kinds = self.get("layer_types")
+        if kinds is None:
+            return None
+        if (
+            not isinstance(kinds, list)
+            or len(kinds) != num_layers
+            or not all(kind in ("sliding_attention", "full_attention") for kind in kinds)
+        ):
+            self.problem(
+                "layer_types", f"must name sliding_attention or full_attention for each of the {num_layers} layers"
+            )
+            return (False,) * num_layers
+        return tuple(kind == "sliding_attention" for kind in kinds)
+
+    def qwen_windows(self, num_layers: int) -> tuple[int | None, ...]:
+        """Windows by layer as Qwen2 and Qwen3 say them."""
+        sliding, use = self.get("sliding_window"), self.boolean("use_sliding_window", False)
+        first, types = self.get("max_window_layers"), self.layer_types(num_layers)
+        if sliding is None or not use:
+            return (None,) * num_layers
+        window = self.integer("sliding_window")
+        first = first if isinstance(first, int) else 28
+        return tuple(
+            window if (layer >= first if types is None else types[layer]) else None for layer in range(num_layers)
+        )
+
+    def finish(self, *ignored: str) -> None:
+        """Refuse the keys that are set and that nobody asked for; `ignored` are this family's harmless ones.
+
+        Raises WeightsError with every problem that was found.
+        """
+        known = _HARMLESS | self._read | set(ignored)
+        for key, value in self._values.items():
+            # Null, false and empty mean "off" for every key there is.
+            if key not in known and value and not key.startswith(_HARMLESS_PREFIXES):
+                self.problem(
+                    key,
+                    f"is {value!r}: not a key that this architecture is known to have, so it may change what the model "
+                    "computes. Remove it if it does not",
+                )
+        if self.problems:
+            raise WeightsError(self.problems)
+
+    def _token_ids(self, value: Any, key: str) -> tuple[int, ...]:
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            self.problem(key, f"is {value!r}, expected a token id or a list of them")
+            return (0,)
+        return tuple(ids)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or a WeightsError naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise WeightsError(f"{path} is missing; a model directory holds config.json and *.safetensors") from None
+    except (OSError, ValueError) as e:
+        raise WeightsError(f"{path} cannot be read as JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path} holds {type(value).__name__}, expected a JSON object")
+    return value

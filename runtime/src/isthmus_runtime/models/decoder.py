@@ -1,0 +1,217 @@
+"""The forward pass that the families share: embedding, layers, final norm, head. Dimension letters: layers/batch.py.
+
+Every family here is a residual stream with two branches a layer. What differs (biases, norms of heads, norms after a
+branch, activation, windows, rotary tables, scales, caps) is an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..layers.attention import Attention
+from ..layers.batch import ForwardBatch
+from ..layers.embedding import Embedding
+from ..layers.linear import Linear
+from ..layers.mlp import Activation, GatedMlp
+from ..layers.norm import RmsNorm
+from ..layers.rope import cos_sin_tables
+from ..layers.rope_spec import RopeSpec
+from .base import ModelSpec, TensorSource
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderLayer:
+    """Attention and MLP: each with a norm of its input, and where a family has them, a norm of its output."""
+
+    attention_norm: RmsNorm
+    attention: Attention
+    after_attention: RmsNorm | None = None
+    mlp_norm: RmsNorm
+    mlp: GatedMlp
+    after_mlp: RmsNorm | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workspace:
+    """Scratch for the largest step, and the rotary tables."""
+
+    hidden: Tensor
+    residual: Tensor
+    projected: Tensor
+    qkv: Tensor
+    context: Tensor
+    gate_up: Tensor
+    inner: Tensor
+    ropes: tuple[tuple[Tensor, Tensor], ...]
+    """Cosines and sines, by the number that a layer's attention names."""
+
+
+class Parts:
+    """Takes a model's weights out of their source. Which projections have biases and which heads have norms is what
+    `spec.tensor_shapes` says."""
+
+    __slots__ = ("_embedding", "_shapes", "_source", "dtype", "norm_offset", "spec")
+
+    def __init__(self, spec: ModelSpec, source: TensorSource, dtype: torch.dtype, *, norm_offset: float = 0.0) -> None:
+        """`norm_offset` is added to every norm's weight: 1 where checkpoints store the difference from 1."""
+        self.spec = spec
+        self.dtype = dtype
+        self.norm_offset = norm_offset
+        self._source = source
+        self._shapes = spec.tensor_shapes()
+        self._embedding = source.take("model.embed_tokens.weight")
+
+    def embedding(self, scale: float = 1.0) -> Embedding:
+        """The token embedding."""
+        return Embedding(self._embedding, self.dtype, scale)
+
+    def head(self) -> Linear:
+        """The output projection, which may be the embedding's weight."""
+        tied = self.spec.tie_word_embeddings
+        return Linear(self._embedding if tied else self._source.take("lm_head.weight"), None, self.dtype)
+
+    def linear(self, *names: str) -> Linear:
+        """Projections of one input as one layer, their rows joined: one product instead of two or three."""
+        weight = self._source.take(*(f"{name}.weight" for name in names))
+        biases = [f"{name}.bias" for name in names]
+        return Linear(weight, self._source.take(*biases) if biases[0] in self._shapes else None, self.dtype)
+
+    def norm(self, name: str) -> RmsNorm:
+        """A norm over the hidden size."""
+        return RmsNorm(self._norm_weight(name), self.spec.rms_norm_eps, self.dtype)
+
+    def attention(self, name: str, *, window: int | None, scale: float | None = None, rope: int = 0) -> Attention:
+        """`scale`: on the products of queries and keys, D ** -0.5 by default; `rope`: which of the rotary tables."""
+        spec = self.spec
+        normed = f"{name}.q_norm.weight" in self._shapes
+        return Attention(
+            qkv=self.linear(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
+            output=self.linear(f"{name}.o_proj"),
+            num_heads=spec.num_heads,
+            scale=spec.head_dim**-0.5 if scale is None else scale,
+            window=window,
+            rope=rope,
+            q_norm=self._norm_weight(f"{name}.q_norm").to(self.dtype) if normed else None,
+            k_norm=self._norm_weight(f"{name}.k_norm").to(self.dtype) if normed else None,
+            eps=spec.rms_norm_eps,
+        )
+
+    def mlp(self, name: str, activation: Activation = "silu") -> GatedMlp:
+        """The gated MLP."""
+        return GatedMlp(
+            self.linear(f"{name}.gate_proj", f"{name}.up_proj"), self.linear(f"{name}.down_proj"), activation
+        )
+
+    def layer(self, number: int) -> DecoderLayer:
+        """A whole layer of Llama's kind."""
+        at = f"model.layers.{number}"
+        return DecoderLayer(
+            attention_norm=self.norm(f"{at}.input_layernorm"),
+            attention=self.attention(f"{at}.self_attn", window=self.spec.windows[number]),
+            mlp_norm=self.norm(f"{at}.post_attention_layernorm"),
+            mlp=self.mlp(f"{at}.mlp"),
+        )
+
+    def _norm_weight(self, name: str) -> Tensor:
+        weight = self._source.take(f"{name}.weight")
+        return weight.float() + self.norm_offset if self.norm_offset else weight
+
+
+class Decoder:
+    """A whole model: `base.Model`."""
+
+    __slots__ = (
+        "_embedding",
+        "_following",
+        "_head",
+        "_layers",
+        "_norm",
+        "_ropes",
+        "_softcap",
+        "device",
+        "dtype",
+        "spec",
+    )
+
+    def __init__(
+        self,
+        parts: Parts,
+        layers: Sequence[DecoderLayer],
+        *,
+        ropes: Sequence[RopeSpec],
+        embedding_scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
+        """`ropes`: the rotary embeddings that the layers number; `softcap`: logits l become c tanh(l / c)."""
+        self.spec = parts.spec
+        self.dtype = parts.dtype
+        self._embedding = parts.embedding(embedding_scale)
+        self.device = self._embedding.device
+        self._layers = list(layers)
+        # The addition after a layer is fused with the next layer's norm; after the last, with the final one, on the
+        # rows that sample only.
+        self._following = [*(layer.attention_norm for layer in self._layers[1:]), None]
+        self._norm = parts.norm("model.norm")
+        self._head = parts.head()
+        self._ropes = tuple(ropes)
+        self._softcap = softcap
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes held by the large weights."""
+        layers = sum(layer.attention.nbytes + layer.mlp.nbytes for layer in self._layers)
+        return layers + self._embedding.nbytes + self._head.nbytes
+
+    def workspace(self, max_tokens: int, max_len: int) -> Workspace:
+        """Scratch for steps of at most `max_tokens` tokens at positions below `max_len`."""
+        spec = self.spec
+
+        def scratch(width: int) -> Tensor:
+            # Written once now, so that the first large step does not pay for the page faults.
+            return torch.empty(max_tokens, width, dtype=self.dtype, device=self.device).zero_()
+
+        return Workspace(
+            hidden=scratch(spec.hidden_size),
+            residual=scratch(spec.hidden_size),
+            projected=scratch(spec.hidden_size),
+            qkv=scratch((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim),
+            context=scratch(spec.num_heads * spec.head_dim),
+            gate_up=scratch(2 * spec.intermediate_size),
+            inner=scratch(spec.intermediate_size),
+            ropes=tuple(cos_sin_tables(rope, spec.head_dim, max_len, self.device) for rope in self._ropes),
+        )
+
+    def forward(self, batch: ForwardBatch, kv: Sequence[tuple[int, Tensor]], scratch: Workspace) -> None:
+        """Leaves in `residual` and `projected` two states whose sum is the last layer's output."""
+        num = batch.token_ids.shape[0]
+        residual, hidden, projected = scratch.residual[:num], scratch.hidden[:num], scratch.projected[:num]
+        qkv, flat = scratch.qkv[:num], scratch.context[:num]
+        context = flat.view(num, self.spec.num_heads, self.spec.head_dim)
+        gate_up, inner = scratch.gate_up[:num], scratch.inner[:num]
+        self._embedding(batch.token_ids, residual)
+        self._layers[0].attention_norm(residual, hidden)
+        for layer, following, (group, layer_kv) in zip(self._layers, self._following, kv, strict=True):
+            layer.attention(
+                hidden, batch, group, layer_kv, scratch.ropes, qkv=qkv, context=context, flat=flat, out=projected
+            )
+            if layer.after_attention is not None:
+                layer.after_attention(projected, projected)
+            layer.mlp_norm.add(projected, residual, hidden)
+            layer.mlp(hidden, gate_up=gate_up, inner=inner, out=projected)
+            if layer.after_mlp is not None:
+                layer.after_mlp(projected, projected)
+            if following is not None:
+                following.add(projected, residual, hidden)
+
+    def logits(self, rows: Tensor, scratch: Workspace) -> Tensor:
+        """Logits [S, V] of the tokens `rows` of the last forward pass."""
+        hidden, residual = scratch.projected[rows], scratch.residual[rows]
+        self._norm.add(hidden, residual, hidden)
+        logits = self._head(hidden)
+        if self._softcap is not None:
+            logits.div_(self._softcap).tanh_().mul_(self._softcap)
+        return logits

@@ -1,0 +1,42 @@
+"""Qwen2 and Qwen2.5: Llama's layers with biases on q, k and v; some layers may be windowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..layers.rope_spec import RopeSpec
+from .base import ModelSpec, Shapes, TensorSource
+from .config_reader import ConfigReader
+from .shapes import decoder_shapes
+
+if TYPE_CHECKING:
+    import torch
+
+    from .decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen2Spec(ModelSpec):
+    """Pre-norm decoder with grouped-query attention and a gated SiLU MLP."""
+
+    rope: RopeSpec
+
+    def tensor_shapes(self) -> Shapes:
+        return decoder_shapes(self, qkv_bias=True)
+
+    def build(self, source: TensorSource, dtype: torch.dtype) -> Decoder:
+        from .decoder import Decoder, Parts
+
+        parts = Parts(self, source, dtype)
+        return Decoder(parts, [parts.layer(number) for number in range(self.num_layers)], ropes=[self.rope])
+
+
+def parse(read: ConfigReader) -> Qwen2Spec:
+    """The record of a Qwen2's `config.json`."""
+    common = read.common()
+    read.only("hidden_act", "silu")
+    spec = Qwen2Spec(**common, windows=read.qwen_windows(common["num_layers"]), rope=read.rope())
+    # The biases are fixed in its code.
+    read.finish("attention_bias", "mlp_bias", "use_mrope")
+    return spec

@@ -1,0 +1,48 @@
+"""Which module knows which architecture. Torch-free; a family's module is imported when a model of it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ..errors import WeightsError
+from .base import ModelSpec
+from .config_reader import ConfigReader, read_json
+
+FAMILIES: Mapping[str, str] = MappingProxyType(
+    {
+        "LlamaForCausalLM": "llama",
+        "MistralForCausalLM": "mistral",
+        "Qwen2ForCausalLM": "qwen2",
+        "Qwen3ForCausalLM": "qwen3",
+    }
+)
+"""Architecture, as `config.json` names it -> module of this package."""
+
+
+def read_model_spec(directory: str | Path) -> ModelSpec:
+    """Read a Hugging Face model directory's configuration. WeightsError lists everything that is wrong with it."""
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise WeightsError(f"model directory {str(folder)!r} does not exist; import or fetch a model first")
+    config = read_json(folder / "config.json")
+    generation = folder / "generation_config.json"
+    return parse_model_spec(
+        config, read_json(generation) if generation.exists() else {}, source=str(folder / "config.json")
+    )
+
+
+def parse_model_spec(config: Mapping[str, Any], generation: Mapping[str, Any], *, source: str) -> ModelSpec:
+    """The record for a parsed `config.json`; `source` names the file in errors."""
+    names = config.get("architectures")
+    architecture = names[0] if isinstance(names, list) and len(names) == 1 else names
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise WeightsError(f"{source}: architecture {architecture!r} is not supported; known: {known}")
+    family = import_module(f".{FAMILIES[architecture]}", __package__)
+    spec = family.parse(ConfigReader(config, source, generation=generation))
+    assert isinstance(spec, ModelSpec), family
+    return spec

@@ -1,0 +1,287 @@
+"""Triton kernels on a card at real shapes: against their references, far past 2^32 elements, and inside a graph."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from kernel_checks import (
+    attend,
+    check_attention,
+    check_block_copy,
+    check_draws,
+    check_linear,
+    check_logprobs,
+    check_norms,
+    check_rope,
+    check_sample,
+    check_silu,
+    sampling_args,
+)
+
+from isthmus_kernels import dispatch
+from isthmus_kernels.testing import assert_close, paged_case, poisoned
+
+pytestmark = pytest.mark.gpu
+
+F32, BF16 = torch.float32, torch.bfloat16
+QWEN3_8B = {"heads": 32, "kv_heads": 8, "head_dim": 128, "block_size": 16}
+QWEN3_30B = {"heads": 32, "kv_heads": 4, "head_dim": 128, "block_size": 16}
+SMOLLM2 = {"heads": 9, "kv_heads": 3, "head_dim": 64, "block_size": 16}
+LLAMA_70B_TP8 = {"heads": 8, "kv_heads": 1, "head_dim": 128, "block_size": 64}
+
+
+@pytest.mark.parametrize("shape", [QWEN3_8B, QWEN3_30B, SMOLLM2, LLAMA_70B_TP8])
+@pytest.mark.parametrize("layout", ["block-major", "layer-major"])
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens"),
+    [
+        ([1], [0]),
+        ([1], [9000]),
+        ([1] * 40, list(range(0, 4000, 100))),
+        ([1] + [1] * 20, [20_000] + [31] * 20),
+        ([700], [0]),
+        ([300, 1, 1, 129], [1500, 800, 3, 64]),
+        ([1, 0, 2, 0], [33, 0, 62, 0]),
+    ],
+)
+def test_attention(
+    shape: dict[str, int], layout: str, window: int | None, query_lens: list[int], context_lens: list[int]
+) -> None:
+    check_attention(
+        "triton", "cuda", query_lens, context_lens, window=window, dtype=BF16, kv_dtype=BF16, layout=layout, **shape
+    )
+
+
+@pytest.mark.parametrize("head_dim", [32, 80, 96, 256])
+@pytest.mark.parametrize("block_size", [1, 8, 32])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(F32, F32), (F32, BF16), (BF16, BF16)])
+def test_attention_in_other_forms(head_dim: int, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    check_attention(
+        "triton",
+        "cuda",
+        [1, 1, 60],
+        [300, 0, 20],
+        heads=6,
+        kv_heads=2,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
+
+
+def test_values_of_one_give_one() -> None:
+    case = paged_case([1, 50, 1], [3333, 20, 5], dtype=BF16, kv_dtype=BF16, device="cuda", **QWEN3_8B)
+    case.kv[:, 1] = torch.where(case.kv[:, 1].isnan(), float("nan"), 1.0)
+    torch.testing.assert_close(attend(case, "triton"), torch.ones_like(case.q), rtol=4e-3, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 3000])
+@pytest.mark.parametrize("shape", [QWEN3_8B, SMOLLM2])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("layout", ["block-major", "layer-major"])
+def test_rope(tokens: int, shape: dict[str, int], norm: bool, layout: dispatch.Layout) -> None:
+    check_rope(
+        "triton",
+        "cuda",
+        tokens=tokens,
+        heads=shape["heads"],
+        kv_heads=shape["kv_heads"],
+        head_dim=shape["head_dim"],
+        rotary=shape["head_dim"],
+        dtype=BF16,
+        kv_dtype=BF16,
+        q_norm=norm,
+        k_norm=norm,
+        layout=layout,
+    )
+
+
+@pytest.mark.parametrize("shape", [(1, 4096), (3, 2048), (600, 5120), (9, 16384), (2, 37)])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, BF16), (F32, F32)])
+def test_norms(shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    check_norms("triton", "cuda", *shape, dtype, weight_dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 12288), (300, 768), (40, 28672), (3, 37)])
+def test_silu(shape: tuple[int, int]) -> None:
+    check_silu("triton", "cuda", *shape, BF16)
+
+
+@pytest.mark.parametrize("block_dim", [0, 2])
+@pytest.mark.parametrize(
+    ("src", "dst"), [([], []), ([1], [0]), ([1, 1, 4], [2, 3, 5]), ([0, 1, 2], [1, 2, 3]), ([3, 4], [4, 3])]
+)
+def test_block_copy(block_dim: int, src: list[int], dst: list[int]) -> None:
+    check_block_copy("triton", "cuda", block_dim, src, dst)
+
+
+@pytest.mark.parametrize("filters", [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")])
+@pytest.mark.parametrize("vocab", [257, 151_936])
+@pytest.mark.parametrize("rows", [1, 6, 100])
+def test_sample(filters: tuple[str, ...], vocab: int, rows: int) -> None:
+    check_sample("triton", "cuda", rows, vocab, filters, coarse=False, holes=vocab == 257, seed=rows)
+
+
+def test_card_and_cpu_draw_alike() -> None:
+    logits = torch.randn(200, 5000) * 3
+    args = sampling_args(200, ("top_k", "top_p", "min_p"), "cpu", 5, 5000)
+    there = dispatch.sample(logits.cuda(), **{name: value.cuda() for name, value in args.items()}).cpu()
+    # One in a thousand draws may lie within rounding of another token.
+    assert (there != dispatch.sample(logits, **args)).sum() <= 1
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("rows", [1, 70])
+def test_logprobs(dtype: torch.dtype, rows: int) -> None:
+    check_logprobs("triton", "cuda", rows, 151_936, dtype)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17])
+@pytest.mark.parametrize(
+    ("outputs", "columns"), [(6144, 4096), (4096, 4096), (24_576, 4096), (4096, 12_288), (2048, 768), (50, 70)]
+)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear(rows: int, outputs: int, columns: int, with_bias: bool) -> None:
+    check_linear("triton", "cuda", rows, outputs, columns, BF16, with_bias=with_bias)
+
+
+@pytest.fixture(params=[2**31, 2**32], ids=["int32", "uint32"])
+def far_pool(request: pytest.FixtureRequest) -> torch.Tensor:
+    """A bf16 pool of four blocks of one layer whose block 3 begins just past the limit (up to 8.6 GB)."""
+    block = 2 * 16 * 2 * 64
+    stride = request.param // 3 + 64
+    if torch.cuda.mem_get_info()[0] < 2 * (3 * stride + block) + (1 << 30):
+        pytest.skip("not enough memory on the card")
+    flat = torch.full((3 * stride + block,), float("nan"), dtype=BF16, device="cuda")
+    return flat.as_strided((4, 2, 16, 2, 64), (stride, block // 2, 128, 64, 1))
+
+
+@pytest.mark.parametrize("query_len", [1, 30])
+def test_far_blocks(far_pool: torch.Tensor, query_len: int) -> None:
+    case = paged_case(
+        [query_len],
+        [47 - query_len],
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        block_size=16,
+        dtype=BF16,
+        kv_dtype=BF16,
+        device="cuda",
+    )
+    want = attend(case, "reference")
+    far = torch.tensor([[3, 2, 1]], dtype=torch.int32, device="cuda")
+    for place, block in zip(far[0].tolist(), case.block_tables[0, :3].tolist(), strict=True):
+        far_pool[place] = case.kv[block]
+    out = dispatch.paged_attention(
+        case.q,
+        far_pool,
+        far,
+        case.query_start_loc,
+        case.seq_lens,
+        scale=64**-0.5,
+        max_query_len=query_len,
+        max_seq_len=47,
+    )
+    assert_close(out, want)
+    qkv = torch.randn(1, 6 * 64, device="cuda").to(BF16)
+    cos, sin = torch.ones(4, 32, device="cuda"), torch.zeros(4, 32, device="cuda")
+    slot = torch.tensor([3 * 16 + 5], device="cuda")
+    dispatch.rope_kv_write(qkv, torch.tensor([1], device="cuda"), cos, sin, far_pool, slot, num_heads=2)
+    assert torch.equal(far_pool[3, :, 5].flatten(), qkv[0, 128:])
+    far_pool[0] = torch.randn_like(far_pool[0])
+    dispatch.block_copy(far_pool, [0], [3])
+    assert torch.equal(far_pool[3], far_pool[0])
+
+
+def test_last_block_of_a_pool_of_150_000() -> None:
+    blocks, layers = 150_000, 2
+    if torch.cuda.mem_get_info()[0] < 22 << 30:
+        pytest.skip("not enough memory on the card")
+    pool = torch.empty((blocks, layers, 2, 16, 8, 128), dtype=BF16, device="cuda")
+    case = paged_case([1, 20], [30, 12], dtype=BF16, kv_dtype=BF16, device="cuda", **QWEN3_8B)
+    tables = torch.arange(blocks - 1, blocks - 1 - 2 * 4, -1, dtype=torch.int32, device="cuda").view(2, 4)
+    layer = dispatch.layer_view(pool, 1)
+    for row in range(2):
+        for index in range(2):
+            layer[int(tables[row, index])] = case.kv[int(case.block_tables[row, index])]
+    out = dispatch.paged_attention(
+        case.q,
+        layer,
+        tables,
+        case.query_start_loc,
+        case.seq_lens,
+        scale=128**-0.5,
+        max_query_len=20,
+        max_seq_len=32,
+    )
+    assert_close(out, attend(case, "reference"))
+    dispatch.block_copy(pool, [blocks - 1], [0])
+    assert torch.equal(pool[0].nan_to_num(), pool[-1].nan_to_num())
+
+
+def capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def test_a_graph_follows_lengths_and_contents() -> None:
+    """Captured once with bounds, replayed on other batches: each equals the eager result of a fresh case."""
+    rows, blocks = 8, 600
+    q = torch.zeros(rows, 32, 128, dtype=BF16, device="cuda")
+    pool = poisoned(blocks, 1, 2, 16, 8, 128, dtype=BF16, device="cuda")
+    tables = torch.zeros(rows, 300, dtype=torch.int32, device="cuda")
+    starts = torch.zeros(rows + 1, dtype=torch.int32, device="cuda")
+    lens = torch.zeros(rows, dtype=torch.int32, device="cuda")
+    logits = torch.zeros(rows, 151_936, device="cuda")
+    out, tokens = torch.empty_like(q), torch.empty(rows, dtype=torch.int64, device="cuda")
+    hidden = torch.zeros(1, 4096, dtype=BF16, device="cuda")
+    weight = dispatch.pack(torch.randn(4096, 4096, device="cuda").to(BF16) / 64)
+    product = torch.empty_like(hidden)
+    args = sampling_args(rows, ("top_k", "top_p"), "cuda", 1, 151_936)
+
+    def step() -> None:
+        dispatch.paged_attention(
+            q,
+            dispatch.layer_view(pool, 0),
+            tables,
+            starts,
+            lens,
+            scale=128**-0.5,
+            max_query_len=1,
+            max_seq_len=4800,
+            out=out,
+        )
+        dispatch.sample(logits, out=tokens, **args)
+        dispatch.linear(hidden, weight, out=product)
+
+    graph = capture(step)
+    for seed, lengths in enumerate([[1], [4000, 1, 17], [5, 300, 900, 16, 15, 1, 2, 700], [4700]]):
+        case = paged_case(
+            [1] * len(lengths), [length - 1 for length in lengths], dtype=BF16, kv_dtype=BF16, device="cuda", seed=seed,
+            **QWEN3_8B,
+        )  # fmt: skip
+        count = len(lengths)
+        q[:count] = case.q
+        pool.fill_(float("nan"))
+        pool[: case.kv.shape[0], 0] = case.kv
+        tables[:count, : case.block_tables.shape[1]] = case.block_tables
+        starts.fill_(count)
+        starts[: count + 1] = case.query_start_loc
+        lens.zero_()
+        lens[:count] = case.seq_lens
+        logits.normal_()
+        hidden.normal_()
+        graph.replay()
+        assert_close(out[:count], attend(case, "reference"))
+        check_draws(logits, tokens, args)
+        assert_close(product, dispatch.linear(hidden, dispatch.pack(weight.weight.plain.weight, impl="torch")))  # type: ignore[attr-defined]

@@ -1,0 +1,127 @@
+"""Every Triton kernel in Triton's interpreter against its reference: small shapes that reach every branch.
+
+Where a card is present, tests/gpu runs the same checks on it at real shapes, and these do not run.
+"""
+
+import pytest
+import torch
+from kernel_checks import (
+    check_attention,
+    check_block_copy,
+    check_linear,
+    check_logprobs,
+    check_norms,
+    check_rope,
+    check_sample,
+    check_silu,
+)
+
+from isthmus_kernels.device import interpreted
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels are compiled here: tests/gpu has these checks")
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens", "heads", "kv_heads", "dim", "block_size", "window"),
+    [
+        ([1, 1, 0, 1], [130, 0, 0, 400], 8, 2, 64, 16, None),  # contexts that several programs share, and short ones
+        ([1, 1], [300, 20], 3, 3, 32, 1, None),
+        ([1, 1, 1], [200, 64, 9], 5, 1, 80, 8, 70),
+        ([1, 40, 1, 7], [70, 0, 0, 70], 3, 1, 80, 8, None),
+        ([70, 3], [30, 64], 4, 2, 32, 16, 33),
+        ([17, 2], [0, 1], 8, 1, 96, 32, 1),
+        ([130], [70], 2, 2, 64, 64, None),
+    ],
+)
+@pytest.mark.parametrize(("dtype", "kv_dtype", "layout"), [(F32, BF16, "block-major"), (BF16, BF16, "layer-major")])
+def test_attention(
+    query_lens: list[int],
+    context_lens: list[int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    layout: str,
+) -> None:
+    check_attention(
+        "triton",
+        "cpu",
+        query_lens,
+        context_lens,
+        window=window,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        block_size=block_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        layout=layout,
+    )
+
+
+@pytest.mark.parametrize(("head_dim", "rotary"), [(32, 32), (80, 32), (10, 6)])
+@pytest.mark.parametrize(("q_norm", "k_norm"), [(False, False), (True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(("dtype", "kv_dtype", "layout"), [(F32, BF16, "block-major"), (BF16, F32, "layer-major")])
+def test_rope(
+    head_dim: int, rotary: int, q_norm: bool, k_norm: bool, dtype: torch.dtype, kv_dtype: torch.dtype, layout: str
+) -> None:
+    check_rope(
+        "triton",
+        "cpu",
+        tokens=9,
+        heads=14,
+        kv_heads=3,
+        head_dim=head_dim,
+        rotary=rotary,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        layout=layout,
+    )
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (1, 1), (3, 37), (5, 576), (2, 1000)])
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [(F32, F32), (BF16, F32), (BF16, BF16)])
+def test_norms(shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    check_norms("triton", "cpu", *shape, dtype, weight_dtype)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (1, 1), (3, 37), (2, 1500)])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_silu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check_silu("triton", "cpu", *shape, dtype)
+
+
+@pytest.mark.parametrize("block_dim", [0, 2])
+@pytest.mark.parametrize(
+    ("src", "dst"), [([], []), ([1], [0]), ([1, 1, 4], [2, 3, 5]), ([0, 1, 2], [1, 2, 3]), ([3, 4], [4, 3])]
+)
+def test_block_copy(block_dim: int, src: list[int], dst: list[int]) -> None:
+    check_block_copy("triton", "cpu", block_dim, src, dst)
+
+
+@pytest.mark.parametrize("filters", [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")])
+@pytest.mark.parametrize(("vocab", "coarse", "holes"), [(1, False, False), (257, True, True), (257, False, False)])
+def test_sample(filters: tuple[str, ...], vocab: int, coarse: bool, holes: bool) -> None:
+    check_sample("triton", "cpu", 6, vocab, filters, coarse=coarse, holes=holes, seed=vocab)
+
+
+def test_sample_from_several_programs_a_row() -> None:
+    check_sample("triton", "cpu", 3, 5000, ("top_k", "top_p"), coarse=False, holes=True, seed=1)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_logprobs(dtype: torch.dtype) -> None:
+    check_logprobs("triton", "cpu", 3, 5001, dtype)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 9, 16, 17])
+@pytest.mark.parametrize(("outputs", "columns"), [(64, 1024), (50, 70), (130, 700)])
+def test_linear(rows: int, outputs: int, columns: int) -> None:
+    check_linear("triton", "cpu", rows, outputs, columns, BF16, with_bias=outputs == 50)

@@ -1,0 +1,146 @@
+"""Whatever a reconcile fails on is a condition, an Event and a raised error; what is there is left as it was."""
+
+import asyncio
+import copy
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import yaml
+
+from isthmus_operator.errors import ApiError, Refused
+from isthmus_operator.plan.observed import Facts
+from isthmus_operator.render.names import Defaults
+from isthmus_operator.shell import controller
+from isthmus_operator.shell.cache import Cache
+from isthmus_operator.shell.client import Api
+from isthmus_operator.shell.controller import Controller
+from isthmus_operator.shell.known_facts import KnownFacts
+from isthmus_operator.shell.telemetry import Metrics
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "direct.yaml"
+KEY = ("default", "smollm2")
+READY = [
+    {"type": name, "status": "True", "reason": "AllReady", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    for name in ("Ready", "DecodeReady")
+]
+Object = dict[str, Any]
+
+
+class Server:
+    """Takes everything but what a test has it refuse. `read`: what it says to a read of an object by name."""
+
+    def __init__(self, read: ApiError | None = None) -> None:
+        self.read = read
+        self.statuses: list[Object] = []
+        self.events: list[Object] = []
+        self.written: list[str] = []
+
+    async def named(self, version: str, kind: str, namespace: str, name: str) -> Object | None:
+        if self.read is not None:
+            raise self.read
+        return None
+
+    async def find(self, path: str) -> Object | None:
+        return None
+
+    async def serves(self, version: str, kind: str) -> bool:
+        return False
+
+    async def apply(self, body: Object, *, over: Object | None, subresource: str = "") -> Object:
+        if subresource:
+            self.statuses.append(body["status"])
+        else:
+            self.written.append(body["kind"])
+        return copy.deepcopy(body)
+
+    async def create(self, body: Object) -> Object:
+        (self.events if body["kind"] == "Event" else self.written).append(body)
+        return body
+
+
+class NoFacts:
+    async def read(self, *_: object, **__: object) -> Facts:
+        return Facts()
+
+
+def reconcile(server: Server, *, times: int = 1, status: Object | None = None, spec: Object | None = None) -> list[Any]:
+    """What each of some runs came to, on an InferenceService that was ready before its last edit."""
+
+    async def main() -> list[Any]:
+        cache = Cache(lambda key: None, lambda key: None, lambda key: None)
+        body = yaml.safe_load(EXAMPLE.read_text())
+        body["metadata"] |= {"namespace": "default", "uid": "u", "generation": 2, "resourceVersion": "1"}
+        body["spec"] |= spec or {}
+        body["status"] = status if status is not None else {"observedGeneration": 1, "conditions": READY}
+        one = Controller(
+            api=cast(Api, server),
+            cache=cache,
+            facts=cast(KnownFacts, NoFacts()),
+            defaults=Defaults(),
+            metrics=Metrics(),
+        )
+        ends: list[Any] = []
+        for number in range(times):
+            body["metadata"]["resourceVersion"] = str(number + 1)
+            cache.changed(copy.deepcopy(body))
+            try:
+                ends.append(await one.reconcile(KEY))
+            except Exception as error:
+                ends.append(error)
+            body["status"] = server.statuses[-1] if server.statuses else body["status"]
+        return ends
+
+    return asyncio.run(main())
+
+
+def condition(status: Object, name: str) -> tuple[str, str]:
+    return next((c["status"], c["reason"]) for c in status["conditions"] if c["type"] == name)
+
+
+def test_a_defect_is_a_condition_and_one_event_and_nothing_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise AttributeError("'str' object has no attribute 'get'")
+
+    monkeypatch.setattr(controller, "plan", fails)
+    server = Server()
+    ends = reconcile(server, times=3)
+    assert [type(end) for end in ends] == [AttributeError] * 3
+    assert not server.written
+    (status,) = server.statuses
+    assert status["observedGeneration"] == 2
+    assert condition(status, "Ready") == ("False", "InternalError")
+    assert condition(status, "Progressing") == ("False", "InternalError")
+    assert condition(status, "DecodeReady") == ("True", "AllReady"), "what was known stays"
+    assert "AttributeError: 'str' object" in status["conditions"][0]["message"]
+    assert [event["reason"] for event in server.events] == ["InternalError"]
+
+
+@pytest.mark.parametrize("before", [None, {}])
+def test_a_read_that_is_refused_is_a_condition_and_one_event(before: Object | None) -> None:
+    server = Server(ApiError(403, "GET /apis/apps/v1/deployments/x: HTTP 403: forbidden"))
+    ends = reconcile(server, times=2, status=before)
+    assert all(isinstance(end, Refused) for end in ends)
+    status = server.statuses[-1]
+    assert status["observedGeneration"] == 2
+    assert condition(status, "Ready") == ("False", "ReconcileFailed")
+    assert "HTTP 403" in status["conditions"][0]["message"]
+    assert [event["reason"] for event in server.events] == ["ReconcileFailed"]
+
+
+@pytest.mark.parametrize("code", [0, 429, 503, 504])
+def test_an_api_server_that_answers_nobody_says_nothing_of_the_service(code: int) -> None:
+    server = Server(ApiError(code, "no answer"))
+    (end,) = reconcile(server)
+    assert isinstance(end, ApiError) and end.status == code
+    assert not server.statuses
+
+
+def test_a_spec_that_got_past_the_webhook_is_named() -> None:
+    server = Server()
+    patch = {"spec": {"containers": [{"name": "router", "env": ["A=b"]}]}}
+    assert reconcile(server, spec={"router": {"podPatch": patch}}) == [None]
+    (status,) = server.statuses
+    assert condition(status, "Ready") == ("False", "InvalidSpec")
+    assert "spec.router.podPatch.spec.containers[0].env[0]: has the wrong type" in status["conditions"][0]["message"]
+    assert not server.written

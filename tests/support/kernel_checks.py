@@ -1,0 +1,238 @@
+"""Checks of one implementation of an op against its reference, on any device: small ones run in Triton's interpreter
+(tests/kernels/test_triton.py), real shapes on a card (tests/gpu).
+
+Cases are made on the CPU and moved, so that a device sees the numbers that the interpreter sees.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isthmus_kernels import dispatch
+from isthmus_kernels.linear.reference import linear as reference_linear
+from isthmus_kernels.sampling.noise import gumbel
+from isthmus_kernels.testing import PagedCase, assert_close, paged_case, poisoned
+
+
+def attend(case: PagedCase, impl: str, *, window: int | None = None) -> Tensor:
+    """Run paged attention into poisoned memory; returns the real rows."""
+    out = poisoned(*case.q.shape, dtype=case.q.dtype, device=case.q.device)
+    dispatch.paged_attention(
+        case.q,
+        case.kv,
+        case.block_tables,
+        case.query_start_loc,
+        case.seq_lens,
+        scale=case.q.shape[2] ** -0.5,
+        max_query_len=case.max_query_len,
+        max_seq_len=case.max_seq_len,
+        window=window,
+        out=out,
+        impl=impl,
+    )
+    assert out[case.tokens :].isnan().all(), "rows past the batch were written"
+    return out[: case.tokens]
+
+
+def check_attention(
+    impl: str,
+    device: str,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    *,
+    window: int | None = None,
+    **shape: Any,
+) -> None:
+    case = paged_case(query_lens, context_lens, device=device, spare_tokens=2, **shape)
+    assert_close(attend(case, impl, window=window), attend(case, "reference", window=window))
+
+
+def check_rope(
+    impl: str,
+    device: str,
+    *,
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    rotary: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    q_norm: bool,
+    k_norm: bool,
+    layout: dispatch.Layout,
+) -> None:
+    case = paged_case(
+        [tokens],
+        [5],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=8,
+        kv_dtype=kv_dtype,
+        layout=layout,
+        device=device,
+    )
+    slots = case.slot_mapping.clone()
+    slots[tokens // 2] = -1
+    angles = torch.arange(tokens + 5)[:, None] * 10000.0 ** (-torch.arange(0, rotary, 2) / rotary)
+    cos, sin = angles.cos().to(device), angles.sin().to(device)
+    norms = [torch.rand(head_dim).to(device) if on else None for on in (q_norm, k_norm)]
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim).to(device, dtype)
+    results = []
+    for chosen in ("reference", impl):
+        own = qkv.clone()
+        pool = poisoned(*case.pool.shape, dtype=kv_dtype, device=device)
+        q = dispatch.rope_kv_write(
+            own,
+            case.positions,
+            cos,
+            sin,
+            dispatch.layer_view(pool, 1, layout),
+            slots,
+            num_heads=heads,
+            q_norm=norms[0],
+            k_norm=norms[1],
+            eps=1e-5,
+            impl=chosen,
+        )
+        assert torch.equal(own[:, heads * head_dim :], qkv[:, heads * head_dim :]), "k and v of the projection changed"
+        results.append((q, pool))
+    (want_q, want), (got_q, got) = results
+    assert_close(got_q, want_q)
+    written = ~want.isnan()
+    assert torch.equal(written, ~got.isnan()), "bytes outside the slots were written"
+    assert_close(got[written], want[written])
+
+
+def check_norms(impl: str, device: str, rows: int, width: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    x = (torch.randn(rows, width + 3) * 5).to(device, dtype)[:, :width]
+    weight = torch.rand(width).to(device, weight_dtype)
+    out = poisoned(rows, width, dtype=dtype, device=device)
+    assert dispatch.rms_norm(x, weight, 1e-5, out=out, impl=impl).data_ptr() == out.data_ptr()
+    assert_close(out, dispatch.rms_norm(x, weight, 1e-5, impl="reference"))
+    residual = torch.randn(rows, width).to(device, dtype)
+    want_residual, own = residual.clone(), x.clone()
+    want = dispatch.add_rms_norm(own, want_residual, weight, 1e-5, impl="reference")
+    got = dispatch.add_rms_norm(own, residual, weight, 1e-5, out=own, impl=impl)
+    assert torch.equal(residual, want_residual)
+    assert_close(got, want)
+
+
+def check_silu(impl: str, device: str, rows: int, width: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(rows, 2 * width) * 4).to(device, dtype)
+    x[:, :1], x[:1, -1:] = 200.0, -1e4
+    out = poisoned(rows, width + 4, dtype=dtype, device=device)
+    dispatch.silu_mul(x, out=out[:, :width], impl=impl)
+    assert_close(out[:, :width], dispatch.silu_mul(x, impl="reference"))
+    assert out[:, width:].isnan().all(), "columns past the output were written"
+
+
+def check_block_copy(impl: str, device: str, block_dim: int, src: Sequence[int], dst: Sequence[int]) -> None:
+    shape = [2, 2, 4, 3, 8]
+    shape.insert(block_dim, 7)
+    pool = torch.randn(shape).to(device, torch.bfloat16)
+    want = pool.clone()
+    for a, b in zip(src, dst, strict=True):
+        want.select(block_dim, b).copy_(pool.select(block_dim, a))
+    dispatch.block_copy(pool, src, dst, block_dim=block_dim, impl=impl)
+    assert torch.equal(pool, want)
+
+
+def sampling_args(rows: int, filters: Sequence[str], device: str, seed: int, vocab: int) -> dict[str, Tensor]:
+    """Arguments of `sample` for any number of rows: each row another mixture, the first one greedy."""
+    generator = torch.Generator().manual_seed(seed)
+    repeated = {
+        "temperature": torch.tensor([0.0, 0.5, 1.0, 1.5, 0.1, 1.0]),
+        "top_k": torch.tensor([0, 1, 5, -1, vocab, vocab + 5], dtype=torch.int32),
+        "top_p": torch.tensor([0.5, 0.9, 1.0, 0.3, 0.99, 0.0]),
+        "min_p": torch.tensor([0.0, 0.1, 0.5, 0.0, 0.01, 1.0]),
+    }
+    args = {
+        name: values.repeat(-(-rows // 6))[:rows].to(device)
+        for name, values in repeated.items()
+        if name == "temperature" or name in filters
+    }
+    args["seeds"] = torch.randint(-(2**62), 2**62, (rows,), generator=generator).to(device)
+    args["positions"] = torch.randint(0, 100_000, (rows,), generator=generator).to(device)
+    return args
+
+
+def check_draws(logits: Tensor, tokens: Tensor, args: dict[str, Tensor]) -> None:
+    """Hold each row's token against its kept set in fp64, give or take what fp32 may round at the set's edge."""
+    heat = args["temperature"]
+    greedy = heat == 0
+    assert torch.equal(tokens[greedy], logits[greedy].argmax(dim=-1))
+    z = (logits / torch.where(greedy, 1.0, heat)[:, None]).double()
+    least = torch.full_like(heat, float("-inf")).double()
+    if "min_p" in args:
+        least = torch.maximum(least, z.amax(dim=-1) + args["min_p"].double().log())
+    ranked = z.sort(dim=-1, descending=True).values
+    vocab = z.shape[1]
+    if "top_k" in args:
+        on = (args["top_k"] > 0) & (args["top_k"] < vocab)
+        place = torch.where(on, args["top_k"].long(), vocab) - 1
+        least = torch.where(on, torch.maximum(least, ranked.gather(1, place[:, None])[:, 0]), least)
+    edges = [least + 1e-5, least - 1e-5]  # of what is kept for sure, and perhaps
+    if "top_p" in args:
+        kept = ranked.masked_fill(ranked < least[:, None] - 1e-12, float("-inf"))
+        weights = kept.softmax(dim=-1)
+        above = (weights.cumsum(dim=-1) - weights).gather(1, torch.searchsorted(-ranked, -ranked))
+        for index, slack in enumerate((1 - 1e-4, 1 + 1e-4)):
+            part = args["top_p"].double()[:, None]
+            inside = (above < (part * slack).clamp_min(1e-30)) | (part >= 1)
+            lowest = ranked.masked_fill(~inside, float("inf")).amin(dim=-1)
+            edges[index] = torch.maximum(edges[index], lowest)
+    noisy = z + gumbel(args["seeds"], args["positions"], vocab)
+    own, own_noisy = (x.gather(1, tokens[:, None])[:, 0] for x in (z, noisy))
+    best = noisy.masked_fill(z < edges[0][:, None], float("-inf")).amax(dim=-1)
+    assert ((own >= edges[1]) | greedy).all(), "a token outside the filters was drawn"
+    assert ((own_noisy >= best - 1e-4) | greedy).all(), "a token that scored higher was not drawn"
+
+
+def check_sample(
+    impl: str, device: str, rows: int, vocab: int, filters: Sequence[str], *, coarse: bool, holes: bool, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    if coarse:
+        logits = logits.round()  # ties
+    if holes:
+        logits[:, 1::3] = float("-inf")
+    logits = logits.to(device)
+    args = sampling_args(rows, filters, device, seed, vocab)
+    drawn = dispatch.sample(logits, impl=impl, **args)
+    if vocab < 1000:
+        assert drawn.tolist() == dispatch.sample(logits, impl="reference", **args).tolist()
+    check_draws(logits, drawn, args)
+    assert dispatch.sample(logits, impl=impl).tolist() == logits.argmax(dim=-1).tolist()
+
+
+def check_logprobs(impl: str, device: str, rows: int, vocab: int, dtype: torch.dtype) -> None:
+    logits = (torch.randn(rows, vocab) * 4).to(device, dtype)
+    logits[:, ::5] = float("-inf")
+    tokens = torch.randint(0, vocab, (rows,)).to(device) // 5 * 5 + 1
+    got = dispatch.logprobs(logits, tokens % vocab, 3, impl=impl)
+    want = dispatch.logprobs(logits, tokens % vocab, 3, impl="reference")
+    for mine, other in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+
+
+def check_linear(
+    impl: str, device: str, rows: int, outputs: int, columns: int, dtype: torch.dtype, *, with_bias: bool
+) -> None:
+    x = torch.randn(rows, columns + 8).to(device, dtype)[:, :columns]
+    weight = (torch.randn(outputs, columns) / columns**0.5).to(device, dtype)
+    bias = torch.randn(outputs).to(device, dtype) if with_bias else None
+    packed = dispatch.pack(weight, bias, impl=impl)
+    want = dispatch.linear(x, dispatch.pack(weight, bias, impl="torch")) if outputs > 10_000 else None
+    if want is None:
+        want = reference_linear(x, weight, bias)
+    wide = poisoned(rows, outputs + 4, dtype=dtype, device=device)
+    dispatch.linear(x, packed, out=wide[:, :outputs])
+    assert_close(wide[:, :outputs], want)
+    assert wide[:, outputs:].isnan().all(), "columns past the output were written"
+    # Twice: what a kernel keeps between calls must be as it found it.
+    assert torch.equal(dispatch.linear(x, packed), wide[:, :outputs])

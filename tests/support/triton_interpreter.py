@@ -1,0 +1,59 @@
+"""Run Triton kernels on the CPU, in Triton's interpreter. Call `enable` before a module with kernels is imported.
+
+What Triton 3.6's interpreter does unlike a device is put right here: it truncates to bf16 instead of rounding,
+multiplies matrices of bf16 as if their bits were integers, takes arrays of one element for loop bounds, which numpy
+from 2.4 on refuses, and warns of divisions whose results a mask throws away.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+
+
+def _widen(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _round(values: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def enable() -> bool:
+    """Make Triton interpret every kernel of this process; False where Triton is not installed."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ImportError:
+        return False
+    builder = interpreter.InterpreterBuilder
+    cast, dot, patch_tensor = builder.cast_impl, builder.create_dot, interpreter._patch_lang_tensor
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        pair = source.dtype.scalar, target.scalar
+        if pair == (tl.bfloat16, tl.float32):
+            return interpreter.TensorHandle(_widen(source.data), tl.float32)
+        if pair == (tl.float32, tl.bfloat16):
+            return interpreter.TensorHandle(_round(source.data), tl.bfloat16)
+        return cast(self, source, target)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        wide = [cast_impl(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
+        return dot(self, *wide, *rest)
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    call = interpreter.GridExecutor.__call__
+
+    def quiet(self: Any, *args: Any, **kwargs: Any) -> None:
+        with np.errstate(all="ignore"):
+            call(self, *args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = quiet
+    builder.cast_impl, builder.create_dot, interpreter._patch_lang_tensor = cast_impl, create_dot, patched
+    return True
