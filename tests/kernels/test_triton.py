@@ -3,6 +3,11 @@
 Where a card is present, tests/gpu runs the same checks on it at real shapes, and these do not run.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from kernel_checks import (
@@ -135,3 +140,13 @@ def test_linear(rows: int, outputs: int, columns: int) -> None:
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_moe(tokens: int, count: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
     check_moe("triton", "cpu", tokens, count, top_k, hidden, inner, dtype)
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_a_card_that_is_not_here() -> None:
+    program = Path(__file__).parents[1] / "support/compile_kernels.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
