@@ -123,4 +123,4 @@ class FakeDevice:
 
 def garbage(tensor: Tensor) -> Tensor:
     """Fill with what no step may take for an input."""
-    return tensor.fill_(float("nan") if tensor.is_floating_point() else _GARBAGE)
+    return tensor.fill_(float("nan") if tensor.is_floating_point() else _GARBAGE if tensor.itemsize > 1 else 0xA5)
