@@ -140,9 +140,10 @@ class ModelRunner:
         self.launch(self._warm_up_plan, slot)
         self._device.record().wait()
         first = perf_counter() - start
-        for size in reversed(self._graphs.sizes):
-            self._enqueue(self._batch.dummies(size, slot), slot, [])
-            self._device.record().wait()
+        for prompts, sizes in ((True, self._graphs.token_sizes), (False, self._graphs.sizes)):
+            for size in reversed(sizes):
+                self._enqueue(self._batch.dummies(size, slot, prompts=prompts), slot, [])
+                self._device.record().wait()
         _LOG.info(
             "warmed up in %.2f s: the first step %.2f s, %d captured graphs",
             perf_counter() - start,
@@ -185,8 +186,8 @@ class ModelRunner:
         def layers() -> None:
             self._model.forward(forward, self._kv.layers, self._workspace)
 
-        if inputs.graph:
-            self._graphs.run("layers", inputs.graph, layers)
+        if inputs.graph is not None:
+            self._graphs.run(*inputs.graph, layers)
         else:
             layers()
         draws = inputs.draws
@@ -222,7 +223,12 @@ class TorchExecutor:
             kv_cfg.layout,
             device,
         )
-        graphs = Graphs(device, max_rows=scheduler_cfg.max_num_seqs, max_len=kv_plan.max_model_len)
+        graphs = Graphs(
+            device,
+            max_rows=scheduler_cfg.max_num_seqs,
+            max_tokens=scheduler_cfg.max_batched_tokens,
+            max_len=kv_plan.max_model_len,
+        )
         batch = InputBatch(
             device,
             graphs,
