@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from isthmus_runtime.checkpoints.gguf_import import import_gguf
+from isthmus_runtime.checkpoints.gguf import import_gguf
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load
 from isthmus_runtime.interfaces.steps import Chunk, RowBlocks, RowStart, StepOutput, StepPlan

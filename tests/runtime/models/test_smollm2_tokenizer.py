@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from isthmus_runtime.checkpoints.gguf_import import import_gguf
+from isthmus_runtime.checkpoints.gguf import import_gguf
 
 
 @pytest.fixture(scope="module")
