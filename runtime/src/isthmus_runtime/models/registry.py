@@ -15,6 +15,7 @@ from .gguf_format import GgufFormat
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
+        "Gemma3ForCausalLM": "gemma3",
         "LlamaForCausalLM": "llama",
         "MistralForCausalLM": "mistral",
         "Qwen2ForCausalLM": "qwen2",
