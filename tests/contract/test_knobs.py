@@ -17,6 +17,7 @@ SERVE = {
     "--model": None,
     "--served-model-name": [],
     "--executor": "torch",
+    "--device": "auto",
     "--dtype": "auto",
     "--threads": "0",
     "--max-model-len": "auto",

@@ -55,7 +55,8 @@ def live(manifest: Object, created: str = "2026-01-01T00:00:00Z") -> Object:
         "operation": "Apply",
         "fieldsV1": fields(content | {"metadata": meta}),
     }
-    meta = manifest["metadata"] | {"managedFields": [entry], "creationTimestamp": created}
+    meta = manifest["metadata"]
+    meta |= {"managedFields": [entry], "creationTimestamp": created, "uid": meta["name"]}
     return {**manifest, "metadata": meta, "status": {}}
 
 
@@ -68,8 +69,15 @@ def pod(of: Object, *, ready: bool = True, number: int = 0) -> Object:
         "kind": "Pod",
         "metadata": {
             "name": f"{name}-{number}",
-            "labels": of["spec"]["template"]["metadata"]["labels"],
-            "ownerReferences": [{"kind": kind, "uid": name, "controller": True}],
+            "labels": of["spec"]["template"]["metadata"]["labels"] | {"pod-template-hash": "abc"},
+            "ownerReferences": [
+                {
+                    "kind": kind,
+                    "name": name if kind == "StatefulSet" else f"{name}-abc",
+                    "uid": name,
+                    "controller": True,
+                }
+            ],
             "creationTimestamp": "2026-01-01T00:00:00Z",
         },
         "status": {"conditions": [condition]},

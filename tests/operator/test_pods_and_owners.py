@@ -3,10 +3,14 @@
 from typing import Any
 
 import pytest
+from rollout_world import service
 
-from isthmus_operator.plan.observe import pod
+from isthmus_operator.plan.observe import observe, pod
+from isthmus_operator.plan.observed import Facts
 from isthmus_operator.plan.ownership import may_write
-from isthmus_operator.render.names import Component
+from isthmus_operator.plan.planner import plan
+from isthmus_operator.plan.status import status_of
+from isthmus_operator.render.names import REVISION_LABEL, ROLE_LABEL, Component
 
 Object = dict[str, Any]
 
@@ -95,3 +99,67 @@ def test_an_object_is_ours_by_its_owner_and_not_by_its_name_or_labels(
     meta = {"name": "svc", "labels": {"serving.isthmus.dev/service": "svc"}, "managedFields": managers}
     there = {"metadata": meta | ({"ownerReferences": owners} if owners else {}), "spec": {"selector": {"app": "x"}}}
     assert may_write(OURS, there) is expected
+
+
+def workload(kind: str, name: str, uid: str, service_uid: str | None) -> Object:
+    selector = {ROLE_LABEL: "store" if kind == "StatefulSet" else "decode", REVISION_LABEL: "r"}
+    owners = {"ownerReferences": [owner(service_uid)]} if service_uid else {}
+    return {
+        "kind": kind,
+        "metadata": {"name": name, "uid": uid, "labels": selector} | owners,
+        "spec": {"selector": {"matchLabels": selector}, "template": {"spec": {}}},
+    }
+
+
+def made_by(kind: str, name: str, uid: str, *, role: str = "decode", controller: bool = True, **meta: Any) -> Object:
+    labels = {ROLE_LABEL: role, REVISION_LABEL: "r", "pod-template-hash": "abc"}
+    reference = {"kind": kind, "name": name, "uid": uid, "controller": controller}
+    conditions = [{"type": "Ready", "status": "True", "lastTransitionTime": at(9)}]
+    return {
+        "kind": "Pod",
+        "metadata": {"name": f"{name}-1", "labels": labels, "ownerReferences": [reference]} | meta,
+        "status": {"conditions": conditions},
+    }
+
+
+OF_OURS = made_by("ReplicaSet", "svc-decode-r-abc", "rs")
+STORE = workload("StatefulSet", "svc-store", "s1", "u")
+
+
+@pytest.mark.parametrize(
+    ("pod", "counted", "stranger"),
+    [
+        (OF_OURS, 1, False),
+        # A Deployment that was copied with all its labels, and pods that nobody made.
+        (made_by("ReplicaSet", "web-abc", "x"), 0, True),
+        (made_by("ReplicaSet", "svc-decode-r-def", "x"), 0, True),
+        (made_by("ReplicaSet", "svc-decode-r", "x"), 0, True),
+        (made_by("ReplicaSet", "svc-decode-r-abc", "x", controller=False), 0, True),
+        (made_by("Job", "svc-decode-r-abc", "x"), 0, True),
+        (OF_OURS | {"metadata": OF_OURS["metadata"] | {"ownerReferences": []}}, 0, True),
+        (made_by("StatefulSet", "svc-store", "s1", role="store"), 1, False),
+        # Of a former one of that name.
+        (made_by("StatefulSet", "svc-store", "s0", role="store"), 0, True),
+        (made_by("ReplicaSet", "web-abc", "x", deletionTimestamp=at(10)), 0, False),
+    ],
+)
+def test_a_pod_is_whose_workload_made_it_whatever_its_labels(pod: Object, counted: int, stranger: bool) -> None:
+    target = service(1, store={})
+    ours = workload("Deployment", "svc-decode-r", "d1", "u")
+    foreign = workload("Deployment", "web", "d2", None)
+    seen = observe(target, [ours, foreign, STORE, pod], Facts(), {})
+    assert [w.name for w in seen.engines] == ["svc-decode-r"]
+    assert seen.store is not None
+    assert seen.engines[0].ready + seen.store.ready == counted
+    assert seen.strangers == ((pod["metadata"]["name"],) if stranger else ())
+    status = status_of(target, seen, plan(target, seen, 100.0), {}, at(50))
+    compatible = next(c for c in status["conditions"] if c["type"] == "Compatible")
+    assert (compatible["reason"] == "ForeignPods") is stranger
+    assert not stranger or pod["metadata"]["name"] in compatible["message"]
+
+
+def test_a_workload_is_known_by_its_selector_whatever_labels_it_is_left() -> None:
+    bare = workload("Deployment", "svc-decode-r", "d1", "u")
+    bare["metadata"]["labels"] = {}
+    (found,) = observe(service(1), [bare, OF_OURS], Facts(), {}).engines
+    assert (found.component, found.revision, found.ready) == (Component.DECODE, "r", 1)

@@ -11,6 +11,7 @@ from rollout_world import D, P, assert_done, pairs, ready, revisions, run, servi
 
 from isthmus_operator.api.v1alpha1 import InferenceService
 from isthmus_operator.plan.autoscale import STEADY_S, decide
+from isthmus_operator.plan.observe import observe
 from isthmus_operator.plan.observed import UNSCHEDULABLE, EngineFacts, Facts, Observed
 from isthmus_operator.plan.planner import Rollout, plan
 from isthmus_operator.plan.rehearse import World
@@ -232,3 +233,39 @@ def test_what_is_held_comes_to_rest_with_the_count_it_should_have(
     assert asked == 0 or count > 0
     assert ready(world.seen, D) >= min(served, count, 1)
     assert max((w.replicas for w in world.seen.of(D)), default=0) <= max(count, 0)
+
+
+@pytest.mark.parametrize("strategy", ["Recreate", "Coordinated"])
+@pytest.mark.parametrize("surge", [0, 2])
+@pytest.mark.parametrize("scaling", [EXTERNAL, AUTO])
+@pytest.mark.parametrize("steps", range(6))
+def test_a_scale_begins_with_what_was_wanted_and_not_with_what_a_rollout_has_left(
+    strategy: str, surge: int, scaling: dict[str, Any], steps: int
+) -> None:
+    """A role is given to an autoscaler, or its RoleScaler is deleted, at any moment of a rollout."""
+    rollout = {"strategy": strategy, "maxSurge": surge, "maxUnavailable": 1}
+    static = {"prefill": {"scaling": {"replicas": 2}}, "decode": {"scaling": {"replicas": 4}}}
+    world = World(drain_s=2)
+    run(service(1, roles=static, rollout=rollout), world)
+    step(service(2, roles=static, rollout=rollout), world, steps)
+    given_away = service(2, roles=static | {"decode": scaling}, rollout=rollout)
+    for _ in range(4):
+        assert plan(given_away, world.seen, world.now).goals[D].count == 4
+        step(given_away, world)
+    ask(world, 5)
+    step(given_away, world)
+    # Deleted by hand.
+    world.seen = replace(world.seen, scales={})
+    assert plan(given_away, world.seen, world.now).goals[D].count == 5
+    assert plan(given_away, replace(world.seen, wanted={D: 0}), world.now).goals[D].count == (
+        0 if scaling is EXTERNAL else 1
+    )
+
+
+def test_what_was_wanted_is_read_from_the_status() -> None:
+    target = service(1, roles={"prefill": {}, "decode": EXTERNAL})
+    status = {"roles": {"prefill": {"desired": 1}, "decode": {"desired": 3, "ready": 0}, "router": {"desired": 9}}}
+    seen = observe(target, [], Facts(), status)
+    assert seen.wanted == {P: 1, D: 3}
+    assert plan(target, seen, 0.0).goals[D].count == 3
+    assert plan(target, observe(target, [], Facts(), {}), 0.0).goals[D].count == 1

@@ -80,8 +80,10 @@ class ModelConfig:
     path: str
     served_names: tuple[str, ...] = ()
     """Names clients may use; default: the last path component."""
+    device: str = "auto"
+    """auto | cpu | cuda; auto picks a usable GPU, else the CPU."""
     dtype: str = "auto"
-    """auto | float32 | bfloat16; auto picks what this CPU computes fast."""
+    """auto | float32 | bfloat16; auto picks what the device computes fast."""
     threads: int = 0
     """CPU threads for the executor; 0: what the scheduler affinity or cgroup gives."""
 
@@ -94,8 +96,9 @@ class KvConfig:
     dtype: str = "auto"
     """auto: same as compute."""
     memory_bytes: int | None = None
-    """Pool size; None: `memory_fraction` of what is free after the weights are loaded."""
+    """Pool size; None: `memory_fraction` decides."""
     memory_fraction: float = 0.5
+    """On a CPU: of what is free after the weights are loaded. On a GPU: of all its memory, weights included."""
     num_blocks_override: int | None = None
     prefix_caching: bool = True
     layout: str = "block-major"
@@ -211,6 +214,9 @@ def build_serve_parser() -> argparse.ArgumentParser:
     p.add_argument("--served-model-name", action="append", default=[], help="repeatable; default: directory name")
     engine = p.add_argument_group("engine (prefill, decode, unified)")
     engine.add_argument("--executor", default="torch", choices=["torch", "fake"])
+    engine.add_argument(
+        "--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a usable GPU, else CPU"
+    )
     engine.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     engine.add_argument("--threads", default="0", help="CPU threads; 0: all this process may use")
     engine.add_argument("--max-model-len", default="auto", help="tokens, or auto")
@@ -220,8 +226,8 @@ def build_serve_parser() -> argparse.ArgumentParser:
     engine.add_argument("--queue-timeout", default="300s")
     engine.add_argument("--block-size", default="16")
     engine.add_argument("--kv-dtype", default="auto", choices=["auto", "float32", "bfloat16"])
-    engine.add_argument("--kv-memory", default="", help="pool size, as 2Gi; default: a share of free memory")
-    engine.add_argument("--kv-memory-fraction", default="0.5")
+    engine.add_argument("--kv-memory", default="", help="pool size, as 2Gi; default: by fraction")
+    engine.add_argument("--kv-memory-fraction", default="0.5", help="CPU: of free memory; GPU: of the whole GPU")
     engine.add_argument("--num-blocks-override", default="")
     engine.add_argument("--no-prefix-caching", action="store_true")
     engine.add_argument("--kv-layout", default="block-major", choices=["block-major", "layer-major"])
@@ -323,6 +329,7 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
     model = ModelConfig(
         path=path,
         served_names=tuple(args.served_model_name) or (os.path.basename(path),),
+        device=args.device,
         dtype=args.dtype,
         threads=read.integer("threads", 0, 4096),
     )

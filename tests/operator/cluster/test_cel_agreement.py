@@ -69,3 +69,36 @@ def test_the_examples_are_accepted(client: Client, name: str) -> None:
 @pytest.mark.parametrize("mode", ["Disaggregated", "Unified"])
 def test_the_smallest_is_accepted_and_gets_its_defaults(client: Client, mode: str) -> None:
     assert ask(client, cases.base(mode)) == (201, "")
+
+
+STATIC: dict[str, Any] = {"scaling": {"mode": "Static"}}
+EXTERNAL: dict[str, Any] = {"scaling": {"mode": "External"}}
+COUNTED: dict[str, Any] = {"scaling": {"replicas": 3}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "accepted"),
+    [
+        (EXTERNAL, COUNTED, True),
+        (EXTERNAL, STATIC, False),
+        (EXTERNAL, {"scaling": {}}, False),
+        (EXTERNAL, {}, False),
+        (COUNTED, {}, True),
+        ({}, EXTERNAL, True),
+    ],
+)
+def test_a_role_is_taken_back_from_an_autoscaler_with_a_number(
+    client: Client, before: dict[str, Any], after: dict[str, Any], accepted: bool
+) -> None:
+    manifest = cases.with_values(cases.base(), {"spec/roles/decode": before, "metadata/name": "back"})
+    made = client("POST", PATH.partition("?")[0], manifest)
+    where = f"{PATH.partition('?')[0]}/back"
+    try:
+        made["spec"]["roles"]["decode"] = after
+        client("PUT", where, made)
+        assert accepted
+    except urllib.error.HTTPError as error:
+        assert not accepted
+        assert "give scaling.replicas" in json.load(error)["message"]
+    finally:
+        client("DELETE", where)

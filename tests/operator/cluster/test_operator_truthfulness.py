@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from operator_world import Service, roles, until
+from simulated_kubelet import Behaviour, always_ready
 from testcluster.commands import CommandError
 
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
@@ -112,3 +113,38 @@ def test_kubectl_refuses_a_field_of_a_later_version(service: Service) -> None:
     }
     with pytest.raises(CommandError, match='unknown field "parallelism"'):
         service.cluster.apply(body, namespace=service.namespace)
+
+
+def test_a_master_that_no_limit_range_lets_be_made_fails_by_its_deadline(service: Service) -> None:
+    limits = {"limits": [{"type": "Container", "max": {"cpu": "4"}, "default": {"cpu": "1"}}]}
+    ranges = f"/api/v1/namespaces/{service.namespace}/limitranges"
+    service.client("POST", ranges, {"metadata": {"name": "small"}, "spec": limits})
+    master = {"managed": {"resources": {"limits": {"cpu": "8"}}}}
+    service.apply(store={"master": master}, transfer={"mode": "Store"}, rollout={"progressDeadline": "3s"})
+    failed = service.reason("Progressing", "ProgressDeadlineExceeded")
+    assert "kubectl describe statefulset svc-store" in failed["message"]
+    assert "ProgressDeadlineExceeded" in service.cluster_cli("explain", "svc")
+    service.client("DELETE", f"{ranges}/small")
+    service.ready(150)
+
+
+def test_pods_of_a_copied_deployment_are_not_counted_and_named(service: Service) -> None:
+    service.apply()
+    service.ready()
+    original = next(d for d in service.deployments() if "-decode-" in d["metadata"]["name"])
+    spec = original["spec"] | {"replicas": 2}
+    copy = {"metadata": {"name": "copy", "labels": original["metadata"]["labels"]}, "spec": spec}
+    deployments = f"/apis/apps/v1/namespaces/{service.namespace}/deployments"
+    service.client("POST", deployments, copy)
+    assert "copy-" in service.reason("Compatible", "ForeignPods")["message"]
+    assert service.condition("Ready")["status"] == "False"
+    assert service.get()["status"]["roles"]["decode"]["summary"] == "1/1"
+    # They do not make up for a pod of the service's own.
+    assert service.kubelet is not None
+    names = {p["metadata"]["name"] for p in service.pods("decode") if not p["metadata"]["name"].startswith("copy-")}
+    service.kubelet.behave = lambda pod: Behaviour(flickers=pod["metadata"]["name"] in names)
+    until(lambda: service.condition("Available")["reason"] == "NoEngine", 30)
+    service.kubelet.behave = always_ready
+    service.client("DELETE", f"{deployments}/copy", {"propagationPolicy": "Foreground"})
+    service.ready()
+    assert messages(service, "ForeignPods")

@@ -13,6 +13,7 @@ import pytest
 from real_models import gemma3_270m, smollm2_135m_instruct
 
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
+from isthmus_runtime.executor.device.base import Device
 from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load
 from isthmus_runtime.interfaces.steps import Chunk, RowBlocks, RowStart, StepOutput, StepPlan
 from isthmus_runtime.kv.plan import KvPlan, KvPlanInput, plan
@@ -207,7 +208,8 @@ class Engine:
 
 @pytest.fixture
 def start_engine() -> Iterator[Callable[..., Engine]]:
-    """`start_engine(directory, ...)`: an executor in float32 with a small pool; closed after the test."""
+    """`start_engine(directory, ...)`: an executor in float32 with a small pool, on the CPU if no device is given;
+    closed after the test."""
     engines: list[Engine] = []
 
     def start(
@@ -221,8 +223,10 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
         layout: str = "block-major",
         dtype: str = "float32",
         kv_dtype: str = "auto",
+        device: Device | None = None,
     ) -> Engine:
-        loaded = load(ModelConfig(path=str(directory), dtype=dtype, threads=2))
+        scheduler = SchedulerConfig(max_batched_tokens=budget, max_num_seqs=max_rows)
+        loaded = load(ModelConfig(path=str(directory), device="cpu", dtype=dtype, threads=2), scheduler, device=device)
         specs = loaded.layer_specs(block_size, kv_dtype)
         kv_plan = plan(
             KvPlanInput(
@@ -237,7 +241,7 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
         executor = TorchExecutor(
             loaded,
             kv_plan,
-            SchedulerConfig(max_batched_tokens=budget, max_num_seqs=max_rows),
+            scheduler,
             KvConfig(block_size=block_size, layout=layout, dtype=kv_dtype),
         )
         engines.append(Engine(loaded, kv_plan, executor, max_rows, budget))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_device import FakeDevice
 from tokenizers import Tokenizer
 
 from isthmus_runtime.config import SchedulerConfig
@@ -207,6 +208,27 @@ def test_steps_submitted_ahead_give_the_same_tokens(tmp_path: Path, start_engine
     prompts = [[rng.randrange(97) for _ in range(rng.randint(1, 40))] for _ in range(6)]
     got = engine.driver(seed=4, poison=False, ahead=True).run([job(p, 12) for p in prompts])
     assert got == [greedy(model, p, 12) for p in prompts]
+
+
+@pytest.mark.parametrize("name", ["gqa-tied", "qwen2-two-groups", "mqa-narrow-heads"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_padded_captured_late_steps_give_the_same_tokens(
+    name: str, ahead: bool, tmp_path: Path, start_engine: Callable[..., Any], job: Any
+) -> None:
+    """On a device that captures ahead, runs its work as late as it may, and leaves garbage in used staging."""
+    case = TINY[name]
+    model = build(case, tmp_path)
+    device = FakeDevice((1, 2, 4, 8))
+    engine = start_engine(tmp_path, block_size=case.block_size, budget=20, max_rows=7, device=device)
+    captured, made = device.captured, device.allocations
+    rng = random.Random(name)
+    prompts = [[rng.randrange(97) for _ in range(rng.randint(1, 30))] for _ in range(9)]
+    got = engine.driver(seed=5, poison=not ahead, ahead=ahead).run([job(p, 12) for p in prompts])
+    assert got == [greedy(model, p, 12) for p in prompts]
+    # Layers and draw of each size.
+    assert captured == 8 and device.captured == captured, "a graph was captured while steps ran"
+    assert device.replayed > 20
+    assert device.allocations == made, "a step allocated"
 
 
 def test_longest_sequence_fills_every_position(tmp_path: Path, start_engine: Callable[..., Any], job: Any) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import numpy as np
+from itertools import accumulate
+
+import torch
+from fake_device import FakeDevice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus_runtime.executor.input_batch import InputBatch
+from isthmus_runtime.executor.graphs import Graphs
+from isthmus_runtime.executor.input_batch import InputBatch, StepInputs
 from isthmus_runtime.interfaces.steps import Chunk, RowBlocks, RowStart, StepPlan
 from isthmus_runtime.kv.groups import GroupPlan
+from isthmus_runtime.layers.batch import ForwardBatch
 from isthmus_runtime.request import SamplingParams
 
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 MAX_ROWS, MAX_LEN, MAX_TOKENS = 5, 40, 64
 GROUPS = (GroupPlan(block_size=4), GroupPlan(block_size=8, window=5, tokens_in_flight=64))
 
@@ -23,13 +29,56 @@ class Naive:
         self.tables: dict[int, list[dict[int, int]]] = {}
 
 
-def new_batch() -> InputBatch:
-    return InputBatch(max_rows=MAX_ROWS, max_tokens=MAX_TOKENS, max_len=MAX_LEN, groups=GROUPS)
+class Batch:
+    """An input batch on a device, its steps taken there at once."""
+
+    def __init__(self, sizes: tuple[int, ...] = ()) -> None:
+        self.device = FakeDevice(sizes)
+        graphs = Graphs(self.device, max_rows=MAX_ROWS, max_len=MAX_LEN)
+        self.rows = InputBatch(
+            self.device,
+            graphs,
+            max_rows=MAX_ROWS,
+            max_tokens=MAX_TOKENS,
+            max_len=MAX_LEN,
+            groups=GROUPS,
+            slots=2,
+        )
+        self.flat = self.rows.tokens.view(-1)
+
+    def describe(self, plan: StepPlan, slot: int = 0) -> StepInputs:
+        """Build a step and take it to the device."""
+        inputs = self.rows.build(plan, self.rows.slots[slot])
+        self.upload(inputs, slot)
+        return inputs
+
+    def upload(self, inputs: StepInputs, slot: int = 0) -> None:
+        """What the runner does before the model runs."""
+        for row, tokens in inputs.starts:
+            row.copy_(tokens)
+        self.rows.uploaded.fill_(-(2**62))
+        self.rows.uploaded[: inputs.words] = self.rows.slots[slot].inputs[: inputs.words]
+        for table, uploaded in inputs.tables:
+            table.copy_(uploaded)
+        if inputs.sources is not None:
+            torch.index_select(self.flat, 0, inputs.sources, out=forward_of(inputs).token_ids)
+
+    def store(self, inputs: StepInputs, tokens: list[int]) -> None:
+        """Keep `tokens` as what the rows drew."""
+        assert inputs.draws is not None
+        ids = torch.tensor(tokens + [7] * (len(inputs.draws.targets) - len(tokens)), dtype=torch.int32)
+        self.flat.index_copy_(0, inputs.draws.targets, ids)
+
+
+def forward_of(inputs: StepInputs) -> ForwardBatch:
+    assert inputs.forward is not None
+    return inputs.forward
 
 
 @given(st.data())
 def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
-    batch, naive = new_batch(), Naive()
+    """With captured sizes, dummy rows follow the real ones and disturb nothing."""
+    batch, naive = Batch(data.draw(st.sampled_from([(), (1, 4, 6)]), label="sizes")), Naive()
     computed: dict[int, int] = {}
     blocks = st.integers(0, 1000)
     for step in range(data.draw(st.integers(1, 6), label="steps")):
@@ -43,9 +92,7 @@ def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
                 tables = [
                     data.draw(st.lists(blocks, max_size=-(-MAX_LEN // g.block_size)), label="table") for g in GROUPS
                 ]
-                starts.append(
-                    RowStart(row, "r", tokens, length, tuple(map(tuple, tables)), SamplingParams(max_tokens=1))
-                )
+                starts.append(RowStart(row, "r", tokens, length, tuple(map(tuple, tables)), GREEDY))
                 naive.tokens[row] = list(tokens)
                 naive.tables[row] = [dict(enumerate(table)) for table in tables]
                 computed[row] = 0
@@ -62,19 +109,23 @@ def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
             draws = int(computed[row] + count == len(naive.tokens[row]))
             chunks.append(Chunk(row, computed[row], count, draws))
         if not chunks:
-            batch.update(StepPlan(step, tuple(starts), tuple(grown), (), 0))
+            batch.describe(StepPlan(step, tuple(starts), tuple(grown), (), 0))
             continue
         total = sum(chunk.num_tokens for chunk in chunks)
-        forward, drawn = batch.apply(StepPlan(step, tuple(starts), tuple(grown), tuple(chunks), total))
+        inputs = batch.describe(StepPlan(step, tuple(starts), tuple(grown), tuple(chunks), total), step % 2)
 
+        forward, draws = forward_of(inputs), inputs.draws
         spans = [(c.row, p) for c in chunks for p in range(c.start, c.start + c.num_tokens)]
-        assert forward.token_ids.tolist() == [naive.tokens[row][p] for row, p in spans]
-        assert forward.positions.tolist() == [p for _, p in spans]
-        assert forward.seq_lens.tolist() == [c.start + c.num_tokens for c in chunks]
-        assert forward.query_start_loc.tolist() == [
-            sum(c.num_tokens for c in chunks[:i]) for i in range(len(chunks) + 1)
-        ]
-        assert forward.max_seq_len == max(c.start + c.num_tokens for c in chunks)
+        decode = all(c.num_tokens == 1 for c in chunks)
+        dummies = batch.rows._graphs.padded(len(chunks)) - len(chunks) if decode else 0
+        assert inputs.graph == (len(chunks) + dummies if decode else 0)
+        assert forward.token_ids.tolist()[: len(spans)] == [naive.tokens[row][p] for row, p in spans]
+        assert forward.positions.tolist() == [p for _, p in spans] + [0] * dummies
+        assert forward.seq_lens.tolist() == [c.start + c.num_tokens for c in chunks] + [1] * dummies
+        bounds = [*accumulate((c.num_tokens for c in chunks), initial=0)]
+        assert forward.query_start_loc.tolist() == bounds + [bounds[-1] + 1 + i for i in range(dummies)]
+        longest = max(c.start + c.num_tokens for c in chunks)
+        assert forward.max_seq_len == (MAX_LEN if decode and batch.rows._graphs.sizes else longest)
         assert forward.max_query_len == max(c.num_tokens for c in chunks)
         for number, group in enumerate(GROUPS):
             size, got = group.block_size, forward.groups[number]
@@ -82,37 +133,112 @@ def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
             for row, p in spans:
                 block = naive.tables[row][number].get(p // size, 0)
                 slots.append(block * size + p % size if block else -1)
-            assert got.slot_mapping.tolist() == slots
-            for c, table in zip(chunks, got.block_tables.tolist(), strict=True):
+            assert got.slot_mapping.tolist() == slots + [-1] * dummies
+            for c, table in zip(chunks, got.block_tables.tolist(), strict=False):
                 used = -(-(c.start + c.num_tokens) // size)
                 assert table[:used] == [naive.tables[c.row][number].get(i, 0) for i in range(used)]
-        last = np.cumsum([c.num_tokens for c in chunks]) - 1
-        assert forward.logit_rows.tolist() == [int(last[i]) for i, c in enumerate(chunks) if c.draws]
-        assert drawn.rows.tolist() == [c.row for c in chunks if c.draws]
-        assert drawn.positions.tolist() == [c.start + c.num_tokens for c in chunks if c.draws]
-        tokens_drawn = np.arange(len(drawn.rows)) + 500
-        batch.store(drawn, tokens_drawn)
-        for row, token in zip(drawn.rows.tolist(), tokens_drawn.tolist(), strict=True):
-            if len(naive.tokens[row]) < MAX_LEN:
-                naive.tokens[row].append(token)
+            assert all(table[0] == 0 for table in got.block_tables.tolist()[len(chunks) :])
+        drawing = [(c, bounds[i + 1] - 1) for i, c in enumerate(chunks) if c.draws]
+        if not drawing:
+            assert draws is None
+        else:
+            assert draws is not None and draws.count == len(drawing) and not draws.parameters
+            assert draws.logit_rows.tolist()[: draws.count] == [last for _, last in drawing]
+            assert len(draws.logit_rows) == (inputs.graph if len(drawing) == len(chunks) and decode else draws.count)
+            tokens_drawn = [500 + i for i in range(len(drawing))]
+            batch.store(inputs, tokens_drawn)
+            for (chunk, _), token in zip(drawing, tokens_drawn, strict=True):
+                if len(naive.tokens[chunk.row]) < MAX_LEN:
+                    naive.tokens[chunk.row].append(token)
         for chunk in chunks:
             computed[chunk.row] += chunk.num_tokens
 
 
+def sampling_plan(step: int, *rows: SamplingParams) -> StepPlan:
+    """A step that starts `rows` and draws for all of them."""
+    starts = tuple(RowStart(row, "r", [1], 1, ((), ()), sampling) for row, sampling in enumerate(rows))
+    return StepPlan(step, starts, (), tuple(Chunk(row, 0, 1, 1) for row in range(len(rows))), len(rows))
+
+
 def test_any_whole_number_is_a_seed() -> None:
-    batch = new_batch()
+    batch = Batch()
     for seed, stored in ((0, 0), (-1, -1), (2**63, -(2**63)), (2**64 + 5, 5), (2**64 - 1, -1)):
-        sampling = SamplingParams(max_tokens=1, seed=seed)
-        batch.start(RowStart(0, "r", [1], 1, ((), ()), sampling))
-        assert batch.seed[0] == stored
+        draws = batch.describe(sampling_plan(0, SamplingParams(max_tokens=1, temperature=1.0, seed=seed))).draws
+        assert draws is not None and draws.parameters["seeds"].tolist() == [stored]
+
+
+def test_only_filters_in_use_reach_the_sampler() -> None:
+    def used(*rows: SamplingParams) -> set[str]:
+        draws = Batch().describe(sampling_plan(0, *rows)).draws
+        assert draws is not None
+        return set(draws.parameters)
+
+    greedy = SamplingParams(max_tokens=1, temperature=0.0, top_k=4)
+    assert used(greedy) == set()
+    plain = SamplingParams(max_tokens=1, temperature=1.0)
+    always = {"temperature", "seeds", "positions"}
+    assert used(plain) == always
+    assert used(plain, SamplingParams(max_tokens=1, temperature=1.0, top_p=0.5)) == always | {"top_p"}
+    assert used(plain, greedy) == always | {"top_k"}
+
+
+def test_draws_with_parameters_or_logprobs_are_not_left_to_a_graph() -> None:
+    for sampling, graph in (
+        (SamplingParams(max_tokens=1, temperature=0.0), 4),
+        (SamplingParams(max_tokens=1, temperature=0.5), 0),
+        (SamplingParams(max_tokens=1, temperature=0.0, logprobs=2), 0),
+    ):
+        draws = Batch((1, 4, 8)).describe(sampling_plan(0, *[sampling] * 3)).draws
+        assert draws is not None and (draws.count, draws.graph) == (3, graph)
+        assert len(draws.logit_rows) == (graph or 3)
+
+
+def test_steps_of_one_size_lie_at_the_same_addresses() -> None:
+    """What a captured graph reads does not depend on the slot, the rows or the lengths."""
+    batch = Batch((1, 4, 8))
+
+    def addresses(inputs: StepInputs) -> list[int]:
+        forward, draws = forward_of(inputs), inputs.draws
+        assert draws is not None
+        tensors = [forward.token_ids, forward.positions, forward.query_start_loc, forward.seq_lens]
+        tensors += [t for group in forward.groups for t in (group.block_tables, group.slot_mapping)]
+        return [t.data_ptr() for t in (*tensors, draws.logit_rows, draws.targets)]
+
+    first = addresses(batch.describe(sampling_plan(0, *[GREEDY] * 3)))
+    long = StepPlan(1, (RowStart(4, "r", [1] * 30, 30, ((1,) * 8, (2,) * 4), GREEDY),), (), (), 0)
+    batch.describe(long)
+    later = StepPlan(2, (), (), (Chunk(4, 29, 1, 1), Chunk(0, 0, 1, 1)), 2)
+    assert addresses(batch.describe(later, slot=1)) == first
+    assert addresses(batch.rows.dummies(4, batch.rows.slots[0])) == first
 
 
 def test_a_new_request_sees_nothing_of_the_row_before() -> None:
-    batch = new_batch()
+    batch = Batch()
     sampling = SamplingParams(max_tokens=1)
-    batch.start(RowStart(1, "old", [7] * 30, 30, (tuple(range(1, 9)), (1, 2, 3, 4)), sampling))
-    batch.start(RowStart(1, "new", [9], 1, ((5,), (6,)), sampling))
-    forward, _ = batch.apply(StepPlan(0, (), (), (Chunk(1, 0, 1, 1),), 1))
+    old = RowStart(1, "old", [7] * 30, 30, (tuple(range(1, 9)), (1, 2, 3, 4)), sampling)
+    new = RowStart(1, "new", [9], 1, ((5,), (6,)), sampling)
+    forward = forward_of(batch.describe(StepPlan(0, (old, new), (), (Chunk(1, 0, 1, 1),), 1)))
     assert forward.token_ids.tolist() == [9]
-    assert [group.block_tables.tolist() for group in forward.groups] == [[[5]], [[6]]]
-    assert (batch._tables[0][1, 1:] == 0).all()
+    assert [group.block_tables[:, 0].tolist() for group in forward.groups] == [[5], [6]]
+    assert (batch.rows._tables[0][1, 1:] == 0).all()
+
+
+def test_a_step_is_built_before_the_last_one_ran() -> None:
+    """The second step continues a row with a token that nobody has seen, and leaves the first one's inputs alone."""
+    batch = Batch((4, 8))
+    slots = batch.rows.slots
+    start = RowStart(2, "r", [5, 6, 7], 3, ((1,), (1,)), GREEDY)
+    first = batch.rows.build(StepPlan(0, (start,), (), (Chunk(2, 0, 3, 1),), 3), slots[0])
+    second = batch.rows.build(StepPlan(1, (), (), (Chunk(2, 3, 1, 1),), 1), slots[1])
+    batch.upload(first, 0)
+    assert forward_of(first).token_ids.tolist() == [5, 6, 7] and forward_of(first).seq_lens.tolist() == [3]
+    batch.store(first, [77])
+    batch.upload(second, 1)
+    assert forward_of(second).token_ids.tolist()[0] == 77 and forward_of(second).seq_lens.tolist() == [4, 1, 1, 1]
+
+
+def test_prompts_longer_than_the_staging_still_arrive() -> None:
+    batch = Batch()
+    slot = batch.rows.slots[0]
+    parts = [slot.tokens(range(n)) for n in (1000, 900, 5000)]
+    assert [part.tolist() for part in parts] == [list(range(n)) for n in (1000, 900, 5000)]

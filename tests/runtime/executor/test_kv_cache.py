@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from isthmus_runtime.errors import ConfigError
+from isthmus_runtime.executor.device.cpu import CpuDevice
 from isthmus_runtime.executor.kv_cache import KvCache
 from isthmus_runtime.kv.groups import LayerSpec
 from isthmus_runtime.kv.plan import KvPlan, KvPlanInput, plan
@@ -45,7 +46,7 @@ def plan_of(specs: tuple[LayerSpec, ...], num_blocks: int) -> KvPlan:
 def test_every_element_of_every_layer_is_its_own(layout: str, windows: tuple[int | None, ...]) -> None:
     """Groups share bytes by block id; within a group no two layers, blocks or tokens may."""
     specs = specs_of(*windows)
-    cache = KvCache(plan_of(specs, 6), specs, torch.float32, layout)
+    cache = KvCache(plan_of(specs, 6), specs, torch.float32, layout, CpuDevice())
     assert len(cache.layers) == 2 * len(windows)
     for group in {group for group, _ in cache.layers}:
         views = [view for own, view in cache.layers if own == group]
@@ -58,7 +59,7 @@ def test_every_element_of_every_layer_is_its_own(layout: str, windows: tuple[int
 
 def test_block_major_block_is_one_aligned_run() -> None:
     specs = specs_of(None, 8)
-    cache = KvCache(plan_of(specs, 7), specs, torch.float32, "block-major")
+    cache = KvCache(plan_of(specs, 7), specs, torch.float32, "block-major", CpuDevice())
     memory = cache.memory()
     assert memory.base % 64 == 0 and memory.block_stride % 64 == 0
     assert memory.block_stride >= memory.block_bytes == 2 * 2 * 4 * 3 * 10 * 4
@@ -72,7 +73,7 @@ def test_block_major_block_is_one_aligned_run() -> None:
 
 def test_layout_digest_tells_layouts_apart() -> None:
     def digest(specs: tuple[LayerSpec, ...], dtype: torch.dtype = torch.float32) -> str:
-        return KvCache(plan_of(specs, 9), specs, dtype, "block-major").memory().layout_digest
+        return KvCache(plan_of(specs, 9), specs, dtype, "block-major", CpuDevice()).memory().layout_digest
 
     same = specs_of(None)
     assert digest(same) == digest(specs_of(None))
@@ -82,7 +83,7 @@ def test_layout_digest_tells_layouts_apart() -> None:
 
 def test_layer_major_cannot_be_transferred() -> None:
     specs = specs_of(None)
-    cache = KvCache(plan_of(specs, 3), specs, torch.float32, "layer-major")
+    cache = KvCache(plan_of(specs, 3), specs, torch.float32, "layer-major", CpuDevice())
     with pytest.raises(ConfigError, match=r"--kv-layout layer-major .*block-major"):
         cache.memory()
 
@@ -90,7 +91,7 @@ def test_layer_major_cannot_be_transferred() -> None:
 def test_unknown_layout_is_refused() -> None:
     specs = specs_of(None)
     with pytest.raises(ConfigError, match="'diagonal'"):
-        KvCache(plan_of(specs, 3), specs, torch.float32, "diagonal")
+        KvCache(plan_of(specs, 3), specs, torch.float32, "diagonal", CpuDevice())
 
 
 def test_a_large_pool_is_not_committed_and_reads_zero() -> None:
@@ -98,7 +99,7 @@ def test_a_large_pool_is_not_committed_and_reads_zero() -> None:
     size = plan_of(specs, 2).bytes_per_block
     count = (12 << 30) // size
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    cache = KvCache(plan_of(specs, count), specs, torch.float32, "block-major")
+    cache = KvCache(plan_of(specs, count), specs, torch.float32, "block-major", CpuDevice())
     _, view = cache.layers[1]
     view[count - 1, 1] = 3.0
     assert float(view[count - 1, 0].abs().max()) == 0 and float(view[count - 1, 1].min()) == 3
@@ -109,7 +110,7 @@ def test_a_large_pool_is_not_committed_and_reads_zero() -> None:
 
 def test_poison_spares_the_null_block() -> None:
     specs = specs_of(None)
-    cache = KvCache(plan_of(specs, 4), specs, torch.float32, "block-major")
+    cache = KvCache(plan_of(specs, 4), specs, torch.float32, "block-major", CpuDevice())
     cache.poison([0, 2])
     for _, view in cache.layers:
         assert view[2].isnan().all() and not view[[0, 1, 3]].isnan().any()

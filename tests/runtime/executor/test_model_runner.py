@@ -52,12 +52,12 @@ def step(number: int, *, sampling: SamplingParams | None = None, chunk: Chunk | 
 
 
 def test_layer_specs_join_neighbours_of_one_kind(model_dir: Path) -> None:
-    loaded = load(ModelConfig(path=str(model_dir), dtype="float32"))
+    loaded = load(ModelConfig(path=str(model_dir), device="cpu", dtype="float32"))
     full, sliding = loaded.layer_specs(8, "bfloat16")
     assert (full.kind, full.layers, full.window, full.dtype) == ("full", 2, None, "bf16")
     assert (sliding.kind, sliding.layers, sliding.window, sliding.head_dim) == ("sliding", 2, 8, 8)
     assert loaded.layer_specs(8, "auto")[0].dtype == "fp32"
-    assert 0 < loaded.free_memory_bytes() < 1 << 50
+    assert 0 < loaded.device.kv_bytes(0.5) < 1 << 50
     with pytest.raises(ConfigError, match="--kv-dtype 'int3'"):
         loaded.layer_specs(8, "int3")
 
@@ -139,13 +139,13 @@ def test_bfloat16_runs_close_to_float32(model_dir: Path, start_engine: Callable[
 
 def test_unknown_dtype_and_missing_model(model_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--dtype 'float8'"):
-        load(ModelConfig(path=str(model_dir), dtype="float8"))
+        load(ModelConfig(path=str(model_dir), device="cpu", dtype="float8"))
     with pytest.raises(WeightsError, match="does not exist"):
         load(ModelConfig(path=str(tmp_path / "nowhere")))
 
 
 def test_auto_dtype_loads(model_dir: Path) -> None:
-    assert load(ModelConfig(path=str(model_dir))).model.dtype in (torch.float32, torch.bfloat16)
+    assert load(ModelConfig(path=str(model_dir), device="cpu")).model.dtype in (torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize("instructions", [{}, {"amx_bf16": True}])
@@ -153,8 +153,8 @@ def test_engines_on_different_cpus_have_the_same_kv(
     model_dir: Path, instructions: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: instructions)
-    loaded = load(ModelConfig(path=str(model_dir)))
+    loaded = load(ModelConfig(path=str(model_dir), device="cpu"))
     assert loaded.model.dtype == (torch.bfloat16 if instructions else torch.float32)
     assert loaded.kv_dtype("auto") == torch.float32
     assert loaded.kv_dtype("bfloat16") == torch.bfloat16
-    assert load(ModelConfig(path=str(model_dir), dtype="bfloat16")).kv_dtype("auto") == torch.bfloat16
+    assert load(ModelConfig(path=str(model_dir), device="cpu", dtype="bfloat16")).kv_dtype("auto") == torch.bfloat16

@@ -1,7 +1,8 @@
 """The rules between fields that CEL can express, by the place in the schema where they hold.
 
 They repeat `rules.py`, so that the API server refuses a wrong resource while the operator is down; a test keeps the two
-in agreement. Arithmetic on quantities, durations and pods in total are left to `rules.py`.
+in agreement. Those on an edit (`oldSelf`) are here alone. Arithmetic on quantities, durations and pods in total are
+left to `rules.py`.
 """
 
 from __future__ import annotations
@@ -28,10 +29,6 @@ _SCALING_RULES = [
         "mode Auto needs min, max and target",
     ),
     ("!has(self.min) || !has(self.max) || self.min <= self.max", "min must not be above max"),
-    (
-        "!has(self.target) || quantity(string(self.target.value)).isGreaterThan(quantity('0'))",
-        "target.value must be above 0",
-    ),
 ]
 _RATIO_RULES = [
     ("has(self.min) || has(self.max)", "give min, max or both"),
@@ -48,6 +45,13 @@ _RATIO_RULES = [
 _KV_RULES = [("!(has(self.memory) && has(self.gpuMemoryFraction))", "give one of memory and gpuMemoryFraction")]
 
 _ROLES = ("prefill", "decode", "worker")
+_ROLE_RULES = [
+    (
+        "!has(oldSelf.scaling) || oldSelf.scaling.mode == 'Static'"
+        " || has(self.scaling) && (self.scaling.mode != 'Static' || has(self.scaling.replicas))",
+        "give scaling.replicas: an autoscaler had the number",
+    )
+]
 
 RULES: dict[Place, list[tuple[str, str]]] = {
     (): [
@@ -131,6 +135,7 @@ RULES: dict[Place, list[tuple[str, str]]] = {
         )
     ],
     ("spec", "scalingPolicy", "ratio", "prefillPerDecode"): _RATIO_RULES,
+    **{("spec", "roles", role): _ROLE_RULES for role in _ROLES},
     **{("spec", "roles", role, "scaling"): _SCALING_RULES for role in _ROLES},
     **{("spec", "roles", role, "engine", "kvCache"): _KV_RULES for role in _ROLES},
 }

@@ -169,8 +169,9 @@ def to_yaml(manifest: object, *, dense: bool = False) -> str:
         def ignore_aliases(self, data: object) -> bool:
             return True
 
-    flow = None if dense else False
-    return yaml.dump(manifest, Dumper=Plain, sort_keys=False, allow_unicode=True, width=120, default_flow_style=flow)
+    # Deep down in a schema, a broken line is indented by more than it says.
+    flow, width = (None, 160) if dense else (False, 120)
+    return yaml.dump(manifest, Dumper=Plain, sort_keys=False, allow_unicode=True, width=width, default_flow_style=flow)
 
 
 def role_scaler_crd() -> dict[str, Any]:

@@ -47,6 +47,7 @@ class Reason(StrEnum):
     TRANSFER_NOT_READY = "TransferNotReady"
     TRANSPORT_REPLACED = "TransportReplaced"
     FINGERPRINT_MISMATCH = "FingerprintMismatch"
+    FOREIGN_PODS = "ForeignPods"
     # Events only.
     ROLLOUT_STARTED = "RolloutStarted"
     CAPACITY_GAP = "CapacityGap"
@@ -157,6 +158,11 @@ TEXTS: dict[Reason, Text] = {
         "Prefill and decode report different KV layouts, so they are not paired.",
         "During a rollout: wait. Otherwise compare the pods' `/info`; `podPatch` must not change engine arguments.",
     ),
+    Reason.FOREIGN_PODS: Text(
+        "Pods have the labels of the service and were not made by it, such as those of a copied Deployment. They are"
+        " not counted; Services find pods by labels, so requests may go to them.",
+        "Take the labels `serving.isthmus.dev/*` off what makes the pods named, or delete it.",
+    ),
     Reason.ROLLOUT_STARTED: Text("The spec asks for other pods than there are.", _NOTHING),
     Reason.CAPACITY_GAP: Text(
         "A role of one pod is replaced without surge: until the new pod is ready there is none.",
@@ -194,7 +200,7 @@ CONDITIONS = (
     ("PrefillReady, DecodeReady, WorkerReady, RouterReady", "All pods of the role are of the present spec and ready."),
     ("StoreReady", "The Mooncake master is ready. Only with a store."),
     ("TransferReady", "KV can move, over the transport the message names. Only with mode Disaggregated."),
-    ("Compatible", "The spec is valid and engines agree on one KV layout."),
+    ("Compatible", "The spec is valid, engines agree on one KV layout, and no foreign pod has the service's labels."),
 )
 
 EVENTS = (
@@ -202,7 +208,7 @@ EVENTS = (
     Reason.SERVING, Reason.NO_ROUTER, Reason.NO_ENGINE, Reason.INVALID_SPEC, Reason.FINGERPRINT_MISMATCH,
     Reason.TRANSFER_NOT_READY, Reason.TRANSPORT_REPLACED, Reason.CHILD_HEALED, Reason.CHILD_CONTESTED,
     Reason.SCALED, Reason.OPTIONAL_API_MISSING, Reason.RECONCILE_FAILED, Reason.NAME_TAKEN,
-    Reason.INTERNAL_ERROR,
+    Reason.INTERNAL_ERROR, Reason.FOREIGN_PODS,
 )  # fmt: skip
 """Reasons that also come as Events, when they begin to hold."""
 

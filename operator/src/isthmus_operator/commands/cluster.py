@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import time
+from dataclasses import replace
 from typing import Any, TextIO
 
 from ..api.reasons import TEXTS, Reason
@@ -130,13 +131,7 @@ def _plan(arguments: argparse.Namespace, out: TextIO) -> int:
 
 def plan_steps(service: InferenceService, world: World) -> list[dict[str, Any]]:
     """What applying `service` does, step by step, if every new pod becomes ready."""
-    world.seen = Observed(
-        engines=world.seen.engines,
-        router=world.seen.router,
-        store=world.seen.store,
-        scales=world.seen.scales,
-        facts=Facts(),
-    )
+    world.seen = replace(world.seen, facts=Facts(), failed="", conditions=())
     steps: list[dict[str, Any]] = []
     before = world.seen
     for wanted, _ in rehearse(service, world):

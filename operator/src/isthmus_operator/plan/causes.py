@@ -43,19 +43,24 @@ def workload_state(workload: Workload, count: int, now: float) -> State:
     if workload.ready >= count:
         return State("True", Reason.ALL_READY, f"{name}: {count} of {count} pods are ready")
     head = f"{name}: {workload.ready} of {count} pods are ready"
-    if workload.problem and len(workload.live) < workload.replicas:
-        return State("False", Reason.PODS_NOT_CREATED, f"{head}; {workload.name}: {workload.problem}")
+    overdue = workload.problem_since > 0 and now - workload.problem_since > SET_UP_S
+    if (workload.problem or overdue) and len(workload.live) < workload.replicas:
+        text = f"{head}; {workload.name}: {workload.problem or not_made(workload)}"
+        return State("False", Reason.PODS_NOT_CREATED, text)
     pod = worst(workload.live)
-    if pod is None and workload.component is Component.STORE:
-        # A StatefulSet does not say in its status why it makes no pod.
-        text = f"{head}; no pod is made yet: kubectl describe statefulset {workload.name}"
-        return State("False", Reason.STARTING, text)
     if pod is None:
-        return State("False", Reason.STARTING, head)
+        more = f"; {not_made(workload)}" if workload.component is Component.STORE else ""
+        return State("False", Reason.STARTING, head + more)
     if not pod.problem and not pod.set_up and now - pod.changed > SET_UP_S:
         text = f"pod {pod.name} waits for its volumes or its network: kubectl describe pod {pod.name}"
         return State("False", Reason.POD_NOT_SET_UP, f"{head}; {text}")
     return State("False", reason_of(pod), f"{head}; pod {pod.name}: {pod.problem or 'starting'}")
+
+
+def not_made(workload: Workload) -> str:
+    """What is known of pods that are missing where the status of their workload does not say why."""
+    kind = "statefulset" if workload.component is Component.STORE else "deployment"
+    return f"a pod is not made; kubectl describe {kind} {workload.name} says why"
 
 
 def worst(pods: Iterable[Pod]) -> Pod | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -13,45 +14,80 @@ from .observed import UNSCHEDULABLE, Condition, Facts, Observed, Pod, Workload
 
 Object = Mapping[str, Any]
 
+Maker = tuple[str, str]
+"""What makes pods: the kind of a workload, and its name or uid."""
+TEMPLATE_HASH = "pod-template-hash"
+
 _STARTING = ("ContainerCreating", "PodInitializing")
 
 
 def observe(service: InferenceService, children: Iterable[Object], facts: Facts, status: Object) -> Observed:
     """`children`: objects labelled as the service's, of any kind; those of another owner are left out.
     `status`: of the InferenceService, as it is now."""
+    children = list(children)
     mine = [child for child in children if is_child(service, child)]
-    pods: dict[tuple[Component, str], list[Pod]] = {}
-    for child in mine:
-        if child["kind"] == "Pod" and (component := component_of(child)) is not None:
-            found = pod(child, component)
-            pods.setdefault((component, found.revision), []).append(found)
-    workloads = [_workload(service, child, pods) for child in mine if child["kind"] in ("Deployment", "StatefulSet")]
-    known = [w for w in workloads if w is not None]
+    makers = {_maker(child): child for child in mine if child["kind"] in ("Deployment", "StatefulSet")}
+    made: dict[Maker, list[Object]] = {maker: [] for maker in makers}
+    strangers = []
+    for child in children:
+        if child["kind"] == "Pod":
+            maker = _maker_of(child)
+            if maker in made:
+                made[maker].append(child)
+            elif _stays(child):
+                strangers.append(str(child["metadata"]["name"]))
+    workloads = [_workload(service, child, made[maker]) for maker, child in makers.items()]
+    said = conditions(status)
+    known = [_with_missing(w, said) for w in workloads if w is not None]
     return Observed(
         engines=tuple(sorted((w for w in known if is_engine(w.component)), key=lambda w: w.name)),
         router=next((w for w in known if w.component is Component.ROUTER), None),
         store=next((w for w in known if w.component is Component.STORE), None),
         scales=_scales(mine),
+        wanted=_wanted(status),
         facts=facts,
         failed=str((status.get("revision") or {}).get("failed") or ""),
-        conditions=conditions(status),
+        strangers=tuple(sorted(strangers)),
+        conditions=said,
     )
 
 
 def is_child(service: InferenceService, child: Object) -> bool:
-    """Whether we made it for this very object: a pod through its workload, anything else by its owner reference.
+    """Whether we made it for this very object, by its owner reference. A pod is its workload's.
 
     An object that was left by a deleted service of the same name waits for the garbage collector and is not ours.
     """
-    owners = child["metadata"].get("ownerReferences") or []
-    if child["kind"] == "Pod":
-        return any(owner["kind"] in ("ReplicaSet", "StatefulSet") and owner.get("controller") for owner in owners)
-    return any(owner["uid"] == service.uid for owner in owners)
+    return any(owner["uid"] == service.uid for owner in child["metadata"].get("ownerReferences") or ())
+
+
+def _maker(workload: Object) -> Maker:
+    meta = workload["metadata"]
+    return workload["kind"], meta["uid"] if workload["kind"] == "StatefulSet" else meta["name"]
+
+
+def _maker_of(pod: Object) -> Maker | None:
+    """Whose controller made a pod. Of a Deployment it is a ReplicaSet, which is not watched: it has the name of its
+    Deployment and the hash of its template, and of one name there is one."""
+    meta = pod["metadata"]
+    for owner in meta.get("ownerReferences") or ():
+        if owner.get("controller") and owner["kind"] == "StatefulSet":
+            return "StatefulSet", owner["uid"]
+        suffix = f"-{(meta.get('labels') or {}).get(TEMPLATE_HASH, '')}"
+        if owner.get("controller") and owner["kind"] == "ReplicaSet" and len(suffix) > 1:
+            return ("Deployment", owner["name"].removesuffix(suffix)) if owner["name"].endswith(suffix) else None
+    return None
+
+
+def _stays(pod: Object) -> bool:
+    ended = (pod.get("status") or {}).get("phase") in ("Failed", "Succeeded")
+    return not ended and not pod["metadata"].get("deletionTimestamp")
 
 
 def component_of(child: Object) -> Component | None:
-    """The component a child belongs to, by its label."""
-    value = str((child["metadata"].get("labels") or {}).get(ROLE_LABEL, ""))
+    """The component a child belongs to: of a workload by its selector, which cannot be changed, else by its label."""
+    selector = (child.get("spec") or {}).get("selector") or {}
+    labels = selector.get("matchLabels") if child["kind"] in ("Deployment", "StatefulSet") else None
+    value = str((labels or child["metadata"].get("labels") or {}).get(ROLE_LABEL, ""))
     return next((component for component in Component if component.value == value), None)
 
 
@@ -161,9 +197,7 @@ def _exit(ended: Object) -> str:
     return text + ")"
 
 
-def _workload(
-    service: InferenceService, child: Object, pods: Mapping[tuple[Component, str], list[Pod]]
-) -> Workload | None:
+def _workload(service: InferenceService, child: Object, pods: Iterable[Object]) -> Workload | None:
     component = component_of(child)
     if component is None:
         return None
@@ -171,10 +205,6 @@ def _workload(
     labels = meta.get("labels") or {}
     # By the selector, which cannot be changed: a label edited by hand does not make pods disappear.
     revision = spec["selector"]["matchLabels"].get(REVISION_LABEL) or labels.get(REVISION_LABEL, "")
-    single = not is_engine(component)
-    mine = [
-        pod for (part, r), found in pods.items() if part is component and (single or r == revision) for pod in found
-    ]
     problem, since = _cannot_make_pods(status)
     return Workload(
         name=meta["name"],
@@ -187,8 +217,22 @@ def _workload(
         problem=problem,
         problem_since=since,
         image=next((str(c.get("image", "")) for c in spec["template"]["spec"].get("containers") or ()), ""),
-        pods=tuple(sorted(mine, key=lambda pod: pod.name)),
+        pods=tuple(sorted((pod(one, component) for one in pods), key=lambda one: one.name)),
     )
+
+
+def _with_missing(workload: Workload, said: Iterable[Condition]) -> Workload:
+    """With `problem_since` where nobody says that pods cannot be made, as a StatefulSet never does: since when its role
+    has not been ready, or something has last happened to it."""
+    if workload.problem or len(workload.live) >= workload.replicas:
+        return workload
+    name = f"{workload.component.value.capitalize()}Ready"
+    role = next((condition for condition in said if condition.type == name), None)
+    if role is not None and role.status == "True":
+        return workload
+    times = [workload.created, seconds(role.changed) if role is not None else 0.0]
+    times += [at for one in workload.pods for at in (one.created, one.changed, one.ends or 0.0)]
+    return replace(workload, problem_since=max(times))
 
 
 def _uses(child: Object, address: str) -> bool:
@@ -203,6 +247,12 @@ def _cannot_make_pods(status: Object) -> tuple[str, float]:
             text = f"pods cannot be made: {condition.get('message') or condition.get('reason')}"
             return text, seconds(condition.get("lastTransitionTime"))
     return "", 0.0
+
+
+def _wanted(status: Object) -> dict[Component, int]:
+    roles = status.get("roles") or {}
+    found = {part: (roles.get(part.value) or {}).get("desired") for part in Component if is_engine(part)}
+    return {part: int(count) for part, count in found.items() if count is not None}
 
 
 def _scales(children: Iterable[Object]) -> dict[Component, int]:

@@ -58,7 +58,7 @@ class Workload:
     pairing:   engines of one value are sure to have one KV layout
     pooled:    its engines use the store that this service manages
     problem:   why its pods cannot be made (quota, admission); empty when they can
-    problem_since: since when they cannot
+    problem_since: since when pods that it asks for are missing, for whatever reason; 0: none is, or nobody knows
     image:     of its main container
     """
 
@@ -146,6 +146,8 @@ class Observed:
 
     engines:    the workloads of all engine roles and revisions
     scales:     component -> pods asked for through the scale of the role, for those that have one
+    wanted:     component -> pods that it should have had, as the status remembers it
+    strangers:  names of pods that have the service's labels and are not its own; routers find them all the same
     failed:     revision whose rollout was rolled back, as the status remembers it
     conditions: as the status holds them now
     """
@@ -154,7 +156,9 @@ class Observed:
     router: Workload | None = None
     store: Workload | None = None
     scales: dict[Component, int] = field(default_factory=dict)
+    wanted: dict[Component, int] = field(default_factory=dict)
     facts: Facts = field(default_factory=Facts)
+    strangers: tuple[str, ...] = ()
     failed: str = ""
     conditions: tuple[Condition, ...] = ()
 

@@ -117,12 +117,13 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
 
 
 def desired(service: InferenceService, component: Component, seen: Observed) -> int:
-    """How many pods a role should have: the spec's number, or that of whoever owns it, or as many as there are."""
+    """How many pods a role should have: the spec's number, or that of whoever owns it, or as many as it should have had
+    until now. What there are is no measure: in the middle of a rollout it is any number."""
     role = role_of(service, component)
     own = own_replicas(role)
     if own is not None:
         return own
-    count = seen.scales.get(component)
+    count = seen.scales.get(component, seen.wanted.get(component))
     if count is None:
         count = sum(w.replicas for w in seen.of(component)) or 1
     if role.scaling.mode is ScalingMode.AUTO:

@@ -11,6 +11,7 @@ from ..api.v1alpha1 import InferenceService
 from ..render import mooncake
 from ..render.names import Component
 from ..render.revision import role_revision
+from .causes import not_made
 from .observed import SICK_AFTER_S, Observed, Pod, Workload
 from .rollout import OVERDUE_S, Goal, places
 
@@ -99,7 +100,7 @@ def overdue(service: InferenceService, workloads: Iterable[Workload], now: float
     deadline = service.spec.rollout.progress_deadline
     for workload in workloads:
         if _lacks_pods(workload) and now - workload.problem_since > deadline.seconds:
-            return f"{workload.name}: {workload.problem}"
+            return f"{workload.name}: {workload.problem or not_made(workload)}"
         for pod in _not_ready(workload):
             if now - pod.changed > deadline.seconds:
                 return f"pod {pod.name} is not ready after {deadline}: " + (pod.problem or "it is still starting")
@@ -126,7 +127,7 @@ def _ready(single: Workload | None) -> int:
 
 
 def _lacks_pods(workload: Workload) -> bool:
-    return bool(workload.problem) and len(workload.live) < workload.replicas
+    return workload.problem_since > 0 and len(workload.live) < workload.replicas
 
 
 def _not_ready(workload: Workload) -> list[Pod]:

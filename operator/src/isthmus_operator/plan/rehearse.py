@@ -51,6 +51,7 @@ class World:
             router=self._single(service, Component.ROUTER, self.seen.router) if wanted.router else self.seen.router,
             store=self._store(service, wanted),
             failed=wanted.failed,
+            wanted={part: goal.count for part, goal in wanted.goals.items()},
         )
 
     def tick(self, seconds: float = 1.0) -> None:

@@ -286,6 +286,10 @@ def _transfer_state(service: InferenceService, seen: Observed, wanted: Plan) -> 
 
 
 def _compatible_state(seen: Observed, wanted: Plan) -> State:
+    if seen.strangers:
+        some = ", ".join(seen.strangers[:3]) + (", ..." if len(seen.strangers) > 3 else "")
+        text = f"pods that are not this service's have its labels, so that requests may go to them: {some}"
+        return State("False", Reason.FOREIGN_PODS, text)
     found: dict[Component, set[str]] = {}
     for workload in _present(seen, wanted):
         for pod in workload.live:

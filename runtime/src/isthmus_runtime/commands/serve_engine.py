@@ -93,13 +93,16 @@ def serve_engine(config: EngineConfig) -> NoReturn:
     os._exit(status)
 
 
-def _plan(config: EngineConfig, specs: tuple[LayerSpec, ...], free_bytes: int, model_limit: int) -> KvPlan:
+def _plan(
+    config: EngineConfig, specs: tuple[LayerSpec, ...], share: Callable[[float], int], model_limit: int
+) -> KvPlan:
+    """`share`: bytes of the pool for `--kv-memory-fraction`."""
     memory = config.kv.memory_bytes
     auto = config.scheduler.max_model_len is None
     return plan(
         KvPlanInput(
             workers=(specs,),
-            available_bytes=(memory if memory is not None else int(free_bytes * config.kv.memory_fraction),),
+            available_bytes=(memory if memory is not None else share(config.kv.memory_fraction),),
             max_model_len=config.scheduler.max_model_len or model_limit,
             auto_fit=auto,
             num_blocks_override=config.kv.num_blocks_override,
@@ -113,9 +116,9 @@ def _load_torch(config: EngineConfig) -> _Loaded:
     from ..checkpoints.revision import weights_revision
     from ..executor.model_runner import TorchExecutor, load
 
-    model = load(config.model)
+    model = load(config.model, config.scheduler)
     specs = model.layer_specs(config.kv.block_size, config.kv.dtype)
-    kv = _plan(config, specs, model.free_memory_bytes(), model.spec.max_position)
+    kv = _plan(config, specs, model.device.kv_bytes, model.spec.max_position)
     digest = layout_digest(
         model_revision=weights_revision(config.model.path),
         dtype=specs[0].dtype,
@@ -142,7 +145,7 @@ def _load_fake(config: EngineConfig) -> _Loaded:
     # One head of width 1 in fp32, keys and values, takes as many bytes as a fake entry.
     spec = LayerSpec(kind="full", layers=1, block_size=config.kv.block_size, dtype="fp32", kv_heads=1, head_dim=1)
     assert spec.page_bytes == config.kv.block_size * ENTRY_BYTES
-    kv = _plan(config, (spec,), 1 << 24, 8192)
+    kv = _plan(config, (spec,), lambda fraction: int((1 << 24) * fraction), 8192)
     digest = layout_digest(
         model_revision=config.model.path,
         dtype="fake",

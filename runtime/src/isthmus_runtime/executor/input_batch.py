@@ -1,150 +1,306 @@
 """The persistent input batch: one row per running request, kept up to date by differences.
 
-Every buffer is made once. A step is turned into kernel arguments by a fixed number of numpy calls, whatever the number
-of requests.
+Block tables and sampling parameters are rows on the host; the tokens are a table on the device, where a step finds
+what the one before it drew without anybody having seen it. A step is described by a fixed number of numpy calls,
+whatever the number of requests, into the staging slot of that step; every buffer is made once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from ..interfaces.steps import RowBlocks, RowStart, StepPlan
 from ..kv.groups import GroupPlan
 from ..layers.batch import ForwardBatch, GroupBatch
+from ..request import SamplingParams
+from .device.base import Device
+from .graphs import Graphs
 from .kv_cache import NULL_BLOCK
+from .staging import Packer, StagingSlot
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 _LEAST_INT64, _UINT64 = -(2**63), 2**64
+# Per row and step: tokens, slots and draws, with room for the roundings of `Packer`.
+_WORDS_PER_ROW = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingRows:
-    """Which rows sample in a step, and for which position each draws."""
+class Draws:
+    """Which rows of a step draw, and how. Tensors are on the device."""
 
-    rows: Longs
-    positions: Longs
+    count: int
+    """Rows that draw; the tensors may hold dummies after them."""
+    logit_rows: Tensor
+    """int64 [S]: the tokens of the step whose successor is drawn."""
+    targets: Tensor
+    """int64 [S]: where in the token table each drawn token goes."""
+    graph: int
+    """Size of the captured graph that may draw; 0: there is none for these draws."""
+    parameters: dict[str, Any]
+    """Keyword arguments of the sampler, [S] each; empty: all rows are greedy. Filters that no row uses are absent."""
+    asking: Longs
+    """Which of the rows want log-probabilities (host)."""
+    asking_rows: Tensor | None
+    """The same on the device."""
+    wanted: Ints
+    """How many alternatives each of them wants."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """One step, ready to be launched."""
+
+    starts: tuple[tuple[Tensor, Tensor], ...]
+    """Row of the token table, staged tokens."""
+    words: int
+    """How much of the slot's inputs goes to the device."""
+    tables: tuple[tuple[Tensor, Tensor], ...]
+    """Block tables that the kernels read, and where the upload has them."""
+    sources: Tensor | None
+    """int64 [T]: where in the token table each token of the step is; None: nothing is computed."""
+    forward: ForwardBatch | None
+    graph: int
+    """Size of the captured graph; 0: more than one token a row."""
+    draws: Draws | None
 
 
 class InputBatch:
-    """State of all rows: known tokens, block tables, sampling parameters.
+    """State of all rows, and the device's buffers that steps are described in."""
 
-    Attributes (by row): `tokens` [rows, max_len + 1], and the sampling arrays `temperature`, `top_k`, `top_p`,
-    `min_p`, `seed`, `logprobs`.
-    """
-
-    def __init__(self, *, max_rows: int, max_tokens: int, max_len: int, groups: tuple[GroupPlan, ...]) -> None:
+    def __init__(
+        self,
+        device: Device,
+        graphs: Graphs,
+        *,
+        max_rows: int,
+        max_tokens: int,
+        max_len: int,
+        groups: tuple[GroupPlan, ...],
+        slots: int,
+    ) -> None:
+        """`slots`: most steps in flight."""
+        self._graphs = graphs
         self._max_tokens = max_tokens
         self._max_len = max_len
-        # One column more than positions: the token drawn after the last position is stored, too. Zeroed memory is
-        # committed on first use, so long rows cost nothing until they are long.
-        self.tokens: Ints = np.zeros((max_rows, max_len + 1), np.int32)
         self._block_sizes = tuple(group.block_size for group in groups)
         widths = [-(-max_len // size) for size in self._block_sizes]
         self._tables: list[Ints] = [np.zeros((max_rows, width), np.int32) for width in widths]
+        self._parameters = _Parameters(max_rows)
 
-        self.temperature = np.zeros(max_rows, np.float32)
-        self.top_k = np.zeros(max_rows, np.int32)
-        self.top_p = np.ones(max_rows, np.float32)
-        self.min_p = np.zeros(max_rows, np.float32)
-        self.seed = np.zeros(max_rows, np.int64)
-        self.logprobs = np.full(max_rows, -1, np.int32)
+        most_rows = graphs.padded(max_rows)
+        most_tokens = max(max_tokens, most_rows)
+        # One column more than positions: the token drawn after the last position is stored, too. One row more than
+        # rows: what dummy rows draw.
+        self._stride = max_len + 1
+        self._dummy = max_rows * self._stride
+        self.tokens = device.zeros(max_rows + 1, self._stride, dtype=torch.int32)
+        """int32 [rows + 1, max_len + 1], on the device."""
+        self.token_ids = device.zeros(most_tokens, dtype=torch.int32)
+        """The inputs of the step that runs."""
+        self._step_tables = [device.zeros(most_rows, width, dtype=torch.int32) for width in widths]
+        words = most_tokens * (2 + len(groups)) + most_rows * (_WORDS_PER_ROW + sum(widths)) + 64
+        self.uploaded = device.zeros(words, dtype=torch.int64)
+        """What the step that runs took to the device."""
+        self._packer = Packer(self.uploaded)
+        self.slots = [StagingSlot(device, capacity=words, max_rows=most_rows) for _ in range(slots)]
+        self._arange: Longs = np.arange(most_tokens + 1, dtype=np.int64)
 
-        # What a step hands to the kernels. torch owns the memory, numpy writes it through views.
-        self._token_ids = torch.zeros(max_tokens, dtype=torch.int32)
-        self._positions = torch.zeros(max_tokens, dtype=torch.int64)
-        self._slots = [torch.zeros(max_tokens, dtype=torch.int64) for _ in groups]
-        self._query_start_loc = torch.zeros(max_rows + 1, dtype=torch.int32)
-        self._seq_lens = torch.zeros(max_rows, dtype=torch.int32)
-        self._step_tables = [torch.zeros(max_rows, width, dtype=torch.int32) for width in widths]
-        self._arange: Longs = np.arange(max(max_tokens, max_rows) + 1, dtype=np.int64)
+    def update(self, plan: StepPlan, slot: StagingSlot) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Apply a plan's starts, then its growth; the tokens to copy to the device's table."""
+        staged = tuple(self._start(start, slot) for start in plan.starts)
+        for blocks in plan.grown:
+            self._grow(blocks)
+        return staged
 
-    def start(self, row: RowStart) -> None:
+    def build(self, plan: StepPlan, slot: StagingSlot) -> StepInputs:
+        """Bring the rows up to date and describe the step in `slot`, whose last step is done."""
+        slot.reset()
+        starts = self.update(plan, slot)
+        if not plan.chunks:
+            return StepInputs(starts=starts, words=0, tables=(), sources=None, forward=None, graph=0, draws=None)
+        columns: Longs = np.array([chunk[:4] for chunk in plan.chunks], np.int64).T
+        num_tokens = int(columns[2].sum())
+        assert num_tokens == plan.num_tokens <= self._max_tokens, (plan.step, num_tokens, plan.num_tokens)
+        longest = int((columns[1] + columns[2]).max())
+        assert longest <= self._max_len, (plan.step, longest, self._max_len)
+        return self._describe(columns, slot, starts)
+
+    def dummies(self, size: int, slot: StagingSlot) -> StepInputs:
+        """A decode step of `size` dummy rows, to capture its graph with."""
+        slot.reset()
+        return self._describe(np.zeros((4, 0), np.int64), slot, (), size=size)
+
+    def _describe(
+        self, columns: Longs, slot: StagingSlot, starts: tuple[tuple[Tensor, Tensor], ...], size: int = 0
+    ) -> StepInputs:
+        rows, begins, counts, draws = columns
+        ends = begins + counts
+        most = int(counts.max(initial=1))
+        longest = int(ends.max(initial=1))
+        if most == 1:
+            size = size or self._graphs.padded(len(rows))
+            num_rows = num_tokens = size
+            longest = self._graphs.bound(longest)
+        else:
+            num_rows, num_tokens = len(rows), int(counts.sum())
+        pack = self._packer
+        pack.begin(slot)
+
+        positions, positions_there = pack.take(num_tokens, torch.int64)
+        sources, sources_there = pack.take(num_tokens, torch.int64)
+        last = np.cumsum(counts)
+        if most == 1:
+            token_rows = rows
+            positions[: len(rows)] = begins
+            positions[len(rows) :] = 0
+        else:
+            token_rows = np.repeat(rows, counts)
+            np.add(self._arange[:num_tokens], np.repeat(begins - (last - counts), counts), out=positions)
+        real = len(token_rows)
+        sources[:real] = token_rows * self._stride + positions[:real]
+        sources[real:] = self._dummy
+        slots = [
+            self._slots(number, token_rows, positions[:real], *pack.take(num_tokens, torch.int64))
+            for number in range(len(self._tables))
+        ]
+        starts_of, starts_there = pack.take(num_rows + 1, torch.int32)
+        starts_of[0] = 0
+        starts_of[1 : len(rows) + 1] = last
+        starts_of[len(rows) + 1 :] = self._arange[len(rows) + 1 : num_rows + 1]
+        lengths, lengths_there = pack.take(num_rows, torch.int32)
+        lengths[: len(rows)] = ends
+        lengths[len(rows) :] = 1
+        drawn = self._draws(rows, ends, last, draws, size if most == 1 else 0)
+        width = int(ends.max(initial=1))
+        tables = [self._table(number, rows, width, num_rows) for number in range(len(self._tables))]
+        forward = ForwardBatch(
+            token_ids=self.token_ids[:num_tokens],
+            positions=positions_there,
+            query_start_loc=starts_there,
+            seq_lens=lengths_there,
+            groups=tuple(GroupBatch(table, where) for (table, _, _), where in zip(tables, slots, strict=True)),
+            max_query_len=most,
+            max_seq_len=longest,
+        )
+        return StepInputs(
+            starts=starts,
+            words=pack.words,
+            tables=tuple((target, source) for _, target, source in tables),
+            sources=sources_there,
+            forward=forward,
+            graph=size if most == 1 else 0,
+            draws=drawn,
+        )
+
+    def _slots(self, number: int, token_rows: Longs, positions: Longs, here: Longs, there: Tensor) -> Tensor:
+        size, real = self._block_sizes[number], len(positions)
+        block_ids = self._tables[number][token_rows, positions // size].astype(np.int64)
+        np.multiply(block_ids, size, out=here[:real])
+        here[:real] += positions % size
+        # A sliding window may have passed a token's block within its own chunk: the null block is never written.
+        here[:real][block_ids == NULL_BLOCK] = -1
+        here[real:] = -1
+        return there
+
+    def _table(self, number: int, rows: Longs, longest: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The kernels' table, of which only what is read is brought up to date, and from where."""
+        width = -(-longest // self._block_sizes[number])
+        here, there = self._packer.take(num_rows * width, torch.int32)
+        grid = here.reshape(num_rows, width)
+        np.take(self._tables[number][:, :width], rows, axis=0, out=grid[: len(rows)])
+        grid[len(rows) :] = NULL_BLOCK
+        table = self._step_tables[number][:num_rows]
+        return table, table[:, :width], there.view(num_rows, width)
+
+    def _draws(self, rows: Longs, ends: Longs, last: Longs, draws: Longs, size: int) -> Draws | None:
+        drawing = np.flatnonzero(draws)
+        count = len(drawing)
+        if not count and not (size and not len(rows)):
+            return None
+        draw_rows, at = rows[drawing], ends[drawing]
+        parameters, wanted = self._parameters.of(draw_rows)
+        asking = np.flatnonzero(wanted >= 0)
+        # A graph draws for all its rows, without parameters.
+        graph = size if count == len(rows) and not parameters and not len(asking) else 0
+        width = graph or count
+        logit_rows, logit_rows_there = self._packer.take(width, torch.int64)
+        logit_rows[:count] = (last - 1)[drawing]
+        logit_rows[count:] = self._arange[count:width]
+        targets, targets_there = self._packer.take(width, torch.int64)
+        targets[:count] = draw_rows * self._stride + at
+        targets[count:] = self._dummy
+        on_device: dict[str, Any] = {}
+        if parameters:
+            for name, values in {**parameters, "positions": at}.items():
+                here, on_device[name] = self._packer.take(count, torch.from_numpy(values).dtype)
+                here[:] = values
+        asking_rows: Tensor | None = None
+        if len(asking):
+            here, asking_rows = self._packer.take(len(asking), torch.int64)
+            here[:] = asking
+        return Draws(
+            count=count,
+            logit_rows=logit_rows_there,
+            targets=targets_there,
+            graph=graph,
+            parameters=on_device,
+            asking=asking,
+            asking_rows=asking_rows,
+            wanted=wanted[asking],
+        )
+
+    def _start(self, row: RowStart, slot: StagingSlot) -> tuple[Tensor, Tensor]:
         """Fill a row. What an earlier request left there is overwritten or never read."""
-        self.tokens[row.row, : len(row.token_ids)] = row.token_ids
         for table, ids in zip(self._tables, row.block_ids, strict=True):
             table[row.row, : len(ids)] = ids
             table[row.row, len(ids) :] = NULL_BLOCK
-        sampling = row.sampling
-        self.temperature[row.row] = sampling.temperature
-        self.top_k[row.row] = sampling.top_k
-        self.top_p[row.row] = sampling.top_p
-        self.min_p[row.row] = sampling.min_p
-        # Any whole number is a seed: it is taken modulo 2^64.
-        self.seed[row.row] = (sampling.seed - _LEAST_INT64) % _UINT64 + _LEAST_INT64
-        self.logprobs[row.row] = sampling.logprobs
+        self._parameters.set(row.row, row.sampling)
+        return self.tokens[row.row, : len(row.token_ids)], slot.tokens(row.token_ids)
 
-    def grow(self, blocks: RowBlocks) -> None:
-        """Write block ids into a row's table."""
+    def _grow(self, blocks: RowBlocks) -> None:
         self._tables[blocks.group][blocks.row, blocks.index : blocks.index + len(blocks.block_ids)] = blocks.block_ids
 
-    def update(self, plan: StepPlan) -> None:
-        """Apply a plan's starts, then its growth."""
-        for row in plan.starts:
-            self.start(row)
-        for blocks in plan.grown:
-            self.grow(blocks)
 
-    def apply(self, plan: StepPlan) -> tuple[ForwardBatch, SamplingRows]:
-        """Bring the rows up to date and describe the step, which has at least one chunk.
+class _Parameters:
+    """The rows' sampling parameters, as the sampler takes them."""
 
-        The result's tensors are valid until the next call.
-        """
-        self.update(plan)
-        columns: Longs = np.array([chunk[:4] for chunk in plan.chunks], np.int64).T
-        rows, starts, counts, draws = columns
-        num_rows, num_tokens = len(rows), int(counts.sum())
-        assert num_tokens == plan.num_tokens <= self._max_tokens, (plan.step, num_tokens, plan.num_tokens)
+    def __init__(self, max_rows: int) -> None:
+        self._temperature = np.zeros(max_rows, np.float32)
+        self._seeds = np.zeros(max_rows, np.int64)
+        self._logprobs = np.full(max_rows, -1, np.int32)
+        # By name in SamplingParams and in the sampler alike: the values, and which of them filter at all.
+        self._filters: dict[str, tuple[npt.NDArray[Any], Callable[[Any], npt.NDArray[np.bool_]]]] = {
+            "top_k": (np.zeros(max_rows, np.int32), lambda k: k > 0),
+            "top_p": (np.ones(max_rows, np.float32), lambda p: p < 1),
+            "min_p": (np.zeros(max_rows, np.float32), lambda p: p > 0),
+        }
 
-        ends = starts + counts
-        max_seq_len, max_query_len = int(ends.max()), int(counts.max())
-        assert max_seq_len <= self._max_len, (plan.step, max_seq_len, self._max_len)
-        last = np.cumsum(counts)
-        self._query_start_loc.numpy()[1 : num_rows + 1] = last
-        self._seq_lens.numpy()[:num_rows] = ends
+    def set(self, row: int, sampling: SamplingParams) -> None:
+        """What the row's request asks for."""
+        self._temperature[row] = sampling.temperature
+        # Any whole number is a seed: it is taken modulo 2^64.
+        self._seeds[row] = (sampling.seed - _LEAST_INT64) % _UINT64 + _LEAST_INT64
+        self._logprobs[row] = sampling.logprobs
+        for name, (values, _) in self._filters.items():
+            values[row] = getattr(sampling, name)
 
-        positions: Longs = self._positions.numpy()[:num_tokens]
-        if max_query_len == 1:
-            token_rows = rows
-            positions[:] = starts
-        else:
-            token_rows = np.repeat(rows, counts)
-            np.add(self._arange[:num_tokens], np.repeat(starts - (last - counts), counts), out=positions)
-        self._token_ids.numpy()[:num_tokens] = self.tokens[token_rows, positions]
-
-        groups = tuple(
-            self._group(number, rows, token_rows, positions, max_seq_len) for number in range(len(self._tables))
-        )
-        drawing = draws > 0
-        batch = ForwardBatch(
-            token_ids=self._token_ids[:num_tokens],
-            positions=self._positions[:num_tokens],
-            query_start_loc=self._query_start_loc[: num_rows + 1],
-            seq_lens=self._seq_lens[:num_rows],
-            groups=groups,
-            logit_rows=torch.from_numpy((last - 1)[drawing]),
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
-        )
-        return batch, SamplingRows(rows=rows[drawing], positions=ends[drawing])
-
-    def _group(self, number: int, rows: Longs, token_rows: Longs, positions: Longs, max_seq_len: int) -> GroupBatch:
-        table, size = self._tables[number], self._block_sizes[number]
-        width = -(-max_seq_len // size)
-        step_table = self._step_tables[number][: len(rows), :width]
-        step_table.numpy()[:] = table[rows, :width]
-        slots: Longs = self._slots[number].numpy()[: len(positions)]
-        block_ids = table[token_rows, positions // size].astype(np.int64)
-        np.multiply(block_ids, size, out=slots)
-        slots += positions % size
-        # A sliding window may have passed a token's block within its own chunk: the null block is never written.
-        slots[block_ids == NULL_BLOCK] = -1
-        return GroupBatch(step_table, self._slots[number][: len(positions)])
-
-    def store(self, drawn: SamplingRows, token_ids: Longs) -> None:
-        """Keep drawn tokens as the rows' next inputs: the next step may start there before anybody has seen them."""
-        self.tokens[drawn.rows, drawn.positions] = token_ids
+    def of(self, rows: Longs) -> tuple[dict[str, npt.NDArray[Any]], Ints]:
+        """Arguments of the sampler for `rows`, none when all are greedy; and the log-probabilities they want."""
+        wanted = self._logprobs[rows]
+        temperature = self._temperature[rows]
+        if not temperature.any():
+            return {}, wanted
+        found: dict[str, npt.NDArray[Any]] = {"temperature": temperature, "seeds": self._seeds[rows]}
+        for name, (values, used) in self._filters.items():
+            chosen = values[rows]
+            if used(chosen).any():
+                found[name] = chosen
+        return found, wanted

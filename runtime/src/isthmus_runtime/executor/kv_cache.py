@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
 from collections.abc import Iterable
 
 import torch
@@ -13,7 +12,7 @@ from ..errors import ConfigError
 from ..interfaces.transport import KvRegion
 from ..kv.groups import LayerSpec
 from ..kv.plan import KvPlan
-from .compute import KV_NAMES
+from .device.base import KV_NAMES, Device
 
 NULL_BLOCK = 0
 # Of each block: a cache line, and what a DMA engine likes.
@@ -29,14 +28,15 @@ class KvCache:
             several sizes, each block packs its layers' pages one after another, as the plan says).
         layer-major: `[slots, 2, num_blocks, block_size, Hk, D]`; pages of one size only, no transfer.
 
-    Memory is anonymous and committed page by page when it is first written, so that a large pool costs nothing at
-    start. It is zero, hence finite, until then.
+    The pool is zero, hence finite, until it is written.
 
     Attributes:
         layers: per model layer, its group and its view `[num_blocks, 2, block_size, Hk, D]`.
     """
 
-    def __init__(self, plan: KvPlan, specs: tuple[LayerSpec, ...], dtype: torch.dtype, layout: str) -> None:
+    def __init__(
+        self, plan: KvPlan, specs: tuple[LayerSpec, ...], dtype: torch.dtype, layout: str, device: Device
+    ) -> None:
         if layout not in LAYOUTS:
             raise ConfigError(f"--kv-layout {layout!r} is not supported; known: {', '.join(LAYOUTS)}")
         worker = plan.workers[0]
@@ -45,13 +45,8 @@ class KvCache:
         self.block_stride = -(-self.block_bytes // _ALIGN) * _ALIGN
         self.layout = layout
         self.dtype = dtype
-        # A mapping starts at a page boundary, and anonymous memory is committed on first write only.
-        size = self.num_blocks * self.block_stride
-        try:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as e:
-            raise ConfigError(f"the KV pool of {size} bytes cannot be mapped: {e}; lower --kv-memory") from e
-        self._pool = torch.frombuffer(memory, dtype=dtype, count=size // dtype.itemsize)
+        self._device = device.name
+        self._pool = device.pool(self.num_blocks * self.block_stride).view(dtype)
         first = [0]
         for spec in specs:
             first.append(first[-1] + spec.layers)
@@ -96,6 +91,7 @@ class KvCache:
             block_bytes=self.block_bytes,
             block_stride=self.block_stride,
             layout_digest=self._digest,
+            device=self._device,
         )
 
     def free(self) -> None:
@@ -106,7 +102,6 @@ class KvCache:
     def poison(self, block_ids: Iterable[int] | None = None) -> None:
         """Fill blocks (None: all but the null block) with NaN, so that a read of bytes nobody wrote shows. For tests:
         it commits the memory."""
-        ids = torch.tensor(list(range(self.num_blocks) if block_ids is None else block_ids), dtype=torch.int64)
-        ids = ids[ids != NULL_BLOCK]
+        ids = [block for block in (range(self.num_blocks) if block_ids is None else block_ids) if block != NULL_BLOCK]
         for _, view in self.layers:
             view[ids] = float("nan")

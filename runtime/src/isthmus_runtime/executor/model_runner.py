@@ -1,47 +1,55 @@
-"""The torch executor: one worker thread that runs steps in the order of submission.
+"""The torch executor: a model, its KV pool and its input batch on one device, behind `interfaces.steps.Executor`.
 
-Start has two phases, because the KV plan needs the model and the memory left beside it: `load` reads the weights,
-then `TorchExecutor` makes the KV tensors and the persistent buffers.
+Start has two phases, because the KV plan needs the model and the memory left beside it: `load` reads the weights and
+makes the scratch, then `TorchExecutor` makes the KV tensors and the persistent buffers.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..checkpoints.safetensors import Checkpoint
 from ..config import KvConfig, ModelConfig, SchedulerConfig
-from ..errors import ConfigError, EngineFailed
-from ..interfaces.steps import NOTHING_DRAWN, Chunk, RowOutput, RowStart, StepOutput, StepPlan
+from ..errors import ConfigError
+from ..interfaces.steps import NOTHING_DRAWN, Chunk, RowStart, StepOutput, StepPlan
 from ..interfaces.transport import KvRegion
 from ..kv.groups import LayerSpec
 from ..kv.plan import KvPlan
-from ..models.base import Model, ModelSpec
+from ..models.base import Model, ModelSpec, TensorSource
 from ..models.registry import read_model_spec
-from ..request import SamplingParams, TokenLogprobs
-from . import compute
-from .input_batch import InputBatch
+from ..request import SamplingParams
+from .device.base import DTYPES, KV_NAMES, Device, open_device
+from .graphs import Graphs
+from .input_batch import Draws, InputBatch, StepInputs
 from .kv_cache import KvCache
-from .replay import Replay
-from .sampler import sample
+from .pipeline import StepPipeline
+from .sampler import StagedLogprobs, outputs, sample, stage_logprobs
+from .staging import StagingSlot
+from .weights import OnDevice
 
 _LOG = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 60.0
+_SLOTS = 2
+"""Steps in flight: one runs while the next is built and launched. More would wait behind them all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model with its weights in memory, before there is a KV pool."""
+    """A model with its weights and scratch in memory, before there is a KV pool."""
 
     spec: ModelSpec
     model: Model
-    threads: int
+    device: Device
+    workspace: Any
+    """The model's scratch, for the scheduler's largest step."""
     kv_auto: torch.dtype
     """The pool's element type where none is asked for."""
 
@@ -49,71 +57,175 @@ class LoadedModel:
         """The pool's element type for `--kv-dtype`."""
         if kv_dtype == "auto":
             return self.kv_auto
-        if kv_dtype not in compute.DTYPES:
-            raise ConfigError(f"--kv-dtype {kv_dtype!r} is not supported; known: auto, {', '.join(compute.DTYPES)}")
-        return compute.DTYPES[kv_dtype]
+        if kv_dtype not in DTYPES:
+            raise ConfigError(f"--kv-dtype {kv_dtype!r} is not supported; known: auto, {', '.join(DTYPES)}")
+        return DTYPES[kv_dtype]
 
     def layer_specs(self, block_size: int, kv_dtype: str) -> tuple[LayerSpec, ...]:
         """What `kv.plan` needs to know about the layers."""
-        return self.spec.layer_specs(block_size, compute.KV_NAMES[self.kv_dtype(kv_dtype)])
-
-    def free_memory_bytes(self) -> int:
-        """Memory left for the KV pool, now that the weights are loaded."""
-        return compute.free_memory_bytes()
+        return self.spec.layer_specs(block_size, KV_NAMES[self.kv_dtype(kv_dtype)])
 
 
-def load(config: ModelConfig) -> LoadedModel:
-    """Read, check and pack the weights of `config.path`. Raises WeightsError or ConfigError."""
+SourceFactory = Callable[[ModelSpec, torch.device], TensorSource]
+
+
+def load(
+    config: ModelConfig,
+    scheduler: SchedulerConfig | None = None,
+    *,
+    device: Device | None = None,
+    source: SourceFactory | None = None,
+) -> LoadedModel:
+    """Read, check and pack the weights of `config.path`. Raises WeightsError or ConfigError.
+
+    `device` instead of the one that `config` names; `source` instead of the directory's safetensors.
+    """
     start = perf_counter()
     spec = read_model_spec(config.path)
-    threads = compute.usable_threads(config.threads)
-    torch.set_num_threads(threads)
-    dtype = compute.choose_dtype(config.dtype)
-    with torch.inference_mode(), Checkpoint(config.path, spec.tensor_shapes()) as checkpoint:
-        model = spec.build(checkpoint, dtype)
+    device = device or open_device(config.device, threads=config.threads)
+    device.enter()
+    dtype = device.dtype(config.dtype)
+    scheduler = scheduler or SchedulerConfig()
+    try:
+        with torch.inference_mode():
+            if source is not None:
+                model = spec.build(source(spec, device.torch_device), dtype)
+            else:
+                with Checkpoint(config.path, spec.tensor_shapes()) as checkpoint:
+                    model = spec.build(OnDevice(checkpoint, device), dtype)
+            most = max((scheduler.max_batched_tokens, *device.graph_sizes(scheduler.max_num_seqs)[-1:]))
+            workspace = model.workspace(most, min(spec.max_position, scheduler.max_model_len or spec.max_position))
+    except torch.OutOfMemoryError as e:
+        raise ConfigError(f"{config.path} does not fit: {device.explain(e)}") from e
     _LOG.info(
-        "loaded %s from %s: %.0f MB of weights, %s, %d threads, %.2f s",
+        "loaded %s from %s to %s: %.0f MB of weights, %s, %.2f s",
         spec.architecture,
         config.path,
+        device.name,
         model.weight_bytes / 1e6,
         dtype,
-        threads,
         perf_counter() - start,
     )
-    # A compute dtype that was asked for is the same in every engine of a service. One that the CPU decided need not
-    # be, and prefill and decode must agree on their KV.
-    kv_auto = torch.float32 if config.dtype == "auto" else dtype
-    return LoadedModel(spec=spec, model=model, threads=threads, kv_auto=kv_auto)
+    # A compute dtype that was asked for is the same in every engine of a service. One that the machine decided need
+    # not be, and prefill and decode must agree on their KV.
+    kv_auto = torch.float32 if config.dtype == "auto" and device.dtype_varies else dtype
+    return LoadedModel(spec=spec, model=model, device=device, workspace=workspace, kv_auto=kv_auto)
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """What is needed to read a step's result."""
+
+    draws: Draws | None
+    logprobs: list[StagedLogprobs]
+
+
+class ModelRunner:
+    """What a step does on the device: `pipeline.Runner`."""
+
+    def __init__(self, loaded: LoadedModel, kv: KvCache, batch: InputBatch, graphs: Graphs, warm_up: StepPlan) -> None:
+        self._device, self._model, self._workspace = loaded.device, loaded.model, loaded.workspace
+        self._kv, self._batch, self._graphs = kv, batch, graphs
+        self._warm_up_plan = warm_up
+        self._drawn = loaded.device.zeros(len(batch.slots[0].drawn), dtype=torch.int64)
+        self._drawn_ids = loaded.device.zeros(len(batch.slots[0].drawn), dtype=torch.int32)
+        self._flat_tokens = batch.tokens.view(-1)
+
+    def warm_up(self, slot: StagingSlot) -> None:
+        """A typical step, and every graph that is captured ahead; the largest first, whose memory the others share."""
+        start = perf_counter()
+        self.launch(self._warm_up_plan, slot)
+        self._device.record().wait()
+        for size in reversed(self._graphs.sizes):
+            self._enqueue(self._batch.dummies(size, slot), slot, [])
+            self._device.record().wait()
+        _LOG.info("warmed up in %.2f s; %d graphs captured", perf_counter() - start, len(self._graphs))
+
+    def launch(self, plan: StepPlan, slot: StagingSlot) -> _Launched:
+        """Describe the step and enqueue it."""
+        assert not (plan.copies or plan.adapters or plan.masks), "copies, adapters and masks are not in this executor"
+        assert not any(chunk.drafts for chunk in plan.chunks), "drafts are not in this executor"
+        inputs = self._batch.build(plan, slot)
+        logprobs: list[StagedLogprobs] = []
+        self._enqueue(inputs, slot, logprobs)
+        return _Launched(inputs.draws, logprobs)
+
+    def collect(self, plan: StepPlan, launched: _Launched, slot: StagingSlot) -> StepOutput:
+        """One RowOutput a chunk."""
+        if launched.draws is None:
+            return StepOutput(plan.step, (NOTHING_DRAWN,) * len(plan.chunks))
+        drawn = iter(outputs(launched.draws, slot, launched.logprobs[0] if launched.logprobs else None))
+        return StepOutput(plan.step, tuple(next(drawn) if chunk.draws else NOTHING_DRAWN for chunk in plan.chunks))
+
+    def _enqueue(self, inputs: StepInputs, slot: StagingSlot, logprobs: list[StagedLogprobs]) -> None:
+        self._device.enqueue(lambda: self._run(inputs, slot, logprobs))
+
+    def _run(self, inputs: StepInputs, slot: StagingSlot, logprobs: list[StagedLogprobs]) -> None:
+        """The device's part of a step, in its order."""
+        copy = self._device.copy
+        for row, tokens in inputs.starts:
+            copy(row, tokens)
+        forward = inputs.forward
+        if forward is None or inputs.sources is None:
+            return
+        copy(self._batch.uploaded[: inputs.words], slot.inputs[: inputs.words])
+        for table, uploaded in inputs.tables:
+            copy(table, uploaded)
+        torch.index_select(self._flat_tokens, 0, inputs.sources, out=forward.token_ids)
+
+        def layers() -> None:
+            self._model.forward(forward, self._kv.layers, self._workspace)
+
+        if inputs.graph:
+            self._graphs.run("layers", inputs.graph, layers)
+        else:
+            layers()
+        draws = inputs.draws
+        if draws is None:
+            return
+        if draws.graph:
+            self._graphs.run("draw", draws.graph, lambda: self._draw(draws))
+        else:
+            logits = self._draw(draws)
+            staged = stage_logprobs(self._device, logits, self._drawn, draws)
+            logprobs.extend([] if staged is None else [staged])
+        copy(slot.drawn[: draws.count], self._drawn[: draws.count])
+
+    def _draw(self, draws: Draws) -> Tensor:
+        """Draw, and keep what was drawn as the rows' next inputs: a step may start there before anybody has seen it."""
+        logits = self._model.logits(draws.logit_rows, self._workspace)
+        drawn, ids = self._drawn[: len(logits)], self._drawn_ids[: len(logits)]
+        sample(logits, draws, drawn)
+        ids.copy_(drawn)
+        self._flat_tokens.index_copy_(0, draws.targets, ids)
+        return logits
 
 
 class TorchExecutor:
-    """`interfaces.Executor` on torch. Owns the KV pool, the batch's rows and the thread that computes."""
+    """`interfaces.Executor` on torch. Owns the KV pool, the batch's rows and the threads that compute."""
 
     def __init__(self, loaded: LoadedModel, kv_plan: KvPlan, scheduler_cfg: SchedulerConfig, kv_cfg: KvConfig) -> None:
-        self._loaded = loaded
-        self._max_tokens = scheduler_cfg.max_batched_tokens
+        device = loaded.device
         self._kv = KvCache(
             kv_plan,
             loaded.layer_specs(kv_cfg.block_size, kv_cfg.dtype),
             loaded.kv_dtype(kv_cfg.dtype),
             kv_cfg.layout,
+            device,
         )
-        self._batch = InputBatch(
+        graphs = Graphs(device, max_rows=scheduler_cfg.max_num_seqs, max_len=kv_plan.max_model_len)
+        batch = InputBatch(
+            device,
+            graphs,
             max_rows=scheduler_cfg.max_num_seqs,
-            max_tokens=self._max_tokens,
+            max_tokens=scheduler_cfg.max_batched_tokens,
             max_len=kv_plan.max_model_len,
             groups=kv_plan.groups,
+            slots=_SLOTS,
         )
-        self._workspace = loaded.model.workspace(self._max_tokens, kv_plan.max_model_len)
-        self._replay = Replay()
-        self._changed = threading.Condition()
-        self._queue: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
-        self._broken = ""
-        self._closed = False
-        warm = self._warm_up_plan(len(kv_plan.groups), kv_plan.max_model_len)
-        self._thread = threading.Thread(target=self._work, name="executor", daemon=True)
-        self._thread.start()
-        self.submit(warm).result()
+        warm_up = _warm_up_plan(scheduler_cfg.max_batched_tokens, kv_plan)
+        self._runner = ModelRunner(loaded, self._kv, batch, graphs, warm_up)
+        self._steps = StepPipeline(device, self._runner, batch.slots)
 
     @property
     def kv_cache(self) -> KvCache:
@@ -122,102 +234,31 @@ class TorchExecutor:
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         """Queue a step. The future fails with EngineFailed once the executor is broken or closed."""
-        future: Future[StepOutput] = Future()
-        future.set_running_or_notify_cancel()
-        with self._changed:
-            refusal = self._broken or ("the executor is closed" if self._closed else "")
-            if not refusal:
-                self._queue.append((plan, future))
-                self._changed.notify()
-        if refusal:
-            future.set_exception(EngineFailed(f"step {plan.step} was not run: {refusal}"))
-        return future
+        return self._steps.submit(plan)
 
     def kv_region(self) -> KvRegion:
         """The pool; valid until `close`. ConfigError for a layout that cannot be transferred."""
         return self._kv.memory()
 
     def close(self) -> None:
-        """Finish the step that runs, fail those that wait, stop the thread, free the pool."""
-        with self._changed:
-            self._closed = True
-            waiting = list(self._queue)
-            self._queue.clear()
-            self._changed.notify()
-        for plan, future in waiting:
-            future.set_exception(EngineFailed(f"step {plan.step} was not run: the executor is closed"))
-        self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
+        """Finish the steps that run, fail those that wait, stop the threads, free the pool."""
+        if not self._steps.close(_CLOSE_TIMEOUT_S):
             # It may still write the pool: the memory stays.
-            _LOG.error("the executor's thread did not stop within %.0f s; its step is abandoned", _CLOSE_TIMEOUT_S)
+            _LOG.error("the executor's threads did not stop within %.0f s; a step is abandoned", _CLOSE_TIMEOUT_S)
             return
         self._kv.free()
 
-    def _work(self) -> None:
-        # OpenMP keeps the number of threads per calling thread.
-        torch.set_num_threads(self._loaded.threads)
-        with torch.inference_mode():
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: self._queue or self._closed)
-                    if self._closed:
-                        return
-                    plan, future = self._queue.popleft()
-                try:
-                    output = self._step(plan)
-                except Exception as e:
-                    self._fail(plan, future, e)
-                    return
-                future.set_result(output)
 
-    def _fail(self, plan: StepPlan, future: Future[StepOutput], error: Exception) -> None:
-        _LOG.error("step %d failed; the executor stops", plan.step, exc_info=error)
-        reason = f"step {plan.step} failed: {type(error).__name__}: {error}"
-        with self._changed:
-            self._broken = reason
-            waiting = list(self._queue)
-            self._queue.clear()
-        future.set_exception(EngineFailed(reason))
-        for later, waiter in waiting:
-            waiter.set_exception(EngineFailed(f"step {later.step} was not run: {reason}"))
-
-    def _step(self, plan: StepPlan) -> StepOutput:
-        assert not (plan.copies or plan.adapters or plan.masks), "copies, adapters and masks are not in this executor"
-        assert not any(chunk.drafts for chunk in plan.chunks), "drafts are not in this executor"
-        if not plan.chunks:
-            self._batch.update(plan)
-            return StepOutput(plan.step, ())
-        batch, drawn = self._batch.apply(plan)
-        model = self._loaded.model
-        if batch.max_query_len == 1:
-            # One token a request: everything the model touches lies where it lay in the last step of this size.
-            self._replay.run(plan.num_tokens, lambda: model.forward(batch, self._kv.layers, self._workspace))
-        else:
-            model.forward(batch, self._kv.layers, self._workspace)
-        if not len(drawn.rows):
-            return StepOutput(plan.step, (NOTHING_DRAWN,) * len(plan.chunks))
-        logits = model.logits(batch.logit_rows, self._workspace)
-        token_ids, logprobs = sample(logits, drawn, self._batch)
-        self._batch.store(drawn, token_ids)
-        outputs = iter(_outputs(token_ids.tolist(), logprobs))
-        return StepOutput(plan.step, tuple(next(outputs) if c.draws else NOTHING_DRAWN for c in plan.chunks))
-
-    def _warm_up_plan(self, num_groups: int, max_len: int) -> StepPlan:
-        """A step on row 0 whose table is all null: nothing is written, every kernel is chosen and bound, and the
-        scratch of a typical step is committed."""
-        count = min(self._max_tokens, max_len, 64)
-        start = RowStart(
-            row=0,
-            request_id="warm-up",
-            token_ids=[0] * count,
-            prompt_len=count,
-            block_ids=((),) * num_groups,
-            sampling=SamplingParams(max_tokens=1, temperature=1.0),
-        )
-        return StepPlan(step=-1, starts=(start,), grown=(), chunks=(Chunk(0, 0, count, draws=1),), num_tokens=count)
-
-
-def _outputs(token_ids: list[int], logprobs: tuple[TokenLogprobs | None, ...]) -> list[RowOutput]:
-    if not logprobs:
-        return [RowOutput((token,)) for token in token_ids]
-    return [RowOutput((t,), () if p is None else (p,)) for t, p in zip(token_ids, logprobs, strict=True)]
+def _warm_up_plan(max_tokens: int, kv_plan: KvPlan) -> StepPlan:
+    """A step on row 0 whose table is all null: nothing is written, every kernel is chosen and bound, and the scratch
+    of a typical step is committed."""
+    count = min(max_tokens, kv_plan.max_model_len, 64)
+    start = RowStart(
+        row=0,
+        request_id="warm-up",
+        token_ids=[0] * count,
+        prompt_len=count,
+        block_ids=((),) * len(kv_plan.groups),
+        sampling=SamplingParams(max_tokens=1, temperature=1.0),
+    )
+    return StepPlan(step=-1, starts=(start,), grown=(), chunks=(Chunk(0, 0, count, draws=1),), num_tokens=count)

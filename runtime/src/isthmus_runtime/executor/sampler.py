@@ -1,60 +1,74 @@
-"""Draws the next tokens of a batch from its logits."""
+"""Draws the next tokens of a batch from its logits, and brings them to the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from isthmus_kernels import dispatch
 
+from ..interfaces.steps import RowOutput
 from ..request import TokenLogprobs
-from .input_batch import InputBatch, SamplingRows
+from .device.base import Device
+from .input_batch import Draws
+from .staging import StagingSlot
 
 
-def sample(
-    logits: Tensor, drawn: SamplingRows, rows: InputBatch
-) -> tuple[npt.NDArray[np.int64], tuple[TokenLogprobs | None, ...]]:
-    """One token per row of `logits` [S, V], and log-probabilities where a row asked (empty when none did).
+def sample(logits: Tensor, draws: Draws, out: Tensor) -> Tensor:
+    """One token id per row of `logits` [S, V] into `out` int64 [S].
 
     A draw depends on the logits and on (seed, position) alone, so that a recompute or another machine draws alike.
     Filters that no row uses are not computed.
     """
-    temperature = rows.temperature[drawn.rows]
-    if not temperature.any():
-        chosen = dispatch.sample(logits)
-    else:
-        top_k, top_p, min_p = rows.top_k[drawn.rows], rows.top_p[drawn.rows], rows.min_p[drawn.rows]
-        chosen = dispatch.sample(
-            logits,
-            temperature=torch.from_numpy(temperature),
-            top_k=_if_used(top_k, lambda k: k > 0),
-            top_p=_if_used(top_p, lambda p: p < 1),
-            min_p=_if_used(min_p, lambda p: p > 0),
-            seeds=torch.from_numpy(rows.seed[drawn.rows]),
-            positions=torch.from_numpy(drawn.positions),
-        )
-    wanted = rows.logprobs[drawn.rows]
-    return chosen.numpy(), _logprobs(logits, chosen, wanted) if (wanted >= 0).any() else ()
+    return dispatch.sample(logits, **draws.parameters, out=out)
 
 
-def _if_used(values: npt.NDArray[Any], used: Callable[[npt.NDArray[Any]], npt.NDArray[np.bool_]]) -> Tensor | None:
-    return torch.from_numpy(values) if used(values).any() else None
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedLogprobs:
+    """Log-probabilities on their way to the host: of A asking rows, N alternatives each."""
+
+    own: Tensor
+    """fp32 [A]."""
+    ids: Tensor
+    """int64 [A, N]."""
+    best: Tensor
+    """fp32 [A, N]."""
 
 
-def _logprobs(logits: Tensor, chosen: Tensor, wanted: npt.NDArray[np.int32]) -> tuple[TokenLogprobs | None, ...]:
-    asking = np.flatnonzero(wanted >= 0)
-    index = torch.from_numpy(asking)
-    most = min(int(wanted.max()), logits.shape[1])
+def stage_logprobs(device: Device, logits: Tensor, chosen: Tensor, draws: Draws) -> StagedLogprobs | None:
+    """Within a body: compute what rows asked for and copy it to staging; None when none did."""
+    if draws.asking_rows is None:
+        return None
+    index = draws.asking_rows
+    most = min(int(draws.wanted.max()), logits.shape[1])
     own, _rank, ids, best = dispatch.logprobs(logits[index], chosen[index], most)
-    result: list[TokenLogprobs | None] = [None] * len(wanted)
-    for at, token, logprob, top_ids, top in zip(
-        asking.tolist(), chosen[index].tolist(), own.tolist(), ids.tolist(), best.tolist(), strict=True
-    ):
-        count = int(wanted[at])
-        result[at] = TokenLogprobs(token, logprob, tuple(zip(top_ids[:count], top[:count], strict=True)))
-    return tuple(result)
+    staged = StagedLogprobs(
+        own=device.staging(*own.shape, dtype=torch.float32),
+        ids=device.staging(*ids.shape, dtype=torch.int64),
+        best=device.staging(*best.shape, dtype=torch.float32),
+    )
+    for target, source in ((staged.own, own), (staged.ids, ids), (staged.best, best)):
+        device.copy(target, source)
+    return staged
+
+
+def outputs(draws: Draws, slot: StagingSlot, staged: StagedLogprobs | None) -> list[RowOutput]:
+    """What each drawing row drew, in order; only once the step is done."""
+    tokens: list[int] = slot.drawn[: draws.count].tolist()
+    found = [RowOutput((token,)) for token in tokens]
+    if staged is None:
+        return found
+    rows = zip(
+        draws.asking.tolist(),
+        draws.wanted.tolist(),
+        staged.own.tolist(),
+        staged.ids.tolist(),
+        staged.best.tolist(),
+        strict=True,
+    )
+    for at, count, logprob, ids, best in rows:
+        top = tuple(zip(ids[:count], best[:count], strict=True))
+        found[at] = RowOutput((tokens[at],), (TokenLogprobs(tokens[at], logprob, top),))
+    return found

@@ -35,7 +35,5 @@ class ForwardBatch:
     seq_lens: Tensor
     """int32 [R]: context length, this step's tokens included."""
     groups: tuple[GroupBatch, ...]
-    logit_rows: Tensor
-    """int64 [S]: the tokens whose successor is drawn."""
     max_query_len: int
     max_seq_len: int

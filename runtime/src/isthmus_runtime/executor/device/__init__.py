@@ -1,0 +1,1 @@
+"""What the executor runs on. `base` is the protocol, `cpu` and `cuda` keep it; nothing else knows a kind of device."""

@@ -1,0 +1,107 @@
+"""What the executor asks of a device: memory, ordered work, events, capture.
+
+Work is ordered: what is enqueued runs after what was enqueued before, and `enqueue` may return before it ran. Only an
+`Event` says that it has. Host memory that such work reads or writes (`staging`) must be left alone until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError
+
+DTYPES = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
+KV_NAMES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16"})
+
+Body = Callable[[], object]
+
+
+class Event(Protocol):
+    """A point in the order of work."""
+
+    def done(self) -> bool:
+        """Whether all work before it has run. Raises what that work raised."""
+
+    def wait(self) -> None:
+        """Block until it has. Raises what that work raised."""
+
+
+class Device(Protocol):
+    """One device of this process. `enqueue`, `copy`, `record` and `capture` belong to one thread."""
+
+    name: str
+    """As torch spells it: `cpu`, `cuda:0`."""
+    torch_device: torch.device
+    dtype_varies: bool
+    """Whether `auto` may be another dtype on another machine of the same service."""
+
+    def enter(self) -> None:
+        """Make it the calling thread's device, with the threads and the stream of this process. Once a thread."""
+
+    def dtype(self, requested: str) -> torch.dtype:
+        """The compute dtype for `--dtype`; `auto` is what the device is fast at."""
+
+    def kv_bytes(self, fraction: float) -> int:
+        """Memory for the KV pool, now that weights and scratch have theirs. ConfigError when there is none."""
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Memory of the device that lives as long as the executor."""
+
+    def pool(self, nbytes: int) -> Tensor:
+        """uint8 [nbytes] of zero, aligned to a page. Raises ConfigError when there is not as much."""
+
+    def staging(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Host memory that copies to and from the device run from at full speed, asynchronously."""
+
+    def enqueue(self, body: Body) -> None:
+        """Run `body`, whose operations work on this device's memory, after all that was enqueued before."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Within a body: copy between staging and device memory, or within the latter."""
+
+    def record(self) -> Event:
+        """The point after everything that was enqueued."""
+
+    def graph_sizes(self, max_rows: int) -> tuple[int, ...]:
+        """Batch sizes to capture ahead, ascending, the last at least `max_rows`: others are padded to the next one.
+
+        Empty: any size is captured when it is first met, and nothing is padded.
+        """
+
+    def capture(self, body: Body) -> Body | None:
+        """Within a body: run `body` once, and return what runs the same operations on the same memory again; None
+        when they cannot be repeated so."""
+
+    def explain(self, error: BaseException) -> str:
+        """What went wrong, for an operator: what failed, and what to do about it."""
+
+
+def open_device(requested: str, *, threads: int = 0) -> Device:
+    """The device for `--device`. `auto` is a usable GPU where there is one. ConfigError when it cannot be used."""
+    from .cpu import CpuDevice
+    from .cuda import CudaDevice, unusable
+
+    if requested == "cpu":
+        return CpuDevice(threads)
+    if requested not in ("auto", "cuda"):
+        raise ConfigError(f"--device {requested!r} is not supported; known: auto, cpu, cuda")
+    reason = unusable()
+    if not reason:
+        return CudaDevice()
+    if requested == "cuda":
+        raise ConfigError(f"--device cuda: {reason}")
+    return CpuDevice(threads)
+
+
+def choose_dtype(requested: str, auto: Callable[[], torch.dtype]) -> torch.dtype:
+    """`auto()`, or what was asked for by name. ConfigError when there is no such dtype."""
+    if requested == "auto":
+        return auto()
+    if requested not in DTYPES:
+        raise ConfigError(f"--dtype {requested!r} is not supported; known: auto, {', '.join(DTYPES)}")
+    return DTYPES[requested]

@@ -1,0 +1,44 @@
+"""Which parts of a step are captured and replayed, for which batch sizes, and how a batch is padded to one of them.
+
+Where a device captures ahead (`Device.graph_sizes`), a decode step of R rows runs as one of the next larger size. The
+rows added are dummies: token 0 at position 0 of the null block, with slot -1, so that they write no KV, and what they
+draw goes to a row of the token table that nobody reads. Bounds that a graph was captured with hold for every step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+from .device.base import Body, Device
+
+
+class Graphs:
+    """The captured parts of a step, by name and size. Belongs to the thread that launches."""
+
+    def __init__(self, device: Device, *, max_rows: int, max_len: int) -> None:
+        self._device = device
+        self._max_len = max_len
+        self.sizes = device.graph_sizes(max_rows)
+        """Captured ahead, ascending; empty: each size when it is first met."""
+        self._captured: dict[tuple[str, int], Body | None] = {}
+
+    def padded(self, rows: int) -> int:
+        """The size that a decode step of `rows` rows runs as."""
+        return self.sizes[bisect_left(self.sizes, rows)] if self.sizes else rows
+
+    def bound(self, longest: int) -> int:
+        """The longest context that the kernels of a decode step are told of."""
+        return self._max_len if self.sizes else longest
+
+    def run(self, name: str, size: int, body: Body) -> None:
+        """Run `body`, or what was captured of it. The same (name, size) must mean the same operations on the same
+        memory."""
+        key = (name, size)
+        if key not in self._captured:
+            self._captured[key] = self._device.capture(body)
+            return
+        replay = self._captured[key]
+        (replay or body)()
+
+    def __len__(self) -> int:
+        return sum(replay is not None for replay in self._captured.values())
