@@ -57,6 +57,7 @@ FULL: dict[str, Any] = {
         "maxQueue": 17,
         "requestTimeout": "5m",
         "auth": {"apiKeySecretRef": {"name": "s", "key": "k"}},
+        "corsOrigins": ["https://chat.example", "http://localhost:3000"],
     },
     "rollout": {"drainTimeout": "90s"},
     "observability": {"logLevel": "debug"},
@@ -128,6 +129,7 @@ def test_every_setting_arrives_at_the_router() -> None:
     assert (router.policy, router.disaggregate_above, router.on_prefill_unavailable) == ("round-robin", 256, "reject")
     assert (router.max_queue, router.request_timeout_s) == (17, 300)
     assert router.api_key_file == "/etc/isthmus/auth/key"
+    assert router.cors_origins == ("https://chat.example", "http://localhost:3000")
     assert router.model.served_names == ("a", "b")
 
 

@@ -57,7 +57,7 @@ def test_every_pod_may_be_placed_and_patched() -> None:
         assert pod["nodeSelector"] == {"pool": "serving"}, name
         assert pod["tolerations"] == [TOLERATION], name
         assert pod["priorityClassName"] == "high", name
-        assert pod["containers"][0]["resources"] == {"limits": {"memory": "2Gi"}}, name
+        assert pod["containers"][0]["resources"]["limits"]["memory"] == "2Gi", name
         # Where the platform chooses the user (OpenShift), none is asked for; the rest of Pod Security stays.
         assert pod["securityContext"].keys() == {"runAsNonRoot", "seccompProfile"}, name
         assert "$patch" not in str(pod)

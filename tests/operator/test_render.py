@@ -9,6 +9,7 @@ import yaml
 
 from isthmus_operator.api.crd import to_yaml
 from isthmus_operator.api.v1alpha1 import InferenceService, parse
+from isthmus_operator.render import router
 from isthmus_operator.render.names import Component, Defaults, child_name
 from isthmus_operator.render.pod import merge
 from isthmus_operator.render.revision import role_revision, service_revision
@@ -238,3 +239,37 @@ def test_merge_removes_by_null_and_leaves_its_inputs_alone() -> None:
         "env": [{"name": "X", "value": "2"}],
     }
     assert base == {"a": {"b": 1, "c": 2}, "env": [{"name": "X", "value": "1"}]}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"cpu": "2", "memory": "1Gi"}}),
+        (
+            {"limits": {"memory": "128Mi"}},
+            {"requests": {"cpu": "100m"}, "limits": {"cpu": "2", "memory": "128Mi"}},
+        ),
+        (
+            {"requests": {"cpu": 4}, "limits": {"x/y": 1}},
+            {"requests": {"memory": "256Mi", "cpu": "4"}, "limits": {"memory": "1Gi", "x/y": "1"}},
+        ),
+    ],
+)
+def test_a_router_has_resources_whatever_is_left_out(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    manifest = router_of(router={"resources": given})
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    assert container["resources"] == expected
+    for init in manifest["spec"]["template"]["spec"].get("initContainers", ()):
+        assert init["resources"]["limits"].keys() <= {"cpu", "memory"}
+
+
+@pytest.mark.parametrize(("surge", "rolling"), [(0, (0, 1)), ("0%", (0, 1)), (1, (1, 0)), ("50%", (1, 0))])
+def test_routers_keep_to_the_surge_of_rollouts(surge: object, rolling: tuple[int, int]) -> None:
+    manifest = router_of(rollout={"maxSurge": surge, "maxUnavailable": 1})
+    assert manifest["spec"]["replicas"] == 2
+    found = manifest["spec"]["strategy"]["rollingUpdate"]
+    assert (found["maxSurge"], found["maxUnavailable"]) == rolling
+
+
+def router_of(**spec: Any) -> dict[str, Any]:
+    return router.deployment(service(**spec), Defaults())

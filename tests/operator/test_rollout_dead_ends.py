@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 from rollout_world import W, assert_done, run, service, settled, step
 
+from isthmus_operator.api.reasons import Reason
 from isthmus_operator.api.v1alpha1 import InferenceService, parse
 from isthmus_operator.plan.autoscale import STEADY_S, decide
+from isthmus_operator.plan.events import events
 from isthmus_operator.plan.observed import EngineFacts, Facts
 from isthmus_operator.plan.planner import Rollout, plan
 from isthmus_operator.plan.rehearse import World
@@ -140,3 +142,18 @@ def test_what_was_made_in_the_same_second_is_gone_back_to() -> None:
     world.seen = replace(world.seen, engines=tuple(replace(w, created=at) for w in world.seen.engines))
     assert step(after, world, 30).state is Rollout.ROLLED_BACK
     assert ready_engines(world) == 4
+
+
+@pytest.mark.parametrize(("replicas", "surge", "told"), [(1, 0, True), (2, 0, False), (1, 1, False)])
+def test_the_only_router_is_not_replaced_in_silence(replicas: int, surge: int, told: bool) -> None:
+    rollout = {"maxSurge": surge, "maxUnavailable": 1}
+    old, new = (
+        service(1, router={"replicas": replicas, "disaggregateAbove": above}, rollout=rollout) for above in (0, 9)
+    )
+    world = settled(old)
+    assert [event.reason for event in events({}, {}, plan(old, world.seen, world.now))] == []
+    wanted = plan(new, world.seen, world.now)
+    found = [event.message for event in events({}, {}, wanted) if event.reason is Reason.CAPACITY_GAP]
+    assert len(found) == told
+    assert all("the only router" in message for message in found)
+    assert not plan(new, run(new, world).seen, world.now).alone

@@ -100,8 +100,10 @@ def world(target: InferenceService, counts: dict[Component, int], load: dict[Com
 
 def settled_router(target: InferenceService) -> Workload:
     revision = role_revision(target, R)
-    pod = Pod(name="router-0", component=R, revision=revision, created=0, changed=0, ready=True)
-    return Workload(name="router", component=R, revision=revision, replicas=1, created=0, pods=(pod,))
+    pods = tuple(
+        Pod(name=f"router-{i}", component=R, revision=revision, created=0, changed=0, ready=True) for i in range(2)
+    )
+    return Workload(name="router", component=R, revision=revision, replicas=2, created=0, pods=pods)
 
 
 def step(

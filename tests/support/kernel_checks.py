@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isthmus_kernels import dispatch
 from isthmus_kernels.linear.reference import linear as reference_linear
+from isthmus_kernels.sampling.noise import gumbel
 from isthmus_kernels.testing import PagedCase, assert_close, paged_case, poisoned
 
 
@@ -159,6 +160,38 @@ def sampling_args(rows: int, filters: Sequence[str], device: str, seed: int, voc
     return args
 
 
+def check_draws(logits: Tensor, tokens: Tensor, args: dict[str, Tensor]) -> None:
+    """Hold each row's token against its kept set in fp64, give or take what fp32 may round at the set's edge."""
+    heat = args["temperature"]
+    greedy = heat == 0
+    assert torch.equal(tokens[greedy], logits[greedy].argmax(dim=-1))
+    z = (logits / torch.where(greedy, 1.0, heat)[:, None]).double()
+    least = torch.full_like(heat, float("-inf")).double()
+    if "min_p" in args:
+        least = torch.maximum(least, z.amax(dim=-1) + args["min_p"].double().log())
+    ranked = z.sort(dim=-1, descending=True).values
+    vocab = z.shape[1]
+    if "top_k" in args:
+        on = (args["top_k"] > 0) & (args["top_k"] < vocab)
+        place = torch.where(on, args["top_k"].long(), vocab) - 1
+        least = torch.where(on, torch.maximum(least, ranked.gather(1, place[:, None])[:, 0]), least)
+    edges = [least + 1e-5, least - 1e-5]  # of what is kept for sure, and perhaps
+    if "top_p" in args:
+        kept = ranked.masked_fill(ranked < least[:, None] - 1e-12, float("-inf"))
+        weights = kept.softmax(dim=-1)
+        above = (weights.cumsum(dim=-1) - weights).gather(1, torch.searchsorted(-ranked, -ranked))
+        for index, slack in enumerate((1 - 1e-4, 1 + 1e-4)):
+            part = args["top_p"].double()[:, None]
+            inside = (above < (part * slack).clamp_min(1e-30)) | (part >= 1)
+            lowest = ranked.masked_fill(~inside, float("inf")).amin(dim=-1)
+            edges[index] = torch.maximum(edges[index], lowest)
+    noisy = z + gumbel(args["seeds"], args["positions"], vocab)
+    own, own_noisy = (x.gather(1, tokens[:, None])[:, 0] for x in (z, noisy))
+    best = noisy.masked_fill(z < edges[0][:, None], float("-inf")).amax(dim=-1)
+    assert ((own >= edges[1]) | greedy).all(), "a token outside the filters was drawn"
+    assert ((own_noisy >= best - 1e-4) | greedy).all(), "a token that scored higher was not drawn"
+
+
 def check_sample(
     impl: str, device: str, rows: int, vocab: int, filters: Sequence[str], *, coarse: bool, holes: bool, seed: int
 ) -> None:
@@ -170,10 +203,11 @@ def check_sample(
         logits[:, 1::3] = float("-inf")
     logits = logits.to(device)
     args = sampling_args(rows, filters, device, seed, vocab)
-    want = dispatch.sample(logits, impl="reference" if vocab < 1000 else "torch", **args)
-    assert dispatch.sample(logits, impl=impl, **args).tolist() == want.tolist()
-    greedy = dispatch.sample(logits, impl=impl)
-    assert greedy.tolist() == logits.argmax(dim=-1).tolist()
+    drawn = dispatch.sample(logits, impl=impl, **args)
+    if vocab < 1000:
+        assert drawn.tolist() == dispatch.sample(logits, impl="reference", **args).tolist()
+    check_draws(logits, drawn, args)
+    assert dispatch.sample(logits, impl=impl).tolist() == logits.argmax(dim=-1).tolist()
 
 
 def check_logprobs(impl: str, device: str, rows: int, vocab: int, dtype: torch.dtype) -> None:

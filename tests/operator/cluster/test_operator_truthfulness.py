@@ -148,3 +148,13 @@ def test_pods_of_a_copied_deployment_are_not_counted_and_named(service: Service)
     service.client("DELETE", f"{deployments}/copy", {"propagationPolicy": "Foreground"})
     service.ready()
     assert messages(service, "ForeignPods")
+
+
+def test_a_quota_takes_the_routers(service: Service) -> None:
+    hard = {"requests.cpu": "9", "requests.memory": "20Gi", "limits.cpu": "20", "limits.memory": "20Gi"}
+    quotas = f"/api/v1/namespaces/{service.namespace}/resourcequotas"
+    service.client("POST", quotas, {"metadata": {"name": "all"}, "spec": {"hard": hard}})
+    small = {"resources": {"limits": {"cpu": "1", "memory": "1Gi"}}}
+    service.apply(roles={"prefill": small, "decode": small})
+    service.ready()
+    assert service.get()["status"]["roles"]["router"]["summary"] == "2/2"

@@ -17,6 +17,7 @@ SPEC: dict[str, Any] = {
     "roles": {"prefill": {"scaling": {"replicas": 2}}, "decode": {}},
     "transfer": {"mode": "Store"},
     "store": {},
+    "router": {"replicas": 1},
 }
 
 

@@ -12,6 +12,8 @@ from isthmus_kernels.linear import torch_impl
 from isthmus_kernels.linear.torch_impl import PlainWeight
 
 MOST_ROWS = 16
+# Outputs per multiprocessor up to which a weight is short.
+_SHORT = 32
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -115,9 +117,8 @@ def _few_rows(
 def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Write ``x @ weight.T + bias`` of one row by scalar products: every thread streams its share of the weight."""
     outputs, columns = weight.shape
-    piece = min(1024, power_of_two(columns, 16))
-    per_program = 4
-    _one_row[(triton.cdiv(outputs, per_program),)](
+    piece = min(2048, power_of_two(columns, 16))
+    _one_row[(outputs,)](
         out,
         x,
         weight,
@@ -125,7 +126,7 @@ def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         outputs,
         columns,
         weight.stride(0),
-        OUTPUTS=per_program,
+        OUTPUTS=1,
         PIECE=piece,
         EVEN=columns % piece == 0,
         BIAS=bias is not None,
@@ -136,11 +137,9 @@ def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
 def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Write ``x @ weight.T + bias`` of up to 16 rows by tensor cores, the columns shared among several programs."""
     outputs, columns = weight.shape
-    per_program, piece = 64, 128
+    per_program, piece = 32, 128
     groups = triton.cdiv(outputs, per_program)
-    parts = 1
-    while parts < 8 and groups * parts < 2 * multiprocessors(x.device) and columns > 4 * piece * parts:
-        parts *= 2
+    parts = 2 if columns > 2 * piece else 1
     span = triton.cdiv(triton.cdiv(columns, parts), piece) * piece
     parts = triton.cdiv(columns, span)
     partial = scratch("linear partial", x.device, (parts, outputs, MOST_ROWS), torch.float32)
@@ -166,7 +165,7 @@ def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         EVEN=columns % piece == 0 and outputs % per_program == 0,
         BIAS=bias is not None,
         num_warps=4,
-        num_stages=4,
+        num_stages=5,
     )
 
 
@@ -185,7 +184,9 @@ class SkinnyWeight:
         """Return ``x @ weight.T + bias``."""
         weight, bias = self.plain.weight, self.plain.bias
         rows = x.shape[0]
-        if not 0 < rows <= MOST_ROWS or x.dtype not in _DTYPES or x.stride(1) != 1:
+        # Measured on an H200 (runtime/bench/LOG.md): cuBLAS reads a tall weight as fast for two rows or more.
+        tall = weight.shape[0] > _SHORT * multiprocessors(x.device)
+        if not 0 < rows <= MOST_ROWS or (rows > 1 and tall) or x.dtype not in _DTYPES or x.stride(1) != 1:
             return self.plain.apply(x, out)
         if out is None:
             out = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)

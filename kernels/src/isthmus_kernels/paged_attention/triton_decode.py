@@ -6,6 +6,8 @@ bytes. A (request, head) that lies inside one program is written at once; of one
 partial result, and the last to finish merges them. The number of programs is a property of the device alone.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -14,14 +16,29 @@ from torch import Tensor
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.paged_attention.triton_tile import LOG2E, attend_tile
 
-_TILE = 64
-_WARPS = 4
-_STAGES = 3
-_PROGRAMS_PER_MULTIPROCESSOR = 2
-# Fewer tiles than this a program cost more in merging than they save in reading.
-_LEAST_TILES = 2
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a program is cut. All programs must be resident at once, or the shares are not equal: see `registers`."""
+
+    tile: int
+    stages: int
+    programs: int  # per multiprocessor
+    registers: int | None  # per thread at most
+    warps: int = 4
+
+
+def plan(row_bytes: int) -> Plan:
+    """The plan for keys of `row_bytes`; measured on an H200 for 256 (runtime/bench/LOG.md), the others fit."""
+    if row_bytes <= 256:
+        return Plan(tile=64, stages=5, programs=3, registers=168)
+    if row_bytes <= 512:
+        return Plan(tile=32, stages=3, programs=2, registers=None)
+    return Plan(tile=16, stages=3, programs=2, registers=None)
+
+
 # Numbers that a merging program holds at a time.
-_MERGED_ELEMENTS = 8192
+_MERGED_ELEMENTS = 2048
 
 
 @triton.jit
@@ -56,7 +73,6 @@ def _decode(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     ROWS_PAD: tl.constexpr,
-    LEAST_TILES: tl.constexpr,
     MERGED_ROWS: tl.constexpr,
     MERGED_PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
@@ -73,7 +89,7 @@ def _decode(
         counts -= tl.maximum(length - window, 0) // TILE
     ends = tl.cumsum(counts, axis=0) * KV_HEADS
     line = tl.max(ends, axis=0)
-    chunk = tl.maximum(tl.cdiv(line, tl.num_programs(0)), LEAST_TILES)
+    chunk = tl.cdiv(line, tl.num_programs(0))
     begin = program * chunk
     end = tl.minimum(begin + chunk, line)
 
@@ -195,7 +211,8 @@ def decode(
     block_size, kv_heads, dim = kv.shape[2], kv.shape[3], kv.shape[4]
     group = q.shape[1] // kv_heads
     dim_pad = power_of_two(dim, 16)
-    programs = _PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(q.device)
+    chosen = plan(dim_pad * max(q.element_size(), kv.element_size()))
+    programs = chosen.programs * multiprocessors(q.device)
     merged_rows = power_of_two(group)
     partial = scratch("decode partial", q.device, (2 * programs, group, dim_pad), torch.float32)
     stats = scratch("decode stats", q.device, (2 * programs, 2, group), torch.float32)
@@ -229,13 +246,13 @@ def decode(
         DIM=dim,
         DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size,
-        TILE=_TILE,
+        TILE=chosen.tile,
         ROWS_PAD=power_of_two(rows, 16),
-        LEAST_TILES=_LEAST_TILES,
         MERGED_ROWS=merged_rows,
         MERGED_PARTS=max(1, _MERGED_ELEMENTS // (merged_rows * dim_pad)),
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_warps=chosen.warps,
+        num_stages=chosen.stages,
+        maxnreg=chosen.registers,
     )

@@ -1,16 +1,38 @@
 """Prefill attention: tiles of queries, all query heads of a kv head together, over the paged context (Dao 2023)."""
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from isthmus_kernels.device import power_of_two
+from isthmus_kernels.device import multiprocessors, power_of_two
 from isthmus_kernels.paged_attention.triton_tile import LOG2E, attend_tile
 
-_ROWS = 128
-_TILE = 64
-_WARPS = 8
-_STAGES = 3
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a program is cut: rows of (query, head) and keys that it multiplies at a time."""
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+
+
+def plan(row_bytes: int, wide: bool, most_rows: int) -> Plan:
+    """The plan for keys of `row_bytes`, in fp32 if `wide`, and `most_rows` that would still fill the device.
+
+    Measured on an H200 for 256 bytes (runtime/bench/LOG.md), the others fit.
+    """
+    if row_bytes <= 256 and not wide:
+        return Plan(rows=256 if most_rows >= 256 else 128, tile=64, warps=8, stages=3)
+    if row_bytes <= 256:
+        return Plan(rows=64, tile=64, warps=4, stages=3)
+    if row_bytes <= 512:
+        return Plan(rows=64, tile=32, warps=4, stages=3)
+    return Plan(rows=64, tile=16, warps=4, stages=2)
 
 
 @triton.jit
@@ -160,7 +182,10 @@ def prefill(
     rows = block_tables.shape[0]
     block_size, kv_heads, dim = kv.shape[2], kv.shape[3], kv.shape[4]
     group = q.shape[1] // kv_heads
-    held = max(_ROWS, power_of_two(group))
+    dim_pad = power_of_two(dim, 16)
+    most_rows = q.shape[0] * q.shape[1] // multiprocessors(q.device)
+    chosen = plan(dim_pad * max(q.element_size(), kv.element_size()), q.dtype == torch.float32, most_rows)
+    held = max(chosen.rows, power_of_two(group))
     # Each request may leave one tile partly filled.
     tiles = min(q.shape[0] // (held // group) + rows, q.shape[0])
     _prefill[(kv_heads, tiles)](
@@ -185,13 +210,13 @@ def prefill(
         block_tables.stride(0),
         GROUP=group,
         DIM=dim,
-        DIM_PAD=power_of_two(dim, 16),
+        DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size,
         M=held,
-        TILE=_TILE,
+        TILE=chosen.tile,
         ROWS_PAD=power_of_two(rows, 16),
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_warps=chosen.warps,
+        num_stages=chosen.stages,
     )

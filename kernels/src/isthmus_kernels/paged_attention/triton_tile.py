@@ -19,7 +19,7 @@ def attend_tile(
     begin,  # keys before this position are not read
     position,  # [M] position of each query
     window,
-    scale,  # factor on q·k; times log2(e) unless there is a soft cap
+    scale,  # positive factor on q·k; times log2(e) unless there is a soft cap
     softcap,
     head_offset,  # int64, of the kv head
     kv_block,
@@ -57,10 +57,14 @@ def attend_tile(
     else:
         k = tl.load(keys, mask=(channel < DIM)[None, :], other=0.0)
         v = tl.load(keys + kv_part, mask=(channel < DIM)[None, :], other=0.0)
-    scores = tl.dot(query, tl.trans(k.to(query.dtype)), input_precision="ieee") * scale
+    # fp32 goes through the tensor cores in three parts, which keeps its accuracy.
+    scores = tl.dot(query, tl.trans(k.to(query.dtype)), input_precision="tf32x3")
     if CAPPED:
         # cap · tanh(s / cap), in the form that neither overflows nor needs a library
-        scores = softcap * TO_LOG2 * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * TO_LOG2 / softcap)) + 1.0))
+        scores = softcap * TO_LOG2 * (1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * TO_LOG2 / softcap)) + 1.0))
+        factor = 1.0
+    else:
+        factor = scale
     if MASKED:
         visible = inside[None, :]
         if CAUSAL:
@@ -68,15 +72,15 @@ def attend_tile(
         if CAUSAL and WINDOWED:
             visible = visible & (key[None, :] > position[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
-    higher = tl.maximum(peak, tl.max(scores, axis=1))
+    higher = tl.maximum(peak, tl.max(scores, axis=1) * factor)
     if WINDOWED and CAUSAL:
         # A query whose window begins in a later tile has seen nothing yet.
         base = tl.where(higher == float("-inf"), 0.0, higher)
     else:
         base = higher
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores * factor - base[:, None])
     fade = tl.exp2(peak - base)
     total = total * fade + tl.sum(weights, axis=1)
     acc = acc * fade[:, None]
-    acc = tl.dot(weights.to(query.dtype), v.to(query.dtype), acc, input_precision="ieee")
+    acc = tl.dot(weights.to(query.dtype), v.to(query.dtype), acc, input_precision="tf32x3")
     return total, higher, acc

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from isthmus_kernels.device import power_of_two
 
-_HEADS = 16
-_WARPS = 4
+_HEADS = 8
+_WARPS = 1
 
 
 @triton.jit

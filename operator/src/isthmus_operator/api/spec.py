@@ -350,6 +350,10 @@ class Store(Block):
     """The pool's master: managed or external."""
 
 
+Origin = Annotated[str, StringConstraints(max_length=280, pattern=r"^(\*|https?://[^/?#,\s]+)$")]
+"""Of a web page, as browsers send it: scheme, host and port. `*`: any."""
+
+
 class RouterAuth(Block):
     api_key_secret_ref: SecretKey
     """Key that clients must send as a bearer token."""
@@ -395,8 +399,10 @@ class Expose(Block):
 
 
 class Router(PodSettings):
-    replicas: Count = 1
-    """Number of routers. They share nothing."""
+    resources: Resources = Field(default_factory=Resources)
+    """Resources of the main container. What is not named has a default, so that a quota takes routers."""
+    replicas: Count = 2
+    """Number of routers. They share nothing. With one, clients are refused while it is replaced or its node drained."""
     image: Text | None = None
     """Image of the router. Absent: the operator's default, fixed when a revision is first made."""
     policy: RouterPolicy = RouterPolicy.LEAST_LOAD
@@ -411,6 +417,8 @@ class Router(PodSettings):
     """Longest a request may take from arrival to its last token."""
     auth: RouterAuth | None = None
     """Absent: no key is asked for."""
+    cors_origins: Annotated[tuple[Origin, ...], Field(max_length=16)] = ()
+    """Origins of web pages that may call the API from a browser. Absent: none."""
     expose: Expose = Field(default_factory=Expose)
     """How clients reach the router."""
 

@@ -45,7 +45,8 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
     service = parse(manifest, namespace=options.namespace)
     manifests = render(service, Defaults())
     if service.spec.router.replicas > 1:
-        console.say(f"router: 1 of {service.spec.router.replicas} replicas, as they would share one port here")
+        if "replicas" in service.spec.router.model_fields_set:
+            console.say(f"router: 1 of {service.spec.router.replicas} replicas, as they would share one port here")
         _router_deployment(manifests)["spec"]["replicas"] = 1
     run_dir = Path(options.run_dir or tempfile.mkdtemp(prefix=f"isthmus-{service.name}-")).resolve()
     pods = translate(

@@ -40,8 +40,9 @@ def events(before: Status, after: Status, wanted: Plan | None = None) -> list[Ev
         if kind not in (before.get("skipped") or ()):
             message = f"{kind} is left out: its API is not installed; it is made when the API is"
             skipped.append(Event(False, Reason.OPTIONAL_API_MISSING, message))
-    if wanted is not None and wanted.gap:
-        message = "a role of one pod is replaced without surge; until its new pod is ready there is none"
+    if wanted is not None and (wanted.gap or wanted.alone):
+        role = "the only router" if wanted.alone else "a role of one pod"
+        message = f"{role} is replaced without surge; until its new pod is ready there is none"
         found[Reason.CAPACITY_GAP] = Event(True, Reason.CAPACITY_GAP, message)
     return [*found.values(), *skipped]
 

@@ -63,6 +63,7 @@ class Plan:
     delete:    names of engine workloads that are not needed any more
     store:     whether the managed master should exist
     router:    whether the router may be brought to the present spec
+    alone:     the only router is about to be replaced, without surge
     goals:     component -> revision and number of pods to come to
     failed:    revision to remember as failed
     waits:     what holds the rollout up
@@ -73,6 +74,7 @@ class Plan:
     delete: tuple[str, ...] = ()
     store: bool = False
     router: bool = True
+    alone: bool = False
     goals: dict[Component, Goal] = field(default_factory=dict)
     state: Rollout = Rollout.ROLLING
     failed: str = ""
@@ -102,11 +104,13 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     over = not hold and not rolling and (bool(failed) or singles_ready(service, seen))
     complete = over and engines_ready(goals, seen)
     over = over and engines_ready(changed(goals, seen), seen)
+    router = _router_may_change(service, wanted, seen, rolling, failed)
     return Plan(
         counts=move.counts,
         delete=_unneeded(goals, seen, over, move, now),
         store=mooncake.is_managed(service) or any(w.pooled and (w.replicas or places(w, now)) for w in seen.engines),
-        router=_router_may_change(service, wanted, seen, rolling, failed),
+        router=router,
+        alone=router and _replaces_only_router(service, seen),
         goals={goal.component: goal for goal in goals},
         state=_state(service, failed, stuck, complete, is_pending(service, goals, seen, now)),
         failed=failed,
@@ -295,6 +299,12 @@ def _router_may_change(
         return False
     served = [current(goal, seen) for goal in wanted if goal.count > 0]
     return not rolling or all(new is not None and new.ready > 0 for new in served)
+
+
+def _replaces_only_router(service: InferenceService, seen: Observed) -> bool:
+    present, wanted = seen.router, role_revision(service, Component.ROUTER)
+    one = service.spec.router.replicas == 1 and service.spec.rollout.max_surge.is_zero
+    return one and present is not None and present.ready > 0 and present.revision != wanted
 
 
 def _earliest(*times: float | None) -> float | None:

@@ -26,10 +26,16 @@ def pod_env() -> list[dict[str, Any]]:
     ]
 
 
-def resources(block: Resources, *, extra: dict[str, str] | None = None) -> dict[str, Any]:
-    """Container resources; `extra` is added to the limits (extended resources are requested through them)."""
-    limits = {name: str(value) for name, value in block.limits.items()} | (extra or {})
-    requests = {name: str(value) for name, value in block.requests.items()}
+def resources(
+    block: Resources, *, extra: dict[str, str] | None = None, usual: dict[str, tuple[str, str]] | None = None
+) -> dict[str, Any]:
+    """Container resources; `extra` is added to the limits (extended resources are requested through them). `usual`:
+    name -> request and limit of what the block does not name at all."""
+    left = {name: both for name, both in (usual or {}).items() if name not in block.limits | block.requests}
+    limits = {name: limit for name, (_, limit) in left.items()}
+    limits |= {name: str(value) for name, value in block.limits.items()} | (extra or {})
+    requests = {name: request for name, (request, _) in left.items()}
+    requests |= {name: str(value) for name, value in block.requests.items()}
     return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
 
 

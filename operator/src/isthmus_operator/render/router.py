@@ -26,6 +26,9 @@ _POLICIES = {
     RouterPolicy.PREFIX_AWARE: "prefix-aware",
     RouterPolicy.KV_AWARE: "kv-aware",
 }
+USUAL_RESOURCES = {"cpu": ("100m", "2"), "memory": ("256Mi", "1Gi")}
+"""Request and limit. A namespace with a ResourceQuota refuses pods without. A thousand streams take less than 200 MB, a
+large tokenizer as much again."""
 KEY_FOLDER = "/etc/isthmus/auth"
 _STARTUP_S = 300.0
 """The router loads only a tokenizer."""
@@ -51,11 +54,14 @@ def router_args(service: InferenceService, model_path: str) -> list[str]:
     args += ["--max-queue", str(router.max_queue), "--request-timeout", router.request_timeout.canonical]
     if router.auth:
         args += ["--api-key-file", f"{KEY_FOLDER}/key"]
+    if router.cors_origins:
+        args += ["--cors-origins", ",".join(router.cors_origins)]
     return args
 
 
 def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
-    """The routers. They share nothing, so this Deployment rolls by itself, with a surge: a router needs no GPU."""
+    """The routers. They share nothing, so this Deployment rolls by itself, one at a time: by a surge where rollouts may
+    have one at all, as a quota or a full cluster may have no room for it."""
     spec, router = service.spec, service.spec.router
     revision = role_revision(service, Component.ROUTER)
     image = router.image or defaults.router_image
@@ -66,6 +72,7 @@ def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
         secret = {"secretName": ref.name, "items": [{"key": ref.key, "path": "key"}], "defaultMode": 0o440}
         volumes.append({"name": "api-key", "secret": secret})
         mounts.append({"name": "api-key", "mountPath": KEY_FOLDER, "readOnly": True})
+    surges = not spec.rollout.max_surge.is_zero
     container = {
         "name": "router",
         "image": image,
@@ -73,7 +80,7 @@ def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
         "args": router_args(service, model.path),
         "env": pod_env(),
         "ports": [{"name": "http", "containerPort": ROUTER_PORT}],
-        "resources": resources(router.resources),
+        "resources": resources(router.resources, usual=USUAL_RESOURCES),
         **http_probes(startup_timeout_s=_STARTUP_S, ready="/accepting"),
         "volumeMounts": mounts,
     }
@@ -94,7 +101,10 @@ def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
         "spec": {
             "replicas": router.replicas,
             "selector": {"matchLabels": selector(service, Component.ROUTER)},
-            "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
+            "strategy": {
+                "type": "RollingUpdate",
+                "rollingUpdate": {"maxSurge": int(surges), "maxUnavailable": int(not surges)},
+            },
             "revisionHistoryLimit": 1,
             "template": template,
         },
