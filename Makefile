@@ -62,6 +62,7 @@ run: venv native $(if $(filter $(MODEL_DIR),$(MODEL)),model) ## Serve EXAMPLE on
 	@$(VENV)/bin/isthmus up $(EXAMPLE) --model '$(MODEL)'
 
 bench: setup ## Run the benchmarks: make bench [ARGS=...]
+	@$(PY) runtime/bench/scheduler.py
 	@$(PY) runtime/bench/run.py $(ARGS)
 
 bench-router: venv model ## CPU time and memory of the router beside vllm-router: make bench-router [ARGS=...]
@@ -89,6 +90,9 @@ test: setup ## Run the test suite but for what needs the full cluster, which is 
 
 test-gpu: setup ## Run the tests that need a CUDA device; without one they are skipped, which is said aloud (ARGS= narrows it)
 	@$(PY) -m pytest -q -m gpu tests/gpu $(ARGS)
+
+test-fast: setup ## What to run while editing: no test that starts services or a cluster, or is slow
+	@$(PY) -m pytest -q -m 'not (slow or e2e or light_cluster or cluster or gpu)' $(ARGS)
 
 chaos: setup ## Real faults on a real service (docs/chaos.md): make chaos [SEED=..] [MINUTES=10] [MODE=direct|store] [ARGS=...]
 	@$(PY) tests/chaos/run_storm.py $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --mode $(MODE) $(ARGS)

@@ -131,6 +131,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_models_match_transformers(name: str, tmp_path: Path, start_engine: Callable[..., Any], job: Any) -> None:
     case = TINY[name]
