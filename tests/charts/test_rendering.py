@@ -75,6 +75,15 @@ def labels_of(value: Any) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
+def test_the_lease_goes_with_the_release(name: str) -> None:
+    """Else one that its holder could not give back keeps the next installation waiting."""
+    lease = only(variant(name), "Lease")["metadata"]
+    flag = f"--lease-name={lease['name']}"
+    assert flag in container(variant(name))["args"]
+    assert lease["namespace"] == deployment(variant(name))["metadata"]["namespace"]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
 def test_helm_lint_finds_nothing(name: str) -> None:
     done = run_helm("lint", "--strict", str(CHART), *flags(VARIANTS[name], {}))
     assert done.returncode == 0, done.stdout + done.stderr

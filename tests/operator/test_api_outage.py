@@ -4,8 +4,10 @@ import asyncio
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,17 +15,22 @@ from typing import Any, cast
 
 import pytest
 from jumping_loop import run_jumping
+from processes import free_port
 
 from isthmus_operator.errors import ApiError, UserError
 from isthmus_operator.shell.client import Api
-from isthmus_operator.shell.handlers import MOST_PAUSE_S, RIGHTS_S, _require_cluster
-from isthmus_operator.shell.informer import Informer, Kind
+from isthmus_operator.shell.start import MOST_PAUSE_S, RIGHTS_S, require_cluster
 from isthmus_operator.shell.workqueue import Key, Pauses, WorkQueue
 
 A, B = ("ns", "a"), ("ns", "b")
 KINDS = {"resources": [{"name": "inferenceservices"}, {"name": "rolescalers"}]}
 NO_ANSWER = ApiError(0, "GET /x: no answer in time")
 FORBIDDEN = ApiError(403, "GET /pods: HTTP 403: forbidden")
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 class Server:
@@ -55,7 +62,7 @@ class Server:
 def test_an_api_server_that_does_not_answer_is_waited_for(error: ApiError) -> None:
     async def main() -> None:
         server = Server((600.0, error, None), (900.0, KINDS, error))
-        await _require_cluster(cast(Api, server), ())
+        await require_cluster(cast(Api, server), ("",))
         assert 900 <= asyncio.get_running_loop().time() <= 900 + MOST_PAUSE_S
         gaps = [b - a for a, b in zip(server.asked, server.asked[1:], strict=False)]
         assert gaps[0] == 1 and max(gaps) <= MOST_PAUSE_S
@@ -74,7 +81,7 @@ def test_what_it_goes_on_refusing_ends_the_start_with_the_reason(
         # Missing, then no answer for long: that does not count as time in which it was refused.
         server = Server((5.0, kinds, lists), (300.0, NO_ANSWER, None), (900.0, kinds, lists))
         with pytest.raises(error, match=r"crds/|rbac\.md|who"):
-            await _require_cluster(cast(Api, server), ("a",))
+            await require_cluster(cast(Api, server), ("a",))
         assert 300 + RIGHTS_S <= asyncio.get_running_loop().time() <= 300 + RIGHTS_S + 3 * MOST_PAUSE_S
 
     run_jumping(main())
@@ -82,7 +89,7 @@ def test_what_it_goes_on_refusing_ends_the_start_with_the_reason(
 
 def test_rights_and_kinds_that_come_a_little_later_are_no_error() -> None:
     async def main() -> None:
-        await _require_cluster(cast(Api, Server((9.0, None, {}), (18.0, KINDS, FORBIDDEN))), ())
+        await require_cluster(cast(Api, Server((9.0, None, {}), (18.0, KINDS, FORBIDDEN))), ("",))
 
     run_jumping(main())
 
@@ -95,7 +102,9 @@ def test_while_it_waits_it_is_alive_and_not_ready_and_ends_by_a_signal(tmp_path:
         "current-context": "x",
     }
     (tmp_path / "kubeconfig").write_text(json.dumps(config))
+    health = free_port()
     flags = [f"--kubeconfig={tmp_path / 'kubeconfig'}", "--metrics-host=127.0.0.1", "--metrics-port=0"]
+    flags.append(f"--health-port={health}")
     command = [sys.executable, "-P", "-m", "isthmus_operator", "operator", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -109,100 +118,24 @@ def test_while_it_waits_it_is_alive_and_not_ready_and_ends_by_a_signal(tmp_path:
 
             def ask(what: str) -> int:
                 try:
-                    with urllib.request.urlopen(f"http://127.0.0.1:{port[1]}/{what}", timeout=30) as answer:
+                    with urllib.request.urlopen(f"http://127.0.0.1:{what}", timeout=30) as answer:
                         return int(answer.status)
                 except urllib.error.HTTPError as error:
                     error.close()
                     return error.code
 
-            assert (ask("healthz"), ask("readyz")) == (200, 503)
+            # kopf opens it while the API server is looked for.
+            end = time.monotonic() + 30
+            while not listens(health):
+                assert time.monotonic() < end
+
+            assert (ask(f"{health}/healthz"), ask(f"{port[1]}/readyz")) == (200, 503)
             process.send_signal(signal.SIGTERM)
             rest = process.stderr.read()
             assert process.wait(timeout=60) == 0
             assert "Traceback" not in rest
         finally:
             process.kill()
-
-
-class Lists:
-    """An API server of one kind: lists what there is, and a watch of it tells nothing."""
-
-    def __init__(self) -> None:
-        self.version = 1
-        self.down = False
-        self.lists = 0
-
-    async def get(self, path: str, **query: str) -> Any:
-        if self.down:
-            raise NO_ANSWER
-        self.lists += 1
-        await asyncio.sleep(0.5)
-        item = {"metadata": {"name": "a", "uid": "u", "resourceVersion": str(self.version)}}
-        return {"kind": "PodList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [item]}
-
-    async def lines(self, path: str, query: dict[str, str], timeout: float) -> Any:
-        await asyncio.sleep(timeout)
-        raise ApiError(0, "a connection that was broken without a word")
-        yield b""
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.versions: list[str] = []
-
-    def changed(self, body: dict[str, Any]) -> None:
-        self.versions.append(body["metadata"]["resourceVersion"])
-
-    def gone(self, body: dict[str, Any]) -> None:
-        raise AssertionError
-
-    def absent(self, kind: str, namespace: str, present: set[str]) -> None:
-        pass
-
-
-def informer(server: Lists, sink: Sink) -> Informer:
-    clock = asyncio.get_running_loop().time
-    return Informer(cast(Api, server), Kind("", "v1", "pods"), "", sink, clock=clock)
-
-
-def test_a_watch_that_may_be_behind_is_listed_anew_at_once() -> None:
-    async def main() -> None:
-        loop, server, sink = asyncio.get_running_loop(), Lists(), Sink()
-        one = informer(server, sink)
-        one.relist()
-        running = asyncio.create_task(one.run())
-        await one.listed.wait()
-        await asyncio.sleep(30)
-        server.version = 2
-        before = loop.time()
-        one.relist()
-        one.relist()
-        assert not one.listed.is_set()
-        await one.listed.wait()
-        assert (sink.versions, server.lists, loop.time() - before) == (["1", "2"], 2, 0.5)
-        running.cancel()
-        await asyncio.wait((running,))
-        assert running.cancelled()
-
-    run_jumping(main())
-
-
-def test_after_an_outage_it_does_not_wait_for_the_pause_to_end() -> None:
-    async def main() -> None:
-        loop, server, sink = asyncio.get_running_loop(), Lists(), Sink()
-        server.down = True
-        one = informer(server, sink)
-        running = asyncio.create_task(one.run())
-        await asyncio.sleep(100)
-        server.down = False
-        before = loop.time()
-        one.relist()
-        await one.listed.wait()
-        assert loop.time() - before == 0.5
-        running.cancel()
-        await asyncio.wait((running,))
-
-    run_jumping(main())
 
 
 class Work:

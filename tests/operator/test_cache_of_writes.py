@@ -101,14 +101,34 @@ def test_after_a_list_only_what_it_named_is_there() -> None:
         one.cache.changed(body(1))
         one.cache.changed(body(2, uid="v", name="e"))
         one.since()
-        one.cache.absent("Deployment", "other", set())
+        one.cache.absent("Deployment", "other", set(), 9)
         assert one.versions() == {"d": 1, "e": 2}
         one.cache.changed(body(3, uid="new"))
-        one.cache.absent("Deployment", "", {"new"})
+        one.cache.absent("Deployment", "", {"new"}, 9)
         assert one.versions() == {"d": 3}, "of the same name, and made anew meanwhile"
         assert one.since() == ["changed"] * 3
-        one.cache.absent("InferenceService", "ns", set())
+        one.cache.absent("InferenceService", "ns", set(), 9)
         assert one.since() == ["removed"]
+
+    asyncio.run(main())
+
+
+def test_a_list_and_a_watch_may_be_behind_each_other() -> None:
+    async def main() -> None:
+        one = Woken()
+        one.cache.changed(service())
+        one.cache.changed(body(5, spec={"replicas": 5}))
+        one.since()
+        one.cache.changed(body(4, spec={"replicas": 4}))
+        assert (one.versions(), one.since()) == ({"d": 5}, []), "what is older says nothing"
+        one.cache.changed(body(8, uid="v", name="e"))
+        one.cache.absent("Deployment", "", {"u"}, 7)
+        assert one.versions() == {"d": 5, "e": 8}, "made after the list was begun"
+        one.cache.gone(body(9))
+        one.cache.changed(body(5))
+        assert one.versions() == {"e": 8}, "in a list that was begun before it was deleted"
+        one.cache.changed(body(10, uid="new"))
+        assert one.versions() == {"d": 10, "e": 8}
 
     asyncio.run(main())
 

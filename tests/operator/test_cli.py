@@ -74,7 +74,12 @@ def test_up_names_a_busy_port_and_the_flag(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("flag", "others"), [("--metrics-port", []), ("--webhook-port", ["--webhook-cert-dir=/certs", "--metrics-port=0"])]
+    ("flag", "others"),
+    [
+        ("--metrics-port", ["--health-port=0"]),
+        ("--health-port", ["--metrics-port=0"]),
+        ("--webhook-port", ["--webhook-cert-dir=/certs", "--metrics-port=0", "--health-port=0"]),
+    ],
 )
 def test_the_operator_names_a_busy_port_and_the_flag(
     flag: str, others: list[str], capsys: pytest.CaptureFixture[str]

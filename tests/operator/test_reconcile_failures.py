@@ -81,7 +81,8 @@ def reconcile(server: Server, *, times: int = 1, status: Object | None = None, s
             metrics=Metrics(),
         )
         ends: list[Any] = []
-        for _ in range(times):
+        for number in range(times):
+            body["metadata"]["resourceVersion"] = str(number + 1)
             cache.changed(copy.deepcopy(body))
             try:
                 ends.append(await one.reconcile(KEY))

@@ -16,7 +16,8 @@ import pytest
 from processes import free_port
 
 from isthmus_operator.errors import UserError
-from isthmus_operator.shell.handlers import OperatorOptions, webhook_server
+from isthmus_operator.shell.handlers import webhook_server
+from isthmus_operator.shell.operator import OperatorOptions
 
 WITHIN_S = 20.0
 

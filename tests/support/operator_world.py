@@ -27,7 +27,7 @@ class Operator:
 
     def __init__(self, cluster: Cluster, log: Path, *flags: str) -> None:
         self._command = [sys.executable, "-m", "isthmus_operator", "operator", "--metrics-port=0"]
-        self._command += ["--metrics-host=127.0.0.1", f"--kubeconfig={cluster.kubeconfig}", *flags]
+        self._command += ["--health-port=0", "--metrics-host=127.0.0.1", f"--kubeconfig={cluster.kubeconfig}", *flags]
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -250,7 +250,9 @@ def test_without_the_crds_it_says_what_to_apply(tmp_path: Path, plane: Cluster) 
         config["clusters"][0]["cluster"] = {"server": f"http://127.0.0.1:{server.server_address[1]}"}
         (tmp_path / "k").write_text(yaml.safe_dump(config))
         command = [sys.executable, "-m", "isthmus_operator", "operator", f"--kubeconfig={tmp_path / 'k'}"]
-        done = subprocess.run([*command, "--metrics-port=0"], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [*command, "--metrics-port=0", "--health-port=0"], capture_output=True, text=True, timeout=60, check=False
+        )
         server.shutdown()
     assert done.returncode == 2
     assert "apply the files of crds/" in done.stderr

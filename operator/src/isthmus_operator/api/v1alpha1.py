@@ -27,9 +27,11 @@ RESERVED_SUFFIXES = ("-prefill", "-decode", "-worker", "-router", "-store")
 """A service with such a name would share its Service object with a child of another service."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InferenceService:
-    """One validated resource. `uid` and `generation` are empty for a file that was never applied."""
+    """One validated resource, which nobody changes. `uid` and `generation` are empty for a file that was never applied.
+    Two of the same text are not equal: it is a key for what was computed of it.
+    """
 
     name: str
     namespace: str

@@ -9,8 +9,9 @@ import logging
 from ..errors import UserError
 from ..render.names import Defaults
 from ..settings import Identity, identity
-from ..shell.handlers import OperatorOptions, run
+from ..shell.handlers import run
 from ..shell.leader import LeaseSettings
+from ..shell.operator import OperatorOptions
 from ..shell.workqueue import Pauses
 
 
@@ -42,6 +43,7 @@ def options_of(arguments: argparse.Namespace, who: Identity) -> OperatorOptions:
         webhook_cert_dir=arguments.webhook_cert_dir,
         metrics_host=arguments.metrics_host,
         metrics_port=arguments.metrics_port,
+        health_port=arguments.health_port,
         pauses=Pauses(resync=arguments.resync),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import lru_cache
 
 from ..api.fields import canonical
 from ..api.spec import Role, Router
@@ -16,6 +17,8 @@ from ..api.v1alpha1 import InferenceService
 from .names import Component
 
 LENGTH = 8
+AT_ONCE = 32
+"""Services whose revisions are kept: every part of a reconcile asks for them, and a few reconciles run at a time."""
 
 
 def _digest(parts: dict[str, object]) -> str:
@@ -38,6 +41,7 @@ def _shared(service: InferenceService) -> dict[str, object]:
     }
 
 
+@lru_cache(AT_ONCE)
 def _engines(service: InferenceService) -> dict[str, object]:
     """What all engine pods are made from, whatever their role."""
     spec = service.spec
@@ -49,6 +53,7 @@ def _engines(service: InferenceService) -> dict[str, object]:
     }
 
 
+@lru_cache(AT_ONCE)
 def pairing(service: InferenceService) -> str:
     """Equal for engines of equal KV layout, and changed by more than layout changes: it is for keeping whole pairs
     during a rollout. The router pairs by the fingerprint that engines report."""
@@ -60,6 +65,7 @@ def _without(value: object, *fields: str) -> object:
     return {key: item for key, item in value.items() if key not in fields}
 
 
+@lru_cache(AT_ONCE * len(Component))
 def role_revision(service: InferenceService, component: Component) -> str:
     """Revision of one component: equal exactly when its pods need not be replaced."""
     spec = service.spec
@@ -97,6 +103,7 @@ def _store_as_engines_see_it(service: InferenceService) -> object:
     }
 
 
+@lru_cache(AT_ONCE)
 def service_revision(service: InferenceService) -> str:
     """Revision of the whole service: changes when that of any component does."""
     spec = service.spec

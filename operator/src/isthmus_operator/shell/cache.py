@@ -50,7 +50,7 @@ class _Kept(NamedTuple):
 
 
 class Cache:
-    """One per operator; the sink of its informers.
+    """One per operator. Told of everything by kopf's watches, and by lists; each may be behind the other.
 
     changed: called with the key of a service of which something that is read has changed; edited: with that of one
     whose spec has; removed: with that of one which is gone
@@ -68,6 +68,7 @@ class Cache:
         self._generations: dict[Key, int] = {}
         self._written: dict[Key, dict[Name, tuple[float, _Kept]]] = {}
         self._deleted: dict[str, float] = {}
+        self._gone: dict[str, float] = {}
 
     # -------------------------------------------------------------------------------------------------- decisions
 
@@ -98,16 +99,19 @@ class Cache:
     # ------------------------------------------------------------------------------------------------ what is told
 
     def changed(self, body: Object) -> None:
-        """An object as it is now."""
-        kept, key = _keep(body), _key(body)
-        name = body["kind"], body["metadata"]["name"]
-        place = self._places.get(kept.uid)
+        """An object as it is now, or as it was before something that is known already."""
+        key, name = _key(body), (body["kind"], body["metadata"]["name"])
+        before = self._watched.get(key, {}).get(name)
+        uid, version = body["metadata"].get("uid", ""), int(body["metadata"]["resourceVersion"])
+        if uid in self._gone or (before is not None and before.uid == uid and before.version >= version):
+            return
+        kept = _keep(body)
+        place = self._places.get(uid)
         if place is not None and place[0] != key:
-            self._drop(kept.uid)
-        before = self._watched.setdefault(key, {}).get(name)
+            self._drop(uid)
         answer = self._written.get(key, {}).get(name)
-        self._watched[key][name] = kept
-        self._places[kept.uid] = key, name
+        self._watched.setdefault(key, {})[name] = kept
+        self._places[uid] = key, name
         if name[0] == SERVICE:
             self._ready[key] = _is_ready(body)
             generation = body["metadata"].get("generation", 0)
@@ -119,15 +123,21 @@ class Cache:
             self._wake(key)
 
     def gone(self, body: Object) -> None:
-        """An object was deleted: our answer to an earlier write does not bring it back."""
+        """An object was deleted: neither our answer to an earlier write nor a list begun before brings it back."""
+        now = asyncio.get_running_loop().time()
+        _forget(self._gone, now)
+        self._gone[body["metadata"]["uid"]] = now
         self._drop(body["metadata"]["uid"])
 
-    def absent(self, kind: str, namespace: str, present: set[str]) -> None:
-        """What is not in a list was deleted unheard."""
+    def absent(self, kind: str, namespace: str, present: set[str], version: int) -> None:
+        """What is not in a list was deleted unheard, unless it is newer than the list, which is of `version`."""
         lost = [
             uid
             for uid, (key, name) in self._places.items()
-            if name[0] == kind and namespace in ("", key[0]) and uid not in present
+            if name[0] == kind
+            and namespace in ("", key[0])
+            and uid not in present
+            and self._watched[key][name].version <= version
         ]
         for uid in lost:
             self._drop(uid)
@@ -164,9 +174,14 @@ class Cache:
                 del ours[name]
             else:
                 there[name] = kept
-        while self._deleted and now - next(iter(self._deleted.values())) > LAG_S:
-            del self._deleted[next(iter(self._deleted))]
+        _forget(self._deleted, now)
         return {name: kept for name, kept in there.items() if kept.uid not in self._deleted}
+
+
+def _forget(times: dict[str, float], now: float) -> None:
+    """Drop what is older than LAG_S from times in the order in which they came."""
+    while times and now - next(iter(times.values())) > LAG_S:
+        del times[next(iter(times))]
 
 
 def _key(body: Mapping[str, Any]) -> Key:

@@ -1,4 +1,4 @@
-"""The Kubernetes API as this operator uses it: plain objects in and out, over `kubernetes.aio`'s connection.
+"""The Kubernetes API as this operator uses it: plain objects in and out, by `kubernetes.aio`'s dynamic client.
 
 Every request has a deadline. Errors are `ApiError`, with the server's own message.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from urllib.request import getproxies
 
 import aiohttp
 from kubernetes.aio import config
-from kubernetes.aio.client import ApiClient, Configuration
+from kubernetes.aio.client import ApiClient, ApiException, Configuration
+from kubernetes.aio.dynamic import DynamicClient
 
 from ..errors import ApiError
 from ..plan.ownership import FIELD_MANAGER
@@ -50,7 +51,7 @@ async def connect(kubeconfig: str = "", context: str = "") -> Api:
     `kubeconfig` empty: inside a cluster its own service account, elsewhere the usual file. ApiError says what is wrong.
     """
     configuration = Configuration()
-    # Watches hold a connection each; how many requests run at once is decided by who makes them.
+    # How many requests run at once is decided by who makes them.
     configuration.connection_pool_maxsize = 0
     # Where there is no proxy, aiohttp would read ~/.netrc for each request, in a thread.
     configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
@@ -93,16 +94,16 @@ class Api:
     """One connection to an API server."""
 
     def __init__(self, client: ApiClient) -> None:
-        self._client = client
+        self._client = DynamicClient(client)
         self._served: dict[str, tuple[float, frozenset[str]]] = {}
         self._asking = asyncio.Lock()
 
     async def close(self) -> None:
         """Close the connection; idempotent."""
-        await self._client.close()
+        await self._client.client.close()
 
     async def credentials(self) -> dict[str, Any]:
-        """Server, trust and identity of this connection as of now, for a second client of the same cluster."""
+        """Server, trust and identity of this connection as of now, for kopf's own."""
         known = self._client.configuration
         token = await known.get_api_key_with_prefix("BearerToken")
         scheme, _, secret = (token or "").partition(" ")
@@ -203,66 +204,29 @@ class Api:
     ) -> dict[str, Any]:
         """One request and its decoded answer."""
         try:
-            answer = await self._open(method, path, query, body, content_type, REQUEST_TIMEOUT_S)
-            text = await answer.read()
-        except _BROKEN as error:
-            raise _broken(method, path, error) from error
-        if not 200 <= answer.status <= 299:
-            raise ApiError(answer.status, f"{method} {path}: HTTP {answer.status}: {_message(text)}")
-        found: dict[str, Any] = json.loads(text)
+            # Neither by the library's typed methods, which drop what they do not know, nor by its discovery: the kinds
+            # are known.
+            answer = await self._client.request(
+                method,
+                path,
+                body=None if body is None else dict(body),
+                query_params=list(query.items()),
+                content_type=content_type,
+                serialize=False,
+                _request_timeout=REQUEST_TIMEOUT_S,
+            )
+            found: dict[str, Any] = json.loads(await answer.read())
+        except ApiException as error:
+            why = f"{method} {path}: HTTP {error.status}: {_message(error.body)}"
+            raise ApiError(error.status, why) from error
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            why = f"{method} {path}: {type(error).__name__}: {error or 'no answer in time'}"
+            raise ApiError(0, why) from error
         return found
 
-    async def lines(self, path: str, query: Mapping[str, str], timeout: float) -> AsyncIterator[bytes]:
-        """The lines of an answer that goes on, as they come; ApiError where it breaks off or `timeout` seconds pass."""
-        try:
-            answer = await self._open("GET", path, query, None, "application/json", timeout)
-            if not 200 <= answer.status <= 299:
-                text = await answer.read()
-                raise ApiError(answer.status, f"GET {path}: HTTP {answer.status}: {_message(text)}")
-            async with answer.response:
-                parts: list[bytes] = []
-                async for chunk in answer.response.content.iter_any():
-                    first, *others = chunk.split(b"\n")
-                    parts.append(first)
-                    for other in others:
-                        if line := b"".join(parts):
-                            yield line
-                        parts = [other]
-        except _BROKEN as error:
-            raise _broken("GET", path, error) from error
 
-    async def _open(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str],
-        body: Mapping[str, Any] | None,
-        content_type: str,
-        timeout: float,
-    ) -> Any:
-        """One request; its answer before the body, of a type that the library does not name."""
-        request = await self._client.param_serialize(
-            method,
-            path,
-            query_params=list(query.items()),
-            header_params={"Content-Type": content_type, "Accept": "application/json"},
-            auth_settings=["BearerToken"],
-        )
-        _, url, headers, _, _ = request
-        return await self._client.call_api(
-            method, url, headers, None if body is None else dict(body), _request_timeout=timeout
-        )
-
-
-_BROKEN = (aiohttp.ClientError, TimeoutError, OSError)
-
-
-def _broken(method: str, path: str, error: Exception) -> ApiError:
-    return ApiError(0, f"{method} {path}: {type(error).__name__}: {error or 'no answer in time'}")
-
-
-def _message(text: bytes) -> str:
+def _message(text: str | None) -> str:
     try:
-        return str(json.loads(text).get("message"))
+        return str(json.loads(text or "").get("message"))
     except (ValueError, AttributeError):
-        return text.decode(errors="replace")[:500]
+        return (text or "")[:500]

@@ -1,191 +1,123 @@
-"""`run`, which puts an operator together: watches that wake the queue, and the webhook.
+"""kopf: watches, webhook, login, liveness, the order of start and end; and `run`, which is the operator.
 
-Every change wakes one level-based reconcile (controller.py) through one queue. kopf serves the webhook and does no
-more: as an informer it keeps every object as Python dictionaries, and each of them twice while it starts.
+Every event of a watch goes to the cache, which wakes one level-based reconcile (controller.py) where something that is
+read has changed. Only `on.event`, so that kopf writes nothing: no finalizer, no annotation, no Event.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import signal
-import socket
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import AsyncIterator, Iterator
+from datetime import UTC, datetime, timedelta
+from itertools import chain, repeat
 from typing import Any
 
 import kopf
 
-from ..api.reasons import Reason
-from ..api.v1alpha1 import API_VERSION, GROUP, PLURAL, VERSION
-from ..errors import ApiError, InvalidSpec, Refused, UserError
+from ..api.v1alpha1 import GROUP, PLURAL, VERSION
+from ..errors import InvalidSpec
 from ..plan.admission import admit
-from ..render.names import SERVICE_LABEL, Defaults
-from .cache import Cache, Key
 from .certificates import Certificates
-from .client import Api, connect
-from .controller import Controller
-from .facts import FactReader
-from .informer import Informer, Kind
-from .known_facts import KnownFacts
-from .leader import LeaseSettings, lead
-from .telemetry import Metrics, serve
-from .workqueue import Pauses, WorkQueue
+from .client import connect
+from .operator import Operator, OperatorOptions
+from .start import require_port
+from .telemetry import serve
+from .watched import PAGE, WATCHED
 
 _log = logging.getLogger(__name__)
 
-WATCHED = (
-    Kind(GROUP, VERSION, PLURAL),
-    Kind("apps", "v1", "deployments", SERVICE_LABEL),
-    Kind("apps", "v1", "statefulsets", SERVICE_LABEL),
-    Kind("", "v1", "services", SERVICE_LABEL),
-    Kind("", "v1", "pods", SERVICE_LABEL),
-    Kind("policy", "v1", "poddisruptionbudgets", SERVICE_LABEL),
-    Kind("networking.k8s.io", "v1", "networkpolicies", SERVICE_LABEL),
-    Kind(GROUP, VERSION, "rolescalers", SERVICE_LABEL),
-)
-WORKERS = 8
 WEBHOOK_HOST = "0.0.0.0"
 NEVER_S = 1e9
-RIGHTS_S = 20.0
-"""How long rights and CRDs may take to come into force after they were given, or after the API server has begun."""
-MOST_PAUSE_S = 5.0
-"""Between two looks for the API server at the start: until it is found, nobody validates specs."""
-SILENT_S = 600.0
-"""A watch that the API server has not answered for so long may do better in a new process."""
+LOGIN_S = 3600.0
+"""The credentials are read anew after that: tokens of service accounts change."""
+WATCH_S = 240
+"""How long the server goes on telling before it ends the answer and is asked again, from the same place."""
+SLACK_S = 30.0
+"""How much longer than that an answer may take."""
+IDLE_S = 0.1
+"""How long kopf's worker for an object, and that object's last event with it, waits for a further event."""
+WORKERS_PER_KIND = 50
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OperatorOptions:
-    """namespaces: those to look after; empty: all. lease: None works without one. webhook_port 0: no webhook.
-    metrics_port 0: any free one."""
+class Pauses:
+    """Seconds between attempts of one request. Without an end, as an outage is waited out."""
 
-    namespaces: tuple[str, ...] = ()
-    kubeconfig: str = ""
-    lease: LeaseSettings | None = None
-    defaults: Defaults = field(default_factory=Defaults)
-    webhook_port: int = 0
-    webhook_cert_dir: str = ""
-    metrics_host: str = "0.0.0.0"
-    metrics_port: int = 9090
-    pauses: Pauses = field(default_factory=Pauses)
+    def __iter__(self) -> Iterator[float]:
+        return chain((1.0, 2.0, 5.0), repeat(10.0))
 
 
-class _Operator:
-    """The parts, wired."""
+class NoMemory(kopf.DiffBaseStorage):
+    """Handlers of events need no former state. kopf would copy each object to compare it with one."""
 
-    def __init__(self, api: Api, options: OperatorOptions) -> None:
-        self.options = options
-        self.metrics = Metrics()
-        self.queue = WorkQueue(self._work, failed=self._failed, pauses=options.pauses)
-        self.cache = Cache(self.queue.add, partial(self.queue.add, anew=True), self._removed)
-        self.facts = KnownFacts(FactReader(), self.queue.add)
-        self.controller = Controller(
-            api=api, cache=self.cache, facts=self.facts, defaults=options.defaults, metrics=self.metrics
-        )
-        self.informers = [
-            Informer(api, kind, namespace, self.cache, clock=asyncio.get_running_loop().time)
-            for kind in WATCHED
-            for namespace in options.namespaces or ("",)
-        ]
-        self.stopping = asyncio.Event()
-        self._troubled: set[Key] = set()
+    def build(self, *, body: kopf.Body, extra_fields: Any = None) -> kopf.BodyEssence:
+        """Nothing to remember."""
+        return kopf.BodyEssence()
 
-    async def _work(self, key: Key) -> float | None:
-        try:
-            with self.metrics.seconds.time():
-                after = await self.controller.reconcile(key)
-        except Refused:
-            # The status says it.
-            raise
-        except ApiError as error:
-            if key not in self._troubled:
-                self._troubled.add(key)
-                await self.controller.complain(key, Reason.RECONCILE_FAILED, str(error))
-            raise
-        self._troubled.discard(key)
-        self.metrics.reconciles.labels("done").inc()
-        self._count()
-        return after
+    def fetch(self, *, body: kopf.Body) -> kopf.BodyEssence | None:
+        """Nothing remembered."""
+        return None
 
-    def _failed(self, key: Key, error: Exception) -> None:
-        self.metrics.reconciles.labels("failed").inc()
-        # A refusal of the API server is explained by its message; anything else is a defect and needs its place.
-        expected = isinstance(error, ApiError)
-        _log.error("%s/%s: %s", *key, error, exc_info=None if expected else error)
+    def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
+        """Never called for events."""
+        raise AssertionError
 
-    def _count(self) -> None:
-        ready, others = self.cache.counts()
-        self.metrics.services.labels("true").set(ready)
-        self.metrics.services.labels("false").set(others)
-        self.metrics.queue.set(len(self.queue))
 
-    def _removed(self, key: Key) -> None:
-        self.queue.remove(key)
-        self.facts.forget(key)
-        self.controller.contests.forget(key)
-        self._count()
+def registry_of(operator: Operator) -> kopf.OperatorRegistry:
+    """What kopf is to call."""
+    registry = kopf.OperatorRegistry()
 
-    async def watch(self) -> None:
-        """Until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for informer in self.informers:
-                group.create_task(informer.run())
+    @kopf.on.startup(registry=registry)
+    async def start(**_: Any) -> None:
+        operator.start()
 
-    async def work(self) -> None:
-        """Until cancelled; from when all that there is has been seen. Called anew whenever the lease was won back."""
-        self.metrics.leader.set(1)
-        try:
-            # What another operator has done until now must be known, and a watch may be behind without knowing it.
-            for informer in self.informers:
-                informer.relist()
-            for informer in self.informers:
-                await informer.listed.wait()
-            await self.queue.run(WORKERS)
-        finally:
-            self.metrics.leader.set(0)
+    @kopf.on.cleanup(registry=registry)
+    async def stop(**_: Any) -> None:
+        await operator.stop()
 
-    def catch_signals(self) -> None:
-        """SIGTERM and SIGINT end us in our order."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stopping.set)
+    @kopf.on.login(registry=registry)
+    async def login(**_: Any) -> kopf.ConnectionInfo:
+        """The same cluster, as the same user, as our own client. What was refused once kopf takes again, as it does
+        not end at the same time: an API server may refuse good credentials for a moment."""
+        until = datetime.now(UTC) + timedelta(seconds=LOGIN_S)
+        return kopf.ConnectionInfo(**await operator.admit(), expiration=until)
 
-    def unready(self) -> str:
-        """Why /readyz fails; empty when it does not."""
-        waiting = [str(informer) for informer in self.informers if not informer.listed.is_set()]
-        return f"not watching yet: {', '.join(waiting)}" if waiting else self.deaf()
+    @kopf.on.probe(registry=registry, id="waiting")
+    async def waiting(**_: Any) -> int:
+        """Services that wait for a worker. That there is an answer is what counts."""
+        return len(operator.queue)
 
-    def deaf(self) -> str:
-        """Why /healthz fails; empty when it does not."""
-        now = asyncio.get_running_loop().time()
-        silent = [str(informer) for informer in self.informers if now - informer.heard > SILENT_S]
-        return f"no answer for {SILENT_S:.0f} s: watch of {', '.join(silent)}" if silent else ""
+    async def told(event: kopf.RawEvent, **_: Any) -> None:
+        body: Any = event["object"]
+        (operator.cache.gone if event["type"] == "DELETED" else operator.cache.changed)(body)
 
-    # ------------------------------------------------------------------------------------------------------ webhook
-
-    def registry(self) -> kopf.OperatorRegistry:
-        """What kopf is to do."""
-        registry = kopf.OperatorRegistry()
-        kopf.on.login(registry=registry)(self._login)
+    for kind in WATCHED:
+        kopf.on.event(kind.group, kind.version, kind.plural, id="told", registry=registry)(told)
+    if operator.options.webhook_port:
         kopf.on.validate(GROUP, VERSION, PLURAL, id="validate", registry=registry)(validate)
-        return registry
+    return registry
 
-    def settings(self) -> kopf.OperatorSettings:
-        """Bounded waits, no posts of its own, and no rights to look for kinds or namespaces."""
-        settings = kopf.OperatorSettings()
-        settings.posting.enabled = False
-        settings.scanning.disabled = True
-        settings.networking.request_timeout = 30
-        settings.networking.connect_timeout = 10
-        settings.admission.managed = None
-        settings.admission.server = webhook_server(self.options)
-        return settings
 
-    async def _login(self, **kwargs: Any) -> kopf.ConnectionInfo:
-        """The same cluster, as the same user, as our own client."""
-        return kopf.ConnectionInfo(**await self.controller.api.credentials())
+def settings_of(operator: Operator) -> kopf.OperatorSettings:
+    """Bounded waits, no posts, no rights to look for kinds or namespaces, and little kept of what has been told."""
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.persistence.diffbase_storage = NoMemory()
+    settings.networking.request_timeout = 30
+    settings.networking.connect_timeout = 10
+    settings.networking.error_backoffs = Pauses()
+    settings.watching.chunk_size = PAGE
+    settings.watching.server_timeout = WATCH_S
+    settings.watching.client_timeout = WATCH_S + SLACK_S
+    for kind in WATCHED:
+        if kind.selector:
+            settings.watching.label_selectors[kind.group, kind.version, kind.plural] = kind.selector
+    settings.queueing.idle_timeout = IDLE_S
+    settings.queueing.worker_limit = WORKERS_PER_KIND
+    settings.admission.managed = None
+    if operator.options.webhook_port:
+        settings.admission.server = _answering(webhook_server(operator.options), operator)
+    return settings
 
 
 async def validate(body: kopf.Body, **_: Any) -> None:
@@ -213,133 +145,50 @@ def webhook_server(options: OperatorOptions) -> kopf.WebhookServer:
     )
 
 
+def _answering(server: kopf.WebhookServer, operator: Operator) -> kopf.WebhookServerProtocol:
+    """The server, which tells the operator when it listens."""
+
+    async def serving(fn: kopf.WebhookFn) -> AsyncIterator[kopf.WebhookClientConfig]:
+        async with server:
+            async for config in server(fn):
+                operator.serving.set()
+                yield config
+
+    return serving
+
+
+async def be(operator: Operator) -> None:
+    """From start to end; until a signal comes, or the operator cannot go on: then what it failed of is raised."""
+    options = operator.options
+    health = f"http://{options.metrics_host}:{options.health_port}/healthz"
+    # Else kopf asks for the name of the user, and the user of a restricted pod has none. Its type is not exported.
+    name: Any = "isthmus-operator"
+    await kopf.operator(
+        identity=name,
+        registry=registry_of(operator),
+        settings=settings_of(operator),
+        standalone=True,
+        clusterwide=not options.namespaces,
+        namespaces=list(options.namespaces),
+        liveness_endpoint=health if options.health_port else None,
+        stop_flag=operator.stopping,
+    )
+    if operator.failure is not None:
+        raise operator.failure
+
+
 async def run(options: OperatorOptions) -> None:
-    """Be an operator until a signal ends it. UserError and ApiError say what keeps it from starting; an API server that
-    does not answer does not: it is waited for."""
-    _require_port("--metrics-port", options.metrics_host, options.metrics_port)
-    _require_port("--webhook-port", WEBHOOK_HOST, options.webhook_port)
+    """Be an operator. UserError and ApiError say what keeps it from starting; an API server that does not answer does
+    not: it is waited for."""
+    host = options.metrics_host
+    require_port("--metrics-port", host, options.metrics_port)
+    require_port("--health-port", host, options.health_port)
+    require_port("--webhook-port", WEBHOOK_HOST, options.webhook_port)
     api = await connect(options.kubeconfig)
     try:
-        operator = _Operator(api, options)
-        operator.catch_signals()
-        try:
-            host, port = options.metrics_host, options.metrics_port
-            async with serve(operator.metrics, host, port, healthy=operator.deaf, ready=operator.unready) as bound:
-                _log.info("metrics on port %d; watching %s", bound, ", ".join(options.namespaces) or "all namespaces")
-                if await _unless_stopped(operator, _require_cluster(api, options.namespaces)):
-                    await _until_stopped(api, operator)
-        finally:
-            await operator.facts.close()
+        operator = Operator(api, options)
+        async with serve(operator.metrics, host, options.metrics_port, unready=operator.unready) as bound:
+            _log.info("metrics on port %d; watching %s", bound, ", ".join(options.namespaces) or "all namespaces")
+            await be(operator)
     finally:
         await api.close()
-
-
-async def _unless_stopped(operator: _Operator, work: Coroutine[Any, Any, None]) -> bool:
-    """Whether `work` ended before a signal came; the signal cancels it."""
-    tasks = [asyncio.create_task(work), asyncio.create_task(operator.stopping.wait())]
-    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()
-    (ended, _) = await asyncio.gather(*tasks, return_exceptions=True)
-    if isinstance(ended, Exception):
-        raise ended
-    return ended is None
-
-
-async def _until_stopped(api: Api, operator: _Operator) -> None:
-    """Our own tasks end before kopf's, as kopf cancels every task of the loop that it does not know when it ends."""
-    options, stop = operator.options, asyncio.Event()
-    leading = asyncio.ensure_future(lead(api, options.lease, operator.work) if options.lease else operator.work())
-    ours = [leading, asyncio.create_task(operator.watch())]
-    signalled = asyncio.create_task(operator.stopping.wait())
-    serving: list[asyncio.Task[None]] = []
-    if options.webhook_port:
-        others = asyncio.all_tasks()
-        # Else kopf asks for the name of the user, and the user of a restricted pod has none. Its type is not exported.
-        name: Any = "isthmus-operator"
-        tasks = await kopf.spawn_tasks(
-            identity=name,
-            registry=operator.registry(),
-            settings=operator.settings(),
-            standalone=True,
-            clusterwide=not options.namespaces,
-            namespaces=list(options.namespaces),
-            stop_flag=stop,
-        )
-        serving.append(asyncio.create_task(kopf.run_tasks(tasks, ignored=others)))
-    # Only now, as kopf has set handlers of its own.
-    operator.catch_signals()
-    await asyncio.wait([*ours, signalled, *serving], return_when=asyncio.FIRST_COMPLETED)
-    for task in ours:
-        task.cancel()
-    ended = await asyncio.gather(*ours, return_exceptions=True)
-    stop.set()
-    signalled.cancel()
-    await asyncio.gather(*serving)
-    for error in ended:
-        if isinstance(error, Exception):
-            raise error
-
-
-def _require_port(flag: str, host: str, port: int) -> None:
-    """Before anything is started: kopf would tell of a port in use by a traceback. Port 0 is any free one, or none."""
-    if not port:
-        return
-    try:
-        ((family, kind, protocol, _, address), *_) = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise UserError(
-            f"{flag} {port}: cannot listen on {host} port {port}: {error.strerror}; give another"
-        ) from error
-
-
-async def _require_cluster(api: Api, namespaces: tuple[str, ...]) -> None:
-    """Return when the API server answers, knows our kinds and lets us read what we watch.
-
-    UserError or ApiError where it goes on answering that it does not.
-    """
-    loop = asyncio.get_running_loop()
-    refused: float | None = None
-    pause = 1.0
-    while True:
-        try:
-            await _require_kinds(api)
-            await _require_rights(api, namespaces)
-            return
-        except (UserError, ApiError) as error:
-            if isinstance(error, ApiError) and (error.status in (0, 429) or error.status >= 500):
-                refused = None
-            else:
-                refused = refused or loop.time()
-                if loop.time() - refused > RIGHTS_S:
-                    raise
-            # An API server that has just started itself answers so for a moment.
-            (_log.info if pause < 4 else _log.warning)("cannot start yet: %s", error)
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, MOST_PAUSE_S)
-
-
-async def _require_kinds(api: Api) -> None:
-    found = await api.find(f"/apis/{API_VERSION}")
-    kinds = {resource["name"] for resource in (found or {}).get("resources", ())}
-    missing = [name for name in (PLURAL, "rolescalers") if name not in kinds]
-    if missing:
-        raise UserError(f"the API server does not know {', '.join(missing)} of {API_VERSION}; apply the files of crds/")
-
-
-async def _require_rights(api: Api, namespaces: tuple[str, ...]) -> None:
-    """A watch without the right to it would leave the operator deaf."""
-    refused = []
-    for kind in WATCHED:
-        for namespace in namespaces or ("",):
-            try:
-                await api.get(kind.path(namespace), limit="1", labelSelector=SERVICE_LABEL)
-            except ApiError as error:
-                if error.status not in (401, 403, 404):
-                    raise
-                refused.append(str(error))
-    if refused:
-        raise ApiError(403, f"cannot read what it looks after: {'; '.join(refused)}; see operator/docs/rbac.md")

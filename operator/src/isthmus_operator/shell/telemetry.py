@@ -1,4 +1,4 @@
-"""The operator's own metrics, and /healthz, /readyz, /metrics over HTTP."""
+"""The operator's own metrics, and /readyz and /metrics over HTTP. Liveness is kopf's."""
 
 from __future__ import annotations
 
@@ -37,28 +37,18 @@ class Metrics:
 
 
 @asynccontextmanager
-async def serve(
-    metrics: Metrics, host: str, port: int, *, healthy: Callable[[], str], ready: Callable[[], str]
-) -> AsyncIterator[int]:
-    """Serve until the context ends; yields the port. `healthy`, `ready`: why not; empty for yes.
-
-    /healthz fails only where a new process would help.
-    """
-
-    def answer(problem: str) -> web.Response:
-        return web.Response(status=503 if problem else 200, text=f"{problem or 'ok'}\n")
-
-    async def healthz(request: web.Request) -> web.Response:
-        return answer(healthy())
+async def serve(metrics: Metrics, host: str, port: int, *, unready: Callable[[], str]) -> AsyncIterator[int]:
+    """Serve until the context ends; yields the port. `unready`: why not; empty when it is ready."""
 
     async def readyz(request: web.Request) -> web.Response:
-        return answer(ready())
+        problem = unready()
+        return web.Response(status=503 if problem else 200, text=f"{problem or 'ok'}\n")
 
     async def show(request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(metrics.registry), content_type="text/plain", charset="utf-8")
 
     app = web.Application()
-    app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", show)])
+    app.add_routes([web.get("/readyz", readyz), web.get("/metrics", show)])
     runner = web.AppRunner(app, access_log=None, handle_signals=False)
     await runner.setup()
     try:

@@ -1,0 +1,183 @@
+"""The operator's parts, wired: what was watched wakes the queue, whose workers reconcile while the lease is held.
+
+Knows nothing of kopf, which tells it what happens (handlers.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+from ..api.reasons import Reason
+from ..errors import ApiError, Refused, UserError
+from ..render.names import Defaults
+from .cache import Cache, Key
+from .client import Api
+from .controller import Controller
+from .facts import FactReader
+from .known_facts import KnownFacts
+from .leader import LeaseSettings, lead
+from .start import require_cluster
+from .telemetry import Metrics
+from .watched import look
+from .workqueue import Pauses, WorkQueue
+
+_log = logging.getLogger(__name__)
+WORKERS = 8
+LOOK_S = 120.0
+"""Between two lists of everything: as long may something stay that was deleted while the watches were cut off."""
+LOOK_AGAIN_S = 3.0
+"""After a list that the API server did not answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorOptions:
+    """namespaces: those to look after; empty: all. lease: None works without one. webhook_port 0: no webhook.
+    metrics_port 0: any free one. health_port 0: no liveness endpoint."""
+
+    namespaces: tuple[str, ...] = ()
+    kubeconfig: str = ""
+    lease: LeaseSettings | None = None
+    defaults: Defaults = field(default_factory=Defaults)
+    webhook_port: int = 0
+    webhook_cert_dir: str = ""
+    metrics_host: str = "0.0.0.0"
+    metrics_port: int = 9090
+    health_port: int = 8080
+    pauses: Pauses = field(default_factory=Pauses)
+
+
+class Operator:
+    """One process. `start` and `stop` frame its work; between them it is told what the watches say.
+
+    stopping: set when it cannot go on, `failure` says why; serving: set when the webhook answers
+    """
+
+    def __init__(self, api: Api, options: OperatorOptions) -> None:
+        self.api = api
+        self.options = options
+        self.metrics = Metrics()
+        self.queue = WorkQueue(self._reconcile, failed=self._failed, pauses=options.pauses)
+        self.cache = Cache(self.queue.add, partial(self.queue.add, anew=True), self._removed)
+        self.facts = KnownFacts(FactReader(), self.queue.add)
+        self.controller = Controller(
+            api=api, cache=self.cache, facts=self.facts, defaults=options.defaults, metrics=self.metrics
+        )
+        self.stopping = asyncio.Event()
+        self.serving = asyncio.Event()
+        self.failure: BaseException | None = None
+        self._admitted = asyncio.Event()
+        self._namespaces = options.namespaces or ("",)
+        self._leading: asyncio.Task[None] | None = None
+        self._troubled: set[Key] = set()
+
+    # ----------------------------------------------------------------------------------------------------- life
+
+    def start(self) -> None:
+        """Lead, or wait to."""
+        self._leading = asyncio.create_task(self._lead())
+        self._leading.add_done_callback(self._ended)
+
+    async def stop(self) -> None:
+        """End what `start` began, and give the lease back."""
+        if self._leading is not None:
+            self._leading.cancel()
+            await asyncio.wait((self._leading,))
+        await self.facts.close()
+
+    async def admit(self) -> dict[str, Any]:
+        """The credentials to watch with, as soon as there is a cluster that takes them. Where it goes on refusing them
+        the operator ends."""
+        try:
+            await require_cluster(self.api, self._namespaces)
+        except (UserError, ApiError) as error:
+            await self._fail(error)
+        self._admitted.set()
+        return await self.api.credentials()
+
+    def unready(self) -> str:
+        """Why /readyz fails; empty when it does not."""
+        if not self._admitted.is_set():
+            return "the API server does not let it watch yet"
+        return "the webhook does not answer yet" if self.options.webhook_port and not self.serving.is_set() else ""
+
+    async def _fail(self, error: BaseException) -> NoReturn:
+        self.failure = error
+        self.stopping.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self.failure = task.exception()
+            self.stopping.set()
+
+    async def _lead(self) -> None:
+        await self._admitted.wait()
+        lease = self.options.lease
+        await (lead(self.api, lease, self._work) if lease else self._work())
+
+    async def _work(self) -> None:
+        """Until cancelled; from when all that there is has been seen. Called anew whenever the lease was won back."""
+        self.metrics.leader.set(1)
+        try:
+            # What another operator has done until now must be known, and a watch may be behind without knowing it.
+            await self._look()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._look_again())
+                group.create_task(self.queue.run(WORKERS))
+        finally:
+            self.metrics.leader.set(0)
+
+    async def _look(self) -> None:
+        while True:
+            try:
+                return await look(self.api, self._namespaces, self.cache)
+            except ApiError as error:
+                _log.warning("cannot list what there is: %s", error)
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _look_again(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._look()
+
+    # ------------------------------------------------------------------------------------------------ one service
+
+    async def _reconcile(self, key: Key) -> float | None:
+        try:
+            with self.metrics.seconds.time():
+                after = await self.controller.reconcile(key)
+        except Refused:
+            # The status says it.
+            raise
+        except ApiError as error:
+            if key not in self._troubled:
+                self._troubled.add(key)
+                await self.controller.complain(key, Reason.RECONCILE_FAILED, str(error))
+            raise
+        self._troubled.discard(key)
+        self.metrics.reconciles.labels("done").inc()
+        self._count()
+        return after
+
+    def _failed(self, key: Key, error: Exception) -> None:
+        self.metrics.reconciles.labels("failed").inc()
+        # A refusal of the API server is explained by its message; anything else is a defect and needs its place.
+        expected = isinstance(error, ApiError)
+        _log.error("%s/%s: %s", *key, error, exc_info=None if expected else error)
+
+    def _count(self) -> None:
+        ready, others = self.cache.counts()
+        self.metrics.services.labels("true").set(ready)
+        self.metrics.services.labels("false").set(others)
+        self.metrics.queue.set(len(self.queue))
+
+    def _removed(self, key: Key) -> None:
+        self.queue.remove(key)
+        self.facts.forget(key)
+        self.controller.contests.forget(key)
+        self._count()

@@ -1,0 +1,75 @@
+"""The kinds that are watched, and the list of all there is of them.
+
+kopf tells of every change. It does not tell when its first list is over, nor what was deleted while it was disconnected
+for longer than the API server remembers. `look` does, and is done before anything is decided and from time to time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..api.v1alpha1 import GROUP, PLURAL, VERSION
+from ..render.names import SERVICE_LABEL
+from .cache import Cache
+from .client import Api
+
+PAGE = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What to watch. group: empty for the core API; selector: of labels; empty for all objects."""
+
+    group: str
+    version: str
+    plural: str
+    selector: str = SERVICE_LABEL
+
+    def path(self, namespace: str) -> str:
+        """URL path of the collection, of all namespaces when `namespace` is empty."""
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        return f"{root}/namespaces/{namespace}/{self.plural}" if namespace else f"{root}/{self.plural}"
+
+    def page(self, size: int) -> dict[str, str]:
+        """Query of a list's first page."""
+        return {"limit": str(size)} | ({"labelSelector": self.selector} if self.selector else {})
+
+
+WATCHED = (
+    Kind(GROUP, VERSION, PLURAL, selector=""),
+    Kind("apps", "v1", "deployments"),
+    Kind("apps", "v1", "statefulsets"),
+    Kind("", "v1", "services"),
+    Kind("", "v1", "pods"),
+    Kind("policy", "v1", "poddisruptionbudgets"),
+    Kind("networking.k8s.io", "v1", "networkpolicies"),
+    Kind(GROUP, VERSION, "rolescalers"),
+)
+
+
+async def look(api: Api, namespaces: Iterable[str], cache: Cache) -> None:
+    """List every kind in pages, and tell the cache of all objects and of what is not there. `namespaces`: an empty one
+    is all of them. ApiError leaves what was told until then."""
+    for kind in WATCHED:
+        for namespace in namespaces:
+            await _list(api, kind, namespace, cache)
+
+
+async def _list(api: Api, kind: Kind, namespace: str, cache: Cache) -> None:
+    query = kind.page(PAGE)
+    present: set[str] = set()
+    while True:
+        page = await api.get(kind.path(namespace), **query)
+        name = page["kind"].removesuffix("List")
+        for item in page["items"]:
+            present.add(item["metadata"]["uid"])
+            # Items of a list do not name their own kind.
+            cache.changed({"apiVersion": page["apiVersion"], "kind": name, **item})
+        if not page["metadata"].get("continue"):
+            break
+        query["continue"] = page["metadata"]["continue"]
+        # Everybody else's turn: a large list must not keep the lease from being renewed.
+        await asyncio.sleep(0)
+    cache.absent(name, namespace, present, int(page["metadata"]["resourceVersion"]))

@@ -1,0 +1,178 @@
+"""The whole shell with kopf in it, against an API server that lists, tells, breaks off, forgets and refuses."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from scripted_cluster import ScriptedCluster
+
+from isthmus_operator.errors import ApiError
+from isthmus_operator.shell import handlers, operator, start
+from isthmus_operator.shell.client import connect
+from isthmus_operator.shell.leader import LeaseSettings
+from isthmus_operator.shell.operator import Operator, OperatorOptions
+from isthmus_operator.shell.watched import WATCHED
+
+KEY = ("ns", "svc")
+LEASE = LeaseSettings(namespace="ns", name="l", holder="one", duration_s=1, renew_s=0.02, deadline_s=0.2)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers.Pauses, "__iter__", lambda self: iter(lambda: 0.02, None))
+    monkeypatch.setattr(operator, "LOOK_AGAIN_S", 0.02)
+
+
+def names(one: Operator) -> set[str]:
+    return {child["metadata"]["name"] for child in one.cache.children(KEY)}
+
+
+async def until(true: Callable[[], bool], what: Callable[[], object] = lambda: "") -> None:
+    """The operator is asked again while it works, as it tells nobody."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + 30
+    while not true():
+        assert loop.time() < end, what()
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def working(server: ScriptedCluster, folder: Path, lease: LeaseSettings | None = None) -> AsyncIterator[Operator]:
+    """An operator that has looked and watches; ended as a signal would end it."""
+    with server.running(folder) as kubeconfig:
+        api = await connect(str(kubeconfig))
+        one = Operator(api, OperatorOptions(lease=lease, health_port=0))
+        running = asyncio.create_task(handlers.be(one))
+        try:
+            yield one
+            assert not running.done()
+        finally:
+            one.stopping.set()
+            await asyncio.wait_for(running, 30)
+            await api.close()
+
+
+def play(folder: Path, test: Callable[[ScriptedCluster], Awaitable[None]]) -> None:
+    async def main() -> None:
+        server = ScriptedCluster()
+        await test(server)
+        assert server.writes == [], "kopf is to write nothing"
+
+    asyncio.run(main())
+
+
+def test_what_is_listed_and_told_is_known_and_kopf_writes_nothing(tmp_path: Path) -> None:
+    async def test(server: ScriptedCluster) -> None:
+        for number in range(250):
+            server.put("pods", f"p{number}")
+        server.put("deployments", "d")
+        async with working(server, tmp_path) as one:
+            await until(lambda: len(names(one)) == 251)
+            await until(lambda: server.watches == 8)
+            server.tell("pods", "ADDED", server.put("pods", "new"))
+            await until(lambda: "new" in names(one))
+            server.tell("pods", "MODIFIED", server.put("pods", "new", status={"phase": "Running"}))
+            server.tell("pods", "DELETED", server.drop("pods", "p0"))
+            await until(lambda: "p0" not in names(one))
+            (pod,) = (child for child in one.cache.children(KEY) if child["metadata"]["name"] == "new")
+            assert pod["status"] == {"phase": "Running"}
+            selected = {plural: query.get("labelSelector") for plural, query in server.queries if "watch" in query}
+            assert selected == {kind.plural: kind.selector or None for kind in WATCHED}
+            assert all(
+                "limit" in query for plural, query in server.queries if plural == "pods" and "watch" not in query
+            )
+
+    play(tmp_path, test)
+
+
+def test_a_broken_watch_goes_on_and_a_forgotten_place_means_a_new_list(tmp_path: Path) -> None:
+    async def test(server: ScriptedCluster) -> None:
+        async with working(server, tmp_path) as one:
+            await until(lambda: server.watches == 8)
+            server.break_off()
+            server.queries.clear()
+            await until(lambda: sum("watch" in query for _, query in server.queries) >= 8)
+            assert {query["resourceVersion"] for _, query in server.queries if "watch" in query} == {"10"}
+            server.put("pods", "unheard")
+            server.too_old = server.version
+            server.break_off()
+            await until(lambda: "unheard" in names(one))
+
+    play(tmp_path, test)
+
+
+def test_what_was_deleted_unheard_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator, "LOOK_S", 0.05)
+
+    async def test(server: ScriptedCluster) -> None:
+        server.put("pods", "p")
+        async with working(server, tmp_path) as one:
+            await until(lambda: names(one) == {"p"})
+            server.drop("pods", "p")
+            await until(lambda: names(one) == set())
+
+    play(tmp_path, test)
+
+
+@pytest.mark.parametrize("status", [0, 401, 403, 429, 500, 503])
+def test_an_api_server_that_refuses_for_a_while_is_outlived(tmp_path: Path, status: int) -> None:
+    async def test(server: ScriptedCluster) -> None:
+        async with working(server, tmp_path) as one:
+            await until(lambda: server.watches == 8)
+            server.queries.clear()
+            server.refuse = status
+            server.break_off()
+            await until(lambda: len(server.queries) > 10)
+            server.refuse = None
+            await until(lambda: server.watches == 8)
+            server.tell("pods", "ADDED", server.put("pods", "new"))
+            await until(lambda: "new" in names(one))
+
+    play(tmp_path, test)
+
+
+def test_what_it_goes_on_refusing_ends_the_operator_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "RIGHTS_S", 0.5)
+
+    async def main() -> None:
+        server = ScriptedCluster()
+        with server.running(tmp_path) as kubeconfig:
+            api = await connect(str(kubeconfig))
+            one = Operator(api, OperatorOptions(health_port=0))
+            running = asyncio.create_task(handlers.be(one))
+            await until(lambda: server.watches == 8)
+            server.refuse = 401
+            server.break_off()
+            with pytest.raises(ApiError, match="401"):
+                await asyncio.wait_for(running, 30)
+            await api.close()
+
+    asyncio.run(main())
+
+
+def test_the_lease_is_given_back_at_the_end(tmp_path: Path) -> None:
+    async def test(server: ScriptedCluster) -> None:
+        async with working(server, tmp_path, LEASE):
+            await until(lambda: server.lease is not None)
+            assert server.lease is not None and server.lease["spec"]["holderIdentity"] == "one"
+        assert server.lease["spec"]["holderIdentity"] == ""
+
+    play(tmp_path, test)
+
+
+def test_everything_is_listed_anew_when_the_lease_is_won_back(tmp_path: Path) -> None:
+    async def test(server: ScriptedCluster) -> None:
+        server.put("pods", "p")
+        async with working(server, tmp_path, LEASE) as one:
+            await until(lambda: names(one) == {"p"})
+            assert server.lease is not None
+            server.lease["spec"] |= {"holderIdentity": "another", "renewTime": "x"}
+            await until(lambda: one.metrics.leader._value.get() == 0)
+            server.drop("pods", "p")
+            await until(lambda: names(one) == set())
+
+    play(tmp_path, test)
