@@ -52,6 +52,7 @@ SERVE = {
     "--request-timeout": "600s",
     "--discovery-interval": "1s",
     "--api-key-file": "",
+    "--cors-origins": "",
 }
 BENCH = {
     "--url": "http://127.0.0.1:8000",

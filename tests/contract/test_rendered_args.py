@@ -57,6 +57,7 @@ FULL: dict[str, Any] = {
         "maxQueue": 17,
         "requestTimeout": "5m",
         "auth": {"apiKeySecretRef": {"name": "s", "key": "k"}},
+        "corsOrigins": ["https://chat.example", "http://localhost:3000"],
     },
     "rollout": {"drainTimeout": "90s"},
     "observability": {"logLevel": "debug"},
@@ -128,6 +129,7 @@ def test_every_setting_arrives_at_the_router() -> None:
     assert (router.policy, router.disaggregate_above, router.on_prefill_unavailable) == ("round-robin", 256, "reject")
     assert (router.max_queue, router.request_timeout_s) == (17, 300)
     assert router.api_key_file == "/etc/isthmus/auth/key"
+    assert router.cors_origins == ("https://chat.example", "http://localhost:3000")
     assert router.model.served_names == ("a", "b")
 
 
@@ -140,6 +142,14 @@ def test_what_the_spec_leaves_open_keeps_the_runtime_s_default() -> None:
     assert decode.scheduler == default.scheduler
     assert decode.kv == default.kv
     assert decode.transfer.timeout_s == default.transfer.timeout_s
+
+
+def test_a_role_that_gets_a_gpu_computes_on_it() -> None:
+    gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+    found = configs({"model": FULL["model"], "roles": {"prefill": gpu, "decode": {}}})
+    prefill, decode = found["prefill"], found["decode"]
+    assert isinstance(prefill, EngineConfig) and isinstance(decode, EngineConfig)
+    assert (prefill.model.device, decode.model.device) == ("cuda", "auto")
 
 
 def test_an_engine_that_computes_one_step_for_ninety_seconds_is_not_killed() -> None:

@@ -75,6 +75,7 @@ def test_groups_and_windows(impl: str, group: int, window: int | None) -> None:
     layout=st.sampled_from(["block-major", "layer-major"]),
     seed=st.integers(0, 2**31),
 )
+@pytest.mark.slow
 def test_any_batch(
     lens: list[tuple[int, int]],
     kv_heads: int,

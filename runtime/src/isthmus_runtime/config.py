@@ -183,6 +183,8 @@ class RouterConfig:
     discovery_interval_s: float = 1.0
     api_key_file: str = ""
     """Path of a mounted file holding the key clients must send; empty: no key."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the API from a browser; "*": all. Empty: none."""
 
 
 def pod_ip(environ: Mapping[str, str] | None = None) -> str:
@@ -190,7 +192,7 @@ def pod_ip(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get("POD_IP", "")
 
 
-def _addresses(text: str) -> tuple[str, ...]:
+def _items(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
@@ -254,6 +256,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
     router.add_argument("--request-timeout", default="600s")
     router.add_argument("--discovery-interval", default="1s")
     router.add_argument("--api-key-file", default="")
+    router.add_argument("--cors-origins", default="", help="comma-separated; web pages that may call the API, or *")
     return p
 
 
@@ -346,9 +349,9 @@ def _router(args: argparse.Namespace, read: _Reader, server: ServerConfig, model
     config = RouterConfig(
         server=server,
         model=model,
-        prefill=_addresses(args.prefill),
-        decode=_addresses(args.decode),
-        worker=_addresses(args.worker),
+        prefill=_items(args.prefill),
+        decode=_items(args.decode),
+        worker=_items(args.worker),
         policy=args.policy,
         disaggregate_above=read.integer("disaggregate_above", 0),
         on_prefill_unavailable=args.on_prefill_unavailable,
@@ -356,6 +359,7 @@ def _router(args: argparse.Namespace, read: _Reader, server: ServerConfig, model
         request_timeout_s=read.duration("request_timeout"),
         discovery_interval_s=read.duration("discovery_interval"),
         api_key_file=args.api_key_file,
+        cors_origins=_items(args.cors_origins),
     )
     if not config.worker and not config.decode:
         read.problems.append("--role router needs --worker, or --decode with --prefill: there is nobody to serve")

@@ -8,16 +8,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from aiohttp import web
 from prometheus_client import CollectorRegistry
+from serving import served
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from isthmus_runtime.httpd import InFlight, Site, error_middleware
 from isthmus_runtime.metrics import RequestMetrics, render
-from isthmus_runtime.openai.app import ApiConfig, add_openai_routes
+from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
+from isthmus_runtime.serving.app import add_pages, make_app
+from isthmus_runtime.serving.in_flight import InFlight
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog.",
@@ -134,36 +135,27 @@ class Api:
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(start))
 
 
-@pytest.fixture(params=["aiohttp", "front door"])
-def serve(request, tokenizer):
-    """`async with serve(script) as api`: the real app over a ScriptedBackend, behind either server."""
+@pytest.fixture
+def serve(tokenizer):
+    """`async with serve(script) as api`: the real app over a ScriptedBackend."""
 
     @asynccontextmanager
-    async def start(script, *, api_key="", timeout_s=30.0, max_body_bytes=1 << 20, used=tokenizer):
+    async def start(script, *, api_key="", timeout_s=30.0, max_body_bytes=1 << 20, used=tokenizer, cors_origins=()):
         backend = ScriptedBackend(script)
         registry = CollectorRegistry()
         in_flight = InFlight()
-        app = web.Application(middlewares=[error_middleware])
-        hot = add_openai_routes(
+        app = make_app("test", bodies=BODIES, max_body_bytes=max_body_bytes, cors_origins=cors_origins)
+        add_openai_routes(
             app,
             backend,
             used,
-            ApiConfig(
-                served_names=("tiny", "org/tiny"),
-                api_key=api_key,
-                request_timeout_s=timeout_s,
-                max_body_bytes=max_body_bytes,
-            ),
+            ApiConfig(served_names=("tiny", "org/tiny"), api_key=api_key, request_timeout_s=timeout_s),
             in_flight=in_flight,
             metrics=RequestMetrics(registry, "tiny"),
         )
-        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
-        await runner.setup()
-        await Site(runner, "127.0.0.1", 0, hot if request.param == "front door" else {}).start()
-        try:
-            yield Api(runner.addresses[0][1], backend, in_flight, registry)
-        finally:
-            await runner.cleanup()
+        add_pages(app)
+        async with served(app, in_flight=in_flight) as port:
+            yield Api(port, backend, in_flight, registry)
 
     return start
 

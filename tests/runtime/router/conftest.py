@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 from aiohttp import web
 from prometheus_client import CollectorRegistry
+from serving import served as serving
 
 from isthmus_runtime.config import ModelConfig, RouterConfig, ServerConfig
 from isthmus_runtime.errors import RequestError
-from isthmus_runtime.httpd import InFlight, error_middleware
 from isthmus_runtime.metrics import render
 from isthmus_runtime.protocol import (
     AbortCall,
@@ -29,9 +29,22 @@ from isthmus_runtime.protocol import (
 )
 from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from isthmus_runtime.router.app import make_router
+from isthmus_runtime.serving.app import make_app
+from isthmus_runtime.serving.call import error_answer
+from isthmus_runtime.serving.in_flight import InFlight
 
 DIE = "die"
 """In a script: the server closes the connection without another word."""
+
+
+@web.middleware
+async def refuse(request, handler):
+    """As an engine does."""
+    try:
+        return await handler(request)
+    except RequestError as error:
+        status, headers, body = error_answer(error)
+        return web.Response(status=status, headers=headers, body=body)
 
 
 def tokens(*ids, **more):
@@ -86,7 +99,7 @@ class FakeEngine:
 
     @asynccontextmanager
     async def serve(self, host="127.0.0.1", port=0):
-        app = web.Application(middlewares=[error_middleware])
+        app = web.Application(middlewares=[refuse])
         app.router.add_get("/info", self._info)
         app.router.add_get("/ready", self._ready)
         if self.kv_changes is not None:
@@ -272,14 +285,11 @@ def rig():
             router.backend._gap_s = gap_s
             if dead_after_s is not None:
                 router.pool._dead_after = dead_after_s
-            app = web.Application()
+            app = make_app("test", bodies=(), lifespan=router.lifespan)
             router.add_routes(app)
-            runner = web.AppRunner(app)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            stack.push_async_callback(runner.cleanup)
+            port = await stack.enter_async_context(serving(app))
             made = Rig(router, registry, engines)
-            made.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+            made.url = f"http://127.0.0.1:{port}"
             if wait:
                 await made.until_ready()
             yield made

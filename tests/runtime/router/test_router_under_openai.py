@@ -7,13 +7,14 @@ from contextlib import asynccontextmanager
 
 import openai
 import pytest
-from aiohttp import web
+from serving import served
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from isthmus_runtime.httpd import InFlight, error_middleware
-from isthmus_runtime.openai.app import ApiConfig, add_openai_routes
+from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
 from isthmus_runtime.openai.tokenizer import SamplingDefaults, Tokenizer
+from isthmus_runtime.serving.app import make_app
+from isthmus_runtime.serving.in_flight import InFlight
 
 
 @asynccontextmanager
@@ -26,20 +27,16 @@ async def api_over(backend):
     tokenizer = Tokenizer(
         raw, config={}, eos_token_ids=(), vocab_size=256, chat_template=None, defaults=SamplingDefaults()
     )
-    app = web.Application(middlewares=[error_middleware])
+    app = make_app("test", bodies=BODIES)
     in_flight = InFlight()
     add_openai_routes(app, backend, tokenizer, ApiConfig(served_names=("m",)), in_flight=in_flight)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    try:
-        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0, timeout=20) as client:
-            client.ids = tokenizer.encode
-            client.in_flight = in_flight
-            yield client
-    finally:
-        await runner.cleanup()
+    async with (
+        served(app, in_flight=in_flight) as port,
+        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x", max_retries=0, timeout=20) as client,
+    ):
+        client.ids = tokenizer.encode
+        client.in_flight = in_flight
+        yield client
 
 
 def test_stream_through_both(rig, run, kit):

@@ -350,6 +350,10 @@ class Store(Block):
     """The pool's master: managed or external."""
 
 
+Origin = Annotated[str, StringConstraints(max_length=280, pattern=r"^(\*|https?://[^/?#,\s]+)$")]
+"""Of a web page, as browsers send it: scheme, host and port. `*`: any."""
+
+
 class RouterAuth(Block):
     api_key_secret_ref: SecretKey
     """Key that clients must send as a bearer token."""
@@ -413,6 +417,8 @@ class Router(PodSettings):
     """Longest a request may take from arrival to its last token."""
     auth: RouterAuth | None = None
     """Absent: no key is asked for."""
+    cors_origins: Annotated[tuple[Origin, ...], Field(max_length=16)] = ()
+    """Origins of web pages that may call the API from a browser. Absent: none."""
     expose: Expose = Field(default_factory=Expose)
     """How clients reach the router."""
 

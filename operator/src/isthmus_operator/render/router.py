@@ -54,6 +54,8 @@ def router_args(service: InferenceService, model_path: str) -> list[str]:
     args += ["--max-queue", str(router.max_queue), "--request-timeout", router.request_timeout.canonical]
     if router.auth:
         args += ["--api-key-file", f"{KEY_FOLDER}/key"]
+    if router.cors_origins:
+        args += ["--cors-origins", ",".join(router.cors_origins)]
     return args
 
 

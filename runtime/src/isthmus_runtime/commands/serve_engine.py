@@ -11,13 +11,13 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from importlib.metadata import version
 from typing import NoReturn
 
-from aiohttp import web
+import uvloop
 from prometheus_client import CollectorRegistry
 
 from ..config import EngineConfig, Role
@@ -25,9 +25,8 @@ from ..engine.backend import EngineBackend, Streams
 from ..engine.kv_events import KvEventFeed
 from ..engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from ..engine.scheduler import Scheduler
-from ..engine.server import MAX_BODY_BYTES, EngineMeters, EngineServer
+from ..engine.server import BODIES, EngineMeters, EngineServer
 from ..errors import ConfigError, EngineFailed, IsthmusError
-from ..httpd import InFlight, check_port, error_middleware, run_app
 from ..interfaces.handoff import HandoffEvent, KvHandoff
 from ..interfaces.steps import Executor
 from ..kv.groups import LayerSpec
@@ -35,9 +34,13 @@ from ..kv.keys import layout_digest
 from ..kv.plan import KvPlan, plan
 from ..kv.plan_input import KvPlanInput
 from ..kv.pool import BlockPool
+from ..openai.app import BODIES as OPENAI_BODIES
 from ..openai.app import ApiConfig, add_openai_routes
 from ..openai.tokenizer import Tokenizer
 from ..protocol import KV_ABI, EngineInfo, KvInfo, TransferInfo
+from ..serving.app import add_pages, make_app
+from ..serving.in_flight import InFlight
+from ..serving.server import check_port, run_app
 from ..transfer.sockets import probe_accepted
 
 log = logging.getLogger(__name__)
@@ -78,7 +81,7 @@ def serve_engine(config: EngineConfig) -> NoReturn:
         kv.max_model_len,
     )
     try:
-        status = asyncio.run(_serve(config, loaded, tokenizer, started))
+        status = uvloop.run(_serve(config, loaded, tokenizer, started))
     except ConfigError as error:
         log.critical("%s", "; ".join(error.problems))
         status = 2
@@ -204,7 +207,6 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             vocab_size=loaded.vocab_size,
         )
 
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[error_middleware])
     server = EngineServer(
         backend,
         info,
@@ -214,9 +216,9 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         clock=time.monotonic,
         kv_events=feed,
     )
-    app.add_routes(server.routes())
-    if feed is not None:
-        app.on_shutdown.append(_ender(feed))
+    app = make_app(
+        f"Isthmus {config.role.value} engine", bodies=BODIES if tokenizer is None else BODIES + OPENAI_BODIES
+    )
     if tokenizer is not None:
         add_openai_routes(
             app,
@@ -226,6 +228,14 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             in_flight=in_flight,
             metrics=meters.requests,
         )
+    server.add_routes(app)
+    add_pages(app)
+
+    async def end() -> None:
+        # The transfer ends while the port still answers: to a peer, a refused connection means that nothing can move.
+        await asyncio.to_thread(engine.stop)
+        if feed is not None:
+            feed.close()
 
     def on_started(port: int) -> None:
         probe_accepted()
@@ -233,7 +243,6 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
 
     engine.start()
     try:
-        # The transfer ends while the port still answers: to a peer, a refused connection means that nothing can move.
         await run_app(
             app,
             host=config.server.host,
@@ -241,7 +250,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             drain_timeout_s=config.server.drain_timeout_s,
             lame_duck_s=_LAME_DUCK_S,
             in_flight=in_flight,
-            before_close=lambda: asyncio.to_thread(engine.stop),
+            before_close=end,
             on_started=on_started,
         )
     finally:
@@ -249,13 +258,6 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     if engine.failure:
         raise EngineFailed(engine.failure)
     return 0
-
-
-def _ender(feed: KvEventFeed) -> Callable[[web.Application], Awaitable[None]]:
-    async def end(app: web.Application) -> None:
-        feed.close()
-
-    return end
 
 
 class _Mover:

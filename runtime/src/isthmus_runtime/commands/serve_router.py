@@ -6,15 +6,16 @@ import gc
 import logging
 
 import uvloop
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from ..config import RouterConfig
-from ..httpd import InFlight, error_middleware, run_app
 from ..metrics import RequestMetrics
-from ..openai.app import ApiConfig, add_openai_routes, read_api_key
+from ..openai.app import BODIES, ApiConfig, add_openai_routes, read_api_key
 from ..openai.tokenizer import Tokenizer
 from ..router.app import make_router
+from ..serving.app import add_pages, make_app
+from ..serving.in_flight import InFlight
+from ..serving.server import run_app
 from ..transfer.sockets import probe_accepted
 
 log = logging.getLogger(__name__)
@@ -40,9 +41,8 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> in
     in_flight, registry = InFlight(), CollectorRegistry()
     router = make_router(config, registry, in_flight)
     metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_", vllm_names=False)
-    app = web.Application(middlewares=[error_middleware])
-    router.add_routes(app)
-    hot = add_openai_routes(
+    app = make_app("Isthmus router", bodies=BODIES, lifespan=router.lifespan, cors_origins=config.cors_origins)
+    add_openai_routes(
         app,
         router.backend,
         tokenizer,
@@ -50,6 +50,8 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> in
         in_flight=in_flight,
         metrics=metrics,
     )
+    router.add_routes(app)
+    add_pages(app)
 
     def started(port: int) -> None:
         probe_accepted()
@@ -62,7 +64,6 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> in
         drain_timeout_s=config.server.drain_timeout_s,
         lame_duck_s=_LAME_DUCK_S,
         in_flight=in_flight,
-        hot=hot,
         on_started=started,
     )
     return 0

@@ -6,15 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeVar
+from typing import Annotated
 
-from aiohttp import web
+from fastapi import FastAPI, Query, Request
 from prometheus_client import CollectorRegistry
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from ..errors import InvalidRequest, RequestError
-from ..httpd import InFlight, error_response, json_response
+from ..errors import RequestError
 from ..metrics import CONTENT_TYPE, EngineMetrics, RequestMetrics, TransferMetrics, render
 from ..protocol import (
     AbortCall,
@@ -22,20 +21,41 @@ from ..protocol import (
     DrainAnswer,
     EngineInfo,
     GenerateCall,
+    PrefillAnswer,
     PrefillCall,
     Ticket,
     reserved_line,
     token_line,
 )
 from ..request import FinishReason, TokenChunk
+from ..serving.app import errors, json_body, model_response, read_model
+from ..serving.call import Call, add_call_route
+from ..serving.in_flight import InFlight
 from .backend import EngineBackend
 from .kv_events import KvEventFeed
 
-T = TypeVar("T", bound=BaseModel)
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 << 20
-"""A million-token prompt is about 7 MB of JSON."""
+BODIES = (GenerateCall, PrefillCall, CommitCall, AbortCall)
+"""What `make_app` has to know for the document."""
+_NDJSON = {"content-type": "application/x-ndjson"}
+
+
+class Health(BaseModel):
+    """`ok`, or why this process should be restarted."""
+
+    status: str
+
+
+class Readiness(BaseModel):
+    """Whether new requests are welcome, or why not."""
+
+    ready: bool
+    reason: str = ""
+
+
+class Done(BaseModel):
+    """Nothing more to say."""
 
 
 @dataclass(slots=True)
@@ -83,22 +103,42 @@ class EngineServer:
         self._clock = clock
         self._kv_events = kv_events
 
-    def routes(self) -> list[web.RouteDef]:
-        """For `app.add_routes`."""
-        feed = self._kv_events
-        events = [] if feed is None else [web.get("/internal/kv-events", partial(self.kv_events, feed))]
-        return [
-            *events,
-            web.get("/health", self.health),
-            web.get("/ready", self.ready),
-            web.get("/info", self.info),
-            web.get("/metrics", self.metrics),
-            web.post("/internal/generate", self.generate),
-            web.post("/internal/prefill", self.prefill),
-            web.post("/internal/commit", self.commit),
-            web.post("/internal/abort", self.abort),
-            web.get("/internal/drained", self.drained),
-        ]
+    def add_routes(self, app: FastAPI) -> None:
+        """Add probes and metrics, and under /internal/ what routers call."""
+        unwell: dict[int | str, dict[str, object]] = {503: {"model": Health}}
+        for path in ("/health", "/ping"):
+            app.add_api_route(path, self.health, tags=["probes"], response_model=Health, responses=unwell)
+        unready: dict[int | str, dict[str, object]] = {503: {"model": Readiness}}
+        app.add_api_route("/ready", self.ready, tags=["probes"], response_model=Readiness, responses=unready)
+        app.add_api_route("/info", self.info, tags=["probes"], response_model=EngineInfo)
+        app.add_api_route("/metrics", self.metrics, tags=["probes"], response_class=PlainTextResponse)
+        ndjson = {200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}}
+        add_call_route(
+            app,
+            "/internal/generate",
+            self.generate,
+            "POST",
+            tags=["internal"],
+            openapi_extra=json_body(GenerateCall),
+            responses={**errors(429, 499, 502, 504), **ndjson},
+        )
+        for name, endpoint, body, answer in (
+            ("prefill", self.prefill, PrefillCall, PrefillAnswer),
+            ("commit", self.commit, CommitCall, Done),
+            ("abort", self.abort, AbortCall, Done),
+        ):
+            app.add_api_route(
+                f"/internal/{name}",
+                endpoint,
+                methods=["POST"],
+                tags=["internal"],
+                response_model=answer,
+                openapi_extra=json_body(body),
+                responses=errors(429, 499, 502, 504),
+            )
+        app.add_api_route("/internal/drained", self.drained, tags=["internal"], responses=errors())
+        if self._kv_events is not None:
+            add_call_route(app, "/internal/kv-events", self.kv_events, "GET", tags=["internal"], responses=ndjson)
 
     # ------------------------------------------------------------------------------------------------------ probes
 
@@ -112,27 +152,25 @@ class EngineServer:
             return f"there is work and no step finished for {stalled:.0f} s (limit {self._no_progress_s:g} s)"
         return ""
 
-    async def health(self, request: web.Request) -> web.Response:
+    async def health(self) -> Response:
         """200 while the engine makes progress or is idle."""
         reason = self.unhealthy()
-        return web.json_response({"status": reason or "ok"}, status=503 if reason else 200)
+        return JSONResponse({"status": reason or "ok"}, 503 if reason else 200)
 
-    async def ready(self, request: web.Request) -> web.Response:
+    async def ready(self) -> Response:
         """200 when new requests are welcome."""
         info = self._info()
         reason = "draining" if self._in_flight.leaving else self.unhealthy() or info.transfer.reason
-        if reason:
-            return web.json_response({"ready": False, "reason": reason}, status=503)
-        return json_response({"ready": True})
+        return JSONResponse({"ready": not reason, "reason": reason}, 503 if reason else 200)
 
-    async def info(self, request: web.Request) -> web.Response:
-        """EngineInfo, as the router pairs engines by."""
-        return web.Response(body=self._info().model_dump_json().encode(), content_type="application/json")
+    async def info(self) -> Response:
+        """What routers pair engines by."""
+        return model_response(self._info())
 
-    async def metrics(self, request: web.Request) -> web.Response:
+    async def metrics(self) -> Response:
         """Prometheus text."""
         self._sample()
-        return web.Response(body=render(self._meters.registry), headers={"Content-Type": CONTENT_TYPE})
+        return Response(render(self._meters.registry), headers={"Content-Type": CONTENT_TYPE})
 
     def _sample(self) -> None:
         engine, meters = self._backend.engine, self._meters
@@ -157,102 +195,93 @@ class EngineServer:
 
     # --------------------------------------------------------------------------------------------- control channel
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
+    async def generate(self, call: Call) -> None:
         """Stream tokens as NDJSON; the connection's end is the cancellation."""
-        call = await _body(request, GenerateCall)
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        what = await read_model(call, GenerateCall)
         try:
             with self._in_flight.track():
-                await self._stream(request, response, call)
+                await self._stream(what, call)
         except RequestError as error:
             self._meters.requests.failed(error.status, error.code)
-            if response.prepared:
-                raise
-            return error_response(error.located("admission", call.attempt or call.local_attempt))
+            raise error.located("admission", what.attempt or what.local_attempt) from error
         except ConnectionResetError:
-            # A write found out before the server did that the router has gone.
-            self._meters.requests.failed(499, "cancelled")
-            log.debug("the reader of %s has left", call.attempt or call.request.request_id)
-        return response
+            self._reader_left(what)
 
-    async def _stream(self, request: web.Request, response: web.StreamResponse, call: GenerateCall) -> None:
+    def _reader_left(self, what: GenerateCall) -> None:
+        self._meters.requests.failed(499, "cancelled")
+        log.debug("the reader of %s has left", what.attempt or what.request.request_id)
+
+    async def _stream(self, what: GenerateCall, call: Call) -> None:
         stream = self._backend.stream(
-            call.request.to_request(),
-            attempt=call.attempt,
-            local_attempt=call.local_attempt,
-            peer_url=call.prefill_url,
-            peer_epoch=call.prefill_epoch,
+            what.request.to_request(),
+            attempt=what.attempt,
+            local_attempt=what.local_attempt,
+            peer_url=what.prefill_url,
+            peer_epoch=what.prefill_epoch,
         )
-        observer = _Observer(self._meters, self._clock, len(call.request.prompt_token_ids))
+        observer = _Observer(self._meters, self._clock, len(what.request.prompt_token_ids))
         try:
             async for reply in stream:
-                if not response.prepared:
-                    await response.prepare(request)
+                if not call.begun:
+                    await call.begin(_NDJSON)
                 if isinstance(reply, Ticket):
-                    await response.write(reserved_line(reply))
+                    await call.write(reserved_line(reply))
                 else:
                     observer.chunk(reply)
-                    await response.write(token_line(reply))
+                    await call.write(token_line(reply))
         except asyncio.CancelledError:
             if not self._in_flight.aborting:
-                self._meters.requests.failed(499, "cancelled")
+                self._reader_left(what)
                 raise
             task = asyncio.current_task()
             assert task is not None
             task.uncancel()  # ours, from InFlight.abort: the router is still there and gets an answer
-            refusal = self._in_flight.refusal().located("draining", call.attempt or call.local_attempt)
-            if not response.prepared:
+            refusal = self._in_flight.refusal().located("draining", what.attempt or what.local_attempt)
+            if not call.begun:
                 raise refusal from None
-            await response.write(token_line(TokenChunk(finish_reason=FinishReason.ERROR, error=refusal)))
+            await call.write(token_line(TokenChunk(finish_reason=FinishReason.ERROR, error=refusal)))
         finally:
             await stream.aclose()
-        await response.write_eof()
+        await call.end()
 
-    async def prefill(self, request: web.Request) -> web.Response:
+    async def prefill(self, request: Request) -> Response:
         """Compute and send one prompt."""
-        call = await _body(request, PrefillCall)
+        call = await read_model(request, PrefillCall)
         try:
             with self._in_flight.track():
                 answer = await self._backend.prefill(call)
         except RequestError as error:
             self._meters.requests.failed(error.status, error.code)
-            return error_response(error.located("admission", call.attempt))
+            raise error.located("admission", call.attempt) from error
         self._meters.transfer.seconds.observe(answer.transfer_s)
         self._meters.requests.prompt_tokens.inc(answer.num_tokens)
-        return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
+        return model_response(answer)
 
-    async def commit(self, request: web.Request) -> web.Response:
+    async def commit(self, request: Request) -> Response:
         """Prefill has sent everything, or has failed."""
-        self._backend.engine.commit(await _body(request, CommitCall))
-        return json_response({})
+        self._backend.engine.commit(await read_model(request, CommitCall))
+        return model_response(Done())
 
-    async def abort(self, request: web.Request) -> web.Response:
+    async def abort(self, request: Request) -> Response:
         """End a request wherever it is."""
-        call = await _body(request, AbortCall)
+        call = await read_model(request, AbortCall)
         self._backend.engine.abort(call.request_id, call.attempt, "aborted by the router")
-        return json_response({})
+        return model_response(Done())
 
-    async def drained(self, request: web.Request) -> web.Response:
+    async def drained(self, attempt: Annotated[str, Query(min_length=1)]) -> DrainAnswer:
         """Whether a byte of an attempt may still leave this process."""
-        attempt = request.query.get("attempt", "")
-        if not attempt:
-            raise InvalidRequest("query parameter attempt is missing", param="attempt")
-        answer = DrainAnswer(
+        return DrainAnswer(
             attempt=attempt, drained=self._backend.engine.is_drained(attempt), epoch=self._info().transfer.epoch
         )
-        return web.Response(body=answer.model_dump_json().encode(), content_type="application/json")
 
-    async def kv_events(self, feed: KvEventFeed, request: web.Request) -> web.StreamResponse:
+    async def kv_events(self, call: Call) -> None:
         """Changes of the prefix cache as NDJSON, until the reader leaves or this process ends."""
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        await response.prepare(request)
-        try:
-            async for line in feed.lines():
-                await response.write(line.model_dump_json().encode() + b"\n")
-            await response.write_eof()
-        except ConnectionResetError:
-            log.debug("the reader of KV events at %s has left", request.remote)
-        return response
+        feed = self._kv_events
+        assert feed is not None  # else there is no such route
+        await call.begin(_NDJSON)
+        async for line in feed.lines():
+            await call.write(line.model_dump_json().encode() + b"\n")
+        await call.end()
 
 
 class _Observer:
@@ -281,13 +310,3 @@ class _Observer:
             requests.failed(chunk.error.status, chunk.error.code)
         elif chunk.finish_reason is not None:
             requests.succeeded(chunk.finish_reason.value, now - self._start)
-
-
-async def _body(request: web.Request, model: type[T]) -> T:
-    raw = await request.read()
-    try:
-        return model.model_validate_json(raw)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "body"
-        raise InvalidRequest(f"{request.path}: {where}: {first['msg']}", param=where) from error

@@ -7,11 +7,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from ..calls import Call
 from ..errors import Cancelled, EngineFailed, RequestError
 from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics
 from ..request import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
+from ..serving.call import Call
 from .detokenizer import TextStream
 from .pieces import Pieces
 from .sse import DONE, Answer, ChatFormat, CompletionFormat, Usage
@@ -100,7 +100,7 @@ class Runner:
 
         usage = await self._run(job, sink, arrived)
         headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
-        call.reply(200, headers, job.format.whole(answers, usage))
+        await call.reply(200, headers, job.format.whole(answers, usage))
 
     async def stream(self, job: Job, arrived: float, call: Call) -> None:
         """The answer as server-sent events, begun when the first text is there: until then a failure still gets its

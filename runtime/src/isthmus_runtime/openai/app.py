@@ -8,13 +8,12 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from aiohttp import web
+from fastapi import FastAPI, Request
 
-from ..calls import Call, Serve, error_answer, web_handler
 from ..deadlines import Deadlines
 from ..errors import (
     Cancelled,
@@ -24,11 +23,15 @@ from ..errors import (
     InvalidRequest,
     RequestError,
 )
-from ..httpd import InFlight, json_response
 from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics
+from ..serving.app import errors, json_body
+from ..serving.call import Call, Cut, add_call_route, authorization, error_answer
+from ..serving.in_flight import InFlight
 from .answer import Job, Runner
 from .plan import Planner
+from .reference import Chat, Completion, Model, ModelList
+from .schema import ChatRequest, CompletionRequest
 from .sse import error_event
 from .tokenizer import Tokenizer
 
@@ -40,6 +43,9 @@ _DEADLINE_MARGIN_S = 1.0
 """The backend enforces the deadline and knows the reason; we step in when it is stuck, or the client does not read."""
 _LAST_WORDS_S = 1.0
 """How long a client that does not read may hold up its own error event."""
+
+BODIES = (ChatRequest, CompletionRequest)
+"""What `make_app` has to know for the document."""
 
 
 class _Unauthorised(InvalidRequest):
@@ -54,7 +60,6 @@ class ApiConfig:
     served_names: tuple[str, ...]
     """Values of `model` that are accepted."""
     request_timeout_s: float = 600.0
-    max_body_bytes: int = 16 << 20
     api_key: str = ""
     """What clients must send as bearer token; empty: nothing is asked."""
 
@@ -73,7 +78,7 @@ def read_api_key(path: str) -> str:
 
 
 def add_openai_routes(
-    app: web.Application,
+    app: FastAPI,
     backend: Backend,
     tokenizer: Tokenizer,
     config: ApiConfig,
@@ -83,9 +88,8 @@ def add_openai_routes(
     seeds: Callable[[], int] | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
-) -> Mapping[str, Serve]:
-    """Add /v1/models, /v1/completions and /v1/chat/completions to `app`. Returns the handlers of the last two by path,
-    for a server that takes plain calls around `app`.
+) -> None:
+    """Add /v1/chat/completions, /v1/completions and /v1/models to `app`.
 
     `seeds` gives the seed of a request that names none: drawn here, so that prefill, decode and a recompute agree.
     """
@@ -99,12 +103,22 @@ def add_openai_routes(
         clock=clock,
         wall_clock=wall_clock,
     )
-    app.router.add_get("/v1/models", api.models)
-    app.router.add_get("/v1/models/{name:.+}", api.model)
-    hot: dict[str, Serve] = {"/v1/completions": api.completions, "/v1/chat/completions": api.chat}
-    for path, serve in hot.items():
-        app.router.add_post(path, web_handler(serve))
-    return hot
+    for path, endpoint, body, answer in (
+        ("/v1/chat/completions", api.chat, ChatRequest, Chat),
+        ("/v1/completions", api.completions, CompletionRequest, Completion),
+    ):
+        stream = {"text/event-stream": {"schema": {"type": "string"}}}
+        add_call_route(
+            app,
+            path,
+            endpoint,
+            "POST",
+            tags=["openai"],
+            openapi_extra=json_body(body),
+            responses={**errors(401, 404, 429, 499, 502, 504), 200: {"model": answer, "content": stream}},
+        )
+    app.add_api_route("/v1/models", api.models, tags=["openai"], responses=errors(401))
+    app.add_api_route("/v1/models/{name:path}", api.model, tags=["openai"], responses=errors(401, 404))
 
 
 def _seed_source() -> Callable[[], int]:
@@ -151,24 +165,23 @@ class _Api:
         self._runner = Runner(backend, tokenizer.pieces, metrics, clock)
         self._key = config.api_key.encode()
 
-    async def models(self, request: web.Request) -> web.Response:
-        """GET /v1/models."""
-        self._authorise(request.headers.get("Authorization", ""))
-        return json_response({"object": "list", "data": [self._model(n) for n in self._config.served_names]})
+    async def models(self, request: Request) -> ModelList:
+        """The names that are served."""
+        self._authorise(authorization(request))
+        return ModelList(data=[self._model(n) for n in self._config.served_names])
 
-    async def model(self, request: web.Request) -> web.Response:
-        """GET /v1/models/NAME."""
-        self._authorise(request.headers.get("Authorization", ""))
-        name = request.match_info["name"]
+    async def model(self, request: Request, name: str) -> Model:
+        """One of them."""
+        self._authorise(authorization(request))
         self._planner.check_model(name)
-        return json_response(self._model(name))
+        return self._model(name)
 
     async def completions(self, call: Call) -> None:
-        """POST /v1/completions."""
+        """Continue a prompt. With `stream` the answer is a stream of server-sent events."""
         await self._serve(call, self._planner.completion)
 
     async def chat(self, call: Call) -> None:
-        """POST /v1/chat/completions."""
+        """Answer a conversation. With `stream` the answer is a stream of server-sent events."""
         await self._serve(call, self._planner.chat)
 
     # ------------------------------------------------------------------------------------------------- one request
@@ -204,14 +217,14 @@ class _Api:
         if call.begun:
             await self._last_words(call, error)
         else:
-            call.reply(*error_answer(error))
+            await call.reply(*error_answer(error))
 
     async def _answer(self, call: Call, plan: Callable[[bytes], Job], arrived: float, progress: _Progress) -> None:
         limit = self._config.request_timeout_s
         try:
             with self._deadlines.limit(limit + _DEADLINE_MARGIN_S):
                 progress.stage = "reading"
-                body = await call.read(self._config.max_body_bytes)
+                body = await call.read()
                 progress.stage = "planning"
                 job = await asyncio.to_thread(plan, body) if len(body) > _OFF_LOOP_BYTES else plan(body)
                 progress.stage, progress.answer_id = "generation", job.answer_id
@@ -227,8 +240,8 @@ class _Api:
             async with asyncio.timeout(_LAST_WORDS_S):
                 await call.write(error_event(error))
                 await call.end()
-        except (TimeoutError, ConnectionResetError):
-            call.abort()
+        except (TimeoutError, ConnectionResetError) as e:
+            raise Cut from e
 
     def _authorise(self, authorization: str) -> None:
         if not self._key:
@@ -242,11 +255,5 @@ class _Api:
         if self._metrics is not None:
             self._metrics.failed(error.status, error.code)
 
-    def _model(self, name: str) -> dict[str, object]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "isthmus",
-            "max_model_len": self._backend.max_model_len or None,
-        }
+    def _model(self, name: str) -> Model:
+        return Model(id=name, created=self._started, max_model_len=self._backend.max_model_len or None)

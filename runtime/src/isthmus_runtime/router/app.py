@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from importlib.metadata import version
+from typing import Any
 
-from aiohttp import web
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from pydantic import BaseModel
+from starlette.responses import PlainTextResponse, Response
 
 from ..config import RouterConfig
 from ..errors import Overloaded
-from ..httpd import InFlight, error_response, json_response
 from ..metrics import CONTENT_TYPE, RouterMetrics, render
+from ..serving.app import errors
+from ..serving.in_flight import InFlight
 from .links import Links, new_session
 from .policy import PolicyName
 from .pool import Pool, Resolve, resolve_all
 from .prefixes import make_prefixes
 from .proxy import RouterBackend
+
+
+class State(BaseModel):
+    """Of the router, for probes."""
+
+    status: str
 
 
 class Router:
@@ -43,54 +54,61 @@ class Router:
         )
         self.backend = RouterBackend(config, self.pool, self._links, metrics=metrics, prefixes=prefixes)
 
-    def add_routes(self, app: web.Application) -> None:
-        """Add /health, /ready, /accepting, /info and /metrics, and run discovery for as long as `app` runs."""
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/ready", self._ready)
-        app.router.add_get("/accepting", self._accepting)
-        app.router.add_get("/info", self._info)
-        app.router.add_get("/metrics", self._metrics)
-        app.cleanup_ctx.append(self._background)
-
-    async def _background(self, app: web.Application) -> AsyncIterator[None]:
+    @asynccontextmanager
+    async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        """Discovery, for as long as `app` runs."""
         self.pool.start()
-        yield
-        await self.pool.close()
-        await self._links.close()
-        await self._session.close()
+        try:
+            yield
+        finally:
+            await self.pool.close()
+            await self._links.close()
+            await self._session.close()
 
-    async def _health(self, request: web.Request) -> web.Response:
-        return json_response({"status": "ok"})
+    def add_routes(self, app: FastAPI) -> None:
+        """Add /health, /ping, /ready, /accepting, /info and /metrics."""
+        for path in ("/health", "/ping"):
+            app.add_api_route(path, self._health, tags=["probes"])
+        app.add_api_route("/ready", self._ready, tags=["probes"], response_model=State, responses=errors())
+        app.add_api_route("/accepting", self._accepting, tags=["probes"], response_model=State, responses=errors())
+        app.add_api_route("/info", self._info, tags=["probes"])
+        app.add_api_route("/metrics", self._metrics, tags=["probes"], response_class=PlainTextResponse)
 
-    async def _ready(self, request: web.Request) -> web.Response:
+    async def _health(self) -> State:
+        """Whether this process lives."""
+        return State(status="ok")
+
+    async def _ready(self) -> State:
         """Whether a prompt could be served now."""
         return self._state(self.backend.ready())
 
-    async def _accepting(self, request: web.Request) -> web.Response:
+    async def _accepting(self) -> State:
         """Whether clients should be sent here. Readiness of the pod: were it that of the engines, a Service would
         refuse connections in every gap, and clients would learn neither why nor when to come back."""
         return self._state(self.backend.accepting())
 
-    def _state(self, problem: str) -> web.Response:
+    def _state(self, problem: str) -> State:
         reason = "draining" if self._in_flight.leaving else problem
-        return error_response(Overloaded(f"not ready: {reason}")) if reason else json_response({"status": "ready"})
+        if reason:
+            raise Overloaded(f"not ready: {reason}")
+        return State(status="ready")
 
-    async def _info(self, request: web.Request) -> web.Response:
-        return json_response(
-            {
-                "role": "router",
-                "served_names": list(self._config.model.served_names),
-                "version": version("isthmus-runtime"),
-                "policy": self._config.policy,
-                "max_model_len": self.backend.max_model_len,
-                "requests": len(self._in_flight),
-                "draining": self._in_flight.leaving,
-                "engines": [asdict(s) for s in self.pool.statuses()],
-            }
-        )
+    async def _info(self) -> dict[str, Any]:
+        """What is known of the engines, and how many requests there are."""
+        return {
+            "role": "router",
+            "served_names": list(self._config.model.served_names),
+            "version": version("isthmus-runtime"),
+            "policy": self._config.policy,
+            "max_model_len": self.backend.max_model_len,
+            "requests": len(self._in_flight),
+            "draining": self._in_flight.leaving,
+            "engines": [asdict(s) for s in self.pool.statuses()],
+        }
 
-    async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=render(self._registry), headers={"Content-Type": CONTENT_TYPE})
+    async def _metrics(self) -> Response:
+        """Prometheus text."""
+        return Response(render(self._registry), headers={"Content-Type": CONTENT_TYPE})
 
 
 def make_router(

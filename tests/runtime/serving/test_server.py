@@ -1,23 +1,24 @@
-"""The shared server parts: error bodies, drain, port conflicts; and the names and views of metrics."""
-
-from __future__ import annotations
+"""`run_app`: error bodies, drain, port conflicts, signals; and the pages that every role has."""
 
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 
 import aiohttp
 import pytest
-from aiohttp import web
-from prometheus_client import CollectorRegistry, Counter, Histogram
+import serving
+from fastapi import Request
+from starlette.responses import PlainTextResponse, Response
 
 from isthmus_runtime.errors import ConfigError, Overloaded, TransferFailed
-from isthmus_runtime.httpd import InFlight, error_middleware, run_app
-from isthmus_runtime.metrics import EngineMetrics, RequestMetrics, RouterMetrics, TransferMetrics, render
-from isthmus_runtime.tallies import Spread, Tallies
+from isthmus_runtime.serving.app import add_pages, make_app
+from isthmus_runtime.serving.call import Call, add_call_route
+from isthmus_runtime.serving.in_flight import InFlight
+from isthmus_runtime.serving.server import run_app
 
 
 def run(work):
@@ -32,13 +33,16 @@ class Server:
         self.stop = asyncio.Event()
         self.draining = asyncio.Event()
         self.port = asyncio.get_running_loop().create_future()
-        app = web.Application(middlewares=[error_middleware])
-        app.router.add_get("/", handler)
+        app = make_app("test", bodies=())
 
-        async def probe(request):
-            return web.Response(text="alive")
+        async def handle(request: Request) -> Response:
+            return await handler(request)
 
-        app.router.add_get("/health", probe)
+        async def probe() -> Response:
+            return PlainTextResponse("alive")
+
+        app.add_api_route("/", handle)
+        app.add_api_route("/health", probe)
         settings = {"host": "127.0.0.1", "port": 0, "drain_timeout_s": 20.0, **settings}
         self.task = asyncio.create_task(
             run_app(
@@ -57,40 +61,33 @@ class Server:
 
 def test_bad_http_of_a_client_is_one_line_in_the_log(caplog):
     async def handler(request):
-        return web.Response(text=(await request.read()).decode())
+        return PlainTextResponse(await request.body())
 
     async def main():
         server = Server(handler)
-        url = await server.url()
         reader, writer = await asyncio.open_connection("127.0.0.1", await server.port)
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n")
         assert (await reader.readline()).split()[1] == b"400"
         writer.close()
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(url, data=b"no gzip at all", headers={"Content-Encoding": "gzip"}) as answer,
-        ):
-            assert answer.status == 400
-            assert "cannot be read" in (await answer.json())["error"]["message"]
         server.stop.set()
         await server.task
 
     with caplog.at_level("INFO"):
         run(main())
-    bad = [r for r in caplog.records if "a client sent bad HTTP" in r.getMessage()]
-    assert bad and not any(r.exc_info for r in caplog.records)
+    bad = [r for r in caplog.records if "a client sent a bad request" in r.getMessage()]
+    assert len(bad) == 1 and not any(r.exc_info for r in caplog.records)
 
 
 async def get(url):
     async with aiohttp.ClientSession() as session, session.get(url) as answer:
-        return answer.status, dict(answer.headers), await answer.text()
+        return answer.status, answer.headers, await answer.text()
 
 
 def test_errors_of_handlers():
     async def main():
         async def handler(request):
             raise {"ours": TransferFailed("lost", stage="SENDING"), "busy": Overloaded("full", retry_after_s=0.2)}.get(
-                request.query["what"], KeyError("secret")
+                request.query_params["what"], KeyError("secret")
             )
 
         server = Server(handler)
@@ -109,18 +106,16 @@ def test_errors_of_handlers():
 @pytest.mark.parametrize("written", [b"", b"some"])
 def test_error_after_the_first_byte_breaks_the_connection(written):
     async def main():
-        async def handler(request):
-            response = web.StreamResponse()
-            await response.prepare(request)
-            if written:
-                await response.write(written)
+        async def handler(call: Call) -> None:
+            await call.begin({})
+            await call.write(written)
             raise TransferFailed("lost")
 
-        server = Server(handler)
-        with pytest.raises(aiohttp.ClientError):
-            await get(await server.url())
-        server.stop.set()
-        await server.task
+        app = make_app("test", bodies=())
+        add_call_route(app, "/", handler, "GET")
+        async with serving.served(app) as port:
+            with pytest.raises(aiohttp.ClientError):
+                await get(f"http://127.0.0.1:{port}/")
 
     run(main())
 
@@ -133,7 +128,7 @@ def test_drain_lets_work_end_and_answers_probes():
             with server.in_flight.track():
                 began.set()
                 await go.wait()
-                return web.Response(text="done")
+                return PlainTextResponse("done")
 
         server = Server(handler, drained=drained.wait)
         work = asyncio.create_task(get(await server.url()))
@@ -181,7 +176,7 @@ def test_drain_has_a_limit():
 def test_port_in_use_names_port_and_flag():
     async def main():
         async def handler(request):
-            return web.Response()
+            return Response()
 
         first = Server(handler)
         port = await first.port
@@ -195,8 +190,9 @@ def test_port_in_use_names_port_and_flag():
 
 PROGRAM = """
 import asyncio
-from aiohttp import web
-from isthmus_runtime.httpd import InFlight, run_app
+from isthmus_runtime.serving.app import make_app
+from isthmus_runtime.serving.in_flight import InFlight
+from isthmus_runtime.serving.server import run_app
 busy = InFlight()
 async def main():
     async def stuck():
@@ -204,7 +200,7 @@ async def main():
             await asyncio.Event().wait()
     task = asyncio.ensure_future(stuck())
     await asyncio.sleep(0)
-    await run_app(web.Application(), host="127.0.0.1", port=0, drain_timeout_s=60, in_flight=busy,
+    await run_app(make_app("test", bodies=()), host="127.0.0.1", port=0, drain_timeout_s=60, in_flight=busy,
                   on_started=lambda p: print("up", flush=True), on_drain=lambda: print("draining", flush=True))
     print("ended", flush=True)
     await asyncio.gather(task, return_exceptions=True)
@@ -222,59 +218,45 @@ def test_signals():
         assert process.wait(20) == 0
 
 
-def test_vllm_names_are_views_of_ours():
-    registry = CollectorRegistry()
-    engine = EngineMetrics(registry, "m")
-    requests = RequestMetrics(registry, "m")
-    TransferMetrics(registry, "m").failed("SENDING")
-    engine.set_cache_config(block_size="16", num_gpu_blocks="10")
-    engine.running.set(3)
-    engine.kv_usage.set(0.5)
-    engine.prefix_hits.inc(7)
-    requests.time_to_first_token.observe(0.02)
-    requests.succeeded("stop", 1.0)
-    requests.failed(499, "cancelled")
-    text = render(registry).decode()
-    for line in (
-        'vllm:num_requests_running{model_name="m"} 3.0',
-        'isthmus_num_requests_running{model_name="m"} 3.0',
-        'vllm:kv_cache_usage_perc{model_name="m"} 0.5',
-        'vllm:prefix_cache_hits_total{model_name="m"} 7.0',
-        'vllm:time_to_first_token_seconds_count{model_name="m"} 1.0',
-        'vllm:time_to_first_token_seconds_bucket{le="0.02",model_name="m"} 1.0',
-        'vllm:request_success_total{finished_reason="stop",model_name="m"} 1.0',
-        'vllm:cache_config_info{block_size="16",model_name="m",num_gpu_blocks="10"} 1.0',
-        'isthmus_request_failures_total{code="cancelled",model_name="m",status="499"} 1.0',
-        'isthmus_xfer_failures_total{model_name="m",stage="SENDING"} 1.0',
-        "# TYPE vllm:time_to_first_token_seconds histogram",
-        "# TYPE vllm:num_preemptions_total counter",
-        "# TYPE vllm:inter_token_latency_seconds histogram",
-        "# TYPE vllm:e2e_request_latency_seconds histogram",
-        "# TYPE vllm:num_requests_waiting gauge",
-        "# TYPE vllm:prefix_cache_queries_total counter",
-    ):
-        assert line in text, line
+def test_pages_need_no_other_host():
+    async def main():
+        app = make_app("A title", bodies=())
+        add_pages(app)
+        async with serving.served(app) as port:
+            url = f"http://127.0.0.1:{port}"
+            _, _, page = await get(url + "/docs")
+            assert "A title" in page
+            links = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
+            assert len(links) == 3
+            for link in links:
+                assert "://" not in link and not link.startswith("//")
+                assert (await get_bytes(f"{url}/{link}"))[0] == 200, link
+            assert "url: 'openapi.json'" in page
+            status, _, body = await get(url + "/openapi.json")
+            assert status == 200 and "/version" in json.loads(body)["paths"]
+            _, _, body = await get(url + "/version")
+            assert json.loads(body) == {"version": app.version}
+
+    run(main())
 
 
-def test_tallies_export_what_prometheus_client_does():
-    theirs, ours, values = CollectorRegistry(), CollectorRegistry(), [0, 0.005, 0.0051, 1, 2.5, 7, 1e9]
-    histogram = Histogram("h", "Text.", ("model_name",), registry=theirs, buckets=(0.005, 1, 2.5)).labels("m")
-    counter = Counter("c", "More.", ("model_name", "why"), registry=theirs)
-    spread, tallies = Spread("h", "Text.", (0.005, 1, 2.5), "m"), Tallies("c", "More.", ("model_name", "why"))
-    ours.register(spread)
-    ours.register(tallies)
-    for value in values:
-        histogram.observe(value)
-        spread.observe(value)
-        counter.labels("m", f"{value > 1}").inc(value)
-        tallies.labels("m", f"{value > 1}").inc(value)
-    lines = render(theirs).decode().splitlines()
-    assert render(ours).decode().splitlines() == [line for line in lines if "_created" not in line]
+async def get_bytes(url):
+    async with aiohttp.ClientSession() as session, session.get(url) as answer:
+        return answer.status, await answer.read()
 
 
-def test_routers_export_no_engine_names():
-    registry = CollectorRegistry()
-    RouterMetrics(registry, "m")
-    RequestMetrics(registry, "m", prefix="isthmus_router_", vllm_names=False)
-    names = {line.split()[2] for line in render(registry).decode().splitlines() if line.startswith("# TYPE")}
-    assert names and all(name.startswith("isthmus_router_") for name in names)
+@pytest.mark.parametrize(("origins", "allowed"), [((), None), (("https://a",), "https://a"), (("*",), "*")])
+def test_pages_of_other_origins_are_let_in_only_where_told(origins, allowed):
+    async def main():
+        app = make_app("test", bodies=(), cors_origins=origins)
+        add_pages(app)
+        asked = {"Origin": "https://a", "Access-Control-Request-Method": "POST"}
+        async with serving.served(app) as port, aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+            async with session.get("/version", headers={"Origin": "https://a"}) as answer:
+                assert answer.headers.get("Access-Control-Allow-Origin") == allowed
+            async with session.options("/version", headers=asked) as answer:
+                assert (answer.status == 200) is bool(origins)
+            async with session.get("/version", headers={"Origin": "https://b"}) as answer:
+                assert answer.headers.get("Access-Control-Allow-Origin") == (allowed if allowed == "*" else None)
+
+    run(main())

@@ -1,0 +1,120 @@
+"""Answers of the OpenAI routes as types, for the API's own documentation. `sse.py` writes them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+FinishReason = Literal["stop", "length"]
+
+
+class PromptTokensDetails(BaseModel):
+    """Of the prompt."""
+
+    cached_tokens: int
+
+
+class UsageCounts(BaseModel):
+    """Tokens of a whole request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(BaseModel):
+    """One entry of each list for a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    """One continuation."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason
+
+
+class Completion(BaseModel):
+    """Answer of /v1/completions."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageCounts
+
+
+class TopLogprob(BaseModel):
+    """A token that might have come."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """The token that came."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """In the order of the text."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class Message(BaseModel):
+    """What the assistant says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    """One answer."""
+
+    index: int
+    message: Message
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+
+
+class Chat(BaseModel):
+    """Answer of /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageCounts
+
+
+class Model(BaseModel):
+    """A name that requests may give."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "isthmus"
+    max_model_len: int | None
+    """Tokens of prompt and answer together; null until the first engine is known."""
+
+
+class ModelList(BaseModel):
+    """All of them."""
+
+    object: Literal["list"] = "list"
+    data: list[Model]

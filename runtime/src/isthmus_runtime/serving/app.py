@@ -1,0 +1,190 @@
+"""The FastAPI application that routes are added to: errors in OpenAI's form, limits, CORS, documentation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, Literal, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse, Response
+from starlette.types import Lifespan
+
+from ..errors import EngineFailed, InvalidRequest, RequestError
+from .call import error_response
+from .limits import BodyLimit
+
+_M = TypeVar("_M", bound=BaseModel)
+
+MAX_PUBLIC_BODY = 16 << 20
+MAX_INTERNAL_BODY = 64 << 20
+"""A million-token prompt is about 7 MB of JSON."""
+_OFF_LOOP_BYTES = 256 << 10
+_REF = "#/components/schemas/{model}"
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong. Where it is known, the stage and the attempt it happened in."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    stage: str | None = None
+    attempt: str | None = None
+    retry_after: float | None = None
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer but a 2xx."""
+
+    error: ErrorDetail
+
+
+class Version(BaseModel):
+    """Of this software."""
+
+    version: str
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that may answer with these, beside those that the server gives."""
+    return {status: {"model": ErrorAnswer} for status in (*statuses, 400, 408, 413, 415, 431, 500, 503)}
+
+
+def json_body(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of a route that reads a `model` by itself. FastAPI's own way parses twice; see docs/adr."""
+    schema = {"$ref": _REF.format(model=model.__name__)}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+async def read_model(request: Request, model: type[_M]) -> _M:
+    """The body of an internal call; a large one is parsed off the loop. InvalidRequest names the first problem."""
+    raw = await request.body()
+    try:
+        if len(raw) > _OFF_LOOP_BYTES:
+            return await asyncio.to_thread(model.model_validate_json, raw)
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "body"
+        raise InvalidRequest(f"{request.url.path}: {where}: {first['msg']}", param=where) from error
+
+
+def model_response(answer: BaseModel) -> Response:
+    """A 200 with `answer`, without FastAPI's second look at it."""
+    return Response(answer.model_dump_json().encode(), media_type="application/json")
+
+
+def make_app(
+    title: str,
+    *,
+    bodies: Sequence[type[BaseModel]],
+    lifespan: Lifespan[FastAPI] | None = None,
+    cors_origins: Sequence[str] = (),
+    max_body_bytes: int = MAX_PUBLIC_BODY,
+) -> FastAPI:
+    """An application without routes of its own; `add_pages` adds those that every role has, after all others.
+
+    Args:
+        bodies: the models that routes name by `json_body`.
+        cors_origins: of web pages that may call it from a browser; "*" for all, none by default.
+        max_body_bytes: of a body outside /internal/.
+    """
+    app = FastAPI(
+        title=title,
+        version=version("isthmus-runtime"),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # ours is /metrics
+    )
+    app.add_exception_handler(RequestError, _ours)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(Exception, _unforeseen)
+    app.add_middleware(BodyLimit, public=max_body_bytes, internal=MAX_INTERNAL_BODY)
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    generate = app.openapi
+
+    def with_bodies() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = generate()
+            modes: list[tuple[type[BaseModel], Literal["validation"]]] = [(model, "validation") for model in bodies]
+            _, found = models_json_schema(modes, ref_template=_REF)
+            document.setdefault("components", {})["schemas"].update(found.get("$defs", {}))
+        return generate()
+
+    app.openapi = with_bodies  # type: ignore[method-assign]
+    return app
+
+
+def add_pages(app: FastAPI) -> None:
+    """/version, /openapi.json, and /docs with files of this installation."""
+
+    @app.get("/version", tags=["server"])
+    async def get_version() -> Version:
+        return Version(version=app.version)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> dict[str, Any]:
+        return app.openapi()
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return get_swagger_ui_html(
+            openapi_url="openapi.json",
+            title=app.title,
+            swagger_js_url="docs-files/swagger-ui-bundle.js",
+            swagger_css_url="docs-files/swagger-ui.css",
+            swagger_favicon_url="docs-files/favicon.png",
+        )
+
+    app.mount("/docs-files", StaticFiles(packages=[("fastapi_offline", "static")]))
+
+
+async def _ours(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _plain(error.status_code, f"{request.method} {request.url.path}: {error.detail}", error.headers or {})
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    param = str(first["loc"][-1])
+    return error_response(InvalidRequest(f"{param}: {first['msg']}", param=param))
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    return error_response(EngineFailed("internal error; the log of this process has the details"))
+
+
+def _plain(status: int, message: str, headers: Mapping[str, str]) -> Response:
+    """For what has no class in the error tree: 404, 405."""
+    error = InvalidRequest(message) if status < 500 else EngineFailed(message)
+    error.status = status
+    response = error_response(error)
+    response.headers.update(headers)
+    return response

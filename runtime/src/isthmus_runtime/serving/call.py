@@ -1,0 +1,119 @@
+"""One request and its answer, for handlers that write the answer piece by piece."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ..errors import RequestError
+
+
+class Cut(Exception):
+    """Raised by a handler to cut the connection: a broken answer must not look complete."""
+
+
+class Call(Request):
+    """Answered once: `reply`, or `begin`, any number of `write` and `end`.
+
+    The task that works on it is cancelled when the client leaves. Writing raises ConnectionResetError where that is
+    noticed first.
+    """
+
+    begun = False
+    """Whether the head of the answer is on its way: no other status can follow."""
+
+    @property
+    def path(self) -> str:
+        """Of the URL."""
+        return str(self.scope["path"])
+
+    @property
+    def authorization(self) -> str:
+        """The header's value, "" without one."""
+        return authorization(self)
+
+    async def read(self) -> bytes:
+        """The body. Raises what the limits on bodies raise (limits.py)."""
+        message = await self._receive()
+        if message["type"] == "http.request" and not message["more_body"]:
+            return bytes(message["body"])
+        parts = [message]
+        while parts[-1]["type"] == "http.request" and parts[-1]["more_body"]:
+            parts.append(await self._receive())
+        if parts[-1]["type"] != "http.request":
+            raise ConnectionResetError("the client has left")
+        return b"".join([part["body"] for part in parts])
+
+    async def reply(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        """Answer in one piece."""
+        await self._start(status, [*_raw(headers), (b"content-length", b"%d" % len(body))])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def begin(self, headers: Mapping[str, str]) -> None:
+        """Send the head of a 200 whose body follows in pieces."""
+        await self._start(200, _raw(headers))
+
+    async def write(self, data: bytes) -> None:
+        """Send a piece; returns when the client keeps up."""
+        if data:
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self) -> None:
+        """The answer is complete."""
+        await self._send({"type": "http.response.body"})
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.begun = True
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+class CallRoute(APIRoute):
+    """A route whose endpoint takes a `Call` and answers it itself, piece by piece where it likes. Without dependencies
+    to resolve, FastAPI's part of a request is finding the route."""
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Of starlette."""
+        if self.methods and scope["method"] in self.methods:
+            await self.endpoint(Call(scope, receive, send))
+        else:
+            await super().handle(scope, receive, send)
+
+
+def add_call_route(
+    app: FastAPI, path: str, endpoint: Callable[[Call], Awaitable[None]], method: str, **more: Any
+) -> None:
+    """Add a CallRoute; `more` as of `FastAPI.add_api_route`."""
+    app.router.routes.append(CallRoute(path, endpoint, methods=[method], response_model=None, status_code=200, **more))
+
+
+def authorization(request: Request) -> str:
+    """The header's value, "" without one."""
+    for name, value in request.scope["headers"]:
+        if name == b"authorization":
+            return str(value.decode("utf-8", "surrogateescape"))
+    return ""
+
+
+def error_answer(error: RequestError) -> tuple[int, dict[str, str], bytes]:
+    """`error` as an OpenAI error: status, headers (Retry-After where it has one) and body."""
+    headers = {"content-type": "application/json"}
+    if error.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    return error.status, headers, json.dumps({"error": error.to_json()}).encode()
+
+
+def error_response(error: RequestError) -> Response:
+    """`error` as a response."""
+    status, headers, body = error_answer(error)
+    return Response(body, status, headers)
+
+
+def _raw(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]

@@ -1,0 +1,83 @@
+"""The requests a process works on, for a drain."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ..errors import Overloaded
+
+
+class InFlight:
+    """Counts requests, refuses new ones, and ends the rest.
+
+    Handlers wrap their work in `track()`. After `abort()` they get CancelledError with `aborting` True, which means
+    "answer with `refusal()`", while False means that the client has gone.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.leaving = False
+        self.draining = False
+        self.aborting = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def track(self) -> _Tracked:
+        """A `with` block that counts as a request of the current task; raises the refusal when draining."""
+        return _Tracked(self)
+
+    def enter(self) -> asyncio.Task[object]:
+        """The current task has begun a request. For `track`."""
+        if self.draining:
+            raise self.refusal()
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._idle.clear()
+        return task
+
+    def leave(self, task: asyncio.Task[object]) -> None:
+        """The request of `task` has ended. For `track`."""
+        self._tasks.discard(task)
+        if not self._tasks:
+            self._idle.set()
+
+    def refusal(self) -> Overloaded:
+        """What a request gets that this process will not take or finish."""
+        return Overloaded("this process is shutting down; try again", retry_after_s=1.0)
+
+    def start_leaving(self) -> None:
+        """Say so (readiness, `Connection: close`), and still take what comes."""
+        self.leaving = True
+
+    def start_drain(self) -> None:
+        """Take no new request from now on."""
+        self.leaving = self.draining = True
+
+    async def wait_idle(self) -> None:
+        """Returns when no request is left."""
+        await self._idle.wait()
+
+    def abort(self) -> None:
+        """Cancel every tracked task."""
+        self.aborting = True
+        for task in self._tasks:
+            task.cancel()
+
+
+class _Tracked:
+    """Not a generator: it is on the path of each request."""
+
+    __slots__ = ("_in_flight", "_task")
+
+    def __init__(self, in_flight: InFlight) -> None:
+        self._in_flight = in_flight
+
+    def __enter__(self) -> None:
+        self._task = self._in_flight.enter()
+
+    def __exit__(self, *exc: object) -> None:
+        self._in_flight.leave(self._task)

@@ -1,0 +1,280 @@
+"""uvicorn's HTTP protocol with what it leaves open: limits on what arrives, and a task that ends with its client.
+
+uvicorn bounds neither a head nor the time a request takes to arrive, and tells of a client that has left only to those
+who ask. Here each connection is idle, or in the head or the body of a request; `Server` looks at all of them by and by.
+What is refused before it is understood gets an answer too, after the answers to what came before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from enum import Enum
+from typing import Any
+
+import httptools
+from uvicorn.config import Config
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from ..errors import InvalidRequest, Overloaded, RequestError
+from .call import Cut, error_answer
+from .limits import HeadTooLarge, Limits, TooSlow
+
+_log = logging.getLogger(__name__)
+
+_MAX_AHEAD = 64
+"""Requests that may wait behind the one that is answered. Reading stops at the first; these came with it."""
+_LINGER_S = 2.0
+"""How long a client that still sends may take to read an answer: closing at once would reset it unread."""
+
+
+class State(ServerState):
+    """What the connections of one port share."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__()
+        self.limits = limits
+        self.leaving = False
+        """The next answer on each connection is its last, and says so."""
+
+
+class _Phase(Enum):
+    IDLE = 0
+    """No byte of the next request is here."""
+    HEAD = 1
+    BODY = 2
+
+
+class _Flow(FlowControl):
+    """uvicorn reads on whenever a request is read or answered; not so while others wait in line."""
+
+    held = False
+
+    def resume_reading(self) -> None:
+        """Unless held."""
+        if not self.held:
+            super().resume_reading()
+
+
+class _Gone(ConnectionResetError):
+    pass
+
+
+def _nothing() -> None:
+    pass
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection: requests one after another, each in a task of its own."""
+
+    server_state: State
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: State,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._limits = server_state.limits
+        self._phase = _Phase.IDLE
+        self._since = self.loop.time()
+        """When the phase, or the answer to a request that has come whole, began or ended."""
+        self._pending = 0
+        """Bytes of which the parser has made neither a head nor a part of a body."""
+        self._running: RequestResponseCycle | None = None
+        """The request that is being answered; `cycle` is the latest one."""
+        self._task: asyncio.Task[None] | None = None
+        self._refusal: RequestError | None = None
+        """The answer that is due to what has arrived last."""
+        self._deaf = False
+        """Nothing more is understood; what comes is dropped."""
+
+    # ------------------------------------------------------------------------------------------------------- arriving
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Of asyncio."""
+        super().connection_made(transport)
+        self.flow: _Flow = _Flow(transport)
+        if len(self.connections) > self._limits.max_connections:
+            self._refuse(Overloaded("too many connections; try again", retry_after_s=1.0))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Of asyncio."""
+        super().connection_lost(exc)
+        self._forsake()
+
+    def data_received(self, data: bytes) -> None:
+        """Of asyncio."""
+        while data and not self._deaf:
+            self._pending += len(data)
+            try:
+                self.parser.feed_data(data)
+                data = b""
+            except httptools.HttpParserUpgrade as e:
+                data = data[e.args[0] :]  # nothing is upgraded to: RFC 9110, 7.8 lets it be ignored
+            except httptools.HttpParserError as e:
+                cause = e.__context__ if isinstance(e, httptools.HttpParserCallbackError) else None
+                known = isinstance(cause, RequestError)
+                self._refuse(cause if known else InvalidRequest(f"this is not HTTP/1.1: {e}"))  # type: ignore[arg-type]
+                return
+            if self._pending > self._limits.max_head_bytes:
+                self._refuse(self._too_large())
+
+    def on_message_begin(self) -> None:
+        """Of the parser: the first byte of a request."""
+        if len(self.pipeline) >= _MAX_AHEAD:
+            raise InvalidRequest(f"more than {_MAX_AHEAD} requests were sent before the first was answered")
+        self._phase = _Phase.HEAD
+        self._since = self.loop.time()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Of the parser."""
+        limit = self._limits.max_head_bytes
+        if self._pending > limit and sum(len(n) + len(v) for n, v in self.headers) + len(self.url) > limit:
+            raise self._too_large()
+        if sum(name == b"host" for name, _ in self.headers) != 1 and self.parser.get_http_version() == "1.1":
+            raise InvalidRequest("a request of HTTP/1.1 has one Host header (RFC 9112, 3.2)")
+        self._pending = 0
+        self._phase = _Phase.BODY
+        super().on_headers_complete()
+        self.flow.held = bool(self.pipeline)
+        self.headers = []  # trailers end here: nobody reads them
+        if self.server_state.leaving:
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        """Of the parser."""
+        self._pending = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Of the parser: the last byte of a request."""
+        self._pending = 0
+        self._phase = _Phase.IDLE
+        super().on_message_complete()
+
+    # ------------------------------------------------------------------------------------------------------ answering
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if self._refusal is not None and cycle.more_body:
+            self._say_no(self._refusal)
+            return
+        self._running = cycle
+        task = self._task = self.loop.create_task(self._answer(cycle, app))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _answer(self, cycle: RequestResponseCycle, app: Any) -> None:
+        transport = self.transport
+
+        async def send(message: Any) -> None:
+            if transport.is_closing():  # `connection_lost` is on its way
+                raise _Gone("the client has left")
+            early = (
+                cycle.more_body and not cycle.keep_alive and not message.get("more_body", not cycle.response_started)
+            )
+            if early:  # uvicorn would close at once, and so reset an answer to a body that is still on its way
+                cycle.keep_alive = True
+            await cycle.send(message)
+            if early:
+                self._linger()
+
+        try:
+            await app(cycle.scope, cycle.receive, send)
+        except asyncio.CancelledError:
+            if not cycle.disconnected:
+                raise
+        except (Cut, _Gone):
+            pass
+        except Exception:
+            if not cycle.disconnected:
+                _log.exception("%s %s failed", cycle.scope["method"], cycle.scope["path"])
+        finally:
+            cycle.on_response = _nothing  # a cycle of references otherwise
+            if not cycle.response_complete and not cycle.disconnected:
+                self.transport.abort()
+
+    def on_response_complete(self) -> None:
+        """Of the cycle: the next request in line may start. Keeping alive is `check`'s, without a timer each."""
+        self._running = None
+        self._since = self.loop.time()
+        if self.transport.is_closing():
+            return
+        following = self.pipeline.pop() if self.pipeline else None
+        self.flow.held = bool(self.pipeline)
+        self.flow.resume_reading()
+        if following is not None:
+            self._start_asgi_task(*following)
+        elif self._refusal is not None:
+            self._say_no(self._refusal)
+
+    # --------------------------------------------------------------------------------------------------------- server
+
+    def check(self, now: float) -> None:
+        """End the connection if it has been idle, or a request arriving, for too long at `now` (the loop's clock)."""
+        if self._deaf or self.transport.is_closing():
+            return
+        waited = now - self._since
+        if self._phase is _Phase.IDLE:
+            if self._running is None and waited > self._limits.keep_alive_s:
+                self.transport.close()
+        elif waited > self._limits.arrival_s and (self._running is None or self._reads_body()):
+            # A head behind a request that is still answered has time until that is over.
+            self._refuse(TooSlow(f"the request did not arrive within {self._limits.arrival_s:g} s"))
+
+    def leave(self) -> None:
+        """The answer to the latest request is the last."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False
+
+    # ------------------------------------------------------------------------------------------------------ internals
+
+    def _reads_body(self) -> bool:
+        """Whether the request that is being answered is the one that arrives."""
+        return self._phase is _Phase.BODY and self._running is self.cycle
+
+    def _too_large(self) -> HeadTooLarge:
+        return HeadTooLarge(f"the head of the request has more than {self._limits.max_head_bytes} bytes")
+
+    def _refuse(self, error: RequestError) -> None:
+        """Answer for what arrives, once that is due, and close."""
+        self._refusal = error
+        self._deaf = True
+        if isinstance(error, InvalidRequest):
+            _log.info("a client sent a bad request: %s", error.message)
+        if self._running is None or self._reads_body():
+            self._say_no(error)
+
+    def _say_no(self, error: RequestError) -> None:
+        if self._phase is _Phase.BODY and self.cycle.response_started:
+            self.transport.abort()  # it was answered before it was here
+            return
+        status, headers, body = error_answer(error)
+        lines = [*self.server_state.default_headers, *((k.encode(), v.encode()) for k, v in headers.items())]
+        lines += [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+        head = b"".join(b"%b: %b\r\n" % line for line in lines)
+        self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[status], head, body))
+        self._forsake()
+        if isinstance(error, Overloaded):
+            self.transport.close()  # there is no room to wait
+        else:
+            self._linger()
+
+    def _linger(self) -> None:
+        """Close once the client has, or had time to."""
+        self._deaf = True
+        self.transport.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.abort)
+
+    def _forsake(self) -> None:
+        """Nobody is there for the answer any more."""
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            assert self._task is not None
+            self._task.cancel()
+        self._running = None

@@ -1,0 +1,202 @@
+"""A port: uvicorn's server from its start to a graceful end."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import uvicorn
+from fastapi import FastAPI
+
+from ..errors import ConfigError
+from .in_flight import InFlight
+from .limits import Limits
+from .protocol import Protocol, State
+
+_log = logging.getLogger(__name__)
+_ABORT_GRACE_S = 2
+"""After aborting what is left, how long its last bytes may take to leave."""
+_BACKLOG = 1024
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with our protocol and limits. Signals are `run_app`'s."""
+
+    server_state: State
+
+    def __init__(self, app: FastAPI, limits: Limits) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Protocol,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=_log.isEnabledFor(logging.DEBUG),
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=_ABORT_GRACE_S,
+            )
+        )
+        self.server_state = State(limits)
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        self._swept = 0.0
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: uvicorn's Date header, and from time to time a look at all connections."""
+        now = asyncio.get_running_loop().time()
+        if now - self._swept >= self.server_state.limits.sweep_s:
+            self._swept = now
+            for connection in tuple(self.server_state.connections):
+                assert isinstance(connection, Protocol)
+                connection.check(now)
+        return await super().on_tick(counter)
+
+    def leave(self) -> None:
+        """The next answer on each connection is its last."""
+        self.server_state.leaving = True
+        for connection in self.server_state.connections:
+            assert isinstance(connection, Protocol)
+            connection.leave()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the listener and idle connections, then the others when their answer is complete, in time or not."""
+        await super().shutdown(sockets)
+        for connection in tuple(self.server_state.connections):
+            connection.transport.abort()
+
+
+async def run_app(
+    app: FastAPI,
+    *,
+    host: str,
+    port: int,
+    drain_timeout_s: float,
+    lame_duck_s: float = 0.0,
+    in_flight: InFlight | None = None,
+    limits: Limits | None = None,
+    stop: asyncio.Event | None = None,
+    on_started: Callable[[int], None] | None = None,
+    on_drain: Callable[[], None] | None = None,
+    drained: Callable[[], Awaitable[None]] | None = None,
+    before_close: Callable[[], Awaitable[None]] | None = None,
+) -> None:
+    """Serve `app` until SIGTERM, SIGINT or `stop`, then drain.
+
+    The listener stays open while draining, so that probes and peers (drain acknowledgements, aborts) are answered;
+    new work is refused by `in_flight`. After `in_flight` is idle and `drained()` has returned, or after
+    `drain_timeout_s`, or at a second signal, what is left is aborted and the listener closed.
+
+    After SIGTERM, but not after a person's SIGINT, requests are still taken for `lame_duck_s` before the drain, each
+    answered with `Connection: close`: who balances over several such processes hears of the end later than this one.
+
+    `before_close` runs last, while the listener still answers: what a refused connection would tell peers must be
+    true by then. `on_started` gets the bound port (useful with port 0).
+
+    Raises:
+        ConfigError: the port cannot be bound.
+    """
+    stop = asyncio.Event() if stop is None else stop
+    in_flight = InFlight() if in_flight is None else in_flight
+    again = asyncio.Event()
+    lame_duck = 0.0
+
+    def on_signal(number: signal.Signals) -> None:
+        nonlocal lame_duck
+        if not stop.is_set() and number is signal.SIGTERM:
+            lame_duck = lame_duck_s
+        (again if stop.is_set() else stop).set()
+
+    listener = _bind(host, port)
+    listener.listen(_BACKLOG)
+    server = Server(app, limits or Limits())
+    await server.startup([listener])
+    ticks = asyncio.ensure_future(server.main_loop())
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, on_signal, number)
+    try:
+        if on_started is not None:
+            on_started(listener.getsockname()[1])
+        await stop.wait()
+        in_flight.start_leaving()
+        server.leave()
+        if lame_duck:
+            _log.info("leaving: takes requests for %g s more", lame_duck)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(again.wait(), lame_duck)
+        in_flight.start_drain()
+        if on_drain is not None:
+            on_drain()
+        _log.info("draining: %d requests, at most %g s", len(in_flight), drain_timeout_s)
+        await _drain(in_flight, drained, again, drain_timeout_s)
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+        in_flight.start_drain()
+        if len(in_flight):
+            _log.warning("aborting %d requests that did not end in time", len(in_flight))
+            in_flight.abort()
+        try:
+            if before_close is not None:
+                await before_close()
+        finally:
+            ticks.cancel()
+            await server.shutdown([listener])
+
+
+async def _drain(
+    in_flight: InFlight, drained: Callable[[], Awaitable[None]] | None, again: asyncio.Event, timeout_s: float
+) -> None:
+    async def quiet() -> None:
+        await in_flight.wait_idle()
+        if drained is not None:
+            await drained()
+
+    ends = [asyncio.ensure_future(quiet()), asyncio.ensure_future(again.wait())]
+    try:
+        done, _ = await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in ends:
+            task.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+
+def check_port(host: str, port: int) -> None:
+    """Fail before the slow part of a start when the port is taken. ConfigError as from `run_app`."""
+    _bind(host, port).close()
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket, not listening yet."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        found = socket.socket(family, kind)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # Accepted connections inherit it: one that vanished without a word is found out.
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            found.bind(address)
+        except OSError:
+            found.close()
+            raise
+        return found
+    except OSError as e:
+        raise ConfigError(_bind_problem(host, port, e)) from e
+
+
+def _bind_problem(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"--port {port} on {host} is already in use; stop the other process or choose another --port"
+    if error.errno == errno.EACCES:
+        return f"--port {port} on {host} may not be bound by this user; choose a --port of 1024 or more"
+    return f"--host {host} --port {port} cannot be bound: {error.strerror or error}"

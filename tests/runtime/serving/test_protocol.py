@@ -1,0 +1,686 @@
+"""What the server does with the bytes of clients, on every kind of path: sockets on loopback, no client library."""
+
+import asyncio
+import gzip
+import json
+import logging
+import zlib
+from contextlib import asynccontextmanager, suppress
+
+import aiohttp
+import pytest
+import serving
+import uvloop
+from fastapi import Request
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.responses import Response
+
+from isthmus_runtime.serving.app import add_pages, make_app
+from isthmus_runtime.serving.call import Call, add_call_route
+from isthmus_runtime.serving.in_flight import InFlight
+from isthmus_runtime.serving.limits import Limits
+from isthmus_runtime.serving.server import Server, run_app
+
+PATH = "/v1/completions"
+PATHS = [PATH, "/typed", "/internal/generate", "/nothing"]
+"""A call route, one of FastAPI's own, an internal one, and none at all."""
+BODY_LIMIT = 1 << 20
+LIMITS = {"sweep_s": 0.0}
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request):
+    factory = uvloop.new_event_loop if request.param == "uvloop" else None
+
+    def go(work):
+        with asyncio.Runner(loop_factory=factory) as runner:
+            return runner.run(asyncio.wait_for(work, 60))
+
+    return go
+
+
+async def echo(call):
+    """Answers with what it got."""
+    body = await call.read()
+    got = {"path": call.path, "authorization": call.authorization, "body": body.decode("latin-1")}
+    await call.reply(200, {"content-type": "application/json", "x-request-id": "r"}, json.dumps(got).encode())
+
+
+class Served:
+    def __init__(self, port, server) -> None:
+        self.port = port
+        self.server = server
+
+    @property
+    def connections(self):
+        return self.server.server_state.connections
+
+    async def connect(self):
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def raw(self, data):
+        """All bytes that come back for `data` on a connection, whose end we announce with the last request."""
+        reader, writer = await self.connect()
+        writer.write(data)
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+        return answer
+
+
+def application(serve):
+    app = make_app("test", bodies=(), max_body_bytes=BODY_LIMIT)
+
+    async def call_route(call: Call) -> None:
+        await serve(call)
+
+    async def typed(request: Request) -> Response:
+        body = await request.body()
+        return Response(json.dumps({"path": "/typed", "body": body.decode("latin-1")}))
+
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    for path in (PATH, "/internal/generate"):
+        add_call_route(app, path, call_route, "POST")
+    app.add_api_route("/typed", typed, methods=["POST"])
+    app.add_api_route("/health", health)
+    add_pages(app)
+    return app
+
+
+@asynccontextmanager
+async def served(serve=echo, **limits):
+    servers = []
+
+    class Noted(Server):
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            servers.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("isthmus_runtime.serving.server.Server", Noted)
+        async with serving.served(application(serve), limits=Limits(**{**LIMITS, **limits})) as port:
+            yield Served(port, servers[0])
+
+
+def post(body=b"{}", *fields, path=PATH, close=False, version="1.1"):
+    lines = [f"POST {path} HTTP/{version}", "Host: x", f"Content-Length: {len(body)}", *fields]
+    if close:
+        lines.append("Connection: close")
+    return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
+
+
+def chunked(*parts, path=PATH, end=True):
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n".encode()
+    return head + b"".join(b"%x\r\n%b\r\n" % (len(p), p) for p in parts) + (b"0\r\n\r\n" if end else b"")
+
+
+async def until(condition):
+    """The test's own deadline bounds this."""
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0)
+
+
+def parse(answer):
+    """[(status, headers, body)] of whole answers with a Content-Length."""
+    found = []
+    while answer:
+        head, _, rest = answer.partition(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")
+        headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines)}
+        length = int(headers["content-length"])
+        found.append((int(first.split()[1]), headers, rest[:length]))
+        answer = rest[length:]
+    return found
+
+
+def refused(answer, status, word):
+    """Whether the last of these answers is an error of ours, in OpenAI's form, and the last on its connection."""
+    got, headers, body = parse(answer)[-1]
+    error = json.loads(body)["error"]
+    assert (got, headers["connection"], headers["content-type"]) == (status, "close", "application/json"), answer
+    assert word in error["message"] and set(error) >= {"message", "type", "param", "code"}
+    return True
+
+
+# ------------------------------------------------------------------------------------------------------------ requests
+
+
+def test_a_connection_serves_one_call_after_another(run):
+    async def main():
+        async with served() as s, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1)) as session:
+            for i in range(5):
+                async with session.post(
+                    f"http://127.0.0.1:{s.port}{PATH}", data=b"x" * i, headers={"Authorization": "Bearer ä"}
+                ) as answer:
+                    assert answer.status == 200 and answer.headers["X-Request-Id"] == "r" and answer.headers["Date"]
+                    got = await answer.json()
+                    assert got["body"] == "x" * i and got["authorization"] == "Bearer ä"
+            assert len(s.connections) == 1
+            ((status, headers, body),) = parse(await s.raw(post(b"last", close=True)))
+            assert status == 200 and headers["connection"] == "close" and json.loads(body)["body"] == "last"
+
+    run(main())
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(bodies=st.lists(st.binary(max_size=60), min_size=1, max_size=4), cuts=st.lists(st.integers(1, 400), max_size=8))
+def test_requests_survive_any_cut_and_are_answered_in_order(bodies, cuts):
+    async def main():
+        async with served() as s:
+            *most, last = bodies
+            data = b"".join(post(b) for b in most) + post(last, close=True)
+            reader, writer = await s.connect()
+            position = 0
+            for cut in cuts:
+                writer.write(data[position : position + cut])
+                await writer.drain()
+                await asyncio.sleep(0)
+                position += cut
+            writer.write(data[position:])
+            answers = parse(await asyncio.wait_for(reader.read(), 20))
+            writer.close()
+            assert [json.loads(body)["body"].encode("latin-1") for _, _, body in answers] == bodies
+
+    asyncio.run(main())
+
+
+FORMS = {
+    "get": (b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 200),
+    "other path": (post(path="/v1/nothing", close=True), 404),
+    "other method": (b"GET " + PATH.encode() + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", 405),
+    "query": (post(path=PATH + "?a=1", close=True), 200),
+    "absolute form": (post(path=f"http://x{PATH}", close=True), 200),
+    "escaped path": (post(path="/v1/%63ompletions", close=True), 200),
+    "http/1.0": (post(version="1.0"), 200),
+    "lower case": (post(close=True).replace(b"POST", b"post"), 400),
+    "chunked": (chunked(b"{", b"}"), 200),
+    "chunked and length": (post(b"0\r\n\r\n", "Transfer-Encoding: chunked", close=True), 400),
+    "identity after chunked": (post(b"", "Transfer-Encoding: chunked, identity", close=True), 400),
+    "two lengths": (post(b"{}", "Content-Length: 2", close=True), 400),
+    "two different lengths": (post(b"{}", "Content-Length: 1", close=True), 400),
+    "length with a sign": (post(b"{}", close=True).replace(b"Length: 2", b"Length: +2"), 400),
+    "length with an underscore": (post(b"0123456789", close=True).replace(b"Length: 10", b"Length: 1_0"), 400),
+    "no length": (post(b"", close=True).replace(b"Content-Length: 0\r\n", b""), 200),
+    "space before the colon": (post(b"{}", close=True).replace(b"Length:", b"Length :"), 400),
+    "folded line": (post(b"{}", "X: a\r\n b", close=True), 400),
+    "bare line feed": (post(b"{}", "X: a\nY: b", close=True), 400),
+    "only line feeds": (post(b"{}", close=True).replace(b"\r\n", b"\n"), 400),
+    "control character": (post(b"{}", "X: a\0b", close=True), 400),
+    "gzip": (post(gzip.compress(b"{}", mtime=0), "Content-Encoding: gzip", close=True), 200),
+    "deflate": (post(zlib.compress(b"{}"), "Content-Encoding: Deflate", close=True), 200),
+    "broken gzip": (post(b"hello", "Content-Encoding: gzip", close=True), 400),
+    "half of a gzip": (post(gzip.compress(b"{}", mtime=0)[:-9], "Content-Encoding: gzip", close=True), 400),
+    "more than a gzip": (post(gzip.compress(b"{}", mtime=0) + b"x", "Content-Encoding: gzip", close=True), 400),
+    "unknown encoding": (post(b"{}", "Content-Encoding: br", close=True), 415),
+    "two encodings": (post(b"{}", "Content-Encoding: gzip", "Content-Encoding: br", close=True), 415),
+    "too large a body": (post(b"x" * (BODY_LIMIT + 1), close=True), 413),
+    "too large a chunked body": (chunked(*[b"x" * (1 << 18)] * 5), 413),
+    "too large a body, packed": (
+        post(gzip.compress(bytes(BODY_LIMIT + 1), mtime=0), "Content-Encoding: gzip", close=True),
+        413,
+    ),
+    "large head": (post(b"{}", "X: " + "y" * (16 << 10), close=True), 431),
+    "many headers": (post(b"{}", *[f"X{i}: y" for i in range(4000)], close=True), 431),
+    "large target": (post(b"{}", path="/" + "y" * (16 << 10), close=True), 431),
+    "large trailer": (chunked(end=False) + b"0\r\n" + b"X: y\r\n" * 250_000 + b"\r\n", 431),
+    "no http": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello\r\n\r\n", 400),
+    "http/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
+    "two hosts": (post(b"{}", "Host: y", close=True), 400),
+    "no host": (post(b"{}", close=True).replace(b"Host: x\r\n", b""), 400),
+    "upgrade": (post(b"{}", "Connection: upgrade, close", "Upgrade: h2c"), 200),
+    "connection tokens": (post(b"{}", "Connection: keep-alive, close"), 200),
+    "trailer": (chunked(b"{}", end=False) + b"0\r\nX: y\r\n\r\n", 200),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_of_a_request_has_one_meaning(run, name):
+    data, expected = FORMS[name]
+
+    async def main():
+        async with served() as s:
+            status, headers, body = parse(await s.raw(data))[0]
+            got = json.loads(body)
+            assert status == expected, body
+            if status == 200:
+                assert got.get("body", "") in ("", "{}")
+            else:
+                assert got["error"]["message"] and headers["content-type"] == "application/json"
+
+    run(main())
+
+
+FIELD = st.sampled_from(
+    ["X: y", "Content-Length: 2", "Content-Length: 3", "Transfer-Encoding: chunked", "transfer-encoding: identity",
+     "Host: z", "Connection: keep-alive", "Connection: upgrade", "Upgrade: h2c", "Expect: x", "A\tB: c", " X: y", "X",
+     "X:", "X:y\x7f", "Content-Encoding: identity", "Accept: */*", "Content-Type: application/json", "TE: trailers",
+     "Cookie: a", "Cookie: b"]
+)  # fmt: skip
+AMBIGUOUS = {"content-length", "transfer-encoding", "host"}
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(fields=st.lists(FIELD, max_size=3), swap=st.booleans())
+def test_a_head_that_can_be_read_in_two_ways_is_refused(fields, swap):
+    """Another Content-Length, Transfer-Encoding or Host beside ours: a proxy in front may go by either."""
+    head = ["Host: x", "Content-Length: 2", "Connection: close", *fields]
+    lines = [f"POST {PATH} HTTP/1.1", *(reversed(head) if swap else head)]
+    data = "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n{}"
+
+    async def main():
+        async with served() as s:
+            status, _, body = parse(await s.raw(data))[0]
+            if any(field.partition(":")[0].lower() in AMBIGUOUS for field in fields):
+                assert status == 400, (fields, body)
+            assert status == 400 or (status == 200 and json.loads(body)["body"] == "{}")
+
+    asyncio.run(main())
+
+
+def test_expect_is_answered_before_the_body(run):
+    async def main():
+        async with served() as s:
+            reader, writer = await s.connect()
+            head, body = post(b"abc", "Expect: 100-continue", close=True).split(b"\r\n\r\n")
+            writer.write(head + b"\r\n\r\n")
+            assert b"100 Continue" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+            writer.write(body)
+            ((status, _, answer),) = parse(await asyncio.wait_for(reader.read(), 20))
+            writer.close()
+            assert status == 200 and json.loads(answer)["body"] == "abc"
+            # What is too large is refused instead.
+            reader, writer = await s.connect()
+            writer.write(f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {1 << 30}\r\n".encode())
+            writer.write(b"Expect: 100-continue\r\n\r\n")
+            assert b" 413 " in await asyncio.wait_for(reader.readline(), 20)
+            writer.close()
+
+    run(main())
+
+
+# -------------------------------------------------------------------------------------------------------------- limits
+
+
+def drips(path):
+    """What never becomes a request, after what is answered first: (bytes, number of answers before the refusal)."""
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    large = 80 << 10
+    return {
+        "a first byte": (b"P", 0),
+        "half a head": (post(path=path)[:20], 0),
+        "all but the last byte": (post(b"{}", path=path)[:-1], 0),
+        "a body over 64 KiB": (post(b"x" * large, path=path)[:-1], 0),
+        "a chunked body": (chunked(b"x", path=path, end=False), 0),
+        "a chunked body over 64 KiB": (chunked(b"x" * large, path=path, end=False), 0),
+        "a chunk size": (chunked(path=path, end=False) + b"f", 0),
+        "a trailer": (chunked(path=path, end=False) + b"0\r\nX: y\r\n", 0),
+        "a long head": (post(b"{}", "X: " + "y" * 8000, path=path)[:-10], 0),
+        "the second head": (post(b"{}") + post(path=path)[:30], 1),
+        "the second body": (post(b"{}") + post(b"x" * large, path=path)[:-1], 1),
+        "a head after a get": (whole + post(path=path)[:30], 1),
+        "a get after a get": (whole * 2 + whole[:-1], 2),
+    }
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", drips(PATH))
+def test_a_request_that_does_not_arrive_is_refused(run, name, path):
+    data, before = drips(path)[name]
+
+    async def main():
+        async with served(arrival_s=0.05) as s:
+            answer = await s.raw(data)
+            if path == "/nothing" and b"\r\n\r\n" in data and before == 0:
+                # Answered before it was here: there is nothing left to say, and the connection is not kept for it.
+                assert parse(answer)[0][0] == 404
+                return
+            assert len(parse(answer)) == before + 1
+            last = parse(answer)[-1]
+            if path == "/nothing" and name == "the second body":
+                assert last[0] == 404
+            else:
+                assert refused(answer, 408, "did not arrive within 0.05 s")
+            await until(lambda: not s.connections)
+
+    run(main())
+
+
+def test_bytes_that_make_no_progress_are_bounded(run):
+    """However they come: a client that sends on and on within the time is cut off by the head's limit."""
+
+    async def main():
+        async with served(arrival_s=600.0) as s:
+            for opening, more in (
+                (b"", b"\r\n"),
+                (b"POST / HTTP/1.1\r\nHost: x\r\nX: ", b"y"),
+                (b"POST / HTTP/1.1\r\nHost: x\r\n", b"X: y\r\n"),
+                (chunked(end=False) + b"1;", b"y"),
+                (chunked(end=False) + b"0\r\nX: ", b"y"),
+            ):
+                reader, writer = await s.connect()
+                writer.write(opening)
+                answer = asyncio.create_task(reader.read())
+                sent = 0
+                while not answer.done() and sent < (1 << 20):
+                    with suppress(ConnectionError):
+                        writer.write(more * 1000)
+                        await writer.drain()
+                    sent += len(more) * 1000
+                    await asyncio.sleep(0)
+                assert refused(await asyncio.wait_for(answer, 20), 431, "more than 16384 bytes")
+                writer.close()
+
+    run(main())
+
+
+def test_time_counts_from_the_end_of_the_answer_before(run):
+    """A client that sends the next head early is not late while it waits for its first answer."""
+
+    async def main():
+        go, began = asyncio.Event(), asyncio.Event()
+
+        async def slow(call):
+            began.set()
+            await go.wait()
+            await echo(call)
+
+        async with served(slow, arrival_s=0.05) as s:
+            reader, writer = await s.connect()
+            second = post(b"second", close=True)
+            writer.write(post(b"first") + second[:20])
+            await began.wait()
+            assert await s.raw(b"P")  # refused as too late: the sweep has been past both
+            go.set()
+            assert b"first" in await reader.readuntil(b"first")
+            writer.write(second[20:])
+            assert b"second" in await reader.read()
+            writer.close()
+
+    run(main())
+
+
+def test_idle_connections_are_closed(run):
+    async def main():
+        async with served(keep_alive_s=0.05) as s:
+            assert await s.raw(b"") == b""  # one that never sends
+            for first in (post(b"{}"), b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", post(path="/nothing")):
+                assert len(parse(await s.raw(first))) == 1  # ours to close, not the client's
+            assert not s.connections
+
+    run(main())
+
+
+def test_a_call_may_last_longer_than_both(run):
+    async def main():
+        swept = asyncio.Event()
+
+        async def slow(call):
+            await swept.wait()
+            await echo(call)
+
+        async with served(slow, keep_alive_s=0.01, arrival_s=0.01) as s:
+            answer = asyncio.create_task(s.raw(post(b"{}", close=True)))
+            assert await s.raw(b"P")  # refused as too slow: a sweep has been
+            swept.set()
+            assert parse(await answer)[0][0] == 200
+
+    run(main())
+
+
+def test_connections_are_limited(run):
+    async def main():
+        async with served(max_connections=2) as s:
+            one, two = await s.connect(), await s.connect()
+            one[1].write(post(b"1"))
+            await one[0].readuntil(b"}")
+            two[1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            await two[0].readuntil(b"}")
+            answer = await s.raw(b"")
+            assert refused(answer, 503, "too many connections") and parse(answer)[0][1]["retry-after"] == "1"
+            one[1].close()
+            await one[1].wait_closed()
+            await until(lambda: len(s.connections) < 2)
+            assert parse(await s.raw(post(b"3", close=True)))[0][0] == 200
+            two[1].close()
+
+    run(main())
+
+
+def test_what_a_client_sends_ahead_is_bounded(run):
+    async def main():
+        go, began = asyncio.Event(), asyncio.Event()
+
+        async def serve(call):
+            began.set()
+            await go.wait()
+            await echo(call)
+
+        async with served(serve) as s:
+            reader, writer = await s.connect()
+            writer.write(post(b"1"))
+            await began.wait()
+            many = 400
+            writer.write(post(b"y" * 60_000) * many + post(b"z", close=True))
+            (connection,) = s.connections
+            await until(lambda: connection.flow.read_paused)
+            assert sum(len(cycle.body) for cycle, _ in connection.pipeline) < 1 << 19
+            go.set()
+            answers = parse(await asyncio.wait_for(reader.read(), 30))
+            writer.close()
+            assert len(answers) == many + 2 and json.loads(answers[-1][2])["body"] == "z"
+            # A read may hold thousands of small ones.
+            go.clear()
+            began.clear()
+            reader, writer = await s.connect()
+            writer.write(post(b"1"))
+            await began.wait()
+            writer.write(post(b"") * 1000)
+            (connection,) = s.connections
+            await until(lambda: connection._refusal is not None)
+            go.set()
+            answer = await asyncio.wait_for(reader.read(), 30)
+            assert len(parse(answer)) < 100 and refused(answer, 400, "before the first was answered")
+            writer.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_nonsense_behind_a_request_waits_for_its_answer(run, streamed):
+    async def main():
+        go, began = asyncio.Event(), asyncio.Event()
+
+        async def serve(call):
+            if streamed:
+                await call.begin({"x-request-id": "r"})
+                await call.write(b"begun")
+            began.set()
+            await go.wait()
+            if streamed:
+                await call.end()
+            else:
+                await echo(call)
+
+        async with served(serve) as s:
+            reader, writer = await s.connect()
+            writer.write(post(b"first") + b"nonsense\r\n\r\n")
+            await began.wait()
+            go.set()
+            answer = await reader.read()
+            writer.close()
+            first, _, last = answer.partition(b"0\r\n\r\n" if streamed else b'"first"}')
+            assert first.startswith(b"HTTP/1.1 200") and refused(last, 400, "not HTTP/1.1")
+
+    run(main())
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_leaves_cancels_its_call(run, streamed):
+    async def main():
+        began, ended = asyncio.Event(), asyncio.get_running_loop().create_future()
+
+        async def serve(call):
+            try:
+                if streamed:
+                    await call.begin({})
+                    await call.write(b"first")
+                began.set()
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                ended.set_result(call.begun)
+                raise
+
+        async with served(serve) as s:
+            _, writer = await s.connect()
+            writer.write(post())
+            await began.wait()
+            writer.close()
+            assert await asyncio.wait_for(ended, 20) is streamed
+
+    run(main())
+
+
+def test_a_slow_reader_slows_the_call_and_its_leaving_ends_it(run):
+    async def main():
+        written, outcome = 0, asyncio.get_running_loop().create_future()
+
+        async def serve(call):
+            nonlocal written
+            await call.begin({})
+            try:
+                for _ in range(1000):
+                    written += 1
+                    await call.write(b"x" * (1 << 18))
+                await call.end()
+            except (ConnectionResetError, asyncio.CancelledError) as e:
+                outcome.set_result(type(e))
+                raise
+
+        async with served(serve) as s:
+            reader, writer = await s.connect()
+            writer.write(post())
+            await reader.read(1000)
+            (connection,) = s.connections
+            await until(lambda: connection.flow.write_paused)
+            assert written < 500  # of 1000: what the sockets hold
+            writer.transport.abort()
+            assert await asyncio.wait_for(outcome, 20) in (asyncio.CancelledError, ConnectionResetError)
+
+    run(main())
+
+
+def test_streams_are_chunked(run):
+    async def main():
+        async def serve(call):
+            assert not call.begun
+            await call.begin({"Content-Type": "text/event-stream"})
+            assert call.begun
+            for i in range(3):
+                await call.write(b"%d\n" % i)
+            await call.write(b"")  # would end the stream if it were sent
+            await call.write(b"x" * 100_000)
+            await call.end()
+
+        async with served(serve) as s, aiohttp.ClientSession() as session:
+            for _ in range(2):
+                async with session.post(f"http://127.0.0.1:{s.port}{PATH}") as answer:
+                    assert answer.headers["Transfer-Encoding"] == "chunked"
+                    assert await answer.read() == b"0\n1\n2\n" + b"x" * 100_000
+            assert len(s.connections) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_handler_that_breaks_is_an_error_or_a_cut_connection(run, begun, caplog):
+    async def main():
+        async def serve(call):
+            if begun:
+                await call.begin({})
+                await call.write(b"some")
+            raise KeyError("secret")
+
+        async with served(serve) as s:
+            answer = b""
+            with suppress(ConnectionResetError):
+                answer = await s.raw(post(close=True))
+                assert b"secret" not in answer and not answer.endswith(b"0\r\n\r\n")
+            assert begun or parse(answer)[0][0] == 500
+            await until(lambda: not s.connections)
+
+    with caplog.at_level(logging.ERROR):
+        run(main())
+    assert f"POST {PATH} failed" in caplog.text
+
+
+# --------------------------------------------------------------------------------------------------------------- drain
+
+
+def app_task(serve, **settings):
+    """`run_app` in a task: (task, stop, port)."""
+    port = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    work = run_app(
+        application(serve), host="127.0.0.1", port=0, stop=stop, on_started=port.set_result,
+        **{"drain_timeout_s": 20.0, **settings},
+    )  # fmt: skip
+    return asyncio.create_task(work), stop, port
+
+
+def test_a_drain_ends_idle_connections_and_finishes_calls(run):
+    async def main():
+        in_flight, began, go, draining = InFlight(), asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+        async def serve(call):
+            with in_flight.track():
+                began.set()
+                await go.wait()
+            await echo(call)
+
+        task, stop, port = app_task(serve, in_flight=in_flight, on_drain=draining.set)
+        busy, idle, late = [await asyncio.open_connection("127.0.0.1", await port) for _ in range(3)]
+        busy[1].write(post(b"busy"))
+        await began.wait()
+        stop.set()
+        await draining.wait()
+        late[1].write(post(b"late"))
+        answer = await late[0].readuntil(b"\r\n\r\n")  # new work is refused, on open connections too
+        assert b" 503 " in answer and b"connection: close" in answer
+        go.set()
+        answer = await busy[0].read()
+        assert b"busy" in answer and b"connection: close" in answer
+        assert await idle[0].read() == b""
+        await task
+        for _, writer in (busy, idle, late):
+            writer.close()
+
+    run(main())
+
+
+def test_a_call_that_does_not_end_is_cut_after_the_grace(run, monkeypatch):
+    async def main():
+        monkeypatch.setattr("isthmus_runtime.serving.server._ABORT_GRACE_S", 0.05)
+        began = asyncio.Event()
+
+        async def serve(call):
+            began.set()
+            await asyncio.Event().wait()
+
+        task, stop, port = app_task(serve)
+        reader, writer = await asyncio.open_connection("127.0.0.1", await port)
+        writer.write(post())
+        await began.wait()
+        stop.set()
+        await task
+        with suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+
+    run(main())

@@ -1,0 +1,29 @@
+"""An application of the runtime on a free loopback port, as `serve` runs it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI
+
+from isthmus_runtime.serving.server import run_app
+
+
+@asynccontextmanager
+async def served(app: FastAPI, **settings: Any) -> AsyncIterator[int]:
+    """Its port. What still runs at the end is aborted at once."""
+    stop = asyncio.Event()
+    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    settings = {"host": "127.0.0.1", "port": 0, "drain_timeout_s": 0.0, **settings}
+    task = asyncio.create_task(run_app(app, stop=stop, on_started=port.set_result, **settings))
+    await asyncio.wait({task, port}, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        await task
+    try:
+        yield await port
+    finally:
+        stop.set()
+        await task
