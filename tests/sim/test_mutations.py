@@ -13,12 +13,17 @@ from engine_world import World, request
 
 from isthmus_runtime.engine import blocks as blocks_module
 from isthmus_runtime.engine import handoffs as handoffs_module
+from isthmus_runtime.engine.admission import Admission
 from isthmus_runtime.engine.blocks import Hits, SequenceBlocks
+from isthmus_runtime.engine.completion import Completion
 from isthmus_runtime.engine.handoffs import Handoffs
+from isthmus_runtime.engine.in_flight import StepsInFlight
+from isthmus_runtime.engine.intake import Intake
 from isthmus_runtime.engine.loop import EngineLoop
+from isthmus_runtime.engine.preemption import Preemption
 from isthmus_runtime.engine.scheduler import Scheduler
-from isthmus_runtime.engine.sequence import Effect, Emit, Kind
-from isthmus_runtime.interfaces.steps import StepOutput
+from isthmus_runtime.engine.sequence import Effect, Emit, Kind, Sequence
+from isthmus_runtime.interfaces.steps import StepOutput, StepPlan
 from isthmus_runtime.kv.keys import ExtraKeys
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.protocol import PrefillRecord
@@ -131,16 +136,17 @@ def sender_frees_without_drain(p: Patch) -> None:
 
 
 def publish_early(p: Patch) -> None:
-    real = Scheduler._plan_chunk
+    real = Scheduler.schedule
 
-    def plan(self: Scheduler, seq: object, count: int, work: list[object]) -> int:
-        planned = real(self, seq, count, work)  # type: ignore[arg-type]
-        written, seq.written = seq.written, seq.scheduled  # type: ignore[attr-defined]
-        self.blocks.publish(seq)  # type: ignore[arg-type]
-        seq.written = written  # type: ignore[attr-defined]
+    def schedule(self: Scheduler, now: float) -> tuple[StepPlan | None, list[Effect]]:
+        planned = real(self, now)
+        for seq in self.queues.running:
+            written, seq.written = seq.written, seq.scheduled
+            self.blocks.publish(seq)
+            seq.written = written
         return planned
 
-    p.setattr(Scheduler, "_plan_chunk", plan)
+    p.setattr(Scheduler, "schedule", schedule)
 
 
 def publish_before_arrival(p: Patch) -> None:
@@ -171,7 +177,7 @@ def drop_attempt_check(p: Patch) -> None:
 
 
 def skip_never_fit(p: Patch) -> None:
-    p.setattr(Scheduler, "_check_fits", lambda self, request, kind: None)
+    p.setattr(Intake, "check_fits", lambda self, request, kind: None)
 
 
 def forget_sibling_cancel(p: Patch) -> None:
@@ -180,25 +186,25 @@ def forget_sibling_cancel(p: Patch) -> None:
 
 def double_release(p: Patch) -> None:
     p.setattr(BlockPool, "_check_holds", lambda *args, **kwargs: None)
-    real = Scheduler._release
+    real = StepsInFlight.release
 
-    def release(self: Scheduler, seq: object, ids: list[int]) -> None:
-        real(self, seq, ids)  # type: ignore[arg-type]
-        if ids and self.pool.refs(ids[0]):
-            self.pool.release(ids[:1])
+    def release(self: StepsInFlight, seq: Sequence, ids: list[int]) -> None:
+        real(self, seq, ids)
+        if ids and self._pool.refs(ids[0]):
+            self._pool.release(ids[:1])
 
-    p.setattr(Scheduler, "_release", release)
+    p.setattr(StepsInFlight, "release", release)
 
 
 def leak_on_preemption(p: Patch) -> None:
-    real = Scheduler._preempt
+    real = Preemption.preempt
 
-    def preempt(self: Scheduler, seq: object) -> None:
-        kept = [ids[:1] for ids in seq.blocks]  # type: ignore[attr-defined]
-        self.pool.touch([b for ids in kept for b in ids])
-        real(self, seq)  # type: ignore[arg-type]
+    def preempt(self: Preemption, seq: Sequence) -> None:
+        kept = [ids[:1] for ids in seq.blocks]
+        self._pool.touch([b for ids in kept for b in ids])
+        real(self, seq)
 
-    p.setattr(Scheduler, "_preempt", preempt)
+    p.setattr(Preemption, "preempt", preempt)
 
 
 def ignore_deadlines(p: Patch) -> None:
@@ -221,7 +227,7 @@ def accept_incomplete(p: Patch) -> None:
 
 
 def skip_fence(p: Patch) -> None:
-    p.setattr(Scheduler, "_release", lambda self, seq, ids: self.pool.release(ids))
+    p.setattr(StepsInFlight, "release", lambda self, seq, ids: self._pool.release(ids))
 
 
 def record_first(p: Patch) -> None:
@@ -283,20 +289,20 @@ def lose_wake_up(p: Patch) -> None:
 
 
 def end_twice(p: Patch) -> None:
-    real = Scheduler._emit_token
+    real = Completion.complete
 
-    def emit(self: Scheduler, seq: object, token: int, logprob: object) -> list[Emit]:
-        effects = real(self, seq, token, logprob)  # type: ignore[arg-type]
-        return effects + effects if effects[-1].chunk.finish_reason is not None else effects  # type: ignore[union-attr,return-value]
+    def complete(self: Completion, output: StepOutput, now: float) -> list[Effect]:
+        effects = real(self, output, now)
+        return effects + [e for e in effects if isinstance(e, Emit) and e.chunk.finish_reason is not None]
 
-    p.setattr(Scheduler, "_emit_token", emit)
+    p.setattr(Completion, "complete", complete)
 
 
 def end_never(p: Patch) -> None:
-    real = Scheduler._end
+    real = Completion.end
     p.setattr(
-        Scheduler,
-        "_end",
+        Completion,
+        "end",
         lambda self, seq, reason, error: [e for e in real(self, seq, reason, error) if not isinstance(e, Emit)],
     )
 
@@ -328,7 +334,7 @@ def skip_first_token(p: Patch) -> None:
 
 def admit_without_room(p: Patch) -> None:
     """Prompts are admitted although their blocks are not there."""
-    p.setattr(Scheduler, "_free_unreserved", lambda self: 10**6)
+    p.setattr(Admission, "free", lambda self: 10**6)
 
 
 def prefill_is_kept_on_failure(p: Patch) -> None:
@@ -411,8 +417,8 @@ def take_results_of_abandoned_runs(p: Patch) -> None:
     real = Scheduler.complete
 
     def complete(self: Scheduler, output: StepOutput, now: float) -> list[Effect]:
-        step, work = self._in_flight[0]
-        self._in_flight[0] = (step, [(seq, seq.run, chunk) for seq, _, chunk in work])
+        step, work = self.steps.steps[0]
+        self.steps.steps[0] = (step, [(seq, seq.run, chunk) for seq, _, chunk in work])
         return real(self, output, now)
 
     p.setattr(Scheduler, "complete", complete)

@@ -25,8 +25,9 @@ from pydantic_core import from_json
 from .errors import RequestError, error_from_json
 from .request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 
-KV_ABI = 1
-"""Engine KV ABI; part of the fingerprint. Raise it when bytes in a block change meaning."""
+KV_ABI = 2
+"""Engine KV ABI; part of the fingerprint. Raise it when bytes in a block, or the records between engines, change
+meaning."""
 
 
 class _Wire(BaseModel):
@@ -139,6 +140,15 @@ class EngineInfo(_Wire):
     vocab_size: int = 0
 
 
+class ReservedBlocks(_Wire):
+    """Decode's blocks for a run of neighbouring prompt blocks of one KV group."""
+
+    group: int
+    first: int
+    """Prompt block index, 0-based, that the first of `block_ids` is for."""
+    block_ids: tuple[int, ...]
+
+
 class Ticket(_Wire):
     """What decode tells prefill, through the router, so that prefill can send. Opaque to the router."""
 
@@ -160,8 +170,9 @@ class Ticket(_Wire):
     """Direct: address of block 0 of decode's pool."""
     block_stride: int = 0
     """Direct: bytes between two blocks."""
-    block_ids: tuple[int, ...] = ()
-    """Direct: decode's blocks for prompt blocks skip_blocks, skip_blocks+1, ..."""
+    blocks: tuple[ReservedBlocks, ...] = ()
+    """Direct: of each KV group, the prompt blocks that decode takes: from skip_blocks on, and of a sliding group only
+    what the next token looks back at."""
     record_address: int = 0
     record_capacity: int = 0
     """Direct: where the record is written, last, and how many bytes it may take."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from .errors import RequestError
 
@@ -62,9 +63,11 @@ class GenerateRequest:
     """The whole request must end within this."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenChunk:
-    """Some new tokens of one request; the last chunk carries `finish_reason`, and `error` if that is ERROR or ABORT."""
+class TokenChunk(NamedTuple):
+    """Some new tokens of one request; the last chunk carries `finish_reason`, and `error` if that is ERROR or ABORT.
+
+    A named tuple: there is one per request and step, and it costs a quarter of a frozen dataclass.
+    """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -72,5 +75,5 @@ class TokenChunk:
     error: RequestError | None = None
     cached_tokens: int = 0
     """Prompt tokens served from a prefix cache; meaningful on the first chunk."""
-    note: str = field(default="")
+    note: str = ""
     """Where the prompt was computed: `local`, `transferred`, `recomputed` (for logs and metrics)."""

@@ -138,7 +138,7 @@ def test_a_peer_that_does_not_exist_fails_at_once(start_engine: Start) -> None:
         "greeting": "127.0.0.1:1",
         "pool_base": 4096,
         "block_stride": 65536,
-        "block_ids": [1],
+        "blocks": [{"group": 0, "first": 0, "block_ids": [1]}],
         "record_address": 4096,
         "record_capacity": SLOT_BYTES,
     }

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from isthmus_runtime.interfaces.handoff import Drained, Failed, Released, Sent
 from isthmus_runtime.interfaces.transport import Piece
 from isthmus_runtime.transfer import leg as lg
+from isthmus_runtime.transfer.places import Place
 
 ATTEMPT = "a-1"
 RESULTS = (Sent, lg.EmitReceived, Failed)
 
 
-def piece(index: int) -> tuple[int, Piece]:
-    return index, Piece(block_id=index + 1, key=f"k{index}", nbytes=64)
+def piece(index: int) -> tuple[Place, Piece]:
+    return (0, index), Piece(block_id=index + 1, key=f"k{index}", nbytes=64)
 
 
 @dataclass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from .facts import FactReader
 from .known_facts import KnownFacts
 from .leader import LeaseSettings, lead
 from .start import require_cluster
-from .telemetry import Metrics
+from .telemetry import Metrics, serve
 from .watched import look
 from .workqueue import Pauses, WorkQueue
 
@@ -72,12 +73,17 @@ class Operator:
         self._admitted = asyncio.Event()
         self._namespaces = options.namespaces or ("",)
         self._leading: asyncio.Task[None] | None = None
+        self._open = AsyncExitStack()
         self._troubled: set[Key] = set()
 
     # ----------------------------------------------------------------------------------------------------- life
 
-    def start(self) -> None:
-        """Lead, or wait to."""
+    async def start(self) -> None:
+        """Show metrics, and lead or wait to."""
+        options = self.options
+        metrics = serve(self.metrics, options.metrics_host, options.metrics_port, unready=self.unready)
+        port = await self._open.enter_async_context(metrics)
+        _log.info("metrics on port %d; watching %s", port, ", ".join(options.namespaces) or "all namespaces")
         self._leading = asyncio.create_task(self._lead())
         self._leading.add_done_callback(self._ended)
 
@@ -87,6 +93,7 @@ class Operator:
             self._leading.cancel()
             await asyncio.wait((self._leading,))
         await self.facts.close()
+        await self._open.aclose()
 
     async def admit(self) -> dict[str, Any]:
         """The credentials to watch with, as soon as there is a cluster that takes them. Where it goes on refusing them

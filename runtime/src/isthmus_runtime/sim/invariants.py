@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from struct import Struct
 
 from ..engine.sequence import Kind, Phase
+from ..executor.fake import entry_bytes
 from ..interfaces.transport import Piece
 from ..kv.keys import ExtraKeys, block_hashes
 from ..kv.pool import BlockState
@@ -15,7 +15,6 @@ from ..transfer.leg import RELEASE_BOUND_S
 from .clock import Violation
 from .engine import Engine
 
-_ENTRY = Struct("<iI")
 RELEASE_WITHIN_S = RELEASE_BOUND_S + 0.3
 """From a request's end until its attempt's blocks are free or quarantined; the margin covers one engine step."""
 
@@ -23,18 +22,21 @@ RELEASE_WITHIN_S = RELEASE_BOUND_S + 0.3
 class Oracle:
     """The right bytes of every block that may become visible under a hash."""
 
-    def __init__(self) -> None:
-        self._blocks: dict[bytes, bytes] = {}
+    def __init__(self, num_groups: int = 1) -> None:
+        self._blocks: dict[tuple[bytes, int], bytes] = {}
+        self._groups = range(num_groups)
 
     def learn(self, tokens: Sequence[int], block_size: int, salt: str) -> None:
         """Blocks of a sequence that clients may cause: a prompt and its right continuation."""
         for index, block_hash in enumerate(block_hashes(tokens, block_size, extra=ExtraKeys(cache_salt=salt))):
             start = index * block_size
-            self._blocks[block_hash] = b"".join(_ENTRY.pack(tokens[p], p) for p in range(start, start + block_size))
+            for group in self._groups:
+                entries = (entry_bytes(group, tokens[p], p) for p in range(start, start + block_size))
+                self._blocks[block_hash, group] = b"".join(entries)
 
-    def check(self, block_hash: bytes, found: bytes | memoryview, where: str) -> None:
+    def check(self, block_hash: bytes, group: int, found: bytes | memoryview, where: str) -> None:
         """The bytes under this hash must be the right ones."""
-        right = self._blocks.get(block_hash)
+        right = self._blocks.get((block_hash, group))
         if right is None:
             raise Violation(f"{where}: a hash is visible that no request can lead to")
         if right != bytes(found):
@@ -43,7 +45,8 @@ class Oracle:
     def check_value(self, key: str, data: bytes) -> None:
         """The same for a value in the store: full blocks by their hash."""
         if ":partial:" not in key and not key.startswith("record:"):
-            self.check(bytes.fromhex(key.split(":")[1]), data, f"store key {key}")
+            _layout, block_hash, group, *_ = key.split(":")
+            self.check(bytes.fromhex(block_hash), int(group.removeprefix("g")), data, f"store key {key}")
 
 
 def check_engine(engine: Engine, oracle: Oracle, *, thorough: bool) -> None:
@@ -61,10 +64,10 @@ def check_engine(engine: Engine, oracle: Oracle, *, thorough: bool) -> None:
         raise Violation(f"{engine.name}: callers wait for ended requests: {unanswered}")
     while engine.published:
         event = engine.published.popleft()
-        block = engine.pool.cached_block(event.block_hash) if isinstance(event, BlockStored) else None
+        block = engine.pool.cached_block(event.block_hash, event.group) if isinstance(event, BlockStored) else None
         if block is not None:
             found = engine.executor.fake.block_bytes(block)
-            oracle.check(event.block_hash, found, f"{engine.name} block {block}")
+            oracle.check(event.block_hash, event.group, found, f"{engine.name} block {block}")
 
 
 def _check_holds(engine: Engine) -> None:
@@ -79,7 +82,7 @@ def _check_holds(engine: Engine) -> None:
             _count(refs, ids)
             if seq.phase is Phase.RUNNING and len(ids) * engine.block_size < seq.scheduled:
                 raise Violation(f"{engine.name}: {seq.sid} is scheduled past its blocks")
-    for _, ids in scheduler._fenced:
+    for _, ids in scheduler.steps.fenced:
         _count(refs, ids)
     quarantined: set[int] = set()
     for attempt, hold in scheduler.handoffs._holds.items():
@@ -158,7 +161,7 @@ def check_visible(engine: Engine, oracle: Oracle) -> None:
     for block in index:
         key = index.key_of(block)
         assert key is not None
-        oracle.check(key[0], engine.executor.fake.block_bytes(block), f"{engine.name} block {block}")
+        oracle.check(*key, engine.executor.fake.block_bytes(block), f"{engine.name} block {block}")
 
 
 def check_clean(engine: Engine) -> None:

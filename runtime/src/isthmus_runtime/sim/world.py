@@ -59,7 +59,7 @@ class World:
             bytes_per_s=scenario.link_bytes_per_s,
             record_slots=scenario.record_slots,
         )
-        self.oracle = Oracle()
+        self.oracle = Oracle(len(scenario.windows))
         self.store = Store(
             self.clock,
             scenario.transfer,
@@ -83,7 +83,7 @@ class World:
         self._waiting = scenario.clients
         for at, request in draw_requests(scenario):
             leaves = self.clock.random.expovariate(2.0) if self.clock.chance(scenario.disconnect) else None
-            client = Client(self.clock, self.net, request, limits, self._client_over, leaves)
+            client = Client(self.clock, self.net, request, limits, self._client_over, leaves, scenario.windows)
             for size in {e.block_size for e in self.engines.values()}:
                 self.oracle.learn([*request.prompt_token_ids, *client.right], size, request.cache_salt)
             self.clients.append(client)

@@ -28,6 +28,7 @@ from enum import StrEnum
 
 from ..interfaces.handoff import Drained, Failed, Released, Sent
 from ..interfaces.transport import Piece
+from .places import Place
 
 RELEASE_BOUND_S = 0.5
 """From failure to `Released`: not drained by then means quarantine."""
@@ -81,8 +82,8 @@ class Leg:
     in_flight: frozenset[int] = frozenset()
     unsettled: frozenset[int] = frozenset()
     """Operations that reported failure while bytes may still move."""
-    given: frozenset[int] = frozenset()
-    """Prompt block indices handed over so far."""
+    given: frozenset[Place] = frozenset()
+    """Blocks handed over so far."""
     record_op: int | None = None
     checking: bool = False
     peer_clear: bool = True
@@ -120,10 +121,10 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks that are final, as (prompt block index, piece)."""
+    """Blocks that are final, with their places."""
 
     attempt: str
-    pieces: tuple[tuple[int, Piece], ...]
+    pieces: tuple[tuple[Place, Piece], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ class Write:
     """Start moving pieces; answer with OpDone(op)."""
 
     op: int
-    pieces: tuple[tuple[int, Piece], ...]
+    pieces: tuple[tuple[Place, Piece], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +303,7 @@ def _drop(leg: Leg) -> Step:
 
 
 def _blocks(leg: Leg, event: Blocks) -> Step:
-    fresh = {index: piece for index, piece in event.pieces if index not in leg.given}
+    fresh = {place: piece for place, piece in event.pieces if place not in leg.given}
     dropped = leg.dropped + len(event.pieces) - len(fresh)
     leg = replace(leg, state=State.COMPUTING, dropped=dropped)
     if not fresh:
