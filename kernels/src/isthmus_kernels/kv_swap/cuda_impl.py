@@ -68,10 +68,7 @@ class CudaSwap(KvSwap):
         _explain(code, "kv_swap: cannot open")
         self._handle = handle
         # 0 is the lowest priority; the device clamps what is higher than it has.
-        self._streams = {
-            direction: torch.cuda.Stream(pool.device, priority=-5)  # type: ignore[no-untyped-call]
-            for direction in DIRECTIONS
-        }
+        self._streams = {direction: torch.cuda.Stream(pool.device, priority=-5) for direction in DIRECTIONS}
         self._finalizer = weakref.finalize(self, _close, lib, handle, tuple(self._streams.values()))
 
     def _submit(self, direction: Direction, pool_ids: Ids, host_ids: Ids, after: Done | None) -> Done:
@@ -97,7 +94,7 @@ class CudaSwap(KvSwap):
         )
         if code:
             self._raise(code, direction, pool_ids, host_ids)
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done = torch.cuda.Event()
         done.record(stream)
         return done
 
