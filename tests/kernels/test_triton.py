@@ -13,13 +13,14 @@ import torch
 from kernel_checks import (
     check_attention,
     check_block_copy,
+    check_embedding,
+    check_gated,
     check_linear,
     check_logprobs,
     check_moe,
     check_norms,
     check_rope,
     check_sample,
-    check_silu,
 )
 
 from isthmus_kernels.device import interpreted
@@ -100,8 +101,8 @@ def test_norms(shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.d
 
 @pytest.mark.parametrize("shape", [(0, 64), (1, 1), (3, 37), (2, 1500)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_silu(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    check_silu("triton", "cpu", *shape, dtype)
+def test_gated(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check_gated("triton", "cpu", *shape, dtype)
 
 
 @pytest.mark.parametrize("block_dim", [0, 2])
@@ -150,3 +151,9 @@ def test_every_kernel_compiles_for_a_card_that_is_not_here() -> None:
         [sys.executable, program], env=environment, capture_output=True, text=True, check=False, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("count", "width"), [(11, 37), (5, 1500)])
+@pytest.mark.parametrize(("dtype", "table_dtype"), [(F32, BF16), (BF16, BF16)])
+def test_embedding(count: int, width: int, dtype: torch.dtype, table_dtype: torch.dtype) -> None:
+    check_embedding("triton", "cpu", count, width, dtype, table_dtype)

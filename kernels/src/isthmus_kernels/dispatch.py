@@ -53,8 +53,8 @@ _OPS = MappingProxyType(
         "rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
         "add_rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
         "silu_mul": ("silu_mul", ("cpu", "triton", "reference")),
-        "gelu_tanh_mul": ("silu_mul", ("cpu", "reference")),
-        "embedding": ("embedding", ("cpu", "reference")),
+        "gelu_tanh_mul": ("silu_mul", ("cpu", "triton", "reference")),
+        "embedding": ("embedding", ("cpu", "triton", "reference")),
         "moe_route": ("moe", ("triton", "reference")),
         "moe": ("moe", ("triton", "reference")),
         "pack": ("linear", ("cpu", "triton", "torch")),
@@ -218,7 +218,7 @@ def gelu_tanh_mul(x: Tensor, *, out: Tensor | None = None, impl: str | None = No
 def embedding(table: Tensor, ids: Tensor, *, scale: float = 1.0, out: Tensor, impl: str | None = None) -> Tensor:
     """Write rows ``table[ids] * scale`` of `table` ``[V, H]`` to `out` ``[T, H]``; `ids` int32 ``[T]``.
 
-    The dtypes of table and output may differ. On CPU an id outside the table is an IndexError.
+    The dtypes of table and output may differ. An id outside the table is an IndexError on CPU, a row of NaN on a GPU.
     """
     result: Tensor = _select("embedding", table.device.type, impl)(table, ids, scale=scale, out=out)
     return result
