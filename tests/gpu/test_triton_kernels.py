@@ -73,6 +73,10 @@ def test_attention_in_other_forms(head_dim: int, block_size: int, dtype: torch.d
     )
 
 
+def test_soft_cap() -> None:
+    check_attention("triton", "cuda", [1, 60, 1], [900, 20, 3], softcap=2.0, dtype=BF16, kv_dtype=BF16, **QWEN3_8B)
+
+
 def test_values_of_one_give_one() -> None:
     case = paged_case([1, 50, 1], [3333, 20, 5], dtype=BF16, kv_dtype=BF16, device="cuda", **QWEN3_8B)
     case.kv[:, 1] = torch.where(case.kv[:, 1].isnan(), float("nan"), 1.0)

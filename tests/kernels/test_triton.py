@@ -71,6 +71,12 @@ def test_attention(
     )
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_soft_cap(impl: str) -> None:
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 32, "block_size": 16}
+    check_attention(impl, "cpu", [1, 20, 1], [90, 10, 0], softcap=2.0, **shape)
+
+
 @pytest.mark.parametrize(("head_dim", "rotary"), [(32, 32), (80, 32), (10, 6)])
 @pytest.mark.parametrize(("q_norm", "k_norm"), [(False, False), (True, True), (True, False), (False, True)])
 @pytest.mark.parametrize(("dtype", "kv_dtype", "layout"), [(F32, BF16, "block-major"), (BF16, F32, "layer-major")])

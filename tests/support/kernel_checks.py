@@ -16,7 +16,7 @@ from isthmus_kernels.sampling.noise import gumbel
 from isthmus_kernels.testing import PagedCase, assert_close, paged_case, poisoned
 
 
-def attend(case: PagedCase, impl: str, *, window: int | None = None) -> Tensor:
+def attend(case: PagedCase, impl: str, *, window: int | None = None, softcap: float | None = None) -> Tensor:
     """Run paged attention into poisoned memory; returns the real rows."""
     out = poisoned(*case.q.shape, dtype=case.q.dtype, device=case.q.device)
     dispatch.paged_attention(
@@ -29,6 +29,7 @@ def attend(case: PagedCase, impl: str, *, window: int | None = None) -> Tensor:
         max_query_len=case.max_query_len,
         max_seq_len=case.max_seq_len,
         window=window,
+        softcap=softcap,
         out=out,
         impl=impl,
     )
@@ -43,10 +44,12 @@ def check_attention(
     context_lens: Sequence[int],
     *,
     window: int | None = None,
+    softcap: float | None = None,
     **shape: Any,
 ) -> None:
     case = paged_case(query_lens, context_lens, device=device, spare_tokens=2, **shape)
-    assert_close(attend(case, impl, window=window), attend(case, "reference", window=window))
+    options = {"window": window, "softcap": softcap}
+    assert_close(attend(case, impl, **options), attend(case, "reference", **options))
 
 
 def check_rope(

@@ -98,6 +98,7 @@ def paged_attention(
     max_query_len: int,
     max_seq_len: int,
     window: int | None = None,
+    softcap: float | None = None,
     out: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
@@ -113,6 +114,8 @@ def paged_attention(
         scale: factor on q·k, usually ``D ** -0.5``.
         max_query_len, max_seq_len: host-known upper bounds over the batch (they size grids).
         window: a query sees the last `window` positions, itself included; None means all.
+        softcap: scores s become ``softcap · tanh(s / softcap)`` (Gemma 2); None means none. Not in the compiled
+            CPU library: PyTorch's form runs instead.
         out: ``[T, Hq, D]``; allocated when None. Accumulation is fp32 whatever the dtypes.
     """
     check_layer(kv)
@@ -120,7 +123,12 @@ def paged_attention(
         raise ValueError(f"q: {q.shape[1]} heads are not a multiple of {kv.shape[3]} kv heads")
     if q.shape[2] != kv.shape[4]:
         raise ValueError(f"q: head_dim {q.shape[2]} differs from the pool's {kv.shape[4]}")
-    run = _select("paged_attention", q.device.type, impl)
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap: {softcap} is not above 0")
+    if softcap is not None and impl == "cpu":
+        raise ValueError("softcap: the compiled CPU library has none; leave impl to the choice, or ask for 'torch'")
+    capped = {} if softcap is None else {"softcap": softcap}
+    run = _select("paged_attention", q.device.type, impl or ("torch" if capped and not q.is_cuda else None))
     result: Tensor = run(
         q,
         kv,
@@ -132,6 +140,7 @@ def paged_attention(
         max_seq_len=max_seq_len,
         window=window,
         out=out,
+        **capped,
     )
     return result
 
