@@ -57,13 +57,16 @@ setup: venv native model ## All of the above
 
 # ---- Use -------------------------------------------------------------------------------------------------------
 
-.PHONY: run bench bench-planner bench-router bench-operator
+.PHONY: run bench bench-gpu bench-planner bench-router bench-operator
 run: venv native $(if $(filter $(MODEL_DIR),$(MODEL)),model) ## Serve EXAMPLE on this machine: make run [EXAMPLE=examples/direct.yaml] [MODEL=folder-or-hub-id]
 	@$(VENV)/bin/isthmus up $(EXAMPLE) --model '$(MODEL)'
 
 bench: setup ## Run the benchmarks: make bench [ARGS=...]
 	@$(PY) runtime/bench/scheduler.py
 	@$(PY) runtime/bench/run.py $(ARGS)
+
+bench-gpu: setup ## The table of the GPU's bars, on a CUDA device: make bench-gpu [ARGS='--models qwen3-8b --parity --out FOLDER']
+	@$(PY) runtime/bench/gpu.py $(ARGS)
 
 bench-router: venv model ## CPU time and memory of the router beside vllm-router: make bench-router [ARGS=...]
 	@$(PY) runtime/bench/router.py $(ARGS)

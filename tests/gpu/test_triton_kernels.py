@@ -11,6 +11,7 @@ from kernel_checks import (
     check_draws,
     check_linear,
     check_logprobs,
+    check_moe,
     check_norms,
     check_rope,
     check_sample,
@@ -145,6 +146,12 @@ def test_logprobs(dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(rows: int, outputs: int, columns: int, with_bias: bool) -> None:
     check_linear("triton", "cuda", rows, outputs, columns, BF16, with_bias=with_bias)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64, 700, 2100])
+@pytest.mark.parametrize(("count", "top_k", "hidden", "inner"), [(128, 8, 2048, 768), (8, 2, 512, 256)])
+def test_moe(tokens: int, count: int, top_k: int, hidden: int, inner: int) -> None:
+    check_moe("triton", "cuda", tokens, count, top_k, hidden, inner, BF16)
 
 
 @pytest.fixture(params=[2**31, 2**32], ids=["int32", "uint32"])

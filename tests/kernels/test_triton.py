@@ -3,6 +3,11 @@
 Where a card is present, tests/gpu runs the same checks on it at real shapes, and these do not run.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from kernel_checks import (
@@ -10,6 +15,7 @@ from kernel_checks import (
     check_block_copy,
     check_linear,
     check_logprobs,
+    check_moe,
     check_norms,
     check_rope,
     check_sample,
@@ -125,3 +131,22 @@ def test_logprobs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("outputs", "columns"), [(64, 1024), (50, 70), (130, 700)])
 def test_linear(rows: int, outputs: int, columns: int) -> None:
     check_linear("triton", "cpu", rows, outputs, columns, BF16, with_bias=outputs == 50)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "top_k", "hidden", "inner"),
+    [(0, 4, 2, 32, 16), (1, 8, 3, 64, 48), (9, 5, 2, 70, 40), (40, 3, 1, 32, 130)],
+)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_moe(tokens: int, count: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+    check_moe("triton", "cpu", tokens, count, top_k, hidden, inner, dtype)
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_a_card_that_is_not_here() -> None:
+    program = Path(__file__).parents[1] / "support/compile_kernels.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -236,3 +236,24 @@ def check_linear(
     assert wide[:, outputs:].isnan().all(), "columns past the output were written"
     # Twice: what a kernel keeps between calls must be as it found it.
     assert torch.equal(dispatch.linear(x, packed), wide[:, :outputs])
+
+
+def check_moe(
+    impl: str, device: str, tokens: int, count: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype
+) -> None:
+    logits = (torch.randn(tokens, count) * 2).to(device, dtype)
+    logits[:, 1] = logits[:, 2]  # ties
+    for renormalize in (False, True):
+        weights, experts = dispatch.moe_route(logits, top_k, renormalize=renormalize, impl=impl)
+        want_weights, want_experts = dispatch.moe_route(logits, top_k, renormalize=renormalize, impl="reference")
+        assert torch.equal(experts, want_experts)
+        torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-6)
+    x = torch.randn(tokens, hidden).to(device, dtype)
+    gate_up = (torch.randn(count, 2 * inner, hidden) / hidden**0.5).to(device, dtype)
+    down = (torch.randn(count, hidden, inner) / inner**0.5).to(device, dtype)
+    # Weights of experts that nobody chose must not be read.
+    idle = [expert for expert in range(count) if expert not in experts.unique().tolist()]
+    gate_up[idle], down[idle] = float("nan"), float("nan")
+    out = poisoned(tokens, hidden, dtype=dtype, device=device)
+    dispatch.moe(x, weights, experts, gate_up, down, out=out, impl=impl)
+    assert_close(out, dispatch.moe(x, weights, experts, gate_up, down, impl="reference"))

@@ -32,6 +32,8 @@ __all__ = [
     "layer_view",
     "linear",
     "logprobs",
+    "moe",
+    "moe_route",
     "pack",
     "paged_attention",
     "record",
@@ -53,6 +55,8 @@ _OPS = MappingProxyType(
         "silu_mul": ("silu_mul", ("cpu", "triton", "reference")),
         "gelu_tanh_mul": ("silu_mul", ("cpu", "reference")),
         "embedding": ("embedding", ("cpu", "reference")),
+        "moe_route": ("moe", ("triton", "reference")),
+        "moe": ("moe", ("triton", "reference")),
         "pack": ("linear", ("cpu", "triton", "torch")),
         "block_copy": ("block_copy", ("triton", "torch", "reference")),
         "sample": ("sampling", ("cpu", "triton", "torch", "reference")),
@@ -267,6 +271,47 @@ def linear(x: Tensor, packed: PackedLinear, *, out: Tensor | None = None) -> Ten
 @cache
 def _native_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def moe_route(
+    logits: Tensor, top_k: int, *, renormalize: bool = True, impl: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose experts by `logits` ``[T, E]``: softmax weights fp32 ``[T, k]`` and ids int32 ``[T, k]``, best first.
+
+    `renormalize` makes each row's k weights sum to 1. Of equal experts the first is the better one.
+    """
+    if not 0 < top_k <= logits.shape[1]:
+        raise ValueError(f"top_k: {top_k} is outside 1..{logits.shape[1]}, the number of experts")
+    result: tuple[Tensor, Tensor] = _select("moe_route", logits.device.type, impl)(
+        logits, top_k, renormalize=renormalize
+    )
+    return result
+
+
+def moe(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    out: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Return ``Σ_j weights[t, j] · down_e (silu(gate_e x_t) · up_e x_t)`` with ``e = experts[t, j]``.
+
+    Args:
+        x: ``[T, H]``, contiguous.
+        weights, experts: of `moe_route`, contiguous.
+        gate_up: ``[E, 2 I, H]``, gate rows first; `down`: ``[E, H, I]``; both in x's dtype with contiguous rows.
+    """
+    if gate_up.shape[1] != 2 * down.shape[2] or gate_up.shape[2] != x.shape[1] or down.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"gate_up, down: {tuple(gate_up.shape)} and {tuple(down.shape)} are not [E, 2 I, {x.shape[1]}] and "
+            f"[E, {x.shape[1]}, I]"
+        )
+    result: Tensor = _select("moe", x.device.type, impl)(x, weights, experts, gate_up, down, out=out)
+    return result
 
 
 def sample(

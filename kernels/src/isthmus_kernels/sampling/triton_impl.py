@@ -1,7 +1,7 @@
 """Sampling and log-probabilities on a GPU, without a sort and without the host.
 
-A row is read by several programs; the last of them to finish picks the winner. Only rows with a filter need the
-threshold kernel before that, which descends to the exact threshold by counting.
+A row is read by several programs; the last of them to finish picks the winner. Batches with filters go another way
+(triton_filter.py).
 """
 
 import torch
@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
+from isthmus_kernels.sampling.triton_filter import filtered
 from isthmus_kernels.sampling.triton_noise import gumbel, noise_key
-from isthmus_kernels.sampling.triton_threshold import threshold
 
 _PIECE = 2048
 _WARPS = 8
@@ -23,7 +23,6 @@ def _choose(
     out,
     logits,
     temperature,
-    thresholds,
     seeds,
     positions,
     values,  # [rows, PARTS_PAD] fp32
@@ -35,7 +34,6 @@ def _choose(
     PIECE: tl.constexpr,
     PARTS_PAD: tl.constexpr,
     RANDOM: tl.constexpr,
-    FILTERED: tl.constexpr,
 ):
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -44,9 +42,6 @@ def _choose(
     if RANDOM:
         heat = tl.load(temperature + row)
         key = noise_key(tl.load(seeds + row), tl.load(positions + row))
-    lowest = float("-inf")
-    if FILTERED:
-        lowest = tl.load(thresholds + row)
     begin = part * span
     end = tl.minimum(begin + span, vocab)
     lane = tl.arange(0, PIECE)
@@ -58,7 +53,7 @@ def _choose(
         if RANDOM:  # noqa: SIM102 - decided when the kernel is compiled
             if heat > 0.0:
                 scaled = tl.div_rn(score, tl.zeros_like(score) + heat)
-                keep = (tl.abs(scaled) < float("inf")) & (scaled >= lowest)
+                keep = tl.abs(scaled) < float("inf")
                 score = tl.where(keep, scaled + gumbel(key, token), float("-inf"))
         better = score > best
         best = tl.where(better, score, best)
@@ -102,9 +97,10 @@ def sample(
         return out
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    thresholds = None
     if temperature is not None and not (top_k is None and top_p is None and min_p is None):
-        thresholds = threshold(logits, temperature, top_k, top_p, min_p)
+        assert seeds is not None and positions is not None
+        filtered(logits, temperature, top_k, top_p, min_p, seeds, positions, out)
+        return out
     # Enough programs to fill the device twice, each with enough to read.
     wanted = triton.cdiv(4 * multiprocessors(logits.device), rows)
     parts = max(1, min(wanted, _MOST_PARTS, triton.cdiv(vocab, _PIECE)))
@@ -119,7 +115,6 @@ def sample(
         out,
         logits,
         logits if temperature is None else temperature,
-        logits if thresholds is None else thresholds,
         out if seeds is None else seeds,
         out if positions is None else positions,
         values,
@@ -131,7 +126,6 @@ def sample(
         PIECE=_PIECE,
         PARTS_PAD=parts_pad,
         RANDOM=temperature is not None,
-        FILTERED=thresholds is not None,
         num_warps=_WARPS,
     )
     return out
