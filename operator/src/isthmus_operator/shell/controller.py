@@ -27,7 +27,7 @@ from ..render.names import Component, Defaults, is_engine
 from ..render.service import components
 from .apply import NOBODY, Applier
 from .cache import Cache, Key
-from .client import Api
+from .client import FORBIDDEN, Api
 from .known_facts import KnownFacts
 from .telemetry import Metrics
 
@@ -38,13 +38,17 @@ AUTO_PERIOD_S = 15.0
 
 @dataclass(slots=True, kw_only=True)
 class Controller:
-    """What a reconcile needs. `clock` gives seconds since the epoch."""
+    """What a reconcile needs. `clock` gives seconds since the epoch.
+
+    unread: why something that is watched may not be read, so that nothing is known for certain; empty when all is
+    """
 
     api: Api
     cache: Cache
     facts: KnownFacts
     defaults: Defaults
     metrics: Metrics
+    unread: str = ""
     clock: Callable[[], float] = time.time
     contests: Contests = field(default_factory=Contests)
 
@@ -85,6 +89,8 @@ class Controller:
 
     async def _reconcile(self, key: Key, body: Object, before: Status, applier: Applier) -> float | None:
         service = parse_stored(body)
+        if self.unread:
+            raise ApiError(FORBIDDEN, self.unread)
         children = self.cache.children(key)
         facts = await self._facts(key, service, children)
         if facts is None:
