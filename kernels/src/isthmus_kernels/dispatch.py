@@ -57,8 +57,8 @@ _OPS = MappingProxyType(
         "rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
         "add_rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
         "silu_mul": ("silu_mul", ("cpu", "triton", "reference")),
-        "gelu_tanh_mul": ("silu_mul", ("cpu", "reference")),
-        "embedding": ("embedding", ("cpu", "reference")),
+        "gelu_tanh_mul": ("silu_mul", ("cpu", "triton", "reference")),
+        "embedding": ("embedding", ("cpu", "triton", "reference")),
         "moe_route": ("moe", ("triton", "reference")),
         "moe": ("moe", ("triton", "reference")),
         "pack": ("linear", ("cpu", "triton", "torch")),
@@ -105,6 +105,7 @@ def paged_attention(
     max_query_len: int,
     max_seq_len: int,
     window: int | None = None,
+    softcap: float | None = None,
     out: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
@@ -120,6 +121,8 @@ def paged_attention(
         scale: factor on q·k, usually ``D ** -0.5``.
         max_query_len, max_seq_len: host-known upper bounds over the batch (they size grids).
         window: a query sees the last `window` positions, itself included; None means all.
+        softcap: scores s become ``softcap · tanh(s / softcap)`` (Gemma 2); None means none. Not in the compiled
+            CPU library: PyTorch's form runs instead.
         out: ``[T, Hq, D]``; allocated when None. Accumulation is fp32 whatever the dtypes.
     """
     check_layer(kv)
@@ -127,7 +130,12 @@ def paged_attention(
         raise ValueError(f"q: {q.shape[1]} heads are not a multiple of {kv.shape[3]} kv heads")
     if q.shape[2] != kv.shape[4]:
         raise ValueError(f"q: head_dim {q.shape[2]} differs from the pool's {kv.shape[4]}")
-    run = _select("paged_attention", q.device.type, impl)
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap: {softcap} is not above 0")
+    if softcap is not None and impl == "cpu":
+        raise ValueError("softcap: the compiled CPU library has none; leave impl to the choice, or ask for 'torch'")
+    capped = {} if softcap is None else {"softcap": softcap}
+    run = _select("paged_attention", q.device.type, impl or ("torch" if capped and not q.is_cuda else None))
     result: Tensor = run(
         q,
         kv,
@@ -139,6 +147,7 @@ def paged_attention(
         max_seq_len=max_seq_len,
         window=window,
         out=out,
+        **capped,
     )
     return result
 
@@ -225,7 +234,7 @@ def gelu_tanh_mul(x: Tensor, *, out: Tensor | None = None, impl: str | None = No
 def embedding(table: Tensor, ids: Tensor, *, scale: float = 1.0, out: Tensor, impl: str | None = None) -> Tensor:
     """Write rows ``table[ids] * scale`` of `table` ``[V, H]`` to `out` ``[T, H]``; `ids` int32 ``[T]``.
 
-    The dtypes of table and output may differ. On CPU an id outside the table is an IndexError.
+    The dtypes of table and output may differ. An id outside the table is an IndexError on CPU, a row of NaN on a GPU.
     """
     result: Tensor = _select("embedding", table.device.type, impl)(table, ids, scale=scale, out=out)
     return result
