@@ -13,13 +13,14 @@ import torch
 from kernel_checks import (
     check_attention,
     check_block_copy,
+    check_embedding,
+    check_gated,
     check_linear,
     check_logprobs,
     check_moe,
     check_norms,
     check_rope,
     check_sample,
-    check_silu,
 )
 
 from isthmus_kernels.device import interpreted
@@ -70,6 +71,12 @@ def test_attention(
     )
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_soft_cap(impl: str) -> None:
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 32, "block_size": 16}
+    check_attention(impl, "cpu", [1, 20, 1], [90, 10, 0], softcap=2.0, **shape)
+
+
 @pytest.mark.parametrize(("head_dim", "rotary"), [(32, 32), (80, 32), (10, 6)])
 @pytest.mark.parametrize(("q_norm", "k_norm"), [(False, False), (True, True), (True, False), (False, True)])
 @pytest.mark.parametrize(("dtype", "kv_dtype", "layout"), [(F32, BF16, "block-major"), (BF16, F32, "layer-major")])
@@ -100,8 +107,8 @@ def test_norms(shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.d
 
 @pytest.mark.parametrize("shape", [(0, 64), (1, 1), (3, 37), (2, 1500)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_silu(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    check_silu("triton", "cpu", *shape, dtype)
+def test_gated(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check_gated("triton", "cpu", *shape, dtype)
 
 
 @pytest.mark.parametrize("block_dim", [0, 2])
@@ -150,3 +157,9 @@ def test_every_kernel_compiles_for_a_card_that_is_not_here() -> None:
         [sys.executable, program], env=environment, capture_output=True, text=True, check=False, timeout=280
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("count", "width"), [(11, 37), (5, 1500)])
+@pytest.mark.parametrize(("dtype", "table_dtype"), [(F32, BF16), (BF16, BF16)])
+def test_embedding(count: int, width: int, dtype: torch.dtype, table_dtype: torch.dtype) -> None:
+    check_embedding("triton", "cpu", count, width, dtype, table_dtype)
