@@ -1,8 +1,8 @@
 """The ops of the engine. Each call goes to the best implementation for the device of its tensors.
 
-`impl` overrides the choice by name: "cpu" (compiled C++), "triton", "torch" or "reference". The choice per
-(op, device) is logged once. Ops never synchronise with the device, never loop over requests in Python and
-write to the given buffers, so that a captured graph can replay them.
+`impl` overrides the choice by name: "cpu" (compiled C++), "cuda" (compiled CUDA), "triton", "torch" or
+"reference". The choice per (op, device) is logged once. Ops never synchronise with the device, never loop over
+requests in Python and write to the given buffers, so that a captured graph can replay them.
 """
 
 import importlib
@@ -15,20 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus_kernels import native
+from isthmus_kernels import cuda_library, native
 from isthmus_kernels.device import interpreted
-from isthmus_kernels.kv_view import Layout, check_layer, layer_view
+from isthmus_kernels.kv_swap.swap import KvSwap
+from isthmus_kernels.kv_view import Layout, block_view, check_layer, layer_view
 from isthmus_kernels.linear.packed import PackedLinear, Weight
 from isthmus_kernels.native import Program, record
 
 __all__ = [
+    "KvSwap",
     "Layout",
     "PackedLinear",
     "Program",
     "add_rms_norm",
     "block_copy",
+    "block_view",
     "embedding",
     "gelu_tanh_mul",
+    "kv_swap",
     "layer_view",
     "linear",
     "logprobs",
@@ -59,6 +63,7 @@ _OPS = MappingProxyType(
         "moe": ("moe", ("triton", "reference")),
         "pack": ("linear", ("cpu", "triton", "torch")),
         "block_copy": ("block_copy", ("triton", "torch", "reference")),
+        "kv_swap": ("kv_swap", ("cuda", "cpu", "reference")),
         "sample": ("sampling", ("cpu", "triton", "torch", "reference")),
         "logprobs": ("sampling", ("triton", "reference")),
     }
@@ -71,6 +76,8 @@ def _usable(impl: str, device: str, asked: str | None) -> bool:
     if impl == "triton":
         # The interpreter is for tests: it runs when it is asked for, and is never chosen.
         return device == "cuda" or (asked == "triton" and interpreted())
+    if impl == "cuda":
+        return device == "cuda" and cuda_library.available()
     return True
 
 
@@ -242,6 +249,21 @@ def block_copy(
     ValueError naming each bad index (negative, >= num_blocks, duplicate destination); then nothing is copied.
     """
     _select("block_copy", pool.device.type, impl)(pool, src, dst, block_dim=block_dim)
+
+
+def kv_swap(pool: Tensor, host: Tensor, *, impl: str | None = None, **options: Any) -> KvSwap:
+    """Bind a pool to a host buffer, once, for swaps of blocks between them.
+
+    Args:
+        pool: ``[num_blocks, ...]``, any strides: `block_view` of a pool of either layout, or a slice of it (a range
+            of layers or heads).
+        host: ``[host_blocks, ...]`` of the same dtype and block shape, any strides, pinned when the pool is on a GPU.
+        options: those of the implementation (`kv_swap.cuda_impl.kv_swap`).
+
+    Raises ValueError with all that is wrong with the two views.
+    """
+    result: KvSwap = _select("kv_swap", pool.device.type, impl)(pool, host, **options)
+    return result
 
 
 def pack(
