@@ -93,7 +93,7 @@ class InputBatch:
         self._block_sizes = tuple(group.block_size for group in groups)
         widths = [-(-max_len // size) for size in self._block_sizes]
         self._tables: list[Ints] = [np.zeros((max_rows, width), np.int32) for width in widths]
-        self._parameters = _Parameters(max_rows)
+        self._parameters = SamplingRows(max_rows)
 
         most_rows = graphs.most_rows
         most_tokens = max(max_tokens, most_rows)
@@ -283,7 +283,7 @@ class InputBatch:
         self._tables[blocks.group][blocks.row, blocks.index : blocks.index + len(blocks.block_ids)] = blocks.block_ids
 
 
-class _Parameters:
+class SamplingRows:
     """The rows' sampling parameters, as the sampler takes them."""
 
     def __init__(self, max_rows: int) -> None:
