@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
-from isthmus_kernels.sampling.triton_noise import gumbel, noise_key
+from isthmus_kernels.sampling.triton_noise import gumbel, noise_key, uniform
 
 _EDGES = 8
 _PIECE = 1024
@@ -292,7 +292,7 @@ def _draw(
         token = tl.load(own + base + lane, mask=base + lane < number, other=0)
         score = _scores(source, token, base + lane < number, heat)
         if heat > 0.0:
-            score = tl.where(score >= least, score + gumbel(key, token), float("-inf"))
+            score = tl.where(score >= least, score + gumbel(uniform(key, token)), float("-inf"))
         better = score > best
         best = tl.where(better, score, best)
         best_token = tl.where(better, token, best_token)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.sampling.triton_filter import filtered
-from isthmus_kernels.sampling.triton_noise import gumbel, noise_key
+from isthmus_kernels.sampling.triton_noise import gumbel, noise_key, uniform
 
 _PIECE = 2048
 _WARPS = 8
@@ -47,17 +47,28 @@ def _choose(
     lane = tl.arange(0, PIECE)
     best = tl.full([PIECE], float("-inf"), tl.float32)
     best_token = begin + lane
+    bar = tl.max(best, axis=0)
     for base in range(begin, end, PIECE):
         token = base + lane
         score = tl.load(source + token, mask=token < end, other=float("-inf")).to(tl.float32)
+        promising = 1
         if RANDOM:  # noqa: SIM102 - decided when the kernel is compiled
             if heat > 0.0:
-                scaled = tl.div_rn(score, tl.zeros_like(score) + heat)
-                keep = tl.abs(scaled) < float("inf")
-                score = tl.where(keep, scaled + gumbel(key, token), float("-inf"))
-        better = score > best
-        best = tl.where(better, score, best)
-        best_token = tl.where(better, token, best_token)
+                score = tl.div_rn(score, tl.zeros_like(score) + heat)
+                score = tl.where(tl.abs(score) < float("inf"), score, float("-inf"))
+                u = uniform(key, token)
+                # The noise is -log(-log u) and -log u >= 1 - u: once a good token is known, hardly any other needs
+                # its logarithms. The factor is for rounding.
+                chance = (1.0 - u) <= tl.exp(score - bar) * 1.001
+                promising = tl.max(chance.to(tl.int32), axis=0)
+                if promising > 0:
+                    score = score + gumbel(u)
+        if promising > 0:
+            better = score > best
+            best = tl.where(better, score, best)
+            best_token = tl.where(better, token, best_token)
+            if RANDOM:
+                bar = tl.max(best, axis=0)
     # Equal scores: the first token wins, whichever lane or program read it.
     most = tl.max(best, axis=0)
     winner = tl.min(tl.where(best == most, best_token, vocab), axis=0)
