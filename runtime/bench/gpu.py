@@ -30,10 +30,11 @@ STARTED = time.perf_counter()
 
 import torch  # noqa: E402 - what importing costs is part of a start
 
-from isthmus_runtime.checkpoints.random import RandomWeights  # noqa: E402
+from isthmus_runtime.checkpoints.random import RandomTensors  # noqa: E402
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig  # noqa: E402
 from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop, Reply  # noqa: E402
 from isthmus_runtime.engine.scheduler import Scheduler  # noqa: E402
+from isthmus_runtime.executor.device.cuda import CudaDevice  # noqa: E402
 from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load  # noqa: E402
 from isthmus_runtime.kv.plan import KvPlanInput, plan  # noqa: E402
 from isthmus_runtime.kv.pool import BlockPool  # noqa: E402
@@ -94,7 +95,8 @@ SMALL = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-5,
     "rope_theta": 100000,
-    "tie_word_embeddings": True,
+    # Tied, a random model repeats its input.
+    "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
 
@@ -257,7 +259,7 @@ def say(text: str) -> None:
 
 
 def open_model(
-    config: dict[str, Any], scheduler: SchedulerConfig, *, device: str, dtype: str, seed: int, std: float, on: str
+    config: dict[str, Any], scheduler: SchedulerConfig, *, device: str, dtype: str, seed: int, on: str
 ) -> LoadedModel:
     """Random weights for `config`, generated on the device `on` (`cpu`: alike everywhere)."""
     with tempfile.TemporaryDirectory() as folder:
@@ -266,7 +268,7 @@ def open_model(
         def source(spec: ModelSpec, where: torch.device) -> Any:
             made = torch.device("cpu") if on == "cpu" else where
             kind = torch.bfloat16 if config["torch_dtype"] == "bfloat16" else torch.float32
-            weights = RandomWeights(spec.tensor_shapes(), device=made, dtype=kind, seed=seed, std=std)
+            weights = RandomTensors(spec.tensor_shapes(), device=made, dtype=kind, seed=seed)
             return weights if made == where else _Moved(weights, where)
 
         return load(ModelConfig(path=folder, device=device, dtype=dtype), scheduler, source=source)
@@ -274,7 +276,7 @@ def open_model(
 
 @dataclass
 class _Moved:
-    source: RandomWeights
+    source: RandomTensors
     device: torch.device
 
     def take(self, *names: str) -> torch.Tensor:
@@ -307,7 +309,7 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
         max_num_seqs=256,
         max_waiting=4096,
     )
-    loaded = open_model(MODELS[name], scheduler, device=args.device, dtype="auto", seed=0, std=0.02, on="device")
+    loaded = open_model(MODELS[name], scheduler, device=args.device, dtype="auto", seed=0, on="device")
     say(f"bench: {name} loaded {time.perf_counter() - began:.1f} s after its start")
     bench = Bench(loaded, scheduler=scheduler, kv=KvConfig(memory_fraction=args.kv_memory_fraction))
     ready = time.perf_counter() - began
@@ -400,7 +402,7 @@ def parity(args: argparse.Namespace, report: Report) -> bool:
     scheduler = SchedulerConfig(max_model_len=1024, max_batched_tokens=256, max_num_seqs=8)
     found: dict[str, list[list[int]]] = {}
     for device in ("cpu", args.device):
-        loaded = open_model(SMALL, scheduler, device=device, dtype="float32", seed=3, std=0.2, on="cpu")
+        loaded = open_model(SMALL, scheduler, device=device, dtype="float32", seed=3, on="cpu")
         bench = Bench(loaded, scheduler=scheduler, kv=KvConfig(memory_bytes=512 << 20))
         found[device] = bench.run(prompts, 48).tokens
         bench.close()
@@ -428,9 +430,12 @@ def main() -> int:
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
     parser.add_argument("--kv-memory-fraction", type=float, default=0.9)
+    parser.add_argument("--no-prompt-graphs", action="store_true", help="launch steps with prompts one by one")
     parser.add_argument("--out", default="", help="folder for bench-gpu.txt and bench-gpu.json")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)7.0f ms %(name)s: %(message)s")
+    if args.no_prompt_graphs:
+        CudaDevice.graph_tokens = lambda self, max_tokens: ()  # type: ignore[method-assign]
     report, ok = Report(), True
     if args.device == "cuda":
         report.line(f"{torch.cuda.get_device_name(0)}, torch {torch.__version__}")
