@@ -19,11 +19,13 @@ from isthmus_runtime.engine.completion import Completion
 from isthmus_runtime.engine.handoffs import Handoffs
 from isthmus_runtime.engine.in_flight import StepsInFlight
 from isthmus_runtime.engine.intake import Intake
-from isthmus_runtime.engine.loop import EngineLoop
+from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from isthmus_runtime.engine.preemption import Preemption
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import Effect, Emit, Kind, Sequence
+from isthmus_runtime.interfaces.handoff import BlockRef
 from isthmus_runtime.interfaces.steps import StepOutput, StepPlan
+from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.kv.keys import ExtraKeys
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.protocol import PrefillRecord
@@ -98,6 +100,28 @@ def lossy_store(scenario: Scenario) -> Scenario:
     """Answers get lost and hang-ups come late: attempts of one request overlap."""
     net = replace(scenario.network, lose=0.05, delay=0.4, delay_s=1.5, reset=0.2)
     return replace(store(scenario), network=net, prefills=2, decodes=2)
+
+
+def hybrid(scenario: Scenario) -> Scenario:
+    """Two KV groups, one with a short window, in prompts of several windows."""
+    return replace(memory(scenario), windows=(None, 5), prompt_max=scenario.max_model_len - 4)
+
+
+def tight_sliding(scenario: Scenario) -> Scenario:
+    """A short window, and not one block more than the longest request needs."""
+    budget, size = 3, min(4, scenario.block_size)
+    group = GroupPlan(block_size=size, window=5, tokens_in_flight=STEPS_IN_FLIGHT * budget)
+    least = group.blocks_needed(64) + 1
+    return replace(
+        memory(scenario),
+        windows=(5,),
+        budget=budget,
+        block_size=size,
+        max_model_len=64,
+        prompt_max=56,
+        prefill_blocks=least,
+        decode_blocks=least,
+    )
 
 
 def leaving(scenario: Scenario) -> Scenario:
@@ -233,7 +257,7 @@ def skip_fence(p: Patch) -> None:
 def record_first(p: Patch) -> None:
     def finish(leg: leg_module.Leg, now: float) -> leg_module.Step:
         timer = min(leg.deadline_s, now + leg.timeout_s)
-        return leg_module._start_record(replace(leg, state=leg_module.State.SENDING, started_s=now, timer_s=timer))
+        return leg_module._start_record(replace(leg, state=leg_module.LegState.SENDING, started_s=now, timer_s=timer))
 
     p.setattr(leg_module, "_finish", finish)
 
@@ -342,11 +366,32 @@ def prefill_is_kept_on_failure(p: Patch) -> None:
     real = leg_module._settle
 
     def settle(leg: leg_module.Leg, now: float) -> leg_module.Step:
-        if not leg.quiet and leg.state is leg_module.State.CANCELLING:
+        if not leg.quiet and leg.state is leg_module.LegState.CANCELLING:
             return replace(leg, timer_s=leg_module.NEVER), ()
         return real(leg, now)
 
     p.setattr(leg_module, "_settle", settle)
+
+
+def send_the_first_group_for_all(p: Patch) -> None:
+    """As before handoffs knew of groups: the blocks of group 0 under the keys of another."""
+    real = Handoffs._ref
+
+    def ref(self: Handoffs, seq: Sequence, group: int, index: int) -> BlockRef:
+        right = real(self, seq, group, index)
+        sends = seq.kind is Kind.SEND
+        return replace(right, block_id=seq.blocks[0][index]) if sends else right
+
+    p.setattr(Handoffs, "_ref", ref)
+
+
+def pass_a_window_too_early(p: Patch) -> None:
+    real = GroupPlan.passed
+    p.setattr(GroupPlan, "passed", lambda self, length: real(self, length + self.block_size))
+
+
+def keep_what_windows_passed(p: Patch) -> None:
+    p.setattr(SequenceBlocks, "trim", lambda self, seq: [])
 
 
 MUTATIONS = [
@@ -381,6 +426,9 @@ MUTATIONS = [
     Mutation("wrong first token in the record", skip_first_token, shape=memory),
     Mutation("admit without room", admit_without_room, shape=tight),
     Mutation("forget to stop a failed leg", prefill_is_kept_on_failure, shape=flaky),
+    Mutation("send one KV group's blocks for another's", send_the_first_group_for_all, shape=hybrid),
+    Mutation("pass a window too early", pass_a_window_too_early, shape=hybrid),
+    Mutation("keep what windows have passed", keep_what_windows_passed, shape=tight_sliding),
 ]
 
 
@@ -398,7 +446,7 @@ def test_a_broken_rule_is_noticed(mutation: Mutation, monkeypatch: Patch) -> Non
     pytest.fail(f"{mutation.name}: not noticed in {mutation.seeds} seeds")
 
 
-SHAPES = (memory, store, flaky, flaky_store, lossy_store, tight, busy, leaving, late_calls)
+SHAPES = (memory, store, flaky, flaky_store, lossy_store, tight, busy, hybrid, tight_sliding, leaving, late_calls)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda f: f.__name__)

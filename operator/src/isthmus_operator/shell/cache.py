@@ -83,6 +83,10 @@ class Cache:
         """Every object labelled as the service's, without those we have deleted."""
         return [_body(kept) for (kind, _), kept in self._newest(key).items() if kind != SERVICE]
 
+    def services(self) -> list[Key]:
+        """Of all there are."""
+        return list(self._ready)
+
     def counts(self) -> tuple[int, int]:
         """Services that are ready, and that are not."""
         ready = sum(self._ready.values())

@@ -6,6 +6,7 @@ Knows nothing of kopf, which tells it what happens (handlers.py).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any, NoReturn
 from ..api.reasons import Reason
 from ..errors import ApiError, Refused, UserError
 from ..render.names import Defaults
+from .apply import NOBODY
 from .cache import Cache, Key
 from .client import Api
 from .controller import Controller
@@ -32,6 +34,8 @@ LOOK_S = 120.0
 """Between two lists of everything: as long may something stay that was deleted while the watches were cut off."""
 LOOK_PAUSE_S = 0.2
 """After each page of those lists: nobody waits for them, and reconciles would."""
+LAST_WORDS_S = 10.0
+"""To tell services, at a start that is refused, that they are not looked after."""
 LOOK_AGAIN_S = 3.0
 """After a list that the API server did not answer."""
 
@@ -103,6 +107,7 @@ class Operator:
         try:
             await require_cluster(self.api, self._namespaces)
         except (UserError, ApiError) as error:
+            await self._last_words(str(error))
             await self._fail(error)
         self._admitted.set()
         return await self.api.credentials()
@@ -112,6 +117,36 @@ class Operator:
         if not self._admitted.is_set():
             return "the API server does not let it watch yet"
         return "the webhook does not answer yet" if self.options.webhook_port and not self.serving.is_set() else ""
+
+    async def _last_words(self, why: str) -> None:
+        """Tell in every service's status that nobody looks after it, as far as that may be read and written."""
+        lease = self.options.lease
+
+        async def tell() -> None:
+            # Services come first in it.
+            with contextlib.suppress(ApiError):
+                await look(self.api, self._namespaces, self.cache)
+            await self._unread(why)
+
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                await (lead(self.api, lease, tell) if lease else tell())
+        except (ApiError, TimeoutError) as error:
+            _log.warning("services are not told: %s", error or "no answer in time")
+
+    async def _unread(self, why: str) -> None:
+        """Note why something may not be read, or that all may: services say so."""
+        if why == self.controller.unread:
+            return
+        self.controller.unread = why
+        for key in self.cache.services():
+            if not why:
+                self.queue.add(key)
+                continue
+            try:
+                await self.controller.reconcile(key)
+            except ApiError as error:
+                _log.warning("%s/%s: %s", *key, error)
 
     async def _fail(self, error: BaseException) -> NoReturn:
         self.failure = error
@@ -144,9 +179,12 @@ class Operator:
     async def _look(self, *, pause: float = 0.0) -> None:
         while True:
             try:
-                return await look(self.api, self._namespaces, self.cache, pause=pause)
+                await look(self.api, self._namespaces, self.cache, pause=pause)
+                return await self._unread("")
             except ApiError as error:
                 _log.warning("cannot list what there is: %s", error)
+                if error.status not in NOBODY:
+                    await self._unread(f"cannot read what belongs to it: {error}")
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _look_again(self) -> None:

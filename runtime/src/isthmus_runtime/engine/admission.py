@@ -104,7 +104,7 @@ class Admission:
 
     def _leaves_room(self, need: int) -> bool:
         """Whether the largest running request could finish if `need` more blocks were held for a transfer."""
-        largest = max((self._blocks.peak(seq.end_len) for seq in self._queues.running), default=0)
+        largest = max((seq.peak for seq in self._queues.running), default=0)
         lost = self._pool.counts().quarantined + self._handoffs.receiving_blocks()
         return need + lost + largest <= self._pool.usable
 

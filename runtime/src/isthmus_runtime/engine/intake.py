@@ -34,6 +34,7 @@ class Intake:
     ) -> Sequence:
         """The request as the scheduler knows it. Raises InvalidRequest or NeverFits."""
         self.check_fits(request, kind)
+        end_len = self._end_len(request, kind)
         return Sequence(
             sid=attempt or request.request_id,
             request=request,
@@ -41,7 +42,8 @@ class Intake:
             arrival_s=now,
             deadline_s=now + request.timeout_s,
             queue_deadline_s=now + min(request.timeout_s, self._queue_timeout_s),
-            end_len=self._end_len(request, kind),
+            end_len=end_len,
+            peak=self._blocks.peak(end_len),
             tokens=list(request.prompt_token_ids),
             attempt=attempt,
             peer_url=peer_url,

@@ -50,6 +50,8 @@ class Sequence:
     queue_deadline_s: float
     end_len: int
     """Total length at which the request ends by length."""
+    peak: int
+    """Most blocks that it ever holds."""
     tokens: list[int]
     """Prompt, then generated tokens as they become known."""
     attempt: str = ""

@@ -116,11 +116,11 @@ class FakeExecutor:
             layout_digest=layout_digest,
         )
         self._rows: dict[int, _Row] = {}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="fake-executor")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fake-executor")
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         """Queue a step."""
-        return self._worker.submit(self.run, plan)
+        return self._thread.submit(self.run, plan)
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute one step now."""
@@ -185,5 +185,5 @@ class FakeExecutor:
         return self._memory
 
     def close(self) -> None:
-        """Stop the worker thread."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        """Stop the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)

@@ -90,7 +90,7 @@ class _Stream:
     attempt: str
 
 
-class Engine:
+class VirtualEngine:
     """One process, from start to crash or stop. A restart is a new `Engine` under the same name."""
 
     def __init__(
@@ -100,8 +100,8 @@ class Engine:
         name: str,
         role: str,
         epoch: str,
-        connect: Callable[[Engine], TransferBackend],
-        on_step: Callable[[Engine], None],
+        connect: Callable[[VirtualEngine], TransferBackend],
+        on_step: Callable[[VirtualEngine], None],
         *,
         odd: bool = False,
     ) -> None:
@@ -320,6 +320,7 @@ class Engine:
             # A second call under the same id (a proxy's retry) may hear the refusal of a first that hung up.
             if sid in self._over and self._claims[sid] == 1:
                 raise Violation(f"{self.name}: {sid} got {_short(reply)} after its last reply")
+            self._check_not_stuck(sid, reply)
             stream = self._streams.get(sid)
             if ended:
                 self._over.add(sid)
@@ -331,6 +332,13 @@ class Engine:
             if ended:
                 stream.exchange.end()
 
+    def _check_not_stuck(self, sid: str, reply: Reply) -> None:
+        """What was admitted finishes: only blocks in quarantine may be missing for ever."""
+        error = reply.error if isinstance(reply, TokenChunk) else None
+        if error is None or "more KV blocks" not in error.message or self.pool.counts().quarantined:
+            return
+        raise Violation(f"{self.name}: {sid} was admitted and cannot finish: {error.message}")
+
     # -------------------------------------------------------------------------------------------------- end of life
 
     def crash(self) -> None:
@@ -341,7 +349,7 @@ class Engine:
             stream.exchange.end("connection reset")
         self._streams.clear()
 
-    def drain(self, timeout_s: float, gone: Callable[[Engine], None]) -> None:
+    def drain(self, timeout_s: float, gone: Callable[[VirtualEngine], None]) -> None:
         """Take nothing new, finish what runs within `timeout_s`, then stop as SIGTERM does."""
         self.draining = True
         until = self.clock.now + timeout_s

@@ -13,7 +13,7 @@ from ..kv.pool import BlockState
 from ..kv.prefix import BlockStored
 from ..transfer.leg import RELEASE_BOUND_S
 from .clock import Violation
-from .engine import Engine
+from .engine import VirtualEngine
 
 RELEASE_WITHIN_S = RELEASE_BOUND_S + 0.3
 """From a request's end until its attempt's blocks are free or quarantined; the margin covers one engine step."""
@@ -49,7 +49,7 @@ class Oracle:
             self.check(bytes.fromhex(block_hash), int(group.removeprefix("g")), data, f"store key {key}")
 
 
-def check_engine(engine: Engine, oracle: Oracle, *, thorough: bool) -> None:
+def check_engine(engine: VirtualEngine, oracle: Oracle, *, thorough: bool) -> None:
     """Everything that must hold after each step of one engine. `thorough`: also the pool's own check of each block."""
     try:
         if thorough:
@@ -70,7 +70,7 @@ def check_engine(engine: Engine, oracle: Oracle, *, thorough: bool) -> None:
             oracle.check(event.block_hash, event.group, found, f"{engine.name} block {block}")
 
 
-def _check_holds(engine: Engine) -> None:
+def _check_holds(engine: VirtualEngine) -> None:
     """Count again, from the holders, what the pool says about each block."""
     scheduler, pool = engine.scheduler, engine.pool
     refs, readers, writers = ([0] * pool.num_blocks for _ in range(3))
@@ -116,7 +116,7 @@ def _count(counts: list[int], ids: Iterable[int]) -> None:
             counts[block] += 1
 
 
-def _check_orphans(engine: Engine) -> None:
+def _check_orphans(engine: VirtualEngine) -> None:
     """An attempt outlives its request only for as long as its transfer may take to stop."""
     live = {seq.attempt for seq in engine.scheduler.live() if seq.phase in (Phase.RECEIVING, Phase.RUNNING)}
     live |= {seq.attempt for seq in engine.scheduler.live() if seq.kind is Kind.SEND}
@@ -139,7 +139,7 @@ def check_record_last(operations: Sequence[tuple[str, bool]]) -> None:
             raise Violation(f"the record of attempt {attempt} is written while its blocks are still on their way")
 
 
-def check_landing(engine: Engine, attempt: str, block: int) -> None:
+def check_landing(engine: VirtualEngine, attempt: str, block: int) -> None:
     """A peer's bytes are about to land: only in blocks that are still held for this attempt."""
     hold = engine.scheduler.handoffs._holds.get(attempt)
     held = hold is not None and hold.receiving and not hold.arrived and block in hold.ids
@@ -148,14 +148,14 @@ def check_landing(engine: Engine, attempt: str, block: int) -> None:
         raise Violation(f"{engine.name}: attempt {attempt} writes into block {block}, which is {state} and not its own")
 
 
-def check_reading(engine: Engine, attempt: str, pieces: Iterable[Piece]) -> None:
+def check_reading(engine: VirtualEngine, attempt: str, pieces: Iterable[Piece]) -> None:
     """A transfer under way reads these blocks: each must be under a reader lease."""
     for piece in pieces:
         if engine.pool._readers[piece.block_id] == 0:
             raise Violation(f"{engine.name}: attempt {attempt} reads block {piece.block_id} without a lease")
 
 
-def check_visible(engine: Engine, oracle: Oracle) -> None:
+def check_visible(engine: VirtualEngine, oracle: Oracle) -> None:
     """Every visible block has the right bytes. Linear in the cache: done now and then, and at the end."""
     index = engine.pool._index
     for block in index:
@@ -164,7 +164,7 @@ def check_visible(engine: Engine, oracle: Oracle) -> None:
         oracle.check(*key, engine.executor.fake.block_bytes(block), f"{engine.name} block {block}")
 
 
-def check_clean(engine: Engine) -> None:
+def check_clean(engine: VirtualEngine) -> None:
     """Nothing is left in an engine that has nothing to do."""
     left: list[str] = []
     if engine.scheduler.has_work:

@@ -23,7 +23,7 @@ RETRIES = 1
 DEADLINE_MARGIN_S = 0.5
 
 
-class Router:
+class VirtualRouter:
     """One router process."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Router:
 class Flight:
     """One request on its way through the router."""
 
-    def __init__(self, router: Router, exchange: Exchange, request: GenerateRequest) -> None:
+    def __init__(self, router: VirtualRouter, exchange: Exchange, request: GenerateRequest) -> None:
         self.router = router
         self.request = request
         self._client = exchange

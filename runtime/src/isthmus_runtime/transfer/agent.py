@@ -234,7 +234,7 @@ class TransferAgent:
             legs = [e.leg for e in self._attempts.values()]
             return HandoffStats(
                 live=len(legs),
-                quarantined=sum(leg.state is lg.State.QUARANTINED for leg in legs),
+                quarantined=sum(leg.state is lg.LegState.QUARANTINED for leg in legs),
                 sent=self._counts["sent"],
                 received=self._counts["received"],
                 failed=self._counts["failed"],
