@@ -33,7 +33,7 @@ help: ## List the targets
 # ---- Set up ----------------------------------------------------------------------------------------------------
 
 STAMP := $(VENV)/.installed
-KERNEL_SOURCES := $(wildcard kernels/setup.py) $(shell find kernels/src kernels/csrc -name '*.cpp' -o -name '*.h' 2>/dev/null)
+KERNEL_SOURCES := $(wildcard kernels/setup.py) $(shell find kernels/src kernels/csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: venv native setup model
 venv: $(STAMP) ## Create .venv with all three distributions (editable) and the tools
@@ -57,7 +57,7 @@ setup: venv native model ## All of the above
 
 # ---- Use -------------------------------------------------------------------------------------------------------
 
-.PHONY: run bench bench-gpu bench-planner bench-router bench-operator
+.PHONY: run bench bench-gpu bench-kernels bench-planner bench-router bench-operator
 run: venv native $(if $(filter $(MODEL_DIR),$(MODEL)),model) ## Serve EXAMPLE on this machine: make run [EXAMPLE=examples/direct.yaml] [MODEL=folder-or-hub-id]
 	@$(VENV)/bin/isthmus up $(EXAMPLE) --model '$(MODEL)'
 
@@ -67,6 +67,9 @@ bench: setup ## Run the benchmarks: make bench [ARGS=...]
 
 bench-gpu: setup ## The table of the GPU's bars, on a CUDA device: make bench-gpu [ARGS='--models qwen3-8b --parity --out FOLDER']
 	@$(PY) runtime/bench/gpu.py $(ARGS)
+
+bench-kernels: venv ## The swap of KV blocks beside its peers and the measured link; needs a GPU: make bench-kernels [ARGS='--quick --json FILE']
+	@$(PY) kernels/bench/kv_swap.py $(ARGS)
 
 bench-router: venv model ## CPU time and memory of the router beside vllm-router: make bench-router [ARGS=...]
 	@$(PY) runtime/bench/router.py $(ARGS)

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
 from isthmus_kernels.block_copy import triton_impl as block_copy
+from isthmus_kernels.embedding import triton_impl as embedding
 from isthmus_kernels.linear import triton_impl as linear
 from isthmus_kernels.moe import triton_impl as moe
 from isthmus_kernels.paged_attention import triton_impl as attention
@@ -86,6 +87,8 @@ def everything() -> None:
     rms_norm.rms_norm(some(16, 4096), some(4096), 1e-5)
     rms_norm.add_rms_norm(some(16, 4096), some(16, 4096), some(4096), 1e-5)
     silu.silu_mul(some(16, 24_576))
+    silu.gelu_tanh_mul(some(16, 24_576))
+    embedding.embedding(some(64, 4096), torch.zeros(16, dtype=torch.int32), out=some(16, 4096))
     block_copy.block_copy(some(32, 2, 2, 16, 8, 128), [1, 2], [3, 4])
     for rows in (1, 4):
         linear.pack(some(512, 4096), None, BF16).apply(some(rows, 4096), None)
