@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isthmus_kernels.device import multiprocessors, power_of_two
-from isthmus_kernels.paged_attention.triton_tile import LOG2E, attend_tile, padded_rows
+from isthmus_kernels.paged_attention.triton_tile import LEAST_ROWS, LOG2E, attend_tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +214,7 @@ def prefill(
         BLOCK_SIZE=block_size,
         M=held,
         TILE=chosen.tile,
-        ROWS_PAD=padded_rows(rows),
+        ROWS_PAD=power_of_two(rows, LEAST_ROWS),
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
         num_warps=chosen.warps,

@@ -3,15 +3,9 @@
 import triton
 import triton.language as tl
 
-from isthmus_kernels.device import power_of_two
-
 LOG2E = 1.4426950408889634
-_FEW_ROWS, _MANY_ROWS = 16, 256
-
-
-def padded_rows(rows: int) -> int:
-    """The number of requests that a kernel is compiled for: few sizes, as each costs a second at its first use."""
-    return _FEW_ROWS if rows <= _FEW_ROWS else power_of_two(rows, _MANY_ROWS)
+# Requests that the kernels look through at least: one compiled form for all smaller batches.
+LEAST_ROWS = 256
 
 
 @triton.jit

@@ -11,7 +11,7 @@ def silu_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def gelu_tanh_mul(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return ``gelu(x[..., :I]) * x[..., I:]``, GELU in its tanh form, for `x` of ``[T, 2 I]``, computed in fp32, or in the fp64 of `x`."""
+    """Return ``gelu(x[..., :I]) * x[..., I:]``, GELU in its tanh form, computed as `silu_mul` is."""
     gate, up = _wide(x).chunk(2, dim=-1)
     return _store(torch.nn.functional.gelu(gate, approximate="tanh") * up, x, out)
 
