@@ -30,6 +30,11 @@ pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels are compiled 
 F32, BF16 = torch.float32, torch.bfloat16
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(7)
+
+
 @pytest.mark.parametrize(
     ("query_lens", "context_lens", "heads", "kv_heads", "dim", "block_size", "window"),
     [
