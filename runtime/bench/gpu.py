@@ -11,6 +11,7 @@ stand what vLLM 0.24.0 reached on one H200 (docs/benchmarks.md) and the computed
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import random
@@ -30,7 +31,7 @@ STARTED = time.perf_counter()
 
 import torch  # noqa: E402 - what importing costs is part of a start
 
-from isthmus_runtime.checkpoints.random import RandomTensors  # noqa: E402
+from isthmus_runtime.checkpoints.random import RandomWeights  # noqa: E402
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig  # noqa: E402
 from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop, Reply  # noqa: E402
 from isthmus_runtime.engine.scheduler import Scheduler  # noqa: E402
@@ -180,7 +181,16 @@ class Bench:
         )
         self.executor = TorchExecutor(loaded, self.plan, scheduler, kv)
         pool = BlockPool(self.plan.num_blocks, num_groups=len(self.plan.groups), prefix_caching=False, events=None)
-        self._loop = EngineLoop(Scheduler(scheduler, self.plan, pool), self.executor, self._sink)
+        planner = Scheduler(scheduler, self.plan, pool)
+        runner = self.executor.runner
+        self.host = {
+            "schedule": _timed(planner, "schedule"),
+            "complete": _timed(planner, "complete"),
+            "launch": _timed(runner, "launch"),
+            "collect": _timed(runner, "collect"),
+        }
+        """Milliseconds of the host, by call, of the last run."""
+        self._loop = EngineLoop(planner, self.executor, self._sink)
         self._changed = threading.Condition()
         self._tokens: dict[str, list[int]] = {}
         self._first: dict[str, float] = {}
@@ -201,6 +211,8 @@ class Bench:
             self._tokens = {name: [] for name in names}
             self._first = {}
             self._answers = []
+            for times in self.host.values():
+                times.clear()
         sampling = SamplingParams(max_tokens=output_len, temperature=0.0)
         steps, begin = self._loop.steps, time.perf_counter()
         for name, prompt in zip(names, prompts, strict=True):
@@ -253,13 +265,28 @@ class Bench:
                 self._changed.notify_all()
 
 
+def _timed(owner: Any, name: str) -> list[float]:
+    """Note how long each call of a method takes; the list that gets the milliseconds."""
+    method, times = getattr(owner, name), list[float]()
+
+    def timed(*args: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return method(*args)
+        finally:
+            times.append((time.perf_counter() - begin) * 1e3)
+
+    setattr(owner, name, timed)
+    return times
+
+
 def say(text: str) -> None:
     """Print at once."""
     print(text, flush=True)
 
 
 def open_model(
-    config: dict[str, Any], scheduler: SchedulerConfig, *, device: str, dtype: str, seed: int, on: str
+    config: dict[str, Any], scheduler: SchedulerConfig, *, device: str, dtype: str, seed: int, std: float, on: str
 ) -> LoadedModel:
     """Random weights for `config`, generated on the device `on` (`cpu`: alike everywhere)."""
     with tempfile.TemporaryDirectory() as folder:
@@ -268,7 +295,7 @@ def open_model(
         def source(spec: ModelSpec, where: torch.device) -> Any:
             made = torch.device("cpu") if on == "cpu" else where
             kind = torch.bfloat16 if config["torch_dtype"] == "bfloat16" else torch.float32
-            weights = RandomTensors(spec.tensor_shapes(), device=made, dtype=kind, seed=seed)
+            weights = RandomWeights(spec.tensor_shapes(), device=made, dtype=kind, seed=seed, std=std)
             return weights if made == where else _Moved(weights, where)
 
         return load(ModelConfig(path=folder, device=device, dtype=dtype), scheduler, source=source)
@@ -276,7 +303,7 @@ def open_model(
 
 @dataclass
 class _Moved:
-    source: RandomTensors
+    source: RandomWeights
     device: torch.device
 
     def take(self, *names: str) -> torch.Tensor:
@@ -309,7 +336,7 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
         max_num_seqs=256,
         max_waiting=4096,
     )
-    loaded = open_model(MODELS[name], scheduler, device=args.device, dtype="auto", seed=0, on="device")
+    loaded = open_model(MODELS[name], scheduler, device=args.device, dtype="auto", seed=0, std=0.02, on="device")
     say(f"bench: {name} loaded {time.perf_counter() - began:.1f} s after its start")
     bench = Bench(loaded, scheduler=scheduler, kv=KvConfig(memory_fraction=args.kv_memory_fraction))
     ready = time.perf_counter() - began
@@ -376,7 +403,10 @@ def _row(
         f"  ({last.steps} steps; decode {last.decode_ms:.2f} ms; first token {last.first_s[0] * 1e3:.1f} ms)"
         + ("  [quick: fewer tokens than the peer]" if output != row.output_len else "")
     )
+    host = {name: statistics.median(times) for name, times in bench.host.items() if times}
+    report.line(" " * 34 + "host, median ms a step: " + ", ".join(f"{name} {ms:.2f}" for name, ms in host.items()))
     report.data[model]["rows"][row.name] = {
+        "host_ms": host,
         "values": values, "unit": row.unit, "peer": peer, "limit": limit, "bar": bar,
         "steps": [r.steps for r in runs], "decode_ms": [r.decode_ms for r in runs],
         "seconds": [r.seconds for r in runs], "output_len": output,
@@ -402,7 +432,7 @@ def parity(args: argparse.Namespace, report: Report) -> bool:
     scheduler = SchedulerConfig(max_model_len=1024, max_batched_tokens=256, max_num_seqs=8)
     found: dict[str, list[list[int]]] = {}
     for device in ("cpu", args.device):
-        loaded = open_model(SMALL, scheduler, device=device, dtype="float32", seed=3, on="cpu")
+        loaded = open_model(SMALL, scheduler, device=device, dtype="float32", seed=3, std=0.2, on="cpu")
         bench = Bench(loaded, scheduler=scheduler, kv=KvConfig(memory_bytes=512 << 20))
         found[device] = bench.run(prompts, 48).tokens
         bench.close()
@@ -454,6 +484,8 @@ def main() -> int:
             ok = False
             report.line(f"{name} FAILED: {type(error).__name__}: {error}")
             traceback.print_exc()
+        # The next model needs this one's memory.
+        gc.collect()
     report.write(args.out)
     return 0 if ok else 1
 
