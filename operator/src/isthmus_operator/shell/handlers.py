@@ -32,8 +32,8 @@ SLACK_S = 30.0
 """How much longer than that an answer may take."""
 IDLE_S = 0.02
 """How long kopf's worker for an object, and that object's last event with it, waits for a further event."""
-WORKERS_PER_KIND = 100
-"""With IDLE_S: 5,000 objects a second, which no list is told in less."""
+WORKERS_PER_KIND = 20
+"""With IDLE_S: 1,000 objects a second, so that events do not queue up behind a list, nor all else behind a list's."""
 
 
 class Pauses:
