@@ -84,6 +84,22 @@ def test_runs_of_ids_are_one_copy(direction: Direction, step: int) -> None:
     assert torch.equal(pool.cpu(), want[0]) and torch.equal(host, want[1])
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_layer_major_on_both_sides_has_no_runs(direction: Direction) -> None:
+    """A block is several fragments, although each fragment ends where the next block's begins."""
+    pool = torch.randint(0, 256, (4, 60, 16384), dtype=torch.uint8)
+    host = torch.randint(0, 256, (4, 70, 16384), dtype=torch.uint8).pin_memory()
+    want = (pool.clone(), host.clone())
+    ids = torch.arange(40)
+    if direction == "in":
+        want[0][:, ids] = host[:, ids + 5]
+    else:
+        want[1][:, ids + 5] = pool[:, ids]
+    pool = pool.cuda()
+    run(dispatch.kv_swap(pool.transpose(0, 1), host.transpose(0, 1)), direction, ids, ids + 5).synchronize()
+    assert torch.equal(pool.cpu(), want[0]) and torch.equal(host, want[1])
+
+
 @pytest.mark.parametrize("width", [24, 512, 16384])
 @pytest.mark.parametrize("limit", [2**31, 2**32], ids=["int32", "uint32"])
 def test_far_blocks(width: int, limit: int) -> None:

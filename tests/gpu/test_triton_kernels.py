@@ -26,6 +26,13 @@ from isthmus_kernels.testing import assert_close, paged_case, poisoned
 pytestmark = pytest.mark.gpu
 
 F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(7)
+
+
 QWEN3_8B = {"heads": 32, "kv_heads": 8, "head_dim": 128, "block_size": 16}
 QWEN3_30B = {"heads": 32, "kv_heads": 4, "head_dim": 128, "block_size": 16}
 SMOLLM2 = {"heads": 9, "kv_heads": 3, "head_dim": 64, "block_size": 16}

@@ -96,6 +96,7 @@ def test_ids_of_another_kind_are_refused(ids: torch.Tensor, message: str) -> Non
         (torch.zeros(4, 1).expand(4, 8), torch.zeros(4, 8), "pool: an expanded view"),
         (torch.zeros(4, 8), torch.zeros(4, 1).half().expand(4, 9), r"dtype.*block shape.*host: an expanded view"),
         (torch.zeros(4), torch.zeros(4), "block shape"),
+        (torch.zeros(4, 0, 8), torch.zeros(4, 0, 8), r"pool: a block of shape \(0, 8\) has no elements"),
         (
             torch.zeros(2, *[4] * 6)[:, ::2, ::2, ::2, ::2, ::2, ::2],
             torch.zeros(2, *[2] * 6),
@@ -141,6 +142,39 @@ def test_far_blocks(impl: str, limit: int) -> None:
     assert pool[:2].count_nonzero() == 0
     swap.swap_out([3], [2])
     assert torch.equal(host[2], host[0])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@given(data=st.data())
+@settings(max_examples=150)
+def test_runs_of_ids(impl: str, data: st.DataObject) -> None:
+    """Whole blocks side by side: runs that rise, fall, turn, or rise on one side only."""
+    pool_ids: list[int] = []
+    host_ids: list[int] = []
+    for _ in range(data.draw(st.integers(1, 6))):
+        length = data.draw(st.integers(1, 5))
+        for ids in (pool_ids, host_ids):
+            start, step = data.draw(st.integers(4, 45)), data.draw(st.sampled_from([1, -1]))
+            ids.extend(start + step * i for i in range(length))
+    kept = {to: index for index, to in enumerate(pool_ids)}.values()
+    pool_ids, host_ids = [pool_ids[i] for i in kept], [host_ids[i] for i in kept]
+    pool, host = torch.arange(50)[:, None].expand(-1, 3).contiguous(), torch.arange(100, 150)[:, None].expand(-1, 3)
+    want = pool.clone()
+    for on_pool, on_host in zip(pool_ids, host_ids, strict=True):
+        want[on_pool] = host[on_host]
+    dispatch.kv_swap(pool, host.contiguous(), impl=impl).swap_in(pool_ids, host_ids)
+    assert torch.equal(pool, want)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_layer_major_on_both_sides_has_no_runs(impl: str) -> None:
+    """A block is several fragments, although each fragment ends where the next block's begins."""
+    pool, host = torch.randn(4, 60, 16), torch.randn(4, 70, 16)
+    want = pool.clone()
+    want[:, 3:43] = host[:, 5:45]
+    swap = dispatch.kv_swap(pool.transpose(0, 1), host.transpose(0, 1), impl=impl)
+    swap.swap_in(torch.arange(3, 43), torch.arange(5, 45))
+    assert torch.equal(pool, want)
 
 
 @st.composite

@@ -34,25 +34,12 @@ class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class WireSampling(_Wire):
-    """`SamplingParams` on the wire."""
-
-    max_tokens: int = Field(ge=1)
-    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int = Field(default=-1, ge=-1, le=100)
-
-
 class WireRequest(_Wire):
     """`GenerateRequest` on the wire."""
 
     request_id: str = Field(min_length=1, max_length=128)
     prompt_token_ids: tuple[int, ...] = Field(min_length=1)
-    sampling: WireSampling
+    sampling: SamplingParams
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     cache_salt: str = ""
     timeout_s: float = Field(default=600.0, gt=0, le=366 * 86400, allow_inf_nan=False)
@@ -62,7 +49,7 @@ class WireRequest(_Wire):
         return GenerateRequest(
             request_id=self.request_id,
             prompt_token_ids=self.prompt_token_ids,
-            sampling=SamplingParams(**self.sampling.model_dump()),
+            sampling=self.sampling,
             priority=self.priority,
             cache_salt=self.cache_salt,
             timeout_s=self.timeout_s,
@@ -71,20 +58,10 @@ class WireRequest(_Wire):
     @staticmethod
     def of(request: GenerateRequest) -> WireRequest:
         """Inverse of `to_request`."""
-        s = request.sampling
         return WireRequest(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            sampling=WireSampling(
-                max_tokens=s.max_tokens,
-                temperature=s.temperature,
-                top_p=s.top_p,
-                top_k=s.top_k,
-                min_p=s.min_p,
-                seed=s.seed,
-                stop_token_ids=s.stop_token_ids,
-                logprobs=s.logprobs,
-            ),
+            sampling=request.sampling,
             priority=request.priority,
             cache_salt=request.cache_salt,
             timeout_s=request.timeout_s,

@@ -127,6 +127,8 @@ def geometry(pool: Tensor, host: Tensor) -> Geometry:
             f"host: expected [blocks, ...] with the block shape of the pool {tuple(pool.shape)}, got "
             f"{tuple(host.shape)} (slice both to the same layers and heads)"
         )
+    if 0 in pool.shape[1:]:
+        problems.append(f"pool: a block of shape {tuple(pool.shape[1:])} has no elements")
     for name, view in (("pool", pool), ("host", host)):
         if any(view.shape[d] > 1 and view.stride(d) == 0 for d in range(view.dim())):
             problems.append(f"{name}: an expanded view (stride 0) has one memory for many elements")

@@ -64,3 +64,27 @@ ISTHMUS_BOTH SwapItem kv_swap_item(const SwapShape &shape, SwapPair pair, uint32
     item.rows = uint32_t(rows < shape.rows ? rows : shape.rows);
     return item;
 }
+
+// Whether a block is one stretch of memory on both sides, and ends where the next one begins.
+ISTHMUS_BOTH bool kv_swap_whole(const SwapShape &shape) {
+    int64_t fragments = 1;
+    for (int d = 0; d < KV_SWAP_DIMS; d++) fragments *= shape.count[d];
+    return fragments == 1 && shape.fragment == shape.pool_block && shape.fragment == shape.host_block;
+}
+
+// Pairs that are one stretch of memory on both sides: their ids rise together or fall together.
+struct SwapRun {
+    int64_t length;
+    int64_t low;  // index of the pair where the stretch begins
+};
+
+// The run that begins at pair `begin` and ends before pair `end`.
+template <class Id>
+ISTHMUS_BOTH SwapRun kv_swap_run(const Id *pool, const Id *host, int64_t begin, int64_t end) {
+    const int64_t step = begin + 1 < end && int64_t(pool[begin + 1]) < int64_t(pool[begin]) ? -1 : 1;
+    int64_t length = 1;
+    while (begin + length < end && int64_t(pool[begin + length]) == int64_t(pool[begin]) + step * length &&
+           int64_t(host[begin + length]) == int64_t(host[begin]) + step * length)
+        length++;
+    return {length, step > 0 ? begin : begin + length - 1};
+}

@@ -41,7 +41,7 @@ def _route(weights, experts, logits, row_stride, COUNT: tl.constexpr, PAD: tl.co
     tl.store(experts + row * TOP_K + place, chosen, mask=place < TOP_K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _arrange(order, starts, experts, pairs, PIECE: tl.constexpr):
     """One program an expert (and one past the last): where its pairs begin, and which they are."""
     expert = tl.program_id(0)
@@ -172,7 +172,7 @@ def moe(
     pairs = tokens * top_k
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)
     starts = torch.empty(count + 1, dtype=torch.int32, device=x.device)
-    _arrange[(count + 1,)](order, starts, experts, pairs, PIECE=min(4096, power_of_two(pairs, 16)), num_warps=4)
+    _arrange[(count + 1,)](order, starts, experts, pairs, PIECE=1024, num_warps=4)
     places = order
     if x.is_cuda and pairs >= _MANY * count:
         order = order.long()

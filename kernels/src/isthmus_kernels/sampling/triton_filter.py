@@ -16,13 +16,14 @@ import triton.language as tl
 from torch import Tensor
 
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
-from isthmus_kernels.sampling.triton_noise import gumbel, noise_key
+from isthmus_kernels.sampling.triton_noise import gumbel, noise_key, uniform
 
 _EDGES = 8
 _PIECE = 1024
 _WARPS = 8
 _DRAW_PIECE = 2048
-_MOST_PARTS = 64
+# One compiled form for every batch: tables of parts have this width.
+MOST_PARTS = 64
 
 
 @triton.jit
@@ -224,7 +225,7 @@ def _descend(source, kept, number, heat, peak, low, high, target, WEIGHED: tl.co
     return high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def _draw(
     out,
     kept,
@@ -292,7 +293,7 @@ def _draw(
         token = tl.load(own + base + lane, mask=base + lane < number, other=0)
         score = _scores(source, token, base + lane < number, heat)
         if heat > 0.0:
-            score = tl.where(score >= least, score + gumbel(key, token), float("-inf"))
+            score = tl.where(score >= least, score + gumbel(uniform(key, token)), float("-inf"))
         better = score > best
         best = tl.where(better, score, best)
         best_token = tl.where(better, token, best_token)
@@ -316,21 +317,20 @@ def filtered(
     rows, vocab = logits.shape
     device = logits.device
     wanted = triton.cdiv(4 * multiprocessors(device), rows)
-    parts = max(1, min(wanted, _MOST_PARTS, triton.cdiv(vocab, _PIECE)))
+    parts = max(1, min(wanted, MOST_PARTS, triton.cdiv(vocab, _PIECE)))
     span = triton.cdiv(triton.cdiv(vocab, parts), _PIECE) * _PIECE
     parts = triton.cdiv(vocab, span)
-    pad = power_of_two(parts)
     arrived = scratch("filter arrived", device, (power_of_two(rows),), torch.int32)
-    peaks = torch.empty((rows, pad), dtype=torch.float32, device=device)
-    counts = torch.empty((rows, pad, _EDGES), dtype=torch.int32, device=device)
-    masses = torch.empty((rows, pad, _EDGES), dtype=torch.float32, device=device)
+    peaks = torch.empty((rows, MOST_PARTS), dtype=torch.float32, device=device)
+    counts = torch.empty((rows, MOST_PARTS, _EDGES), dtype=torch.int32, device=device)
+    masses = torch.empty((rows, MOST_PARTS, _EDGES), dtype=torch.float32, device=device)
     chosen, numbers = torch.empty((2, rows), dtype=torch.int32, device=device)
     totals = torch.empty(rows, dtype=torch.float32, device=device)
     kept = torch.empty((rows, vocab), dtype=torch.int32, device=device)
     ks, ps, ms = (logits if tensor is None else tensor for tensor in (top_k, top_p, min_p))
     on = {"TOP_K": top_k is not None, "TOP_P": top_p is not None, "MIN_P": min_p is not None}
     grid, stride = (rows, parts), logits.stride(0)
-    _peak[grid](peaks, logits, temperature, vocab, span, stride, PARTS_PAD=pad, PIECE=_PIECE, num_warps=_WARPS)
+    _peak[grid](peaks, logits, temperature, vocab, span, stride, PARTS_PAD=MOST_PARTS, PIECE=_PIECE, num_warps=_WARPS)
     _count[grid](
         counts,
         masses,
@@ -346,7 +346,7 @@ def filtered(
         vocab,
         span,
         stride,
-        PARTS_PAD=pad,
+        PARTS_PAD=MOST_PARTS,
         PIECE=_PIECE,
         EDGES=_EDGES,
         num_warps=_WARPS,
@@ -363,7 +363,7 @@ def filtered(
         vocab,
         span,
         stride,
-        PARTS_PAD=pad,
+        PARTS_PAD=MOST_PARTS,
         PIECE=_PIECE,
         EDGES=_EDGES,
         num_warps=_WARPS,
@@ -384,7 +384,7 @@ def filtered(
         vocab,
         stride,
         parts,
-        PARTS_PAD=pad,
+        PARTS_PAD=MOST_PARTS,
         PIECE=_DRAW_PIECE,
         num_warps=_WARPS,
         **on,

@@ -10,12 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
-from isthmus_kernels.sampling.triton_filter import filtered
-from isthmus_kernels.sampling.triton_noise import gumbel, noise_key
+from isthmus_kernels.sampling.triton_filter import MOST_PARTS, filtered
+from isthmus_kernels.sampling.triton_noise import gumbel, noise_key, uniform
 
 _PIECE = 2048
 _WARPS = 8
-_MOST_PARTS = 64
 
 
 @triton.jit
@@ -47,35 +46,43 @@ def _choose(
     lane = tl.arange(0, PIECE)
     best = tl.full([PIECE], float("-inf"), tl.float32)
     best_token = begin + lane
+    bar = tl.max(best, axis=0)
     for base in range(begin, end, PIECE):
         token = base + lane
         score = tl.load(source + token, mask=token < end, other=float("-inf")).to(tl.float32)
+        promising = 1
         if RANDOM:  # noqa: SIM102 - decided when the kernel is compiled
             if heat > 0.0:
-                scaled = tl.div_rn(score, tl.zeros_like(score) + heat)
-                keep = tl.abs(scaled) < float("inf")
-                score = tl.where(keep, scaled + gumbel(key, token), float("-inf"))
-        better = score > best
-        best = tl.where(better, score, best)
-        best_token = tl.where(better, token, best_token)
+                score = tl.div_rn(score, tl.zeros_like(score) + heat)
+                score = tl.where(tl.abs(score) < float("inf"), score, float("-inf"))
+                u = uniform(key, token)
+                # The noise is -log(-log u) and -log u >= 1 - u: once a good token is known, hardly any other needs
+                # its logarithms. The factor is for rounding.
+                chance = (1.0 - u) <= tl.exp(score - bar) * 1.001
+                promising = tl.max(chance.to(tl.int32), axis=0)
+                if promising > 0:
+                    score = score + gumbel(u)
+        if promising > 0:
+            better = score > best
+            best = tl.where(better, score, best)
+            best_token = tl.where(better, token, best_token)
+            if RANDOM:
+                bar = tl.max(best, axis=0)
     # Equal scores: the first token wins, whichever lane or program read it.
     most = tl.max(best, axis=0)
     winner = tl.min(tl.where(best == most, best_token, vocab), axis=0)
-    if PARTS_PAD == 1:
-        tl.store(out + row, winner.to(tl.int64))
-    else:
-        tl.store(values + row * PARTS_PAD + part, most)
-        tl.store(tokens + row * PARTS_PAD + part, winner)
-        tl.debug_barrier()
-        parts = tl.num_programs(1)
-        if tl.atomic_add(arrived + row, 1, sem="acq_rel", scope="gpu") == parts - 1:
-            index = tl.arange(0, PARTS_PAD)
-            spot = row * PARTS_PAD + index
-            value = tl.load(values + spot, mask=index < parts, other=float("-inf"), cache_modifier=".cg")
-            candidate = tl.load(tokens + spot, mask=index < parts, other=vocab, cache_modifier=".cg")
-            top = tl.max(value, axis=0)
-            tl.store(out + row, tl.min(tl.where(value == top, candidate, vocab), axis=0).to(tl.int64))
-            tl.store(arrived + row, 0)
+    tl.store(values + row * PARTS_PAD + part, most)
+    tl.store(tokens + row * PARTS_PAD + part, winner)
+    tl.debug_barrier()
+    parts = tl.num_programs(1)
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        index = tl.arange(0, PARTS_PAD)
+        spot = row * PARTS_PAD + index
+        value = tl.load(values + spot, mask=index < parts, other=float("-inf"), cache_modifier=".cg")
+        candidate = tl.load(tokens + spot, mask=index < parts, other=vocab, cache_modifier=".cg")
+        top = tl.max(value, axis=0)
+        tl.store(out + row, tl.min(tl.where(value == top, candidate, vocab), axis=0).to(tl.int64))
+        tl.store(arrived + row, 0)
 
 
 def sample(
@@ -103,13 +110,12 @@ def sample(
         return out
     # Enough programs to fill the device twice, each with enough to read.
     wanted = triton.cdiv(4 * multiprocessors(logits.device), rows)
-    parts = max(1, min(wanted, _MOST_PARTS, triton.cdiv(vocab, _PIECE)))
+    parts = max(1, min(wanted, MOST_PARTS, triton.cdiv(vocab, _PIECE)))
     span = triton.cdiv(triton.cdiv(vocab, parts), _PIECE) * _PIECE
     parts = triton.cdiv(vocab, span)
-    parts_pad = power_of_two(parts)
     bound = power_of_two(rows)
-    values = scratch("sample values", logits.device, (bound, parts_pad), torch.float32)
-    tokens = scratch("sample tokens", logits.device, (bound, parts_pad), torch.int32)
+    values = scratch("sample values", logits.device, (bound, MOST_PARTS), torch.float32)
+    tokens = scratch("sample tokens", logits.device, (bound, MOST_PARTS), torch.int32)
     arrived = scratch("sample arrived", logits.device, (bound,), torch.int32)
     _choose[(rows, parts)](
         out,
@@ -124,7 +130,7 @@ def sample(
         span,
         logits.stride(0),
         PIECE=_PIECE,
-        PARTS_PAD=parts_pad,
+        PARTS_PAD=MOST_PARTS,
         RANDOM=temperature is not None,
         num_warps=_WARPS,
     )

@@ -175,18 +175,6 @@ void add_engine_copy(const Swap &swap, Lane &lane, int direction, int64_t pool, 
     lane.sizes.push_back(size_t(bytes));
 }
 
-// How many pairs from `begin` on are one stretch of memory on both sides: ids that rise together or fall together.
-template <class Id>
-int64_t run_length(const Id *pool, const Id *host, int64_t begin, int64_t count, int64_t *step) {
-    *step = 1;
-    if (begin + 1 < count && pool[begin + 1] == pool[begin] - 1) *step = -1;
-    int64_t length = 1;
-    while (begin + length < count && int64_t(pool[begin + length]) == int64_t(pool[begin]) + *step * length &&
-           int64_t(host[begin + length]) == int64_t(host[begin]) + *step * length)
-        length++;
-    return length;
-}
-
 // Sends runs that are long enough to the copy engine, and all else to the kernels.
 template <class Id>
 int64_t divide(const Swap &swap, Lane &lane, int direction, const Id *pool, const Id *host, int64_t count,
@@ -195,18 +183,16 @@ int64_t divide(const Swap &swap, Lane &lane, int direction, const Id *pool, cons
     const int64_t engine_from = swap.config.engine_from;
     lane.to.clear(), lane.from.clear(), lane.sizes.clear();
     Pages pages(swap, lane, direction, count, stream);
-    const bool whole = shape.fragment == shape.pool_block && shape.fragment == shape.host_block;
+    const bool whole = kv_swap_whole(shape);
     for (int64_t i = 0; i < count;) {
-        int64_t step = 1;
-        const int64_t length = whole ? run_length(pool, host, i, count, &step) : 1;
-        if (whole && length * shape.fragment >= engine_from) {
-            const int64_t low = step > 0 ? i : i + length - 1;
-            add_engine_copy(swap, lane, direction, kv_swap_offset(uint32_t(pool[low]), shape.pool_block),
-                            kv_swap_offset(uint32_t(host[low]), shape.host_block), length * shape.fragment);
-            i += length;
+        const SwapRun run = whole ? kv_swap_run(pool, host, i, count) : SwapRun{1, i};
+        if (whole && run.length * shape.fragment >= engine_from) {
+            add_engine_copy(swap, lane, direction, kv_swap_offset(uint32_t(pool[run.low]), shape.pool_block),
+                            kv_swap_offset(uint32_t(host[run.low]), shape.host_block), run.length * shape.fragment);
+            i += run.length;
             continue;
         }
-        for (const int64_t end = i + length; i < end; i++) {
+        for (const int64_t end = i + run.length; i < end; i++) {
             const SwapPair pair = {uint32_t(pool[i]), uint32_t(host[i])};
             if (shape.fragment < engine_from) {
                 if (const int64_t code = pages.add(pair)) return code;

@@ -6,6 +6,7 @@ Work is ordered: what is enqueued runs after what was enqueued before, and `enqu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Protocol
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 
+_LOG = logging.getLogger(__name__)
 DTYPES = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
 KV_NAMES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16"})
 
@@ -73,6 +75,10 @@ class Device(Protocol):
         Empty: any size is captured when it is first met, and nothing is padded.
         """
 
+    def graph_tokens(self, max_tokens: int) -> tuple[int, ...]:
+        """Token counts of steps with prompts to capture ahead, ascending, none above `max_tokens`: others are padded to
+        the next one. Longer steps are not captured: launching them takes less time than running them."""
+
     def capture(self, body: Body) -> Body | None:
         """Within a body: run `body` once, and return what runs the same operations on the same memory again; None
         when they cannot be repeated so."""
@@ -95,6 +101,7 @@ def open_device(requested: str, *, threads: int = 0) -> Device:
         return CudaDevice()
     if requested == "cuda":
         raise ConfigError(f"--device cuda: {reason}")
+    _LOG.info("computing on the CPU: %s", reason)
     return CpuDevice(threads)
 
 
