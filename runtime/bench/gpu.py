@@ -11,6 +11,7 @@ stand what vLLM 0.24.0 reached on one H200 (docs/benchmarks.md) and the computed
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import random
@@ -483,6 +484,8 @@ def main() -> int:
             ok = False
             report.line(f"{name} FAILED: {type(error).__name__}: {error}")
             traceback.print_exc()
+        # The next model needs this one's memory.
+        gc.collect()
     report.write(args.out)
     return 0 if ok else 1
 
