@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from starlette.responses import Response
 
 from isthmus_runtime.serving.app import add_pages, make_app
-from isthmus_runtime.serving.call import Call, add_call_route
+from isthmus_runtime.serving.call import Call, add_call_route, authorization
 from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.limits import Limits
 from isthmus_runtime.serving.server import Server, run_app
@@ -43,7 +43,7 @@ def run(request):
 async def echo(call):
     """Answers with what it got."""
     body = await call.read()
-    got = {"path": call.path, "authorization": call.authorization, "body": body.decode("latin-1")}
+    got = {"path": call.path, "authorization": authorization(call), "body": body.decode("latin-1")}
     await call.reply(200, {"content-type": "application/json", "x-request-id": "r"}, json.dumps(got).encode())
 
 

@@ -167,12 +167,12 @@ class _Api:
 
     async def models(self, request: Request) -> ModelList:
         """The names that are served."""
-        self._authorise(authorization(request))
+        self._authorise(request)
         return ModelList(data=[self._model(n) for n in self._config.served_names])
 
     async def model(self, request: Request, name: str) -> Model:
         """One of them."""
-        self._authorise(authorization(request))
+        self._authorise(request)
         self._planner.check_model(name)
         return self._model(name)
 
@@ -191,7 +191,7 @@ class _Api:
         progress = _Progress()
         try:
             with self._in_flight.track():
-                self._authorise(call.authorization)
+                self._authorise(call)
                 await self._answer(call, plan, arrived, progress)
                 return
         except RequestError as e:
@@ -243,10 +243,10 @@ class _Api:
         except (TimeoutError, ConnectionResetError) as e:
             raise Cut from e
 
-    def _authorise(self, authorization: str) -> None:
+    def _authorise(self, request: Request) -> None:
         if not self._key:
             return
-        scheme, _, token = authorization.partition(" ")
+        scheme, _, token = authorization(request).partition(" ")
         given = token.strip().encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._key) or scheme.lower() != "bearer":
             raise _Unauthorised("Authorization: a valid API key is needed as `Bearer KEY`", param="Authorization")
