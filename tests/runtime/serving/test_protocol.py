@@ -281,6 +281,24 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused(fields, swap):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("close", [False, True])
+def test_an_answer_without_a_body_has_its_head(run, close):
+    async def main():
+        async with served() as s:
+            reader, writer = await s.connect()
+            writer.write(b"HEAD /nothing HTTP/1.1\r\nHost: x\r\n" + b"Connection: close\r\n" * close + b"\r\n")
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+            assert answer.startswith(b"HTTP/1.1 404 ")
+            if close:
+                assert await reader.read() == b""
+            else:
+                writer.write(post(b"next"))
+                assert b" 200 " in await asyncio.wait_for(reader.readline(), 20)
+            writer.close()
+
+    run(main())
+
+
 def test_expect_is_answered_before_the_body(run):
     async def main():
         async with served() as s:

@@ -122,7 +122,7 @@ def test_error_after_the_first_byte_breaks_the_connection(written):
 
 def test_drain_lets_work_end_and_answers_probes():
     async def main():
-        began, go, drained = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        began, go, closing = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
         async def handler(request):
             with server.in_flight.track():
@@ -130,7 +130,7 @@ def test_drain_lets_work_end_and_answers_probes():
                 await go.wait()
                 return PlainTextResponse("done")
 
-        server = Server(handler, drained=drained.wait)
+        server = Server(handler, before_close=closing.wait)
         work = asyncio.create_task(get(await server.url()))
         await began.wait()
         server.stop.set()
@@ -140,8 +140,8 @@ def test_drain_lets_work_end_and_answers_probes():
         assert status == 503 and "shutting down" in body
         go.set()
         assert (await work)[2] == "done"
-        assert (await get(await server.url("/health")))[2] == "alive"  # `drained` has not returned yet
-        drained.set()
+        assert (await get(await server.url("/health")))[2] == "alive"  # `before_close` has not returned yet
+        closing.set()
         await server.task
         with pytest.raises(aiohttp.ClientConnectorError):
             await get(await server.url("/health"))

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request
 
-from ..deadlines import Deadlines
 from ..errors import (
     Cancelled,
     ConfigError,
@@ -149,7 +148,6 @@ class _Api:
     ) -> None:
         self._backend = backend
         self._config = config
-        self._deadlines = Deadlines()
         self._in_flight = in_flight
         self._metrics = metrics
         self._clock = clock
@@ -222,7 +220,7 @@ class _Api:
     async def _answer(self, call: Call, plan: Callable[[bytes], Job], arrived: float, progress: _Progress) -> None:
         limit = self._config.request_timeout_s
         try:
-            with self._deadlines.limit(limit + _DEADLINE_MARGIN_S):
+            async with asyncio.timeout(limit + _DEADLINE_MARGIN_S):
                 progress.stage = "reading"
                 body = await call.read()
                 progress.stage = "planning"
