@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client for calls to engines: pooled connections, no layer between the socket and the reader.
+"""A small HTTP/1.1 client for calls to engines: pooled connections, and only httptools between socket and reader.
 
 A router spends most of its time on the bytes of engines, and a general HTTP client spends most of that on what engines
 never send. This one speaks what they do: JSON out; a status line, headers and a body with Content-Length or chunks in.

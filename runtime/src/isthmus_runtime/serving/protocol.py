@@ -194,6 +194,7 @@ class Protocol(HttpToolsProtocol):
         self._running = cycle
         task = self._task = self.loop.create_task(self._answer(cycle, app))
         self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
 
     async def _answer(self, cycle: RequestResponseCycle, app: Any) -> None:
         transport = self.transport
@@ -225,9 +226,6 @@ class Protocol(HttpToolsProtocol):
             if not cycle.disconnected:
                 _log.exception("%s %s failed", cycle.scope["method"], cycle.scope["path"])
         finally:
-            task = asyncio.current_task()
-            assert task is not None
-            self.tasks.discard(task)  # no done-callback: that would be another turn of the loop
             cycle.on_response = _nothing  # a cycle of references otherwise
             if not cycle.response_complete and not cycle.disconnected:
                 self.transport.abort()
