@@ -33,7 +33,7 @@ help: ## List the targets
 # ---- Set up ----------------------------------------------------------------------------------------------------
 
 STAMP := $(VENV)/.installed
-KERNEL_SOURCES := $(wildcard kernels/setup.py) $(shell find kernels/src kernels/csrc -name '*.cpp' -o -name '*.h' 2>/dev/null)
+KERNEL_SOURCES := $(wildcard kernels/setup.py) $(shell find kernels/src kernels/csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
 .PHONY: venv native setup model
 venv: $(STAMP) ## Create .venv with all three distributions (editable) and the tools
@@ -57,12 +57,19 @@ setup: venv native model ## All of the above
 
 # ---- Use -------------------------------------------------------------------------------------------------------
 
-.PHONY: run bench bench-planner bench-router bench-operator
+.PHONY: run bench bench-gpu bench-kernels bench-planner bench-router bench-operator
 run: venv native $(if $(filter $(MODEL_DIR),$(MODEL)),model) ## Serve EXAMPLE on this machine: make run [EXAMPLE=examples/direct.yaml] [MODEL=folder-or-hub-id]
 	@$(VENV)/bin/isthmus up $(EXAMPLE) --model '$(MODEL)'
 
 bench: setup ## Run the benchmarks: make bench [ARGS=...]
+	@$(PY) runtime/bench/scheduler.py
 	@$(PY) runtime/bench/run.py $(ARGS)
+
+bench-gpu: setup ## The table of the GPU's bars, on a CUDA device: make bench-gpu [ARGS='--models qwen3-8b --parity --out FOLDER']
+	@$(PY) runtime/bench/gpu.py $(ARGS)
+
+bench-kernels: venv ## The swap of KV blocks beside its peers and the measured link; needs a GPU: make bench-kernels [ARGS='--quick --json FILE']
+	@$(PY) kernels/bench/kv_swap.py $(ARGS)
 
 bench-router: venv model ## CPU time and memory of the router beside vllm-router: make bench-router [ARGS=...]
 	@$(PY) runtime/bench/router.py $(ARGS)
@@ -89,6 +96,9 @@ test: setup ## Run the test suite but for what needs the full cluster, which is 
 
 test-gpu: setup ## Run the tests that need a CUDA device; without one they are skipped, which is said aloud (ARGS= narrows it)
 	@$(PY) -m pytest -q -m gpu tests/gpu $(ARGS)
+
+test-fast: setup ## What to run while editing: no test that starts services or a cluster, or is slow
+	@$(PY) -m pytest -q -m 'not (slow or e2e or light_cluster or cluster or gpu)' $(ARGS)
 
 chaos: setup ## Real faults on a real service (docs/chaos.md): make chaos [SEED=..] [MINUTES=10] [MODE=direct|store] [ARGS=...]
 	@$(PY) tests/chaos/run_storm.py $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --mode $(MODE) $(ARGS)

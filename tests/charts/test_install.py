@@ -128,7 +128,7 @@ def test_an_operator_that_is_down_holds_up_new_specs_only(release: Cluster) -> N
     release.kubectl("annotate", CRD, "llama", "note=b")
     release.kubectl("patch", CRD, "llama", "--subresource=status", "--type=merge", '--patch={"status":{"url":"u"}}')
     with pytest.raises(CommandError, match="failed calling webhook"):
-        release.kubectl("patch", CRD, "llama", "--type=merge", '--patch={"spec":{"router":{"replicas":2}}}')
+        release.kubectl("patch", CRD, "llama", "--type=merge", '--patch={"spec":{"router":{"replicas":3}}}')
     with pytest.raises(CommandError, match="failed calling webhook"):
         release.apply({**SERVICE, "metadata": {"name": "second"}})
     # A finalizer keeps it there with deletionTimestamp set; taking the finalizer off must pass as well.
@@ -159,11 +159,15 @@ def test_an_upgrade_keeps_the_certificate_until_it_is_due(release: Cluster) -> N
 
 
 def test_uninstalling_leaves_the_crd_and_the_services(release: Cluster) -> None:
+    held = '--patch={"spec":{"holderIdentity":"a pod","leaseDurationSeconds":15}}'
+    release.kubectl("patch", "lease", "isthmus-operator", "-n", NAMESPACE, "--type=merge", held)
     helm_do(release, "upgrade", *WITHOUT_WEBHOOK)
+    lease = release.get("lease", "isthmus-operator", "-n", NAMESPACE)
+    assert lease["spec"]["holderIdentity"] == "a pod", "an upgrade takes it from nobody"
     release.apply(SERVICE)
     helm_do(release, "uninstall")
     assert release.get(CRD, "llama")["metadata"]["name"] == "llama"
-    for kind in ("deployments", "serviceaccounts", "networkpolicies", "roles", "rolebindings"):
+    for kind in ("deployments", "serviceaccounts", "networkpolicies", "roles", "rolebindings", "leases"):
         left = [item["metadata"]["name"] for item in release.get(kind, "-n", NAMESPACE)["items"]]
         assert [name for name in left if name.startswith("isthmus")] == []
     helm_do(release, "install", *WITHOUT_WEBHOOK)

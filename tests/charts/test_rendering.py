@@ -388,6 +388,10 @@ def test_the_lease_that_is_granted_is_the_one_that_is_taken() -> None:
         if rule["resources"] == ["leases"] and "resourceNames" in rule
     ]
     assert f"--lease-name={granted[0]}" in container(manifests)["args"]
+    # Of the release, so that it goes with it; what is in it is the operator's.
+    lease = only(manifests, "Lease")
+    assert lease["metadata"]["name"] == granted[0]
+    assert "spec" not in lease
 
 
 def test_the_crd_is_that_of_the_repository_and_survives_uninstalling() -> None:

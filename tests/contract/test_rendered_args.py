@@ -144,6 +144,14 @@ def test_what_the_spec_leaves_open_keeps_the_runtime_s_default() -> None:
     assert decode.transfer.timeout_s == default.transfer.timeout_s
 
 
+def test_a_role_that_gets_a_gpu_computes_on_it() -> None:
+    gpu = {"resources": {"limits": {"nvidia.com/gpu": 1}}}
+    found = configs({"model": FULL["model"], "roles": {"prefill": gpu, "decode": {}}})
+    prefill, decode = found["prefill"], found["decode"]
+    assert isinstance(prefill, EngineConfig) and isinstance(decode, EngineConfig)
+    assert (prefill.model.device, decode.model.device) == ("cuda", "auto")
+
+
 def test_an_engine_that_computes_one_step_for_ninety_seconds_is_not_killed() -> None:
     """As when it compiles a kernel. /health is fine for so long, and only its failures count for the liveness probe."""
     decode = configs({"model": FULL["model"], "roles": {"prefill": {}, "decode": {}}})["decode"]

@@ -9,12 +9,14 @@ from kernel_checks import (
     check_attention,
     check_block_copy,
     check_draws,
+    check_embedding,
+    check_gated,
     check_linear,
     check_logprobs,
+    check_moe,
     check_norms,
     check_rope,
     check_sample,
-    check_silu,
     sampling_args,
 )
 
@@ -24,6 +26,13 @@ from isthmus_kernels.testing import assert_close, paged_case, poisoned
 pytestmark = pytest.mark.gpu
 
 F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(7)
+
+
 QWEN3_8B = {"heads": 32, "kv_heads": 8, "head_dim": 128, "block_size": 16}
 QWEN3_30B = {"heads": 32, "kv_heads": 4, "head_dim": 128, "block_size": 16}
 SMOLLM2 = {"heads": 9, "kv_heads": 3, "head_dim": 64, "block_size": 16}
@@ -71,6 +80,10 @@ def test_attention_in_other_forms(head_dim: int, block_size: int, dtype: torch.d
     )
 
 
+def test_soft_cap() -> None:
+    check_attention("triton", "cuda", [1, 60, 1], [900, 20, 3], softcap=2.0, dtype=BF16, kv_dtype=BF16, **QWEN3_8B)
+
+
 def test_values_of_one_give_one() -> None:
     case = paged_case([1, 50, 1], [3333, 20, 5], dtype=BF16, kv_dtype=BF16, device="cuda", **QWEN3_8B)
     case.kv[:, 1] = torch.where(case.kv[:, 1].isnan(), float("nan"), 1.0)
@@ -105,8 +118,8 @@ def test_norms(shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.d
 
 
 @pytest.mark.parametrize("shape", [(1, 12288), (300, 768), (40, 28672), (3, 37)])
-def test_silu(shape: tuple[int, int]) -> None:
-    check_silu("triton", "cuda", *shape, BF16)
+def test_gated(shape: tuple[int, int]) -> None:
+    check_gated("triton", "cuda", *shape, BF16)
 
 
 @pytest.mark.parametrize("block_dim", [0, 2])
@@ -145,6 +158,16 @@ def test_logprobs(dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(rows: int, outputs: int, columns: int, with_bias: bool) -> None:
     check_linear("triton", "cuda", rows, outputs, columns, BF16, with_bias=with_bias)
+
+
+def test_embedding() -> None:
+    check_embedding("triton", "cuda", 151_936, 4096, BF16, BF16)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64, 700, 2100])
+@pytest.mark.parametrize(("count", "top_k", "hidden", "inner"), [(128, 8, 2048, 768), (8, 2, 512, 256)])
+def test_moe(tokens: int, count: int, top_k: int, hidden: int, inner: int) -> None:
+    check_moe("triton", "cuda", tokens, count, top_k, hidden, inner, BF16)
 
 
 @pytest.fixture(params=[2**31, 2**32], ids=["int32", "uint32"])

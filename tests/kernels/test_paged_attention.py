@@ -75,6 +75,7 @@ def test_groups_and_windows(impl: str, group: int, window: int | None) -> None:
     layout=st.sampled_from(["block-major", "layer-major"]),
     seed=st.integers(0, 2**31),
 )
+@pytest.mark.slow
 def test_any_batch(
     lens: list[tuple[int, int]],
     kv_heads: int,
@@ -162,5 +163,22 @@ def test_wrong_shapes_are_named() -> None:
     case = paged_case([1], [20], heads=3, kv_heads=2, head_dim=32, block_size=16)
     with pytest.raises(ValueError, match="q: 3 heads"):
         attend(case, "torch")
+    for softcap, impl, message in (
+        (0.0, "torch", "softcap: 0.0 is not above 0"),
+        (2.0, "cpu", "softcap: the compiled"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dispatch.paged_attention(
+                case.q[:, :2],
+                case.kv,
+                case.block_tables,
+                case.query_start_loc,
+                case.seq_lens,
+                scale=1.0,
+                max_query_len=1,
+                max_seq_len=21,
+                softcap=softcap,
+                impl=impl,
+            )
     with pytest.raises(ValueError, match="slot: 9"):
         dispatch.layer_view(case.pool, 9)

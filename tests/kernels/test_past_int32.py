@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from isthmus_kernels import dispatch, native
+from isthmus_kernels.device import interpreted
 from isthmus_kernels.testing import assert_close, paged_case
 
-IMPLS = ["torch", "reference", *(["cpu"] if native.available() else [])]
+TRITON = ["triton"] if interpreted() else []
+IMPLS = ["torch", "reference", *(["cpu"] if native.available() else []), *TRITON]
 BLOCK_SIZE, KV_HEADS, DIM = 16, 2, 64
 BLOCK = 2 * BLOCK_SIZE * KV_HEADS * DIM
 
@@ -69,7 +71,7 @@ def test_write_reaches_the_far_block(pool: torch.Tensor, impl: str) -> None:
     assert pool[:3].count_nonzero() == 0 and pool[3].count_nonzero() == 2 * KV_HEADS * DIM
 
 
-@pytest.mark.parametrize("impl", ["torch", "reference"])
+@pytest.mark.parametrize("impl", ["torch", "reference", *TRITON])
 def test_copy_reaches_the_far_block(pool: torch.Tensor, impl: str) -> None:
     pool[0] = torch.randn(pool.shape[1:]).bfloat16()
     dispatch.block_copy(pool, [0], [3], impl=impl)

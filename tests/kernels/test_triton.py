@@ -3,17 +3,24 @@
 Where a card is present, tests/gpu runs the same checks on it at real shapes, and these do not run.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from kernel_checks import (
     check_attention,
     check_block_copy,
+    check_embedding,
+    check_gated,
     check_linear,
     check_logprobs,
+    check_moe,
     check_norms,
     check_rope,
     check_sample,
-    check_silu,
 )
 
 from isthmus_kernels.device import interpreted
@@ -21,6 +28,11 @@ from isthmus_kernels.device import interpreted
 pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels are compiled here: tests/gpu has these checks")
 
 F32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(7)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +76,12 @@ def test_attention(
     )
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_soft_cap(impl: str) -> None:
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": 32, "block_size": 16}
+    check_attention(impl, "cpu", [1, 20, 1], [90, 10, 0], softcap=2.0, **shape)
+
+
 @pytest.mark.parametrize(("head_dim", "rotary"), [(32, 32), (80, 32), (10, 6)])
 @pytest.mark.parametrize(("q_norm", "k_norm"), [(False, False), (True, True), (True, False), (False, True)])
 @pytest.mark.parametrize(("dtype", "kv_dtype", "layout"), [(F32, BF16, "block-major"), (BF16, F32, "layer-major")])
@@ -94,8 +112,8 @@ def test_norms(shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.d
 
 @pytest.mark.parametrize("shape", [(0, 64), (1, 1), (3, 37), (2, 1500)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_silu(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    check_silu("triton", "cpu", *shape, dtype)
+def test_gated(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check_gated("triton", "cpu", *shape, dtype)
 
 
 @pytest.mark.parametrize("block_dim", [0, 2])
@@ -112,8 +130,10 @@ def test_sample(filters: tuple[str, ...], vocab: int, coarse: bool, holes: bool)
     check_sample("triton", "cpu", 6, vocab, filters, coarse=coarse, holes=holes, seed=vocab)
 
 
-def test_sample_from_several_programs_a_row() -> None:
-    check_sample("triton", "cpu", 3, 5000, ("top_k", "top_p"), coarse=False, holes=True, seed=1)
+@pytest.mark.parametrize("filters", [(), ("top_k", "top_p")])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_sample_from_several_programs_a_row(filters: tuple[str, ...], seed: int) -> None:
+    check_sample("triton", "cpu", 6, 9000, filters, coarse=False, holes=True, seed=seed)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -125,3 +145,28 @@ def test_logprobs(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("outputs", "columns"), [(64, 1024), (50, 70), (130, 700)])
 def test_linear(rows: int, outputs: int, columns: int) -> None:
     check_linear("triton", "cpu", rows, outputs, columns, BF16, with_bias=outputs == 50)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count", "top_k", "hidden", "inner"),
+    [(0, 4, 2, 32, 16), (1, 8, 3, 64, 48), (9, 5, 2, 70, 40), (40, 3, 1, 32, 130)],
+)
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_moe(tokens: int, count: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
+    check_moe("triton", "cpu", tokens, count, top_k, hidden, inner, dtype)
+
+
+@pytest.mark.slow
+def test_every_kernel_compiles_for_a_card_that_is_not_here() -> None:
+    program = Path(__file__).parents[1] / "support/compile_kernels.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("count", "width"), [(11, 37), (5, 1500)])
+@pytest.mark.parametrize(("dtype", "table_dtype"), [(F32, BF16), (BF16, BF16)])
+def test_embedding(count: int, width: int, dtype: torch.dtype, table_dtype: torch.dtype) -> None:
+    check_embedding("triton", "cpu", count, width, dtype, table_dtype)

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from isthmus_operator.errors import ApiError
+from isthmus_operator.plan.contests import Contests
 from isthmus_operator.plan.desired import Desired, Name, name_of
+from isthmus_operator.plan.events import overridden
 from isthmus_operator.plan.ownership import FIELD_MANAGER
 from isthmus_operator.shell.apply import Applier, Changes
 
@@ -90,3 +92,52 @@ def test_a_scaler_left_by_a_former_service_is_taken_up_with_its_number() -> None
     foreign["metadata"]["managedFields"] = [{**record, "manager": "kubectl"}]
     changes = run(Server(lambda verb, kind: False, [foreign]), wanted, [])
     assert len(changes.refused) == 1
+
+
+class Overriding(Server):
+    """An admission policy that gives every object its own value of a label of ours."""
+
+    value = "theirs"
+
+    async def apply(self, manifest: Object, *, over: Object | None = None, subresource: str = "") -> Object:
+        self._do("apply", manifest)
+        meta = manifest["metadata"]
+        record = {"manager": FIELD_MANAGER, "operation": "Apply", "fieldsV1": {"f:metadata": {"f:labels": {"f:a": {}}}}}
+        live = manifest | {"metadata": meta | {"labels": {"a": self.value}, "managedFields": [record]}}
+        self._there[name_of(manifest)] = live
+        return live
+
+
+def test_what_a_policy_changes_is_written_once_and_told_once() -> None:
+    def wanted(label: str) -> Object:
+        one = body("Service", "s", owned=False)
+        one["metadata"]["labels"] = {"a": label}
+        return one
+
+    server, contests = Overriding(lambda verb, kind: False, []), Contests()
+    told: list[Name] = []
+
+    def again(label: str = "ours") -> int:
+        before = len(server.done)
+        known = dict(server._there)
+        applier = Applier(server, lambda verb, written: None)  # type: ignore[arg-type]
+        run = applier.run(
+            Desired(apply=(wanted(label),)), known, settled=True, complete=False, futile=contests.futile(("ns", "svc"))
+        )
+        changes = asyncio.run(run)
+        told.extend(contests.left(("ns", "svc"), changes.futile))
+        return len(server.done) - before
+
+    assert [again() for _ in range(9)] == [1, 0, 0, 0, 0, 0, 0, 0, 0]
+    assert told == [("Service", "s")]
+    (event,) = overridden(told)
+    assert event.warning and "an admission policy changes it" in event.message
+    # Either side wants another thing.
+    assert [again("other") for _ in range(3)] == [1, 0, 0]
+    server._there["Service", "s"]["metadata"]["labels"]["a"] = "third"
+    assert [again("other") for _ in range(3)] == [1, 0, 0]
+    server.value = "other"
+    server._there["Service", "s"]["metadata"]["labels"]["a"] = "x"
+    assert [again("other") for _ in range(2)] == [1, 0]
+    assert contests.futile(("ns", "svc")) == {}
+    assert len(told) == 1

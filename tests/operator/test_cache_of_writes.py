@@ -127,8 +127,10 @@ def test_a_list_and_a_watch_may_be_behind_each_other() -> None:
         one.cache.gone(body(9))
         one.cache.changed(body(5))
         assert one.versions() == {"e": 8}, "in a list that was begun before it was deleted"
-        one.cache.changed(body(10, uid="new"))
-        assert one.versions() == {"d": 10, "e": 8}
+        one.cache.changed(body(10))
+        assert one.versions() == {"d": 10, "e": 8}, "its label was removed, and is back"
+        one.cache.changed(body(11, uid="new"))
+        assert one.versions() == {"d": 11, "e": 8}
 
     asyncio.run(main())
 

@@ -43,7 +43,7 @@ async def working(server: ScriptedCluster, folder: Path, lease: LeaseSettings | 
     """An operator that has looked and watches; ended as a signal would end it."""
     with server.running(folder) as kubeconfig:
         api = await connect(str(kubeconfig))
-        one = Operator(api, OperatorOptions(lease=lease, health_port=0))
+        one = Operator(api, OperatorOptions(lease=lease, metrics_host="127.0.0.1", metrics_port=0, health_port=0))
         running = asyncio.create_task(handlers.be(one))
         try:
             yield one
@@ -142,7 +142,7 @@ def test_what_it_goes_on_refusing_ends_the_operator_with_the_reason(
         server = ScriptedCluster()
         with server.running(tmp_path) as kubeconfig:
             api = await connect(str(kubeconfig))
-            one = Operator(api, OperatorOptions(health_port=0))
+            one = Operator(api, OperatorOptions(metrics_host="127.0.0.1", metrics_port=0, health_port=0))
             running = asyncio.create_task(handlers.be(one))
             await until(lambda: server.watches == 8)
             server.refuse = 401

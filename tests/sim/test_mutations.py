@@ -13,12 +13,19 @@ from engine_world import World, request
 
 from isthmus_runtime.engine import blocks as blocks_module
 from isthmus_runtime.engine import handoffs as handoffs_module
+from isthmus_runtime.engine.admission import Admission
 from isthmus_runtime.engine.blocks import Hits, SequenceBlocks
+from isthmus_runtime.engine.completion import Completion
 from isthmus_runtime.engine.handoffs import Handoffs
-from isthmus_runtime.engine.loop import EngineLoop
+from isthmus_runtime.engine.in_flight import StepsInFlight
+from isthmus_runtime.engine.intake import Intake
+from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop
+from isthmus_runtime.engine.preemption import Preemption
 from isthmus_runtime.engine.scheduler import Scheduler
-from isthmus_runtime.engine.sequence import Effect, Emit, Kind
-from isthmus_runtime.interfaces.steps import StepOutput
+from isthmus_runtime.engine.sequence import Effect, Emit, Kind, Sequence
+from isthmus_runtime.interfaces.handoff import BlockRef
+from isthmus_runtime.interfaces.steps import StepOutput, StepPlan
+from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.kv.keys import ExtraKeys
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.protocol import PrefillRecord
@@ -95,6 +102,28 @@ def lossy_store(scenario: Scenario) -> Scenario:
     return replace(store(scenario), network=net, prefills=2, decodes=2)
 
 
+def hybrid(scenario: Scenario) -> Scenario:
+    """Two KV groups, one with a short window, in prompts of several windows."""
+    return replace(memory(scenario), windows=(None, 5), prompt_max=scenario.max_model_len - 4)
+
+
+def tight_sliding(scenario: Scenario) -> Scenario:
+    """A short window, and not one block more than the longest request needs."""
+    budget, size = 3, min(4, scenario.block_size)
+    group = GroupPlan(block_size=size, window=5, tokens_in_flight=STEPS_IN_FLIGHT * budget)
+    least = group.blocks_needed(64) + 1
+    return replace(
+        memory(scenario),
+        windows=(5,),
+        budget=budget,
+        block_size=size,
+        max_model_len=64,
+        prompt_max=56,
+        prefill_blocks=least,
+        decode_blocks=least,
+    )
+
+
 def leaving(scenario: Scenario) -> Scenario:
     return replace(memory(scenario), disconnect=0.5)
 
@@ -131,16 +160,17 @@ def sender_frees_without_drain(p: Patch) -> None:
 
 
 def publish_early(p: Patch) -> None:
-    real = Scheduler._plan_chunk
+    real = Scheduler.schedule
 
-    def plan(self: Scheduler, seq: object, count: int, work: list[object]) -> int:
-        planned = real(self, seq, count, work)  # type: ignore[arg-type]
-        written, seq.written = seq.written, seq.scheduled  # type: ignore[attr-defined]
-        self.blocks.publish(seq)  # type: ignore[arg-type]
-        seq.written = written  # type: ignore[attr-defined]
+    def schedule(self: Scheduler, now: float) -> tuple[StepPlan | None, list[Effect]]:
+        planned = real(self, now)
+        for seq in self.queues.running:
+            written, seq.written = seq.written, seq.scheduled
+            self.blocks.publish(seq)
+            seq.written = written
         return planned
 
-    p.setattr(Scheduler, "_plan_chunk", plan)
+    p.setattr(Scheduler, "schedule", schedule)
 
 
 def publish_before_arrival(p: Patch) -> None:
@@ -171,7 +201,7 @@ def drop_attempt_check(p: Patch) -> None:
 
 
 def skip_never_fit(p: Patch) -> None:
-    p.setattr(Scheduler, "_check_fits", lambda self, request, kind: None)
+    p.setattr(Intake, "check_fits", lambda self, request, kind: None)
 
 
 def forget_sibling_cancel(p: Patch) -> None:
@@ -180,25 +210,25 @@ def forget_sibling_cancel(p: Patch) -> None:
 
 def double_release(p: Patch) -> None:
     p.setattr(BlockPool, "_check_holds", lambda *args, **kwargs: None)
-    real = Scheduler._release
+    real = StepsInFlight.release
 
-    def release(self: Scheduler, seq: object, ids: list[int]) -> None:
-        real(self, seq, ids)  # type: ignore[arg-type]
-        if ids and self.pool.refs(ids[0]):
-            self.pool.release(ids[:1])
+    def release(self: StepsInFlight, seq: Sequence, ids: list[int]) -> None:
+        real(self, seq, ids)
+        if ids and self._pool.refs(ids[0]):
+            self._pool.release(ids[:1])
 
-    p.setattr(Scheduler, "_release", release)
+    p.setattr(StepsInFlight, "release", release)
 
 
 def leak_on_preemption(p: Patch) -> None:
-    real = Scheduler._preempt
+    real = Preemption.preempt
 
-    def preempt(self: Scheduler, seq: object) -> None:
-        kept = [ids[:1] for ids in seq.blocks]  # type: ignore[attr-defined]
-        self.pool.touch([b for ids in kept for b in ids])
-        real(self, seq)  # type: ignore[arg-type]
+    def preempt(self: Preemption, seq: Sequence) -> None:
+        kept = [ids[:1] for ids in seq.blocks]
+        self._pool.touch([b for ids in kept for b in ids])
+        real(self, seq)
 
-    p.setattr(Scheduler, "_preempt", preempt)
+    p.setattr(Preemption, "preempt", preempt)
 
 
 def ignore_deadlines(p: Patch) -> None:
@@ -221,13 +251,13 @@ def accept_incomplete(p: Patch) -> None:
 
 
 def skip_fence(p: Patch) -> None:
-    p.setattr(Scheduler, "_release", lambda self, seq, ids: self.pool.release(ids))
+    p.setattr(StepsInFlight, "release", lambda self, seq, ids: self._pool.release(ids))
 
 
 def record_first(p: Patch) -> None:
     def finish(leg: leg_module.Leg, now: float) -> leg_module.Step:
         timer = min(leg.deadline_s, now + leg.timeout_s)
-        return leg_module._start_record(replace(leg, state=leg_module.State.SENDING, started_s=now, timer_s=timer))
+        return leg_module._start_record(replace(leg, state=leg_module.LegState.SENDING, started_s=now, timer_s=timer))
 
     p.setattr(leg_module, "_finish", finish)
 
@@ -283,20 +313,20 @@ def lose_wake_up(p: Patch) -> None:
 
 
 def end_twice(p: Patch) -> None:
-    real = Scheduler._emit_token
+    real = Completion.complete
 
-    def emit(self: Scheduler, seq: object, token: int, logprob: object) -> list[Emit]:
-        effects = real(self, seq, token, logprob)  # type: ignore[arg-type]
-        return effects + effects if effects[-1].chunk.finish_reason is not None else effects  # type: ignore[union-attr,return-value]
+    def complete(self: Completion, output: StepOutput, now: float) -> list[Effect]:
+        effects = real(self, output, now)
+        return effects + [e for e in effects if isinstance(e, Emit) and e.chunk.finish_reason is not None]
 
-    p.setattr(Scheduler, "_emit_token", emit)
+    p.setattr(Completion, "complete", complete)
 
 
 def end_never(p: Patch) -> None:
-    real = Scheduler._end
+    real = Completion.end
     p.setattr(
-        Scheduler,
-        "_end",
+        Completion,
+        "end",
         lambda self, seq, reason, error: [e for e in real(self, seq, reason, error) if not isinstance(e, Emit)],
     )
 
@@ -328,7 +358,7 @@ def skip_first_token(p: Patch) -> None:
 
 def admit_without_room(p: Patch) -> None:
     """Prompts are admitted although their blocks are not there."""
-    p.setattr(Scheduler, "_free_unreserved", lambda self: 10**6)
+    p.setattr(Admission, "free", lambda self: 10**6)
 
 
 def prefill_is_kept_on_failure(p: Patch) -> None:
@@ -336,11 +366,32 @@ def prefill_is_kept_on_failure(p: Patch) -> None:
     real = leg_module._settle
 
     def settle(leg: leg_module.Leg, now: float) -> leg_module.Step:
-        if not leg.quiet and leg.state is leg_module.State.CANCELLING:
+        if not leg.quiet and leg.state is leg_module.LegState.CANCELLING:
             return replace(leg, timer_s=leg_module.NEVER), ()
         return real(leg, now)
 
     p.setattr(leg_module, "_settle", settle)
+
+
+def send_the_first_group_for_all(p: Patch) -> None:
+    """As before handoffs knew of groups: the blocks of group 0 under the keys of another."""
+    real = Handoffs._ref
+
+    def ref(self: Handoffs, seq: Sequence, group: int, index: int) -> BlockRef:
+        right = real(self, seq, group, index)
+        sends = seq.kind is Kind.SEND
+        return replace(right, block_id=seq.blocks[0][index]) if sends else right
+
+    p.setattr(Handoffs, "_ref", ref)
+
+
+def pass_a_window_too_early(p: Patch) -> None:
+    real = GroupPlan.passed
+    p.setattr(GroupPlan, "passed", lambda self, length: real(self, length + self.block_size))
+
+
+def keep_what_windows_passed(p: Patch) -> None:
+    p.setattr(SequenceBlocks, "trim", lambda self, seq: [])
 
 
 MUTATIONS = [
@@ -375,6 +426,9 @@ MUTATIONS = [
     Mutation("wrong first token in the record", skip_first_token, shape=memory),
     Mutation("admit without room", admit_without_room, shape=tight),
     Mutation("forget to stop a failed leg", prefill_is_kept_on_failure, shape=flaky),
+    Mutation("send one KV group's blocks for another's", send_the_first_group_for_all, shape=hybrid),
+    Mutation("pass a window too early", pass_a_window_too_early, shape=hybrid),
+    Mutation("keep what windows have passed", keep_what_windows_passed, shape=tight_sliding),
 ]
 
 
@@ -392,7 +446,7 @@ def test_a_broken_rule_is_noticed(mutation: Mutation, monkeypatch: Patch) -> Non
     pytest.fail(f"{mutation.name}: not noticed in {mutation.seeds} seeds")
 
 
-SHAPES = (memory, store, flaky, flaky_store, lossy_store, tight, busy, leaving, late_calls)
+SHAPES = (memory, store, flaky, flaky_store, lossy_store, tight, busy, hybrid, tight_sliding, leaving, late_calls)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda f: f.__name__)
@@ -411,8 +465,8 @@ def take_results_of_abandoned_runs(p: Patch) -> None:
     real = Scheduler.complete
 
     def complete(self: Scheduler, output: StepOutput, now: float) -> list[Effect]:
-        step, work = self._in_flight[0]
-        self._in_flight[0] = (step, [(seq, seq.run, chunk) for seq, _, chunk in work])
+        step, work = self.steps.steps[0]
+        self.steps.steps[0] = (step, [(seq, seq.run, chunk) for seq, _, chunk in work])
         return real(self, output, now)
 
     p.setattr(Scheduler, "complete", complete)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import Effect, Emit
-from isthmus_runtime.executor.fake import ENTRY_BYTES, FakeExecutor
+from isthmus_runtime.executor.fake import ENTRY_BYTES, FakeExecutor, Windows
 from isthmus_runtime.interfaces.steps import StepOutput
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.kv.plan import KvPlan
@@ -52,18 +52,25 @@ class World:
     depth: int = 2
     prefix_caching: bool = True
     poison: bool = True
+    windows: Windows = (None,)
+    """Of each KV group."""
     now: float = 0.0
     tokens: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, list[TokenChunk]] = field(default_factory=dict)
     effects: list[Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(self.num_blocks, prefix_caching=self.prefix_caching)
-        self.executor = FakeExecutor(self.num_blocks, self.block_size)
+        self.pool = BlockPool(self.num_blocks, num_groups=len(self.windows), prefix_caching=self.prefix_caching)
+        self.executor = FakeExecutor(self.num_blocks, self.block_size, windows=self.windows)
         config = SchedulerConfig(
             max_batched_tokens=self.max_batched_tokens, max_num_seqs=self.max_num_seqs, queue_timeout_s=100.0
         )
-        plan = make_plan(self.num_blocks, self.block_size, self.max_model_len)
+        flying = self.depth * self.max_batched_tokens
+        groups = tuple(
+            GroupPlan(block_size=self.block_size, window=window, tokens_in_flight=0 if window is None else flying)
+            for window in self.windows
+        )
+        plan = make_plan(self.num_blocks, self.block_size, self.max_model_len, groups)
         self.scheduler = Scheduler(config, plan, self.pool, layout_digest="fake")
         self.in_flight: deque[StepOutput] = deque()
         self.steps = 0

@@ -33,14 +33,15 @@ class FakeEvent:
 
 
 class FakeDevice:
-    """`executor.device.base.Device`. `sizes` are captured ahead."""
+    """`executor.device.base.Device`. `sizes` and `token_sizes` are captured ahead."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
     dtype_varies = False
 
-    def __init__(self, sizes: tuple[int, ...] = (1, 2, 4, 8)) -> None:
+    def __init__(self, sizes: tuple[int, ...] = (1, 2, 4, 8), token_sizes: tuple[int, ...] = ()) -> None:
         self._sizes = sizes
+        self._token_sizes = token_sizes
         self._work: deque[Body | FakeEvent] = deque()
         self._running = threading.Lock()
         self._staging: set[int] = set()
@@ -92,6 +93,9 @@ class FakeDevice:
             + tuple(size for size in self._sizes if size >= max_rows)[:1]
         )
 
+    def graph_tokens(self, max_tokens: int) -> tuple[int, ...]:
+        return tuple(size for size in self._token_sizes if size <= max_tokens)
+
     def capture(self, body: Body) -> Body:
         body()
         self.captured += 1
@@ -123,4 +127,4 @@ class FakeDevice:
 
 def garbage(tensor: Tensor) -> Tensor:
     """Fill with what no step may take for an input."""
-    return tensor.fill_(float("nan") if tensor.is_floating_point() else _GARBAGE)
+    return tensor.fill_(float("nan") if tensor.is_floating_point() else _GARBAGE if tensor.itemsize > 1 else 0xA5)

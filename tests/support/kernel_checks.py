@@ -16,7 +16,7 @@ from isthmus_kernels.sampling.noise import gumbel
 from isthmus_kernels.testing import PagedCase, assert_close, paged_case, poisoned
 
 
-def attend(case: PagedCase, impl: str, *, window: int | None = None) -> Tensor:
+def attend(case: PagedCase, impl: str, *, window: int | None = None, softcap: float | None = None) -> Tensor:
     """Run paged attention into poisoned memory; returns the real rows."""
     out = poisoned(*case.q.shape, dtype=case.q.dtype, device=case.q.device)
     dispatch.paged_attention(
@@ -29,6 +29,7 @@ def attend(case: PagedCase, impl: str, *, window: int | None = None) -> Tensor:
         max_query_len=case.max_query_len,
         max_seq_len=case.max_seq_len,
         window=window,
+        softcap=softcap,
         out=out,
         impl=impl,
     )
@@ -43,10 +44,12 @@ def check_attention(
     context_lens: Sequence[int],
     *,
     window: int | None = None,
+    softcap: float | None = None,
     **shape: Any,
 ) -> None:
     case = paged_case(query_lens, context_lens, device=device, spare_tokens=2, **shape)
-    assert_close(attend(case, impl, window=window), attend(case, "reference", window=window))
+    options = {"window": window, "softcap": softcap}
+    assert_close(attend(case, impl, **options), attend(case, "reference", **options))
 
 
 def check_rope(
@@ -121,13 +124,32 @@ def check_norms(impl: str, device: str, rows: int, width: int, dtype: torch.dtyp
     assert_close(got, want)
 
 
-def check_silu(impl: str, device: str, rows: int, width: int, dtype: torch.dtype) -> None:
+def check_gated(impl: str, device: str, rows: int, width: int, dtype: torch.dtype) -> None:
     x = (torch.randn(rows, 2 * width) * 4).to(device, dtype)
-    x[:, :1], x[:1, -1:] = 200.0, -1e4
-    out = poisoned(rows, width + 4, dtype=dtype, device=device)
-    dispatch.silu_mul(x, out=out[:, :width], impl=impl)
-    assert_close(out[:, :width], dispatch.silu_mul(x, impl="reference"))
-    assert out[:, width:].isnan().all(), "columns past the output were written"
+    x[:, :1], x[1:2, :1] = 200.0, -200.0
+    # Beside a gate that is not small: what rounds in the reference's 1 + tanh would grow with it.
+    x[:1, width - 1 : width], x[:1, -1:] = 1.0, -1e4
+    for op in (dispatch.silu_mul, dispatch.gelu_tanh_mul):
+        out = poisoned(rows, width + 4, dtype=dtype, device=device)
+        op(x, out=out[:, :width], impl=impl)
+        assert_close(out[:, :width], op(x, impl="reference"))
+        assert out[:, width:].isnan().all(), "columns past the output were written"
+
+
+def check_embedding(
+    impl: str, device: str, count: int, width: int, dtype: torch.dtype, table_dtype: torch.dtype
+) -> None:
+    table = torch.randn(count, width).to(device, table_dtype)
+    ids = torch.tensor([count - 1, 0, 0, count // 2], dtype=torch.int32, device=device)
+    for scale in (1.0, 3.5):
+        out = poisoned(4, width + 4, dtype=dtype, device=device)
+        dispatch.embedding(table, ids, scale=scale, out=out[:, :width], impl=impl)
+        want = torch.empty(4, width, dtype=dtype, device=device)
+        assert_close(out[:, :width], dispatch.embedding(table, ids, scale=scale, out=want, impl="reference"))
+        assert out[:, width:].isnan().all(), "columns past the output were written"
+    outside = torch.tensor([count, -1], dtype=torch.int32, device=device)
+    out = torch.zeros(2, width, dtype=dtype, device=device)
+    assert dispatch.embedding(table, outside, out=out, impl=impl).isnan().all()
 
 
 def check_block_copy(impl: str, device: str, block_dim: int, src: Sequence[int], dst: Sequence[int]) -> None:
@@ -236,3 +258,24 @@ def check_linear(
     assert wide[:, outputs:].isnan().all(), "columns past the output were written"
     # Twice: what a kernel keeps between calls must be as it found it.
     assert torch.equal(dispatch.linear(x, packed), wide[:, :outputs])
+
+
+def check_moe(
+    impl: str, device: str, tokens: int, count: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype
+) -> None:
+    logits = (torch.randn(tokens, count) * 2).to(device, dtype)
+    logits[:, 1] = logits[:, 2]  # ties
+    for renormalize in (False, True):
+        weights, experts = dispatch.moe_route(logits, top_k, renormalize=renormalize, impl=impl)
+        want_weights, want_experts = dispatch.moe_route(logits, top_k, renormalize=renormalize, impl="reference")
+        assert torch.equal(experts, want_experts)
+        torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-6)
+    x = torch.randn(tokens, hidden).to(device, dtype)
+    gate_up = (torch.randn(count, 2 * inner, hidden) / hidden**0.5).to(device, dtype)
+    down = (torch.randn(count, hidden, inner) / inner**0.5).to(device, dtype)
+    # Weights of experts that nobody chose must not be read.
+    idle = [expert for expert in range(count) if expert not in experts.unique().tolist()]
+    gate_up[idle], down[idle] = float("nan"), float("nan")
+    out = poisoned(tokens, hidden, dtype=dtype, device=device)
+    dispatch.moe(x, weights, experts, gate_up, down, out=out, impl=impl)
+    assert_close(out, dispatch.moe(x, weights, experts, gate_up, down, impl="reference"))

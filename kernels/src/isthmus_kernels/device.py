@@ -1,7 +1,8 @@
 """What the Triton launchers share: how wide the device is, and scratch that is made once and kept.
 
 A captured graph replays the addresses it was captured with, so scratch is never freed or grown in place: a larger
-bound is a new allocation beside the old one. Two streams never share scratch; calls on one stream are ordered.
+bound is a new allocation beside the old one. It belongs to the device: calls that may run at the same time, on two
+streams of one device, are not supported.
 """
 
 from functools import cache
@@ -31,16 +32,22 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-@cache
-def _kept(name: str, stream: int, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    del name, stream
-    return torch.zeros(shape, dtype=dtype, device=device)
+_KEPT: dict[tuple[str, torch.device, tuple[int, ...], torch.dtype], Tensor] = {}
 
 
 def scratch(name: str, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the buffer `name` of this shape for the current stream of `device`; zero when it is first made."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _kept(name, stream, device, shape, dtype)
+    """Return the buffer `name` of this shape on `device`; zero when it is first made.
+
+    Raises RuntimeError when it would have to be made while a graph is captured: it would be zeroed by every replay of
+    that graph and by no other graph. Run the op once with these shapes before.
+    """
+    key = (name, device, shape, dtype)
+    kept = _KEPT.get(key)
+    if kept is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{name}: scratch of shape {shape} is missing; run the op once before capturing it")
+        kept = _KEPT[key] = torch.zeros(shape, dtype=dtype, device=device)
+    return kept
 
 
 def power_of_two(count: int, at_least: int = 1) -> int:

@@ -1,8 +1,8 @@
 """The ops of the engine. Each call goes to the best implementation for the device of its tensors.
 
-`impl` overrides the choice by name: "cpu" (compiled C++), "triton", "torch" or "reference". The choice per
-(op, device) is logged once. Ops never synchronise with the device, never loop over requests in Python and
-write to the given buffers, so that a captured graph can replay them.
+`impl` overrides the choice by name: "cpu" (compiled C++), "cuda" (compiled CUDA), "triton", "torch" or
+"reference". The choice per (op, device) is logged once. Ops never synchronise with the device, never loop over
+requests in Python and write to the given buffers, so that a captured graph can replay them.
 """
 
 import importlib
@@ -15,23 +15,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus_kernels import native
+from isthmus_kernels import cuda_library, native
 from isthmus_kernels.device import interpreted
-from isthmus_kernels.kv_view import Layout, check_layer, layer_view
+from isthmus_kernels.kv_swap.swap import KvSwap
+from isthmus_kernels.kv_view import Layout, block_view, check_layer, layer_view
 from isthmus_kernels.linear.packed import PackedLinear, Weight
 from isthmus_kernels.native import Program, record
 
 __all__ = [
+    "KvSwap",
     "Layout",
     "PackedLinear",
     "Program",
     "add_rms_norm",
     "block_copy",
+    "block_view",
     "embedding",
     "gelu_tanh_mul",
+    "kv_swap",
     "layer_view",
     "linear",
     "logprobs",
+    "moe",
+    "moe_route",
     "pack",
     "paged_attention",
     "record",
@@ -51,10 +57,13 @@ _OPS = MappingProxyType(
         "rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
         "add_rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
         "silu_mul": ("silu_mul", ("cpu", "triton", "reference")),
-        "gelu_tanh_mul": ("silu_mul", ("cpu", "reference")),
-        "embedding": ("embedding", ("cpu", "reference")),
+        "gelu_tanh_mul": ("silu_mul", ("cpu", "triton", "reference")),
+        "embedding": ("embedding", ("cpu", "triton", "reference")),
+        "moe_route": ("moe", ("triton", "reference")),
+        "moe": ("moe", ("triton", "reference")),
         "pack": ("linear", ("cpu", "triton", "torch")),
         "block_copy": ("block_copy", ("triton", "torch", "reference")),
+        "kv_swap": ("kv_swap", ("cuda", "cpu", "reference")),
         "sample": ("sampling", ("cpu", "triton", "torch", "reference")),
         "logprobs": ("sampling", ("triton", "reference")),
     }
@@ -67,6 +76,8 @@ def _usable(impl: str, device: str, asked: str | None) -> bool:
     if impl == "triton":
         # The interpreter is for tests: it runs when it is asked for, and is never chosen.
         return device == "cuda" or (asked == "triton" and interpreted())
+    if impl == "cuda":
+        return device == "cuda" and cuda_library.available()
     return True
 
 
@@ -94,6 +105,7 @@ def paged_attention(
     max_query_len: int,
     max_seq_len: int,
     window: int | None = None,
+    softcap: float | None = None,
     out: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
@@ -109,6 +121,8 @@ def paged_attention(
         scale: factor on q·k, usually ``D ** -0.5``.
         max_query_len, max_seq_len: host-known upper bounds over the batch (they size grids).
         window: a query sees the last `window` positions, itself included; None means all.
+        softcap: scores s become ``softcap · tanh(s / softcap)`` (Gemma 2); None means none. Not in the compiled
+            CPU library: PyTorch's form runs instead.
         out: ``[T, Hq, D]``; allocated when None. Accumulation is fp32 whatever the dtypes.
     """
     check_layer(kv)
@@ -116,7 +130,12 @@ def paged_attention(
         raise ValueError(f"q: {q.shape[1]} heads are not a multiple of {kv.shape[3]} kv heads")
     if q.shape[2] != kv.shape[4]:
         raise ValueError(f"q: head_dim {q.shape[2]} differs from the pool's {kv.shape[4]}")
-    run = _select("paged_attention", q.device.type, impl)
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap: {softcap} is not above 0")
+    if softcap is not None and impl == "cpu":
+        raise ValueError("softcap: the compiled CPU library has none; leave impl to the choice, or ask for 'torch'")
+    capped = {} if softcap is None else {"softcap": softcap}
+    run = _select("paged_attention", q.device.type, impl or ("torch" if capped and not q.is_cuda else None))
     result: Tensor = run(
         q,
         kv,
@@ -128,6 +147,7 @@ def paged_attention(
         max_seq_len=max_seq_len,
         window=window,
         out=out,
+        **capped,
     )
     return result
 
@@ -214,7 +234,7 @@ def gelu_tanh_mul(x: Tensor, *, out: Tensor | None = None, impl: str | None = No
 def embedding(table: Tensor, ids: Tensor, *, scale: float = 1.0, out: Tensor, impl: str | None = None) -> Tensor:
     """Write rows ``table[ids] * scale`` of `table` ``[V, H]`` to `out` ``[T, H]``; `ids` int32 ``[T]``.
 
-    The dtypes of table and output may differ. On CPU an id outside the table is an IndexError.
+    The dtypes of table and output may differ. An id outside the table is an IndexError on CPU, a row of NaN on a GPU.
     """
     result: Tensor = _select("embedding", table.device.type, impl)(table, ids, scale=scale, out=out)
     return result
@@ -229,6 +249,21 @@ def block_copy(
     ValueError naming each bad index (negative, >= num_blocks, duplicate destination); then nothing is copied.
     """
     _select("block_copy", pool.device.type, impl)(pool, src, dst, block_dim=block_dim)
+
+
+def kv_swap(pool: Tensor, host: Tensor, *, impl: str | None = None, **options: Any) -> KvSwap:
+    """Bind a pool to a host buffer, once, for swaps of blocks between them.
+
+    Args:
+        pool: ``[num_blocks, ...]``, any strides: `block_view` of a pool of either layout, or a slice of it (a range
+            of layers or heads).
+        host: ``[host_blocks, ...]`` of the same dtype and block shape, any strides, pinned when the pool is on a GPU.
+        options: those of the implementation (`kv_swap.cuda_impl.kv_swap`).
+
+    Raises ValueError with all that is wrong with the two views.
+    """
+    result: KvSwap = _select("kv_swap", pool.device.type, impl)(pool, host, **options)
+    return result
 
 
 def pack(
@@ -267,6 +302,47 @@ def linear(x: Tensor, packed: PackedLinear, *, out: Tensor | None = None) -> Ten
 @cache
 def _native_bf16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def moe_route(
+    logits: Tensor, top_k: int, *, renormalize: bool = True, impl: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose experts by `logits` ``[T, E]``: softmax weights fp32 ``[T, k]`` and ids int32 ``[T, k]``, best first.
+
+    `renormalize` makes each row's k weights sum to 1. Of equal experts the first is the better one.
+    """
+    if not 0 < top_k <= logits.shape[1]:
+        raise ValueError(f"top_k: {top_k} is outside 1..{logits.shape[1]}, the number of experts")
+    result: tuple[Tensor, Tensor] = _select("moe_route", logits.device.type, impl)(
+        logits, top_k, renormalize=renormalize
+    )
+    return result
+
+
+def moe(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    out: Tensor | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """Return ``Σ_j weights[t, j] · down_e (silu(gate_e x_t) · up_e x_t)`` with ``e = experts[t, j]``.
+
+    Args:
+        x: ``[T, H]``, contiguous.
+        weights, experts: of `moe_route`, contiguous.
+        gate_up: ``[E, 2 I, H]``, gate rows first; `down`: ``[E, H, I]``; both in x's dtype with contiguous rows.
+    """
+    if gate_up.shape[1] != 2 * down.shape[2] or gate_up.shape[2] != x.shape[1] or down.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"gate_up, down: {tuple(gate_up.shape)} and {tuple(down.shape)} are not [E, 2 I, {x.shape[1]}] and "
+            f"[E, {x.shape[1]}, I]"
+        )
+    result: Tensor = _select("moe", x.device.type, impl)(x, weights, experts, gate_up, down, out=out)
+    return result
 
 
 def sample(

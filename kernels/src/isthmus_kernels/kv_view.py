@@ -28,6 +28,17 @@ def layer_view(pool: Tensor, slot: int, layout: Layout = "block-major") -> Tenso
     return pool[slot].transpose(0, 1)
 
 
+def block_view(pool: Tensor, layout: Layout = "block-major") -> Tensor:
+    """Return `pool` as ``[num_blocks, slots, 2, block_size, kv_heads, head_dim]``, whatever its layout.
+
+    No bytes move. A slice of it is a range of layers (dimension 1), of heads (dimension 4) or of either for
+    keys or values alone. Raises ValueError for a pool that is not 6-dimensional.
+    """
+    if pool.dim() != 6:
+        raise ValueError(f"pool: expected 6 dimensions, got shape {tuple(pool.shape)}")
+    return pool if layout == "block-major" else pool.permute(2, 0, 1, 3, 4, 5)
+
+
 def check_layer(kv: Tensor) -> None:
     """Raise ValueError unless `kv` is a layer view whose head_dim is contiguous."""
     if kv.dim() != 5 or kv.shape[1] != 2:

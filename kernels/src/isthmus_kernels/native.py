@@ -25,6 +25,9 @@ _LOG = logging.getLogger(__name__)
 _LEVELS = ("base", "avx2", "avx512")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DTYPES = frozenset(_DTYPES)
+# What each library is compiled from, as in setup.py.
+CPU_SOURCES = ("*/cpu/*.cpp", "cpu/*", "*/*.h")
+CUDA_SOURCES = ("*/cuda/*", "cuda/*", "*/*.h")
 
 Kept = tuple[Tensor | None, ...]
 Explain = Callable[[int, Kept], Exception]
@@ -42,11 +45,8 @@ def dtype_code(dtype: torch.dtype, name: str) -> int:
 def library() -> ctypes.CDLL | None:
     """Load the compiled library; None (and one logged line) where it was not built or cannot run here."""
     folder = Path(__file__).parent
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = folder / f"_cpu{suffix}"
-        if path.exists():
-            break
-    else:
+    path = find(folder, "_cpu")
+    if path is None:
         _LOG.warning("CPU kernels are not compiled: the slower PyTorch implementations are used")
         return None
     try:
@@ -55,7 +55,7 @@ def library() -> ctypes.CDLL | None:
         _LOG.warning("CPU kernels cannot be loaded (%s): the slower PyTorch implementations are used", error)
         return None
     lib.isthmus_sources.restype = ctypes.c_char_p
-    sources = _source_digest(folder)
+    sources = source_digest(folder, CPU_SOURCES)
     if sources is not None and lib.isthmus_sources().decode() != sources:
         _LOG.warning(
             "CPU kernels were compiled from other sources (%s; install again): "
@@ -66,9 +66,15 @@ def library() -> ctypes.CDLL | None:
     return lib
 
 
-def _source_digest(folder: Path) -> str | None:
+def find(folder: Path, name: str) -> Path | None:
+    """Where the compiled library `name` is; None where it was not built."""
+    paths = (folder / f"{name}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return next((path for path in paths if path.exists()), None)
+
+
+def source_digest(folder: Path, patterns: tuple[str, ...]) -> str | None:
     """SHA-256 of the sources in a development checkout, as in setup.py; None where only the library is installed."""
-    sources = sorted([*folder.glob("*/cpu/*.cpp"), *folder.glob("cpu/*")])
+    sources = sorted({path for pattern in patterns for path in folder.glob(pattern)})
     if not sources:
         return None
     digest = hashlib.sha256()

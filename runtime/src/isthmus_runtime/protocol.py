@@ -25,25 +25,13 @@ from pydantic_core import from_json
 from .errors import RequestError, error_from_json
 from .request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 
-KV_ABI = 1
-"""Engine KV ABI; part of the fingerprint. Raise it when bytes in a block change meaning."""
+KV_ABI = 2
+"""Engine KV ABI; part of the fingerprint. Raise it when bytes in a block, or the records between engines, change
+meaning."""
 
 
 class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class WireSampling(_Wire):
-    """`SamplingParams` on the wire."""
-
-    max_tokens: int = Field(ge=1)
-    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=0)
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
-    stop_token_ids: tuple[int, ...] = ()
-    logprobs: int = Field(default=-1, ge=-1, le=100)
 
 
 class WireRequest(_Wire):
@@ -51,7 +39,7 @@ class WireRequest(_Wire):
 
     request_id: str = Field(min_length=1, max_length=128)
     prompt_token_ids: tuple[int, ...] = Field(min_length=1)
-    sampling: WireSampling
+    sampling: SamplingParams
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     cache_salt: str = ""
     timeout_s: float = Field(default=600.0, gt=0, le=366 * 86400, allow_inf_nan=False)
@@ -61,7 +49,7 @@ class WireRequest(_Wire):
         return GenerateRequest(
             request_id=self.request_id,
             prompt_token_ids=self.prompt_token_ids,
-            sampling=SamplingParams(**self.sampling.model_dump()),
+            sampling=self.sampling,
             priority=self.priority,
             cache_salt=self.cache_salt,
             timeout_s=self.timeout_s,
@@ -70,20 +58,10 @@ class WireRequest(_Wire):
     @staticmethod
     def of(request: GenerateRequest) -> WireRequest:
         """Inverse of `to_request`."""
-        s = request.sampling
         return WireRequest(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,
-            sampling=WireSampling(
-                max_tokens=s.max_tokens,
-                temperature=s.temperature,
-                top_p=s.top_p,
-                top_k=s.top_k,
-                min_p=s.min_p,
-                seed=s.seed,
-                stop_token_ids=s.stop_token_ids,
-                logprobs=s.logprobs,
-            ),
+            sampling=request.sampling,
             priority=request.priority,
             cache_salt=request.cache_salt,
             timeout_s=request.timeout_s,
@@ -139,6 +117,15 @@ class EngineInfo(_Wire):
     vocab_size: int = 0
 
 
+class ReservedBlocks(_Wire):
+    """Decode's blocks for a run of neighbouring prompt blocks of one KV group."""
+
+    group: int
+    first: int
+    """Prompt block index, 0-based, that the first of `block_ids` is for."""
+    block_ids: tuple[int, ...]
+
+
 class Ticket(_Wire):
     """What decode tells prefill, through the router, so that prefill can send. Opaque to the router."""
 
@@ -160,8 +147,9 @@ class Ticket(_Wire):
     """Direct: address of block 0 of decode's pool."""
     block_stride: int = 0
     """Direct: bytes between two blocks."""
-    block_ids: tuple[int, ...] = ()
-    """Direct: decode's blocks for prompt blocks skip_blocks, skip_blocks+1, ..."""
+    blocks: tuple[ReservedBlocks, ...] = ()
+    """Direct: of each KV group, the prompt blocks that decode takes: from skip_blocks on, and of a sliding group only
+    what the next token looks back at."""
     record_address: int = 0
     record_capacity: int = 0
     """Direct: where the record is written, last, and how many bytes it may take."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, NamedTuple
+
+from pydantic import AfterValidator, ConfigDict, Field
 
 from .errors import RequestError
 
@@ -18,22 +21,37 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+class SamplingOptions:
+    """What a client may set, and a model's `generation_config.json` where the client does not; then these defaults.
+
+    The one place that knows a parameter's name, type, bounds and default: the API's schema, the records between router
+    and engines, and the executor's rows follow from it. What it does is the sampler's (`executor/input_batch.py` says
+    when it is off). pydantic reads the bounds wherever such a record comes from outside; making one checks nothing.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 1.0
+    """0 means greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda k: max(k, 0))] = 0
+    """0 means off, as -1 does elsewhere."""
+    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams(SamplingOptions):
     """How the next token is chosen. Resolved before it reaches an engine: nothing here is optional by accident."""
 
-    max_tokens: int
-    """Most tokens to generate, >= 1."""
-    temperature: float = 1.0
-    """0 means greedy."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 means off."""
-    min_p: float = 0.0
-    seed: int = 0
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    """Most tokens to generate."""
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     """Set by the API layer (from the client, else random), so that prefill, decode and a recompute draw alike."""
     stop_token_ids: tuple[int, ...] = ()
     """Includes the model's end-of-sequence ids unless the client asked to ignore them."""
-    logprobs: int = -1
+    logprobs: Annotated[int, Field(ge=-1, le=100)] = -1
     """-1 off; n >= 0: log-probability of the sampled token and of the n likeliest."""
 
 
@@ -62,9 +80,11 @@ class GenerateRequest:
     """The whole request must end within this."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenChunk:
-    """Some new tokens of one request; the last chunk carries `finish_reason`, and `error` if that is ERROR or ABORT."""
+class TokenChunk(NamedTuple):
+    """Some new tokens of one request; the last chunk carries `finish_reason`, and `error` if that is ERROR or ABORT.
+
+    A named tuple: there is one per request and step, and it costs a quarter of a frozen dataclass.
+    """
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
@@ -72,5 +92,5 @@ class TokenChunk:
     error: RequestError | None = None
     cached_tokens: int = 0
     """Prompt tokens served from a prefix cache; meaningful on the first chunk."""
-    note: str = field(default="")
+    note: str = ""
     """Where the prompt was computed: `local`, `transferred`, `recomputed` (for logs and metrics)."""

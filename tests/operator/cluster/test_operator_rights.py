@@ -90,6 +90,39 @@ def test_a_role_is_enough_and_no_secret_is_read(alone: Service, plane: Cluster, 
     assert holder["spec"]["holderIdentity"] == ""
 
 
+def test_a_right_that_is_missing_is_in_the_status_of_every_service(
+    alone: Service, plane: Cluster, tmp_path: Path
+) -> None:
+    """Also of one that was ready, and of one that no operator has ever looked at."""
+    narrow = Narrow(plane, tmp_path, alone.namespace)
+    narrow.start()
+    alone.apply()
+    alone.ready()
+    narrow.stop()
+    role = f"/apis/{RBAC}/namespaces/{alone.namespace}/roles/operator"
+    there = alone.client("GET", role)
+    rules = [rule for rule in there["rules"] if rule["resources"] != ["pods"]]
+    alone.client("PUT", role, there | {"rules": rules})
+    second = Service(client=alone.client, cluster=plane, namespace=alone.namespace, name="second")
+    second.apply()
+    narrow.start()
+    assert narrow.process is not None
+    try:
+        for one in (alone, second):
+            assert "pods" in one.reason("Ready", "ReconcileFailed")["message"]
+            assert one.condition("Ready")["status"] == "False"
+        assert narrow.process.wait(timeout=60) == 1
+    finally:
+        alone.client.merge(role, {"rules": there["rules"]})
+        narrow.stop()
+        narrow.start()
+    try:
+        alone.ready()
+        second.ready()
+    finally:
+        narrow.stop()
+
+
 def certificate(folder: Path) -> bytes:
     """A self-signed one for 127.0.0.1, as tls.crt and tls.key."""
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]

@@ -158,3 +158,23 @@ def test_a_quota_takes_the_routers(service: Service) -> None:
     service.apply(roles={"prefill": small, "decode": small})
     service.ready()
     assert service.get()["status"]["roles"]["router"]["summary"] == "2/2"
+
+
+def test_labels_taken_off_are_put_back_and_the_status_does_not_flicker(service: Service) -> None:
+    service.apply(roles=roles(1, 1))
+    service.ready()
+    pods = {p["metadata"]["uid"] for p in service.pods()}
+    before = {c["type"]: c["lastTransitionTime"] for c in service.get()["status"]["conditions"]}
+    path = f"/apis/apps/v1/namespaces/{service.namespace}/deployments"
+    for deployment in service.deployments():
+        for label in ("serving.isthmus.dev/service", "serving.isthmus.dev/role"):
+            patch = {"metadata": {"labels": {label: None}}}
+            service.client.merge(f"{path}/{deployment['metadata']['name']}", patch)
+    until(lambda: len(service.deployments()) == 3, 30)
+    until(lambda: all("serving.isthmus.dev/role" in d["metadata"]["labels"] for d in service.deployments()), 30)
+    assert {p["metadata"]["uid"] for p in service.pods()} == pods
+    status = service.get()["status"]
+    assert {c["type"]: c["lastTransitionTime"] for c in status["conditions"]} == before
+    assert {c["status"] for c in status["conditions"] if c["type"] in ("Ready", "DecodeReady", "RouterReady")} == {
+        "True"
+    }

@@ -16,6 +16,8 @@ import pytest
 from isthmus_operator.local.addresses import Addresses
 from isthmus_operator.local.process import Policy
 
+pytestmark = pytest.mark.slow  # starts processes, and waits for deadlines to pass
+
 HERE = Path(__file__).parent
 DEADLINE_S = 60.0
 PROBES: dict[str, Any] = {"startup": {}, "readiness": {"path": "/ready"}, "liveness": {}}

@@ -14,8 +14,8 @@ from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import CancelAttempt, FinishSend, Kind, OpenReceive, Phase, SendBlocks
 from isthmus_runtime.errors import DeadlineExceeded, InvalidRequest, NeverFits, Overloaded, TransferFailed
-from isthmus_runtime.executor.fake import expected_tokens
-from isthmus_runtime.kv.groups import GroupPlan
+from isthmus_runtime.executor.fake import Windows, expected_tokens
+from isthmus_runtime.interfaces.handoff import BlockRef
 from isthmus_runtime.kv.keys import keys_digest
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.protocol import PrefillRecord
@@ -185,19 +185,12 @@ def test_full_queue_and_duplicate_ids_are_refused() -> None:
 
 
 def test_sliding_window_blocks_come_back_while_the_request_runs() -> None:
-    window, bs = 8, 4
-    groups = (GroupPlan(block_size=bs, window=window, tokens_in_flight=16),)
-    world = World(num_blocks=9)
-    plan = make_plan(9, bs, 64, groups)
-    world.scheduler = Scheduler(SchedulerConfig(max_batched_tokens=8, max_num_seqs=2), plan, world.pool)
-    world.max_batched_tokens = 8
+    world = World(num_blocks=9, max_num_seqs=2, max_batched_tokens=8, windows=(8,))
     world.add(request("a", list(range(20)), 40))
-    for _ in range(1000):
-        if not world.scheduler.has_work:
-            break
-        assert world.turn()
+    world.run()
     assert world.finish("a") is FinishReason.LENGTH
-    assert len(world.tokens["a"]) == 40
+    params = request("a", [], 40).sampling
+    assert world.tokens["a"] == expected_tokens(list(range(20)), params, 40, (8,))
 
 
 # -------------------------------------------------------------------------------------------------------- handoffs
@@ -205,11 +198,17 @@ def test_sliding_window_blocks_come_back_while_the_request_runs() -> None:
 
 def move(source: World, target: World, sent: SendBlocks | tuple[SendBlocks, ...], job: OpenReceive) -> None:
     """Copy the sent blocks into the reserved ones, as a transport would."""
-    where = {ref.index: ref for ref in job.job.blocks}
+    where = {(ref.group, ref.index): ref for ref in job.job.blocks}
     for effect in sent if isinstance(sent, tuple) else (sent,):
         for ref in effect.blocks:
-            assert where[ref.index].key == ref.key
-            target.executor.block_bytes(where[ref.index].block_id)[:] = source.executor.block_bytes(ref.block_id)
+            there = where.pop((ref.group, ref.index))
+            assert there.key == ref.key
+            target.executor.block_bytes(there.block_id)[:] = source.executor.block_bytes(ref.block_id)
+    assert not where, f"not sent: {where}"
+
+
+def in_order(sent: tuple[SendBlocks, ...]) -> list[BlockRef]:
+    return sorted((ref for effect in sent for ref in effect.blocks), key=lambda ref: (ref.group, ref.index))
 
 
 def prefill(world: World, sid: str, prompt: list[int], skip: int = 0) -> tuple[tuple[SendBlocks, ...], PrefillRecord]:
@@ -224,7 +223,7 @@ def prefill(world: World, sid: str, prompt: list[int], skip: int = 0) -> tuple[t
                 attempt=sid,
                 num_tokens=result.num_tokens,
                 first_token=result.first_token,
-                key_digest=keys_digest([ref.key for effect in sent for ref in effect.blocks]),
+                key_digest=keys_digest([ref.key for ref in in_order(sent)]),
                 block_bytes=0,
             )
         world.turn()
@@ -532,3 +531,75 @@ def test_a_constrained_request_goes_on_right_after_a_preemption() -> None:
     assert world.scheduler.stats().preemptions
     tokens = world.tokens["masked"]
     assert len(tokens) == 12 and all((a + b) % 2 for a, b in itertools.pairwise(tokens))
+
+
+# ------------------------------------------------------------------------------------------------ kinds of KV groups
+
+KINDS: dict[str, Windows] = {"full": (None,), "sliding": (6,), "hybrid": (None, 6), "three": (9, None, 3)}
+
+
+def disaggregated(prompt: list[int], count: int, p: World, d: World, sid: str = "t") -> None:
+    """Prefill on one engine, decode on the other: all that decode waits for must come, and be enough."""
+    d.add(request(sid, prompt, count), kind=Kind.RECEIVE, attempt=sid)
+    d.turn()
+    jobs = [e for e in d.effects if isinstance(e, OpenReceive) and e.job.attempt == sid]
+    assert jobs, f"decode took a prompt of {len(prompt)} tokens and reserved nothing: {d.pool.counts()}"
+    sent, record = prefill(p, sid, prompt, skip=jobs[0].job.skip_blocks)
+    assert record.key_digest == keys_digest([ref.key for ref in jobs[0].job.blocks])
+    move(p, d, sent, jobs[0])
+    assert p.scheduler.sent(sid) is not None
+    p.scheduler.released(sid, True)
+    p.run()
+    d.take(d.scheduler.received(sid, record))
+    d.scheduler.released(sid, True)
+    d.run()
+
+
+@pytest.mark.parametrize("windows", KINDS.values(), ids=KINDS)
+def test_every_kind_of_group_is_handed_over_as_one_engine_would_have_it(windows: Windows) -> None:
+    p = World(num_blocks=120, max_model_len=128, max_batched_tokens=5, windows=windows)
+    d = World(num_blocks=120, max_model_len=128, windows=windows)
+    for number, length in enumerate((1, 4, 5, 6, 15, 16, 17, 40, 41, 60)):
+        prompt = [3 * i + number % 3 for i in range(length)]  # some begin alike: local hits on either side
+        disaggregated(prompt, 9, p, d, f"t{number}")
+        params = request("", prompt, 9).sampling
+        assert d.tokens[f"t{number}"] == expected_tokens(prompt, params, 9, windows)
+    for world in (p, d):
+        world.scheduler.check()
+    assert d.scheduler.stats().prefix_hits and p.scheduler.stats().prefix_hits
+
+
+@pytest.mark.parametrize("windows", KINDS.values(), ids=KINDS)
+@given(usable=st.integers(4, 40), budget=st.integers(1, 24), length=st.integers(1, 150), count=st.integers(1, 30))
+def test_what_is_admitted_finishes_in_every_role(
+    windows: Windows, usable: int, budget: int, length: int, count: int
+) -> None:
+    """A lone request that an engine takes must not need more blocks than the pool has, ever."""
+
+    def world() -> World:
+        return World(num_blocks=usable + 1, max_model_len=200, max_batched_tokens=budget, windows=windows)
+
+    prompt = [i * 7 % 90 for i in range(length)]
+    params = request("", prompt, count).sampling
+    right = expected_tokens(prompt, params, min(count, 200 - length), windows)
+    local, p, d = world(), world(), world()
+    try:
+        local.add(request("a", prompt, count))
+    except NeverFits:
+        return
+    local.run()
+    assert local.tokens["a"] == right
+    disaggregated(prompt, count, p, d)
+    assert d.tokens["t"] == right
+
+
+def test_a_windowed_receiver_reserves_its_window_and_holds_nobody_up() -> None:
+    """Found in review: a prompt of 50 blocks, 11 in the pool, and a receiver that waited for all of them."""
+    world = World(num_blocks=12, max_model_len=256, max_batched_tokens=8, windows=(6,))
+    world.add(request("r", list(range(200)), 4), kind=Kind.RECEIVE, attempt="t")
+    world.add(request("behind", [1, 2, 3], 4))
+    world.turn()
+    (job,) = [e for e in world.effects if isinstance(e, OpenReceive)]
+    assert [(ref.group, ref.index) for ref in job.job.blocks] == [(0, 48), (0, 49)]
+    while not world.ends["behind"]:
+        assert world.turn()

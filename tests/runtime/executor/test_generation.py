@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,14 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
+from tokenizers import Tokenizer
+
+from isthmus_runtime.config import SchedulerConfig
+from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.loop import EngineLoop
+from isthmus_runtime.engine.scheduler import Scheduler
+from isthmus_runtime.kv.pool import BlockPool
+from isthmus_runtime.request import GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -53,6 +62,35 @@ TINY = {
         kv_heads=1,
         block_size=4,
     ),
+    "gemma3-two-ropes": Tiny(
+        "Gemma3TextConfig",
+        {
+            "head_dim": 32,
+            "num_hidden_layers": 7,
+            "layer_types": None,
+            "sliding_window": 11,
+            "query_pre_attn_scalar": 50,
+            "rope_theta": 5000.0,
+            "rope_local_base_freq": 300.0,
+            "tie_word_embeddings": True,
+        },
+        block_size=4,
+    ),
+    "gemma3-linear-rope-softcap": Tiny(
+        "Gemma3TextConfig",
+        {
+            "head_dim": 24,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 24,
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            "final_logit_softcapping": 5.0,
+            "attention_bias": True,
+        },
+        heads=6,
+        kv_heads=2,
+        block_size=8,
+    ),
     "qwen3-qk-norm": Tiny("Qwen3Config", {"head_dim": 24}, heads=5, kv_heads=5, block_size=32),
 }
 
@@ -93,6 +131,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_models_match_transformers(name: str, tmp_path: Path, start_engine: Callable[..., Any], job: Any) -> None:
     case = TINY[name]
@@ -105,6 +144,62 @@ def test_tiny_models_match_transformers(name: str, tmp_path: Path, start_engine:
     expected = [greedy(model, p, n) for p, n in zip(prompts, counts, strict=True)]
     assert got == expected
     assert len({token for tokens in expected for token in tokens}) > 8, "the model is too dull to prove anything"
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_log_probabilities_match_transformers(
+    name: str, tmp_path: Path, start_engine: Callable[..., Any], job: Any
+) -> None:
+    case = TINY[name]
+    model = build(case, tmp_path)
+    engine = start_engine(tmp_path, block_size=case.block_size, budget=7, layout=case.layout)
+    prompt = [(7 * i) % 97 for i in range(30)]
+    asked = job(prompt, 3, SamplingParams(max_tokens=1, temperature=0.0, logprobs=97))
+    engine.driver(seed=1).run([asked])
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *asked.generated]])).logits[0, len(prompt) - 1 : -1]
+    for entry, expected in zip(asked.logprobs, logits.log_softmax(-1), strict=True):
+        found = torch.tensor([value for _, value in sorted(entry.top)])
+        torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gqa-tied", "qwen2-two-groups", "gemma3-two-ropes"])
+def test_prompts_from_the_prefix_cache_give_the_same_tokens(
+    name: str, tmp_path: Path, start_engine: Callable[..., Any]
+) -> None:
+    model = build(TINY[name], tmp_path)
+    served = start_engine(tmp_path, block_size=4)
+    prompt = [(5 * i + i * i) % 97 for i in range(50)]
+
+    async def main() -> list[tuple[list[int], int]]:
+        core = Scheduler(
+            SchedulerConfig(max_batched_tokens=served.budget, max_num_seqs=served.max_rows),
+            served.plan,
+            BlockPool(served.plan.num_blocks, num_groups=len(served.plan.groups)),
+            layout_digest=served.executor.kv_region().layout_digest,
+        )
+        streams = Streams(asyncio.get_running_loop())
+        loop = EngineLoop(core, served.executor, streams.sink)
+        loop.start()
+        backend = EngineBackend(loop, streams, vocab_size=97)
+        answers = []
+        try:
+            for number, tail in enumerate(([], [], [3, 4, 5])):
+                request = GenerateRequest(
+                    request_id=f"r{number}",
+                    prompt_token_ids=(*prompt, *tail),
+                    sampling=SamplingParams(max_tokens=9, temperature=0.0),
+                )
+                chunks = [chunk async for chunk in backend.generate(request)]
+                answers.append(([t for chunk in chunks for t in chunk.token_ids], chunks[0].cached_tokens))
+        finally:
+            loop.stop()
+        return answers
+
+    answers = asyncio.run(asyncio.wait_for(main(), 60))
+    assert answers[0] == (greedy(model, prompt, 9), 0)
+    assert answers[1][0] == answers[0][0] and answers[1][1] >= 44
+    assert answers[2][0] == greedy(model, [*prompt, 3, 4, 5], 9) and answers[2][1] >= 44
 
 
 def test_steps_submitted_ahead_give_the_same_tokens(tmp_path: Path, start_engine: Callable[..., Any], job: Any) -> None:
@@ -124,15 +219,15 @@ def test_padded_captured_late_steps_give_the_same_tokens(
     """On a device that captures ahead, runs its work as late as it may, and leaves garbage in used staging."""
     case = TINY[name]
     model = build(case, tmp_path)
-    device = FakeDevice((1, 2, 4, 8))
+    device = FakeDevice((1, 2, 4, 8), (4, 12))
     engine = start_engine(tmp_path, block_size=case.block_size, budget=20, max_rows=7, device=device)
     captured, made = device.captured, device.allocations
     rng = random.Random(name)
     prompts = [[rng.randrange(97) for _ in range(rng.randint(1, 30))] for _ in range(9)]
     got = engine.driver(seed=5, poison=not ahead, ahead=ahead).run([job(p, 12) for p in prompts])
     assert got == [greedy(model, p, 12) for p in prompts]
-    # Layers and draw of each size.
-    assert captured == 8 and device.captured == captured, "a graph was captured while steps ran"
+    # Layers and draw of each size, and layers of steps with prompts.
+    assert captured == 10 and device.captured == captured, "a graph was captured while steps ran"
     assert device.replayed > 20
     assert device.allocations == made, "a step allocated"
 
@@ -172,3 +267,23 @@ def test_smollm2_matches_transformers(smollm2: Path, start_engine: Callable[...,
             )
         assert tokens == reference[0, len(prompt) :].tolist()
     assert "Paris" in tokenizer.decode(got[0])
+
+
+@pytest.mark.slow
+def test_gemma3_matches_transformers(gemma3: Path, start_engine: Callable[..., Any], job: Any) -> None:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(gemma3, dtype=torch.float32).eval()
+    tokenizer = Tokenizer.from_file(str(gemma3 / "tokenizer.json"))
+    texts = ["The capital of France is", "Once upon a time", "2 + 2 =", "One, two, three, " * 150]
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    assert len(prompts[-1]) > 600, "the last prompt must be longer than the window"
+    engine = start_engine(gemma3, budget=96, max_rows=3, max_model_len=1024)
+    got = engine.driver(seed=5, preempt=0.0).run([job(p, 10) for p in prompts])
+    for prompt, tokens in zip(prompts, got, strict=True):
+        with torch.no_grad():
+            reference = model.generate(
+                torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        assert tokens == reference[0, len(prompt) :].tolist()
+    assert "France" in tokenizer.decode(got[0])

@@ -32,9 +32,9 @@ class Naive:
 class Batch:
     """An input batch on a device, its steps taken there at once."""
 
-    def __init__(self, sizes: tuple[int, ...] = ()) -> None:
-        self.device = FakeDevice(sizes)
-        graphs = Graphs(self.device, max_rows=MAX_ROWS, max_len=MAX_LEN)
+    def __init__(self, sizes: tuple[int, ...] = (), token_sizes: tuple[int, ...] = ()) -> None:
+        self.device = FakeDevice(sizes, token_sizes)
+        graphs = Graphs(self.device, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS, max_len=MAX_LEN)
         self.rows = InputBatch(
             self.device,
             graphs,
@@ -77,8 +77,8 @@ def forward_of(inputs: StepInputs) -> ForwardBatch:
 
 @given(st.data())
 def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
-    """With captured sizes, dummy rows follow the real ones and disturb nothing."""
-    batch, naive = Batch(data.draw(st.sampled_from([(), (1, 4, 6)]), label="sizes")), Naive()
+    """With captured sizes, dummy rows and tokens follow the real ones and disturb nothing."""
+    batch, naive = Batch(*data.draw(st.sampled_from([(), ((1, 4, 6),), ((1, 4, 6), (8, 32))]), label="sizes")), Naive()
     computed: dict[int, int] = {}
     blocks = st.integers(0, 1000)
     for step in range(data.draw(st.integers(1, 6), label="steps")):
@@ -116,24 +116,33 @@ def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
 
         forward, draws = forward_of(inputs), inputs.draws
         spans = [(c.row, p) for c in chunks for p in range(c.start, c.start + c.num_tokens)]
+        graphs = batch.rows._graphs
         decode = all(c.num_tokens == 1 for c in chunks)
-        dummies = batch.rows._graphs.padded(len(chunks)) - len(chunks) if decode else 0
-        assert inputs.graph == (len(chunks) + dummies if decode else 0)
+        if decode:
+            size = graphs.padded(len(chunks))
+            graph, rows, extra = ("decode", size), size, size - len(chunks)
+        elif graphs.token_sizes and len(spans) <= 32:
+            size = 8 if len(spans) <= 8 else 32
+            graph, rows, extra = ("prompts", size), 6, size - len(spans)
+        else:
+            graph, rows, extra = None, len(chunks), 0
+        dummies = rows - len(chunks)
+        assert inputs.graph == graph
         assert forward.token_ids.tolist()[: len(spans)] == [naive.tokens[row][p] for row, p in spans]
-        assert forward.positions.tolist() == [p for _, p in spans] + [0] * dummies
-        assert forward.seq_lens.tolist() == [c.start + c.num_tokens for c in chunks] + [1] * dummies
+        assert forward.positions.tolist() == [p for _, p in spans] + [0] * extra
+        assert forward.seq_lens.tolist() == [c.start + c.num_tokens for c in chunks] + [int(decode)] * dummies
         bounds = [*accumulate((c.num_tokens for c in chunks), initial=0)]
-        assert forward.query_start_loc.tolist() == bounds + [bounds[-1] + 1 + i for i in range(dummies)]
+        assert forward.query_start_loc.tolist() == bounds + [bounds[-1] + decode * (1 + i) for i in range(dummies)]
         longest = max(c.start + c.num_tokens for c in chunks)
-        assert forward.max_seq_len == (MAX_LEN if decode and batch.rows._graphs.sizes else longest)
-        assert forward.max_query_len == max(c.num_tokens for c in chunks)
+        assert forward.max_seq_len == (MAX_LEN if graphs.sizes and graph else longest)
+        assert forward.max_query_len == (graph[1] if graph and not decode else max(c.num_tokens for c in chunks))
         for number, group in enumerate(GROUPS):
             size, got = group.block_size, forward.groups[number]
             slots = []
             for row, p in spans:
                 block = naive.tables[row][number].get(p // size, 0)
                 slots.append(block * size + p % size if block else -1)
-            assert got.slot_mapping.tolist() == slots + [-1] * dummies
+            assert got.slot_mapping.tolist() == slots + [-1] * extra
             for c, table in zip(chunks, got.block_tables.tolist(), strict=False):
                 used = -(-(c.start + c.num_tokens) // size)
                 assert table[:used] == [naive.tables[c.row][number].get(i, 0) for i in range(used)]
@@ -144,7 +153,7 @@ def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
         else:
             assert draws is not None and draws.count == len(drawing) and not draws.parameters
             assert draws.logit_rows.tolist()[: draws.count] == [last for _, last in drawing]
-            assert len(draws.logit_rows) == (inputs.graph if len(drawing) == len(chunks) and decode else draws.count)
+            assert len(draws.logit_rows) == (rows if len(drawing) == len(chunks) and decode else draws.count)
             tokens_drawn = [500 + i for i in range(len(drawing))]
             batch.store(inputs, tokens_drawn)
             for (chunk, _), token in zip(drawing, tokens_drawn, strict=True):
@@ -210,6 +219,23 @@ def test_steps_of_one_size_lie_at_the_same_addresses() -> None:
     later = StepPlan(2, (), (), (Chunk(4, 29, 1, 1), Chunk(0, 0, 1, 1)), 2)
     assert addresses(batch.describe(later, slot=1)) == first
     assert addresses(batch.rows.dummies(4, batch.rows.slots[0])) == first
+
+
+def test_steps_with_prompts_of_one_size_lie_at_the_same_addresses() -> None:
+    batch = Batch((8,), (16, 32))
+
+    def addresses(inputs: StepInputs) -> list[int]:
+        forward = forward_of(inputs)
+        assert inputs.graph == ("prompts", 16)
+        tensors = [forward.token_ids, forward.positions, forward.query_start_loc, forward.seq_lens]
+        tensors += [t for group in forward.groups for t in (group.block_tables, group.slot_mapping)]
+        return [t.data_ptr() for t in tensors]
+
+    first = addresses(batch.rows.dummies(16, batch.rows.slots[0], prompts=True))
+    start = RowStart(4, "r", [1] * 30, 30, ((1,) * 8, (2,) * 4), GREEDY)
+    other = RowStart(1, "r", [1] * 3, 3, ((1,), (2,)), GREEDY)
+    plan = StepPlan(1, (start, other), (), (Chunk(4, 5, 10, 0), Chunk(1, 2, 1, 1)), 11)
+    assert addresses(batch.describe(plan, slot=1)) == first
 
 
 def test_a_new_request_sees_nothing_of_the_row_before() -> None:

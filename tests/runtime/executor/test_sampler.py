@@ -25,7 +25,7 @@ class Rows:
         device = CpuDevice()
         self._rows = InputBatch(
             device,
-            Graphs(device, max_rows=len(sampling), max_len=positions),
+            Graphs(device, max_rows=len(sampling), max_tokens=len(sampling), max_len=positions),
             max_rows=len(sampling),
             max_tokens=len(sampling),
             max_len=positions,

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
-from isthmus_runtime.openai.tokenizer import SamplingDefaults, Tokenizer
+from isthmus_runtime.openai.tokenizer import Tokenizer
+from isthmus_runtime.request import SamplingOptions
 from isthmus_runtime.serving.app import make_app
 from isthmus_runtime.serving.in_flight import InFlight
 
@@ -25,7 +26,7 @@ async def api_over(backend):
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     tokenizer = Tokenizer(
-        raw, config={}, eos_token_ids=(), vocab_size=256, chat_template=None, defaults=SamplingDefaults()
+        raw, config={}, eos_token_ids=(), vocab_size=256, chat_template=None, defaults=SamplingOptions()
     )
     app = make_app("test", bodies=BODIES)
     in_flight = InFlight()

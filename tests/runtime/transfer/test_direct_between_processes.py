@@ -15,6 +15,8 @@ from isthmus_runtime.transfer.greeting import Greeter, greeting_problem
 from isthmus_runtime.transfer.slots import SLOT_BYTES, RecordSlots
 from isthmus_runtime.transfer.transport import Run, choose_transport, merge_runs, transport_environment
 
+pytestmark = pytest.mark.slow  # starts processes, and waits for deadlines to pass
+
 Start = Callable[..., Any]
 
 
@@ -136,7 +138,7 @@ def test_a_peer_that_does_not_exist_fails_at_once(start_engine: Start) -> None:
         "greeting": "127.0.0.1:1",
         "pool_base": 4096,
         "block_stride": 65536,
-        "block_ids": [1],
+        "blocks": [{"group": 0, "first": 0, "block_ids": [1]}],
         "record_address": 4096,
         "record_capacity": SLOT_BYTES,
     }

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 from isthmus_runtime.interfaces.handoff import Drained, Failed, Released, Sent
 from isthmus_runtime.interfaces.transport import Piece
 from isthmus_runtime.transfer import leg as lg
+from isthmus_runtime.transfer.places import Place
 
 ATTEMPT = "a-1"
 RESULTS = (Sent, lg.EmitReceived, Failed)
 
 
-def piece(index: int) -> tuple[int, Piece]:
-    return index, Piece(block_id=index + 1, key=f"k{index}", nbytes=64)
+def piece(index: int) -> tuple[Place, Piece]:
+    return (0, index), Piece(block_id=index + 1, key=f"k{index}", nbytes=64)
 
 
 @dataclass
@@ -92,7 +93,7 @@ class World:
     def end(self) -> None:
         """Everything that runs ends, the peer stops, time passes: the leg must be gone then."""
         for _ in range(200):
-            if self.leg.state is lg.State.RELEASED:
+            if self.leg.state is lg.LegState.RELEASED:
                 break
             for op in tuple(self.running):
                 self.running.discard(op)
@@ -102,7 +103,7 @@ class World:
             self.now = max(self.now, min(self.leg.timer_s, self.now + 1e3))
             self.send(lg.Tick(ATTEMPT))
             self.send(lg.DrainAnswer(ATTEMPT, drained=True))
-        assert self.leg.state is lg.State.RELEASED
+        assert self.leg.state is lg.LegState.RELEASED
         self.check_order()
         assert sum(k in RESULTS for k in self.kinds()) == 1
         assert self.kinds().count(Released) == 1
@@ -276,7 +277,7 @@ def test_prefill_failure_keeps_its_stage_and_quarantines_until_the_peer_answers(
     assert w.asked == 2
     w.now = lg.RELEASE_BOUND_S
     w.send(lg.Tick(ATTEMPT))
-    assert w.leg.state is lg.State.QUARANTINED
+    assert w.leg.state is lg.LegState.QUARANTINED
     assert w.emitted[-1] == Released(attempt=ATTEMPT, drained=False)
     w.peer_writing = False
     w.send(lg.DrainAnswer(ATTEMPT, drained=True))
@@ -334,7 +335,7 @@ def test_late_messages_are_counted() -> None:
     w = world(lg.Side.SEND)
     w.send(lg.Admit(ATTEMPT))
     w.send(lg.Cancel(ATTEMPT, "x"))
-    assert w.leg.state is lg.State.RELEASED
+    assert w.leg.state is lg.LegState.RELEASED
     for event in (lg.Finish(ATTEMPT), lg.OpDone(ATTEMPT, 0, ok=True), lg.Commit(ATTEMPT, ok=True)):
         assert w.send(event) == ()
     assert w.leg.dropped == 3

@@ -15,6 +15,8 @@ from isthmus_runtime.interfaces.transport import KvRegion
 from isthmus_runtime.transfer.pool_codes import explain
 from isthmus_runtime.transfer.store import StoreTransfer, is_scoped
 
+pytestmark = pytest.mark.slow  # starts processes, and waits for deadlines to pass
+
 Start = Callable[..., Any]
 MINE, THEIRS = [7, 8, 9, 20], [3, 30, 31, 5]
 

@@ -14,7 +14,7 @@ from isthmus_kernels.block_copy.reference import check_ids
 _PIECE = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def _block_copy(pool, ids, count, outer_stride, block_stride, words, PIECE: tl.constexpr):
     copy = tl.program_id(0)
     source = tl.load(ids + copy).to(tl.int64) * block_stride

@@ -50,7 +50,7 @@ def _one_row(
     tl.store(out + output, result.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _few_rows(
     out,
     x,

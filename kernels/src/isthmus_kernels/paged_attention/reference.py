@@ -15,6 +15,7 @@ def paged_attention(
     max_query_len: int,
     max_seq_len: int,
     window: int | None = None,
+    softcap: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend each query of each request to its context; see the README for the formula."""
@@ -39,6 +40,8 @@ def paged_attention(
             visible &= tokens[None, :] > positions[:, None] - window
         for head in range(q.shape[1]):
             scores = q[first:last, head].float() @ keys[:, head // group].T * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
             weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
             out[first:last, head] = (weights @ values[:, head // group]).to(out.dtype)
     return out

@@ -19,6 +19,7 @@ def paged_attention(
     max_query_len: int,
     max_seq_len: int,
     window: int | None = None,
+    softcap: float | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `reference.paged_attention`."""
@@ -54,6 +55,8 @@ def paged_attention(
     if window is not None:
         visible &= token > position[:, :, None] - window
     scores = torch.einsum("rqhgd,rkhd->rhgqk", queries, keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
     # Padding queries see nothing; softmax of all -inf is NaN, which is never stored.
     weights = scores.softmax(dim=-1)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
-from isthmus_kernels.paged_attention.triton_tile import LOG2E, attend_tile
+from isthmus_kernels.paged_attention.triton_tile import LEAST_ROWS, LOG2E, attend_tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def plan(row_bytes: int) -> Plan:
 _MERGED_ELEMENTS = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _decode(
     out,
     q,
@@ -247,7 +247,7 @@ def decode(
         DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size,
         TILE=chosen.tile,
-        ROWS_PAD=power_of_two(rows, 16),
+        ROWS_PAD=power_of_two(rows, LEAST_ROWS),
         MERGED_ROWS=merged_rows,
         MERGED_PARTS=max(1, _MERGED_ELEMENTS // (merged_rows * dim_pad)),
         WINDOWED=window is not None,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isthmus_kernels.device import multiprocessors, power_of_two
-from isthmus_kernels.paged_attention.triton_tile import LOG2E, attend_tile
+from isthmus_kernels.paged_attention.triton_tile import LEAST_ROWS, LOG2E, attend_tile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ def plan(row_bytes: int, wide: bool, most_rows: int) -> Plan:
     return Plan(rows=64, tile=16, warps=4, stages=2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _prefill(
     out,
     q,
@@ -214,7 +214,7 @@ def prefill(
         BLOCK_SIZE=block_size,
         M=held,
         TILE=chosen.tile,
-        ROWS_PAD=power_of_two(rows, 16),
+        ROWS_PAD=power_of_two(rows, LEAST_ROWS),
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
         num_warps=chosen.warps,

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
+# Requests that the kernels look through at least: one compiled form for all smaller batches.
+LEAST_ROWS = 256
 
 
 @triton.jit

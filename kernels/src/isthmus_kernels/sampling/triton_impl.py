@@ -1,7 +1,7 @@
 """Sampling and log-probabilities on a GPU, without a sort and without the host.
 
-A row is read by several programs; the last of them to finish picks the winner. Only rows with a filter need the
-threshold kernel before that, which descends to the exact threshold by counting.
+A row is read by several programs; the last of them to finish picks the winner. Batches with filters go another way
+(triton_filter.py).
 """
 
 import torch
@@ -10,12 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
-from isthmus_kernels.sampling.triton_noise import gumbel, noise_key
-from isthmus_kernels.sampling.triton_threshold import threshold
+from isthmus_kernels.sampling.triton_filter import MOST_PARTS, filtered
+from isthmus_kernels.sampling.triton_noise import gumbel, noise_key, uniform
 
 _PIECE = 2048
 _WARPS = 8
-_MOST_PARTS = 64
 
 
 @triton.jit
@@ -23,7 +22,6 @@ def _choose(
     out,
     logits,
     temperature,
-    thresholds,
     seeds,
     positions,
     values,  # [rows, PARTS_PAD] fp32
@@ -35,7 +33,6 @@ def _choose(
     PIECE: tl.constexpr,
     PARTS_PAD: tl.constexpr,
     RANDOM: tl.constexpr,
-    FILTERED: tl.constexpr,
 ):
     row = tl.program_id(0)
     part = tl.program_id(1)
@@ -44,43 +41,48 @@ def _choose(
     if RANDOM:
         heat = tl.load(temperature + row)
         key = noise_key(tl.load(seeds + row), tl.load(positions + row))
-    lowest = float("-inf")
-    if FILTERED:
-        lowest = tl.load(thresholds + row)
     begin = part * span
     end = tl.minimum(begin + span, vocab)
     lane = tl.arange(0, PIECE)
     best = tl.full([PIECE], float("-inf"), tl.float32)
     best_token = begin + lane
+    bar = tl.max(best, axis=0)
     for base in range(begin, end, PIECE):
         token = base + lane
         score = tl.load(source + token, mask=token < end, other=float("-inf")).to(tl.float32)
+        promising = 1
         if RANDOM:  # noqa: SIM102 - decided when the kernel is compiled
             if heat > 0.0:
-                scaled = tl.div_rn(score, tl.zeros_like(score) + heat)
-                keep = (tl.abs(scaled) < float("inf")) & (scaled >= lowest)
-                score = tl.where(keep, scaled + gumbel(key, token), float("-inf"))
-        better = score > best
-        best = tl.where(better, score, best)
-        best_token = tl.where(better, token, best_token)
+                score = tl.div_rn(score, tl.zeros_like(score) + heat)
+                score = tl.where(tl.abs(score) < float("inf"), score, float("-inf"))
+                u = uniform(key, token)
+                # The noise is -log(-log u) and -log u >= 1 - u: once a good token is known, hardly any other needs
+                # its logarithms. The factor is for rounding.
+                chance = (1.0 - u) <= tl.exp(score - bar) * 1.001
+                promising = tl.max(chance.to(tl.int32), axis=0)
+                if promising > 0:
+                    score = score + gumbel(u)
+        if promising > 0:
+            better = score > best
+            best = tl.where(better, score, best)
+            best_token = tl.where(better, token, best_token)
+            if RANDOM:
+                bar = tl.max(best, axis=0)
     # Equal scores: the first token wins, whichever lane or program read it.
     most = tl.max(best, axis=0)
     winner = tl.min(tl.where(best == most, best_token, vocab), axis=0)
-    if PARTS_PAD == 1:
-        tl.store(out + row, winner.to(tl.int64))
-    else:
-        tl.store(values + row * PARTS_PAD + part, most)
-        tl.store(tokens + row * PARTS_PAD + part, winner)
-        tl.debug_barrier()
-        parts = tl.num_programs(1)
-        if tl.atomic_add(arrived + row, 1, sem="acq_rel", scope="gpu") == parts - 1:
-            index = tl.arange(0, PARTS_PAD)
-            spot = row * PARTS_PAD + index
-            value = tl.load(values + spot, mask=index < parts, other=float("-inf"), cache_modifier=".cg")
-            candidate = tl.load(tokens + spot, mask=index < parts, other=vocab, cache_modifier=".cg")
-            top = tl.max(value, axis=0)
-            tl.store(out + row, tl.min(tl.where(value == top, candidate, vocab), axis=0).to(tl.int64))
-            tl.store(arrived + row, 0)
+    tl.store(values + row * PARTS_PAD + part, most)
+    tl.store(tokens + row * PARTS_PAD + part, winner)
+    tl.debug_barrier()
+    parts = tl.num_programs(1)
+    if tl.atomic_add(arrived + row, 1, sem="acq_rel", scope="gpu") == parts - 1:
+        index = tl.arange(0, PARTS_PAD)
+        spot = row * PARTS_PAD + index
+        value = tl.load(values + spot, mask=index < parts, other=float("-inf"), cache_modifier=".cg")
+        candidate = tl.load(tokens + spot, mask=index < parts, other=vocab, cache_modifier=".cg")
+        top = tl.max(value, axis=0)
+        tl.store(out + row, tl.min(tl.where(value == top, candidate, vocab), axis=0).to(tl.int64))
+        tl.store(arrived + row, 0)
 
 
 def sample(
@@ -102,24 +104,23 @@ def sample(
         return out
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    thresholds = None
     if temperature is not None and not (top_k is None and top_p is None and min_p is None):
-        thresholds = threshold(logits, temperature, top_k, top_p, min_p)
+        assert seeds is not None and positions is not None
+        filtered(logits, temperature, top_k, top_p, min_p, seeds, positions, out)
+        return out
     # Enough programs to fill the device twice, each with enough to read.
     wanted = triton.cdiv(4 * multiprocessors(logits.device), rows)
-    parts = max(1, min(wanted, _MOST_PARTS, triton.cdiv(vocab, _PIECE)))
+    parts = max(1, min(wanted, MOST_PARTS, triton.cdiv(vocab, _PIECE)))
     span = triton.cdiv(triton.cdiv(vocab, parts), _PIECE) * _PIECE
     parts = triton.cdiv(vocab, span)
-    parts_pad = power_of_two(parts)
     bound = power_of_two(rows)
-    values = scratch("sample values", logits.device, (bound, parts_pad), torch.float32)
-    tokens = scratch("sample tokens", logits.device, (bound, parts_pad), torch.int32)
+    values = scratch("sample values", logits.device, (bound, MOST_PARTS), torch.float32)
+    tokens = scratch("sample tokens", logits.device, (bound, MOST_PARTS), torch.int32)
     arrived = scratch("sample arrived", logits.device, (bound,), torch.int32)
     _choose[(rows, parts)](
         out,
         logits,
         logits if temperature is None else temperature,
-        logits if thresholds is None else thresholds,
         out if seeds is None else seeds,
         out if positions is None else positions,
         values,
@@ -129,9 +130,8 @@ def sample(
         span,
         logits.stride(0),
         PIECE=_PIECE,
-        PARTS_PAD=parts_pad,
+        PARTS_PAD=MOST_PARTS,
         RANDOM=temperature is not None,
-        FILTERED=thresholds is not None,
         num_warps=_WARPS,
     )
     return out

@@ -19,8 +19,13 @@ def noise_key(seed, position):
 
 
 @triton.jit
-def gumbel(key, token):
-    """Standard Gumbel noise of int32 `token`."""
+def uniform(key, token):
+    """The number in (0, 1) of int32 `token`."""
     bits = mix64(key + (token + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
-    uniform = ((bits >> 41).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07
-    return -tl.log(-tl.log(uniform))
+    return ((bits >> 41).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07
+
+
+@triton.jit
+def gumbel(u):
+    """Standard Gumbel noise from a uniform number."""
+    return -tl.log(-tl.log(u))

@@ -53,6 +53,7 @@ class Reason(StrEnum):
     CAPACITY_GAP = "CapacityGap"
     CHILD_HEALED = "ChildHealed"
     CHILD_CONTESTED = "ChildContested"
+    CHILD_OVERRIDDEN = "ChildOverridden"
     SCALED = "Scaled"
     OPTIONAL_API_MISSING = "OptionalApiMissing"
 
@@ -177,6 +178,11 @@ TEXTS: dict[Reason, Text] = {
         "Stop the other one: `kubectl get KIND NAME -o yaml --show-managed-fields` names it. An HPA or KEDA belongs on"
         " the RoleScaler of a role with scaling `External`, not on a Deployment.",
     ),
+    Reason.CHILD_OVERRIDDEN: Text(
+        "An object of the service is not as the operator has written it, because an admission policy or webhook changes"
+        " what it is given. It is left so.",
+        "Nothing, if that is meant. Else except objects with the label `serving.isthmus.dev/service` from the policy.",
+    ),
     Reason.SCALED: Text(
         "Auto scaling has changed the number of pods of a role. The message says what decided it: the role's target, or"
         " `spec.scalingPolicy.ratio`.",
@@ -207,6 +213,7 @@ EVENTS = (
     Reason.ROLLOUT_STARTED, Reason.COMPLETE, Reason.DEADLINE_EXCEEDED, Reason.ROLLED_BACK, Reason.CAPACITY_GAP,
     Reason.SERVING, Reason.NO_ROUTER, Reason.NO_ENGINE, Reason.INVALID_SPEC, Reason.FINGERPRINT_MISMATCH,
     Reason.TRANSFER_NOT_READY, Reason.TRANSPORT_REPLACED, Reason.CHILD_HEALED, Reason.CHILD_CONTESTED,
+    Reason.CHILD_OVERRIDDEN,
     Reason.SCALED, Reason.OPTIONAL_API_MISSING, Reason.RECONCILE_FAILED, Reason.NAME_TAKEN,
     Reason.INTERNAL_ERROR, Reason.FOREIGN_PODS,
 )  # fmt: skip

@@ -19,7 +19,8 @@ HOSTNAME_KEY = "kubernetes.io/hostname"
 TYPED_FLAGS = frozenset(
     {
         *("role", "host", "port", "model", "served-model-name", "log-level", "drain-timeout", "no-progress-timeout"),
-        *("dtype", "threads", "max-model-len", "max-batched-tokens", "max-num-seqs", "max-waiting", "queue-timeout"),
+        *("device", "dtype", "threads", "max-model-len", "max-batched-tokens", "max-num-seqs", "max-waiting"),
+        "queue-timeout",
         *("block-size", "kv-dtype", "kv-memory", "kv-memory-fraction", "num-blocks-override", "no-prefix-caching"),
         *("kv-layout", "transfer-mode", "transfer-transport", "transfer-fallback", "transfer-timeout"),
         *("transfer-on-failure", "transfer-host", "transfer-crc"),
@@ -35,6 +36,11 @@ def engine_roles(spec: Spec) -> list[tuple[str, Role]]:
     """The roles that are set, by name."""
     found = [("prefill", spec.roles.prefill), ("decode", spec.roles.decode), ("worker", spec.roles.worker)]
     return [(name, role) for name, role in found if role is not None]
+
+
+def on_gpu(role: Role) -> bool:
+    """Whether the role's containers get a GPU: what makes their engines compute on it, or say why they cannot."""
+    return any(resource.endswith("/gpu") for resource in role.resources.limits)
 
 
 def kv_memory(spec: Spec, role: Role) -> KvMemory:
@@ -213,9 +219,8 @@ def _host_memory(spec: Spec) -> Iterator[Problem]:
                 f"lower it, or raise spec.roles.{name}.resources.limits.memory",
             )
             continue
-        on_device = any("gpu" in resource for resource in role.resources.limits)
         kv = kv_memory(spec, role).memory
-        if kv is not None and not on_device and kv.value + segment >= limit.value:
+        if kv is not None and not on_gpu(role) and kv.value + segment >= limit.value:
             lent = f" and the store segment {spec.store.segment_size}" if spec.store else ""
             yield Problem(
                 f"spec.roles.{name}.resources.limits.memory",

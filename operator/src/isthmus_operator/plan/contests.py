@@ -1,7 +1,8 @@
 """Pure: objects that somebody else goes on changing, for example an HPA that is aimed at a Deployment of ours.
 
 Each change of theirs makes and removes pods, and so does each answer of ours. A change by hand is put right at once.
-One that comes again and again is answered after growing pauses, and the service's other objects at once.
+One that comes again and again is answered after growing pauses, and the service's other objects at once. What an
+admission policy changes as it is written is written once, and then left until either side wants another thing.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Contests:
 
     def __init__(self) -> None:
         self._found: dict[Key, dict[Name, _Contest]] = {}
+        self._futile: dict[Key, dict[Name, str]] = {}
 
     def left_alone(self, key: Key, now: float) -> dict[Name, float]:
         """Objects that are not put right now, and when they may be."""
@@ -61,6 +63,20 @@ class Contests:
             del self._found[key]
         return single, contested
 
+    def futile(self, key: Key) -> dict[Name, str]:
+        """Objects that do not become what is written of them, and how each was left."""
+        return self._futile.get(key, {})
+
+    def left(self, key: Key, futile: dict[Name, str]) -> list[Name]:
+        """Note those of the last run. The ones to tell of, which were none in the run before."""
+        new = [name for name in futile if name not in self.futile(key)]
+        if futile:
+            self._futile[key] = futile
+        else:
+            self._futile.pop(key, None)
+        return new
+
     def forget(self, key: Key) -> None:
         """The service is gone."""
         self._found.pop(key, None)
+        self._futile.pop(key, None)

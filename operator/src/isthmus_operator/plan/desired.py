@@ -185,6 +185,8 @@ def _rescaled(there: Object, count: int) -> Object:
     """What we own of a workload of an older revision, with another number of replicas."""
     ours = plain(owned(there))
     meta = {"name": there["metadata"]["name"], "namespace": there["metadata"]["namespace"], **ours.get("metadata", {})}
+    # Those that somebody has taken off, by which it is watched, and which its selector still has.
+    meta["labels"] = {**meta.get("labels", {}), **there["spec"]["selector"]["matchLabels"]}
     spec = {**ours.get("spec", {}), "replicas": count}
     # Always ours, and required by the API: an apply without them would be refused had somebody taken them over.
     spec.setdefault("selector", there["spec"]["selector"])

@@ -67,6 +67,12 @@ def healed(objects: Iterable[tuple[str, str]]) -> list[Event]:
     ]
 
 
+def overridden(objects: Iterable[tuple[str, str]]) -> list[Event]:
+    """Objects, by kind and name, that do not become what is written of them."""
+    why = "is not as it was written: an admission policy changes it; it is left so until one of the two changes"
+    return [Event(True, Reason.CHILD_OVERRIDDEN, f"{kind} {name} {why}") for kind, name in objects]
+
+
 def contested(objects: Iterable[tuple[str, str]]) -> list[Event]:
     """Objects, by kind and name, that somebody else changes again and again."""
     why = "is changed by somebody else again and again; from now on it is put right after growing pauses"

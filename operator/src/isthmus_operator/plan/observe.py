@@ -60,6 +60,18 @@ def is_child(service: InferenceService, child: Object) -> bool:
     return any(owner["uid"] == service.uid for owner in child["metadata"].get("ownerReferences") or ())
 
 
+def unknown_makers(service: InferenceService, children: Iterable[Object]) -> list[dict[str, Any]]:
+    """Deployments that have made pods with the service's labels and are not among `children`, as far as their names
+    say: kind, name and namespace."""
+    children = list(children)
+    known = {_maker(child) for child in children if child["kind"] in ("Deployment", "StatefulSet")}
+    found = {_maker_of(child) for child in children if child["kind"] == "Pod"} - known
+    return [
+        {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": maker[1], "namespace": service.namespace}}
+        for maker in sorted(maker for maker in found if maker is not None and maker[0] == "Deployment")
+    ]
+
+
 def _maker(workload: Object) -> Maker:
     meta = workload["metadata"]
     return workload["kind"], meta["uid"] if workload["kind"] == "StatefulSet" else meta["name"]

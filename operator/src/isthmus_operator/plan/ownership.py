@@ -86,6 +86,12 @@ def differs(wanted: Object, live: Object) -> bool:
     return not _same(content | {"metadata": meta}, owned(live))
 
 
+def stand_off(wanted: Object, live: Object) -> str:
+    """A digest of what we want of an object, and of what we own of it as it is."""
+    text = json.dumps([wanted, plain(owned(live))], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def marked(manifest: dict[str, Any]) -> dict[str, Any]:
     """A workload with the mark of its template."""
     text = json.dumps(manifest["spec"]["template"], sort_keys=True, separators=(",", ":"))

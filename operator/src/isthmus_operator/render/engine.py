@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..api.choices import Enforcement, KvLayout, ScalingMode, TransferMode, Transport
-from ..api.rules import kv_memory
+from ..api.rules import kv_memory, on_gpu
 from ..api.spec import Engine, EngineTuning, Locality, Rdma, Role
 from ..api.v1alpha1 import InferenceService
 from .model import model_parts
@@ -70,6 +70,9 @@ def engine_args(service: InferenceService, component: Component, model_path: str
         args += ["--served-model-name", name]
     args += ["--log-level", spec.observability.log_level.value]
     args += ["--drain-timeout", spec.rollout.drain_timeout.canonical]
+    if on_gpu(role):
+        # Not left to `auto`: a pod that got a GPU and cannot use it must say so, not serve from its CPU.
+        args += ["--device", "cuda"]
     args += _tuning(spec.engine, role.engine)
     args += _kv(service, role)
     if component is not Component.WORKER:

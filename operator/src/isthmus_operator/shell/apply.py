@@ -6,14 +6,14 @@ An object that is not the service's is never written and never deleted, whatever
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..api.v1alpha1 import API_VERSION, KIND
 from ..errors import ApiError, NameTaken
 from ..plan.desired import Desired, Name, name_of
-from ..plan.ownership import altered, differs, may_write, owners, was_made_by_us
+from ..plan.ownership import altered, differs, may_write, owners, stand_off, was_made_by_us
 from .client import CONFLICT, INVALID, NOT_FOUND, Api, path_of
 
 Object = dict[str, Any]
@@ -28,7 +28,8 @@ NOBODY = (0, 429, 503, 504)
 class Changes:
     """What one run wrote. healed: objects that somebody else had changed or deleted; missing: optional kinds whose API
     is not installed; refused: why objects could not be written; left_out: the same of optional ones. left_alone: those
-    that are not healed in this run."""
+    that are not healed in this run. futile: those that are not as they were written, and how they were left: an
+    admission policy changes what it is given."""
 
     left_alone: Collection[Name] = ()
     applied: list[Name] = field(default_factory=list)
@@ -37,35 +38,41 @@ class Changes:
     missing: list[str] = field(default_factory=list)
     refused: list[ApiError] = field(default_factory=list)
     left_out: list[ApiError] = field(default_factory=list)
+    futile: dict[Name, str] = field(default_factory=dict)
 
 
 class Applier:
-    """Makes the cluster what a `Desired` says. Holds no state of its own."""
+    """Makes the cluster what a `Desired` says. For one run."""
 
     def __init__(self, api: Api, written: Written) -> None:
         self._api = api
         self._written = written
+        self._futile: Mapping[Name, str] = {}
 
     async def run(
         self,
         wanted: Desired,
-        live: Mapping[Name, Object],
+        live: Mapping[Name, Object | None],
         *,
         settled: bool,
         complete: bool,
         skipped: Collection[str] = (),
         left_alone: Collection[Name] = (),
+        futile: Mapping[Name, str] | None = None,
     ) -> Changes:
         """Write what differs. `settled`: the present spec had been applied before, so that a foreign value is foreign;
         `complete`: all of it had been there, but for `skipped` kinds, so that what is missing now was removed by
-        somebody else. `left_alone`: what somebody else makes of these stays for now.
+        somebody else. `left_alone`: what somebody else makes of these stays for now. `live`: what stands under each
+        name; the server is asked about names that are not in it. `futile`: of the run before; writing the same over the
+        same again would do nothing.
 
         One object that is refused does not keep others from being put right. But from then on nothing new is made, so
         that no pod starts without what comes before it, and no pod is taken away, which others should have replaced.
         Raises ApiError where the API server does not answer: what was written before stays, and the next run goes on.
         """
         changes = Changes(left_alone=left_alone)
-        there = await self._there((*wanted.apply, *wanted.create), live)
+        self._futile = futile or {}
+        there = await self.standing((*wanted.apply, *wanted.create), live)
         for manifest in wanted.apply:
             found = there[name_of(manifest)]
             if changes.refused and (found is None or _pods(manifest) < _pods(found)):
@@ -108,9 +115,11 @@ class Applier:
             changes.deleted.append(name_of(child))
             self._written("delete", child)
 
-    async def _there(self, manifests: tuple[Object, ...], live: Mapping[Name, Object]) -> dict[Name, Object | None]:
+    async def standing(
+        self, manifests: Iterable[Object], live: Mapping[Name, Object | None]
+    ) -> dict[Name, Object | None]:
         """What stands under the names of `manifests`. `live` holds labelled objects alone: the server is asked whether
-        somebody else has one of those that are missing in it."""
+        there is one of those that are missing in it, of somebody else or without its labels."""
         missing = [manifest for manifest in manifests if name_of(manifest) not in live]
         found = await asyncio.gather(*(self._named(manifest) for manifest in missing))
         return {**live} | {name_of(manifest): one for manifest, one in zip(missing, found, strict=True)}
@@ -142,11 +151,17 @@ class Applier:
             if there["metadata"].get("deletionTimestamp") or not differs(manifest, there):
                 return
         name = name_of(manifest)
+        if there is not None and (stand := stand_off(manifest, there)) == self._futile.get(name):
+            changes.futile[name] = stand
+            return
         heals = complete if there is None else settled and altered(manifest, there)
         if heals and name in changes.left_alone:
             return
-        self._written("apply", await self._api.apply(manifest, over=there))
+        answer = await self._api.apply(manifest, over=there)
+        self._written("apply", answer)
         changes.applied.append(name)
+        if differs(manifest, answer):
+            changes.futile[name] = stand_off(manifest, answer)
         if heals:
             changes.healed.append(name)
 

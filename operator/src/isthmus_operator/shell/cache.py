@@ -67,8 +67,8 @@ class Cache:
         self._ready: dict[Key, bool] = {}
         self._generations: dict[Key, int] = {}
         self._written: dict[Key, dict[Name, tuple[float, _Kept]]] = {}
-        self._deleted: dict[str, float] = {}
-        self._gone: dict[str, float] = {}
+        self._deleted: dict[str, tuple[float, int]] = {}
+        self._gone: dict[str, tuple[float, int]] = {}
 
     # -------------------------------------------------------------------------------------------------- decisions
 
@@ -83,6 +83,10 @@ class Cache:
         """Every object labelled as the service's, without those we have deleted."""
         return [_body(kept) for (kind, _), kept in self._newest(key).items() if kind != SERVICE]
 
+    def services(self) -> list[Key]:
+        """Of all there are."""
+        return list(self._ready)
+
     def counts(self) -> tuple[int, int]:
         """Services that are ready, and that are not."""
         ready = sum(self._ready.values())
@@ -92,7 +96,7 @@ class Cache:
         """Remember an answer of the API server."""
         now = asyncio.get_running_loop().time()
         if verb == "delete":
-            self._deleted[body["metadata"]["uid"]] = now
+            self._deleted[body["metadata"]["uid"]] = now, 0
         elif "resourceVersion" in body["metadata"]:
             self._written.setdefault(key, {})[body["kind"], body["metadata"]["name"]] = (now, _keep(body))
 
@@ -103,7 +107,8 @@ class Cache:
         key, name = _key(body), (body["kind"], body["metadata"]["name"])
         before = self._watched.get(key, {}).get(name)
         uid, version = body["metadata"].get("uid", ""), int(body["metadata"]["resourceVersion"])
-        if uid in self._gone or (before is not None and before.uid == uid and before.version >= version):
+        newest = before.version if before is not None and before.uid == uid else self._gone.get(uid, (0.0, 0))[1]
+        if version <= newest:
             return
         kept = _keep(body)
         place = self._places.get(uid)
@@ -123,11 +128,12 @@ class Cache:
             self._wake(key)
 
     def gone(self, body: Object) -> None:
-        """An object was deleted: neither our answer to an earlier write nor a list begun before brings it back."""
-        now = asyncio.get_running_loop().time()
+        """An object was deleted, or has lost its label: neither our answer to an earlier write nor a list begun before
+        brings it back."""
+        now, meta = asyncio.get_running_loop().time(), body["metadata"]
         _forget(self._gone, now)
-        self._gone[body["metadata"]["uid"]] = now
-        self._drop(body["metadata"]["uid"])
+        self._gone[meta["uid"]] = now, int(meta["resourceVersion"])
+        self._drop(meta["uid"])
 
     def absent(self, kind: str, namespace: str, present: set[str], version: int) -> None:
         """What is not in a list was deleted unheard, unless it is newer than the list, which is of `version`."""
@@ -178,9 +184,9 @@ class Cache:
         return {name: kept for name, kept in there.items() if kept.uid not in self._deleted}
 
 
-def _forget(times: dict[str, float], now: float) -> None:
+def _forget(times: dict[str, tuple[float, int]], now: float) -> None:
     """Drop what is older than LAG_S from times in the order in which they came."""
-    while times and now - next(iter(times.values())) > LAG_S:
+    while times and now - next(iter(times.values()))[0] > LAG_S:
         del times[next(iter(times))]
 
 

@@ -40,6 +40,7 @@ PLURALS = {
 }
 """Kinds this operator reads or writes, and their names in URLs."""
 
+FORBIDDEN = 403
 NOT_FOUND = 404
 CONFLICT = 409
 INVALID = 422

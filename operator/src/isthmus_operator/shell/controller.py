@@ -17,8 +17,8 @@ from ..plan import autoscale
 from ..plan.autoscale import Decision
 from ..plan.contests import Contests
 from ..plan.desired import desired, name_of
-from ..plan.events import Event, contested, events, healed, scaled
-from ..plan.observe import is_child, observe
+from ..plan.events import Event, contested, events, healed, overridden, scaled
+from ..plan.observe import is_child, observe, unknown_makers
 from ..plan.observed import Facts, Observed
 from ..plan.planner import Plan, plan
 from ..plan.status import Status, failed_status, invalid_status, status_of
@@ -27,7 +27,7 @@ from ..render.names import Component, Defaults, is_engine
 from ..render.service import components
 from .apply import NOBODY, Applier
 from .cache import Cache, Key
-from .client import Api
+from .client import FORBIDDEN, Api
 from .known_facts import KnownFacts
 from .telemetry import Metrics
 
@@ -38,13 +38,17 @@ AUTO_PERIOD_S = 15.0
 
 @dataclass(slots=True, kw_only=True)
 class Controller:
-    """What a reconcile needs. `clock` gives seconds since the epoch."""
+    """What a reconcile needs. `clock` gives seconds since the epoch.
+
+    unread: why something that is watched may not be read, so that nothing is known for certain; empty when all is
+    """
 
     api: Api
     cache: Cache
     facts: KnownFacts
     defaults: Defaults
     metrics: Metrics
+    unread: str = ""
     clock: Callable[[], float] = time.time
     contests: Contests = field(default_factory=Contests)
 
@@ -85,25 +89,35 @@ class Controller:
 
     async def _reconcile(self, key: Key, body: Object, before: Status, applier: Applier) -> float | None:
         service = parse_stored(body)
-        children = self.cache.children(key)
-        facts = await self._facts(key, service, children)
-        if facts is None:
-            return None
-        seen = observe(service, children, facts, before)
-        now = self.clock()
-        wanted = plan(service, seen, now)
+        if self.unread:
+            raise ApiError(FORBIDDEN, self.unread)
+        children, now = self.cache.children(key), self.clock()
+        while True:
+            facts = await self._facts(key, service, children)
+            if facts is None:
+                return None
+            seen = observe(service, children, facts, before)
+            wanted = plan(service, seen, now)
+            exact = desired(service, self.defaults, wanted, children, seen, now)
+            known = {name_of(child): child for child in children}
+            there = await applier.standing((*exact.apply, *exact.create, *unknown_makers(service, children)), known)
+            # Somebody has taken their labels off, by which they are watched: no reason to act as if they were gone.
+            bare = [one for name, one in there.items() if one and name not in known and is_child(service, one)]
+            if not bare:
+                break
+            children += bare
         settled = before.get("observedGeneration") == service.generation
         said = {c.type: c.reason for c in seen.conditions}
         refused = said.get("Ready") in (Reason.RECONCILE_FAILED, Reason.NAME_TAKEN, Reason.INTERNAL_ERROR)
         complete = settled and said.get("Progressing") == Reason.COMPLETE and not refused
-        exact = desired(service, self.defaults, wanted, children, seen, now)
         changes = await applier.run(
             exact,
-            {name_of(child): child for child in children},
+            there,
             settled=settled,
             complete=complete,
             skipped=before.get("skipped", ()),
             left_alone=self.contests.left_alone(key, now),
+            futile=self.contests.futile(key),
         )
         scaling = autoscale.decide(service, seen, wanted, self.clock()) if _auto(service) else {}
         held = {part: decision.held for part, decision in scaling.items()}
@@ -120,6 +134,7 @@ class Controller:
         )
         single, many = self.contests.put_right(key, changes.healed, now)
         news = events(before, after, wanted if changes.applied else None) + healed(single) + contested(many)
+        news += overridden(self.contests.left(key, changes.futile))
         await self._report(applier, body, before, after, news)
         news = await self._scales(applier, service, seen, scaling, children)
         await self._report(applier, body, after, after, news)

@@ -6,7 +6,6 @@ read has changed. Only `on.event`, so that kopf writes nothing: no finalizer, no
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
 from itertools import chain, repeat
@@ -21,10 +20,7 @@ from .certificates import Certificates
 from .client import connect
 from .operator import Operator, OperatorOptions
 from .start import require_port
-from .telemetry import serve
 from .watched import PAGE, WATCHED
-
-_log = logging.getLogger(__name__)
 
 WEBHOOK_HOST = "0.0.0.0"
 NEVER_S = 1e9
@@ -68,7 +64,7 @@ def registry_of(operator: Operator) -> kopf.OperatorRegistry:
 
     @kopf.on.startup(registry=registry)
     async def start(**_: Any) -> None:
-        operator.start()
+        await operator.start()
 
     @kopf.on.cleanup(registry=registry)
     async def stop(**_: Any) -> None:
@@ -186,9 +182,6 @@ async def run(options: OperatorOptions) -> None:
     require_port("--webhook-port", WEBHOOK_HOST, options.webhook_port)
     api = await connect(options.kubeconfig)
     try:
-        operator = Operator(api, options)
-        async with serve(operator.metrics, host, options.metrics_port, unready=operator.unready) as bound:
-            _log.info("metrics on port %d; watching %s", bound, ", ".join(options.namespaces) or "all namespaces")
-            await be(operator)
+        await be(Operator(api, options))
     finally:
         await api.close()

@@ -6,7 +6,9 @@ Knows nothing of kopf, which tells it what happens (handlers.py).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -14,6 +16,7 @@ from typing import Any, NoReturn
 from ..api.reasons import Reason
 from ..errors import ApiError, Refused, UserError
 from ..render.names import Defaults
+from .apply import NOBODY
 from .cache import Cache, Key
 from .client import Api
 from .controller import Controller
@@ -21,7 +24,7 @@ from .facts import FactReader
 from .known_facts import KnownFacts
 from .leader import LeaseSettings, lead
 from .start import require_cluster
-from .telemetry import Metrics
+from .telemetry import Metrics, serve
 from .watched import look
 from .workqueue import Pauses, WorkQueue
 
@@ -29,6 +32,8 @@ _log = logging.getLogger(__name__)
 WORKERS = 8
 LOOK_S = 120.0
 """Between two lists of everything: as long may something stay that was deleted while the watches were cut off."""
+LAST_WORDS_S = 10.0
+"""To tell services, at a start that is refused, that they are not looked after."""
 LOOK_AGAIN_S = 3.0
 """After a list that the API server did not answer."""
 
@@ -72,12 +77,17 @@ class Operator:
         self._admitted = asyncio.Event()
         self._namespaces = options.namespaces or ("",)
         self._leading: asyncio.Task[None] | None = None
+        self._open = AsyncExitStack()
         self._troubled: set[Key] = set()
 
     # ----------------------------------------------------------------------------------------------------- life
 
-    def start(self) -> None:
-        """Lead, or wait to."""
+    async def start(self) -> None:
+        """Show metrics, and lead or wait to."""
+        options = self.options
+        metrics = serve(self.metrics, options.metrics_host, options.metrics_port, unready=self.unready)
+        port = await self._open.enter_async_context(metrics)
+        _log.info("metrics on port %d; watching %s", port, ", ".join(options.namespaces) or "all namespaces")
         self._leading = asyncio.create_task(self._lead())
         self._leading.add_done_callback(self._ended)
 
@@ -87,6 +97,7 @@ class Operator:
             self._leading.cancel()
             await asyncio.wait((self._leading,))
         await self.facts.close()
+        await self._open.aclose()
 
     async def admit(self) -> dict[str, Any]:
         """The credentials to watch with, as soon as there is a cluster that takes them. Where it goes on refusing them
@@ -94,6 +105,7 @@ class Operator:
         try:
             await require_cluster(self.api, self._namespaces)
         except (UserError, ApiError) as error:
+            await self._last_words(str(error))
             await self._fail(error)
         self._admitted.set()
         return await self.api.credentials()
@@ -103,6 +115,36 @@ class Operator:
         if not self._admitted.is_set():
             return "the API server does not let it watch yet"
         return "the webhook does not answer yet" if self.options.webhook_port and not self.serving.is_set() else ""
+
+    async def _last_words(self, why: str) -> None:
+        """Tell in every service's status that nobody looks after it, as far as that may be read and written."""
+        lease = self.options.lease
+
+        async def tell() -> None:
+            # Services come first in it.
+            with contextlib.suppress(ApiError):
+                await look(self.api, self._namespaces, self.cache)
+            await self._unread(why)
+
+        try:
+            async with asyncio.timeout(LAST_WORDS_S):
+                await (lead(self.api, lease, tell) if lease else tell())
+        except (ApiError, TimeoutError) as error:
+            _log.warning("services are not told: %s", error or "no answer in time")
+
+    async def _unread(self, why: str) -> None:
+        """Note why something may not be read, or that all may: services say so."""
+        if why == self.controller.unread:
+            return
+        self.controller.unread = why
+        for key in self.cache.services():
+            if not why:
+                self.queue.add(key)
+                continue
+            try:
+                await self.controller.reconcile(key)
+            except ApiError as error:
+                _log.warning("%s/%s: %s", *key, error)
 
     async def _fail(self, error: BaseException) -> NoReturn:
         self.failure = error
@@ -135,9 +177,12 @@ class Operator:
     async def _look(self) -> None:
         while True:
             try:
-                return await look(self.api, self._namespaces, self.cache)
+                await look(self.api, self._namespaces, self.cache)
+                return await self._unread("")
             except ApiError as error:
                 _log.warning("cannot list what there is: %s", error)
+                if error.status not in NOBODY:
+                    await self._unread(f"cannot read what belongs to it: {error}")
             await asyncio.sleep(LOOK_AGAIN_S)
 
     async def _look_again(self) -> None:

@@ -1,12 +1,13 @@
 """Rebuilds `tokenizer.json` and `tokenizer_config.json` from a GGUF file's metadata: exactly what the file says.
 
-Only byte-level BPE (`tokenizer.ggml.model` = gpt2) is known, with the pre-tokenizers named here; anything else is
-refused by name, because a guess would tokenise almost right.
+Known are byte-level BPE (`tokenizer.ggml.model` = gpt2) with the pre-tokenizers named here, and SentencePiece's BPE
+(`llama`) without a space put before a text; anything else is refused by name, because a guess would tokenise almost
+right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -14,9 +15,12 @@ from typing import Any
 from ..errors import WeightsError
 
 # gguf's TokenType. A control token is special: skipped in output, matched before anything else.
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 # Types that are ordinary entries: normal, unknown, unused, byte.
-_PLAIN = (1, 2, 5, 6)
+_PLAIN = (_NORMAL, _UNKNOWN, 5, _BYTE)
+
+# What SentencePiece writes for a space.
+_SPACE = "▁"
 
 _LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -62,66 +66,71 @@ class Tokenizer:
     pad: int | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Vocabulary:
+    """The file's tokens, by number."""
+
+    source: str
+    tokens: list[str]
+    types: list[int]
+    ids: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Method:
+    """The parts of tokenizer.json that say how text becomes tokens and back."""
+
+    normalizer: dict[str, Any] | None
+    pre_tokenizer: dict[str, Any] | None
+    post_processor: dict[str, Any] | None
+    """Before the special tokens are added."""
+    decoder: dict[str, Any]
+    model: dict[str, Any]
+
+
 def read_tokenizer(meta: Mapping[str, Any], *, source: str, max_length: int) -> Tokenizer:
     """Tokenizer files for a GGUF's metadata (field name to value). WeightsError names what is unknown or missing."""
     model = meta.get("tokenizer.ggml.model")
-    if model != "gpt2":
+    if not isinstance(model, str) or model not in _METHODS:
         raise WeightsError(
-            f"{source}: tokenizer.ggml.model {model!r} is not supported; known: gpt2 (byte-level BPE). "
-            "Fetch the original safetensors model instead"
+            f"{source}: tokenizer.ggml.model {model!r} is not supported; known: gpt2 (byte-level BPE), llama "
+            "(SentencePiece). Fetch the original safetensors model instead"
         )
-    name = meta.get("tokenizer.ggml.pre")
-    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
-        raise WeightsError(
-            f"{source}: tokenizer.ggml.pre {name!r} is not supported; known: {', '.join(PRE_TOKENIZERS)}. "
-            "Fetch the original safetensors model instead"
-        )
-    pre = PRE_TOKENIZERS[name]
-    tokens, merges = meta.get("tokenizer.ggml.tokens"), meta.get("tokenizer.ggml.merges")
-    if not tokens or merges is None:
-        raise WeightsError(f"{source}: tokenizer.ggml.tokens or tokenizer.ggml.merges is missing")
-    types = meta.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    tokens = meta.get("tokenizer.ggml.tokens")
+    if not tokens:
+        raise WeightsError(f"{source}: tokenizer.ggml.tokens is missing")
+    types = meta.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     if len(types) != len(tokens):
         raise WeightsError(f"{source}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
-    vocab = {token: number for number, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise WeightsError(f"{source}: tokenizer.ggml.tokens repeats {len(tokens) - len(vocab)} tokens")
+    vocabulary = _Vocabulary(
+        source=source, tokens=tokens, types=types, ids={token: number for number, token in enumerate(tokens)}
+    )
+    if len(vocabulary.ids) != len(tokens):
+        raise WeightsError(f"{source}: tokenizer.ggml.tokens repeats {len(tokens) - len(vocabulary.ids)} tokens")
+    method = _METHODS[model](meta, vocabulary)
 
     ids = {role: _token_id(meta, role, len(tokens), source) for role in ("bos", "eos", "eot", "padding", "unknown")}
-    added = [_added(number, tokens[number], kind, source) for number, kind in enumerate(types) if kind not in _PLAIN]
+    # A user-defined token is found in the text as it is normalised, if it is at all.
+    found_late = method.normalizer is not None and model == "llama"
+    added = [
+        _added(number, tokens[number], kind, source, normalized=found_late and kind == _USER_DEFINED)
+        for number, kind in enumerate(types)
+        if kind not in _PLAIN
+    ]
     add_bos = bool(meta.get("tokenizer.ggml.add_bos_token", False)) and ids["bos"] is not None
     add_eos = bool(meta.get("tokenizer.ggml.add_eos_token", False)) and ids["eos"] is not None
-
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pre.split is None}
-    steps: list[dict[str, Any]] = [byte_level]
-    if pre.digits:
-        steps.insert(0, {"type": "Digits", "individual_digits": True})
-    if pre.split is not None:
-        steps.insert(0, {"type": "Split", "pattern": {"Regex": pre.split}, "behavior": "Isolated", "invert": False})
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": added,
-        "normalizer": {"type": "NFC"} if pre.nfc else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else byte_level,
+        "normalizer": method.normalizer,
+        "pre_tokenizer": method.pre_tokenizer,
         "post_processor": _post_processor(
-            byte_level, tokens, ids["bos"] if add_bos else None, ids["eos"] if add_eos else None
+            method.post_processor, tokens, ids["bos"] if add_bos else None, ids["eos"] if add_eos else None
         ),
-        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": pre.ignore_merges,
-            "vocab": vocab,
-            # A byte-level token holds no space, so the space in a merge always parts its two sides.
-            "merges": [list(merge.split(" ")) for merge in merges],
-        },
+        "decoder": method.decoder,
+        "model": method.model,
     }
 
     def text(role: str) -> str | None:
@@ -156,6 +165,103 @@ def read_tokenizer(meta: Mapping[str, Any], *, source: str, max_length: int) -> 
     )
 
 
+def _byte_level_bpe(meta: Mapping[str, Any], vocabulary: _Vocabulary) -> _Method:
+    name = meta.get("tokenizer.ggml.pre")
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
+        raise WeightsError(
+            f"{vocabulary.source}: tokenizer.ggml.pre {name!r} is not supported; known: {', '.join(PRE_TOKENIZERS)}. "
+            "Fetch the original safetensors model instead"
+        )
+    pre = PRE_TOKENIZERS[name]
+    merges = meta.get("tokenizer.ggml.merges")
+    if merges is None:
+        raise WeightsError(f"{vocabulary.source}: tokenizer.ggml.merges is missing")
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": pre.split is None}
+    steps: list[dict[str, Any]] = [byte_level]
+    if pre.digits:
+        steps.insert(0, {"type": "Digits", "individual_digits": True})
+    if pre.split is not None:
+        steps.insert(0, {"type": "Split", "pattern": {"Regex": pre.split}, "behavior": "Isolated", "invert": False})
+    return _Method(
+        normalizer={"type": "NFC"} if pre.nfc else None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else byte_level,
+        post_processor=byte_level,
+        decoder={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        # A byte-level token holds no space, so the space in a merge always parts its two sides.
+        model=_bpe(vocabulary, [list(merge.split(" ")) for merge in merges], ignore_merges=pre.ignore_merges),
+    )
+
+
+def _sentencepiece_bpe(meta: Mapping[str, Any], vocabulary: _Vocabulary) -> _Method:
+    """SentencePiece joins, again and again, the two neighbours whose joined piece has the highest score; what is no
+    piece becomes its bytes. A merge list says the same: of each way to split a piece in two, by falling score."""
+    source, tokens, types, ids = vocabulary.source, vocabulary.tokens, vocabulary.types, vocabulary.ids
+    if meta.get("tokenizer.ggml.add_space_prefix", True):
+        raise WeightsError(
+            f"{source}: tokenizer.ggml.add_space_prefix is on (a space put before a text), which is not supported. "
+            "Fetch the original safetensors model instead"
+        )
+    if meta.get("tokenizer.ggml.precompiled_charsmap"):
+        raise WeightsError(f"{source}: tokenizer.ggml.precompiled_charsmap is set, which is not supported")
+    scores = meta.get("tokenizer.ggml.scores")
+    if not scores or len(scores) != len(tokens):
+        raise WeightsError(f"{source}: tokenizer.ggml.scores has {len(scores or ())} entries for {len(tokens)} tokens")
+    missing = [name for name in (f"<0x{byte:02X}>" for byte in range(256)) if types[ids.get(name, 0)] != _BYTE]
+    if missing:
+        raise WeightsError(f"{source}: token {missing[0]} is not in the vocabulary as a byte; all 256 are needed")
+    pieces = {token: number for token, number in ids.items() if types[number] == _NORMAL}
+    splits = [
+        (-scores[number], number, len(token) - cut)
+        for token, number in pieces.items()
+        for cut in range(1, len(token))
+        if token[:cut] in pieces and token[cut:] in pieces
+    ]
+    # Of several ways to one piece transformers' converter takes the one with the longer left side first.
+    merges = [[tokens[number][:-back], tokens[number][-back:]] for _, number, back in sorted(splits)]
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    return _Method(
+        normalizer={"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+        pre_tokenizer=None,
+        post_processor=None,
+        decoder={
+            "type": "Sequence",
+            "decoders": [
+                {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+                {"type": "ByteFallback"},
+                {"type": "Fuse"},
+            ],
+        },
+        model=_bpe(vocabulary, merges, byte_fallback=True, unknown=unknown),
+    )
+
+
+_METHODS: Mapping[str, Callable[[Mapping[str, Any], _Vocabulary], _Method]] = MappingProxyType(
+    {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}
+)
+
+
+def _bpe(
+    vocabulary: _Vocabulary,
+    merges: list[list[str]],
+    *,
+    ignore_merges: bool = False,
+    byte_fallback: bool = False,
+    unknown: str | None = None,
+) -> dict[str, Any]:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unknown,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": byte_fallback,
+        "byte_fallback": byte_fallback,
+        "ignore_merges": ignore_merges,
+        "vocab": vocabulary.ids,
+        "merges": merges,
+    }
+
+
 def _token_id(meta: Mapping[str, Any], role: str, vocab_size: int, source: str) -> int | None:
     key = f"tokenizer.ggml.{role}_token_id"
     value = meta.get(key)
@@ -166,7 +272,7 @@ def _token_id(meta: Mapping[str, Any], role: str, vocab_size: int, source: str) 
     return value
 
 
-def _added(number: int, token: str, kind: int, source: str) -> dict[str, Any]:
+def _added(number: int, token: str, kind: int, source: str, *, normalized: bool) -> dict[str, Any]:
     if kind not in (_CONTROL, _USER_DEFINED):
         raise WeightsError(f"{source}: token {number} {token!r} has the unknown type {kind}")
     return {
@@ -175,15 +281,17 @@ def _added(number: int, token: str, kind: int, source: str) -> dict[str, Any]:
         "single_word": False,
         "lstrip": False,
         "rstrip": False,
-        "normalized": False,
+        "normalized": normalized,
         "special": kind == _CONTROL,
     }
 
 
-def _post_processor(byte_level: dict[str, Any], tokens: list[str], bos: int | None, eos: int | None) -> dict[str, Any]:
-    """Adds what `add_bos_token` and `add_eos_token` ask for; without them only offsets are trimmed."""
+def _post_processor(
+    first: dict[str, Any] | None, tokens: list[str], bos: int | None, eos: int | None
+) -> dict[str, Any] | None:
+    """`first`, then what `add_bos_token` and `add_eos_token` ask for."""
     if bos is None and eos is None:
-        return byte_level
+        return first
 
     def special(number: int | None, part: int) -> list[dict[str, Any]]:
         return [] if number is None else [{"SpecialToken": {"id": tokens[number], "type_id": part}}]
@@ -201,4 +309,4 @@ def _post_processor(byte_level: dict[str, Any], tokens: list[str], bos: int | No
             if number is not None
         },
     }
-    return {"type": "Sequence", "processors": [byte_level, template]}
+    return template if first is None else {"type": "Sequence", "processors": [first, template]}

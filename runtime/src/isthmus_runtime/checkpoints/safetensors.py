@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -69,24 +70,38 @@ class Checkpoint:
         Bytes are read, not mapped: they land where they are wanted, and a file that shrinks meanwhile is an error and
         not a signal. The dtype is the checkpoint's, except that fp16, in which nothing is computed, becomes fp32.
         """
-        entries = [self._entries[name] for name in names]
-        dtypes = {entry.dtype for entry in entries}
-        if len(dtypes) > 1:
-            parts = [self.take(name) for name in names]
-            return torch.cat([part.float() for part in parts])
-        rows = sum(entry.shape[0] for entry in entries)
-        joined = torch.empty((rows, *entries[0].shape[1:]), dtype=_DTYPES[entries[0].dtype])
+        if len({self.dtype(name) for name in names}) > 1:
+            return torch.cat([self.take(name).float() for name in names])
+        shapes = [self.shape(name) for name in names]
+        rows = sum(shape[0] for shape in shapes)
+        joined = torch.empty((rows, *shapes[0][1:]), dtype=self.dtype(names[0]))
         target = memoryview(joined.view(torch.uint8).numpy().reshape(-1).data)
         at = 0
-        for name, entry in zip(names, entries, strict=True):
-            end = at + entry.shape[0] * (joined[0].nbytes)
-            entry.file.seek(entry.start)
-            while at < end:
-                count = entry.file.readinto(target[at:end])
-                if not count:
-                    raise WeightsError(f"{entry.path}: tensor {name} ends {end - at} bytes early; the file was changed")
-                at += count
+        for name, shape in zip(names, shapes, strict=True):
+            end = at + shape[0] * joined[0].nbytes
+            self.read_into(name, 0, target[at:end])
+            at = end
         return joined.float() if joined.dtype == torch.float16 else joined
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """As it is stored."""
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """As it is stored."""
+        return _DTYPES[self._entries[name].dtype]
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> None:
+        """Fill `target` with the tensor's bytes from `offset` on. Any number of threads may read at once."""
+        entry = self._entries[name]
+        at = 0
+        while at < len(target):
+            count = os.preadv(entry.file.fileno(), [target[at:]], entry.start + offset + at)
+            if not count:
+                raise WeightsError(
+                    f"{entry.path}: tensor {name} ends {len(target) - at} bytes early; the file was changed"
+                )
+            at += count
 
     def _open(self) -> None:
         problems: list[str] = []

@@ -40,7 +40,7 @@ def model_main(argv: Sequence[str]) -> int:
     args = build_model_parser().parse_args(argv)
     try:
         if args.command == "import":
-            from ..checkpoints.gguf_import import import_gguf
+            from ..checkpoints.gguf import import_gguf
 
             import_gguf(Path(args.file), Path(args.out), _progress)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from ..interfaces.steps import RowBlocks
@@ -22,6 +23,11 @@ class Hits:
     evictable: int
     """How many of them sit in the free list: taking them shrinks it."""
 
+    @property
+    def held(self) -> int:
+        """Blocks that the hit holds."""
+        return sum(1 for ids in self.blocks for block in ids if block)
+
 
 class SequenceBlocks:
     """Maps requests to blocks. Owns no request; the pool stays the one truth about blocks."""
@@ -32,6 +38,7 @@ class SequenceBlocks:
         self.block_size: int = sizes.pop()
         self.pool = pool
         self.groups = plan.groups
+        self._windowed = any(group.window is not None for group in plan.groups)
         self._caching = prefix_caching
 
     # --------------------------------------------------------------------------------------------- hashes and hits
@@ -50,6 +57,20 @@ class SequenceBlocks:
         per_group = [seq.hashes] * len(self.groups)
         # lookup_groups leaves one token to compute; the caller's limit already says how many may hit.
         tokens, tables = self.pool.lookup_groups(self.groups, per_group, most_tokens + 1, token_ids=seq.tokens)
+        return self._hits(tokens, tables)
+
+    def find_hits_of_receiver(self, seq: Sequence) -> Hits:
+        """The same for a prompt that arrives whole: without what every window has passed at its end."""
+        hits = self.find_hits(seq, seq.prompt_len)
+        if not self._windowed:
+            return hits
+        tables = [list(ids) for ids in hits.blocks]
+        for group, ids in zip(self.groups, tables, strict=True):
+            passed = min(group.passed(seq.prompt_len), len(ids))
+            ids[:passed] = [0] * passed
+        return self._hits(hits.tokens, tables)
+
+    def _hits(self, tokens: int, tables: list[list[int]]) -> Hits:
         held = [b for table in tables for b in table if b]
         return Hits(tokens, tuple(tuple(table) for table in tables), self.pool.evictable(held))
 
@@ -64,60 +85,80 @@ class SequenceBlocks:
         want = ceil_div(upto, self.block_size)
         return sum(max(0, want - len(ids)) for ids in seq.blocks)
 
+    def missing_to_receive(self, seq: Sequence, hits: Hits) -> int:
+        """New blocks for a prompt that arrives whole: beyond the hits, what the next position looks back at."""
+        want = ceil_div(seq.prompt_len, self.block_size)
+        pairs = zip(self.groups, hits.blocks, strict=True)
+        return sum(max(0, want - max(len(ids), group.passed(seq.prompt_len))) for group, ids in pairs)
+
     def take_hits(self, seq: Sequence, hits: Hits) -> None:
         """Start a run on a prefix hit: every group's hits are referenced before anything new is popped."""
         assert not any(seq.blocks), f"{seq.sid} starts while it holds blocks"
         self.pool.touch([b for ids in hits.blocks for b in ids if b])
         seq.blocks = [list(ids) for ids in hits.blocks]
-        seq.trimmed = [sum(1 for b in ids if b == 0) for ids in hits.blocks]
+        seq.trimmed = [next((i for i, b in enumerate(ids) if b), len(ids)) for ids in hits.blocks]
+        seq.nulled = list(seq.trimmed)
+        seq.room = hits.tokens
         seq.published = hits.tokens // self.block_size
 
     def grow(self, seq: Sequence, upto: int) -> list[RowBlocks]:
-        """Give the request blocks for positions [0, upto). The caller has checked that the pool has them."""
+        """Give the request blocks for positions [0, upto), which the pool has: what changes in the block table."""
         want = ceil_div(upto, self.block_size)
         grown: list[RowBlocks] = []
         for g, ids in enumerate(seq.blocks):
+            known, gone = seq.nulled[g], seq.trimmed[g]
+            if gone > known:
+                grown.append(RowBlocks(seq.row, g, known, (0,) * (gone - known)))
+                seq.nulled[g] = gone
             if want > len(ids):
                 new, _evicted = self.pool.allocate(want - len(ids))
                 grown.append(RowBlocks(seq.row, g, len(ids), tuple(new)))
                 ids.extend(new)
+        seq.room = max(seq.room, want * self.block_size)
         return grown
 
-    def trim(self, seq: Sequence) -> tuple[list[int], list[RowBlocks]]:
-        """Blocks that every later token's window has left behind: (ids to release, table entries to null)."""
+    def grow_to_receive(self, seq: Sequence) -> list[tuple[int, int, int]]:
+        """Give the request the blocks of `missing_to_receive`: (group, prompt block index, block id), in order."""
+        want = ceil_div(seq.prompt_len, self.block_size)
+        places: list[tuple[int, int, int]] = []
+        for g, (group, ids) in enumerate(zip(self.groups, seq.blocks, strict=True)):
+            ids.extend([0] * (group.passed(seq.prompt_len) - len(ids)))
+            first = len(ids)
+            ids.extend(self.pool.allocate(want - first).blocks)
+            places += [(g, index, ids[index]) for index in range(first, want)]
+        seq.room = want * self.block_size
+        return places
+
+    def trim(self, seq: Sequence) -> list[int]:
+        """Take from the request the blocks that every later token's window has left behind."""
         freed: list[int] = []
-        nulled: list[RowBlocks] = []
+        if not self._windowed:
+            return freed
         for g, group in enumerate(self.groups):
-            if group.window is None:
-                continue
-            # The next token computed is at `written`; it sees positions > written - window.
-            gone = max(0, seq.written - group.window + 1) // self.block_size
-            gone = min(gone, len(seq.blocks[g]))
+            gone = min(group.passed(seq.written), len(seq.blocks[g]))
             first = seq.trimmed[g]
             if gone > first:
-                freed += seq.blocks[g][first:gone]
+                freed += [b for b in seq.blocks[g][first:gone] if b]
                 seq.blocks[g][first:gone] = [0] * (gone - first)
-                nulled.append(RowBlocks(seq.row, g, first, (0,) * (gone - first)))
                 seq.trimmed[g] = gone
-        return freed, nulled
+        return freed
 
     def take_all(self, seq: Sequence) -> list[int]:
         """Detach every block from the request, in position order; the caller decides when they are released."""
         ids = [b for group in seq.blocks for b in group if b]
         seq.blocks = []
-        seq.trimmed = []
-        seq.published = 0
+        seq.room = 0
+        seq.published = seq.publish_at = 0
         return ids
 
     def publish(self, seq: Sequence) -> None:
         """Make the hashes of blocks visible whose bytes are complete."""
-        if not self._caching:
-            return
-        full = min(seq.written, len(seq.tokens)) // self.block_size
+        bs = self.block_size
+        full = min(seq.written, len(seq.tokens)) // bs if self._caching else 0
+        seq.publish_at = bs * (max(full, seq.published) + 1) if self._caching else sys.maxsize
         if full <= seq.published:
             return
         self.hash_prompt(seq)
-        bs = self.block_size
         for i in range(seq.published, full):
             tokens = seq.tokens[i * bs : (i + 1) * bs]
             for g, ids in enumerate(seq.blocks):

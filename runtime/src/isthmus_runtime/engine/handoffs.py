@@ -12,7 +12,7 @@ from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
 from ..kv.keys import extra_keys, full_block_key, root_hash, tail_key
 from ..request import TokenLogprobs
 from .blocks import SequenceBlocks
-from .sequence import Effect, FinishSend, OpenReceive, Phase, SendBlocks, Sequence
+from .sequence import Effect, FinishSend, OpenReceive, SendBlocks, Sequence
 
 
 @dataclass(slots=True)
@@ -65,20 +65,21 @@ class Handoffs:
     # ----------------------------------------------------------------------------------------------------- receive
 
     def reserve(self, seq: Sequence) -> Effect:
-        """Take blocks for the prompt beyond the local hits, lease them to the peer, and describe the job."""
-        assert len(seq.blocks) == 1, "transfers work on one full-attention group"
+        """Take blocks for the prompt beyond the local hits, lease them to the peer, and describe the job.
+
+        Of a sliding group only what the next token looks back at moves.
+        """
         skip = len(seq.blocks[0])
-        self._blocks.grow(seq, seq.prompt_len)
-        ids = seq.blocks[0][skip:]
+        places = self._blocks.grow_to_receive(seq)
+        ids = [block for _, _, block in places]
         self._pool.lease_write(ids)
-        self._holds[seq.attempt] = _Hold(receiving=True, ids=list(ids))
-        seq.phase = Phase.RECEIVING
+        self._holds[seq.attempt] = _Hold(receiving=True, ids=ids)
         return OpenReceive(
             ReceiveJob(
                 request_id=seq.request.request_id,
                 attempt=seq.attempt,
                 skip_blocks=skip,
-                blocks=tuple(self._ref(seq, skip + i) for i in range(len(ids))),
+                blocks=tuple(self._ref(seq, group, index) for group, index, _ in places),
                 num_tokens=seq.prompt_len,
                 peer_url=seq.peer_url,
                 peer_epoch=seq.peer_epoch,
@@ -119,16 +120,21 @@ class Handoffs:
         return effects
 
     def _hand_over(self, seq: Sequence, last: int) -> list[Effect]:
-        first = max(seq.sent_blocks, seq.skip_blocks)
+        """Give the transfer what decode will take of the prompt blocks before `last`, and has not been given."""
         hold = self._holds.get(seq.attempt)
-        if last <= first or hold is None:
+        if hold is None:
             return []
-        refs = tuple(self._ref(seq, i) for i in range(first, last))
+        refs: list[BlockRef] = []
+        for g, group in enumerate(self._blocks.groups):
+            first = max(seq.sent_blocks, seq.skip_blocks, group.passed(seq.prompt_len))
+            refs += [self._ref(seq, g, index) for index in range(first, last)]
+        seq.sent_blocks = max(seq.sent_blocks, last)
+        if not refs:
+            return []
         ids = [ref.block_id for ref in refs]
         self._pool.lease_read(ids)
         hold.ids += ids
-        seq.sent_blocks = last
-        return [SendBlocks(seq.attempt, refs)]
+        return [SendBlocks(seq.attempt, tuple(refs))]
 
     # -------------------------------------------------------------------------------------------------- both sides
 
@@ -165,16 +171,27 @@ class Handoffs:
 
     # -------------------------------------------------------------------------------------------------------- keys
 
-    def _ref(self, seq: Sequence, index: int) -> BlockRef:
-        """Prompt block `index` under its content key; the incomplete last one is scoped to the attempt."""
+    def _ref(self, seq: Sequence, group: int, index: int) -> BlockRef:
+        """Prompt block `index` of a group under its content key; the incomplete last one is scoped to the attempt."""
         bs = self._blocks.block_size
+        block = seq.blocks[group][index]
+        assert block, f"{seq.sid} gave block {index} of group {group} back before it was sent"
         if (index + 1) * bs <= seq.prompt_len:
-            key = full_block_key(self._layout, seq.hashes[index], self._heads)
+            key = full_block_key(self._layout, seq.hashes[index], self._heads, group=group)
         else:
             tail = seq.request.prompt_token_ids[index * bs :]
             extra = extra_keys(seq.request)
             parent = seq.hashes[index - 1] if index else root_hash(extra)
             key = tail_key(
-                self._layout, parent, len(tail), tail, seq.request.request_id, seq.attempt, self._heads, extra=extra
+                self._layout,
+                parent,
+                len(tail),
+                tail,
+                seq.request.request_id,
+                seq.attempt,
+                self._heads,
+                group=group,
+                extra=extra,
+                start=index * bs,
             )
-        return BlockRef(index, seq.blocks[0][index], key, 0)
+        return BlockRef(index, block, key, group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
 from ..interfaces.steps import Constraint
@@ -49,6 +50,8 @@ class Sequence:
     queue_deadline_s: float
     end_len: int
     """Total length at which the request ends by length."""
+    peak: int
+    """Most blocks that it ever holds."""
     tokens: list[int]
     """Prompt, then generated tokens as they become known."""
     attempt: str = ""
@@ -69,14 +72,20 @@ class Sequence:
     """Counts starts: a step of an earlier run must not advance this one."""
     row: int = -1
     blocks: list[list[int]] = field(default_factory=list)
-    """Per group, in position order; 0 where a sliding window gave the block back."""
+    """Per group, in position order; 0 where a sliding window does not need the block."""
+    room: int = 0
+    """Positions that `blocks` covers."""
     trimmed: list[int] = field(default_factory=list)
     """Per group: leading blocks given back."""
+    nulled: list[int] = field(default_factory=list)
+    """Per group: how many of them the executor's block table shows as null."""
     hashes: list[bytes] = field(default_factory=list)
     """Chain hashes of the full blocks of `tokens`."""
     published: int = 0
-    reserved: int = 0
-    """Blocks the admission gate still keeps for this request."""
+    publish_at: int = 0
+    """Positions that must be written before there is a block to publish."""
+    promised: int = 0
+    """Free blocks that admission still keeps for this request."""
     sent_blocks: int = 0
     """SEND: prompt blocks handed to the transfer so far (skipped ones included)."""
     last_step: int = 0
@@ -85,11 +94,15 @@ class Sequence:
     note: str = "local"
     started: bool = False
     prompt_done_s: float = 0.0
+    rank: tuple[int, float, str] = field(init=False)
+    """Scheduling order: lower goes first, the highest is preempted first."""
+    prompt_len: int = field(init=False)
+    stop_token_ids: tuple[int, ...] = field(init=False)
 
-    @property
-    def prompt_len(self) -> int:
-        """Prompt tokens."""
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.rank = (self.request.priority, self.arrival_s, self.sid)
+        self.prompt_len = len(self.request.prompt_token_ids)
+        self.stop_token_ids = self.request.sampling.stop_token_ids
 
     @property
     def known(self) -> int:
@@ -97,13 +110,12 @@ class Sequence:
         return len(self.tokens) + self.unseen
 
     @property
-    def rank(self) -> tuple[int, float, str]:
-        """Scheduling order: lower goes first, the highest is preempted first."""
-        return (self.request.priority, self.arrival_s, self.sid)
+    def receives(self) -> bool:
+        """Whether the prompt's KV comes from a peer in this run; after a preemption it is computed here."""
+        return self.kind is Kind.RECEIVE and not self.started
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(NamedTuple):
     """Give this chunk to whoever waits for `sid`. A chunk with a finish reason is the request's one ending."""
 
     sid: str

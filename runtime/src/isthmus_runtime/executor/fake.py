@@ -22,6 +22,9 @@ ENTRY_BYTES = 8
 _ENTRY = struct.Struct("<iI")
 VOCAB_SIZE = 997
 """Ids it generates."""
+_GROUP_SHIFT = 28
+"""Where an entry says its KV group: one group's block in another's place shows."""
+Windows = tuple[int | None, ...]
 MAX_TOKEN_IDS = 1 << 31
 """Ids it takes: prompts come from any tokenizer."""
 
@@ -31,17 +34,42 @@ def _next(state: int, sampling: SamplingParams, position: int) -> int:
     return crc32(struct.pack("<qI", seed, position), state) % VOCAB_SIZE
 
 
-def expected_tokens(prompt: Sequence[int], sampling: SamplingParams, count: int) -> list[int]:
-    """The tokens that follow `prompt` when every KV byte is right."""
-    state = 0
-    for position, token in enumerate(prompt):
-        state = crc32(_ENTRY.pack(token, position), state)
-    out: list[int] = []
-    for position in range(len(prompt), len(prompt) + count):
-        token = _next(state, sampling, position)
-        out.append(token)
-        state = crc32(_ENTRY.pack(token, position), state)
-    return out
+def entry_bytes(group: int, token: int, position: int) -> bytes:
+    """The KV of one position in one KV group."""
+    return _ENTRY.pack(token, position | group << _GROUP_SHIFT)
+
+
+def first_visible(window: int | None, length: int) -> int:
+    """The first position that the last of `length` positions sees: itself and window - 1 before it."""
+    return 0 if window is None else max(0, length - window)
+
+
+def _state_of(states: Sequence[int]) -> int:
+    """One digest of the digests of all groups."""
+    state = states[0]
+    for other in states[1:]:
+        state = crc32(struct.pack("<I", other), state)
+    return state
+
+
+def expected_tokens(
+    prompt: Sequence[int], sampling: SamplingParams, count: int, windows: Windows = (None,)
+) -> list[int]:
+    """The tokens that follow `prompt` when every KV byte is right. `windows`: of each KV group, None for all."""
+    tokens = list(prompt)
+    whole = [0] * len(windows)
+    for length in range(1, len(prompt) + count):
+        states: list[int] = []
+        for group, window in enumerate(windows):
+            if window is None:
+                whole[group] = crc32(entry_bytes(group, tokens[length - 1], length - 1), whole[group])
+                states.append(whole[group])
+            elif length >= len(prompt):
+                seen = range(first_visible(window, length), length)
+                states.append(crc32(b"".join(entry_bytes(group, tokens[p], p) for p in seen)))
+        if length >= len(prompt):
+            tokens.append(_next(_state_of(states), sampling, length))
+    return tokens[len(prompt) :]
 
 
 def _first_allowed(token: int, mask: RowMask) -> int:
@@ -66,8 +94,12 @@ class _Row:
 class FakeExecutor:
     """Implements `interfaces.Executor`. `run` is synchronous and deterministic; `submit` runs it in a thread."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, layout_digest: str = "fake") -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, layout_digest: str = "fake", windows: Windows = (None,)
+    ) -> None:
+        """`windows`: the sliding window of each KV group in tokens, None where a group keeps the whole prefix."""
         self._block_size = block_size
+        self._windows = windows
         self._block_bytes = block_size * ENTRY_BYTES
         try:
             self._buffer = ctypes.create_string_buffer(num_blocks * self._block_bytes)
@@ -84,11 +116,11 @@ class FakeExecutor:
             layout_digest=layout_digest,
         )
         self._rows: dict[int, _Row] = {}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="fake-executor")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fake-executor")
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         """Queue a step."""
-        return self._worker.submit(self.run, plan)
+        return self._thread.submit(self.run, plan)
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute one step now."""
@@ -103,9 +135,10 @@ class FakeExecutor:
         drawn: list[RowOutput] = []
         for chunk in plan.chunks:
             row = self._rows[chunk.row]
-            for position in range(chunk.start, chunk.start + chunk.num_tokens):
-                at = self._at(row, position)
-                _ENTRY.pack_into(self._view, at, row.tokens[position], position)
+            for group in range(len(self._windows)):
+                for position in range(chunk.start, chunk.start + chunk.num_tokens):
+                    at = self._at(row, group, position)
+                    self._view[at : at + ENTRY_BYTES] = entry_bytes(group, row.tokens[position], position)
             if not chunk.draws:
                 drawn.append(NOTHING_DRAWN)
                 continue
@@ -124,21 +157,24 @@ class FakeExecutor:
         table = self._rows[grown.row].blocks[grown.group]
         table[grown.index : grown.index + len(grown.block_ids)] = grown.block_ids
 
-    def _at(self, row: _Row, position: int) -> int:
-        block = row.blocks[0][position // self._block_size]
-        assert block != 0, f"position {position} would be written into the null block"
+    def _at(self, row: _Row, group: int, position: int) -> int:
+        block = row.blocks[group][position // self._block_size]
+        assert block != 0, f"position {position} of group {group} is in the null block"
         return block * self._block_bytes + position % self._block_size * ENTRY_BYTES
 
     def _state(self, row: _Row, length: int) -> int:
-        """Digest of positions [0, length), read through the block table."""
-        state, left = 0, length * ENTRY_BYTES
-        for block in row.blocks[0]:
-            if left <= 0:
-                break
-            base = block * self._block_bytes
-            state = crc32(self._view[base : base + min(left, self._block_bytes)], state)
-            left -= self._block_bytes
-        return state
+        """Digest of what the last of `length` positions sees in each group, read through the block tables."""
+        states: list[int] = []
+        size = self._block_size
+        for group, window in enumerate(self._windows):
+            state, position = 0, first_visible(window, length)
+            while position < length:
+                end = min(length, (position // size + 1) * size)
+                at = self._at(row, group, position)
+                state = crc32(self._view[at : at + (end - position) * ENTRY_BYTES], state)
+                position = end
+            states.append(state)
+        return _state_of(states)
 
     def block_bytes(self, block_id: int) -> memoryview:
         """The block's bytes, writable: for tests that poison or inspect them."""
@@ -149,5 +185,5 @@ class FakeExecutor:
         return self._memory
 
     def close(self) -> None:
-        """Stop the worker thread."""
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        """Stop the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)

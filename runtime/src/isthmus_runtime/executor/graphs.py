@@ -1,8 +1,10 @@
-"""Which parts of a step are captured and replayed, for which batch sizes, and how a batch is padded to one of them.
+"""Which parts of a step are captured and replayed, for which sizes, and how a step is padded to one of them.
 
-Where a device captures ahead (`Device.graph_sizes`), a decode step of R rows runs as one of the next larger size. The
+Where a device captures ahead, a decode step of R rows (`Device.graph_sizes`) runs as one of the next larger size. The
 rows added are dummies: token 0 at position 0 of the null block, with slot -1, so that they write no KV, and what they
-draw goes to a row of the token table that nobody reads. Bounds that a graph was captured with hold for every step.
+draw goes to a row of the token table that nobody reads. A step with prompts (`Device.graph_tokens`) runs with more
+tokens, which belong to no row, and as many rows as there can be, which have no tokens. Bounds that a graph was captured
+with hold for every step.
 """
 
 from __future__ import annotations
@@ -15,19 +17,28 @@ from .device.base import Body, Device
 class Graphs:
     """The captured parts of a step, by name and size. Belongs to the thread that launches."""
 
-    def __init__(self, device: Device, *, max_rows: int, max_len: int) -> None:
+    def __init__(self, device: Device, *, max_rows: int, max_tokens: int, max_len: int) -> None:
         self._device = device
         self._max_len = max_len
         self.sizes = device.graph_sizes(max_rows)
-        """Captured ahead, ascending; empty: each size when it is first met."""
+        """Rows of decode steps, captured ahead, ascending; empty: each size when it is first met."""
+        self.token_sizes = device.graph_tokens(max_tokens)
+        """Tokens of steps with prompts, likewise; empty: such steps are not captured."""
+        self.most_rows = self.padded(max_rows)
+        """Rows that a step may be padded to."""
         self._captured: dict[tuple[str, int], Body | None] = {}
 
     def padded(self, rows: int) -> int:
         """The size that a decode step of `rows` rows runs as."""
         return self.sizes[bisect_left(self.sizes, rows)] if self.sizes else rows
 
+    def padded_tokens(self, tokens: int) -> int:
+        """The tokens that a step with prompts of `tokens` tokens runs as; 0: it is not captured."""
+        at = bisect_left(self.token_sizes, tokens)
+        return self.token_sizes[at] if at < len(self.token_sizes) else 0
+
     def bound(self, longest: int) -> int:
-        """The longest context that the kernels of a decode step are told of."""
+        """The longest context that the kernels of a captured step are told of."""
         return self._max_len if self.sizes else longest
 
     def run(self, name: str, size: int, body: Body) -> None:

@@ -67,8 +67,8 @@ class StepInputs:
     sources: Tensor | None
     """int64 [T]: where in the token table each token of the step is; None: nothing is computed."""
     forward: ForwardBatch | None
-    graph: int
-    """Size of the captured graph; 0: more than one token a row."""
+    graph: tuple[str, int] | None
+    """Name and size of the captured forward pass; None: there is none."""
     draws: Draws | None
 
 
@@ -93,9 +93,9 @@ class InputBatch:
         self._block_sizes = tuple(group.block_size for group in groups)
         widths = [-(-max_len // size) for size in self._block_sizes]
         self._tables: list[Ints] = [np.zeros((max_rows, width), np.int32) for width in widths]
-        self._parameters = _Parameters(max_rows)
+        self._parameters = SamplingRows(max_rows)
 
-        most_rows = graphs.padded(max_rows)
+        most_rows = graphs.most_rows
         most_tokens = max(max_tokens, most_rows)
         # One column more than positions: the token drawn after the last position is stored, too. One row more than
         # rows: what dummy rows draw.
@@ -125,7 +125,7 @@ class InputBatch:
         slot.reset()
         starts = self.update(plan, slot)
         if not plan.chunks:
-            return StepInputs(starts=starts, words=0, tables=(), sources=None, forward=None, graph=0, draws=None)
+            return StepInputs(starts=starts, words=0, tables=(), sources=None, forward=None, graph=None, draws=None)
         columns: Longs = np.array([chunk[:4] for chunk in plan.chunks], np.int64).T
         num_tokens = int(columns[2].sum())
         assert num_tokens == plan.num_tokens <= self._max_tokens, (plan.step, num_tokens, plan.num_tokens)
@@ -133,38 +133,52 @@ class InputBatch:
         assert longest <= self._max_len, (plan.step, longest, self._max_len)
         return self._describe(columns, slot, starts)
 
-    def dummies(self, size: int, slot: StagingSlot) -> StepInputs:
-        """A decode step of `size` dummy rows, to capture its graph with."""
+    def dummies(self, size: int, slot: StagingSlot, *, prompts: bool = False) -> StepInputs:
+        """A step of dummies alone, to capture a graph with: `size` rows, or with `prompts` as many tokens."""
         slot.reset()
-        return self._describe(np.zeros((4, 0), np.int64), slot, (), size=size)
+        return self._describe(np.zeros((4, 0), np.int64), slot, (), size=size, prompts=prompts)
 
     def _describe(
-        self, columns: Longs, slot: StagingSlot, starts: tuple[tuple[Tensor, Tensor], ...], size: int = 0
+        self,
+        columns: Longs,
+        slot: StagingSlot,
+        starts: tuple[tuple[Tensor, Tensor], ...],
+        *,
+        size: int = 0,
+        prompts: bool = False,
     ) -> StepInputs:
         rows, begins, counts, draws = columns
         ends = begins + counts
         most = int(counts.max(initial=1))
         longest = int(ends.max(initial=1))
-        if most == 1:
-            size = size or self._graphs.padded(len(rows))
-            num_rows = num_tokens = size
+        decode = most == 1 and not prompts
+        graph: tuple[str, int] | None
+        if decode:
+            num_rows = num_tokens = size or self._graphs.padded(len(rows))
             longest = self._graphs.bound(longest)
+            graph = ("decode", num_rows)
         else:
-            num_rows, num_tokens = len(rows), int(counts.sum())
+            num_tokens = int(counts.sum())
+            padded = size or self._graphs.padded_tokens(num_tokens)
+            num_rows, graph = len(rows), None
+            if padded:
+                num_rows, num_tokens, most = self._graphs.most_rows, padded, padded
+                longest = self._graphs.bound(longest)
+                graph = ("prompts", padded)
         pack = self._packer
         pack.begin(slot)
 
         positions, positions_there = pack.take(num_tokens, torch.int64)
         sources, sources_there = pack.take(num_tokens, torch.int64)
         last = np.cumsum(counts)
-        if most == 1:
-            token_rows = rows
-            positions[: len(rows)] = begins
-            positions[len(rows) :] = 0
+        if decode:
+            token_rows, real = rows, len(rows)
+            positions[:real] = begins
         else:
             token_rows = np.repeat(rows, counts)
-            np.add(self._arange[:num_tokens], np.repeat(begins - (last - counts), counts), out=positions)
-        real = len(token_rows)
+            real = len(token_rows)
+            np.add(self._arange[:real], np.repeat(begins - (last - counts), counts), out=positions[:real])
+        positions[real:] = 0
         sources[:real] = token_rows * self._stride + positions[:real]
         sources[real:] = self._dummy
         slots = [
@@ -174,11 +188,11 @@ class InputBatch:
         starts_of, starts_there = pack.take(num_rows + 1, torch.int32)
         starts_of[0] = 0
         starts_of[1 : len(rows) + 1] = last
-        starts_of[len(rows) + 1 :] = self._arange[len(rows) + 1 : num_rows + 1]
+        starts_of[len(rows) + 1 :] = self._arange[len(rows) + 1 : num_rows + 1] if decode else real
         lengths, lengths_there = pack.take(num_rows, torch.int32)
         lengths[: len(rows)] = ends
-        lengths[len(rows) :] = 1
-        drawn = self._draws(rows, ends, last, draws, size if most == 1 else 0)
+        lengths[len(rows) :] = 1 if decode else 0
+        drawn = self._draws(rows, ends, last, draws, num_rows if decode else 0)
         width = int(ends.max(initial=1))
         tables = [self._table(number, rows, width, num_rows) for number in range(len(self._tables))]
         forward = ForwardBatch(
@@ -196,7 +210,7 @@ class InputBatch:
             tables=tuple((target, source) for _, target, source in tables),
             sources=sources_there,
             forward=forward,
-            graph=size if most == 1 else 0,
+            graph=graph,
             draws=drawn,
         )
 
@@ -269,7 +283,7 @@ class InputBatch:
         self._tables[blocks.group][blocks.row, blocks.index : blocks.index + len(blocks.block_ids)] = blocks.block_ids
 
 
-class _Parameters:
+class SamplingRows:
     """The rows' sampling parameters, as the sampler takes them."""
 
     def __init__(self, max_rows: int) -> None:

@@ -33,7 +33,7 @@ from .kv_cache import KvCache
 from .pipeline import StepPipeline
 from .sampler import StagedLogprobs, outputs, sample, stage_logprobs
 from .staging import StagingSlot
-from .weights import OnDevice
+from .weights import on_device
 
 _LOG = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 60.0
@@ -91,8 +91,11 @@ def load(
             if source is not None:
                 model = spec.build(source(spec, device.torch_device), dtype)
             else:
-                with Checkpoint(config.path, spec.tensor_shapes()) as checkpoint:
-                    model = spec.build(OnDevice(checkpoint, device), dtype)
+                with (
+                    Checkpoint(config.path, spec.tensor_shapes()) as checkpoint,
+                    on_device(checkpoint, device) as weights,
+                ):
+                    model = spec.build(weights, dtype)
             most = max((scheduler.max_batched_tokens, *device.graph_sizes(scheduler.max_num_seqs)[-1:]))
             workspace = model.workspace(most, min(spec.max_position, scheduler.max_model_len or spec.max_position))
     except torch.OutOfMemoryError as e:
@@ -136,10 +139,17 @@ class ModelRunner:
         start = perf_counter()
         self.launch(self._warm_up_plan, slot)
         self._device.record().wait()
-        for size in reversed(self._graphs.sizes):
-            self._enqueue(self._batch.dummies(size, slot), slot, [])
-            self._device.record().wait()
-        _LOG.info("warmed up in %.2f s; %d graphs captured", perf_counter() - start, len(self._graphs))
+        first = perf_counter() - start
+        for prompts, sizes in ((True, self._graphs.token_sizes), (False, self._graphs.sizes)):
+            for size in reversed(sizes):
+                self._enqueue(self._batch.dummies(size, slot, prompts=prompts), slot, [])
+                self._device.record().wait()
+        _LOG.info(
+            "warmed up in %.2f s: the first step %.2f s, %d captured graphs",
+            perf_counter() - start,
+            first,
+            len(self._graphs),
+        )
 
     def launch(self, plan: StepPlan, slot: StagingSlot) -> _Launched:
         """Describe the step and enqueue it."""
@@ -176,8 +186,8 @@ class ModelRunner:
         def layers() -> None:
             self._model.forward(forward, self._kv.layers, self._workspace)
 
-        if inputs.graph:
-            self._graphs.run("layers", inputs.graph, layers)
+        if inputs.graph is not None:
+            self._graphs.run(*inputs.graph, layers)
         else:
             layers()
         draws = inputs.draws
@@ -213,7 +223,12 @@ class TorchExecutor:
             kv_cfg.layout,
             device,
         )
-        graphs = Graphs(device, max_rows=scheduler_cfg.max_num_seqs, max_len=kv_plan.max_model_len)
+        graphs = Graphs(
+            device,
+            max_rows=scheduler_cfg.max_num_seqs,
+            max_tokens=scheduler_cfg.max_batched_tokens,
+            max_len=kv_plan.max_model_len,
+        )
         batch = InputBatch(
             device,
             graphs,

@@ -42,7 +42,8 @@ class ReceiveJob:
     attempt: str
     skip_blocks: int
     blocks: tuple[BlockRef, ...]
-    """Blocks to fill: prompt blocks skip_blocks, skip_blocks + 1, ... with the keys they must carry."""
+    """Blocks to fill, by group and index, with the keys they must carry: from prompt block `skip_blocks` on, and of a
+    sliding group only what the next token looks back at."""
     num_tokens: int
     peer_url: str
     peer_epoch: str

@@ -141,4 +141,4 @@ class Executor(Protocol):
         """The pool; valid until close."""
 
     def close(self) -> None:
-        """Stop the worker thread and free the tensors."""
+        """Stop the thread and free the tensors."""

@@ -114,6 +114,10 @@ class GroupPlan:
             return ceil_div(length, self.block_size)
         return ceil_div(min(self.window - 1 + self.tokens_in_flight, length), self.block_size) + 1
 
+    def passed(self, length: int) -> int:
+        """Leading blocks that no position from ``length`` on looks back at: position p sees those after p - w."""
+        return 0 if self.window is None else max(0, length - self.window + 1) // self.block_size
+
     def hit_run(self, blocks: int) -> int:
         """How many of the last ``blocks`` cached blocks a hit of that many blocks really needs.
 

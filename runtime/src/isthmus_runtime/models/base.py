@@ -23,8 +23,8 @@ Shapes = dict[str, tuple[int, ...]]
 class ModelSpec(ABC):
     """A decoder-only transformer, as its `config.json` describes it. A family adds what is its own.
 
-    A family is a module under `models/` with one such record and a function
-    `parse(reader: ConfigReader) -> ModelSpec`; `registry.FAMILIES` maps an architecture to the module.
+    A family is a module under `models/` with one such record, a function `parse(reader: ConfigReader) -> ModelSpec`,
+    and where llama.cpp knows the family, its `GGUF: GgufFormat`. `registry.FAMILIES` maps architectures to modules.
     """
 
     architecture: str

@@ -131,13 +131,20 @@ class ConfigReader:
         return ConfigReader(value, f"{self._source}: {key}", problems=self.problems)
 
     def only(self, key: str, *known: Any) -> None:
-        """Refuse every value of `key` but `known`; a missing one counts as the first of them."""
+        """Refuse every value of `key` but `known` and null."""
         value = self.get(key)
         if value is not None and value not in known:
-            self.problem(key, f"{value!r} is not supported; known: {', '.join(map(str, known))}")
+            self.problem(key, f"{value!r} is not supported; known: {', '.join(map(str, known)) or 'null'}")
 
-    def common(self, *, head_dim: int | None = None) -> Common:
-        """What every family has. `head_dim`: the default where heads are not an even split of the hidden size."""
+    def optional_number(self, key: str) -> float | None:
+        """A number above 0, or None where there is none."""
+        return None if self.get(key) is None else self.number(key)
+
+    def common(self, *, head_dim: int | None = None, max_position: int = 2048, tied: bool = False) -> Common:
+        """What every family has.
+
+        The arguments are a family's defaults; `head_dim` where heads are not an even split of the hidden size.
+        """
         hidden = self.integer("hidden_size")
         heads = self.integer("num_attention_heads")
         kv_heads = self.integer("num_key_value_heads", heads)
@@ -162,8 +169,8 @@ class ConfigReader:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=self.number("rms_norm_eps", 1e-6),
-            max_position=self.integer("max_position_embeddings", 2048),
-            tie_word_embeddings=self.boolean("tie_word_embeddings", False),
+            max_position=self.integer("max_position_embeddings", max_position),
+            tie_word_embeddings=self.boolean("tie_word_embeddings", tied),
             dtype=self.text("dtype", "") or self.text("torch_dtype", ""),
             bos_token_id=next(iter(self._token_ids(self.get("bos_token_id"), "bos_token_id")), None),
             eos_token_ids=self._token_ids(ends, "eos_token_id"),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..layers.rope_spec import RopeSpec
 from .base import ModelSpec, Shapes, TensorSource
 from .config_reader import ConfigReader
+from .gguf_format import GgufFormat, GgufHeader
 from .shapes import decoder_shapes
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from .decoder import Decoder
 
@@ -50,3 +52,20 @@ def parse(read: ConfigReader) -> LlamaSpec:
     )
     read.finish("is_llama_config")
     return spec
+
+
+def _gguf_config(header: GgufHeader) -> dict[str, Any]:
+    return {"hidden_act": "silu", "attention_bias": "blk.0.attn_q.bias" in header.tensors}
+
+
+def _unpermute(spec: ModelSpec, name: str, weight: Tensor) -> Tensor:
+    """llama.cpp stores q and k rows so that rotated pairs are neighbours; ours are half a head apart."""
+    part = name.split(".")[-2]
+    if part not in ("q_proj", "k_proj"):
+        return weight
+    heads, rows = spec.num_heads if part == "q_proj" else spec.num_kv_heads, weight.shape[0]
+    pairs = weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+GGUF = GgufFormat(architecture="llama", config=_gguf_config, restore=_unpermute)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..layers.rope_spec import RopeSpec
 from .base import ModelSpec, Shapes, TensorSource
 from .config_reader import ConfigReader
+from .gguf_format import GgufFormat
 from .shapes import decoder_shapes
 
 if TYPE_CHECKING:
@@ -40,3 +41,6 @@ def parse(read: ConfigReader) -> Qwen2Spec:
     # The biases are fixed in its code.
     read.finish("attention_bias", "mlp_bias", "use_mrope")
     return spec
+
+
+GGUF = GgufFormat(architecture="qwen2", config=lambda header: {"hidden_act": "silu"})

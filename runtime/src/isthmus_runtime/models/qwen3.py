@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ..layers.rope_spec import RopeSpec
 from .base import ModelSpec, Shapes, TensorSource
 from .config_reader import ConfigReader
+from .gguf_format import GgufFormat
 from .shapes import decoder_shapes
 
 if TYPE_CHECKING:
@@ -47,3 +48,6 @@ def parse(read: ConfigReader) -> Qwen3Spec:
     )
     read.finish()
     return spec
+
+
+GGUF = GgufFormat(architecture="qwen3", config=lambda header: {"hidden_act": "silu"})

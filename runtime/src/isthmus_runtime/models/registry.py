@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from ..errors import WeightsError
 from .base import ModelSpec
 from .config_reader import ConfigReader, read_json
+from .gguf_format import GgufFormat
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
+        "Gemma3ForCausalLM": "gemma3",
         "LlamaForCausalLM": "llama",
         "MistralForCausalLM": "mistral",
         "Qwen2ForCausalLM": "qwen2",
@@ -42,7 +44,20 @@ def parse_model_spec(config: Mapping[str, Any], generation: Mapping[str, Any], *
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise WeightsError(f"{source}: architecture {architecture!r} is not supported; known: {known}")
-    family = import_module(f".{FAMILIES[architecture]}", __package__)
-    spec = family.parse(ConfigReader(config, source, generation=generation))
-    assert isinstance(spec, ModelSpec), family
+    spec = _family(architecture).parse(ConfigReader(config, source, generation=generation))
+    assert isinstance(spec, ModelSpec), architecture
     return spec
+
+
+def gguf_formats() -> dict[str, tuple[str, GgufFormat]]:
+    """`general.architecture` of a GGUF file -> architecture as `config.json` names it, and how the family is stored."""
+    formats: dict[str, tuple[str, GgufFormat]] = {}
+    for architecture in FAMILIES:
+        form: GgufFormat | None = getattr(_family(architecture), "GGUF", None)
+        if form is not None:
+            formats[form.architecture] = (architecture, form)
+    return formats
+
+
+def _family(architecture: str) -> ModuleType:
+    return import_module(f".{FAMILIES[architecture]}", __package__)

@@ -135,7 +135,6 @@ class Planner:
         )
 
     def _sampling(self, request: CompletionRequest | ChatRequest, max_tokens: int) -> Callable[[int], SamplingParams]:
-        defaults = self._tokenizer.defaults
         size = self._tokenizer.vocab_size
         outside = [i for i in request.stop_token_ids if not 0 <= i < size]
         if outside:
@@ -143,19 +142,13 @@ class Planner:
                 f"stop_token_ids: {outside[0]} is not in the vocabulary (0 to {size - 1})", param="stop_token_ids"
             )
         eos = () if request.ignore_eos else self._tokenizer.eos_token_ids
-        top_k = defaults.top_k if request.top_k is None else max(request.top_k, 0)  # -1 means off elsewhere
         stop_ids = tuple(dict.fromkeys((*eos, *request.stop_token_ids)))
-        temperature = defaults.temperature if request.temperature is None else request.temperature
-        top_p = defaults.top_p if request.top_p is None else request.top_p
-        min_p = defaults.min_p if request.min_p is None else request.min_p
+        options = request.sampling(self._tokenizer.defaults)
 
         def with_seed(seed: int) -> SamplingParams:
             return SamplingParams(
+                **options,
                 max_tokens=max_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                min_p=min_p,
                 seed=seed % (1 << 63),
                 stop_token_ids=stop_ids,
                 logprobs=request.num_logprobs,

@@ -8,12 +8,13 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, create_model, model_validator
 from pydantic_core import from_json
 
 from ..errors import InvalidRequest
+from ..request import SamplingOptions
 
 MAX_CHOICES = 128
 """Most generations one request may ask for: prompts times n."""
@@ -116,8 +117,15 @@ class StreamOptions(BaseModel):
         return self
 
 
-class _Common(BaseModel):
-    """Parameters of both endpoints. `None` means the model's default."""
+_OPTIONS = {name: hint for name, hint in get_type_hints(SamplingOptions, include_extras=True).items() if name[0] != "_"}
+if TYPE_CHECKING:
+    _Sampling = BaseModel
+else:
+    _Sampling = create_model("_Sampling", **{name: (hint | None, None) for name, hint in _OPTIONS.items()})
+
+
+class _Common(_Sampling):
+    """Parameters of both endpoints, those of `SamplingOptions` among them. `None` means the model's default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -126,14 +134,10 @@ class _Common(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: str | list[_StopString] | None = None
     user: str | None = None
     # Extensions, with the names that other servers use.
-    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
-    min_p: float | None = Field(default=None, ge=0, le=1)
     ignore_eos: bool = False
     stop_token_ids: list[int] = Field(default_factory=list, max_length=256)
     cache_salt: str = Field(default="", max_length=256)
@@ -148,6 +152,11 @@ class _Common(BaseModel):
         if self.stop == "":
             raise ValueError("stop: an empty string would stop everything; remove it")
         return self
+
+    def sampling(self, defaults: SamplingOptions) -> dict[str, Any]:
+        """The fields of `SamplingOptions`, each as given or else as in `defaults`."""
+        given = {name: getattr(self, name) for name in _OPTIONS}
+        return {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
 
     @property
     def stop_strings(self) -> list[str]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from tokenizers import Tokenizer as HfTokenizer
 
 from ..errors import ConfigError, InvalidRequest
+from ..request import SamplingOptions
 from .bounds import cut, may_cut, token_bound
 from .chat import ChatTemplate
 from .pieces import Pieces
@@ -19,6 +21,7 @@ from .words import Words, cuts_at_words
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
+_OPTIONS = TypeAdapter(SamplingOptions)
 
 _PART = 1 << 16
 """Characters tokenised at a time: about a millisecond, after which other threads run."""
@@ -26,16 +29,6 @@ _PART = 1 << 16
 
 class TooManyTokens(Exception):
     """A text has more tokens than were asked for; the message says how many, in words."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingDefaults:
-    """What a request that names no value gets: generation_config.json, else OpenAI's defaults."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
 
 
 class Tokenizer:
@@ -49,7 +42,7 @@ class Tokenizer:
         eos_token_ids: Sequence[int],
         vocab_size: int,
         chat_template: str | None,
-        defaults: SamplingDefaults,
+        defaults: SamplingOptions,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """`config` is tokenizer_config.json. ConfigError: unsupported decoder, broken template, unknown specials."""
@@ -218,18 +211,14 @@ def _template_source(root: Path, config: Mapping[str, Any]) -> str | None:
     return value
 
 
-def _defaults(root: Path, generation: Mapping[str, Any]) -> SamplingDefaults:
-    limits = {"temperature": (0.0, 2.0), "top_p": (0.0, 1.0), "top_k": (0, 1 << 31), "min_p": (0.0, 1.0)}
-    found: dict[str, Any] = {}
-    problems = []
-    for name, (low, high) in limits.items():
-        value = generation.get(name)
-        if value is None:
-            continue
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-        if not fits or (name == "top_p" and value == 0):
-            problems.append(f"{root / 'generation_config.json'}: {name} {value!r} is out of range {low} to {high}")
-        found[name] = value
-    if problems:
-        raise ConfigError(problems)
-    return SamplingDefaults(**found)
+def _defaults(root: Path, generation: Mapping[str, Any]) -> SamplingOptions:
+    """Sampling options that generation_config.json names. ConfigError lists those that are out of range."""
+    named = {f.name: value for f in fields(SamplingOptions) if (value := generation.get(f.name)) is not None}
+    try:
+        # As JSON, which pydantic in its strict form makes a record of.
+        return _OPTIONS.validate_json(json.dumps(named), strict=True)
+    except ValidationError as e:
+        file = root / "generation_config.json"
+        raise ConfigError(
+            [f"{file}: {error['loc'][0]} {error['input']!r}: {error['msg']}" for error in e.errors(include_url=False)]
+        ) from e

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from ..errors import Cancelled, InvalidRequest, NeverFits
-from ..executor.fake import expected_tokens
+from ..executor.fake import Windows, expected_tokens
 from ..request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 from .clock import Clock, Violation
 from .faults import Scenario
@@ -58,6 +58,7 @@ class Client:
         limits: Sequence[int],
         on_over: Callable[[Client], None],
         leaves_after_s: float | None,
+        windows: Windows = (None,),
     ) -> None:
         self.clock = clock
         self.request = request
@@ -69,7 +70,7 @@ class Client:
         self._on_over = on_over
         self._leaves_after_s = leaves_after_s
         count = min(request.sampling.max_tokens, max(limits) - len(request.prompt_token_ids))
-        self.right = expected_tokens(request.prompt_token_ids, request.sampling, max(1, count))
+        self.right = expected_tokens(request.prompt_token_ids, request.sampling, max(1, count), windows)
         self.got: list[int] = []
         self._exchange: Exchange | None = None
 

@@ -13,14 +13,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ..config import SchedulerConfig, TransferConfig
-from ..engine.loop import EngineLoop, Reply
+from ..engine.loop import STEPS_IN_FLIGHT, EngineLoop, Reply
 from ..engine.scheduler import Scheduler
 from ..errors import EngineFailed, InvalidRequest
-from ..executor.fake import ENTRY_BYTES, FakeExecutor
+from ..executor.fake import ENTRY_BYTES, FakeExecutor, Windows
 from ..interfaces.handoff import HandoffEvent, KvHandoff, Received
 from ..interfaces.steps import StepOutput, StepPlan
 from ..interfaces.transport import KvRegion
-from ..kv.groups import GroupPlan
+from ..kv.groups import GroupPlan, max_len_that_fits
 from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
 from ..kv.prefix import BlockEvent
@@ -40,8 +40,10 @@ TURNS_AT_ONCE = 200
 class VirtualExecutor:
     """`FakeExecutor` whose steps take time. The bytes move at the start or at the end of a step, as chance has it."""
 
-    def __init__(self, clock: Clock, num_blocks: int, block_size: int, layout: str, step_s: float) -> None:
-        self.fake = FakeExecutor(num_blocks, block_size, layout_digest=layout)
+    def __init__(
+        self, clock: Clock, num_blocks: int, block_size: int, layout: str, step_s: float, windows: Windows
+    ) -> None:
+        self.fake = FakeExecutor(num_blocks, block_size, layout_digest=layout, windows=windows)
         self._clock = clock
         self._step_s = step_s
         self._free_at = 0.0
@@ -88,7 +90,7 @@ class _Stream:
     attempt: str
 
 
-class Engine:
+class VirtualEngine:
     """One process, from start to crash or stop. A restart is a new `Engine` under the same name."""
 
     def __init__(
@@ -98,8 +100,8 @@ class Engine:
         name: str,
         role: str,
         epoch: str,
-        connect: Callable[[Engine], TransferBackend],
-        on_step: Callable[[Engine], None],
+        connect: Callable[[VirtualEngine], TransferBackend],
+        on_step: Callable[[VirtualEngine], None],
         *,
         odd: bool = False,
     ) -> None:
@@ -116,16 +118,26 @@ class Engine:
         blocks = scenario.prefill_blocks if role == "prefill" else scenario.decode_blocks
         self.mode = scenario.mode
         step_s = scenario.step_s * (1.0 if role == "prefill" else scenario.decode_slower)
-        self.executor = VirtualExecutor(clock, blocks, block_size, self.layout, step_s)
+        self.executor = VirtualExecutor(clock, blocks, block_size, self.layout, step_s, scenario.windows)
         self.published: deque[BlockEvent] = deque(maxlen=4096)
-        self.pool = BlockPool(blocks, prefix_caching=scenario.prefix_caching, events=self.published)
+        groups = tuple(
+            GroupPlan(
+                block_size=block_size,
+                window=window,
+                tokens_in_flight=0 if window is None else STEPS_IN_FLIGHT * scenario.budget,
+            )
+            for window in scenario.windows
+        )
+        self.pool = BlockPool(
+            blocks, num_groups=len(groups), prefix_caching=scenario.prefix_caching, events=self.published
+        )
         plan = KvPlan(
             num_blocks=blocks,
             usable_blocks=blocks - 1,
             block_size=block_size,
             bytes_per_block=block_size * ENTRY_BYTES,
-            max_model_len=min(scenario.max_model_len, (blocks - 1) * block_size),
-            groups=(GroupPlan(block_size=block_size),),
+            max_model_len=max_len_that_fits(groups, blocks - 1, scenario.max_model_len),
+            groups=groups,
             workers=(),
         )
         config = SchedulerConfig(
@@ -308,6 +320,7 @@ class Engine:
             # A second call under the same id (a proxy's retry) may hear the refusal of a first that hung up.
             if sid in self._over and self._claims[sid] == 1:
                 raise Violation(f"{self.name}: {sid} got {_short(reply)} after its last reply")
+            self._check_not_stuck(sid, reply)
             stream = self._streams.get(sid)
             if ended:
                 self._over.add(sid)
@@ -319,6 +332,13 @@ class Engine:
             if ended:
                 stream.exchange.end()
 
+    def _check_not_stuck(self, sid: str, reply: Reply) -> None:
+        """What was admitted finishes: only blocks in quarantine may be missing for ever."""
+        error = reply.error if isinstance(reply, TokenChunk) else None
+        if error is None or "more KV blocks" not in error.message or self.pool.counts().quarantined:
+            return
+        raise Violation(f"{self.name}: {sid} was admitted and cannot finish: {error.message}")
+
     # -------------------------------------------------------------------------------------------------- end of life
 
     def crash(self) -> None:
@@ -329,7 +349,7 @@ class Engine:
             stream.exchange.end("connection reset")
         self._streams.clear()
 
-    def drain(self, timeout_s: float, gone: Callable[[Engine], None]) -> None:
+    def drain(self, timeout_s: float, gone: Callable[[VirtualEngine], None]) -> None:
         """Take nothing new, finish what runs within `timeout_s`, then stop as SIGTERM does."""
         self.draining = True
         until = self.clock.now + timeout_s

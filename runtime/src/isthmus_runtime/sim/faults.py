@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
+from ..executor.fake import Windows
 from ..transfer.memory import Faults
 from .network import NetworkFaults
 
@@ -26,6 +27,8 @@ class Scenario:
     prefill_blocks: int = 40
     decode_blocks: int = 40
     block_size: int = 4
+    windows: Windows = (None,)
+    """Of each KV group: its sliding window in tokens, or None where it keeps the whole prefix."""
     max_model_len: int = 64
     rows: int = 3
     budget: int = 16

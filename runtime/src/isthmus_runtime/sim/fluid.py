@@ -27,7 +27,7 @@ class Job:
     """One request on its way."""
 
     request: TraceRequest
-    engine: Engine
+    engine: FluidEngine
     """Where it generates."""
     generates: int
     """Tokens that the engine that computes its prompt generates after the first."""
@@ -40,7 +40,7 @@ class Job:
     """When its first token left."""
 
 
-class Engine:
+class FluidEngine:
     """Prefill, decode or unified, by what it is given to do."""
 
     __slots__ = (

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from struct import Struct
 
 from ..engine.sequence import Kind, Phase
+from ..executor.fake import entry_bytes
 from ..interfaces.transport import Piece
 from ..kv.keys import ExtraKeys, block_hashes
 from ..kv.pool import BlockState
 from ..kv.prefix import BlockStored
 from ..transfer.leg import RELEASE_BOUND_S
 from .clock import Violation
-from .engine import Engine
+from .engine import VirtualEngine
 
-_ENTRY = Struct("<iI")
 RELEASE_WITHIN_S = RELEASE_BOUND_S + 0.3
 """From a request's end until its attempt's blocks are free or quarantined; the margin covers one engine step."""
 
@@ -23,18 +22,21 @@ RELEASE_WITHIN_S = RELEASE_BOUND_S + 0.3
 class Oracle:
     """The right bytes of every block that may become visible under a hash."""
 
-    def __init__(self) -> None:
-        self._blocks: dict[bytes, bytes] = {}
+    def __init__(self, num_groups: int = 1) -> None:
+        self._blocks: dict[tuple[bytes, int], bytes] = {}
+        self._groups = range(num_groups)
 
     def learn(self, tokens: Sequence[int], block_size: int, salt: str) -> None:
         """Blocks of a sequence that clients may cause: a prompt and its right continuation."""
         for index, block_hash in enumerate(block_hashes(tokens, block_size, extra=ExtraKeys(cache_salt=salt))):
             start = index * block_size
-            self._blocks[block_hash] = b"".join(_ENTRY.pack(tokens[p], p) for p in range(start, start + block_size))
+            for group in self._groups:
+                entries = (entry_bytes(group, tokens[p], p) for p in range(start, start + block_size))
+                self._blocks[block_hash, group] = b"".join(entries)
 
-    def check(self, block_hash: bytes, found: bytes | memoryview, where: str) -> None:
+    def check(self, block_hash: bytes, group: int, found: bytes | memoryview, where: str) -> None:
         """The bytes under this hash must be the right ones."""
-        right = self._blocks.get(block_hash)
+        right = self._blocks.get((block_hash, group))
         if right is None:
             raise Violation(f"{where}: a hash is visible that no request can lead to")
         if right != bytes(found):
@@ -43,10 +45,11 @@ class Oracle:
     def check_value(self, key: str, data: bytes) -> None:
         """The same for a value in the store: full blocks by their hash."""
         if ":partial:" not in key and not key.startswith("record:"):
-            self.check(bytes.fromhex(key.split(":")[1]), data, f"store key {key}")
+            _layout, block_hash, group, *_ = key.split(":")
+            self.check(bytes.fromhex(block_hash), int(group.removeprefix("g")), data, f"store key {key}")
 
 
-def check_engine(engine: Engine, oracle: Oracle, *, thorough: bool) -> None:
+def check_engine(engine: VirtualEngine, oracle: Oracle, *, thorough: bool) -> None:
     """Everything that must hold after each step of one engine. `thorough`: also the pool's own check of each block."""
     try:
         if thorough:
@@ -61,13 +64,13 @@ def check_engine(engine: Engine, oracle: Oracle, *, thorough: bool) -> None:
         raise Violation(f"{engine.name}: callers wait for ended requests: {unanswered}")
     while engine.published:
         event = engine.published.popleft()
-        block = engine.pool.cached_block(event.block_hash) if isinstance(event, BlockStored) else None
+        block = engine.pool.cached_block(event.block_hash, event.group) if isinstance(event, BlockStored) else None
         if block is not None:
             found = engine.executor.fake.block_bytes(block)
-            oracle.check(event.block_hash, found, f"{engine.name} block {block}")
+            oracle.check(event.block_hash, event.group, found, f"{engine.name} block {block}")
 
 
-def _check_holds(engine: Engine) -> None:
+def _check_holds(engine: VirtualEngine) -> None:
     """Count again, from the holders, what the pool says about each block."""
     scheduler, pool = engine.scheduler, engine.pool
     refs, readers, writers = ([0] * pool.num_blocks for _ in range(3))
@@ -79,7 +82,7 @@ def _check_holds(engine: Engine) -> None:
             _count(refs, ids)
             if seq.phase is Phase.RUNNING and len(ids) * engine.block_size < seq.scheduled:
                 raise Violation(f"{engine.name}: {seq.sid} is scheduled past its blocks")
-    for _, ids in scheduler._fenced:
+    for _, ids in scheduler.steps.fenced:
         _count(refs, ids)
     quarantined: set[int] = set()
     for attempt, hold in scheduler.handoffs._holds.items():
@@ -113,7 +116,7 @@ def _count(counts: list[int], ids: Iterable[int]) -> None:
             counts[block] += 1
 
 
-def _check_orphans(engine: Engine) -> None:
+def _check_orphans(engine: VirtualEngine) -> None:
     """An attempt outlives its request only for as long as its transfer may take to stop."""
     live = {seq.attempt for seq in engine.scheduler.live() if seq.phase in (Phase.RECEIVING, Phase.RUNNING)}
     live |= {seq.attempt for seq in engine.scheduler.live() if seq.kind is Kind.SEND}
@@ -136,7 +139,7 @@ def check_record_last(operations: Sequence[tuple[str, bool]]) -> None:
             raise Violation(f"the record of attempt {attempt} is written while its blocks are still on their way")
 
 
-def check_landing(engine: Engine, attempt: str, block: int) -> None:
+def check_landing(engine: VirtualEngine, attempt: str, block: int) -> None:
     """A peer's bytes are about to land: only in blocks that are still held for this attempt."""
     hold = engine.scheduler.handoffs._holds.get(attempt)
     held = hold is not None and hold.receiving and not hold.arrived and block in hold.ids
@@ -145,23 +148,23 @@ def check_landing(engine: Engine, attempt: str, block: int) -> None:
         raise Violation(f"{engine.name}: attempt {attempt} writes into block {block}, which is {state} and not its own")
 
 
-def check_reading(engine: Engine, attempt: str, pieces: Iterable[Piece]) -> None:
+def check_reading(engine: VirtualEngine, attempt: str, pieces: Iterable[Piece]) -> None:
     """A transfer under way reads these blocks: each must be under a reader lease."""
     for piece in pieces:
         if engine.pool._readers[piece.block_id] == 0:
             raise Violation(f"{engine.name}: attempt {attempt} reads block {piece.block_id} without a lease")
 
 
-def check_visible(engine: Engine, oracle: Oracle) -> None:
+def check_visible(engine: VirtualEngine, oracle: Oracle) -> None:
     """Every visible block has the right bytes. Linear in the cache: done now and then, and at the end."""
     index = engine.pool._index
     for block in index:
         key = index.key_of(block)
         assert key is not None
-        oracle.check(key[0], engine.executor.fake.block_bytes(block), f"{engine.name} block {block}")
+        oracle.check(*key, engine.executor.fake.block_bytes(block), f"{engine.name} block {block}")
 
 
-def check_clean(engine: Engine) -> None:
+def check_clean(engine: VirtualEngine) -> None:
     """Nothing is left in an engine that has nothing to do."""
     left: list[str] = []
     if engine.scheduler.has_work:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .fluid import NEVER, Engine, Job
+from .fluid import NEVER, FluidEngine, Job
 from .hardware import Steps
 from .traces import HASH_BLOCK, TraceRequest
 
@@ -132,9 +132,9 @@ class _Run:
         budget = cluster.chunk_tokens
         self._kv_tokens, self._kv_bytes = steps.kv_tokens, steps.kv_bytes_per_token
         generating = range(cluster.decodes or cluster.unified)
-        self.engines = [Engine(n, steps, budget, self._first, self._end) for n in generating]
+        self.engines = [FluidEngine(n, steps, budget, self._first, self._end) for n in generating]
         """Those that generate."""
-        self.prefills = [Engine(n, steps, budget, self._computed, self._end) for n in range(cluster.prefills)]
+        self.prefills = [FluidEngine(n, steps, budget, self._computed, self._end) for n in range(cluster.prefills)]
         for engine in self.prefills:
             engine.slowed = steps.prefill_slowed
         self._prefill_free = [(0.0, n) for n in range(cluster.prefills)]
@@ -143,7 +143,7 @@ class _Run:
         self._shared = _Lru(cluster.pool_tokens // HASH_BLOCK)
         self._own = [_Lru(steps.kv_tokens // HASH_BLOCK) for _ in range(count)]
         self._by_room = [e.key for e in self.engines]
-        self._heap: list[tuple[float, int, int, Engine, Job | int]] = []
+        self._heap: list[tuple[float, int, int, FluidEngine, Job | int]] = []
         self._order = 0
 
     # ------------------------------------------------------------------------------------------------------ arrivals
@@ -163,7 +163,7 @@ class _Run:
             self._admit(engine, request, now)
         heapq.heappush(self._by_room, engine.key)
 
-    def _roomiest(self) -> Engine:
+    def _roomiest(self) -> FluidEngine:
         """The engine with the most unreserved tokens; entries that are out of date are dropped on the way."""
         while self._by_room:
             entry = heapq.heappop(self._by_room)
@@ -171,10 +171,10 @@ class _Run:
                 return self.engines[entry[1]]
         raise AssertionError("every engine has an entry: one is pushed whenever its room changes")
 
-    def _fits(self, engine: Engine, request: TraceRequest) -> bool:
+    def _fits(self, engine: FluidEngine, request: TraceRequest) -> bool:
         return engine.held < self.cluster.max_batch and engine.free >= request.input_tokens + request.output_tokens
 
-    def _admit(self, engine: Engine, request: TraceRequest, now: float) -> None:
+    def _admit(self, engine: FluidEngine, request: TraceRequest, now: float) -> None:
         """Room is reserved: the prompt goes to the prefill engine that is free first, or is computed here."""
         engine.free -= request.input_tokens + request.output_tokens
         engine.held += 1
@@ -236,7 +236,7 @@ class _Run:
                 self._order = order = self._order + 1
                 push(heap, (due, order, _CHANGE, engine, version))
 
-    def _at(self, at: float, kind: int, engine: Engine, job: Job) -> None:
+    def _at(self, at: float, kind: int, engine: FluidEngine, job: Job) -> None:
         self._order += 1
         heapq.heappush(self._heap, (at, self._order, kind, engine, job))
 

@@ -23,7 +23,7 @@ RETRIES = 1
 DEADLINE_MARGIN_S = 0.5
 
 
-class Router:
+class VirtualRouter:
     """One router process."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Router:
         self.up = True
         self.turn = 0
         self.loads: dict[str, Load] = {}
-        self.flights: set[Flight] = set()
+        self.flights: dict[Flight, None] = {}
         self._discover = discover
         self.fleet: Fleet = policy.fleet((), ())
         self._watch()
@@ -65,7 +65,7 @@ class Router:
         """A client's request."""
         assert isinstance(body, GenerateRequest)
         flight = Flight(self, exchange, body)
-        self.flights.add(flight)
+        self.flights[flight] = None
         exchange.on_close = flight.client_left
         flight.start()
 
@@ -80,7 +80,7 @@ class Router:
 class Flight:
     """One request on its way through the router."""
 
-    def __init__(self, router: Router, exchange: Exchange, request: GenerateRequest) -> None:
+    def __init__(self, router: VirtualRouter, exchange: Exchange, request: GenerateRequest) -> None:
         self.router = router
         self.request = request
         self._client = exchange
@@ -242,7 +242,7 @@ class Flight:
         self._done = True
         self._hang_up()
         self._client.end()
-        self.router.flights.discard(self)
+        self.router.flights.pop(self, None)
 
     def _hang_up(self) -> None:
         """Close what is open; an abort goes beside it, for a peer that does not notice."""

@@ -47,7 +47,7 @@ class RoutingResult:
     """Arrival to the end of the prompt's computation."""
 
 
-class _Engine:
+class _RoutedEngine:
     def __init__(self, url: str, capacity: int) -> None:
         self.url = url
         self.computed = 0
@@ -78,7 +78,7 @@ def route(
 ) -> RoutingResult:
     """Send every request of the trace through the policy; nothing is random. `expected_prompts`: of `StoredBlocks`."""
     capacity = max(1, world.cache_tokens // HASH_BLOCK)
-    engines = {f"e{i}": _Engine(f"e{i}", capacity) for i in range(world.engines)}
+    engines = {f"e{i}": _RoutedEngine(f"e{i}", capacity) for i in range(world.engines)}
     endpoints = [Endpoint(url, "f", block_size=HASH_BLOCK, blocks=capacity) for url in engines]
     live = fleet((), endpoints, unified=True)
     position = dict.fromkeys(engines, 0)

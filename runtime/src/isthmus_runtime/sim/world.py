@@ -11,7 +11,7 @@ from ..transfer.backend import TransferBackend
 from ..transfer.memory import Faults, MemoryFabric, _Operation
 from .client import Client, draw_requests
 from .clock import Clock, Violation
-from .engine import Engine
+from .engine import VirtualEngine
 from .faults import Scenario
 from .invariants import (
     Oracle,
@@ -23,7 +23,7 @@ from .invariants import (
     check_visible,
 )
 from .network import Network, NetworkFaults
-from .router import Router, idle
+from .router import VirtualRouter, idle
 from .store import SCOPED_TTL_S, Store, StoreOperation, StoreTransfer
 
 RESTART_S = 0.5
@@ -59,7 +59,7 @@ class World:
             bytes_per_s=scenario.link_bytes_per_s,
             record_slots=scenario.record_slots,
         )
-        self.oracle = Oracle()
+        self.oracle = Oracle(len(scenario.windows))
         self.store = Store(
             self.clock,
             scenario.transfer,
@@ -67,7 +67,7 @@ class World:
             scenario.store_blocks,
             self.oracle.check_value,
         )
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, VirtualEngine] = {}
         self.facts: Counter[str] = Counter()
         self.steps = 0
         self._epoch = 0
@@ -83,7 +83,7 @@ class World:
         self._waiting = scenario.clients
         for at, request in draw_requests(scenario):
             leaves = self.clock.random.expovariate(2.0) if self.clock.chance(scenario.disconnect) else None
-            client = Client(self.clock, self.net, request, limits, self._client_over, leaves)
+            client = Client(self.clock, self.net, request, limits, self._client_over, leaves, scenario.windows)
             for size in {e.block_size for e in self.engines.values()}:
                 self.oracle.learn([*request.prompt_token_ids, *client.right], size, request.cache_salt)
             self.clients.append(client)
@@ -97,7 +97,7 @@ class World:
         return f"e{self._epoch}"
 
     def _start(self, name: str, role: str) -> None:
-        engine = Engine(
+        engine = VirtualEngine(
             self.clock,
             self.scenario,
             name,
@@ -112,7 +112,7 @@ class World:
         if self.scenario.mode == "memory":
             self.fabric.serve_drain(name, engine.loop.is_drained)
 
-    def _connect(self, engine: Engine) -> TransferBackend:
+    def _connect(self, engine: VirtualEngine) -> TransferBackend:
         def landing(attempt: str, block: int) -> None:
             check_landing(engine, attempt, block)
 
@@ -129,7 +129,7 @@ class World:
             disaggregate_above=scenario.disaggregate_above,
             local_without_prefill=scenario.local_without_prefill,
         )
-        self.router = Router(self.clock, self.net, rules, self._next_epoch(), self._discover)
+        self.router = VirtualRouter(self.clock, self.net, rules, self._next_epoch(), self._discover)
         self.net.servers["router"] = self.router
 
     def _discover(self) -> tuple[list[Endpoint], list[Endpoint]]:
@@ -187,7 +187,7 @@ class World:
         self.facts["scale-downs"] += 1
         self.clock.note("fault", engine.name, "is told to leave")
 
-        def gone(leaver: Engine) -> None:
+        def gone(leaver: VirtualEngine) -> None:
             self.clock.note("fault", leaver.name, "has left")
             self.clock.after(RESTART_S, lambda: self._start(leaver.name, leaver.role))
 
@@ -226,7 +226,7 @@ class World:
             self._check_transfers()
         raise Violation(f"not over after {EVENTS_MAX} events, at {self.clock.now:.1f} s")
 
-    def _stepped(self, engine: Engine) -> None:
+    def _stepped(self, engine: VirtualEngine) -> None:
         self.steps += 1
         check_engine(engine, self.oracle, thorough=self.steps % 4 == 0)
         if self.steps % 64 == 0:

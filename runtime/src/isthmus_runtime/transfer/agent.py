@@ -33,6 +33,7 @@ from ..kv.keys import keys_digest
 from ..protocol import CommitCall, PrefillRecord, Ticket
 from . import leg as lg
 from .backend import TransferBackend
+from .places import Place, block_at, gaps, place
 from .record import Expected, mismatch, pack_record, unpack_record
 
 _CLOSED_KEPT = 65536
@@ -46,7 +47,10 @@ class _Attempt:
     leg: lg.Leg
     ticket: Ticket
     job: SendJob | ReceiveJob
-    blocks: dict[int, BlockRef] = field(default_factory=dict)
+    targets: dict[Place, int] = field(default_factory=dict)
+    """Sending: the receiver's blocks, where the transport writes into them."""
+    blocks: dict[Place, BlockRef] = field(default_factory=dict)
+    """Sending: what was given so far."""
     result: PromptResult | None = None
     """Sending: set when every block was given."""
     record: PrefillRecord | None = None
@@ -128,7 +132,7 @@ class TransferAgent:
                 return
             if job.attempt in self._closed:
                 problem = "the attempt was ended before its prefill began"
-            self._attempts[job.attempt] = _Attempt(leg=leg, ticket=ticket, job=job)
+            self._attempts[job.attempt] = _Attempt(leg=leg, ticket=ticket, job=job, targets=block_at(ticket))
         if not problem:
             self._backend.expect(ticket)
         self._post(lg.Admit(job.attempt, problem), now)
@@ -137,22 +141,25 @@ class TransferAgent:
         entry = self._open_for_blocks(attempt)
         if entry is None:
             return
-        skip, theirs = entry.ticket.skip_blocks, entry.ticket.block_ids
-        pieces: list[tuple[int, Piece]] = []
+        ticket, theirs = entry.ticket, entry.targets
+        pieces: list[tuple[Place, Piece]] = []
         for block in blocks:
-            place = block.index - skip
-            if place < 0:
+            at = place(block)
+            if block.index < ticket.skip_blocks:
                 continue
-            if theirs and place >= len(theirs):
-                reason = f"prompt block {block.index} has no place: decode reserved {len(theirs)} after skipping {skip}"
+            if theirs and at not in theirs:
+                reason = (
+                    f"prompt block {block.index} of KV group {block.group} has no place: decode reserved "
+                    f"{len(theirs)} after skipping {ticket.skip_blocks}"
+                )
                 self._post(lg.Cancel(attempt, reason), now)
                 return
-            address = entry.ticket.pool_base + theirs[place] * entry.ticket.block_stride if theirs else 0
+            address = ticket.pool_base + theirs[at] * ticket.block_stride if theirs else 0
             piece = Piece(
                 block_id=block.block_id, key=block.key, nbytes=self._region.block_bytes, remote_address=address
             )
-            pieces.append((block.index, piece))
-            entry.blocks.setdefault(block.index, block)
+            pieces.append((at, piece))
+            entry.blocks.setdefault(at, block)
         if pieces:
             self._post(lg.Blocks(attempt, tuple(pieces)), now)
 
@@ -160,10 +167,13 @@ class TransferAgent:
         entry = self._open_for_blocks(attempt)
         if entry is None:
             return
-        skip, count = entry.ticket.skip_blocks, len(entry.blocks)
-        wanted = len(entry.ticket.block_ids) or count
-        if sorted(entry.blocks) != list(range(skip, skip + wanted)):
-            reason = f"{count} blocks were given for prompt blocks {skip} to {skip + wanted - 1}; all or none are sent"
+        missing = sorted(entry.targets.keys() - entry.blocks.keys()) or gaps(entry.blocks)
+        if missing:
+            group, index = missing[0]
+            reason = (
+                f"{len(entry.blocks)} blocks were given, {len(missing)} are missing, the first of them prompt block "
+                f"{index} of KV group {group}; all or none are sent"
+            )
             self._post(lg.Cancel(attempt, reason), now)
             return
         entry.result = result
@@ -224,7 +234,7 @@ class TransferAgent:
             legs = [e.leg for e in self._attempts.values()]
             return HandoffStats(
                 live=len(legs),
-                quarantined=sum(leg.state is lg.State.QUARANTINED for leg in legs),
+                quarantined=sum(leg.state is lg.LegState.QUARANTINED for leg in legs),
                 sent=self._counts["sent"],
                 received=self._counts["received"],
                 failed=self._counts["failed"],
@@ -305,7 +315,7 @@ class TransferAgent:
             case lg.Write(op=op, pieces=pieces):
                 self._write(entry, op, [piece for _, piece in pieces], None)
             case lg.WriteRecord(op=op):
-                moved = [entry.blocks[index].block_id for index in sorted(entry.blocks)]
+                moved = [entry.blocks[at].block_id for at in sorted(entry.blocks)]
                 self._with_crc(entry, moved, lambda e, crc: self._write_record(e, op, crc))
             case lg.Read(op=op):
                 assert isinstance(entry.job, ReceiveJob)
@@ -394,7 +404,7 @@ class TransferAgent:
             num_tokens=result.num_tokens,
             first_token=result.first_token,
             first_logprobs=None if first is None else (first.token_id, first.logprob, first.top),
-            key_digest=keys_digest([entry.blocks[index].key for index in sorted(entry.blocks)]),
+            key_digest=keys_digest([entry.blocks[at].key for at in sorted(entry.blocks)]),
             block_bytes=self._region.block_bytes,
             crc=crc,
         )

@@ -34,6 +34,7 @@ from .backend import Effective
 from .bounded import INSTALL_HINT, TookTooLong, run_bounded, split_address
 from .drain import Answer, ask_peer
 from .greeting import Greeter, greeting_problem
+from .places import reserved
 from .slots import SLOT_BYTES, RecordSlots
 from .sockets import end_connections_from, listening_ports, probe_accepted, stuck_bytes_to
 from .transport import FLOOR_GBPS, MAX_RUN_BYTES, Run, choose_transport, merge_runs, transport_environment
@@ -231,7 +232,7 @@ class DirectTransfer:
             epoch=self._epoch,
             pool_base=self._region.base,
             block_stride=self._region.block_stride,
-            block_ids=tuple(block.block_id for block in job.blocks),
+            blocks=reserved(job.blocks),
             record_address=address,
             record_capacity=SLOT_BYTES,
         )

@@ -41,7 +41,7 @@ os._exit({_SETUP_REFUSED} if code else 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class StorePool:
     """A pool that was joined."""
 
     native: Any
@@ -68,7 +68,7 @@ def join_pool(
     regions: Mapping[str, tuple[int, int]],
     timeout_s: float,
     clock: Callable[[], float] = time.monotonic,
-) -> Pool:
+) -> StorePool:
     """The pool of `master`, to which this process adds a segment. `regions`: (address, bytes) to register, by name.
 
     Raises:
@@ -93,7 +93,7 @@ def join_pool(
             raise ConfigError(f"--transfer-mode store: registering {name} ({nbytes} bytes) gave {explain(code)}")
     segment = store.get_hostname()
     gbps, over = _probed(native, store, segment, master, min(PROBE_S, deadline - clock()), clock)
-    return Pool(native, store, segment, gbps, over)
+    return StorePool(native, store, segment, gbps, over)
 
 
 def _try_setup(host: str, master: str, timeout_s: float) -> None:

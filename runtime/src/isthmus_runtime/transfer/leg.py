@@ -28,6 +28,7 @@ from enum import StrEnum
 
 from ..interfaces.handoff import Drained, Failed, Released, Sent
 from ..interfaces.transport import Piece
+from .places import Place
 
 RELEASE_BOUND_S = 0.5
 """From failure to `Released`: not drained by then means quarantine."""
@@ -45,7 +46,7 @@ class Side(StrEnum):
     RECEIVE = "receive"
 
 
-class State(StrEnum):
+class LegState(StrEnum):
     """Where a leg stands; its value is the `stage` of a failure."""
 
     NEW = "new"
@@ -74,15 +75,15 @@ class Leg:
     """The whole attempt must end by then."""
     timeout_s: float
     """Longest time from `Finish` or `Commit` to the result."""
-    state: State = State.NEW
+    state: LegState = LegState.NEW
     timer_s: float = NEVER
     """When `Tick` is due."""
     next_op: int = 0
     in_flight: frozenset[int] = frozenset()
     unsettled: frozenset[int] = frozenset()
     """Operations that reported failure while bytes may still move."""
-    given: frozenset[int] = frozenset()
-    """Prompt block indices handed over so far."""
+    given: frozenset[Place] = frozenset()
+    """Blocks handed over so far."""
     record_op: int | None = None
     checking: bool = False
     peer_clear: bool = True
@@ -99,7 +100,7 @@ class Leg:
     @property
     def closing(self) -> bool:
         """The result is out and only the release is left."""
-        return self.state in (State.CANCELLING, State.QUARANTINED)
+        return self.state in (LegState.CANCELLING, LegState.QUARANTINED)
 
     @property
     def quiet(self) -> bool:
@@ -120,10 +121,10 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Blocks that are final, as (prompt block index, piece)."""
+    """Blocks that are final, with their places."""
 
     attempt: str
-    pieces: tuple[tuple[int, Piece], ...]
+    pieces: tuple[tuple[Place, Piece], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ class Write:
     """Start moving pieces; answer with OpDone(op)."""
 
     op: int
-    pieces: tuple[tuple[int, Piece], ...]
+    pieces: tuple[tuple[Place, Piece], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +267,7 @@ def new_leg(attempt: str, side: Side, *, deadline_s: float, timeout_s: float, pe
 
 def step(leg: Leg, event: Event, now: float) -> Step:
     """Apply one event. The result depends on the arguments alone."""
-    if event.attempt != leg.attempt or leg.state is State.RELEASED:
+    if event.attempt != leg.attempt or leg.state is LegState.RELEASED:
         return _drop(leg)
     if leg.closing:
         return _step_closing(leg, event, now)
@@ -277,15 +278,15 @@ def step(leg: Leg, event: Event, now: float) -> Step:
             return _fail(leg, "", f"deadline passed in state {leg.state}", now)
         case Cancel(reason=reason):
             return _fail(leg, "", reason, now)
-        case Admit(problem=problem) if leg.state is State.NEW:
+        case Admit(problem=problem) if leg.state is LegState.NEW:
             if problem:
                 return _fail(leg, "", problem, now)
-            return replace(leg, state=State.RESERVED), ()
+            return replace(leg, state=LegState.RESERVED), ()
         case OpDone():
             return _op_done(leg, event, now)
-        case Blocks() | Finish() if leg.side is Side.SEND and leg.state in (State.RESERVED, State.COMPUTING):
+        case Blocks() | Finish() if leg.side is Side.SEND and leg.state in (LegState.RESERVED, LegState.COMPUTING):
             return _blocks(leg, event) if isinstance(event, Blocks) else _finish(leg, now)
-        case Commit() if leg.side is Side.RECEIVE and leg.state is State.RESERVED:
+        case Commit() if leg.side is Side.RECEIVE and leg.state is LegState.RESERVED:
             return _commit(leg, event, now)
         case Checked(problem=problem) if leg.checking:
             if problem:
@@ -302,9 +303,9 @@ def _drop(leg: Leg) -> Step:
 
 
 def _blocks(leg: Leg, event: Blocks) -> Step:
-    fresh = {index: piece for index, piece in event.pieces if index not in leg.given}
+    fresh = {place: piece for place, piece in event.pieces if place not in leg.given}
     dropped = leg.dropped + len(event.pieces) - len(fresh)
-    leg = replace(leg, state=State.COMPUTING, dropped=dropped)
+    leg = replace(leg, state=LegState.COMPUTING, dropped=dropped)
     if not fresh:
         return leg, ()
     op = leg.next_op
@@ -313,7 +314,7 @@ def _blocks(leg: Leg, event: Blocks) -> Step:
 
 
 def _finish(leg: Leg, now: float) -> Step:
-    leg = replace(leg, state=State.SENDING, started_s=now, timer_s=min(leg.deadline_s, now + leg.timeout_s))
+    leg = replace(leg, state=LegState.SENDING, started_s=now, timer_s=min(leg.deadline_s, now + leg.timeout_s))
     return (leg, ()) if leg.in_flight else _start_record(leg)
 
 
@@ -328,7 +329,7 @@ def _commit(leg: Leg, event: Commit, now: float) -> Step:
     op = leg.next_op
     leg = replace(
         leg,
-        state=State.RECEIVING,
+        state=LegState.RECEIVING,
         started_s=now,
         timer_s=min(leg.deadline_s, now + leg.timeout_s),
         next_op=op + 1,
@@ -348,7 +349,7 @@ def _op_done(leg: Leg, event: OpDone, now: float) -> Step:
     if event.op == leg.record_op:
         sent = Sent(attempt=leg.attempt, sent_bytes=leg.moved_bytes, seconds=now - leg.started_s)
         return _complete(leg, Emit(sent))
-    if leg.state is State.SENDING and not leg.in_flight:
+    if leg.state is LegState.SENDING and not leg.in_flight:
         return _start_record(leg)
     return leg, ()
 
@@ -361,13 +362,13 @@ def _account(leg: Leg, event: OpDone) -> Leg:
 
 def _complete(leg: Leg, result: Emit | EmitReceived) -> Step:
     released = Emit(Released(attempt=leg.attempt, drained=True))
-    return replace(leg, state=State.RELEASED, timer_s=NEVER), (result, Forget(), released)
+    return replace(leg, state=LegState.RELEASED, timer_s=NEVER), (result, Forget(), released)
 
 
 def _fail(leg: Leg, stage: str, reason: str, now: float) -> Step:
     failed = Emit(Failed(attempt=leg.attempt, stage=stage or leg.state.value, reason=reason))
     leg = replace(
-        leg, state=State.CANCELLING, release_by_s=now + RELEASE_BOUND_S, ask_at_s=now, checking=False, timer_s=now
+        leg, state=LegState.CANCELLING, release_by_s=now + RELEASE_BOUND_S, ask_at_s=now, checking=False, timer_s=now
     )
     leg, more = _settle(leg, now)
     return leg, (failed, Stop(), *more)
@@ -395,16 +396,16 @@ def _settle(leg: Leg, now: float) -> Step:
     """Release, quarantine, or ask again; and set the next timer."""
     actions: list[Action] = []
     if leg.quiet:
-        cancelling = leg.state is State.CANCELLING
+        cancelling = leg.state is LegState.CANCELLING
         event = Released(attempt=leg.attempt, drained=True) if cancelling else Drained(attempt=leg.attempt)
-        return replace(leg, state=State.RELEASED, timer_s=NEVER), (Forget(), Emit(event))
+        return replace(leg, state=LegState.RELEASED, timer_s=NEVER), (Forget(), Emit(event))
     if leg.asking and now >= leg.ask_at_s:
         leg = replace(leg, asking=False, asks=leg.asks + 1)
     if not leg.asking and now >= leg.ask_at_s:
         # While asking, ask_at_s is when the ask counts as lost.
         leg = replace(leg, asking=True, ask_at_s=now + ASK_LIMIT_S)
         actions.append(Ask())
-    if leg.state is State.CANCELLING and now >= leg.release_by_s:
-        leg = replace(leg, state=State.QUARANTINED, release_by_s=NEVER)
+    if leg.state is LegState.CANCELLING and now >= leg.release_by_s:
+        leg = replace(leg, state=LegState.QUARANTINED, release_by_s=NEVER)
         actions.append(Emit(Released(attempt=leg.attempt, drained=False)))
     return replace(leg, timer_s=min(leg.ask_at_s, leg.release_by_s)), tuple(actions)

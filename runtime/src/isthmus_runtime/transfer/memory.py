@@ -20,6 +20,7 @@ from ..interfaces.handoff import ReceiveJob
 from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
 from ..protocol import Ticket
 from .backend import Effective
+from .places import reserved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +267,7 @@ class MemoryTransfer:
             session=f"{self.name}@{self.fabric._endpoints[self.name].epoch}",
             pool_base=self._region.base,
             block_stride=self._region.block_stride,
-            block_ids=tuple(block.block_id for block in job.blocks),
+            blocks=reserved(job.blocks),
         )
 
     def write(

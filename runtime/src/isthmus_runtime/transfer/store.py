@@ -6,7 +6,7 @@ later in case decode could not. A full block is protected from eviction until de
 `is_exist` right after the put (docs/adr/0004): that also covers blocks that were in the pool before, and shows
 whether a block was evicted between the two calls.
 
-Calls into a master that died block for seconds, so they run in worker threads and a watch thread gives them up. A
+Calls into a master that died block for seconds, so they run in threads of their own and a watch thread gives them up. A
 call that was given up may still read or write the KV pool: its attempt is not drained before the call returns.
 
 Values go to the segment of whoever puts them as long as it has room (docs/adr/0009): a put then depends on nobody else.
@@ -31,14 +31,14 @@ from ..kv.keys import record_key
 from ..protocol import Ticket
 from .backend import Effective
 from .bounded import TookTooLong, connect_problem, run_bounded
-from .joining import Pool, join_pool, leave_behind
+from .joining import StorePool, join_pool, leave_behind
 from .pool_codes import MISSING, NO_SPACE, OWNER_GONE, UNREACHABLE, explain
 from .slots import SLOT_BYTES, RecordSlots
 from .transport import transport_environment
 
 log = logging.getLogger(__name__)
 
-WORKERS = 4
+CALL_THREADS = 4
 CHUNK_KEYS = 256
 """Keys per call: keeps a call well inside the pool's lease."""
 STALL_S = 0.3
@@ -113,7 +113,7 @@ class StoreTransfer:
         self._sweep: list[tuple[float, str]] = []
         self._answered = float("-inf")
         self._threads: list[threading.Thread] = []
-        self._pool: Pool | None = None
+        self._pool: StorePool | None = None
         self._region: KvRegion | None = None
 
     @property
@@ -134,7 +134,7 @@ class StoreTransfer:
         }
         self._region = region
         self._pool = join_pool(self._host, self._master, self._segment_bytes, regions, timeout_s, self._clock)
-        bodies = [self._work] * WORKERS + [self._watch]
+        bodies = [self._work] * CALL_THREADS + [self._watch]
         self._threads = [threading.Thread(target=body, name="transfer-store", daemon=True) for body in bodies]
         for thread in self._threads:
             thread.start()
@@ -217,7 +217,7 @@ class StoreTransfer:
         with self._wake:
             self._wake.notify_all()
         for thread in self._threads:
-            # A worker may sit in a call that does not end; it is a daemon.
+            # One may sit in a call that does not end; it is a daemon.
             thread.join(timeout=1.0)
         if self._pool is not None:
             store, probing, self._pool = self._pool.store, not self._pool.probe_over.is_set(), None
@@ -342,7 +342,7 @@ class StoreTransfer:
         return ""
 
     @property
-    def _joined(self) -> Pool:
+    def _joined(self) -> StorePool:
         if self._pool is None:
             raise _Broken("the transfer was closed")
         return self._pool

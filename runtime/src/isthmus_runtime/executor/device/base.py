@@ -73,6 +73,10 @@ class Device(Protocol):
         Empty: any size is captured when it is first met, and nothing is padded.
         """
 
+    def graph_tokens(self, max_tokens: int) -> tuple[int, ...]:
+        """Token counts of steps with prompts to capture ahead, ascending, none above `max_tokens`: others are padded to
+        the next one. Longer steps are not captured: launching them takes less time than running them."""
+
     def capture(self, body: Body) -> Body | None:
         """Within a body: run `body` once, and return what runs the same operations on the same memory again; None
         when they cannot be repeated so."""

@@ -79,6 +79,10 @@ class CpuDevice:
         """A program costs a step of its size and little memory: sizes are recorded as they come."""
         return ()
 
+    def graph_tokens(self, max_tokens: int) -> tuple[int, ...]:
+        """Calls are short beside what they compute."""
+        return ()
+
     def capture(self, body: Body) -> Body | None:
         """Record the compiled operations of `body`. None where PyTorch computed something: that is not recorded."""
         with dispatch.record() as program, _Unrecorded() as others:  # type: ignore[no-untyped-call]

@@ -13,7 +13,6 @@ import struct
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -25,7 +24,8 @@ from torch import Tensor
 
 from ..errors import WeightsError
 from ..models.base import ModelSpec
-from ..models.registry import parse_model_spec
+from ..models.gguf_format import GgufFormat, GgufHeader
+from ..models.registry import gguf_formats, parse_model_spec
 from .gguf_tokenizer import Tokenizer, read_tokenizer
 
 MARKER = "isthmus-import.json"
@@ -34,27 +34,6 @@ _FORMAT = 2
 # safetensors files of at most this size, so that a large model loads and uploads in parts.
 _SHARD_BYTES = 5 << 30
 
-_ARCHITECTURES = MappingProxyType(
-    {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-)
-_NAMES = MappingProxyType(
-    {
-        "model.embed_tokens": "token_embd",
-        "model.norm": "output_norm",
-        "lm_head": "output",
-        "input_layernorm": "attn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "self_attn.q_norm": "attn_q_norm",
-        "self_attn.k_norm": "attn_k_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
-)
 # Tensors that only llama.cpp's own run time uses; rope_freqs would change the mathematics and is refused.
 _ROPE_FREQS = "rope_freqs.weight"
 
@@ -74,18 +53,23 @@ def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
         progress(f"{out} already holds this import")
         return False
     reader = _open(source)
-    meta = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    tokenizer, config = _describe(meta, tensors, str(source))
+    header = GgufHeader(
+        source=str(source),
+        metadata={name: field.contents() for name, field in reader.fields.items()},
+        tensors=frozenset(tensors),
+    )
+    architecture, form = _family(header)
+    tokenizer, config = _describe(header, architecture, form, tensors)
     spec = parse_model_spec(config, {}, source=str(source))
-    plan = _match(spec, meta, tensors, str(source))
+    names = _match(spec, form, tensors, str(source))
 
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
     try:
         # mkdtemp makes it private to this user; a model directory is as readable as its parent.
         partial.chmod(0o755)
-        dtype = _write_weights(partial, spec, plan, tensors, str(source), progress)
+        dtype = _write_weights(partial, spec, form, names, tensors, str(source), progress)
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
         ends = list(tokenizer.eos)
         generation = {
@@ -176,25 +160,27 @@ def _open(source: Path) -> Any:
         ) from e
 
 
-def _describe(meta: Mapping[str, Any], tensors: Mapping[str, Any], source: str) -> tuple[Tokenizer, dict[str, Any]]:
+def _family(header: GgufHeader) -> tuple[str, GgufFormat]:
+    """Our name of the file's architecture, and how it is stored."""
+    known = gguf_formats()
+    arch = header.metadata.get("general.architecture")
+    if not isinstance(arch, str) or arch not in known:
+        raise WeightsError(
+            f"{header.source}: general.architecture {arch!r} is not supported; known: {', '.join(known)}"
+        )
+    if _ROPE_FREQS in header.tensors:
+        raise WeightsError(
+            f"{header.source}: tensor {_ROPE_FREQS} (rotary scaling of the Llama 3.1 kind) is not supported in a GGUF "
+            "file; fetch the original safetensors model instead"
+        )
+    return known[arch]
+
+
+def _describe(
+    header: GgufHeader, architecture: str, form: GgufFormat, tensors: Mapping[str, Any]
+) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer, and the model's config.json (without its dtype)."""
-    arch = meta.get("general.architecture")
-    if not isinstance(arch, str) or arch not in _ARCHITECTURES:
-        raise WeightsError(
-            f"{source}: general.architecture {arch!r} is not supported; known: {', '.join(_ARCHITECTURES)}"
-        )
-    if _ROPE_FREQS in tensors:
-        raise WeightsError(
-            f"{source}: tensor {_ROPE_FREQS} (rotary scaling of the Llama 3.1 kind) is not supported in a GGUF file; "
-            "fetch the original safetensors model instead"
-        )
-
-    def value(key: str, default: Any = None) -> Any:
-        found = meta.get(f"{arch}.{key}", default)
-        if found is None:
-            raise WeightsError(f"{source}: metadata {arch}.{key} is missing")
-        return found
-
+    meta, source, value, arch = header.metadata, header.source, header.value, form.architecture
     heads, hidden = value("attention.head_count"), value("embedding_length")
     head_dim = meta.get(f"{arch}.attention.key_length") or hidden // heads
     rotary = meta.get(f"{arch}.rope.dimension_count", head_dim)
@@ -210,7 +196,7 @@ def _describe(meta: Mapping[str, Any], tensors: Mapping[str, Any], source: str) 
     if tokenizer.vocab_size > vocab:
         raise WeightsError(f"{source}: {tokenizer.vocab_size} tokens, but token_embd.weight has {vocab} rows")
     config: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[arch]],
+        "architectures": [architecture],
         "model_type": arch,
         "vocab_size": vocab,
         "hidden_size": hidden,
@@ -219,35 +205,29 @@ def _describe(meta: Mapping[str, Any], tensors: Mapping[str, Any], source: str) 
         "num_attention_heads": heads,
         "num_key_value_heads": value("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "hidden_act": "silu",
         "max_position_embeddings": context,
         # GGUF keeps it as fp32; the shortest text that gives the same fp32 is what was meant.
         "rms_norm_eps": float(str(np.float32(value("attention.layer_norm_rms_epsilon")))),
         "rope_theta": float(value("rope.freq_base", 10000.0)),
         "rope_scaling": None,
-        "attention_bias": arch == "llama" and "blk.0.attn_q.bias" in tensors,
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": tokenizer.bos,
         "eos_token_id": tokenizer.eos[0] if len(tokenizer.eos) == 1 else list(tokenizer.eos) or None,
         "pad_token_id": tokenizer.pad,
         "use_cache": True,
+        **form.config(header),
     }
     if scaling == "linear":
         config["rope_scaling"] = {"rope_type": "linear", "factor": float(value("rope.scaling.factor"))}
     return tokenizer, config
 
 
-def _match(spec: ModelSpec, meta: Mapping[str, Any], tensors: Mapping[str, Any], source: str) -> dict[str, str]:
+def _match(spec: ModelSpec, form: GgufFormat, tensors: Mapping[str, Any], source: str) -> dict[str, str]:
     """GGUF name of every tensor that config.json asks for. WeightsError lists what is missing, misshapen or left."""
     names: dict[str, str] = {}
     problems: list[str] = []
     for name, shape in spec.tensor_shapes().items():
-        stem, _, kind = name.rpartition(".")
-        if stem.startswith("model.layers."):
-            number, _, part = stem.removeprefix("model.layers.").partition(".")
-            names[name] = f"blk.{number}.{_NAMES[part]}.{kind}"
-        else:
-            names[name] = f"{_NAMES[stem]}.{kind}"
+        names[name] = form.tensor_name(name)
         tensor = tensors.get(names[name])
         if tensor is None:
             problems.append(f"{source}: tensor {names[name]} {list(shape)} is missing")
@@ -257,7 +237,7 @@ def _match(spec: ModelSpec, meta: Mapping[str, Any], tensors: Mapping[str, Any],
         if found != shape:
             problems.append(f"{source}: tensor {names[name]} has shape {list(found)}, expected {list(shape)}")
     for name in sorted(tensors.keys() - set(names.values())):
-        problems.append(f"{source}: tensor {name} is not part of {meta['general.architecture']}")
+        problems.append(f"{source}: tensor {name} is not part of {form.architecture}")
     if problems:
         raise WeightsError(problems[:8])
     return names
@@ -266,6 +246,7 @@ def _match(spec: ModelSpec, meta: Mapping[str, Any], tensors: Mapping[str, Any],
 def _write_weights(
     folder: Path,
     spec: ModelSpec,
+    form: GgufFormat,
     names: Mapping[str, str],
     tensors: Mapping[str, Any],
     source: str,
@@ -285,7 +266,7 @@ def _write_weights(
         shards[-1] = {}
 
     for number, (name, gguf_name) in enumerate(names.items()):
-        tensor = _tensor(tensors[gguf_name], name, spec, source)
+        tensor = form.restore(spec, name, _tensor(tensors[gguf_name], source)).contiguous()
         if tensor.dim() == 2:
             matrices = torch.promote_types(matrices, tensor.dtype) if tensor.dtype != torch.float16 else tensor.dtype
         if size and size + tensor.nbytes > _SHARD_BYTES:
@@ -312,7 +293,7 @@ def _write_weights(
     return matrices
 
 
-def _tensor(tensor: Any, name: str, spec: ModelSpec, source: str) -> Tensor:
+def _tensor(tensor: Any, source: str) -> Tensor:
     kind = tensor.tensor_type
     kinds = gguf.GGMLQuantizationType
     if kind == kinds.F16:
@@ -325,15 +306,4 @@ def _tensor(tensor: Any, name: str, spec: ModelSpec, source: str) -> Tensor:
         except NotImplementedError as e:
             raise WeightsError(f"{source}: tensor {tensor.name} has type {kind.name}, which cannot be read: {e}") from e
         values = torch.from_numpy(np.ascontiguousarray(expanded)).to(torch.bfloat16)
-    values = values.reshape(tuple(int(size) for size in reversed(tensor.shape)))
-    part = name.rpartition(".")[0].rpartition(".")[2]
-    if spec.architecture == "LlamaForCausalLM" and part in ("q_proj", "k_proj"):
-        values = _unpermute(values, spec.num_heads if part == "q_proj" else spec.num_kv_heads)
-    return values.contiguous()
-
-
-def _unpermute(weight: Tensor, heads: int) -> Tensor:
-    """llama.cpp stores Llama's q and k rows so that rotated pairs are neighbours; ours are half a head apart."""
-    rows = weight.shape[0]
-    pairs = weight.reshape(heads, rows // heads // 2, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)
+    return values.reshape(tuple(int(size) for size in reversed(tensor.shape)))

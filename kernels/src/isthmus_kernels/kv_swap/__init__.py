@@ -1,0 +1,1 @@
+"""Copies of KV blocks between a pool and a host buffer."""

@@ -1,0 +1,165 @@
+"""The swap on a GPU (cuda/kv_swap.cu): a stream and a pinned staging ring for each direction."""
+
+import array
+import ctypes
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from isthmus_kernels import cuda_library
+from isthmus_kernels.kv_swap.geometry import DIRECTIONS, Direction, Route, geometry, route
+from isthmus_kernels.kv_swap.swap import Done, Ids, KvSwap, Prepared, as_ids, check_capacity
+
+# From here on the copy engine, which needs no multiprocessor, moves more bytes than the kernels in the time in which
+# the CPU writes its descriptors (runtime/bench/LOG.md).
+ENGINE_FROM = 256 << 10
+# Pinned bytes of a direction: 131,000 pairs of ids in flight. A submission that finds them all in use waits.
+STAGING_BYTES = 1 << 20
+
+_BAD_IDS, _NOT_PINNED, _OUT_OF_MEMORY = -1, -2, -3
+
+
+def kv_swap(
+    pool: Tensor,
+    host: Tensor,
+    *,
+    engine_from: int = ENGINE_FROM,
+    multiprocessors: Mapping[Direction, int] | None = None,
+    staging_bytes: int = STAGING_BYTES,
+) -> KvSwap:
+    """Same contract as `reference.kv_swap`, but a swap returns when it is submitted.
+
+    Args:
+        pool: on a GPU of compute capability 9.0 or later.
+        host: in pinned memory.
+        engine_from: contiguous stretches of at least so many bytes go to the copy engine.
+        multiprocessors: how many the kernels use, by direction; what it leaves out is `geometry.route`'s choice, the
+            fewest that fill the link. ``{"out": 1}`` leaves the other multiprocessors their memory bandwidth (README).
+        staging_bytes: cap on the pinned memory for ids, for each direction.
+    """
+    routes = {direction: route(geometry(pool, host), direction) for direction in DIRECTIONS}
+    for direction, count in (multiprocessors or {}).items():
+        routes[direction] = replace(routes[direction], multiprocessors=count)
+    return CudaSwap(pool, host, routes, engine_from, staging_bytes)
+
+
+class CudaSwap(KvSwap):
+    """Submits to two streams of its own, one for each direction, of the device's highest priority."""
+
+    def __init__(
+        self, pool: Tensor, host: Tensor, routes: dict[Direction, Route], engine_from: int, staging_bytes: int
+    ) -> None:
+        super().__init__(pool, host)
+        if host.device.type != "cpu":
+            raise ValueError(f"kv_swap: host: expected a tensor in host memory, got one on {host.device}")
+        if staging_bytes < 4096:
+            raise ValueError(f"kv_swap: staging_bytes: {staging_bytes} is less than 4096")
+        lib = cuda_library.library()
+        assert lib is not None, "dispatch chose this implementation without the library"
+        self._lib = lib
+        config = array.array("q", [number for direction in DIRECTIONS for number in routes[direction].pack()])
+        config.extend((pool.data_ptr(), host.data_ptr(), pool.shape[0], host.shape[0], pool.device.index))
+        config.extend((engine_from, staging_bytes))
+        handle = ctypes.c_void_p()
+        code = lib.isthmus_kv_swap_open(ctypes.c_void_p(config.buffer_info()[0]), ctypes.byref(handle))
+        _explain(code, "kv_swap: cannot open")
+        self._handle = handle
+        # 0 is the lowest priority; the device clamps what is higher than it has.
+        self._streams = {direction: torch.cuda.Stream(pool.device, priority=-5) for direction in DIRECTIONS}
+        self._finalizer = weakref.finalize(self, _close, lib, handle, tuple(self._streams.values()))
+
+    def _submit(self, direction: Direction, pool_ids: Ids, host_ids: Ids, after: Done | None) -> Done:
+        assert self._finalizer.alive, "kv_swap: closed"
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("kv_swap: ids of a swap cannot change in a captured graph; capture a prepare()d one")
+        pool_ids, host_ids = as_ids(pool_ids, host_ids)
+        if len(pool_ids) != len(host_ids):
+            self._check(direction, pool_ids, host_ids)
+        stream = self._streams[direction]
+        if after is None:
+            stream.wait_stream(torch.cuda.current_stream(self.pool.device))
+        else:
+            after.wait(stream)
+        code = self._lib.isthmus_kv_swap_submit(
+            self._handle,
+            ctypes.c_int64(DIRECTIONS.index(direction)),
+            ctypes.c_void_p(pool_ids.data_ptr()),
+            ctypes.c_void_p(host_ids.data_ptr()),
+            ctypes.c_int64(pool_ids.element_size()),
+            ctypes.c_int64(len(pool_ids)),
+            ctypes.c_void_p(stream.cuda_stream),
+        )
+        if code:
+            self._raise(code, direction, pool_ids, host_ids)
+        done = torch.cuda.Event()
+        done.record(stream)
+        return done
+
+    def _raise(self, code: int, direction: Direction, pool_ids: Tensor, host_ids: Tensor) -> None:
+        if code == _BAD_IDS:
+            self._check(direction, pool_ids, host_ids)
+            raise AssertionError("kv_swap: the library refused ids that are good")
+        _explain(code, "kv_swap: cannot submit")
+
+    def prepare(self, direction: Direction, capacity: int) -> Prepared:
+        return _PreparedCuda(self, self._lib, self._handle, direction, capacity)
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+class _PreparedCuda(Prepared):
+    def __init__(
+        self, swap: CudaSwap, lib: ctypes.CDLL, owner: ctypes.c_void_p, direction: Direction, capacity: int
+    ) -> None:
+        self._swap = swap
+        self._lib = lib
+        self._direction = direction
+        self._capacity = capacity
+        self._handle = ctypes.c_void_p()
+        code = lib.isthmus_kv_swap_prepare(
+            owner, ctypes.c_int64(DIRECTIONS.index(direction)), ctypes.c_int64(capacity), ctypes.byref(self._handle)
+        )
+        _explain(code, f"kv_swap: cannot prepare {capacity} blocks")
+        self._finalizer = weakref.finalize(self, lib.isthmus_kv_swap_release, self._handle)
+
+    def fill(self, pool_ids: Ids, host_ids: Ids) -> None:
+        pool_ids, host_ids = as_ids(pool_ids, host_ids)
+        check_capacity(len(pool_ids), self._capacity)
+        if len(pool_ids) != len(host_ids):
+            self._swap._check(self._direction, pool_ids, host_ids)
+        code = self._lib.isthmus_kv_swap_fill(
+            self._handle,
+            ctypes.c_void_p(pool_ids.data_ptr()),
+            ctypes.c_void_p(host_ids.data_ptr()),
+            ctypes.c_int64(pool_ids.element_size()),
+            ctypes.c_int64(len(pool_ids)),
+        )
+        if code:
+            self._swap._raise(code, self._direction, pool_ids, host_ids)
+
+    def launch(self) -> None:
+        stream = torch.cuda.current_stream(self._swap.pool.device)
+        code = self._lib.isthmus_kv_swap_launch(self._handle, ctypes.c_void_p(stream.cuda_stream))
+        _explain(code, "kv_swap: cannot launch")
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+def _explain(code: int, doing: str) -> None:
+    if code == _NOT_PINNED:
+        raise ValueError("kv_swap: host: the buffer is not in pinned memory; allocate it with pin_memory=True")
+    if code == _OUT_OF_MEMORY:
+        raise MemoryError(f"{doing}: no host memory")
+    cuda_library.check(code, doing)
+    assert code == 0, f"{doing}: unknown code {code}"
+
+
+def _close(lib: ctypes.CDLL, handle: ctypes.c_void_p, streams: tuple[torch.cuda.Stream, ...]) -> None:
+    for stream in streams:
+        stream.synchronize()
+    lib.isthmus_kv_swap_close(handle)

@@ -1,0 +1,1 @@
+"""Mixture of experts: the choice of experts, and their gated MLPs on the tokens that chose them."""

@@ -1,0 +1,136 @@
+"""Who may start: in order of rank, and only when the whole prompt fits beside what others were promised. Pure."""
+
+from __future__ import annotations
+
+from ..interfaces.steps import RowStart
+from .blocks import SequenceBlocks
+from .handoffs import Handoffs
+from .in_flight import StepDraft
+from .preemption import Preemption, Room
+from .queues import Queues
+from .sequence import Phase, Sequence
+
+
+class Admission:
+    """Gives rows to arrived and waiting requests, and reserves blocks for prompts that a peer computes."""
+
+    def __init__(self, queues: Queues, blocks: SequenceBlocks, handoffs: Handoffs, preemption: Preemption) -> None:
+        self._queues = queues
+        self._blocks = blocks
+        self._handoffs = handoffs
+        self._preemption = preemption
+        self._pool = blocks.pool
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+
+    def admit(self, draft: StepDraft) -> None:
+        """Start whoever may start within the draft's budget."""
+        if self._queues.ready and not self._admit_ready(draft):
+            return
+        if self._queues.waiting:
+            self._admit_waiting(draft)
+
+    def _admit_ready(self, draft: StepDraft) -> bool:
+        """Requests whose KV has arrived. False: one of them must wait, and with it all that came later."""
+        queues = self._queues
+        for seq in list(queues.ready):
+            if seq.phase is not Phase.READY:
+                continue  # preempted while an older arrival made room
+            if draft.budget == 0 or not queues.rows:
+                return False
+            if self.free() < self._blocks.missing(seq, seq.known):
+                # With nothing running nobody else will give blocks back: the newest arrival must.
+                room = Room.LATER if queues.running else self._preemption.make_room(seq, seq.known)
+                if room is Room.NEVER:
+                    draft.stuck.append(seq)
+                if room is not Room.FOUND:
+                    return False
+            queues.withdraw(seq)
+            self._start(seq, draft)
+        return True
+
+    def _admit_waiting(self, draft: StepDraft) -> None:
+        queues = self._queues
+        for seq in list(queues.waiting):
+            if not seq.receives and (draft.budget == 0 or not queues.rows):
+                if not queues.receivers:
+                    return
+                continue
+            if seq.unseen:
+                # Preempted while a sample is in flight: its tokens are not all known yet.
+                continue
+            if not (self._admit_receiver(seq, draft) if seq.receives else self._admit_local(seq, draft)):
+                return
+
+    def _admit_local(self, seq: Sequence, draft: StepDraft) -> bool:
+        """Start a request whose prompt is computed here. False: it must wait."""
+        self._blocks.hash_prompt(seq)
+        hits = self._blocks.find_hits(seq, len(seq.tokens) - 1)
+        fresh = max(0, self._blocks.peak(len(seq.tokens) + 1) - hits.held)
+        if self.free() < fresh + hits.evictable:
+            return False
+        self._queues.withdraw(seq)
+        self._take_hits(seq, hits.tokens)
+        self._blocks.take_hits(seq, hits)
+        self._queues.promise(seq, fresh)
+        self._start(seq, draft)
+        return True
+
+    def _admit_receiver(self, seq: Sequence, draft: StepDraft) -> bool:
+        """Reserve the blocks that a peer will write. False: it must wait.
+
+        They cannot be preempted: every running request must still be able to finish beside them.
+        """
+        self._blocks.hash_prompt(seq)
+        hits = self._blocks.find_hits_of_receiver(seq)
+        fresh = self._blocks.missing_to_receive(seq, hits)
+        if not self._leaves_room(hits.held + fresh):
+            return False
+        if self.free() < fresh + hits.evictable + len(self._queues.running):
+            return False
+        self._queues.withdraw(seq)
+        self._take_hits(seq, hits.tokens)
+        self._blocks.take_hits(seq, hits)
+        draft.effects.append(self._handoffs.reserve(seq))
+        self._queues.enter(seq, Phase.RECEIVING)
+        return True
+
+    def _take_hits(self, seq: Sequence, tokens: int) -> None:
+        if not seq.started:
+            self.prefix_queries += len(seq.tokens)
+            self.prefix_hits += tokens
+            seq.cached_tokens = tokens
+        seq.scheduled = seq.written = tokens
+
+    def _leaves_room(self, need: int) -> bool:
+        """Whether the largest running request could finish if `need` more blocks were held for a transfer."""
+        largest = max((seq.peak for seq in self._queues.running), default=0)
+        lost = self._pool.counts().quarantined + self._handoffs.receiving_blocks()
+        return need + lost + largest <= self._pool.usable
+
+    def _start(self, seq: Sequence, draft: StepDraft) -> None:
+        """Give the request a row and its first chunk."""
+        seq.row = self._queues.rows.pop()
+        seq.started = True
+        seq.run += 1
+        self._queues.enter(seq, Phase.RUNNING)
+        count = min(seq.known - seq.scheduled, draft.budget)
+        self.grow(seq, seq.scheduled + count)
+        table = tuple(tuple(ids) for ids in seq.blocks)
+        sampling = seq.request.sampling
+        draft.starts.append(RowStart(seq.row, seq.sid, tuple(seq.tokens), seq.prompt_len, table, sampling))
+        draft.add(seq, count)
+
+    def grow(self, seq: Sequence, upto: int, draft: StepDraft | None = None) -> None:
+        """Give the request blocks for positions [0, upto), which are free, and tell the draft's executor of them."""
+        grown = self._blocks.grow(seq, upto)
+        if draft is not None:
+            draft.grown += grown
+        if seq.promised:
+            # Once the prompt is covered the promise has been kept.
+            taken = sum(len(g.block_ids) for g in grown)
+            self._queues.promise(seq, 0 if upto >= seq.known else max(0, seq.promised - taken))
+
+    def free(self) -> int:
+        """Free blocks that are promised to nobody."""
+        return self._pool.num_free - self._queues.promised

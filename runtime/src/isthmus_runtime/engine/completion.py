@@ -1,0 +1,93 @@
+"""What a result means: tokens become visible, blocks are published or handed over, requests end exactly once. Pure."""
+
+from __future__ import annotations
+
+from ..errors import RequestError
+from ..interfaces.steps import StepOutput
+from ..request import FinishReason, TokenChunk, TokenLogprobs
+from .blocks import SequenceBlocks
+from .handoffs import Handoffs
+from .in_flight import StepsInFlight
+from .queues import Queues
+from .sequence import CancelAttempt, Effect, Emit, Kind, Phase, Sequence
+
+_new = tuple.__new__
+
+
+class Completion:
+    """Takes the results of steps, and ends requests."""
+
+    def __init__(self, queues: Queues, blocks: SequenceBlocks, handoffs: Handoffs, in_flight: StepsInFlight) -> None:
+        self._queues = queues
+        self._blocks = blocks
+        self._handoffs = handoffs
+        self._in_flight = in_flight
+
+    def complete(self, output: StepOutput, now: float) -> list[Effect]:
+        """Take the result of the oldest step in flight."""
+        step, work = self._in_flight.steps.popleft()
+        assert output.step == step, f"result of step {output.step}, expected {step}"
+        effects: list[Effect] = []
+        ended, sends = Phase.ENDED, Kind.SEND  # an attribute of an enum costs as much as the rest of a test
+        for (seq, run, chunk), (tokens, logprobs) in zip(work, output.rows, strict=True):
+            _, start, count, draws, _ = chunk
+            assert len(tokens) == draws, f"{len(tokens)} tokens were drawn of {draws}"
+            seq.unseen -= draws
+            if seq.phase is ended:
+                continue
+            if run == seq.run:
+                seq.written = written = start + count
+                if written >= seq.publish_at:
+                    self._blocks.publish(seq)
+                if seq.kind is sends:
+                    effects += self._handoffs.blocks_written(seq)
+            if not tokens:
+                continue
+            if seq.kind is sends:
+                effects += self._prompt_computed(seq, tokens[0], logprobs[0] if logprobs else None, now)
+            else:
+                seq.tokens.append(tokens[0])
+                effects.append(self.emit(seq, tokens, logprobs))
+        self._in_flight.lift(step)
+        return effects
+
+    def _prompt_computed(self, seq: Sequence, token: int, logprob: TokenLogprobs | None, now: float) -> list[Effect]:
+        if seq.phase is not Phase.RUNNING:
+            return []  # preempted meanwhile: the blocks are gone, the prompt is computed again
+        effects = self._handoffs.prompt_done(seq, token, logprob)
+        seq.prompt_done_s = now
+        self._queues.leave(seq)
+        self._queues.enter(seq, Phase.SENDING)
+        return effects
+
+    def emit(self, seq: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> Emit:
+        """Give out the request's newest token, which may be its last."""
+        length = len(seq.tokens)
+        if tokens[0] in seq.stop_token_ids:
+            reason = FinishReason.STOP
+        elif length >= seq.end_len:
+            reason = FinishReason.LENGTH
+        elif length > seq.prompt_len + 1:
+            # One per row and step: without the class's own `__new__` it costs half.
+            return _new(Emit, (seq.sid, _new(TokenChunk, (tokens, logprobs, None, None, 0, ""))))
+        else:
+            return Emit(seq.sid, TokenChunk(tokens, logprobs, None, None, seq.cached_tokens, seq.note))
+        self.forget(seq)
+        cached, note = (seq.cached_tokens, seq.note) if length == seq.prompt_len + 1 else (0, "")
+        return Emit(seq.sid, TokenChunk(tokens, logprobs, reason, None, cached, note))
+
+    def end(self, seq: Sequence, reason: FinishReason, error: RequestError) -> list[Effect]:
+        """End a request early, from any phase."""
+        error = error.located(seq.phase.value, seq.attempt)
+        effects: list[Effect] = []
+        if seq.attempt and self._handoffs.open(seq.attempt):
+            effects.append(CancelAttempt(seq.attempt, error.message))
+        self.forget(seq)
+        effects.append(Emit(seq.sid, TokenChunk(finish_reason=reason, error=error)))
+        return effects
+
+    def forget(self, seq: Sequence) -> None:
+        """The request is no longer live; a step in flight may still name it."""
+        self._queues.leave(seq)
+        self._queues.enter(seq, Phase.ENDED)
+        del self._queues.live[seq.sid]

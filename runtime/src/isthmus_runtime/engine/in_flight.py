@@ -1,0 +1,114 @@
+"""The step being planned, the steps that run, and the blocks those may still write. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from ..interfaces.steps import Chunk, RowBlocks, RowMask, RowStart, StepPlan
+from ..kv.pool import BlockPool
+from .sequence import Effect, Phase, Sequence
+
+Work = list[tuple[Sequence, int, Chunk]]
+"""What a step computes, by request and the run (`Sequence.run`) it was planned in."""
+_new = tuple.__new__
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A step being planned."""
+
+    budget: int
+    """Tokens that may still be added."""
+    work: Work = field(default_factory=list)
+    starts: list[RowStart] = field(default_factory=list)
+    grown: list[RowBlocks] = field(default_factory=list)
+    masks: list[RowMask] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+    stuck: list[Sequence] = field(default_factory=list)
+    """Requests that can never grow."""
+
+    def add(self, seq: Sequence, count: int) -> None:
+        """Plan the next `count` tokens of the request, which has a row and the blocks for them."""
+        start = seq.scheduled
+        seq.scheduled = end = start + count
+        if end < len(seq.tokens) + seq.unseen:
+            self.work.append((seq, seq.run, Chunk(seq.row, start, count, 0)))
+        else:
+            if seq.constraint is not None:
+                allowed = seq.constraint.allowed(seq.tokens[seq.prompt_len :])
+                if allowed is not None:
+                    self.masks.append(RowMask(seq.row, (allowed,)))
+            # One per row and step: without the class's own `__new__` it costs half.
+            self.work.append((seq, seq.run, _new(Chunk, (seq.row, start, count, 1, ()))))
+        self.budget -= count
+
+    def without_left(self) -> StepDraft:
+        """The same without rows that were preempted after they were planned: they leave no trace in the step."""
+        work = [w for w in self.work if w[0].phase is Phase.RUNNING and w[1] == w[0].run]
+        rows = {seq.row for seq, _, _ in work}
+        return StepDraft(
+            self.budget,
+            work,
+            [start for start in self.starts if start.row in rows],
+            [blocks for blocks in self.grown if blocks.row in rows],
+            [mask for mask in self.masks if mask.row in rows],
+            self.effects,
+            self.stuck,
+        )
+
+
+class StepsInFlight:
+    """Steps that were submitted and not completed, oldest first.
+
+    Blocks given back while a step that may write them runs are *fenced*: they return to the pool when it completes.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._newest = 0
+        self.steps: deque[tuple[int, Work]] = deque()
+        self.fenced: deque[tuple[int, list[int]]] = deque()
+        """(last step that may write them, block ids)."""
+        self.fenced_blocks = 0
+
+    def submit(self, draft: StepDraft) -> StepPlan:
+        """Number the step and note what it computes."""
+        self._newest = step = self._newest + 1
+        tokens = 0
+        chunks: list[Chunk] = []
+        for seq, _, chunk in draft.work:
+            _, _, count, draws, _ = chunk
+            seq.unseen += draws
+            seq.last_step = step
+            tokens += count
+            chunks.append(chunk)
+        self.steps.append((step, draft.work))
+        return StepPlan(
+            step=step,
+            starts=tuple(draft.starts),
+            grown=tuple(draft.grown),
+            chunks=tuple(chunks),
+            num_tokens=tokens,
+            masks=tuple(draft.masks),
+        )
+
+    def release(self, seq: Sequence, ids: list[int]) -> None:
+        """Return blocks of the request now, or when the last step that may write them completes."""
+        if not ids:
+            return
+        if self.steps and seq.last_step >= self.steps[0][0]:
+            self.fenced.append((seq.last_step, ids))
+            self.fenced_blocks += len(ids)
+        else:
+            self._pool.release(ids)
+
+    def lift(self, step: int) -> None:
+        """The step has completed: what it fenced returns."""
+        for _ in range(len(self.fenced)):
+            last, ids = self.fenced.popleft()
+            if last <= step:
+                self.fenced_blocks -= len(ids)
+                self._pool.release(ids)
+            else:
+                self.fenced.append((last, ids))

@@ -1,0 +1,126 @@
+"""Models with full and sliding layers, prefill and decode apart: tokens equal transformers', in both modes.
+
+Real router, engines and Mooncake; windows shorter than the prompts, so that most of a sliding group never moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from processes import MODEL, Stack, metric, stack
+from tokenizers import Tokenizer
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+DEADLINE_S = 60
+WINDOW = 21
+CASES: dict[str, dict[str, Any]] = {
+    "qwen2-hybrid": {
+        "config": "Qwen2Config",
+        "use_sliding_window": True,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    },
+    "mistral-sliding": {"config": "MistralConfig"},
+}
+
+
+def build(case: dict[str, Any], directory: Path) -> Any:
+    """A random model with SmolLM2's tokenizer; the transformers model."""
+    import transformers
+
+    torch.manual_seed(0)
+    options = {key: value for key, value in case.items() if key != "config"}
+    config = getattr(transformers, case["config"])(
+        vocab_size=Tokenizer.from_file(str(MODEL / "tokenizer.json")).get_vocab_size(),
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        sliding_window=WINDOW,
+        # Wide weights: a narrow random model repeats one token, which proves little.
+        initializer_range=0.4,
+        tie_word_embeddings=False,
+        eos_token_id=2,
+        **options,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model.save_pretrained(directory, safe_serialization=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, directory)
+    return model
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Reference: the whole sequence again for every token, no cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running service and the model that says what it must answer."""
+
+    stack: Stack
+    model: Any
+    tokenizer: Tokenizer
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    directory = tmp_path_factory.mktemp(request.param)
+    return directory, build(CASES[request.param], directory)
+
+
+@pytest.fixture(scope="module", params=["direct", "store"])
+def service(
+    request: pytest.FixtureRequest, model: tuple[Path, Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Service]:
+    directory, reference = model
+    args = ("--dtype", "float32", "--block-size", "8", "--kv-memory", "4Mi", "--max-model-len", "320")
+    args += ("--max-batched-tokens", "48", "--threads", "1", "--transfer-crc", "--transfer-on-failure", "fail")
+    tmp = tmp_path_factory.mktemp(request.param)
+    with stack(tmp, request.param, executor="torch", model=directory, engine_args=args) as running:
+        yield Service(running, reference, Tokenizer.from_file(str(directory / "tokenizer.json")))
+
+
+async def complete(session: aiohttp.ClientSession, url: str, prompt: list[int], count: int) -> str:
+    body = {"model": "test", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True}
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        answer = await response.json()
+        assert response.status == 200, answer
+        return str(answer["choices"][0]["text"])
+
+
+def test_tokens_equal_transformers(service: Service) -> None:
+    """Lengths around blocks and windows; some prompts begin alike, so that caches are hit and blocks are skipped."""
+    lengths = (1, 7, 8, 9, WINDOW - 1, WINDOW, WINDOW + 1, 64, 100, 203)
+    prompts = [[(i * 37 + number % 2 * 11) % 3000 + 50 for i in range(n)] for number, n in enumerate(lengths)]
+
+    async def main() -> list[str]:
+        timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            url = service.stack.url("router")
+            first = await asyncio.gather(*(complete(session, url, p, 12) for p in prompts[:5]))
+            return first + await asyncio.gather(*(complete(session, url, p, 12) for p in prompts[5:]))
+
+    expected = [
+        service.tokenizer.decode(greedy(service.model, prompt, 12), skip_special_tokens=True) for prompt in prompts
+    ]
+    assert asyncio.run(main()) == expected
+    moved = metric(service.stack.url("decode0"), "isthmus_xfer_prompts_total", source="transferred")
+    assert moved == len(prompts), "every prompt's KV must have come from the prefill engine"

@@ -1,0 +1,108 @@
+"""What a GPU refuses or fails with, in words for whoever runs the engine. No GPU is needed here: tests/gpu has one."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from isthmus_runtime.errors import ConfigError
+from isthmus_runtime.executor.device import base, cuda
+from isthmus_runtime.executor.device.cpu import CpuDevice
+from isthmus_runtime.executor.device.cuda import CudaDevice
+
+NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU\nand more"
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040). Please update"
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with one good GPU, as torch describes it."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    return monkeypatch
+
+
+def failing(message: str) -> object:
+    def fail() -> None:
+        raise RuntimeError(message)
+
+    return fail
+
+
+def test_a_good_card_is_usable(card: pytest.MonkeyPatch) -> None:
+    assert cuda.unusable() == ""
+
+
+@pytest.mark.parametrize("message", [NO_DRIVER, OLD_DRIVER])
+def test_a_missing_or_old_driver_is_named(message: str, card: pytest.MonkeyPatch) -> None:
+    card.setattr(torch.cuda, "init", failing(message))
+    with pytest.raises(ConfigError, match=f"--device cuda: {message.splitlines()[0][:40]}") as caught:
+        base.open_device("cuda")
+    assert "nvidia-smi" in str(caught.value) and "and more" not in str(caught.value)
+    assert isinstance(base.open_device("auto", threads=1), CpuDevice)
+
+
+def test_no_card_an_old_card_and_a_torch_without_cuda(card: pytest.MonkeyPatch) -> None:
+    card.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert "NVIDIA X has compute capability 7.5, the kernels need 8.0" in cuda.unusable()
+    card.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "nvidia.com/gpu" in cuda.unusable()
+    card.setattr(torch.backends.cuda, "is_built", lambda: False)
+    assert "is built without CUDA" in cuda.unusable()
+
+
+def test_unknown_device() -> None:
+    with pytest.raises(ConfigError, match="--device 'tpu' is not supported; known: auto, cpu, cuda"):
+        base.open_device("tpu")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    """A CudaDevice with 100 GiB, 20 of them taken, that touches no driver."""
+    device = object.__new__(CudaDevice)
+    device.name, device.torch_device = "cuda:0", torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (80 << 30, 100 << 30))
+    return device
+
+
+def test_the_memory_fraction_is_of_the_whole_card(gpu: CudaDevice) -> None:
+    assert gpu.kv_bytes(0.9) == (90 - 20 - 1) << 30
+
+
+def test_a_card_too_small_is_refused_with_its_numbers(gpu: CudaDevice) -> None:
+    with pytest.raises(ConfigError, match=r"20\.0 of 100\.0 GiB are taken .*gpuMemoryFraction.* allows 20\.0 GiB"):
+        gpu.kv_bytes(0.2)
+
+
+def test_a_pool_that_does_not_fit_is_refused(gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(ConfigError, match=r"KV pool of 90\.0 GiB does not fit cuda:0: 80\.0 of 100\.0 GiB are free"):
+        gpu.pool(90 << 30)
+
+
+def test_errors_of_a_running_card_say_what_to_do(gpu: CudaDevice) -> None:
+    memory = gpu.explain(torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nand so on"))
+    assert "cuda:0 is out of memory (CUDA out of memory. Tried to allocate 2 GiB)" in memory
+    assert "--max-batched-tokens" in memory
+    for text in ("CUDA error: an illegal memory access was encountered\nCUDA kernel errors", "CUDA error: GPU is lost"):
+        lost = gpu.explain(RuntimeError(text))
+        assert text.splitlines()[0] in lost and "must be restarted" in lost and "Xid" in lost
+    assert gpu.explain(IndexError("index 9")) == "IndexError: index 9"
+
+
+def test_sizes_to_capture_end_at_the_most_rows(gpu: CudaDevice) -> None:
+    for rows, last in ((1, 1), (3, 4), (64, 64), (250, 256), (257, 272), (1000, 1024)):
+        sizes = gpu.graph_sizes(rows)
+        assert sizes[-1] == last and list(sizes) == sorted(set(sizes)) and sizes[0] == 1
+        # Padding wastes little where steps are long.
+        assert all(b - a <= max(8, b // 8) for a, b in itertools.pairwise(sizes))

@@ -1,0 +1,96 @@
+"""Several ranks, one plan: every rank runs what rank 0 broadcasts, and pools that differ are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import rank_process
+from rank_process import executor, steps
+
+from isthmus_runtime.checkpoints.random import RandomTensors
+from isthmus_runtime.executor.ranks import decode, encode
+from isthmus_runtime.interfaces.steps import AdapterSlot, BlockCopy, Chunk, RowBlocks, RowMask, RowStart, StepPlan
+from isthmus_runtime.models.registry import read_model_spec
+from isthmus_runtime.request import SamplingParams
+
+DEADLINE_S = 240.0
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A tiny Llama of random weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    shapes = read_model_spec(tmp_path).tensor_shapes()
+    source = RandomTensors(shapes, device=torch.device("cpu"), dtype=torch.float32, seed=5)
+    save_file({name: source.take(name) for name in shapes}, tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def run_ranks(folder: Path, blocks: tuple[int, int]) -> list[tuple[int, str]]:
+    """Both ranks to their end: exit status and output of each."""
+    out = folder / "tokens.json"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, rank_process.__file__, *map(str, (rank, folder, folder / "meeting", count, out))],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, count in enumerate(blocks)
+    ]
+    try:
+        outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+@pytest.mark.slow
+def test_two_ranks_run_one_plan(model_dir: Path) -> None:
+    alone = executor(str(model_dir), 9)
+    expected = [alone.submit(step).result(DEADLINE_S).rows[0].tokens[0] for step in steps()]
+    alone.close()
+    assert [status for status, _ in run_ranks(model_dir, (9, 9))] == [0, 0]
+    assert json.loads((model_dir / "tokens.json").read_text()) == expected
+    assert len(set(expected)) > 2
+
+
+@pytest.mark.slow
+def test_ranks_with_different_pools_are_refused_by_both(model_dir: Path) -> None:
+    for status, output in run_ranks(model_dir, (9, 8)):
+        assert status == 2
+        assert "rank 0 has 9 blocks of layout" in output and "rank 1 has 8 blocks" in output
+
+
+def test_a_plan_survives_its_journey() -> None:
+    sampling = SamplingParams(max_tokens=4, temperature=0.3, seed=-7, stop_token_ids=(1, 2), logprobs=3)
+    plan = StepPlan(
+        7,
+        (RowStart(3, "résumé", [1, 2, 3], 2, ((4, 5), (0,)), sampling, adapter=1),),
+        (RowBlocks(3, 1, 2, (9,)),),
+        (Chunk(3, 0, 2, 0), Chunk(1, 5, 3, 3, (8, 9))),
+        5,
+        copies=(BlockCopy(1, 2),),
+        adapters=(AdapterSlot(1, "a", "d"),),
+        masks=(RowMask(3, (bytes(range(256)), b"")),),
+    )
+    assert decode(encode(plan)) == plan
+    with pytest.raises(ValueError, match="num_tokens"):
+        decode(b'[{"step": 1}]')

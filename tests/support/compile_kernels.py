@@ -1,0 +1,131 @@
+"""Compile every Triton kernel for a Hopper GPU on a machine without one, at the shapes of real models.
+
+Run as a program. It calls the ops on small CPU tensors; each launch only compiles. One line a kernel: its name, the
+shared memory that it needs, and whether the compiler put arrays in local memory. The interpreter checks what kernels
+compute; this checks that they compile at all and fit the device.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver, jit
+
+from isthmus_kernels.block_copy import triton_impl as block_copy
+from isthmus_kernels.embedding import triton_impl as embedding
+from isthmus_kernels.linear import triton_impl as linear
+from isthmus_kernels.moe import triton_impl as moe
+from isthmus_kernels.paged_attention import triton_impl as attention
+from isthmus_kernels.rms_norm import triton_impl as rms_norm
+from isthmus_kernels.rope_kv_write import triton_impl as rope
+from isthmus_kernels.sampling import triton_impl as sampling
+from isthmus_kernels.silu_mul import triton_impl as silu
+from isthmus_kernels.testing import paged_case
+
+F32, BF16 = torch.float32, torch.bfloat16
+LIMIT = 227 << 10  # bytes of shared memory that one program may have
+
+
+class Hopper:
+    """What Triton asks a driver before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def attend(dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None) -> None:
+    case = paged_case(
+        [1, 40], [20, 0], heads=heads, kv_heads=kv_heads, head_dim=dim, block_size=16, dtype=dtype, kv_dtype=kv_dtype
+    )
+    # Rows enough for the widest plan, without their numbers.
+    q = case.q.new_empty(1).expand(9000, heads, dim) if dtype == BF16 and dim == 128 else case.q
+    attention.paged_attention(
+        q,
+        case.kv,
+        case.block_tables,
+        case.query_start_loc,
+        case.seq_lens,
+        scale=0.1,
+        max_query_len=40,
+        max_seq_len=40,
+        window=window,
+    )
+
+
+def everything() -> None:
+    for dtype, kv_dtype, heads, kv_heads, dim in (
+        (BF16, BF16, 32, 8, 128),
+        (BF16, BF16, 9, 3, 64),
+        (BF16, BF16, 8, 4, 256),
+        (F32, F32, 9, 3, 64),
+        (F32, BF16, 9, 3, 64),
+        (F32, F32, 4, 1, 128),
+        (F32, F32, 2, 1, 256),
+    ):
+        attend(dtype, kv_dtype, heads, kv_heads, dim, None)
+    attend(BF16, BF16, 32, 8, 128, 128)
+
+    def some(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.ones(shape, dtype=dtype)
+
+    case = paged_case([16], [0], heads=32, kv_heads=8, head_dim=128, block_size=16, kv_dtype=BF16)
+    tables = some(64, 64, dtype=F32)
+    for norm in (None, some(128)):
+        rope.rope_kv_write(
+            some(16, 48 * 128), case.positions, tables, tables, case.kv, case.slot_mapping, num_heads=32, q_norm=norm,
+            k_norm=norm,
+        )  # fmt: skip
+    rms_norm.rms_norm(some(16, 4096), some(4096), 1e-5)
+    rms_norm.add_rms_norm(some(16, 4096), some(16, 4096), some(4096), 1e-5)
+    silu.silu_mul(some(16, 24_576))
+    silu.gelu_tanh_mul(some(16, 24_576))
+    embedding.embedding(some(64, 4096), torch.zeros(16, dtype=torch.int32), out=some(16, 4096))
+    block_copy.block_copy(some(32, 2, 2, 16, 8, 128), [1, 2], [3, 4])
+    for rows in (1, 4):
+        linear.pack(some(512, 4096), None, BF16).apply(some(rows, 4096), None)
+    logits, ones = some(16, 151_936), some(16, dtype=F32)
+    ids = torch.zeros(16, dtype=torch.int64)
+    noise: dict[str, Any] = {"temperature": ones, "seeds": ids, "positions": ids}
+    sampling.sample(logits)
+    sampling.sample(logits, **noise)
+    sampling.sample(logits, top_k=ids.int(), top_p=ones, min_p=ones, **noise)
+    sampling.logprobs(logits, ids, 5)
+    weights, experts = moe.moe_route(some(16, 128), 8)
+    moe.moe(
+        some(16, 2048),
+        weights,
+        experts,
+        some(128, 1536, 1).expand(-1, -1, 2048),
+        some(128, 2048, 1).expand(-1, -1, 768),
+    )
+
+
+def main() -> int:
+    compiled: dict[int, Any] = {}
+    run: Callable[..., Any] = jit.JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        if id(kernel) not in compiled:
+            compiled[id(kernel)] = kernel
+            over = " TOO MUCH" if kernel.metadata.shared > LIMIT else ""
+            print(f"{self.fn.__name__}: {kernel.metadata.shared} bytes of shared memory{over}", flush=True)
+        return kernel
+
+    jit.JITFunction.run = compile_only
+    driver.set_active(Hopper())
+    everything()
+    return 1 if any(kernel.metadata.shared > LIMIT for kernel in compiled.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""One rank of a test: runs a tiny model's executor, leading or following. Arguments: rank, model folder, meeting file,
+blocks, and for rank 0 a file for its tokens."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import timedelta
+
+from torch import distributed
+
+from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
+from isthmus_runtime.errors import ConfigError
+from isthmus_runtime.executor.model_runner import TorchExecutor, load
+from isthmus_runtime.executor.ranks import LeadingExecutor, follow
+from isthmus_runtime.interfaces.steps import Chunk, RowStart, StepPlan
+from isthmus_runtime.kv.plan import KvPlanInput, plan
+from isthmus_runtime.request import SamplingParams
+
+PROMPT = [5, 9, 2, 61, 33, 8]
+BLOCKS = ((1, 2, 3, 4),)
+COUNT = 12
+
+
+def steps() -> list[StepPlan]:
+    """A prompt and its continuation, one row."""
+    start = RowStart(0, "r", PROMPT, len(PROMPT), BLOCKS, SamplingParams(max_tokens=COUNT, temperature=0.0))
+    plans = [StepPlan(0, (start,), (), (Chunk(0, 0, len(PROMPT), 1),), len(PROMPT))]
+    return plans + [StepPlan(n, (), (), (Chunk(0, len(PROMPT) + n - 1, 1, 1),), 1) for n in range(1, COUNT)]
+
+
+def executor(folder: str, blocks: int) -> TorchExecutor:
+    """In float32, on one thread."""
+    scheduler = SchedulerConfig(max_batched_tokens=16, max_num_seqs=2)
+    loaded = load(ModelConfig(path=folder, device="cpu", dtype="float32", threads=1), scheduler)
+    kv_plan = plan(
+        KvPlanInput(
+            workers=(loaded.layer_specs(8, "auto"),),
+            available_bytes=(1 << 33,),
+            max_model_len=32,
+            max_num_batched_tokens=16,
+            num_blocks_override=blocks,
+        )
+    )
+    return TorchExecutor(loaded, kv_plan, scheduler, KvConfig(block_size=8))
+
+
+def main() -> int:
+    rank, folder, meeting, blocks, out = int(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4]), sys.argv[5]
+    local = executor(folder, blocks)
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=180)
+    )
+    try:
+        if rank:
+            follow(local)
+            local.close()
+        else:
+            leader = LeadingExecutor(local)
+            tokens = [leader.submit(step).result(180).rows[0].tokens[0] for step in steps()]
+            leader.close()
+            with open(out, "w", encoding="utf-8") as file:
+                json.dump(tokens, file)
+    except ConfigError as error:
+        print(error)
+        return 2
+    finally:
+        distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
