@@ -124,7 +124,11 @@ async def run_app(
     try:
         if on_started is not None:
             on_started(listener.getsockname()[1])
-        await stop.wait()
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((stopped, ticks), return_when=asyncio.FIRST_COMPLETED)
+        if not stopped.done():
+            stopped.cancel()
+            ticks.result()  # without it no limit would hold: the process ends with its error
         in_flight.start_leaving()
         server.leave()
         if lame_duck:
