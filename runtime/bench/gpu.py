@@ -11,6 +11,7 @@ stand what vLLM 0.24.0 reached on one H200 (docs/benchmarks.md) and the computed
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import random
@@ -180,7 +181,16 @@ class Bench:
         )
         self.executor = TorchExecutor(loaded, self.plan, scheduler, kv)
         pool = BlockPool(self.plan.num_blocks, num_groups=len(self.plan.groups), prefix_caching=False, events=None)
-        self._loop = EngineLoop(Scheduler(scheduler, self.plan, pool), self.executor, self._sink)
+        planner = Scheduler(scheduler, self.plan, pool)
+        runner = self.executor.runner
+        self.host = {
+            "schedule": _timed(planner, "schedule"),
+            "complete": _timed(planner, "complete"),
+            "launch": _timed(runner, "launch"),
+            "collect": _timed(runner, "collect"),
+        }
+        """Milliseconds of the host, by call, of the last run."""
+        self._loop = EngineLoop(planner, self.executor, self._sink)
         self._changed = threading.Condition()
         self._tokens: dict[str, list[int]] = {}
         self._first: dict[str, float] = {}
@@ -201,6 +211,8 @@ class Bench:
             self._tokens = {name: [] for name in names}
             self._first = {}
             self._answers = []
+            for times in self.host.values():
+                times.clear()
         sampling = SamplingParams(max_tokens=output_len, temperature=0.0)
         steps, begin = self._loop.steps, time.perf_counter()
         for name, prompt in zip(names, prompts, strict=True):
@@ -251,6 +263,21 @@ class Bench:
         if ended:
             with self._changed:
                 self._changed.notify_all()
+
+
+def _timed(owner: Any, name: str) -> list[float]:
+    """Note how long each call of a method takes; the list that gets the milliseconds."""
+    method, times = getattr(owner, name), list[float]()
+
+    def timed(*args: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return method(*args)
+        finally:
+            times.append((time.perf_counter() - begin) * 1e3)
+
+    setattr(owner, name, timed)
+    return times
 
 
 def say(text: str) -> None:
@@ -376,7 +403,10 @@ def _row(
         f"  ({last.steps} steps; decode {last.decode_ms:.2f} ms; first token {last.first_s[0] * 1e3:.1f} ms)"
         + ("  [quick: fewer tokens than the peer]" if output != row.output_len else "")
     )
+    host = {name: statistics.median(times) for name, times in bench.host.items() if times}
+    report.line(" " * 34 + "host, median ms a step: " + ", ".join(f"{name} {ms:.2f}" for name, ms in host.items()))
     report.data[model]["rows"][row.name] = {
+        "host_ms": host,
         "values": values, "unit": row.unit, "peer": peer, "limit": limit, "bar": bar,
         "steps": [r.steps for r in runs], "decode_ms": [r.decode_ms for r in runs],
         "seconds": [r.seconds for r in runs], "output_len": output,
@@ -454,6 +484,8 @@ def main() -> int:
             ok = False
             report.line(f"{name} FAILED: {type(error).__name__}: {error}")
             traceback.print_exc()
+        # The next model needs this one's memory.
+        gc.collect()
     report.write(args.out)
     return 0 if ok else 1
 

@@ -132,7 +132,8 @@ def check_gated(impl: str, device: str, rows: int, width: int, dtype: torch.dtyp
     for op in (dispatch.silu_mul, dispatch.gelu_tanh_mul):
         out = poisoned(rows, width + 4, dtype=dtype, device=device)
         op(x, out=out[:, :width], impl=impl)
-        assert_close(out[:, :width], op(x, impl="reference"))
+        # In fp64: in fp32 1 + tanh(a) loses its digits below -4, and what it is multiplied with may be large.
+        assert_close(out[:, :width], op(x.double(), impl="reference").to(dtype))
         assert out[:, width:].isnan().all(), "columns past the output were written"
 
 

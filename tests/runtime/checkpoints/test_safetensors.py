@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from fake_device import FakeDevice
 from safetensors.torch import save_file
 
 from isthmus_runtime.checkpoints.safetensors import Checkpoint
 from isthmus_runtime.errors import WeightsError
-from isthmus_runtime.executor.weights import StagedWeights
 
 EXPECTED = {"a.weight": (3, 4), "b.weight": (2, 4)}
 
@@ -117,32 +114,3 @@ def test_pickles_are_never_loaded(tmp_path: Path) -> None:
 
 def test_empty_directory(tmp_path: Path) -> None:
     assert "no weights" in refused(tmp_path)
-
-
-@pytest.mark.parametrize("piece", [7, 16, 1 << 10])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_staged_weights_are_the_checkpoints(piece: int, mixed: bool, tmp_path: Path) -> None:
-    """Whatever the pieces; staging is garbage again as soon as its copy ran, and copies run as late as they may."""
-    made = tensors()
-    if mixed:
-        made["a.weight"] = made["a.weight"].half()
-    save_file(made, tmp_path / "model.safetensors")
-    with Checkpoint(tmp_path, EXPECTED) as checkpoint, ThreadPoolExecutor(3) as readers:
-        device = FakeDevice()
-        staged = StagedWeights(checkpoint, device, readers, piece)
-        taken = [staged.take(*names) for names in (("b.weight", "a.weight"), ("a.weight",), ("b.weight",))]
-        device.record().wait()
-        expected = [checkpoint.take(*names) for names in (("b.weight", "a.weight"), ("a.weight",), ("b.weight",))]
-    for got, want in zip(taken, expected, strict=True):
-        assert got.dtype == want.dtype
-        if not mixed:
-            assert torch.equal(got, want)
-
-
-def test_a_file_that_shrinks_is_an_error_in_staged_reads_too(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file(tensors(), path)
-    with Checkpoint(tmp_path, EXPECTED) as checkpoint, ThreadPoolExecutor(3) as readers:
-        path.write_bytes(path.read_bytes()[:-20])
-        with pytest.raises(WeightsError, match=r"b\.weight ends \d+ bytes early"):
-            StagedWeights(checkpoint, FakeDevice(), readers, 8).take("b.weight")

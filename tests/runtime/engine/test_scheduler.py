@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 from engine_world import World, make_plan, request
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus_runtime.config import SchedulerConfig
@@ -603,3 +603,29 @@ def test_a_windowed_receiver_reserves_its_window_and_holds_nobody_up() -> None:
     assert [(ref.group, ref.index) for ref in job.job.blocks] == [(0, 48), (0, 49)]
     while not world.ends["behind"]:
         assert world.turn()
+
+
+@pytest.mark.parametrize("windows", KINDS.values(), ids=KINDS)
+@settings(max_examples=25)
+@given(sizes=st.lists(st.integers(1, 100), min_size=2, max_size=5), spare=st.integers(0, 12), budget=st.integers(1, 9))
+def test_an_engine_that_only_prefills_preempts_nobody(
+    windows: Windows, sizes: list[int], spare: int, budget: int
+) -> None:
+    """What was promised at admission is kept until the prompt is computed, also where windows give blocks back."""
+    world = World(num_blocks=500, max_model_len=120, max_batched_tokens=budget, windows=windows, prefix_caching=False)
+    world.scheduler.pool.allocate(499 - world.scheduler.blocks.peak(101) - spare)
+    for number, size in enumerate(sizes):
+        world.add(request(f"r{number}", [number] * size, 1), kind=Kind.SEND, attempt=f"r{number}")
+        world.scheduler.handoffs.open_send(f"r{number}")
+    finished: set[str] = set()
+    for _ in range(2000):
+        done = {e.attempt for e in world.effects if isinstance(e, FinishSend)} - finished
+        for sid in done:
+            assert world.scheduler.sent(sid) is not None
+            world.scheduler.released(sid, True)
+        finished |= done
+        if len(finished) == len(sizes):
+            break
+        world.turn()
+    assert len(finished) == len(sizes)
+    assert world.scheduler.stats().preemptions == 0

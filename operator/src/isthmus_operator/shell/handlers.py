@@ -30,9 +30,10 @@ WATCH_S = 240
 """How long the server goes on telling before it ends the answer and is asked again, from the same place."""
 SLACK_S = 30.0
 """How much longer than that an answer may take."""
-IDLE_S = 0.1
+IDLE_S = 0.02
 """How long kopf's worker for an object, and that object's last event with it, waits for a further event."""
-WORKERS_PER_KIND = 50
+WORKERS_PER_KIND = 100
+"""With IDLE_S: 5,000 objects a second, which no list is told in less."""
 
 
 class Pauses:

@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 WORKERS = 8
 LOOK_S = 120.0
 """Between two lists of everything: as long may something stay that was deleted while the watches were cut off."""
+LOOK_PAUSE_S = 0.2
+"""After each page of those lists: nobody waits for them, and reconciles would."""
 LAST_WORDS_S = 10.0
 """To tell services, at a start that is refused, that they are not looked after."""
 LOOK_AGAIN_S = 3.0
@@ -174,10 +176,10 @@ class Operator:
         finally:
             self.metrics.leader.set(0)
 
-    async def _look(self) -> None:
+    async def _look(self, *, pause: float = 0.0) -> None:
         while True:
             try:
-                await look(self.api, self._namespaces, self.cache)
+                await look(self.api, self._namespaces, self.cache, pause=pause)
                 return await self._unread("")
             except ApiError as error:
                 _log.warning("cannot list what there is: %s", error)
@@ -188,7 +190,7 @@ class Operator:
     async def _look_again(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
-            await self._look()
+            await self._look(pause=LOOK_PAUSE_S)
 
     # ------------------------------------------------------------------------------------------------ one service
 

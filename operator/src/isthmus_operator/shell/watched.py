@@ -49,15 +49,16 @@ WATCHED = (
 )
 
 
-async def look(api: Api, namespaces: Iterable[str], cache: Cache) -> None:
+async def look(api: Api, namespaces: Iterable[str], cache: Cache, *, pause: float = 0.0) -> None:
     """List every kind in pages, and tell the cache of all objects and of what is not there. `namespaces`: an empty one
-    is all of them. ApiError leaves what was told until then."""
+    is all of them; pause: seconds after each page, for everybody else's turn. ApiError leaves what was told until then.
+    """
     for kind in WATCHED:
         for namespace in namespaces:
-            await _list(api, kind, namespace, cache)
+            await _list(api, kind, namespace, cache, pause)
 
 
-async def _list(api: Api, kind: Kind, namespace: str, cache: Cache) -> None:
+async def _list(api: Api, kind: Kind, namespace: str, cache: Cache, pause: float) -> None:
     query = kind.page(PAGE)
     present: set[str] = set()
     while True:
@@ -70,6 +71,5 @@ async def _list(api: Api, kind: Kind, namespace: str, cache: Cache) -> None:
         if not page["metadata"].get("continue"):
             break
         query["continue"] = page["metadata"]["continue"]
-        # Everybody else's turn: a large list must not keep the lease from being renewed.
-        await asyncio.sleep(0)
+        await asyncio.sleep(pause)
     cache.absent(name, namespace, present, int(page["metadata"]["resourceVersion"]))

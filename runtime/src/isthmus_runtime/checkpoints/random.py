@@ -1,44 +1,41 @@
-"""Weights of the right shapes without a checkpoint: for benchmarks of architectures, and for parity between devices."""
+"""Random weights in place of a checkpoint's, for benchmarks of models that nobody has downloaded."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from ..errors import WeightsError
 
+class RandomTensors:
+    """A `models.base.TensorSource` of tensors that are made where they are wanted.
 
-class RandomWeights:
-    """`models.base.TensorSource` of normally distributed numbers, made where they are wanted.
-
-    A tensor depends on the seed and on the order of calls, not on what is done with it. The same seed gives the same
-    weights on every CPU; a GPU's generator is another one.
+    Each tensor follows from the seed, its name, its shape and the device's kind alone. Matrices keep the size of what
+    goes through them (normal, variance 1 / columns) and norms are ones, so that states stay finite through any number
+    of layers; biases are zeros.
     """
 
     def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        seed: int = 0,
-        std: float = 0.02,
+        self, shapes: Mapping[str, tuple[int, ...]], *, seed: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        """`std`: of all weights but those of norms, which are 1 apart from as much."""
+        """`shapes`: as `ModelSpec.tensor_shapes` gives them."""
         self._shapes = shapes
+        self._seed = seed
+        self._device = device
         self._dtype = dtype
-        self._std = std
-        self._generator = torch.Generator(device).manual_seed(seed)
 
     def take(self, *names: str) -> Tensor:
-        """New numbers in the joined shape. WeightsError for a name that the architecture does not have."""
-        unknown = [name for name in names if name not in self._shapes]
-        if unknown:
-            raise WeightsError(f"tensor {unknown[0]} is not part of the architecture")
-        shapes = [self._shapes[name] for name in names]
-        joined = torch.empty(
-            (sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=self._dtype, device=self._generator.device
-        ).normal_(0.0, self._std, generator=self._generator)
-        return joined.add_(1.0) if names[0].endswith("norm.weight") else joined
+        """The tensors joined along their first dimension."""
+        parts = [self._make(name) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _make(self, name: str) -> Tensor:
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            fill = 0.0 if name.endswith(".bias") else 1.0
+            return torch.full(shape, fill, device=self._device, dtype=self._dtype)
+        generator = torch.Generator(self._device).manual_seed(self._seed ^ zlib.crc32(name.encode()))
+        made = torch.randn(shape, generator=generator, device=self._device, dtype=self._dtype)
+        return made.mul_(shape[-1] ** -0.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..interfaces.steps import RowStart
-from .blocks import SequenceBlocks
+from .blocks import Hits, SequenceBlocks
 from .handoffs import Handoffs
 from .in_flight import StepDraft
 from .preemption import Preemption, Room
@@ -70,8 +70,7 @@ class Admission:
         if self.free() < fresh + hits.evictable:
             return False
         self._queues.withdraw(seq)
-        self._take_hits(seq, hits.tokens)
-        self._blocks.take_hits(seq, hits)
+        self._take_hits(seq, hits)
         self._queues.promise(seq, fresh)
         self._start(seq, draft)
         return True
@@ -86,21 +85,22 @@ class Admission:
         fresh = self._blocks.missing_to_receive(seq, hits)
         if not self._leaves_room(hits.held + fresh):
             return False
-        if self.free() < fresh + hits.evictable + len(self._queues.running):
+        growth = len(self._queues.running) * len(self._blocks.groups)
+        if self.free() < fresh + hits.evictable + growth:
             return False
         self._queues.withdraw(seq)
-        self._take_hits(seq, hits.tokens)
-        self._blocks.take_hits(seq, hits)
+        self._take_hits(seq, hits)
         draft.effects.append(self._handoffs.reserve(seq))
         self._queues.enter(seq, Phase.RECEIVING)
         return True
 
-    def _take_hits(self, seq: Sequence, tokens: int) -> None:
+    def _take_hits(self, seq: Sequence, hits: Hits) -> None:
         if not seq.started:
             self.prefix_queries += len(seq.tokens)
-            self.prefix_hits += tokens
-            seq.cached_tokens = tokens
-        seq.scheduled = seq.written = tokens
+            self.prefix_hits += hits.tokens
+            seq.cached_tokens = hits.tokens
+        self._blocks.take_hits(seq, hits)
+        seq.scheduled = seq.written = hits.tokens
 
     def _leaves_room(self, need: int) -> bool:
         """Whether the largest running request could finish if `need` more blocks were held for a transfer."""

@@ -239,8 +239,9 @@ class TorchExecutor:
             slots=_SLOTS,
         )
         warm_up = _warm_up_plan(scheduler_cfg.max_batched_tokens, kv_plan)
-        self._runner = ModelRunner(loaded, self._kv, batch, graphs, warm_up)
-        self._steps = StepPipeline(device, self._runner, batch.slots)
+        self.runner = ModelRunner(loaded, self._kv, batch, graphs, warm_up)
+        """What its steps do; benchmarks time it."""
+        self._steps = StepPipeline(device, self.runner, batch.slots)
 
     @property
     def kv_cache(self) -> KvCache:

@@ -13,6 +13,8 @@ from torch import Tensor
 from .device.base import Device
 
 _INT64 = 8
+_ALIGNED_WORDS = 2
+"""Every input begins at a multiple of 16 bytes: Triton compiles a kernel once more for an address that does not."""
 _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 
 
@@ -73,7 +75,7 @@ class Packer:
         end = start + count
         host, device = self._host[dtype], self._device[dtype]
         assert end <= len(host), (end, len(host))
-        self._words = -(-end // per_word)
+        self._words = _ALIGNED_WORDS * -(-end // (per_word * _ALIGNED_WORDS))
         return host[start:end], device[start:end]
 
     @property

@@ -6,6 +6,7 @@ Work is ordered: what is enqueued runs after what was enqueued before, and `enqu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Protocol
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 
+_LOG = logging.getLogger(__name__)
 DTYPES = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
 KV_NAMES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16"})
 
@@ -99,6 +101,7 @@ def open_device(requested: str, *, threads: int = 0) -> Device:
         return CudaDevice()
     if requested == "cuda":
         raise ConfigError(f"--device cuda: {reason}")
+    _LOG.info("computing on the CPU: %s", reason)
     return CpuDevice(threads)
 
 

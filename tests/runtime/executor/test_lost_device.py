@@ -1,0 +1,82 @@
+"""A device that fails in mid-run: every request ends with an error, once, and the engine says why."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from fake_device import FakeDevice
+from safetensors.torch import save_file
+
+from isthmus_runtime.checkpoints.random import RandomTensors
+from isthmus_runtime.config import SchedulerConfig
+from isthmus_runtime.engine.loop import EngineLoop, Reply
+from isthmus_runtime.engine.scheduler import Scheduler
+from isthmus_runtime.errors import EngineFailed
+from isthmus_runtime.kv.pool import BlockPool
+from isthmus_runtime.models.registry import read_model_spec
+from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
+
+DEADLINE_S = 60.0
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+}
+
+
+def test_every_request_ends_and_new_ones_are_refused(tmp_path: Path, start_engine: Callable[..., Any]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    shapes = read_model_spec(tmp_path).tensor_shapes()
+    source = RandomTensors(shapes, device=torch.device("cpu"), dtype=torch.float32, seed=1)
+    save_file({name: source.take(name) for name in shapes}, tmp_path / "model.safetensors")
+    device = FakeDevice()
+    engine = start_engine(tmp_path, device=device)
+    ends: dict[str, TokenChunk] = {}
+    counts: Counter[str] = Counter()
+    changed = threading.Condition()
+
+    def sink(replies: Sequence[tuple[str, Reply]]) -> None:
+        with changed:
+            for name, chunk in replies:
+                assert isinstance(chunk, TokenChunk)
+                counts["tokens"] += len(chunk.token_ids)
+                if chunk.finish_reason is not None:
+                    counts[name] += 1
+                    ends[name] = chunk
+            changed.notify_all()
+
+    pool = BlockPool(engine.plan.num_blocks, num_groups=1, prefix_caching=False)
+    scheduler = Scheduler(SchedulerConfig(max_batched_tokens=64, max_num_seqs=8), engine.plan, pool)
+    loop = EngineLoop(scheduler, engine.executor, sink)
+    loop.start()
+
+    def generate(name: str) -> None:
+        sampling = SamplingParams(max_tokens=200, temperature=0.0)
+        loop.generate(GenerateRequest(request_id=name, prompt_token_ids=(1, 2, 3), sampling=sampling))
+
+    for number in range(12):
+        generate(f"r{number}")
+    with changed:
+        assert changed.wait_for(lambda: counts["tokens"] > 20, DEADLINE_S)
+    device.fail_with = RuntimeError("GPU is lost")
+    with changed:
+        assert changed.wait_for(lambda: len(ends) == 12, DEADLINE_S), sorted(ends)
+    generate("late")
+    with changed:
+        assert changed.wait_for(lambda: "late" in ends, DEADLINE_S)
+    loop.stop()
+    for name, chunk in ends.items():
+        assert counts[name] == 1 and chunk.finish_reason is FinishReason.ERROR, (name, chunk)
+        assert isinstance(chunk.error, EngineFailed) and "the fake device: GPU is lost" in str(chunk.error)
+    assert "must be restarted" in loop.failure
