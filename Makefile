@@ -152,7 +152,7 @@ IMAGES =
 # Only from make's command line, never from the environment: nobody's own cluster is tested by accident.
 E2E_KUBECONFIG := $(if $(filter command,$(firstword $(origin KUBECONFIG))),$(KUBECONFIG))
 
-.PHONY: cluster-native cluster-build cluster-up cluster-down images images-for-tests e2e e2e-full
+.PHONY: cluster-native cluster-build cluster-up cluster-load cluster-down images images-for-tests e2e e2e-full
 cluster-native: ## Install what a cluster needs of the system (Debian, root)
 	@tests/cluster/native
 
@@ -161,6 +161,9 @@ cluster-build: ## Build etcd, Kubernetes, containerd, helm, ... into ISTHMUS_CAC
 
 cluster-up: cluster-build ## Start a two-node cluster and leave it running (ARGS=--light: API server and simulated nodes)
 	@$(CLUSTER) up $(ARGS)
+
+cluster-load: $(if $(filter $(MODEL_DIR),$(MODEL)),model) ## Bring images that are built, and MODEL, onto its nodes: make cluster-load [IMAGES='isthmus-router ...'] [MODEL=folder]
+	@$(CLUSTER) load $(IMAGES) --model '$(MODEL)'
 
 cluster-down: ## Stop every cluster of ours and remove all it made
 	@$(CLUSTER) down

@@ -31,7 +31,7 @@ STARTED = time.perf_counter()
 
 import torch  # noqa: E402 - what importing costs is part of a start
 
-from isthmus_runtime.checkpoints.random import RandomWeights  # noqa: E402
+from isthmus_runtime.checkpoints.random import RandomTensors  # noqa: E402
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig  # noqa: E402
 from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop, Reply  # noqa: E402
 from isthmus_runtime.engine.scheduler import Scheduler  # noqa: E402
@@ -286,7 +286,7 @@ def say(text: str) -> None:
 
 
 def open_model(
-    config: dict[str, Any], scheduler: SchedulerConfig, *, device: str, dtype: str, seed: int, std: float, on: str
+    config: dict[str, Any], scheduler: SchedulerConfig, *, device: str, dtype: str, seed: int, on: str
 ) -> LoadedModel:
     """Random weights for `config`, generated on the device `on` (`cpu`: alike everywhere)."""
     with tempfile.TemporaryDirectory() as folder:
@@ -295,7 +295,7 @@ def open_model(
         def source(spec: ModelSpec, where: torch.device) -> Any:
             made = torch.device("cpu") if on == "cpu" else where
             kind = torch.bfloat16 if config["torch_dtype"] == "bfloat16" else torch.float32
-            weights = RandomWeights(spec.tensor_shapes(), device=made, dtype=kind, seed=seed, std=std)
+            weights = RandomTensors(spec.tensor_shapes(), device=made, dtype=kind, seed=seed)
             return weights if made == where else _Moved(weights, where)
 
         return load(ModelConfig(path=folder, device=device, dtype=dtype), scheduler, source=source)
@@ -303,7 +303,7 @@ def open_model(
 
 @dataclass
 class _Moved:
-    source: RandomWeights
+    source: RandomTensors
     device: torch.device
 
     def take(self, *names: str) -> torch.Tensor:
@@ -336,7 +336,7 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
         max_num_seqs=256,
         max_waiting=4096,
     )
-    loaded = open_model(MODELS[name], scheduler, device=args.device, dtype="auto", seed=0, std=0.02, on="device")
+    loaded = open_model(MODELS[name], scheduler, device=args.device, dtype="auto", seed=0, on="device")
     say(f"bench: {name} loaded {time.perf_counter() - began:.1f} s after its start")
     bench = Bench(loaded, scheduler=scheduler, kv=KvConfig(memory_fraction=args.kv_memory_fraction))
     ready = time.perf_counter() - began
@@ -432,7 +432,7 @@ def parity(args: argparse.Namespace, report: Report) -> bool:
     scheduler = SchedulerConfig(max_model_len=1024, max_batched_tokens=256, max_num_seqs=8)
     found: dict[str, list[list[int]]] = {}
     for device in ("cpu", args.device):
-        loaded = open_model(SMALL, scheduler, device=device, dtype="float32", seed=3, std=0.2, on="cpu")
+        loaded = open_model(SMALL, scheduler, device=device, dtype="float32", seed=3, on="cpu")
         bench = Bench(loaded, scheduler=scheduler, kv=KvConfig(memory_bytes=512 << 20))
         found[device] = bench.run(prompts, 48).tokens
         bench.close()

@@ -46,9 +46,9 @@ PLAIN_TOKENS = 16
 CONNECTIONS = 32
 PROMPT_BYTES = 1200
 PROMPT_IDS = 300
-BARS = {"plain": 4.0, "stream": 2.0}
+BARS = {"plain": 4.0, "stream": 2.5}
 """Most times the CPU of the peer's row, by kind of answer."""
-RSS_BAR_MB = 150.0
+RSS_BAR_MB = 200.0
 """Most memory with the concurrent streams of `many_streams`."""
 READY_S = 60.0
 TICK = os.sysconf("SC_CLK_TCK")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isthmus_runtime.checkpoints.random import RandomWeights
+from isthmus_runtime.checkpoints.random import RandomTensors
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load
@@ -44,7 +44,7 @@ class _OnGpu:
 
     def __init__(self, spec: ModelSpec, device: torch.device) -> None:
         cpu = torch.device("cpu")
-        self._source = RandomWeights(spec.tensor_shapes(), device=cpu, dtype=torch.float32, seed=2, std=0.2)
+        self._source = RandomTensors(spec.tensor_shapes(), device=cpu, dtype=torch.float32, seed=2)
         self._device = device
 
     def take(self, *names: str) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """`isthmus status` and `explain` look where kubectl would: in the namespace of the context."""
 
 import http.server
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -9,8 +10,13 @@ from pathlib import Path
 import pytest
 
 from isthmus_operator.__main__ import main
+from isthmus_operator.api.v1alpha1 import InferenceService
+from isthmus_operator.commands import cluster
+from isthmus_operator.plan.observed import Observed
 from isthmus_operator.settings import identity
 from isthmus_operator.shell.client import default_namespace
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "direct.yaml"
 
 
 class Server(http.server.BaseHTTPRequestHandler):
@@ -68,7 +74,7 @@ def test_a_file_that_is_none_is_named_by_the_connection(
     monkeypatch.delenv("POD_NAMESPACE", raising=False)
     assert default_namespace(str(tmp_path / "nothing")) == "default"
     assert main(["status", "svc", "--kubeconfig", str(tmp_path / "nothing")]) == 1
-    assert "no usable cluster configuration" in capsys.readouterr().err
+    assert f"kubeconfig {tmp_path / 'nothing'} is not there" in capsys.readouterr().err
 
 
 def test_in_a_pod_it_is_the_pods(monkeypatch: pytest.MonkeyPatch, kubeconfig: Path) -> None:
@@ -76,3 +82,55 @@ def test_in_a_pod_it_is_the_pods(monkeypatch: pytest.MonkeyPatch, kubeconfig: Pa
     assert identity().namespace == "own"
     assert default_namespace() == "own"
     assert default_namespace(str(kubeconfig)) == "team"
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("command", ["status", "plan"])
+def test_a_kubeconfig_that_is_missing_is_named_and_nothing_else_is_said(
+    named: bool, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.delenv("POD_NAMESPACE", raising=False)
+    path = tmp_path / ("named" if named else ".kube/config")
+    what = str(EXAMPLE) if command == "plan" else "svc"
+    assert main([command, what, *([f"--kubeconfig={path}"] if named else [])]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith(f"isthmus {command}: kubeconfig {path} is not there")
+    assert line.endswith("give --kubeconfig, or set KUBECONFIG")
+
+
+@pytest.mark.parametrize(("flags", "namespace"), [([], "team"), (["--context=plain"], "default"), (["-n", "x"], "x")])
+def test_plan_asks_in_the_namespace_of_the_context_and_reads_standard_input(
+    flags: list[str],
+    namespace: str,
+    kubeconfig: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked: list[str] = []
+
+    async def live(arguments: object, service: InferenceService) -> Observed:
+        asked.append(service.namespace)
+        return Observed()
+
+    monkeypatch.setattr(cluster, "_live", live)
+    monkeypatch.setattr("sys.stdin", io.StringIO(EXAMPLE.read_text()))
+    assert main(["plan", "-", "--kubeconfig", str(kubeconfig), *flags]) == 0
+    assert asked == [namespace]
+    assert "start 1" in capsys.readouterr().out
+
+
+def test_two_files_of_a_plan_cannot_both_be_standard_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "-", "--old", "-"]) == 2
+    assert "give a file for one of them" in capsys.readouterr().err
+
+
+def test_a_wrong_file_on_standard_input_is_called_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("a: [b"))
+    assert main(["validate", "-"]) == 2
+    assert "standard input:1:6: not valid YAML" in capsys.readouterr().err

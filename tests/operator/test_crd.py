@@ -51,7 +51,7 @@ def test_names_scope_and_columns() -> None:
     assert version["subresources"] == {"status": {}}
     columns = [(c["name"], c.get("priority", 0)) for c in version["additionalPrinterColumns"]]
     assert columns == [
-        *((name, 0) for name in ("Mode", "Prefill", "Decode", "Router", "Transfer", "Ready", "Age")),
+        *((name, 0) for name in ("Mode", "Prefill", "Decode", "Worker", "Router", "Store", "Transfer", "Ready", "Age")),
         *((name, 1) for name in ("URL", "Revision", "Reason")),
     ]
 

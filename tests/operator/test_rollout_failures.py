@@ -22,7 +22,7 @@ from rollout_world import (
 from isthmus_operator.api.reasons import Reason
 from isthmus_operator.api.v1alpha1 import InferenceService
 from isthmus_operator.plan.events import events
-from isthmus_operator.plan.observe import observe
+from isthmus_operator.plan.observe import conditions, observe
 from isthmus_operator.plan.observed import UNSCHEDULABLE, EngineFacts, Facts, Observed
 from isthmus_operator.plan.planner import Rollout, plan
 from isthmus_operator.plan.rehearse import World
@@ -217,21 +217,38 @@ def test_complete_is_told_when_a_revision_has_arrived_and_not_when_a_pod_is_back
     world = settled(target)
 
     def look(target: InferenceService, before: dict[str, Any]) -> tuple[dict[str, Any], list[Reason]]:
-        after = status_of(target, world.seen, plan(target, world.seen, world.now), before, NOW)
+        current = (before.get("revision") or {}).get("current", "")
+        seen = replace(world.seen, conditions=conditions(before), current=current)
+        after = status_of(target, seen, plan(target, seen, world.now), before, NOW)
         return after, [event.reason for event in events(before, after)]
 
     status, told = look(target, {})
     assert Reason.COMPLETE in told
-    with_pods(world, lambda pod: pod.component is D, ready=False)
+    with_pods(world, lambda pod: pod.component is D, ready=False, reason="CrashLoopBackOff", problem="it crashes")
     status, told = look(target, status)
-    assert status["conditions"][2]["reason"] == "RollingOut"
+    # Nothing is rolled out: what is wrong is that pods crash.
+    assert status["conditions"][2]["reason"] == "Complete"
+    assert status["conditions"][0]["reason"] == "CrashLooping"
+    assert Reason.ROLLING_OUT not in {c["reason"] for c in status["conditions"]}
+    with_pods(world, lambda pod: pod.component is D, reason="", problem="")
     world.tick()
     status, told = look(target, status)
     assert status["conditions"][2]["reason"] == "Complete"
     assert Reason.COMPLETE not in told
+    # An edit that is undone before it has arrived: the end of that is an end, too.
+    step(changed_decode(), world)
+    status, told = look(changed_decode(), status)
+    assert Reason.ROLLOUT_STARTED in told and Reason.COMPLETE not in told
+    status, told = look(target, status)
+    assert Reason.ROLLOUT_STARTED in told and Reason.COMPLETE not in told
+    run(target, world)
+    status, told = look(target, status)
+    assert told == [Reason.COMPLETE]
+    assert look(target, status)[1] == []
+    status, told = look(changed_decode(), status)
     run(changed_decode(), world)
     status, told = look(changed_decode(), status)
-    assert {Reason.COMPLETE, Reason.ROLLOUT_STARTED} <= set(told)
+    assert told == [Reason.COMPLETE]
 
 
 def stored(version: int = 1, **spec: Any) -> InferenceService:

@@ -201,11 +201,25 @@ def test_times_change_with_the_status_of_a_condition_only() -> None:
 def test_events_tell_transitions_once() -> None:
     seen = settled(service()).seen
     empty = status(service(), Observed())
-    assert {e.reason for e in events({}, empty)} == {Reason.NO_ROUTER, Reason.ROLLOUT_STARTED}
+    # A start that goes as it should warns of nothing.
+    assert {e.reason for e in events({}, empty)} == {Reason.ROLLOUT_STARTED}
+    assert not any(event.warning for event in events({}, empty))
+    assert condition(empty, "Available") == ("False", "Starting")
     ready = status(service(), seen, empty)
     assert {e.reason for e in events(empty, ready)} == {Reason.SERVING, Reason.COMPLETE}
     changed = service(engine={"image": "engine:2"})
     assert {e.reason for e in events(ready, status(changed, seen, ready))} == {Reason.ROLLOUT_STARTED}
+
+
+def test_what_is_scaled_to_zero_is_called_so() -> None:
+    none = {"scaling": {"replicas": 0}}
+    target = service(roles={"prefill": none, "decode": none})
+    found = status(target, settled(target).seen)
+    assert condition(found, "Available") == ("False", "ScaledToZero")
+    assert condition(found, "Ready") == ("False", "ScaledToZero")
+    assert "decode is scaled to 0" in message(found, "Ready")
+    alone = service(router={"replicas": 0})
+    assert condition(status(alone, settled(alone).seen), "Available") == ("False", "ScaledToZero")
 
 
 def test_an_invalid_spec_keeps_what_serves() -> None:

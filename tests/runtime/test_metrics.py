@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 
 from isthmus_runtime.metrics import EngineMetrics, RequestMetrics, RouterMetrics, TransferMetrics, render
-from isthmus_runtime.tallies import Spread, Tallies
 
 
 def test_vllm_names_are_views_of_ours():
@@ -40,22 +39,6 @@ def test_vllm_names_are_views_of_ours():
         "# TYPE vllm:prefix_cache_queries_total counter",
     ):
         assert line in text, line
-
-
-def test_tallies_export_what_prometheus_client_does():
-    theirs, ours, values = CollectorRegistry(), CollectorRegistry(), [0, 0.005, 0.0051, 1, 2.5, 7, 1e9]
-    histogram = Histogram("h", "Text.", ("model_name",), registry=theirs, buckets=(0.005, 1, 2.5)).labels("m")
-    counter = Counter("c", "More.", ("model_name", "why"), registry=theirs)
-    spread, tallies = Spread("h", "Text.", (0.005, 1, 2.5), "m"), Tallies("c", "More.", ("model_name", "why"))
-    ours.register(spread)
-    ours.register(tallies)
-    for value in values:
-        histogram.observe(value)
-        spread.observe(value)
-        counter.labels("m", f"{value > 1}").inc(value)
-        tallies.labels("m", f"{value > 1}").inc(value)
-    lines = render(theirs).decode().splitlines()
-    assert render(ours).decode().splitlines() == [line for line in lines if "_created" not in line]
 
 
 def test_routers_export_no_engine_names():

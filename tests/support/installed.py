@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 from operator_world import until
-from processes import MODEL as MODEL_HERE
 from testcluster.cluster import Cluster
 from testcluster.commands import CommandError
 
@@ -30,20 +29,6 @@ CHILDREN = (
     "rolescalers.serving.isthmus.dev"
 )
 Object = dict[str, Any]
-
-
-def place_model(cluster: Cluster, folder: str) -> None:
-    """Show this machine's model at `folder` on every node of ours, and nowhere else: /var/lib of a node becomes a
-    layer over the machine's, which ends with the node."""
-    assert cluster.folder is not None or not cluster.nodes
-    for node in cluster.nodes:
-        layer = f"{cluster.folder}/{node}-var-lib"
-        script = (
-            f"mountpoint -q {folder} && exit 0; mkdir -p {layer}/upper {layer}/work; "
-            f"mount -t overlay overlay -o lowerdir=/var/lib,upperdir={layer}/upper,workdir={layer}/work /var/lib; "
-            f"mkdir -p {folder}; mount --bind {MODEL_HERE} {folder}"
-        )
-        cluster.run_on(node, ["sh", "-ec", script])
 
 
 def make_namespace(cluster: Cluster, name: str, labels: dict[str, str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,9 @@ class Documents:
 
     service: dict[str, Any]
     objects: dict[tuple[str, str], dict[str, Any]]
+
+
+STDIN = "-"
 
 
 class _Loader(yaml.SafeLoader):
@@ -37,13 +41,14 @@ class _Loader(yaml.SafeLoader):
 
 
 def load(path: str) -> Documents:
-    """BadFile names the file, the place and the fix."""
+    """A file, or standard input where `path` is `-`. BadFile names the file, the place and the fix."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = sys.stdin.read() if path == STDIN else Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise BadFile(f"{path}: no such file; give the path of a YAML file, for example examples/direct.yaml") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadFile(f"{path}: cannot be read: {error}") from error
+    path = "standard input" if path == STDIN else path
     try:
         documents = [d for d in yaml.load_all(text, Loader=_Loader) if d is not None]
     except yaml.MarkedYAMLError as error:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from .tallies import Spread, Tallies, Tally
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody reads
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of what `render` returns."""
@@ -61,21 +62,19 @@ class _Names:
         self._view(metric, vllm)
         return metric.labels(self._model)
 
-    def counter(self, name: str, text: str, *, vllm: str = "") -> Tally:
-        return self._tallies(name, text, (), vllm).labels(self._model)
+    def counter(self, name: str, text: str, *, vllm: str = "") -> Counter:
+        return self._counter(name, text, (), vllm).labels(self._model)
 
     def counter_by(self, name: str, text: str, labels: tuple[str, ...], *, vllm: str = "") -> _LabelledCounter:
-        return _LabelledCounter(self._tallies(name, text, labels, vllm), self._model)
+        return _LabelledCounter(self._counter(name, text, labels, vllm), self._model)
 
-    def histogram(self, name: str, text: str, buckets: tuple[float, ...], *, vllm: str = "") -> Spread:
-        metric = Spread(self._prefix + name, text, buckets, self._model)
-        self._registry.register(metric)
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...], *, vllm: str = "") -> Histogram:
+        metric = Histogram(self._prefix + name, text, ("model_name",), registry=self._registry, buckets=buckets)
         self._view(metric, vllm)
-        return metric
+        return metric.labels(self._model)
 
-    def _tallies(self, name: str, text: str, labels: tuple[str, ...], vllm: str) -> Tallies:
-        metric = Tallies(self._prefix + name, text, ("model_name", *labels))
-        self._registry.register(metric)
+    def _counter(self, name: str, text: str, labels: tuple[str, ...], vllm: str) -> Counter:
+        metric = Counter(self._prefix + name, text, ("model_name", *labels), registry=self._registry)
         self._view(metric, vllm)
         return metric
 
@@ -83,7 +82,7 @@ class _Names:
 class _LabelledCounter:
     """A counter whose first label, the model, is already bound."""
 
-    def __init__(self, metric: Tallies, model_name: str) -> None:
+    def __init__(self, metric: Counter, model_name: str) -> None:
         self._metric = metric
         self._model = model_name
 

@@ -1,4 +1,4 @@
-"""`python tests/cluster/cluster.py build|find|up|down|status`: the cluster that `make cluster-up` leaves running."""
+"""`python tests/cluster/cluster.py build|find|up|load|down|status`: the cluster of `make cluster-up`."""
 
 import argparse
 import os
@@ -13,6 +13,7 @@ from testcluster.commands import CommandError
 from testcluster.launch import StartError
 from testcluster.settings import Settings
 
+MODELS = Path("/var/lib/isthmus/models")
 ERRORS = (
     binaries.BuildError,
     binaries.MissingBinariesError,
@@ -36,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pack = commands.add_parser("images", help="build the project's images and say how large they are")
     pack.add_argument("names", nargs="*", help="which (default: all but the tests' own; `tests`: what the tests use)")
     pack.add_argument("--base", default=image_build.BASE, help="base image, or `debootstrap` to make one")
+    into = commands.add_parser("load", help="bring images, and a model's folder, onto every node")
+    into.add_argument("names", nargs="*", help="as of `images`")
+    into.add_argument("--model", type=Path, help=f"folder of a model; nodes have it below {MODELS}")
     commands.add_parser("down", help="stop every cluster that no running test owns, and remove what it made")
     commands.add_parser("status", help="say what runs")
     options = parser.parse_args(arguments)
@@ -50,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "images":
             image_build.build(ours, image_names(options.names), base=options.base)
             return 0
+        if options.command == "load":
+            return load(ours, image_names(options.names), options.model)
         if options.command == "up":
             return start(ours, light=options.light, gpus=options.gpus)
         if options.command == "down":
@@ -92,6 +98,26 @@ def start(ours: Settings, *, light: bool, gpus: int) -> int:
     print(f"cluster: up in {time.monotonic() - begin:.1f} s; use it with:")
     print(f"  export KUBECONFIG={running.kubeconfig}")
     print(f"  export PATH={binaries.find(ours, ('kubectl',)).folders()}:$PATH")
+    return 0
+
+
+def load(ours: Settings, names: Sequence[str], model: Path | None) -> int:
+    """Import images that are built into every node, and have a model's folder at the place that the examples name."""
+    running = cluster.attach(ours, default_folder(ours))
+    if running is None:
+        raise StartError("no full cluster of `make cluster-up` is up")
+    absent = [name for name in names if not image_build.archive(ours, name).is_file()]
+    if absent:
+        raise image_build.ImageError(f"not built yet: {', '.join(absent)}; run make images")
+    if model is not None and not model.is_dir():
+        raise StartError(f"{model}: no such folder; run make model, or give MODEL=folder")
+    for name in names:
+        running.import_image(image_build.archive(ours, name))
+        print(f"cluster: {name}:{image_build.version()} is on {len(running.nodes)} nodes", flush=True)
+    if model is not None:
+        place = MODELS / model.resolve().name
+        running.show_folder(model.resolve(), place)
+        print(f"cluster: the model is at {place} of every node")
     return 0
 
 

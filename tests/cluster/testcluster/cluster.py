@@ -120,6 +120,19 @@ class Cluster:
         for node in self.nodes:
             self.run_on(node, [self.ctr_path, "--namespace=k8s.io", "images", "import", "--local", str(archive)])
 
+    def show_folder(self, here: Path, place: Path) -> None:
+        """Show a folder of this machine at `place`, below /var/lib, on every node of ours, and nowhere else: /var/lib
+        of a node becomes a layer over the machine's, which ends with the node."""
+        for node in self.nodes:
+            layer = f"{self.folder}/{node}-var-lib"
+            script = (
+                f"mountpoint -q {place} && exit 0; mkdir -p {layer}/upper {layer}/work; "
+                f"mountpoint -q /var/lib || mount -t overlay overlay"
+                f" -o lowerdir=/var/lib,upperdir={layer}/upper,workdir={layer}/work /var/lib; "
+                f"mkdir -p {place}; mount --bind {here} {place}"
+            )
+            self.run_on(node, ["sh", "-ec", script])
+
     def enter(self, machine: str) -> list[str]:
         """The command prefix that runs a program on a node: in its mounts, network and processes."""
         pid = self.nodes[machine]

@@ -124,6 +124,9 @@ def succeeds(command: Sequence[str]) -> bool:
     return True
 
 
+WITHOUT_REGISTRY = "Where no image registry is reached, `make images BASE=debootstrap` makes the base image too."
+
+
 def build_one(settings: Settings, builder: Builder, image: Image, base: str) -> Path:
     """Build, export and measure one image."""
     start = time.monotonic()
@@ -150,7 +153,8 @@ def build_one(settings: Settings, builder: Builder, image: Image, base: str) -> 
         )
     if done.returncode != 0:
         last = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
-        raise ImageError(f"{image.name}: {builder.name} ended with status {done.returncode}; {log} ends:\n{last}")
+        text = f"{image.name}: {builder.name} ended with status {done.returncode}; {log} ends:\n{last}"
+        raise ImageError(text if base == DEBIAN_BASE else f"{text}\n{WITHOUT_REGISTRY}")
     path = archive(settings, image.name)
     partial = path.with_suffix(".partial")
     partial.unlink(missing_ok=True)

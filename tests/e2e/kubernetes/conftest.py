@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from installed import MODEL, SYSTEM, Installation, place_model, remove_namespace
+from installed import MODEL, SYSTEM, Installation, remove_namespace
+from processes import MODEL as MODEL_HERE
 from testcluster.cluster import Cluster
 
 
@@ -24,7 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def installation(cluster: Cluster, images: dict[str, str]) -> Iterator[Installation]:
     """The chart, installed in a namespace that enforces Pod Security "restricted"."""
-    place_model(cluster, MODEL)
+    cluster.show_folder(MODEL_HERE, Path(MODEL))
     one = Installation(cluster, images)
     try:
         one.install()

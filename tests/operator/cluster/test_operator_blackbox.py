@@ -48,7 +48,9 @@ def test_a_service_becomes_ready_and_says_so(service: Service) -> None:
         "MODE",
         "PREFILL",
         "DECODE",
+        "WORKER",
         "ROUTER",
+        "STORE",
         "TRANSFER",
         "READY",
         "AGE",
@@ -483,7 +485,7 @@ def test_scale_to_zero_and_back(service: Service) -> None:
     service.apply()
     service.ready()
     service.apply(roles=roles(0, 0))
-    service.reason("Available", "NoEngine")
+    service.reason("Available", "ScaledToZero")
     service.apply(roles=roles(1, 1))
     service.ready()
 

@@ -91,6 +91,22 @@ TINY = {
         kv_heads=2,
         block_size=8,
     ),
+    "qwen3-moe": Tiny(
+        "Qwen3MoeConfig",
+        {
+            "head_dim": 24,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": 40,
+            "mlp_only_layers": [1],
+        },
+        block_size=8,
+    ),
+    "qwen3-moe-sparse-step": Tiny(
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 2},
+    ),
     "qwen3-qk-norm": Tiny("Qwen3Config", {"head_dim": 24}, heads=5, kv_heads=5, block_size=32),
 }
 

@@ -13,7 +13,7 @@ import torch
 from fake_device import FakeDevice
 from safetensors.torch import save_file
 
-from isthmus_runtime.checkpoints.random import RandomWeights
+from isthmus_runtime.checkpoints.random import RandomTensors
 from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.loop import EngineLoop, Reply
 from isthmus_runtime.engine.scheduler import Scheduler
@@ -38,7 +38,7 @@ CONFIG = {
 def test_every_request_ends_and_new_ones_are_refused(tmp_path: Path, start_engine: Callable[..., Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     shapes = read_model_spec(tmp_path).tensor_shapes()
-    source = RandomWeights(shapes, device=torch.device("cpu"), dtype=torch.float32)
+    source = RandomTensors(shapes, device=torch.device("cpu"), dtype=torch.float32, seed=1)
     save_file({name: source.take(name) for name in shapes}, tmp_path / "model.safetensors")
     device = FakeDevice()
     engine = start_engine(tmp_path, device=device)

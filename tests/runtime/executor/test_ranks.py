@@ -11,7 +11,7 @@ import pytest
 import rank_process
 from rank_process import executor, steps
 
-from isthmus_runtime.checkpoints.random import RandomWeights
+from isthmus_runtime.checkpoints.random import RandomTensors
 from isthmus_runtime.executor.ranks import decode, encode
 from isthmus_runtime.interfaces.steps import AdapterSlot, BlockCopy, Chunk, RowBlocks, RowMask, RowStart, StepPlan
 from isthmus_runtime.models.registry import read_model_spec
@@ -38,7 +38,7 @@ def model_dir(tmp_path: Path) -> Path:
 
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     shapes = read_model_spec(tmp_path).tensor_shapes()
-    source = RandomWeights(shapes, device=torch.device("cpu"), dtype=torch.float32, seed=5, std=0.4)
+    source = RandomTensors(shapes, device=torch.device("cpu"), dtype=torch.float32, seed=5)
     save_file({name: source.take(name) for name in shapes}, tmp_path / "model.safetensors")
     return tmp_path
 

@@ -106,7 +106,10 @@ def test_an_unknown_key_that_is_set_is_refused(architecture: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; known: LlamaForCausalLM"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "'MambaForCausalLM' is not supported; known: Gemma3ForCausalLM, Llama",
+        ),
         ({"architectures": None}, "architecture None"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type 'yarn' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),

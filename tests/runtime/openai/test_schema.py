@@ -169,3 +169,10 @@ def test_bad_messages(messages, param):
     with pytest.raises(InvalidRequest) as caught:
         chat(messages=messages).conversation()
     assert caught.value.param == param
+
+
+def test_a_byte_order_mark_is_read_over() -> None:
+    body = b'{"model": "m", "prompt": "a"}'
+    assert parse_completion(b"\xef\xbb\xbf" + body) == parse_completion(body)
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        parse_completion(b"\xef\xbb\xbf" * 2 + body)

@@ -127,7 +127,7 @@ def test_answers_survive_any_cut(parts, cuts, trailer, framed):
         CHUNKED + b"zz\r\n",
         CHUNKED + b"-1\r\n",
         CHUNKED + b"2\r\nabcd",
-        CHUNKED + b"fffffffffff\r\n",
+        CHUNKED + b"fffffffffffffffff\r\n",
         CHUNKED + b"1" * 2000,
         CHUNKED + b"0\r\n\r\nmore",
     ],

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from starlette.responses import Response
 
 from isthmus_runtime.serving.app import add_pages, make_app
-from isthmus_runtime.serving.call import Call, add_call_route
+from isthmus_runtime.serving.call import Call, add_call_route, authorization
 from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.limits import Limits
 from isthmus_runtime.serving.server import Server, run_app
@@ -43,7 +43,7 @@ def run(request):
 async def echo(call):
     """Answers with what it got."""
     body = await call.read()
-    got = {"path": call.path, "authorization": call.authorization, "body": body.decode("latin-1")}
+    got = {"path": call.path, "authorization": authorization(call), "body": body.decode("latin-1")}
     await call.reply(200, {"content-type": "application/json", "x-request-id": "r"}, json.dumps(got).encode())
 
 
@@ -279,6 +279,24 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused(fields, swap):
             assert status == 400 or (status == 200 and json.loads(body)["body"] == "{}")
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("close", [False, True])
+def test_an_answer_without_a_body_has_its_head(run, close):
+    async def main():
+        async with served() as s:
+            reader, writer = await s.connect()
+            writer.write(b"HEAD /nothing HTTP/1.1\r\nHost: x\r\n" + b"Connection: close\r\n" * close + b"\r\n")
+            answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+            assert answer.startswith(b"HTTP/1.1 404 ")
+            if close:
+                assert await reader.read() == b""
+            else:
+                writer.write(post(b"next"))
+                assert b" 200 " in await asyncio.wait_for(reader.readline(), 20)
+            writer.close()
+
+    run(main())
 
 
 def test_expect_is_answered_before_the_body(run):

@@ -18,6 +18,7 @@ from isthmus_runtime.errors import ConfigError, Overloaded, TransferFailed
 from isthmus_runtime.serving.app import add_pages, make_app
 from isthmus_runtime.serving.call import Call, add_call_route
 from isthmus_runtime.serving.in_flight import InFlight
+from isthmus_runtime.serving.limits import Limits
 from isthmus_runtime.serving.server import run_app
 
 
@@ -43,7 +44,7 @@ class Server:
 
         app.add_api_route("/", handle)
         app.add_api_route("/health", probe)
-        settings = {"host": "127.0.0.1", "port": 0, "drain_timeout_s": 20.0, **settings}
+        settings = {"host": "127.0.0.1", "port": 0, "drain_timeout_s": 20.0, "limits": Limits(sweep_s=0.0), **settings}
         self.task = asyncio.create_task(
             run_app(
                 app,
@@ -122,7 +123,7 @@ def test_error_after_the_first_byte_breaks_the_connection(written):
 
 def test_drain_lets_work_end_and_answers_probes():
     async def main():
-        began, go, drained = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        began, go, closing = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
         async def handler(request):
             with server.in_flight.track():
@@ -130,7 +131,7 @@ def test_drain_lets_work_end_and_answers_probes():
                 await go.wait()
                 return PlainTextResponse("done")
 
-        server = Server(handler, drained=drained.wait)
+        server = Server(handler, before_close=closing.wait)
         work = asyncio.create_task(get(await server.url()))
         await began.wait()
         server.stop.set()
@@ -140,8 +141,8 @@ def test_drain_lets_work_end_and_answers_probes():
         assert status == 503 and "shutting down" in body
         go.set()
         assert (await work)[2] == "done"
-        assert (await get(await server.url("/health")))[2] == "alive"  # `drained` has not returned yet
-        drained.set()
+        assert (await get(await server.url("/health")))[2] == "alive"  # `before_close` has not returned yet
+        closing.set()
         await server.task
         with pytest.raises(aiohttp.ClientConnectorError):
             await get(await server.url("/health"))
@@ -169,6 +170,22 @@ def test_drain_has_a_limit():
         server.stop.set()
         await server.task
         assert (await work)[0] == 503 and ended == [True]
+
+    run(main())
+
+
+def test_a_server_whose_sweep_breaks_ends(monkeypatch):
+    async def main():
+        async def handler(request):
+            return Response()
+
+        server = Server(handler)
+        reader, writer = await asyncio.open_connection("127.0.0.1", await server.port)
+        monkeypatch.setattr("isthmus_runtime.serving.protocol.Protocol.check", lambda self, now: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            await server.task
+        assert await reader.read() == b""
+        writer.close()
 
     run(main())
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from ..api.reasons import TEXTS, Reason
 from ..api.v1alpha1 import API_VERSION, KIND, InferenceService, parse, parse_stored
 from ..errors import UserError
-from ..files import load
+from ..files import STDIN, load
 from ..plan.observe import observe
 from ..plan.observed import Facts, Observed
 from ..plan.rehearse import World, rehearse
@@ -111,10 +111,16 @@ def status_text(body: Object) -> str:
 
 
 def _plan(arguments: argparse.Namespace, out: TextIO) -> int:
-    service = parse(load(arguments.file).service, namespace=arguments.namespace)
+    if arguments.file == arguments.old == STDIN:
+        raise UserError("FILE and --old are both standard input; give a file for one of them")
+    namespace = arguments.namespace
+    if not namespace:
+        # Two files need no cluster.
+        namespace = "default" if arguments.old else default_namespace(_kubeconfig(arguments), arguments.context)
+    service = parse(load(arguments.file).service, namespace=namespace)
     if arguments.old:
         world = World()
-        for _ in rehearse(parse(load(arguments.old).service, namespace=arguments.namespace), world):
+        for _ in rehearse(parse(load(arguments.old).service, namespace=namespace), world):
             pass
     else:
         world = World(seen=asyncio.run(_live(arguments, service)), now=time.time())

@@ -19,7 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     def with_file(name: str, help_text: str) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help_text, description=help_text)
-        command.add_argument("file", metavar="FILE", help="YAML file of one InferenceService")
+        command.add_argument("file", metavar="FILE", help="YAML file of one InferenceService; - reads standard input")
         command.add_argument("--namespace", "-n", default="default", help="for a file that names none")
         return command
 
@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
     with_file("validate", "check a file, and say everything that is wrong with it")
     steps = with_file("plan", "print the steps of the rollout that applying a file would cause")
     steps.add_argument("--old", metavar="FILE", default="", help="file of what runs now (default: ask the cluster)")
+    steps.set_defaults(namespace="")
     _cluster_flags(steps)
     _named(commands, "status", "print how a service in the cluster stands")
     _named(commands, "explain", "print the one cause that keeps a service from being ready")

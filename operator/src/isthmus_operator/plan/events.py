@@ -11,6 +11,8 @@ from .autoscale import Decision
 from .planner import Plan
 from .status import Status
 
+_ON_THE_WAY = {("Progressing", Reason.ROLLING_OUT.value), ("Progressing", Reason.PAUSED.value)}
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -29,7 +31,7 @@ def events(before: Status, after: Status, wanted: Plan | None = None) -> list[Ev
     for condition in after.get("conditions") or ():
         began = (condition["type"], condition["reason"]) not in old
         if condition["reason"] == Reason.COMPLETE:
-            began = _arrived(before, after)
+            began = began and (_arrived(before, after) or bool(old & _ON_THE_WAY))
         reason = next((one for one in EVENTS if one == condition["reason"]), None)
         if began and reason is not None and reason not in found:
             found[reason] = Event(condition["status"] == "False", reason, condition["message"])
@@ -48,7 +50,7 @@ def events(before: Status, after: Status, wanted: Plan | None = None) -> list[Ev
 
 
 def _arrived(before: Status, after: Status) -> bool:
-    """Whether another revision has become the current one; a pod that is ready again is no rollout's end."""
+    """Whether another revision has become the current one."""
     current = (after.get("revision") or {}).get("current")
     return bool(current != (before.get("revision") or {}).get("current"))
 

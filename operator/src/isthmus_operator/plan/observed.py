@@ -148,6 +148,7 @@ class Observed:
     scales:     component -> pods asked for through the scale of the role, for those that have one
     wanted:     component -> pods that it should have had, as the status remembers it
     strangers:  names of pods that have the service's labels and are not its own; routers find them all the same
+    current:    revision that was wholly rolled out last, as the status remembers it
     failed:     revision whose rollout was rolled back, as the status remembers it
     conditions: as the status holds them now
     """
@@ -159,8 +160,13 @@ class Observed:
     wanted: dict[Component, int] = field(default_factory=dict)
     facts: Facts = field(default_factory=Facts)
     strangers: tuple[str, ...] = ()
+    current: str = ""
     failed: str = ""
     conditions: tuple[Condition, ...] = ()
+
+    def said(self, condition: str) -> Condition | None:
+        """A condition as the status holds it now."""
+        return next((one for one in self.conditions if one.type == condition), None)
 
     def of(self, component: Component) -> tuple[Workload, ...]:
         """Workloads of one engine role."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from ..api.choices import RolloutFailure, RolloutStrategy, ScalingMode
+from ..api.reasons import Reason
 from ..api.v1alpha1 import InferenceService
 from ..render import mooncake
 from ..render.engine import own_replicas, role_of
@@ -46,7 +47,7 @@ Key = tuple[Component, str]
 
 
 class Rollout(StrEnum):
-    """Where a service stands. COMPLETE: nothing of an older revision is left, and all pods are ready."""
+    """Where a service stands. COMPLETE: nothing of an older revision is left, and all pods are ready or were before."""
 
     COMPLETE = "Complete"
     ROLLING = "RollingOut"
@@ -102,7 +103,7 @@ def plan(service: InferenceService, seen: Observed, now: float) -> Plan:
     stuck = "" if failed else stuck or (overdue(service, present(service, goals, seen), now) if stands else "")
     move = _held(goals, seen, now) if hold else _move(service, goals, seen, now)
     over = not hold and not rolling and (bool(failed) or singles_ready(service, seen))
-    complete = over and engines_ready(goals, seen)
+    complete = (over and engines_ready(goals, seen)) or (not stuck and not rolling and _was_complete(revision, seen))
     over = over and engines_ready(changed(goals, seen), seen)
     router = _router_may_change(service, wanted, seen, rolling, failed)
     return Plan(
@@ -305,6 +306,12 @@ def _replaces_only_router(service: InferenceService, seen: Observed) -> bool:
     present, wanted = seen.router, role_revision(service, Component.ROUTER)
     one = service.spec.router.replicas == 1 and service.spec.rollout.max_surge.is_zero
     return one and present is not None and present.ready > 0 and present.revision != wanted
+
+
+def _was_complete(revision: str, seen: Observed) -> bool:
+    """Whether the revision was rolled out and has been since. A pod that is not ready later is no rollout."""
+    said = seen.said("Progressing")
+    return seen.current == revision and said is not None and said.reason == Reason.COMPLETE
 
 
 def _earliest(*times: float | None) -> float | None:

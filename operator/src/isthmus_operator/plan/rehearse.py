@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from ..api.v1alpha1 import InferenceService
 from ..render import mooncake
 from ..render.names import Component, child_name
-from ..render.revision import pairing, role_revision
+from ..render.revision import pairing, role_revision, service_revision
 from .desired import master_may_change
 from .observed import UNSCHEDULABLE, Observed, Pod, Workload
-from .planner import Key, Plan, plan
+from .planner import Key, Plan, Rollout, plan
 
 
 def _always(pod: Pod) -> bool:
@@ -51,6 +51,7 @@ class World:
             router=self._single(service, Component.ROUTER, self.seen.router) if wanted.router else self.seen.router,
             store=self._store(service, wanted),
             failed=wanted.failed,
+            current=service_revision(service) if wanted.state is Rollout.COMPLETE else self.seen.current,
             wanted={part: goal.count for part, goal in wanted.goals.items()},
         )
 

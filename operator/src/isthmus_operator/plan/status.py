@@ -127,7 +127,7 @@ def _states(service: InferenceService, seen: Observed, wanted: Plan, now: float)
         states["TransferReady"] = _transfer_state(service, seen, wanted)
     states["Compatible"] = _compatible_state(seen, wanted)
     progressing = _progressing(service, seen, wanted)
-    available = _available(service, seen)
+    available = _available(service, seen, wanted)
     first = {
         "Ready": _ready(states, available, progressing),
         "Available": available,
@@ -170,15 +170,28 @@ def _updated(goal: Goal, seen: Observed) -> int:
     return sum(w.ready for w in seen.of(goal.component) if w.revision == goal.revision)
 
 
-def _available(service: InferenceService, seen: Observed) -> State:
+def _available(service: InferenceService, seen: Observed, wanted: Plan) -> State:
+    state = _serving(service, seen, wanted)
+    said = seen.said("Available")
+    if state.status == "True" or seen.current or (said is not None and said.reason != Reason.STARTING):
+        return state
+    # Not yet is no failure to be warned of.
+    return replace(state, reason=Reason.STARTING) if state.reason != Reason.SCALED_TO_ZERO else state
+
+
+def _serving(service: InferenceService, seen: Observed, wanted: Plan) -> State:
     if seen.router is None or seen.router.ready == 0:
+        if service.spec.router.replicas == 0:
+            return State("False", Reason.SCALED_TO_ZERO, "router is scaled to 0, so that no client is answered")
         return State("False", Reason.NO_ROUTER, f"no router of {service.name} is ready")
     ready = {part: sum(w.ready for w in seen.of(part)) for part in Component if is_engine(part)}
     if ready[Component.WORKER] > 0:
         return State("True", Reason.SERVING, f"{ready[Component.WORKER]} workers are ready")
     if ready[Component.DECODE] == 0:
-        missing = "worker" if service.spec.mode is Mode.UNIFIED else "decode"
-        return State("False", Reason.NO_ENGINE, f"no {missing} pod of {service.name} is ready")
+        part = Component.WORKER if service.spec.mode is Mode.UNIFIED else Component.DECODE
+        if wanted.goals[part].count == 0:
+            return State("False", Reason.SCALED_TO_ZERO, f"{part} is scaled to 0, so that no prompt is answered")
+        return State("False", Reason.NO_ENGINE, f"no {part} pod of {service.name} is ready")
     if service.spec.router.on_prefill_unavailable is PrefillUnavailable.REJECT and not _may_pair(seen):
         missing = "and of the KV layout of a decode pod " if ready[Component.PREFILL] else ""
         text = f"no prefill pod of {service.name} is ready {missing}(onPrefillUnavailable: Reject)"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from urllib.request import getproxies
 
@@ -51,6 +52,9 @@ async def connect(kubeconfig: str = "", context: str = "") -> Api:
 
     `kubeconfig` empty: inside a cluster its own service account, elsewhere the usual file. ApiError says what is wrong.
     """
+    if not (path := _usual(kubeconfig)).is_file() and (kubeconfig or not identity().namespace):
+        where = "is not there" if kubeconfig else "is not there, and this is no pod of a cluster"
+        raise ApiError(0, f"kubeconfig {path} {where}; give --kubeconfig, or set KUBECONFIG")
     configuration = Configuration()
     # How many requests run at once is decided by who makes them.
     configuration.connection_pool_maxsize = 0
@@ -76,12 +80,18 @@ def default_namespace(kubeconfig: str = "", context: str = "") -> str:
     """
     if not kubeconfig and (own := identity().namespace):
         return own
+    if not _usual(kubeconfig).is_file():
+        return "default"
     try:
         contexts, active = config.list_kube_config_contexts(kubeconfig or None)
     except (config.ConfigException, OSError):
         return "default"
     chosen = next((one for one in contexts if one["name"] == context), None) if context else active
     return str(((chosen or {}).get("context") or {}).get("namespace") or "default")
+
+
+def _usual(kubeconfig: str) -> Path:
+    return Path(kubeconfig).expanduser() if kubeconfig else Path.home() / ".kube" / "config"
 
 
 def path_of(api_version: str, kind: str, namespace: str = "", name: str = "", subresource: str = "") -> str:

@@ -28,6 +28,7 @@ class Completion:
         step, work = self._in_flight.steps.popleft()
         assert output.step == step, f"result of step {output.step}, expected {step}"
         effects: list[Effect] = []
+        emit, append = self.emit, effects.append
         ended, sends = Phase.ENDED, Kind.SEND  # an attribute of an enum costs as much as the rest of a test
         for (seq, run, chunk), (tokens, logprobs) in zip(work, output.rows, strict=True):
             _, start, count, draws, _ = chunk
@@ -47,7 +48,7 @@ class Completion:
                 effects += self._prompt_computed(seq, tokens[0], logprobs[0] if logprobs else None, now)
             else:
                 seq.tokens.append(tokens[0])
-                effects.append(self.emit(seq, tokens, logprobs))
+                append(emit(seq, tokens, logprobs))
         self._in_flight.lift(step)
         return effects
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from ..errors import EngineFailed, RequestError, TransferFailed
+from ..errors import EngineFailed, InvalidRequest, RequestError, TransferFailed
 from ..interfaces.handoff import (
     Drained,
     Failed,
@@ -115,7 +115,7 @@ class EngineLoop:
 
         def command(now: float) -> list[Effect]:
             if self._handoff is None:
-                raise EngineFailed("this engine has no KV transfer; start it with --transfer-mode direct or store")
+                raise InvalidRequest("this engine has no KV transfer; start it with --transfer-mode direct or store")
             skip = call.ticket.skip_blocks
             self.scheduler.add(request, now, kind=Kind.SEND, attempt=call.attempt, skip_blocks=skip)
             self.scheduler.handoffs.open_send(call.attempt)

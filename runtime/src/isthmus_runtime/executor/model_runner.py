@@ -7,9 +7,9 @@ makes the scratch, then `TorchExecutor` makes the KV tensors and the persistent 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
@@ -126,26 +126,29 @@ class _Launched:
 class ModelRunner:
     """What a step does on the device: `pipeline.Runner`."""
 
-    def __init__(self, loaded: LoadedModel, kv: KvCache, batch: InputBatch, graphs: Graphs, warm_up: StepPlan) -> None:
+    def __init__(
+        self, loaded: LoadedModel, kv: KvCache, batch: InputBatch, graphs: Graphs, warm_up: Sequence[StepPlan]
+    ) -> None:
         self._device, self._model, self._workspace = loaded.device, loaded.model, loaded.workspace
         self._kv, self._batch, self._graphs = kv, batch, graphs
-        self._warm_up_plan = warm_up
+        self._warm_up_plans = warm_up
         self._drawn = loaded.device.zeros(len(batch.slots[0].drawn), dtype=torch.int64)
         self._drawn_ids = loaded.device.zeros(len(batch.slots[0].drawn), dtype=torch.int32)
         self._flat_tokens = batch.tokens.view(-1)
 
     def warm_up(self, slot: StagingSlot) -> None:
-        """A typical step, and every graph that is captured ahead; the largest first, whose memory the others share."""
+        """The first steps, and every graph that is captured ahead; the largest first, whose memory the others share."""
         start = perf_counter()
-        self.launch(self._warm_up_plan, slot)
-        self._device.record().wait()
+        for plan in self._warm_up_plans:
+            self.launch(plan, slot)
+            self._device.record().wait()
         first = perf_counter() - start
         for prompts, sizes in ((True, self._graphs.token_sizes), (False, self._graphs.sizes)):
             for size in reversed(sizes):
                 self._enqueue(self._batch.dummies(size, slot, prompts=prompts), slot, [])
                 self._device.record().wait()
         _LOG.info(
-            "warmed up in %.2f s: the first step %.2f s, %d captured graphs",
+            "warmed up in %.2f s: the first steps %.2f s, %d captured graphs",
             perf_counter() - start,
             first,
             len(self._graphs),
@@ -238,7 +241,7 @@ class TorchExecutor:
             groups=kv_plan.groups,
             slots=_SLOTS,
         )
-        warm_up = _warm_up_plan(scheduler_cfg.max_batched_tokens, kv_plan)
+        warm_up = _warm_up_plans(scheduler_cfg.max_batched_tokens, kv_plan, bool(graphs.sizes))
         self.runner = ModelRunner(loaded, self._kv, batch, graphs, warm_up)
         """What its steps do; benchmarks time it."""
         self._steps = StepPipeline(device, self.runner, batch.slots)
@@ -265,16 +268,31 @@ class TorchExecutor:
         self._kv.free()
 
 
-def _warm_up_plan(max_tokens: int, kv_plan: KvPlan) -> StepPlan:
-    """A step on row 0 whose table is all null: nothing is written, every kernel is chosen and bound, and the scratch
-    of a typical step is committed."""
-    count = min(max_tokens, kv_plan.max_model_len, 64)
-    start = RowStart(
-        row=0,
-        request_id="warm-up",
-        token_ids=[0] * count,
-        prompt_len=count,
-        block_ids=((),) * len(kv_plan.groups),
-        sampling=SamplingParams(max_tokens=1, temperature=1.0),
+def _warm_up_plans(max_tokens: int, kv_plan: KvPlan, compiles: bool) -> tuple[StepPlan, ...]:
+    """Steps on row 0 whose table is all null: nothing is written, every kernel is chosen and bound, and the scratch of
+    a typical step is committed. Where kernels are compiled at their first use (`compiles`), also the largest step, and
+    the filters that requests use most: nobody's stream shall stand still for them later."""
+    most = min(max_tokens, kv_plan.max_model_len)
+    drawn = SamplingParams(max_tokens=1, temperature=1.0)
+    steps = [(min(most, 64), drawn)]
+    if compiles:
+        steps += [(most, drawn), (1, replace(drawn, top_p=0.9)), (1, replace(drawn, top_k=40, top_p=0.9))]
+    return tuple(
+        StepPlan(
+            step=-1,
+            starts=(
+                RowStart(
+                    row=0,
+                    request_id="warm-up",
+                    token_ids=[0] * count,
+                    prompt_len=count,
+                    block_ids=((),) * len(kv_plan.groups),
+                    sampling=sampling,
+                ),
+            ),
+            grown=(),
+            chunks=(Chunk(0, 0, count, draws=1),),
+            num_tokens=count,
+        )
+        for count, sampling in steps
     )
-    return StepPlan(step=-1, starts=(start,), grown=(), chunks=(Chunk(0, 0, count, draws=1),), num_tokens=count)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -17,6 +17,17 @@ Activation = Literal["silu", "gelu_tanh"]
 _GATED: Mapping[Activation, Callable[..., Tensor]] = MappingProxyType(
     {"silu": dispatch.silu_mul, "gelu_tanh": dispatch.gelu_tanh_mul}
 )
+
+
+class Mlp(Protocol):
+    """The second branch of a layer."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+
+    def __call__(self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor) -> Tensor:
+        """x [T, H] to `out` [T, H]. Scratch of a dense MLP: gate_up [T, 2 I], inner [T, I]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,11 @@ class ModelSpec(ABC):
     def build(self, source: TensorSource, dtype: torch.dtype) -> Model:
         """Take the weights out of `source` and make a model that computes in `dtype`, on the weights' device."""
 
+    def active_fraction(self, name: str) -> float:
+        """How much of tensor `name` the computation of one token uses: less than 1 for experts."""
+        del name
+        return 1.0
+
     def layer_specs(self, block_size: int, dtype: str) -> tuple[LayerSpec, ...]:
         """What `kv.plan` needs to know about the layers, with `dtype` the name of the pool's element type: neighbours
         of one kind are one entry, in model order."""

@@ -16,7 +16,7 @@ from ..layers.attention import Attention
 from ..layers.batch import ForwardBatch
 from ..layers.embedding import Embedding
 from ..layers.linear import Linear
-from ..layers.mlp import Activation, GatedMlp
+from ..layers.mlp import Activation, GatedMlp, Mlp
 from ..layers.norm import RmsNorm
 from ..layers.rope import cos_sin_tables
 from ..layers.rope_spec import RopeSpec
@@ -31,7 +31,7 @@ class DecoderLayer:
     attention: Attention
     after_attention: RmsNorm | None = None
     mlp_norm: RmsNorm
-    mlp: GatedMlp
+    mlp: Mlp
     after_mlp: RmsNorm | None = None
 
 
@@ -80,6 +80,10 @@ class Parts:
         biases = [f"{name}.bias" for name in names]
         return Linear(weight, self._source.take(*biases) if biases[0] in self._shapes else None, self.dtype)
 
+    def take(self, *names: str) -> Tensor:
+        """Plain weights in the dtype of the computation, their rows joined."""
+        return self._source.take(*names).to(self.dtype)
+
     def norm(self, name: str) -> RmsNorm:
         """A norm over the hidden size."""
         return RmsNorm(self._norm_weight(name), self.spec.rms_norm_eps, self.dtype)
@@ -106,14 +110,14 @@ class Parts:
             self.linear(f"{name}.gate_proj", f"{name}.up_proj"), self.linear(f"{name}.down_proj"), activation
         )
 
-    def layer(self, number: int) -> DecoderLayer:
-        """A whole layer of Llama's kind."""
+    def layer(self, number: int, mlp: Mlp | None = None) -> DecoderLayer:
+        """A whole layer of Llama's kind; `mlp` in place of the gated one."""
         at = f"model.layers.{number}"
         return DecoderLayer(
             attention_norm=self.norm(f"{at}.input_layernorm"),
             attention=self.attention(f"{at}.self_attn", window=self.spec.windows[number]),
             mlp_norm=self.norm(f"{at}.post_attention_layernorm"),
-            mlp=self.mlp(f"{at}.mlp"),
+            mlp=mlp or self.mlp(f"{at}.mlp"),
         )
 
     def _norm_weight(self, name: str) -> Tensor:

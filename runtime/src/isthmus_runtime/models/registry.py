@@ -20,6 +20,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "MistralForCausalLM": "mistral",
         "Qwen2ForCausalLM": "qwen2",
         "Qwen3ForCausalLM": "qwen3",
+        "Qwen3MoeForCausalLM": "qwen3_moe",
     }
 )
 """Architecture, as `config.json` names it -> module of this package."""

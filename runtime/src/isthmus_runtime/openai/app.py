@@ -14,7 +14,6 @@ from pathlib import Path
 
 from fastapi import FastAPI, Request
 
-from ..deadlines import Deadlines
 from ..errors import (
     Cancelled,
     ConfigError,
@@ -149,7 +148,6 @@ class _Api:
     ) -> None:
         self._backend = backend
         self._config = config
-        self._deadlines = Deadlines()
         self._in_flight = in_flight
         self._metrics = metrics
         self._clock = clock
@@ -167,12 +165,12 @@ class _Api:
 
     async def models(self, request: Request) -> ModelList:
         """The names that are served."""
-        self._authorise(authorization(request))
+        self._authorise(request)
         return ModelList(data=[self._model(n) for n in self._config.served_names])
 
     async def model(self, request: Request, name: str) -> Model:
         """One of them."""
-        self._authorise(authorization(request))
+        self._authorise(request)
         self._planner.check_model(name)
         return self._model(name)
 
@@ -191,7 +189,7 @@ class _Api:
         progress = _Progress()
         try:
             with self._in_flight.track():
-                self._authorise(call.authorization)
+                self._authorise(call)
                 await self._answer(call, plan, arrived, progress)
                 return
         except RequestError as e:
@@ -222,7 +220,7 @@ class _Api:
     async def _answer(self, call: Call, plan: Callable[[bytes], Job], arrived: float, progress: _Progress) -> None:
         limit = self._config.request_timeout_s
         try:
-            with self._deadlines.limit(limit + _DEADLINE_MARGIN_S):
+            async with asyncio.timeout(limit + _DEADLINE_MARGIN_S):
                 progress.stage = "reading"
                 body = await call.read()
                 progress.stage = "planning"
@@ -243,10 +241,10 @@ class _Api:
         except (TimeoutError, ConnectionResetError) as e:
             raise Cut from e
 
-    def _authorise(self, authorization: str) -> None:
+    def _authorise(self, request: Request) -> None:
         if not self._key:
             return
-        scheme, _, token = authorization.partition(" ")
+        scheme, _, token = authorization(request).partition(" ")
         given = token.strip().encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._key) or scheme.lower() != "bearer":
             raise _Unauthorised("Authorization: a valid API key is needed as `Bearer KEY`", param="Authorization")

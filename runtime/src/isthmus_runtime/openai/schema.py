@@ -5,11 +5,12 @@ A parameter is either honoured or refused by name; none is ignored. JSON null me
 
 from __future__ import annotations
 
+import codecs
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, create_model, model_validator
 from pydantic_core import from_json
 
 from ..errors import InvalidRequest
@@ -61,6 +62,42 @@ _NEUTRAL_MESSAGE: Mapping[str, tuple[object, ...]] = {
     "reasoning_content": ("",),
 }
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+_PROMPT = {"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+
+
+def _neutral_schema(neutral: Mapping[str, tuple[object, ...]]) -> dict[str, Any]:
+    """JSON schema of these parameters: their neutral values, or null."""
+    text = "Not implemented; accepted with values that ask for nothing."
+    return {name: {"enum": [*values, None], "description": text} for name, values in neutral.items()}
+
+
+_MESSAGE = {
+    "type": "object",
+    "properties": {
+        "role": {"enum": list(_ROLES)},
+        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
+        "name": {"type": ["string", "null"]},
+        **_neutral_schema(_NEUTRAL_MESSAGE),
+    },
+    "required": ["role", "content"],
+    "additionalProperties": False,
+}
+_MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
+
+
+def _beside(neutral: Mapping[str, tuple[object, ...]]) -> Callable[[dict[str, Any]], None]:
+    """Adds parameters that are looked at before the model is to its JSON schema."""
+    return lambda schema: schema["properties"].update(_neutral_schema(neutral))
+
 
 _StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 
@@ -140,7 +177,9 @@ class _Common(_Sampling):
 class CompletionRequest(_Common):
     """POST /v1/completions."""
 
-    prompt: Any
+    model_config = ConfigDict(json_schema_extra=_beside(_NEUTRAL_COMPLETION))
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
     """Checked by `prompts`: validating a long id list element by element is not pydantic's strength."""
     best_of: int | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -184,7 +223,9 @@ class CompletionRequest(_Common):
 class ChatRequest(_Common):
     """POST /v1/chat/completions."""
 
-    messages: Any
+    model_config = ConfigDict(json_schema_extra=_beside(_NEUTRAL_CHAT))
+
+    messages: Annotated[Any, WithJsonSchema(_MESSAGES)]
     """Checked by `conversation`, which gives paths into the messages."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
@@ -250,6 +291,7 @@ def _parse(model: type[_R], body: bytes, neutral: Mapping[str, tuple[object, ...
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
+    body = body.removeprefix(codecs.BOM_UTF8)
     try:
         fast = from_json(body, allow_inf_nan=False)
     except ValueError:

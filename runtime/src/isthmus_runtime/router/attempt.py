@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from pydantic import ValidationError
 
-from ..deadlines import Deadlines
 from ..errors import DeadlineExceeded, EngineFailed, Overloaded, RequestError
 from ..metrics import RouterMetrics
 from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line
@@ -52,7 +51,6 @@ class Attempt:
         deadline: float,
         pool: Pool,
         links: Links,
-        deadlines: Deadlines,
         other_prefill: Callable[[str], bool],
         metrics: RouterMetrics | None,
     ) -> None:
@@ -81,7 +79,7 @@ class Attempt:
         self._closed = False
         self._decode_gone = False
         self._prefill_timer: asyncio.Timeout | None = None
-        self._expiry = deadlines.at(deadline, self._expire)
+        self._expiry = self._loop.call_at(deadline, self._expire)
         self._leg = pool.hold(self._decode.url, facts.missing(self._decode.url, facts.decode_tokens), self._decode_lost)
         # Held from the start, so that the next choice sees the work that is on its way to this engine.
         self._prefill_leg: Leg | None = None

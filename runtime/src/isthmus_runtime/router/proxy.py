@@ -8,7 +8,6 @@ from os import urandom
 from types import MappingProxyType
 
 from ..config import RouterConfig
-from ..deadlines import Deadlines
 from ..errors import Overloaded, RequestError
 from ..metrics import RouterMetrics
 from ..protocol import request_json
@@ -54,7 +53,6 @@ class RouterBackend:
     ) -> None:
         self._pool = pool
         self._links = links
-        self._deadlines = Deadlines()
         self._metrics = metrics
         self._new_attempt = new_attempt
         self._gap_s = gap_s
@@ -162,7 +160,6 @@ class RouterBackend:
                 deadline=deadline,
                 pool=self._pool,
                 links=self._links,
-                deadlines=self._deadlines,
                 other_prefill=(lambda url: self._could_pair(request, url)) if failed is None else lambda _: False,
                 metrics=self._metrics,
             )

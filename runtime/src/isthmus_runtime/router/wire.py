@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client for calls to engines: pooled connections, no layer between the socket and the reader.
+"""A small HTTP/1.1 client for calls to engines: pooled connections, and only httptools between socket and reader.
 
 A router spends most of its time on the bytes of engines, and a general HTTP client spends most of that on what engines
 never send. This one speaks what they do: JSON out; a status line, headers and a body with Content-Length or chunks in.
@@ -14,6 +14,8 @@ from collections import deque
 from typing import cast
 from urllib.parse import urlsplit
 
+from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
+
 CONNECT_TIMEOUT_S = 1.0
 KEEP_ALIVE_S = 30.0
 """Idle connections older than this are not used again: an engine may be about to close them (after 75 s or more)."""
@@ -22,7 +24,6 @@ _PROBES = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TI
 """A connection can vanish without a word while its engine answers others: a middlebox forgot it, or its end was lost
 on the way. The kernel finds out in about 5 s; a stream that waits for tokens would only at the request's deadline."""
 _MAX_HEAD = 64 << 10
-_MAX_CHUNK = 64 << 20
 _HIGH_WATER = 256 << 10
 """Bytes held for a reader that is slower than the engine before the socket is left unread."""
 
@@ -48,12 +49,13 @@ class Exchange(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._error: OSError | None = None
-        self._data = b""
+        self._parser = HttpResponseParser(self)
+        self._unread = 0
+        """Bytes of which the parser has made neither a head nor a part of a body."""
+        self._framed = False
         self._body: list[bytes] = []
         self._held = 0
         self._paused = False
-        self._left = 0
-        self._chunked = False
         self._ended = True
         self._discard: asyncio.TimerHandle | None = None
 
@@ -72,7 +74,7 @@ class Exchange(asyncio.Protocol):
     async def call(self, head: bytes, body: bytes) -> None:
         """Send a request and wait for the head of its answer. Raises OSError."""
         assert self._ended and self._transport is not None
-        self.status, self._ended, self._left = 0, False, 0
+        self.status, self._ended = 0, False
         self._transport.write(b"%b%d\r\n\r\n%b" % (head, len(body), body))
         while not self.status:
             await self._wait()
@@ -131,18 +133,14 @@ class Exchange(asyncio.Protocol):
         self._fail(exc if isinstance(exc, OSError) else ConnectionResetError("the peer closed the connection"))
 
     def data_received(self, data: bytes) -> None:
+        self._unread += len(data)
         try:
-            if self._ended:
-                raise BadAnswer(f"bytes that belong to no call: {data[:40]!r}")
-            if self._data:
-                data = self._data + data
-                self._data = b""
-            if not self.status:
-                data = self._head(data)
-            if data:
-                self._feed(data)
-        except (ValueError, BadAnswer) as e:
-            self._fail(e if isinstance(e, BadAnswer) else BadAnswer(f"not an HTTP answer: {e}"))
+            self._parser.feed_data(data)
+            if self._unread > _MAX_HEAD:
+                raise BadAnswer(f"{self._unread} bytes came that are neither a head nor part of a body")
+        except (HttpParserError, BadAnswer) as e:
+            cause = e.__context__ if isinstance(e, HttpParserCallbackError) else e
+            self._fail(cause if isinstance(cause, BadAnswer) else BadAnswer(f"not an HTTP answer: {e}"))
             self.close()
             return
         if self._discard is not None:
@@ -153,72 +151,31 @@ class Exchange(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _head(self, data: bytes) -> bytes:
-        """Read status line and headers; returns what follows them."""
-        end = data.find(b"\r\n\r\n")
-        if end < 0:
-            if len(data) > _MAX_HEAD:
-                raise BadAnswer(f"the head of the answer has more than {_MAX_HEAD} bytes")
-            self._data = data
-            return b""
-        first, *lines = data[:end].split(b"\r\n")
-        if not first.startswith(b"HTTP/1.1 "):
-            raise BadAnswer(f"the answer begins with {first[:40]!r}, expected HTTP/1.1")
-        length = -1
-        self._chunked = False
-        for line in lines:
-            name, _, value = line.partition(b":")
-            name = name.lower()
-            if name == b"content-length":
-                length = int(value)
-            elif name == b"transfer-encoding":
-                self._chunked = value.strip().lower() == b"chunked"
-            elif name == b"connection" and value.strip().lower() == b"close":
-                self.usable = False
-        if not self._chunked and not 0 <= length <= _MAX_CHUNK:
-            raise BadAnswer(f"the answer has neither chunks nor a Content-Length of at most {_MAX_CHUNK}")
-        self.status = int(first[9:12])
-        self._left = 0 if self._chunked else length
-        self._ended = not self._chunked and length == 0
-        return data[end + 4 :]
+    # -------------------------------------------------------------------------------------------------------- parser
 
-    def _feed(self, data: bytes) -> None:
-        """Take bytes of the body."""
-        if not self._chunked:
-            if len(data) > self._left:
-                raise BadAnswer(f"{len(data) - self._left} bytes more than Content-Length")
-            self._left -= len(data)
-            self._ended = self._left == 0
-            self._body.append(data)
-            self._held += len(data)
-            return
-        position, length = 0, len(data)
-        while position < length:
-            eol = data.find(b"\r\n", position)
-            if eol < 0:
-                if length - position > 1024:
-                    raise BadAnswer("a chunk size of more than 1024 bytes")
-                break
-            size = int(data[position:eol].partition(b";")[0], 16)
-            if not 0 <= size <= _MAX_CHUNK:
-                raise BadAnswer(f"a chunk of {size} bytes, the limit is {_MAX_CHUNK}")
-            if size == 0:
-                over = data.find(b"\r\n\r\n", position)
-                if over < 0:
-                    break
-                if over + 4 != length:
-                    raise BadAnswer(f"{length - over - 4} bytes after the last chunk")
-                self._ended = True
-                return
-            start = eol + 2
-            if start + size + 2 > length:
-                break
-            if data[start + size : start + size + 2] != b"\r\n":
-                raise BadAnswer("a chunk does not end where its size says")
-            self._body.append(data[start : start + size])
-            self._held += size
-            position = start + size + 2
-        self._data = data[position:] if position else data
+    def on_message_begin(self) -> None:
+        if self._ended:
+            raise BadAnswer("bytes that belong to no call")
+        self._framed = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._framed = self._framed or name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        if self._parser.get_http_version() != "1.1" or not self._framed:
+            raise BadAnswer("the answer is not HTTP/1.1 with chunks or a Content-Length")
+        self.status = self._parser.get_status_code()
+        self.usable = self._parser.should_keep_alive()
+        self._unread = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._body.append(body)
+        self._held += len(body)
+        self._unread = 0
+
+    def on_message_complete(self) -> None:
+        self._ended = True
+        self._unread = 0
 
     # ------------------------------------------------------------------------------------------------------- internals
 
@@ -256,7 +213,6 @@ class Exchange(asyncio.Protocol):
 
     def _put_back(self) -> None:
         self._drop_body()
-        self._data = b""
         if not self.usable or self.closed:
             self.close()
             return

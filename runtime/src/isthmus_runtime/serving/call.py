@@ -34,11 +34,6 @@ class Call(Request):
         """Of the URL."""
         return str(self.scope["path"])
 
-    @property
-    def authorization(self) -> str:
-        """The header's value, "" without one."""
-        return authorization(self)
-
     async def read(self) -> bytes:
         """The body. Raises what the limits on bodies raise (limits.py)."""
         message = await self._receive()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ..errors import Overloaded
 
@@ -25,25 +27,21 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def track(self) -> _Tracked:
-        """A `with` block that counts as a request of the current task; raises the refusal when draining."""
-        return _Tracked(self)
-
-    def enter(self) -> asyncio.Task[object]:
-        """The current task has begun a request. For `track`."""
+    @contextmanager
+    def track(self) -> Iterator[None]:
+        """A block that counts as a request of the current task; raises the refusal when draining."""
         if self.draining:
             raise self.refusal()
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         self._idle.clear()
-        return task
-
-    def leave(self, task: asyncio.Task[object]) -> None:
-        """The request of `task` has ended. For `track`."""
-        self._tasks.discard(task)
-        if not self._tasks:
-            self._idle.set()
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+            if not self._tasks:
+                self._idle.set()
 
     def refusal(self) -> Overloaded:
         """What a request gets that this process will not take or finish."""
@@ -66,18 +64,3 @@ class InFlight:
         self.aborting = True
         for task in self._tasks:
             task.cancel()
-
-
-class _Tracked:
-    """Not a generator: it is on the path of each request."""
-
-    __slots__ = ("_in_flight", "_task")
-
-    def __init__(self, in_flight: InFlight) -> None:
-        self._in_flight = in_flight
-
-    def __enter__(self) -> None:
-        self._task = self._in_flight.enter()
-
-    def __exit__(self, *exc: object) -> None:
-        self._in_flight.leave(self._task)

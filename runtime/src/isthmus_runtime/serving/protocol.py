@@ -58,6 +58,33 @@ class _Flow(FlowControl):
             super().resume_reading()
 
 
+class _Opening:
+    """Stands for the transport of a cycle until the first piece of its answer, with which the head then leaves: a
+    system call less, and one less for the client to wake up for."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        """First the head, then the piece."""
+        if self._head:
+            self.flush(data)
+        else:
+            self._head = data
+
+    def flush(self, data: bytes = b"") -> None:
+        """The head and `data` leave."""
+        self._cycle.transport = self._transport
+        self._transport.write(self._head + data)
+
+    def close(self) -> None:
+        """After an answer without a body."""
+        self.flush()
+        self._transport.close()
+
+
 class _Gone(ConnectionResetError):
     pass
 
@@ -175,12 +202,16 @@ class Protocol(HttpToolsProtocol):
         async def send(message: Any) -> None:
             if transport.is_closing():  # `connection_lost` is on its way
                 raise _Gone("the client has left")
-            early = (
-                cycle.more_body and not cycle.keep_alive and not message.get("more_body", not cycle.response_started)
-            )
+            if not cycle.response_started:
+                cycle.transport = _Opening(cycle)  # type: ignore[assignment]
+                await cycle.send(message)
+                return
+            early = cycle.more_body and not cycle.keep_alive and not message.get("more_body")
             if early:  # uvicorn would close at once, and so reset an answer to a body that is still on its way
                 cycle.keep_alive = True
             await cycle.send(message)
+            if isinstance(opening := cycle.transport, _Opening):
+                opening.flush()
             if early:
                 self._linger()
 

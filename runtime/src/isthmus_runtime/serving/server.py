@@ -84,14 +84,13 @@ async def run_app(
     stop: asyncio.Event | None = None,
     on_started: Callable[[int], None] | None = None,
     on_drain: Callable[[], None] | None = None,
-    drained: Callable[[], Awaitable[None]] | None = None,
     before_close: Callable[[], Awaitable[None]] | None = None,
 ) -> None:
     """Serve `app` until SIGTERM, SIGINT or `stop`, then drain.
 
     The listener stays open while draining, so that probes and peers (drain acknowledgements, aborts) are answered;
-    new work is refused by `in_flight`. After `in_flight` is idle and `drained()` has returned, or after
-    `drain_timeout_s`, or at a second signal, what is left is aborted and the listener closed.
+    new work is refused by `in_flight`. After that is idle, or after `drain_timeout_s`, or at a second signal, what
+    is left is aborted and the listener closed.
 
     After SIGTERM, but not after a person's SIGINT, requests are still taken for `lame_duck_s` before the drain, each
     answered with `Connection: close`: who balances over several such processes hears of the end later than this one.
@@ -125,7 +124,11 @@ async def run_app(
     try:
         if on_started is not None:
             on_started(listener.getsockname()[1])
-        await stop.wait()
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((stopped, ticks), return_when=asyncio.FIRST_COMPLETED)
+        if not stopped.done():
+            stopped.cancel()
+            ticks.result()  # without it no limit would hold: the process ends with its error
         in_flight.start_leaving()
         server.leave()
         if lame_duck:
@@ -136,7 +139,10 @@ async def run_app(
         if on_drain is not None:
             on_drain()
         _log.info("draining: %d requests, at most %g s", len(in_flight), drain_timeout_s)
-        await _drain(in_flight, drained, again, drain_timeout_s)
+        ends = [asyncio.ensure_future(in_flight.wait_idle()), asyncio.ensure_future(again.wait())]
+        await asyncio.wait(ends, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
@@ -150,25 +156,6 @@ async def run_app(
         finally:
             ticks.cancel()
             await server.shutdown([listener])
-
-
-async def _drain(
-    in_flight: InFlight, drained: Callable[[], Awaitable[None]] | None, again: asyncio.Event, timeout_s: float
-) -> None:
-    async def quiet() -> None:
-        await in_flight.wait_idle()
-        if drained is not None:
-            await drained()
-
-    ends = [asyncio.ensure_future(quiet()), asyncio.ensure_future(again.wait())]
-    try:
-        done, _ = await asyncio.wait(ends, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in ends:
-            task.cancel()
-        await asyncio.gather(*ends, return_exceptions=True)
 
 
 def check_port(host: str, port: int) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, fields
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -211,13 +212,14 @@ def find_model(name: str) -> ModelShape:
     if not Path(name).is_dir():
         raise ConfigError(f"--model {name!r} is neither a model directory nor one of {', '.join(sorted(MODELS))}")
     spec = read_model_spec(name)
-    attention = spec.hidden_size * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
-    body = spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size)
-    embedding = spec.vocab_size * spec.hidden_size
+    sizes = {name: prod(shape) for name, shape in spec.tensor_shapes().items() if len(shape) > 1}
+    # Of an embedding that is not the output projection, too, a token reads one row.
+    looked_up = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
+    active = sum(size * spec.active_fraction(name) for name, size in sizes.items())
     return ModelShape(
         name=Path(name).name,
-        parameters=body + embedding * (1 if spec.tie_word_embeddings else 2),
-        active_parameters=body + embedding,
+        parameters=sum(sizes.values()),
+        active_parameters=round(active) - looked_up,
         layers=spec.num_layers,
         heads=spec.num_heads,
         kv_heads=spec.num_kv_heads,

@@ -1,0 +1,37 @@
+"""Mixture of experts (Shazeer et al. 2017): each token goes through a few of many gated MLPs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from isthmus_kernels import dispatch
+
+from .linear import Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeMlp:
+    """``sum_e w_e down_e(silu(gate_e(x)) * up_e(x))`` over the `top_k` experts that the router finds likeliest."""
+
+    router: Linear
+    """H to E."""
+    gate_up: Tensor
+    """[E, 2 I, H], gate rows first."""
+    down: Tensor
+    """[E, H, I]."""
+    top_k: int
+    renormalize: bool
+    """The chosen experts' weights are scaled to a sum of 1."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        return self.router.nbytes + self.gate_up.nbytes + self.down.nbytes
+
+    def __call__(self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor) -> Tensor:
+        """x [T, H] to `out` [T, H]. The scratch of a dense MLP is not used."""
+        del gate_up, inner
+        weights, experts = dispatch.moe_route(self.router(x), self.top_k, renormalize=self.renormalize)
+        return dispatch.moe(x, weights, experts, self.gate_up, self.down, out=out)

@@ -1,0 +1,96 @@
+"""Qwen3 MoE (30B-A3B, 235B-A22B): Qwen3's attention, with a mixture of experts in place of most layers' MLP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..layers.rope_spec import RopeSpec
+from .base import ModelSpec, Shapes, TensorSource
+from .config_reader import ConfigReader
+from .shapes import decoder_shapes
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..layers.moe import MoeMlp
+    from .decoder import Decoder, Parts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen3MoeSpec(ModelSpec):
+    """Pre-norm decoder with grouped-query attention over normed heads; the MLP of a sparse layer is one of experts."""
+
+    rope: RopeSpec
+    attention_bias: bool
+    num_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    moe_intermediate_size: int
+    sparse: tuple[bool, ...]
+    """Per layer: whether its MLP is a mixture."""
+
+    def tensor_shapes(self) -> Shapes:
+        dense = decoder_shapes(self, qkv_bias=self.attention_bias, output_bias=self.attention_bias, qk_norm=True)
+        mixed = {f"model.layers.{number}.mlp" for number, sparse in enumerate(self.sparse) if sparse}
+        shapes = {name: shape for name, shape in dense.items() if name.rsplit(".", 2)[0] not in mixed}
+        hidden, inner = self.hidden_size, self.moe_intermediate_size
+        for mlp in mixed:
+            shapes[f"{mlp}.gate.weight"] = (self.num_experts, hidden)
+            for expert in range(self.num_experts):
+                shapes[f"{mlp}.experts.{expert}.gate_proj.weight"] = (inner, hidden)
+                shapes[f"{mlp}.experts.{expert}.up_proj.weight"] = (inner, hidden)
+                shapes[f"{mlp}.experts.{expert}.down_proj.weight"] = (hidden, inner)
+        return shapes
+
+    def active_fraction(self, name: str) -> float:
+        return self.num_experts_per_tok / self.num_experts if ".experts." in name else 1.0
+
+    def build(self, source: TensorSource, dtype: torch.dtype) -> Decoder:
+        from .decoder import Decoder, Parts
+
+        parts = Parts(self, source, dtype)
+        layers = [
+            parts.layer(number, self._mixture(parts, number) if sparse else None)
+            for number, sparse in enumerate(self.sparse)
+        ]
+        return Decoder(parts, layers, ropes=[self.rope])
+
+    def _mixture(self, parts: Parts, number: int) -> MoeMlp:
+        from ..layers.moe import MoeMlp
+
+        at = f"model.layers.{number}.mlp"
+        experts = [f"{at}.experts.{expert}" for expert in range(self.num_experts)]
+        gate_up = parts.take(*(f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")))
+        down = parts.take(*(f"{expert}.down_proj.weight" for expert in experts))
+        return MoeMlp(
+            router=parts.linear(f"{at}.gate"),
+            gate_up=gate_up.view(self.num_experts, 2 * self.moe_intermediate_size, self.hidden_size),
+            down=down.view(self.num_experts, self.hidden_size, self.moe_intermediate_size),
+            top_k=self.num_experts_per_tok,
+            renormalize=self.norm_topk_prob,
+        )
+
+
+def parse(read: ConfigReader) -> Qwen3MoeSpec:
+    """The record of a Qwen3 MoE's `config.json`."""
+    common = read.common()
+    read.only("hidden_act", "silu")
+    experts, chosen = read.integer("num_experts", 128), read.integer("num_experts_per_tok", 8)
+    if chosen > experts:
+        read.problem("num_experts_per_tok", f"{chosen} is more than num_experts {experts}")
+    period, dense = read.integer("decoder_sparse_step", 1), read.get("mlp_only_layers") or []
+    spec = Qwen3MoeSpec(
+        **common,
+        windows=read.qwen_windows(common["num_layers"]),
+        rope=read.rope(),
+        attention_bias=read.boolean("attention_bias", False),
+        num_experts=experts,
+        num_experts_per_tok=chosen,
+        norm_topk_prob=read.boolean("norm_topk_prob", False),
+        moe_intermediate_size=read.integer("moe_intermediate_size", 768),
+        sparse=tuple(n not in dense and (n + 1) % period == 0 for n in range(common["num_layers"])),
+    )
+    # For training.
+    read.finish("router_aux_loss_coef", "output_router_logits")
+    return spec

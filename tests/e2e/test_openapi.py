@@ -1,0 +1,72 @@
+"""Real processes called by schemathesis as their OpenAPI documents allow, and as they do not."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from processes import BIN, MODEL, Process, free_port, get_json
+
+pytestmark = pytest.mark.e2e
+
+CHECKS = (
+    "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,"
+    "response_schema_conformance,unsupported_method,missing_required_header"
+)
+EXAMPLES = 20
+"""Of generated requests for each operation, beside those that cover its schema."""
+ENDLESS = "/internal/kv-events"
+DEADLINE_S = 240
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Addresses of a unified engine that computes nothing, and of a router before it."""
+    tmp = tmp_path_factory.mktemp("openapi")
+    engine, router = free_port(), free_port()
+    shared = ["--model", str(MODEL), "--served-model-name", "test", "--log-level", "warning"]
+    serve = [str(BIN / "isthmus-runtime"), "serve", *shared]
+    roles = {
+        "engine": ["--role", "unified", "--executor", "fake", "--port", str(engine), "--max-model-len", "512"],
+        "router": ["--role", "router", "--worker", f"127.0.0.1:{engine}", "--port", str(router)],
+    }
+    urls = {"engine": f"http://127.0.0.1:{engine}", "router": f"http://127.0.0.1:{router}"}
+    with ExitStack() as stack:
+        for name, args in roles.items():
+            process = Process(name, [*serve, *args], tmp / f"{name}.log").start()
+            stack.callback(process.stop)
+            process.wait_http(urls[name] + "/ready")
+        yield urls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["router", "engine"])
+def test_answers_are_as_documented(service: dict[str, str], role: str, tmp_path: Path) -> None:
+    seed = int(os.environ.get("SCHEMATHESIS_SEED") or random.randrange(1 << 32))
+    argv = [str(BIN / "schemathesis"), "run", service[role] + "/openapi.json", "--checks", CHECKS]
+    argv += ["--phases", "examples,coverage,fuzzing", "--max-examples", str(EXAMPLES), "--seed", str(seed)]
+    argv += ["--request-timeout", "20", "--suppress-health-check", "all", "--no-color", "--warnings", "off"]
+    argv += ["--generation-database", "none", "--exclude-path", ENDLESS]
+    # 502 to 504 are answers to what was asked for: a timeout of a nanosecond, an engine nobody listens on.
+    (tmp_path / "schemathesis.toml").write_text(
+        'checks.not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "502", "503", "504"]\n'
+    )
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 0, f"seed {seed} (SCHEMATHESIS_SEED)\n{done.stdout}\n{done.stderr}"
+    info = get_json(service[role] + "/info")
+    assert info["requests" if role == "router" else "running"] == 0
+
+
+def test_the_document_names_what_is_served(service: dict[str, str]) -> None:
+    router, engine = (get_json(service[role] + "/openapi.json")["paths"] for role in ("router", "engine"))
+    assert isinstance(router, dict) and isinstance(engine, dict)
+    shared = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/version"}
+    shared |= {"/health", "/ping", "/ready", "/info", "/metrics"}
+    assert set(router) == shared | {"/accepting"}
+    internal = {f"/internal/{name}" for name in ("generate", "prefill", "commit", "abort", "drained", "kv-events")}
+    assert set(engine) == shared | internal
