@@ -26,7 +26,8 @@ from ..kv.plan import KvPlan
 from ..models.base import Model, ModelSpec, TensorSource
 from ..models.registry import read_model_spec
 from ..request import SamplingParams
-from .device.base import DTYPES, KV_NAMES, Device, open_device
+from .device.base import DTYPES, KV_NAMES, Device
+from .device.select import open_device
 from .graphs import Graphs
 from .input_batch import Draws, InputBatch, StepInputs
 from .kv_cache import KvCache
