@@ -121,4 +121,4 @@ def test_a_pool_over_the_whole_card(folder: Path) -> None:
 
 def test_a_pool_that_does_not_fit_is_a_clear_error(folder: Path) -> None:
     with pytest.raises(ConfigError, match="does not fit cuda:0"):
-        start(folder, "cuda", blocks=1 << 27)
+        start(folder, "cuda", blocks=1 << 23)

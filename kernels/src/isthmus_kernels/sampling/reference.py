@@ -56,7 +56,7 @@ def logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor
     """Return (chosen [B], rank [B], top ids [B, n], top log-probabilities [B, n]) of raw logits."""
     scores = logits.float().log_softmax(dim=-1)
     chosen = scores.gather(1, tokens[:, None])
-    # The best token has rank 1; equal logits share the better rank.
-    rank = (scores > chosen).sum(dim=-1) + 1
+    # The best token has rank 1; equal logits share the better rank. Of the logits: rounding makes more scores equal.
+    rank = (logits > logits.gather(1, tokens[:, None])).sum(dim=-1) + 1
     top, ids = scores.topk(top_n, dim=-1)
     return chosen[:, 0], rank, ids, top
