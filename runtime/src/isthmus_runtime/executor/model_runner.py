@@ -216,7 +216,7 @@ class ModelRunner:
 
 
 class TorchExecutor:
-    """`interfaces.Executor` on torch. Owns the KV pool, the batch's rows and the threads that compute."""
+    """`interfaces.steps.Executor` on torch. Owns the KV pool, the batch's rows and the threads that compute."""
 
     def __init__(self, loaded: LoadedModel, kv_plan: KvPlan, scheduler_cfg: SchedulerConfig, kv_cfg: KvConfig) -> None:
         device = loaded.device
