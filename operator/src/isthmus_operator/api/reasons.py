@@ -82,7 +82,8 @@ TEXTS: dict[Reason, Text] = {
     Reason.STARTING: Text("Pods run but are not ready yet, within `spec.availability.startupTimeout`.", "Wait."),
     Reason.NOT_REPORTED: Text(
         "No engine has answered `/info` to the operator.",
-        "Wait for engines to start. If they are ready, check whether a NetworkPolicy keeps it from port 8001.",
+        "Wait for engines to start. If they are ready, check whether a NetworkPolicy keeps the operator from"
+        " port 8001.",
     ),
     Reason.INVALID_SPEC: Text(
         "The spec breaks a rule and was admitted because the webhook is off. Pods stay as they were.",
@@ -141,7 +142,7 @@ TEXTS: dict[Reason, Text] = {
         "Rename or delete the object named, or rename the InferenceService. The service goes on within a minute.",
     ),
     Reason.RECONCILE_FAILED: Text(
-        "The API server refused an object or did not answer; the operator retries with growing pauses. Existing objects"
+        "The API server refused an object; the operator retries with growing pauses. Existing objects"
         " keep running; unless the object is optional, nothing new is created meanwhile.",
         "The message is the API server's. Common causes: a wrong field in `podPatch`, a quota, a missing right of the"
         " operator, or a webhook or policy that refuses.",
@@ -182,7 +183,8 @@ TEXTS: dict[Reason, Text] = {
     Reason.CHILD_OVERRIDDEN: Text(
         "An object of the service differs from what the operator wrote, because an admission policy or webhook changes"
         " it. It is left as it is.",
-        "Nothing, if that is intended. Otherwise exempt objects with the label `serving.isthmus.dev/service`.",
+        "Nothing, if that is intended. Otherwise exempt objects with the label `serving.isthmus.dev/service` from the"
+        " policy.",
     ),
     Reason.SCALED: Text(
         "Autoscaling has changed the number of pods of a role. The message says what decided it: the role's target or"
