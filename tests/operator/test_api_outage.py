@@ -18,6 +18,7 @@ from jumping_loop import run_jumping
 from processes import free_port
 
 from isthmus_operator.errors import ApiError, UserError
+from isthmus_operator.shell import operator
 from isthmus_operator.shell.client import Api
 from isthmus_operator.shell.start import MOST_PAUSE_S, RIGHTS_S, require_cluster
 from isthmus_operator.shell.workqueue import Key, Pauses, WorkQueue
@@ -90,6 +91,28 @@ def test_what_it_goes_on_refusing_ends_the_start_with_the_reason(
 def test_rights_and_kinds_that_come_a_little_later_are_no_error() -> None:
     async def main() -> None:
         await require_cluster(cast(Api, Server((9.0, None, {}), (18.0, KINDS, FORBIDDEN))), ("",))
+
+    run_jumping(main())
+
+
+@pytest.mark.parametrize(("status", "told"), [(401, True), (403, True), (404, True), (410, False), (500, False)])
+def test_services_are_told_of_lists_that_are_refused_and_of_no_other_trouble(
+    monkeypatch: pytest.MonkeyPatch, status: int, told: bool
+) -> None:
+    """etcd without a leader answers 500, and 410 a list that took too long: neither makes a service unready."""
+
+    async def main() -> None:
+        one = operator.Operator(cast(Api, None), operator.OperatorOptions())
+        unread: list[str] = []
+
+        async def look(*_: object, **__: object) -> None:
+            unread.append(one.controller.unread)
+            if len(unread) == 1:
+                raise ApiError(status, "GET /pods: no")
+
+        monkeypatch.setattr(operator, "look", look)
+        await one._look()
+        assert [bool(why) for why in unread] == [False, told] and not one.controller.unread
 
     run_jumping(main())
 

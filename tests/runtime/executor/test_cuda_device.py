@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from isthmus_runtime.errors import ConfigError
-from isthmus_runtime.executor.device import base, cuda
+from isthmus_runtime.executor.device import cuda
 from isthmus_runtime.executor.device.cpu import CpuDevice
 from isthmus_runtime.executor.device.cuda import CudaDevice
+from isthmus_runtime.executor.device.select import open_device
 
 NO_DRIVER = "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU\nand more"
 OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040). Please update"
@@ -42,9 +43,9 @@ def test_a_good_card_is_usable(card: pytest.MonkeyPatch) -> None:
 def test_a_missing_or_old_driver_is_named(message: str, card: pytest.MonkeyPatch) -> None:
     card.setattr(torch.cuda, "init", failing(message))
     with pytest.raises(ConfigError, match=f"--device cuda: {message.splitlines()[0][:40]}") as caught:
-        base.open_device("cuda")
+        open_device("cuda")
     assert "nvidia-smi" in str(caught.value) and "and more" not in str(caught.value)
-    assert isinstance(base.open_device("auto", threads=1), CpuDevice)
+    assert isinstance(open_device("auto", threads=1), CpuDevice)
 
 
 def test_no_card_an_old_card_and_a_torch_without_cuda(card: pytest.MonkeyPatch) -> None:
@@ -58,7 +59,7 @@ def test_no_card_an_old_card_and_a_torch_without_cuda(card: pytest.MonkeyPatch) 
 
 def test_unknown_device() -> None:
     with pytest.raises(ConfigError, match="--device 'tpu' is not supported; known: auto, cpu, cuda"):
-        base.open_device("tpu")
+        open_device("tpu")
 
 
 @pytest.fixture

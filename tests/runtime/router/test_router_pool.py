@@ -239,7 +239,7 @@ def test_one_failed_probe_after_a_standstill_ends_no_request(rig, run, kit):
         decode = kit.Engine("unified")
         async with rig(decode) as r:
             pool, lost = r.router.pool, []
-            leg = pool.hold(decode.url, 1, lost.append)
+            hold = pool.hold(decode.url, 1, lost.append)
             engine = pool._engines[decode.url]
             engine.last_answer -= 1000
             engine.failures = 1
@@ -247,8 +247,8 @@ def test_one_failed_probe_after_a_standstill_ends_no_request(rig, run, kit):
             assert not lost
             engine.failures = 2
             pool._check_alive(engine)
-            assert len(lost) == 1 and leg.lost
-            leg.release()
+            assert len(lost) == 1 and hold.lost
+            hold.release()
 
     run(main())
 

@@ -536,6 +536,17 @@ def test_nonsense_behind_a_request_waits_for_its_answer(run, streamed):
     run(main())
 
 
+def test_nonsense_behind_a_head_request_waits_for_its_answer(run, caplog):
+    async def main():
+        async with served() as s:
+            answer = await s.raw(b"HEAD /nothing HTTP/1.1\r\nHost: x\r\n\r\nnonsense\r\n\r\n")
+            first, _, last = answer.partition(b"\r\n\r\n")
+            assert first.startswith(b"HTTP/1.1 404 ") and refused(last, 400, "not HTTP/1.1"), answer
+
+    run(main())
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 # ------------------------------------------------------------------------------------------------------------- answers
 
 

@@ -140,7 +140,7 @@ TEXTS: dict[Reason, Text] = {
         "Rename or delete the object named, or give the InferenceService another name. It goes on within a minute.",
     ),
     Reason.RECONCILE_FAILED: Text(
-        "The API server refused an object, or did not answer; it is tried again with growing pauses. What is there goes"
+        "The API server refused an object; it is tried again with growing pauses. What is there goes"
         " on; unless the object is an optional one, nothing new is made meanwhile.",
         "The message is the API server's. Mostly a wrong field in `podPatch`, a quota, a missing right of the operator,"
         " or a webhook or policy that refuses.",

@@ -19,22 +19,6 @@ class ConditionStatus(StrEnum):
     UNKNOWN = "Unknown"
 
 
-class ConditionType(StrEnum):
-    """Types the operator writes. All are positive: True is good."""
-
-    READY = "Ready"
-    AVAILABLE = "Available"
-    PROGRESSING = "Progressing"
-    MODEL_READY = "ModelReady"
-    PREFILL_READY = "PrefillReady"
-    DECODE_READY = "DecodeReady"
-    WORKER_READY = "WorkerReady"
-    ROUTER_READY = "RouterReady"
-    STORE_READY = "StoreReady"
-    TRANSFER_READY = "TransferReady"
-    COMPATIBLE = "Compatible"
-
-
 class Condition(Block):
     """metav1.Condition."""
 

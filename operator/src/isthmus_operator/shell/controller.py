@@ -142,14 +142,6 @@ class Controller:
             raise Refused(changes.refused)
         return self._again(key, service, wanted)
 
-    async def complain(self, key: Key, reason: Reason, message: str) -> None:
-        """One warning Event about a service; a cluster that takes none is not asked twice."""
-        body = self.cache.service(key)
-        if body is None:
-            return
-        applier = Applier(self.api, lambda verb, written: self._written(key, verb, written))
-        await self._tell(applier, body, Event(True, reason, message))
-
     async def _facts(self, key: Key, service: InferenceService, children: list[Object]) -> Facts | None:
         known = observe(service, children, Facts(), {})
         pods = [pod for workload in (*known.engines, known.router) if workload for pod in workload.pods]

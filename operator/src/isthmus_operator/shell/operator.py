@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from ..api.reasons import Reason
-from ..errors import ApiError, Refused, UserError
+from ..errors import ApiError, UserError
 from ..render.names import Defaults
-from .apply import NOBODY
 from .cache import Cache, Key
 from .client import Api
 from .controller import Controller
@@ -25,7 +23,7 @@ from .known_facts import KnownFacts
 from .leader import LeaseSettings, lead
 from .start import require_cluster
 from .telemetry import Metrics, serve
-from .watched import look
+from .watched import UNREADABLE, look
 from .workqueue import Pauses, WorkQueue
 
 _log = logging.getLogger(__name__)
@@ -80,7 +78,6 @@ class Operator:
         self._namespaces = options.namespaces or ("",)
         self._leading: asyncio.Task[None] | None = None
         self._open = AsyncExitStack()
-        self._troubled: set[Key] = set()
 
     # ----------------------------------------------------------------------------------------------------- life
 
@@ -183,7 +180,7 @@ class Operator:
                 return await self._unread("")
             except ApiError as error:
                 _log.warning("cannot list what there is: %s", error)
-                if error.status not in NOBODY:
+                if error.status in UNREADABLE:
                     await self._unread(f"cannot read what belongs to it: {error}")
             await asyncio.sleep(LOOK_AGAIN_S)
 
@@ -195,18 +192,8 @@ class Operator:
     # ------------------------------------------------------------------------------------------------ one service
 
     async def _reconcile(self, key: Key) -> float | None:
-        try:
-            with self.metrics.seconds.time():
-                after = await self.controller.reconcile(key)
-        except Refused:
-            # The status says it.
-            raise
-        except ApiError as error:
-            if key not in self._troubled:
-                self._troubled.add(key)
-                await self.controller.complain(key, Reason.RECONCILE_FAILED, str(error))
-            raise
-        self._troubled.discard(key)
+        with self.metrics.seconds.time():
+            after = await self.controller.reconcile(key)
         self.metrics.reconciles.labels("done").inc()
         self._count()
         return after

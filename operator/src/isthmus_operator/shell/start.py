@@ -10,7 +10,7 @@ import socket
 from ..api.v1alpha1 import API_VERSION, PLURAL
 from ..errors import ApiError, UserError
 from .client import Api
-from .watched import WATCHED
+from .watched import UNREADABLE, WATCHED
 
 _log = logging.getLogger(__name__)
 RIGHTS_S = 20.0
@@ -77,7 +77,7 @@ async def _require_rights(api: Api, namespaces: tuple[str, ...]) -> None:
             try:
                 await api.get(kind.path(namespace), **kind.page(1))
             except ApiError as error:
-                if error.status not in (401, 403, 404):
+                if error.status not in UNREADABLE:
                     raise
                 refused.append(str(error))
     if refused:

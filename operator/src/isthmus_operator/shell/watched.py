@@ -16,6 +16,8 @@ from .cache import Cache
 from .client import Api
 
 PAGE = 100
+UNREADABLE = (401, 403, 404)
+"""HTTP statuses that say that a kind may not be read; others are of the API server's own state, and pass."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Joins the parts of an engine process. Part of `__main__`: nothing else may import it.
+"""Joins the parts of an engine process. Only `__main__` imports it.
 
 weights -> KV plan -> executor -> scheduler -> transfer -> loop -> HTTP
 """

@@ -1,4 +1,4 @@
-"""Joins the parts of a router process. Part of `__main__`: nothing else may import it."""
+"""Joins the parts of a router process. Only `__main__` imports it."""
 
 from __future__ import annotations
 

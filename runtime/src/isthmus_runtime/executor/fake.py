@@ -92,7 +92,7 @@ class _Row:
 
 
 class FakeExecutor:
-    """Implements `interfaces.Executor`. `run` is synchronous and deterministic; `submit` runs it in a thread."""
+    """Implements `interfaces.steps.Executor`. `run` is synchronous and deterministic; `submit` runs it in a thread."""
 
     def __init__(
         self, num_blocks: int, block_size: int, *, layout_digest: str = "fake", windows: Windows = (None,)

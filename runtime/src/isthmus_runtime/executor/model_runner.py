@@ -26,7 +26,8 @@ from ..kv.plan import KvPlan
 from ..models.base import Model, ModelSpec, TensorSource
 from ..models.registry import read_model_spec
 from ..request import SamplingParams
-from .device.base import DTYPES, KV_NAMES, Device, open_device
+from .device.base import DTYPES, KV_NAMES, Device
+from .device.select import open_device
 from .graphs import Graphs
 from .input_batch import Draws, InputBatch, StepInputs
 from .kv_cache import KvCache
@@ -215,7 +216,7 @@ class ModelRunner:
 
 
 class TorchExecutor:
-    """`interfaces.Executor` on torch. Owns the KV pool, the batch's rows and the threads that compute."""
+    """`interfaces.steps.Executor` on torch. Owns the KV pool, the batch's rows and the threads that compute."""
 
     def __init__(self, loaded: LoadedModel, kv_plan: KvPlan, scheduler_cfg: SchedulerConfig, kv_cfg: KvConfig) -> None:
         device = loaded.device

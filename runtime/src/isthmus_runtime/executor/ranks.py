@@ -54,7 +54,7 @@ def agree(region: KvRegion, group: distributed.ProcessGroup | None = None) -> No
 
 
 class LeadingExecutor:
-    """`interfaces.Executor` of rank 0. Its other ranks run `follow` over the same group."""
+    """`interfaces.steps.Executor` of rank 0. Its other ranks run `follow` over the same group."""
 
     def __init__(self, local: Executor, group: distributed.ProcessGroup | None = None) -> None:
         """Raises ConfigError when the ranks do not agree on their pools."""

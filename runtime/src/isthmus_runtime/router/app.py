@@ -1,4 +1,4 @@
-"""The router's own routes and its background work. The OpenAI routes are added beside them by `__main__`."""
+"""The router's own routes and its background work. `commands.serve_router` adds the OpenAI routes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..serving.app import errors
 from ..serving.in_flight import InFlight
 from .links import Links, new_session
 from .policy import PolicyName
-from .pool import Pool, Resolve, resolve_all
+from .pool import EnginePool, Resolve, resolve_all
 from .prefixes import make_prefixes
 from .proxy import RouterBackend
 
@@ -44,7 +44,7 @@ class Router:
         metrics = RouterMetrics(registry, config.model.served_names[0])
         prefixes = make_prefixes(PolicyName(config.policy))
         self._links = Links()
-        self.pool = Pool(
+        self.pool = EnginePool(
             config,
             self._session,
             metrics=metrics,

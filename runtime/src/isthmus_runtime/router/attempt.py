@@ -15,7 +15,7 @@ from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from .links import LOST, Links, lost, refusal
 from .policy import Choice, Facts
-from .pool import Leg, Pool
+from .pool import EnginePool, Hold
 from .wire import Exchange
 
 _log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Attempt:
         *,
         attempt: str,
         deadline: float,
-        pool: Pool,
+        pool: EnginePool,
         links: Links,
         other_prefill: Callable[[str], bool],
         metrics: RouterMetrics | None,
@@ -80,12 +80,14 @@ class Attempt:
         self._decode_gone = False
         self._prefill_timer: asyncio.Timeout | None = None
         self._expiry = self._loop.call_at(deadline, self._expire)
-        self._leg = pool.hold(self._decode.url, facts.missing(self._decode.url, facts.decode_tokens), self._decode_lost)
+        self._hold = pool.hold(
+            self._decode.url, facts.missing(self._decode.url, facts.decode_tokens), self._decode_lost
+        )
         # Held from the start, so that the next choice sees the work that is on its way to this engine.
-        self._prefill_leg: Leg | None = None
+        self._prefill_hold: Hold | None = None
         if self._prefill is not None:
             missing = facts.missing(self._prefill.url, facts.prompt_tokens)
-            self._prefill_leg = pool.hold(self._prefill.url, missing, self._prefill_lost)
+            self._prefill_hold = pool.hold(self._prefill.url, missing, self._prefill_lost)
 
     async def first(self) -> TokenChunk:
         """The first chunk. Raises TryElsewhere or RequestError."""
@@ -125,9 +127,9 @@ class Attempt:
             return
         self._closed = True
         self._expiry.cancel()
-        self._leg.release()
-        if self._prefill_leg is not None:
-            self._prefill_leg.release()
+        self._hold.release()
+        if self._prefill_hold is not None:
+            self._prefill_hold.release()
         if self._prefill_task is not None and not self._prefill_task.done():
             assert self._prefill is not None
             self._prefill_task.cancel()
@@ -287,10 +289,10 @@ class Attempt:
     async def _ask_prefill(self, url: str, ticket: Ticket) -> None:
         legs = f',"attempt":"{self._attempt}","ticket":{ticket.model_dump_json()}'
         body = b'{"request":%b%b}' % (self._body, legs.encode())
-        leg = self._prefill_leg
-        assert leg is not None
+        hold = self._prefill_hold
+        assert hold is not None
         # The request's own deadline ends this leg with the other one, by `close`.
-        timer = asyncio.timeout(0 if leg.lost else None)
+        timer = asyncio.timeout(0 if hold.lost else None)
         try:
             async with timer:
                 self._prefill_timer = timer
@@ -303,12 +305,12 @@ class Attempt:
                 response.release()
         except LOST as e:
             self._links.abort(url, self._request.request_id, self._attempt)
-            error = lost("prefill", url, self._attempt, leg.lost or e)
+            error = lost("prefill", url, self._attempt, hold.lost or e)
             self._pool.failed(url, error.message)
             raise error from e
         finally:
             self._prefill_timer = None
-            leg.release()
+            hold.release()
         if response.status != 200:
             raise refusal(response.status, raw, "prefill", url)
         try:

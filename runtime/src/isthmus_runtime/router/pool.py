@@ -63,12 +63,12 @@ class EngineStatus:
     fingerprint: str
 
 
-class Leg:
+class Hold:
     """A hold on one engine by one request: counts as load, and is told when the engine is lost."""
 
     __slots__ = ("_engine", "_on_lost", "_tokens", "lost")
 
-    def __init__(self, engine: _Engine, tokens: int, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, engine: _RemoteEngine, tokens: int, on_lost: Callable[[str], None]) -> None:
         self._engine = engine
         self._tokens = tokens
         self._on_lost = on_lost
@@ -86,8 +86,8 @@ class Leg:
         self._engine.release(self, self._tokens)
 
 
-class _Engine:
-    """One address. Changed only by its own watch task, and by `Pool` on the event loop."""
+class _RemoteEngine:
+    """One address. Changed only by its own watch task, and by `EnginePool` on the event loop."""
 
     def __init__(self, url: str, role: FleetRole, loads: dict[str, Load]) -> None:
         self.url = url
@@ -100,7 +100,7 @@ class _Engine:
         self.failures = 0
         self.last_answer = 0.0
         self.wake = asyncio.Event()
-        self.legs: set[Leg] = set()
+        self.holds: set[Hold] = set()
         self.shown: tuple[Endpoint, int] | None = None
         """`known()` as the fleet has it: a contact may fail while a probe that succeeds is on its way."""
         self.follower: asyncio.Task[None] | None = None
@@ -112,15 +112,15 @@ class _Engine:
     def routable(self) -> bool:
         return self.listed and not self.problem and self.info is not None
 
-    def hold(self, tokens: int, on_lost: Callable[[str], None]) -> Leg:
-        leg = Leg(self, tokens, on_lost)
-        self.legs.add(leg)
+    def hold(self, tokens: int, on_lost: Callable[[str], None]) -> Hold:
+        hold = Hold(self, tokens, on_lost)
+        self.holds.add(hold)
         self._loads[self.url] = self._loads.get(self.url, Load()).plus(1, tokens)
-        return leg
+        return hold
 
-    def release(self, leg: Leg, tokens: int) -> None:
-        if leg in self.legs:
-            self.legs.discard(leg)
+    def release(self, hold: Hold, tokens: int) -> None:
+        if hold in self.holds:
+            self.holds.discard(hold)
             self._loads[self.url] = self._loads[self.url].plus(-1, -tokens)
             if not self.listed:
                 self.wake.set()  # lets the watch end with the last request
@@ -137,7 +137,7 @@ class _Engine:
         return (self.endpoint(), self.info.kv.max_model_len) if self.routable and self.info is not None else None
 
 
-class Pool:
+class EnginePool:
     """Keeps the fleet up to date in the background. `fleet` and `loads` are what the policy reads."""
 
     def __init__(
@@ -167,7 +167,7 @@ class Pool:
         )
         self._addresses: tuple[tuple[FleetRole, str], ...] = tuple((r, a) for r, group in roles for a in group)
         self._unified = bool(config.worker)
-        self._engines: dict[str, _Engine] = {}
+        self._engines: dict[str, _RemoteEngine] = {}
         self._of_address: dict[str, set[str]] = {}
         self._asked: set[str] = set()
         self._loads: dict[str, Load] = {}
@@ -208,7 +208,7 @@ class Pool:
         """Returns after the next change of the fleet."""
         await self._changed.wait()
 
-    def hold(self, url: str, tokens: int, on_lost: Callable[[str], None]) -> Leg:
+    def hold(self, url: str, tokens: int, on_lost: Callable[[str], None]) -> Hold:
         """Count a request at the engine until `release`; `on_lost` is called once if the engine dies meanwhile."""
         return self._engines[url].hold(tokens, on_lost)
 
@@ -231,7 +231,7 @@ class Pool:
                 role=e.role,
                 state=self._state(e),
                 reason=e.problem,
-                requests=len(e.legs),
+                requests=len(e.holds),
                 fingerprint=e.info.fingerprint if e.info else "",
             )
             for e in self._engines.values()
@@ -274,16 +274,16 @@ class Pool:
                 known.listed = True
                 known.wake.set()
                 continue
-            engine = self._engines[url] = _Engine(url, role, self._loads)
+            engine = self._engines[url] = _RemoteEngine(url, role, self._loads)
             engine.last_answer = asyncio.get_running_loop().time()
             self._spawn(self._watch(engine))
         self._rebuild()
 
     # ----------------------------------------------------------------------------------------------------- probing
 
-    async def _watch(self, engine: _Engine) -> None:
+    async def _watch(self, engine: _RemoteEngine) -> None:
         """Probe one engine until it is neither listed nor in use."""
-        while engine.listed or engine.legs:
+        while engine.listed or engine.holds:
             problem = await self._probe(engine)
             engine.failures = engine.failures + 1 if problem else 0
             if problem == _LATE and engine.routable and self._silent(engine) < self._dead_after:
@@ -309,12 +309,12 @@ class Pool:
             self._on_gone(engine.url)
         self._rebuild()
 
-    def _pause(self, engine: _Engine) -> float:
-        if engine.legs or not engine.failures:
-            return min(self._interval, self._dead_after / 4) if engine.legs else self._interval
+    def _pause(self, engine: _RemoteEngine) -> float:
+        if engine.holds or not engine.failures:
+            return min(self._interval, self._dead_after / 4) if engine.holds else self._interval
         return min(_FIRST_BACKOFF_S * 2.0 ** (engine.failures - 1), _LAST_BACKOFF_S)
 
-    async def _probe(self, engine: _Engine) -> str:
+    async def _probe(self, engine: _RemoteEngine) -> str:
         """Ask the engine; returns why it takes no requests."""
         timeout = aiohttp.ClientTimeout(total=min(_PROBE_TIMEOUT_S, self._dead_after / 2))
         try:
@@ -348,13 +348,13 @@ class Pool:
 
     # --------------------------------------------------------------------------------------------------- KV caches
 
-    def _follow(self, engine: _Engine) -> None:
+    def _follow(self, engine: _RemoteEngine) -> None:
         """Read the engine's KV events, unless that is done or impossible. Called after each probe."""
         blocks = self._prefixes
         if isinstance(blocks, StoredBlocks) and engine.follower is None and engine.routable and engine.has_events:
             engine.follower = self._spawn(self._read_events(engine, blocks))
 
-    async def _read_events(self, engine: _Engine, blocks: StoredBlocks) -> None:
+    async def _read_events(self, engine: _RemoteEngine, blocks: StoredBlocks) -> None:
         try:
             engine.has_events = await follow(self._session, engine.url, blocks)
         finally:
@@ -362,7 +362,7 @@ class Pool:
         if not engine.has_events:
             _log.info("%s %s: has no KV events (prefix caching is off)", engine.role, engine.url)
 
-    def _forget(self, engine: _Engine) -> None:
+    def _forget(self, engine: _RemoteEngine) -> None:
         """The engine was lost or started anew."""
         engine.has_events = True
         if engine.follower is not None:
@@ -371,16 +371,16 @@ class Pool:
             self._prefixes.forget(engine.url)
 
     @staticmethod
-    def _silent(engine: _Engine) -> float:
+    def _silent(engine: _RemoteEngine) -> float:
         return asyncio.get_running_loop().time() - engine.last_answer
 
-    def _check_alive(self, engine: _Engine) -> None:
+    def _check_alive(self, engine: _RemoteEngine) -> None:
         silent = self._silent(engine)
         # One probe alone may have failed because this process stood still, and the silence be its own.
-        if engine.legs and silent >= self._dead_after and engine.failures > 1:
+        if engine.holds and silent >= self._dead_after and engine.failures > 1:
             _log.error("%s %s: silent for %.1f s, its requests end", engine.role, engine.url, silent)
-            for leg in tuple(engine.legs):
-                leg.lose(f"it answered nothing for {silent:.1f} s")
+            for hold in tuple(engine.holds):
+                hold.lose(f"it answered nothing for {silent:.1f} s")
 
     def _rebuild(self) -> None:
         for engine in self._engines.values():
@@ -406,7 +406,7 @@ class Pool:
                 self._metrics.endpoints(role, state, count)
 
     @staticmethod
-    def _state(engine: _Engine) -> str:
+    def _state(engine: _RemoteEngine) -> str:
         return "ready" if engine.routable else "unready" if engine.listed else "leaving"
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

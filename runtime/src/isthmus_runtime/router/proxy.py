@@ -15,7 +15,7 @@ from ..request import FinishReason, GenerateRequest, TokenChunk
 from .attempt import Attempt, TryElsewhere
 from .links import Links
 from .policy import Choice, Facts, Fleet, PolicyName, Refusal, Rules, choose
-from .pool import Pool
+from .pool import EnginePool
 from .prefixes import Prefixes, cached_tokens, prompt_hashes
 
 _DEADLINE_MARGIN_S = 0.5
@@ -43,7 +43,7 @@ class RouterBackend:
     def __init__(
         self,
         config: RouterConfig,
-        pool: Pool,
+        pool: EnginePool,
         links: Links,
         *,
         metrics: RouterMetrics | None = None,

@@ -210,8 +210,6 @@ class Protocol(HttpToolsProtocol):
             if early:  # uvicorn would close at once, and so reset an answer to a body that is still on its way
                 cycle.keep_alive = True
             await cycle.send(message)
-            if isinstance(opening := cycle.transport, _Opening):
-                opening.flush()
             if early:
                 self._linger()
 
@@ -232,7 +230,9 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Of the cycle: the next request in line may start. Keeping alive is `check`'s, without a timer each."""
-        self._running = None
+        running, self._running = self._running, None
+        if running is not None and isinstance(running.transport, _Opening):
+            running.transport.flush()  # an answer to HEAD has no piece that would take its head along
         self._since = self.loop.time()
         if self.transport.is_closing():
             return

@@ -76,7 +76,7 @@ def blocks_crc32(region: KvRegion, block_ids: Sequence[int]) -> int:
 
 
 class TransferAgent:
-    """Owns the legs of this process and its one back end; see `interfaces.KvHandoff` for the calls.
+    """Owns the legs of this process and its one back end; see `interfaces.handoff.KvHandoff` for the calls.
 
     Records are made here: `key_digest`, `block_bytes` and (with `verify_crc`) `crc` describe the blocks that were
     really moved, prompt blocks `skip_blocks` onwards.

@@ -1,4 +1,4 @@
-"""What a back end offers `TransferAgent` beyond `interfaces.KvTransfer`: tickets, cleanup, and what it measured."""
+"""What a back end offers `TransferAgent` beyond `interfaces.transport.KvTransfer`: tickets, cleanup, measurements."""
 
 from __future__ import annotations
 

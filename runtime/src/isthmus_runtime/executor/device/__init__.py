@@ -1,1 +1,3 @@
-"""What the executor runs on. `base` is the protocol, `cpu` and `cuda` keep it; nothing else knows a kind of device."""
+"""What the executor runs on. `base` is the protocol, `cpu` and `cuda` keep it, `select` picks one; nothing else knows a
+kind of device.
+"""

@@ -6,7 +6,6 @@ Work is ordered: what is enqueued runs after what was enqueued before, and `enqu
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Protocol
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from ...errors import ConfigError
 
-_LOG = logging.getLogger(__name__)
 DTYPES = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
 KV_NAMES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16"})
 
@@ -85,24 +83,6 @@ class Device(Protocol):
 
     def explain(self, error: BaseException) -> str:
         """What went wrong, for an operator: what failed, and what to do about it."""
-
-
-def open_device(requested: str, *, threads: int = 0) -> Device:
-    """The device for `--device`. `auto` is a usable GPU where there is one. ConfigError when it cannot be used."""
-    from .cpu import CpuDevice
-    from .cuda import CudaDevice, unusable
-
-    if requested == "cpu":
-        return CpuDevice(threads)
-    if requested not in ("auto", "cuda"):
-        raise ConfigError(f"--device {requested!r} is not supported; known: auto, cpu, cuda")
-    reason = unusable()
-    if not reason:
-        return CudaDevice()
-    if requested == "cuda":
-        raise ConfigError(f"--device cuda: {reason}")
-    _LOG.info("computing on the CPU: %s", reason)
-    return CpuDevice(threads)
 
 
 def choose_dtype(requested: str, auto: Callable[[], torch.dtype]) -> torch.dtype:

@@ -1,0 +1,27 @@
+"""Which device this process computes on."""
+
+from __future__ import annotations
+
+import logging
+
+from ...errors import ConfigError
+from .base import Device
+from .cpu import CpuDevice
+from .cuda import CudaDevice, unusable
+
+_LOG = logging.getLogger(__name__)
+
+
+def open_device(requested: str, *, threads: int = 0) -> Device:
+    """The device for `--device`. `auto` is a usable GPU where there is one. ConfigError when it cannot be used."""
+    if requested == "cpu":
+        return CpuDevice(threads)
+    if requested not in ("auto", "cuda"):
+        raise ConfigError(f"--device {requested!r} is not supported; known: auto, cpu, cuda")
+    reason = unusable()
+    if not reason:
+        return CudaDevice()
+    if requested == "cuda":
+        raise ConfigError(f"--device cuda: {reason}")
+    _LOG.info("computing on the CPU: %s", reason)
+    return CpuDevice(threads)
