@@ -50,7 +50,7 @@ SERVICE: dict[str, Any] = {
 }
 FEWER: dict[str, Any] = {
     "engine": {"image": "none.invalid/engine:2"},
-    "roles": {"decode": {"scaling": {"mode": "Static", "min": None, "max": None, "target": None}}},
+    "roles": {"decode": {"scaling": {"mode": "Static", "replicas": 1, "min": None, "max": None, "target": None}}},
     "transfer": {"mode": "Direct"},
     "store": None,
     "router": {"expose": {"httpRoute": None}},

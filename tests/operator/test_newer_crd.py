@@ -59,3 +59,12 @@ def test_the_webhook_lets_them_pass_and_refuses_the_rest() -> None:
     asyncio.run(validate(kopf.Body(stored(newer(SERVICE["spec"])))))
     with pytest.raises(kopf.AdmissionError, match=r"spec\.roles\.decode: is missing"):
         asyncio.run(validate(kopf.Body(stored(newer(SERVICE["spec"] | {"roles": {"prefill": {}}})))))
+
+
+def test_a_broken_resource_that_is_being_deleted_is_let_go() -> None:
+    """Foreground deletion ends with an update that takes a finalizer off."""
+    broken = stored(SERVICE["spec"] | {"roles": {"prefill": {}}})
+    with pytest.raises(kopf.AdmissionError):
+        asyncio.run(validate(kopf.Body(broken)))
+    leaving = broken | {"metadata": broken["metadata"] | {"deletionTimestamp": "2026-01-01T00:00:00Z"}}
+    asyncio.run(validate(kopf.Body(leaving)))

@@ -48,6 +48,6 @@ def test_pods_ask_for_no_user(service: Service, how: str, when: str) -> None:
     apply()
     service.ready()
     live = [pod for pod in service.pods() if not pod["metadata"].get("deletionTimestamp")]
-    assert len(live) == 4
+    assert len(live) == 5  # one of each, and two routers
     asked = {pod["metadata"]["name"]: CHOSEN & pod["spec"]["securityContext"].keys() for pod in live}
     assert not any(asked.values()), json.dumps(service.get()["spec"])

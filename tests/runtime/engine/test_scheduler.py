@@ -162,6 +162,26 @@ def test_a_second_word_about_a_failed_transfer_does_not_begin_the_recompute_agai
     assert world.scheduler.stats().recomputes == 1
 
 
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_a_failure_told_of_kv_that_has_arrived_changes_nothing(turns: int) -> None:
+    world, prompt = World(), [1, 2, 3, 4, 5]
+    world.add(request("r", prompt, 8), kind=Kind.RECEIVE, attempt="t")
+    world.turn()
+    (job,) = [e for e in world.effects if isinstance(e, OpenReceive)]
+    fill(world, job, prompt)
+    first = expected_tokens(prompt, request("r", prompt, 8).sampling, 1)[0]
+    record = PrefillRecord(attempt="t", num_tokens=5, first_token=first, key_digest="", block_bytes=0)
+    world.take(world.scheduler.received("t", record))
+    world.scheduler.released("t", True)
+    for _ in range(turns):
+        world.turn()
+    world.take(world.scheduler.transfer_failed("t", TransferFailed("late", stage="prefill", attempt="t")))
+    world.run()
+    expect(world, "t", prompt, 8)
+    stats = world.scheduler.stats()
+    assert (stats.recomputes, stats.unknown_events) == (0, 1)
+
+
 def test_waiting_request_ends_at_its_queue_deadline() -> None:
     world = World(max_num_seqs=1, num_blocks=17)
     world.add(request("runs", [1] * 8, 50))

@@ -28,10 +28,17 @@ class Plan:
     warps: int = 4
 
 
-def plan(row_bytes: int) -> Plan:
-    """The plan for keys of `row_bytes`; measured on an H200 for 256 (runtime/bench/LOG.md), the others fit."""
+_MANY_ROWS = 128
+_FEW = Plan(tile=64, stages=5, programs=2, registers=None)
+
+
+def plan(row_bytes: int, rows: int) -> Plan:
+    """The plan for keys of `row_bytes` and a batch of `rows`; measured on an H200 for 256 bytes
+    (runtime/bench/LOG.md), the others fit."""
     if row_bytes <= 256:
-        return Plan(tile=64, stages=5, programs=3, registers=168)
+        # Three programs read faster where there are many requests; one long request alone is in so many parts then
+        # that merging them takes longer than reading did.
+        return Plan(tile=64, stages=5, programs=3, registers=168) if rows >= _MANY_ROWS else _FEW
     if row_bytes <= 512:
         return Plan(tile=32, stages=3, programs=2, registers=None)
     return Plan(tile=16, stages=3, programs=2, registers=None)
@@ -211,7 +218,7 @@ def decode(
     block_size, kv_heads, dim = kv.shape[2], kv.shape[3], kv.shape[4]
     group = q.shape[1] // kv_heads
     dim_pad = power_of_two(dim, 16)
-    chosen = plan(dim_pad * max(q.element_size(), kv.element_size()))
+    chosen = plan(dim_pad * max(q.element_size(), kv.element_size()), rows)
     programs = chosen.programs * multiprocessors(q.device)
     merged_rows = power_of_two(group)
     partial = scratch("decode partial", q.device, (2 * programs, group, dim_pad), torch.float32)

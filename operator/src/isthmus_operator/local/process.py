@@ -46,7 +46,7 @@ class Policy:
         return min(self.longest_backoff_s, self.first_backoff_s * 2.0 ** min(failures - 1, 32))
 
 
-class State(StrEnum):
+class ProcessState(StrEnum):
     WAITING = "Waiting"
     RUNNING = "Running"
     EXITED = "Exited"
@@ -77,7 +77,7 @@ class ContainerProcess:
         alone = len(pod.containers) == 1 and not init
         self.label = pod.name if alone else f"{pod.name}/{container.name}"
         self.log_path = around.log_dir / (self.label.replace("/", "-") + ".log")
-        self.state = State.WAITING
+        self.state = ProcessState.WAITING
         self.pid: int | None = None
         self.restarts = 0
         self.last_exit: int | None = None
@@ -117,7 +117,7 @@ class ContainerProcess:
                 return
             wait_s = policy.backoff_s(failures)
             self.restarts += 1
-            self._set(State.WAITING, f"restart in {wait_s:g} s")
+            self._set(ProcessState.WAITING, f"restart in {wait_s:g} s")
             self._around.say(f"{self.label}: {_ended(code)}; restart {self.restarts} in {wait_s:g} s")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), wait_s)
@@ -134,7 +134,7 @@ class ContainerProcess:
             os.close(write_end)
         self.pid, self.waiting_for = process.pid, "first answer"
         self._around.started(process.pid)
-        self._set(State.RUNNING)
+        self._set(ProcessState.RUNNING)
         pump = asyncio.create_task(self._pump(read_end))
         ended = asyncio.create_task(process.wait())
         # Never completes by itself for a healthy container; its result says why the container must be restarted.
@@ -156,7 +156,7 @@ class ContainerProcess:
             await asyncio.gather(ended, pump)
             self._around.ended(process.pid)
             self.pid, self.ready, self.last_exit = None, False, process.returncode
-            self._set(State.EXITED)
+            self._set(ProcessState.EXITED)
         return code
 
     async def _spawn(self, output: int) -> asyncio.subprocess.Process:
@@ -269,7 +269,7 @@ class ContainerProcess:
             self.ready = ready
             self._around.changed()
 
-    def _set(self, state: State, waiting_for: str = "") -> None:
+    def _set(self, state: ProcessState, waiting_for: str = "") -> None:
         self.state = state
         self.waiting_for = waiting_for or self.waiting_for
         self._around.changed()

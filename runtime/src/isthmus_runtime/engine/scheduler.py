@@ -228,7 +228,8 @@ class Scheduler:
     def transfer_failed(self, attempt: str, error: RequestError) -> list[Effect]:
         """The KV did not move. Prefill and `Fail` end the request; `Recompute` computes the prompt here."""
         seq = self.queues.live.get(attempt)
-        if seq is None or seq.kind is Kind.LOCAL or seq.phase in (Phase.READY, Phase.ENDED):
+        if seq is None or not (seq.kind is Kind.SEND or seq.receives):
+            # Gone, recomputed already, or arrived: a second word about the transfer is late.
             self._unknown += 1
             return []
         if seq.kind is Kind.SEND or not self._recompute:

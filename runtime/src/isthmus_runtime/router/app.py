@@ -25,7 +25,7 @@ from .prefixes import make_prefixes
 from .proxy import RouterBackend
 
 
-class State(BaseModel):
+class RouterState(BaseModel):
     """Of the router, for probes."""
 
     status: str
@@ -69,29 +69,31 @@ class Router:
         """Add /health, /ping, /ready, /accepting, /info and /metrics."""
         for path in ("/health", "/ping"):
             app.add_api_route(path, self._health, tags=["probes"])
-        app.add_api_route("/ready", self._ready, tags=["probes"], response_model=State, responses=errors())
-        app.add_api_route("/accepting", self._accepting, tags=["probes"], response_model=State, responses=errors())
+        app.add_api_route("/ready", self._ready, tags=["probes"], response_model=RouterState, responses=errors())
+        app.add_api_route(
+            "/accepting", self._accepting, tags=["probes"], response_model=RouterState, responses=errors()
+        )
         app.add_api_route("/info", self._info, tags=["probes"])
         app.add_api_route("/metrics", self._metrics, tags=["probes"], response_class=PlainTextResponse)
 
-    async def _health(self) -> State:
+    async def _health(self) -> RouterState:
         """Whether this process lives."""
-        return State(status="ok")
+        return RouterState(status="ok")
 
-    async def _ready(self) -> State:
+    async def _ready(self) -> RouterState:
         """Whether a prompt could be served now."""
         return self._state(self.backend.ready())
 
-    async def _accepting(self) -> State:
+    async def _accepting(self) -> RouterState:
         """Whether clients should be sent here. Readiness of the pod: were it that of the engines, a Service would
         refuse connections in every gap, and clients would learn neither why nor when to come back."""
         return self._state(self.backend.accepting())
 
-    def _state(self, problem: str) -> State:
+    def _state(self, problem: str) -> RouterState:
         reason = "draining" if self._in_flight.leaving else problem
         if reason:
             raise Overloaded(f"not ready: {reason}")
-        return State(status="ready")
+        return RouterState(status="ready")
 
     async def _info(self) -> dict[str, Any]:
         """What is known of the engines, and how many requests there are."""

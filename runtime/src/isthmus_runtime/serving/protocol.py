@@ -30,7 +30,7 @@ _LINGER_S = 2.0
 """How long a client that still sends may take to read an answer: closing at once would reset it unread."""
 
 
-class State(ServerState):
+class PortState(ServerState):
     """What the connections of one port share."""
 
     def __init__(self, limits: Limits) -> None:
@@ -96,12 +96,12 @@ def _nothing() -> None:
 class Protocol(HttpToolsProtocol):
     """One connection: requests one after another, each in a task of its own."""
 
-    server_state: State
+    server_state: PortState
 
     def __init__(
         self,
         config: Config,
-        server_state: State,
+        server_state: PortState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from ..errors import ConfigError
 from .in_flight import InFlight
 from .limits import Limits
-from .protocol import Protocol, State
+from .protocol import PortState, Protocol
 
 _log = logging.getLogger(__name__)
 _ABORT_GRACE_S = 2
@@ -27,7 +27,7 @@ _BACKLOG = 1024
 class Server(uvicorn.Server):
     """uvicorn's server with our protocol and limits. Signals are `run_app`'s."""
 
-    server_state: State
+    server_state: PortState
 
     def __init__(self, app: FastAPI, limits: Limits) -> None:
         super().__init__(
@@ -43,7 +43,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=_ABORT_GRACE_S,
             )
         )
-        self.server_state = State(limits)
+        self.server_state = PortState(limits)
         self.config.load()
         self.lifespan = self.config.lifespan_class(self.config)
         self._swept = 0.0
