@@ -21,7 +21,7 @@ _QUANTITY = re.compile(r"^(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?$")
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)?$")
 _MAX_BYTES = 2**63
 _MAX_DURATION_S = 366 * 86400.0
-"""Timers of the platform end at some centuries; nobody means more than a year."""
+"""The platform's timers end at some centuries; more than a year is not meant."""
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 
 

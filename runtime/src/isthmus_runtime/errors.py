@@ -117,7 +117,7 @@ class NeverFits(InvalidRequest):
 
 
 class Overloaded(RequestError):
-    """No capacity now. Carries Retry-After; 429 when a queue is full, 503 when nobody can serve."""
+    """No capacity now. Carries Retry-After; 429 when a queue is full, 503 when no engine can serve."""
 
     status = 503
     kind = "overloaded_error"

@@ -237,7 +237,7 @@ class KvEvents(_Wire):
     reset: bool = False
     """Forget everything known; this line and the next ones with `following` == `previous` are the snapshot."""
     changes: tuple[str, ...] = ()
-    """In order: `+` a block became a hit, `-` it is none any more; then the first 8 bytes of its hash in hex."""
+    """In order: `+` a block became a hit, `-` it no longer is one; then the first 8 bytes of its hash in hex."""
 
 
 def reserved_line(ticket: Ticket) -> bytes:

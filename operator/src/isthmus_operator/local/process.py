@@ -216,7 +216,7 @@ class ContainerProcess:
         self._around.log(self.label, line)
 
     async def _watch(self) -> str:
-        """Runs the probes. Returns why the container must be restarted; waits for ever when it must not."""
+        """Runs the probes. Returns why the container must be restarted; waits forever when it must not."""
         if self.container.startup is not None and (failure := await self._starting(self.container.startup)):
             return failure
         if self._init:

@@ -1,8 +1,8 @@
-"""Pure: objects that somebody else goes on changing, for example an HPA that is aimed at a Deployment of ours.
+"""Pure: objects that somebody else keeps changing, for example an HPA aimed at one of our Deployments.
 
-Each change of theirs makes and removes pods, and so does each answer of ours. A change by hand is put right at once.
-One that comes again and again is answered after growing pauses, and the service's other objects at once. What an
-admission policy changes as it is written is written once, and then left until either side wants another thing.
+Each change of theirs makes and removes pods, and so does each answer of ours. A change by hand is reverted at once.
+One that comes again and again is reverted after growing pauses, and the service's other objects at once. What an
+admission policy changes as it is written is written once, and then left until either side wants something else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pure: what is worth an Event. Events tell transitions: nothing that goes on holding is told twice."""
+"""Pure: what is worth an Event. Events report transitions: a state that continues is not reported twice."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def _replaces_only_router(service: InferenceService, seen: Observed) -> bool:
 
 
 def _was_complete(revision: str, seen: Observed) -> bool:
-    """Whether the revision was rolled out and has been since. A pod that is not ready later is no rollout."""
+    """Whether the revision was rolled out and has been since. A pod that is unready later starts no rollout."""
     said = seen.said("Progressing")
     return seen.current == revision and said is not None and said.reason == Reason.COMPLETE
 

@@ -1,6 +1,6 @@
 """Pure: where a rollout stands, from what exists: which workloads it is about, whether it is over, what is overdue.
 
-What a workload that is not part of the rollout suffers from neither stops a rollout nor undoes it.
+Problems of a workload that is not part of the rollout neither stop the rollout nor undo it.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def changed(goals: Sequence[Goal], seen: Observed) -> list[Goal]:
 
 
 def changing(service: InferenceService, goals: Sequence[Goal], seen: Observed) -> list[Workload]:
-    """Those of `present` that the rollout under way is about. A master that does not run is no reason to send engines
-    back: theirs is not another."""
+    """Those of `present` that the rollout under way is about. A master that does not run is not a reason to send
+    engines back: theirs is not another."""
     roles = {goal.component for goal in changed(goals, seen)}
     if seen.router is not None and len(seen.router.fresh.live) < len(seen.router.live):
         roles.add(Component.ROUTER)

@@ -175,7 +175,7 @@ def _available(service: InferenceService, seen: Observed, wanted: Plan) -> State
     said = seen.said("Available")
     if state.status == "True" or seen.current or (said is not None and said.reason != Reason.STARTING):
         return state
-    # Not yet is no failure to be warned of.
+    # "Not yet" is not a failure to warn about.
     return replace(state, reason=Reason.STARTING) if state.reason != Reason.SCALED_TO_ZERO else state
 
 

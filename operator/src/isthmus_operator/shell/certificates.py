@@ -20,7 +20,7 @@ class Certificates:
     webhook is rare and is the only moment at which it matters which certificate there is. Nothing runs in between.
 
     `context` is for the server: each of its connections gets the newest pair, whatever was loaded into it.
-    A pair that cannot be used, as one that is half written, is told of once; the one before it goes on serving.
+    A pair that cannot be used, such as one half written, is reported once; the previous one stays in use.
     """
 
     def __init__(self, folder: str) -> None:

@@ -134,7 +134,7 @@ class Api:
         return await self.request("GET", path, query)
 
     async def find(self, path: str) -> dict[str, Any] | None:
-        """One object, or None where there is none."""
+        """One object, or None if it does not exist."""
         try:
             return await self.get(path)
         except ApiError as error:
@@ -158,7 +158,7 @@ class Api:
         self._served.pop(api_version, None)
 
     async def named(self, api_version: str, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
-        """One object by its name, with no more than the right to list; None where there is none."""
+        """One object by its name, with only the right to list; None if it does not exist."""
         page = await self.get(path_of(api_version, kind, namespace), fieldSelector=f"metadata.name={name}")
         # Items of a list do not name their own kind.
         found: list[dict[str, Any]] = [{"apiVersion": api_version, "kind": kind, **item} for item in page["items"]]

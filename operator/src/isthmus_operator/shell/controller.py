@@ -154,7 +154,7 @@ class Controller:
             await self._tell(applier, body, event)
 
     async def _tell(self, applier: Applier, body: Object, event: Event) -> None:
-        """Write an Event. A cluster that takes none is told all the same what to do with its objects."""
+        """Write an Event. Objects are reconciled even in a cluster that accepts no Events."""
         where = f"{body['metadata']['namespace']}/{body['metadata']['name']}"
         _log.info("%s: %s: %s", where, event.reason.value, event.message)
         try:
@@ -209,7 +209,7 @@ class Controller:
 
 
 def _filled(value: Any) -> Any:
-    """Without what is empty: the API server adds defaults to a status that was written, which is no difference."""
+    """Without what is empty: the API server adds defaults to a status that was written, which is not a difference."""
     if isinstance(value, dict):
         inner = {key: _filled(item) for key, item in value.items()}
         return {key: item for key, item in inner.items() if item not in ("", None, {}, [])}

@@ -114,7 +114,7 @@ def _host(address: str) -> str:
 
 
 def engine_facts(info: Mapping[str, Any], metrics: str = "") -> EngineFacts:
-    """The answer of an engine's /info; KeyError, TypeError or ValueError when it is none."""
+    """The answer of an engine's /info; KeyError, TypeError or ValueError if it is malformed."""
     kv, transfer = info["kv"], info["transfer"]
     return EngineFacts(
         fingerprint=str(info["fingerprint"]),

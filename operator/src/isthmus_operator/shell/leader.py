@@ -1,7 +1,7 @@
 """One working operator at a time: a coordination.k8s.io Lease, taken before work starts and renewed while it goes on.
 
 Whoever loses the lease stops working at once, so that two never write, and waits for it again: its webhook and its
-watches go on. An outage of the API server is one way to lose it, and no reason to end the process.
+watches go on. An outage of the API server is one way to lose it, but not a reason to exit.
 """
 
 from __future__ import annotations

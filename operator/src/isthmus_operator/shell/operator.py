@@ -56,7 +56,7 @@ class OperatorOptions:
 
 
 class Operator:
-    """One process. `start` and `stop` frame its work; between them it is told what the watches say.
+    """One process. `start` and `stop` frame its work; in between, the watches report to it.
 
     stopping: set when it cannot go on, `failure` says why; serving: set when the webhook answers
     """
@@ -116,7 +116,7 @@ class Operator:
         return "the webhook does not answer yet" if self.options.webhook_port and not self.serving.is_set() else ""
 
     async def _last_words(self, why: str) -> None:
-        """Tell in every service's status that nobody looks after it, as far as that may be read and written."""
+        """Report in every service's status that no operator manages it, as far as statuses can be read and written."""
         lease = self.options.lease
 
         async def tell() -> None:

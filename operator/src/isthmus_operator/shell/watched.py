@@ -1,7 +1,8 @@
 """The kinds that are watched, and the list of all there is of them.
 
-kopf tells of every change. It does not tell when its first list is over, nor what was deleted while it was disconnected
-for longer than the API server remembers. `look` does, and is done before anything is decided and from time to time.
+kopf reports every change. It does not say when its first list is complete, nor what was deleted while it was
+disconnected for longer than the API server remembers. `look` finds that out, before the first decision and from time to
+time.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class WorkQueue:
             timer[1].cancel()
 
     async def run(self, workers: int) -> None:
-        """Work until cancelled. May be called again after that, and goes on with what was left."""
+        """Work until cancelled. May be called again after that, and continues with what was left."""
         async with asyncio.TaskGroup() as group:
             for _ in range(workers):
                 group.create_task(self._worker())

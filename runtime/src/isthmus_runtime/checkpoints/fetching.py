@@ -30,7 +30,7 @@ def in_place(
     An `out` that is there is taken as it is: it was put there whole, by an earlier start or by another pod of the same
     cache, perhaps while this one was downloading. `resume_as`: a name that no other downloader of this cache has; what
     was downloaded when it fails or is killed is then kept, and given to `download` again by the next call with that
-    name. Raises WeightsError when what was downloaded is no model of a supported kind, or `out` is something else.
+    name. Raises WeightsError when the download is not a model of a supported kind, or `out` is something else.
     """
     if _complete(out, weights=weights):
         progress(f"{out} is there already")

@@ -1,4 +1,4 @@
-"""Random weights in place of a checkpoint's, for benchmarks of models that nobody has downloaded."""
+"""Random weights in place of a checkpoint's, for benchmarks of models that have not been downloaded."""
 
 from __future__ import annotations
 

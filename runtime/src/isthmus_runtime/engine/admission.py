@@ -132,5 +132,5 @@ class Admission:
             self._queues.promise(seq, 0 if upto >= seq.known else max(0, seq.promised - taken))
 
     def free(self) -> int:
-        """Free blocks that are promised to nobody."""
+        """Free blocks that are not promised to any request."""
         return self._pool.num_free - self._queues.promised

@@ -53,7 +53,7 @@ class Intake:
         )
 
     def check_fits(self, request: GenerateRequest, kind: Kind) -> None:
-        """Raise InvalidRequest or NeverFits for a request that would wait for ever."""
+        """Raise InvalidRequest or NeverFits for a request that would wait forever."""
         length = len(request.prompt_token_ids)
         if length == 0:
             raise InvalidRequest("prompt is empty; give at least one token", param="prompt")

@@ -281,7 +281,7 @@ class EngineLoop:
             return effects
 
     def _patience(self) -> float | None:
-        """How long the inbox may stay empty before a deadline needs us; None: for ever."""
+        """How long the inbox may stay empty before a deadline needs us; None: forever."""
         wake = self.wakes_at()
         return None if wake is None else max(0.0, wake - self._clock())
 

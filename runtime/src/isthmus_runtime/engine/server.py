@@ -94,7 +94,7 @@ class EngineServer:
         clock: Callable[[], float],
         kv_events: KvEventFeed | None = None,
     ) -> None:
-        """`kv_events` None: there is no prefix cache, and so no such route."""
+        """`kv_events` None: there is no prefix cache, so the route is not added."""
         self._backend = backend
         self._info = info
         self._meters = meters

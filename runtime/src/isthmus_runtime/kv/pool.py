@@ -242,7 +242,7 @@ class BlockPool:
         """Take one request reference on each block: prefix hits, or blocks shared by a fork. Null ids are skipped.
 
         Raises:
-            PoolError: a block is free or quarantined (its bytes are nobody's).
+            PoolError: a block is free or quarantined (its bytes belong to no request).
         """
         for block in block_ids:
             self._known(block)

@@ -68,7 +68,7 @@ class PrefixIndex:
     def match(self, hashes: Sequence[bytes], index: int, group: int, packed: bytes | None) -> int | None:
         """The visible block for the ``index``-th block of a sequence whose packed token ids are ``packed``.
 
-        A block with other ids is no hit and is counted in ``collisions``. Without ids only the hash is compared.
+        A block with other ids is not a hit and is counted in ``collisions``. Without ids only the hash is compared.
         """
         block = self._maps[group].get(hashes[index])
         if block is None or packed is None:

@@ -231,7 +231,7 @@ class ConfigReader:
         )
 
     def finish(self, *ignored: str) -> None:
-        """Refuse the keys that are set and that nobody asked for; `ignored` are this family's harmless ones.
+        """Refuse the keys that are set but were never read; `ignored` are this family's harmless ones.
 
         Raises WeightsError with every problem that was found.
         """

@@ -64,7 +64,7 @@ class Planner:
         return self._job(request, [ids], wanted, "chatcmpl-", ChatFormat)
 
     def _admit(self, model: str) -> int:
-        """The length limit. Raises when the model is not ours or nobody could ever serve it yet: the limit is known
+        """The length limit. Raises when the model is not ours or no engine could serve it yet: the limit is known
         from the first engine on. Whether one can serve it now is the backend's to say, which may wait for it."""
         self.check_model(model)
         limit = self._backend.max_model_len

@@ -44,7 +44,7 @@ class Reason(StrEnum):
 
 
 class Refusal(StrEnum):
-    """Why nobody takes a request."""
+    """Why no engine takes a request."""
 
     NO_DECODE = "no-decode"
     NO_PREFILL = "no-prefill"

@@ -64,7 +64,7 @@ class EngineStatus:
 
 
 class Hold:
-    """A hold on one engine by one request: counts as load, and is told when the engine is lost."""
+    """A hold on one engine by one request: counts as load, and is notified when the engine is lost."""
 
     __slots__ = ("_engine", "_on_lost", "_tokens", "lost")
 

@@ -98,8 +98,8 @@ class RouterBackend:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream the answer. A failure before the first token is tried once more on another pair, then raised; a later
-        one arrives as the last chunk. An engine that cannot be reached at all is no try, for as long as a request
-        waits for engines."""
+        one arrives as the last chunk. An engine that cannot be reached at all does not count as a try, for as
+        long as a request waits for engines."""
         if self._in_flight >= self._max_queue:
             self._refuse("queue-full")
             raise Overloaded(
@@ -182,7 +182,7 @@ class RouterBackend:
                 raise
 
     async def _changes(self, until: float) -> bool:
-        """Wait for another fleet. False: none came, or nobody is there who could join it."""
+        """Wait for the fleet to change. False: it did not, or no engine could join it."""
         if not self._pool.expecting:
             return False
         try:

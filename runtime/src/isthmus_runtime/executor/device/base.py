@@ -47,7 +47,7 @@ class Device(Protocol):
         """The compute dtype for `--dtype`; `auto` is what the device is fast at."""
 
     def kv_bytes(self, fraction: float) -> int:
-        """Memory for the KV pool, now that weights and scratch have theirs. ConfigError when there is none."""
+        """Memory for the KV pool, now that weights and scratch have theirs. ConfigError when none is left."""
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory of the device that lives as long as the executor."""
