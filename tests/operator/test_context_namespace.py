@@ -74,7 +74,7 @@ def test_a_file_that_is_none_is_named_by_the_connection(
     monkeypatch.delenv("POD_NAMESPACE", raising=False)
     assert default_namespace(str(tmp_path / "nothing")) == "default"
     assert main(["status", "svc", "--kubeconfig", str(tmp_path / "nothing")]) == 1
-    assert f"kubeconfig {tmp_path / 'nothing'} is not there" in capsys.readouterr().err
+    assert f"kubeconfig {tmp_path / 'nothing'} does not exist" in capsys.readouterr().err
 
 
 def test_in_a_pod_it_is_the_pods(monkeypatch: pytest.MonkeyPatch, kubeconfig: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_kubeconfig_that_is_missing_is_named_and_nothing_else_is_said(
     said = capsys.readouterr()
     assert said.out == ""
     (line,) = said.err.splitlines()
-    assert line.startswith(f"isthmus {command}: kubeconfig {path} is not there")
+    assert line.startswith(f"isthmus {command}: kubeconfig {path} does not exist")
     assert line.endswith("give --kubeconfig, or set KUBECONFIG")
 
 

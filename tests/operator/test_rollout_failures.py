@@ -96,7 +96,7 @@ def test_a_revert_is_not_undone_by_pods_that_cannot_be_made_for_a_moment() -> No
     new, old = service(2, p=2, d=2, **ROLLBACK), service(1, p=2, d=2, **ROLLBACK)
     world = half_rolled(new)
     back = set(revisions(old).values())
-    refused = {"problem": "pods cannot be made: exceeded quota", "problem_since": world.now}
+    refused = {"problem": "pods cannot be created: exceeded quota", "problem_since": world.now}
     world.seen = replace(
         world.seen,
         engines=tuple(replace(w, replicas=2, **refused) if w.revision in back else w for w in world.seen.engines),
@@ -122,7 +122,7 @@ def test_pods_that_cannot_be_made_are_counted_from_when_they_could_not() -> None
     failure = {"type": "ReplicaFailure", "status": "True", "message": "exceeded quota"}
     deployment["status"] = {"conditions": [failure | {"lastTransitionTime": "2026-02-01T00:00:00Z"}]}
     (found,) = observe(target, [deployment], Facts(), {}).engines
-    assert found.problem == "pods cannot be made: exceeded quota"
+    assert found.problem == "pods cannot be created: exceeded quota"
     assert found.problem_since - found.created == 31 * 24 * HOUR
 
 
@@ -317,7 +317,7 @@ def test_what_was_rolled_back_says_that_the_router_stays() -> None:
     world.becomes_ready = lambda pod: pod.revision not in bad
     last = step(new, world, 60)
     found = {c["type"]: c for c in status_of(new, world.seen, last, {}, NOW)["conditions"]}
-    assert found["RouterReady"]["message"] == f"router: revision {last.failed} failed, it stays as it was"
+    assert found["RouterReady"]["message"] == f"router: revision {last.failed} failed; the router stays as it was"
     assert found["Ready"]["reason"] == "RolledBack"
 
 

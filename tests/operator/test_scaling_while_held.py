@@ -183,7 +183,7 @@ def test_auto_counts_ready_pods_and_waits_for_those_that_start() -> None:
     assert wish(automatic(), world, 0.5) == 4, "the new ones have not even loaded the model"
     world.now += 2 * STEADY_S
     assert wish(automatic(), world, 0.5) == 4, "some load for longer than others"
-    with_pods(world, lambda pod: not pod.ready, reason=UNSCHEDULABLE, problem="no node can take it")
+    with_pods(world, lambda pod: not pod.ready, reason=UNSCHEDULABLE, problem="no node has room for it")
     assert wish(automatic(), world, 0.5) == 3, "and these do not come"
 
 

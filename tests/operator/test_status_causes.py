@@ -21,7 +21,7 @@ from isthmus_operator.render.names import Component
 
 D, STORE = Component.DECODE, Component.STORE
 NOW, STAMP = 1767225600.0, "2026-01-01T00:00:00Z"
-TAKEN = NameTaken(409, "Service svc exists and is not of InferenceService svc; it is left as it is")
+TAKEN = NameTaken(409, "Service svc exists and does not belong to InferenceService svc; it is left as it is")
 PATCH = ApiError(500, "PATCH /deployments/svc-decode-1: HTTP 500: .spec.template.spec.dnsPolcy: not declared")
 
 

@@ -92,7 +92,7 @@ def test_ready_service() -> None:
         ("ErrImagePull", "container engine is waiting: ErrImagePull", "ImagePullFailed"),
         ("OOMKilled", "container engine was restarted (exit code 137)", "OutOfMemory"),
         ("CreateContainerConfigError", "secret not found", "ContainerConfigError"),
-        ("Unschedulable", "no node can take it: 0/1 nodes", "Unschedulable"),
+        ("Unschedulable", "no node has room for it: 0/1 nodes", "Unschedulable"),
         ("SomethingNew", "a kubelet says so", "PodsNotReady"),
         ("", "", "Starting"),
     ],
@@ -119,7 +119,7 @@ def test_old_pods_that_serve_make_available_but_not_ready() -> None:
 
 def test_no_pods_can_be_made() -> None:
     seen = settled(service()).seen
-    engines = tuple(replace(w, pods=(), problem="pods cannot be made: exceeded quota") for w in seen.engines)
+    engines = tuple(replace(w, pods=(), problem="pods cannot be created: exceeded quota") for w in seen.engines)
     found = status(service(), replace(seen, engines=engines))
     assert condition(found, "PrefillReady") == ("False", "PodsNotCreated")
     assert "exceeded quota" in message(found, "Ready")

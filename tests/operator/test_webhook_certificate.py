@@ -143,7 +143,7 @@ def test_a_pair_that_does_not_fit_is_told_of_once_and_the_former_one_goes_on(
     ours = [record for record in caplog.records if record.name == "isthmus_operator.shell.certificates"]
     told = [(record.levelname, record.getMessage().partition(": ")[2]) for record in ours]
     assert [level for level, _ in told] == ["WARNING", "WARNING", "INFO"]
-    assert all("not usable, the former certificate goes on" in text for _, text in told[:2])
+    assert all("not usable, still serving with the previous certificate" in text for _, text in told[:2])
 
 
 @pytest.mark.parametrize("broken", ["tls.crt", "tls.key"])

@@ -32,7 +32,7 @@ def parse_quantity(text: str) -> int:
         raise ValueError(f"{text!r} is not a size; write a number with one of k M G T Ki Mi Gi Ti, for example 512Mi")
     size = float(match[1]) * _UNITS[match[2] or ""]
     if size >= _MAX_BYTES:
-        raise ValueError(f"{text!r} is more than 64-bit addresses reach; write less than 8Ei")
+        raise ValueError(f"{text!r} is more than 64-bit addresses can reach; write less than 8Ei")
     return int(size)
 
 
@@ -362,11 +362,13 @@ def _router(args: argparse.Namespace, read: _Reader, server: ServerConfig, model
         cors_origins=_items(args.cors_origins),
     )
     if not config.worker and not config.decode:
-        read.problems.append("--role router needs --worker, or --decode with --prefill: there is nobody to serve")
+        read.problems.append(
+            "--role router needs --worker, or --decode with --prefill: there is no engine to send requests to"
+        )
     if config.worker and (config.decode or config.prefill):
         read.problems.append("--worker (unified) and --prefill/--decode exclude each other; give one of the two")
     if config.prefill and not config.decode:
-        read.problems.append("--prefill needs --decode: nobody would generate")
+        read.problems.append("--prefill needs --decode: no engine would generate")
     for flag in ("prefill", "decode", "worker"):
         for address in getattr(config, flag):
             host, _, port = address.rpartition(":")

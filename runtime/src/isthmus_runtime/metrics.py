@@ -119,7 +119,7 @@ class RequestMetrics:
             "request_success", "Requests ended with an answer.", ("finished_reason",), vllm="request_success"
         )
         self._failures = names.counter_by(
-            "request_failures", "Requests ended with an error; status 499: the client left.", ("status", "code")
+            "request_failures", "Requests ended with an error; status 499: the client disconnected.", ("status", "code")
         )
 
     def succeeded(self, finished_reason: str, seconds: float) -> None:
@@ -200,7 +200,7 @@ class RouterMetrics:
         names = _Names(registry, model_name, "isthmus_router_", vllm_names=False)
         self.in_flight = names.gauge("requests_in_flight", "Requests the router holds.")
         self._choices = names.counter_by("choices", "Routing decisions by reason.", ("reason",))
-        self._refusals = names.counter_by("refusals", "Requests nobody could take, by reason.", ("reason",))
+        self._refusals = names.counter_by("refusals", "Requests that no engine could take, by reason.", ("reason",))
         self._leg_failures = names.counter_by("leg_failures", "Failed legs.", ("leg", "code"))
         self.retries = names.counter("retries", "Requests tried again on another pair.")
         self._prompts = names.counter_by("prompts", "Prompts by where their KV came from.", ("source",))

@@ -61,7 +61,7 @@ def test_nobodys_object_is_taken_over_or_deleted(service: Service) -> None:
     said = service.reason("Ready", "NameTaken")
     assert said["status"] == "False" and said["observedGeneration"] == 1
     for name in paths:
-        assert f"{name} exists and is not of InferenceService svc" in said["message"]
+        assert f"{name} exists and does not belong to InferenceService svc" in said["message"]
         assert name in explained(service)
     assert "Rename or delete the object named" in explained(service)
     assert service.events().count("NameTaken") == 1

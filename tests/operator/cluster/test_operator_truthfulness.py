@@ -47,7 +47,7 @@ def test_an_api_that_comes_later_is_no_healing_and_a_monitor_deleted_by_hand_is(
     service.ready()
     assert service.get()["status"]["skipped"] == ["PodMonitor"]
     assert messages(service, "OptionalApiMissing") == [
-        "PodMonitor is left out: its API is not installed; it is made when the API is"
+        "PodMonitor is left out because its API is not installed; it is created once the API is"
     ]
     assert "left out: PodMonitor" in service.cluster_cli("status", "svc")
     path = f"/apis/monitoring.coreos.com/v1/namespaces/{service.namespace}/podmonitors/svc"
@@ -83,7 +83,7 @@ def test_a_template_field_removed_by_hand_is_put_back_once(service: Service, rol
         until(lambda told=told: len(messages(service, "ChildHealed")) == told + 1, 20)
         service.ready()
     assert set(messages(service, "ChildHealed")) == {
-        f"Deployment {name} was changed or deleted by somebody else and put right"
+        f"Deployment {name} was changed or deleted by somebody else and has been restored"
     }
 
 

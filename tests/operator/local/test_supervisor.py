@@ -221,7 +221,7 @@ def test_a_process_that_ignores_sigterm_is_killed_after_its_grace(start: Any) ->
     run = start([pod])
     run.until("ALL READY")
     run.process.send_signal(signal.SIGINT)
-    run.until("did not end within its grace of 0.2 s")
+    run.until("did not exit within its grace period of 0.2 s")
     assert run.finish() == 0
 
 

@@ -53,7 +53,7 @@ def test_a_broken_download_leaves_nothing(tmp_path: Path) -> None:
         in_place(tmp_path / "m", print, download, weights=True)
     assert list(tmp_path.iterdir()) == []
     in_place(tmp_path / "m", print, download, weights=False)
-    with pytest.raises(WeightsError, match="holds no whole model"):
+    with pytest.raises(WeightsError, match="does not hold a complete model"):
         in_place(tmp_path / "m", print, download, weights=True)
 
 

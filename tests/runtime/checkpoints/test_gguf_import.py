@@ -364,4 +364,4 @@ def test_fetch_says_what_is_wrong(
     out.mkdir()
     (out / "x").touch()
     assert model_main(["fetch", "hf://owner/name", str(out)]) == 1
-    assert "holds no whole model" in capsys.readouterr().err
+    assert "does not hold a complete model" in capsys.readouterr().err

@@ -165,7 +165,7 @@ def test_a_reader_that_leaves_is_one_debug_line(caplog: pytest.LogCaptureFixture
 
     asyncio.run(main())
     assert [r.getMessage() for r in caplog.records if r.name.startswith("isthmus_runtime.engine.server")] == [
-        "the reader of gone has left"
+        "the reader of gone has disconnected"
     ]
     assert not loud(caplog)
 
@@ -232,7 +232,7 @@ def test_probes_follow_the_engine() -> None:
             task = asyncio.create_task(session.post("/internal/generate", data=call("a", [1], 3)))
             await asyncio.wait_for(asyncio.to_thread(gated.queued.wait), DEADLINE_S)
             status, text = await got(session.get("/health"))
-            assert status == 503 and "no step finished" in text
+            assert status == 503 and "no step has finished" in text
             gated.gate.set()
             await (await task).read()
             assert (await got(session.get("/health")))[0] == 200

@@ -49,7 +49,7 @@ _ROLE_RULES = [
     (
         "!has(oldSelf.scaling) || oldSelf.scaling.mode == 'Static'"
         " || has(self.scaling) && (self.scaling.mode != 'Static' || has(self.scaling.replicas))",
-        "give scaling.replicas: an autoscaler had the number",
+        "give scaling.replicas: until now an autoscaler set the number",
     )
 ]
 

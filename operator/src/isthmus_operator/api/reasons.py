@@ -69,54 +69,56 @@ class Text:
 _NOTHING = "Nothing."
 
 TEXTS: dict[Reason, Text] = {
-    Reason.COMPLETE: Text("All pods are of the present spec and ready.", _NOTHING),
-    Reason.ROLLING_OUT: Text("Pods are being started or replaced. The message says what it waits for.", "Wait."),
-    Reason.PAUSED: Text("`spec.rollout.paused` holds a change up.", "Set it to false."),
+    Reason.COMPLETE: Text("All pods run the current spec and are ready.", _NOTHING),
+    Reason.ROLLING_OUT: Text("Pods are being started or replaced. The message says what it is waiting for.", "Wait."),
+    Reason.PAUSED: Text("`spec.rollout.paused` is true and holds back a change.", "Set it to false."),
     Reason.ALL_READY: Text("All pods of the role are ready.", _NOTHING),
-    Reason.SCALED_TO_ZERO: Text("The role is asked to have no pods.", "Scale it up if that is not meant."),
-    Reason.EXTERNAL: Text("The Mooncake master is run by somebody else; it is not watched.", _NOTHING),
+    Reason.SCALED_TO_ZERO: Text("The role is scaled to no pods.", "Scale it up if that is not intended."),
+    Reason.EXTERNAL: Text("The Mooncake master is run outside this service and is not monitored.", _NOTHING),
     Reason.SERVING: Text("A router and the engines it needs are ready.", _NOTHING),
-    Reason.MODEL_LOADED: Text("At least one engine of the present spec has loaded the model.", _NOTHING),
+    Reason.MODEL_LOADED: Text("At least one engine of the current spec has loaded the model.", _NOTHING),
     Reason.PROBED: Text("Engines have probed their transport and use it.", _NOTHING),
     Reason.SAME_FINGERPRINT: Text("All engines report one KV layout, so any prefill pairs with any decode.", _NOTHING),
-    Reason.STARTING: Text("Pods run and are not ready yet, within `spec.availability.startupTimeout`.", "Wait."),
+    Reason.STARTING: Text("Pods run but are not ready yet, within `spec.availability.startupTimeout`.", "Wait."),
     Reason.NOT_REPORTED: Text(
         "No engine has answered `/info` to the operator.",
-        "Wait for engines to start. If they are ready, see whether a NetworkPolicy keeps the operator from port 8001.",
+        "Wait for engines to start. If they are ready, check whether a NetworkPolicy keeps the operator from"
+        " port 8001.",
     ),
     Reason.INVALID_SPEC: Text(
-        "The spec breaks a rule, and got in because the webhook is off. Pods stay as they were.",
+        "The spec breaks a rule and was admitted because the webhook is off. Pods stay as they were.",
         "Correct the fields the message names.",
     ),
-    Reason.NO_ROUTER: Text("No router is ready, so no client is answered.", "See the condition RouterReady."),
+    Reason.NO_ROUTER: Text("No router is ready, so clients get no answer.", "See the condition RouterReady."),
     Reason.NO_ENGINE: Text(
         "No engine that could answer a prompt is ready.", "See the conditions PrefillReady, DecodeReady, WorkerReady."
     ),
     Reason.PODS_NOT_CREATED: Text(
-        "Kubernetes refuses to make pods.",
+        "Kubernetes refuses to create pods.",
         "The message is the API server's: raise the quota, or correct `podPatch` or what an admission policy forbids.",
     ),
     Reason.PODS_NOT_READY: Text(
-        "Pods are not ready for a reason of their own, or were ready and are not any more: the engine does not answer"
+        "Pods are not ready for another reason, or were ready and no longer are: the engine does not answer"
         " `/ready`, or its node is gone.",
-        "`kubectl describe` the pod named, and see its log.",
+        "Run `kubectl describe` on the pod named, and read its log.",
     ),
     Reason.UNSCHEDULABLE: Text(
-        "No node can take a pod.",
-        "Free or add the resource the message names, or change resources, nodeSelector or tolerations.",
+        "No node has room for a pod.",
+        "Free or add the resource that the message names, or change resources, nodeSelector or tolerations.",
     ),
     Reason.IMAGE_PULL_FAILED: Text(
-        "An image cannot be pulled.", "Correct the image, or give `spec.engine.imagePullSecrets`."
+        "An image cannot be pulled.", "Correct the image, or set `spec.engine.imagePullSecrets`."
     ),
     Reason.CRASH_LOOPING: Text(
-        "A container ends again and again.", "`kubectl logs --previous` of the pod and container named."
+        "A container keeps exiting.", "Run `kubectl logs --previous` on the pod and container named."
     ),
     Reason.POD_NOT_SET_UP: Text(
-        "A pod has had a node for a minute, and its volumes or its network are still not there.",
-        "`kubectl describe` the pod named: a claim, Secret or ConfigMap is missing, or a volume or network fails.",
+        "A pod was assigned to a node a minute ago, and its volumes or network are still not set up.",
+        "Run `kubectl describe` on the pod named: a claim, Secret or ConfigMap is missing, or a volume or the network"
+        " fails.",
     ),
     Reason.CONFIG_ERROR: Text(
-        "A container cannot be made, mostly because a Secret or a key of it is missing.", "Create what is named."
+        "A container cannot be created, mostly because a Secret or one of its keys is missing.", "Create what is named."
     ),
     Reason.OUT_OF_MEMORY: Text(
         "A container was killed for using more memory than its limit.",
@@ -124,35 +126,35 @@ TEXTS: dict[Reason, Text] = {
     ),
     Reason.MODEL_FETCH_FAILED: Text(
         "The model cannot be downloaded.",
-        "`kubectl logs POD -c model-fetch`; correct the source, its credentials or the network.",
+        "Run `kubectl logs POD -c model-fetch`; correct the source, its credentials or the network.",
     ),
     Reason.DEADLINE_EXCEEDED: Text(
         "A new pod, or the master, was not ready within `spec.rollout.progressDeadline`. Old pods go on serving.",
         "Correct the spec, or revert it; either goes on from where the rollout stands.",
     ),
     Reason.ROLLED_BACK: Text(
-        "A rollout failed and `spec.rollout.onFailure: Rollback` brought the former revision back.",
+        "A rollout failed and `spec.rollout.onFailure: Rollback` brought back the previous revision.",
         "Correct the spec; the failed one is not tried again.",
     ),
     Reason.NAME_TAKEN: Text(
-        "An object of a name that the service needs exists and is not the service's. It is left as it is, nothing new"
-        " is made meanwhile, and what is there goes on.",
-        "Rename or delete the object named, or give the InferenceService another name. It goes on within a minute.",
+        "An object that is not the service's has a name that the service needs. It is left alone, nothing new is"
+        " created meanwhile, and existing objects keep running.",
+        "Rename or delete the object named, or rename the InferenceService. The service goes on within a minute.",
     ),
     Reason.RECONCILE_FAILED: Text(
-        "The API server refused an object; it is tried again with growing pauses. What is there goes"
-        " on; unless the object is an optional one, nothing new is made meanwhile.",
-        "The message is the API server's. Mostly a wrong field in `podPatch`, a quota, a missing right of the operator,"
-        " or a webhook or policy that refuses.",
+        "The API server refused an object; the operator retries with growing pauses. Existing objects"
+        " keep running; unless the object is optional, nothing new is created meanwhile.",
+        "The message is the API server's. Common causes: a wrong field in `podPatch`, a quota, a missing right of the"
+        " operator, or a webhook or policy that refuses.",
     ),
     Reason.INTERNAL_ERROR: Text(
-        "The operator cannot carry out this spec: it has failed on it, which is a defect. The service is left as it"
-        " was; it is tried again with growing pauses, and other services go on.",
-        "Undo the last edit of the spec, and report the message with the operator's log, which has the place.",
+        "The operator failed while working on this spec, which is a defect. The service is left as it was; the operator"
+        " retries with growing pauses, and other services are not affected.",
+        "Undo the last edit of the spec, and report the message with the operator's log, which has the traceback.",
     ),
     Reason.TRANSFER_NOT_READY: Text("An engine cannot move KV.", "The message is the engine's own."),
     Reason.TRANSPORT_REPLACED: Text(
-        "Engines use another transport than `spec.transfer.transport` names.",
+        "Engines use a transport other than the one `spec.transfer.transport` names.",
         "See the engine's log; RDMA needs devices (`spec.transfer.rdma`), NVLink one node.",
     ),
     Reason.FINGERPRINT_MISMATCH: Text(
@@ -162,48 +164,49 @@ TEXTS: dict[Reason, Text] = {
     Reason.FOREIGN_PODS: Text(
         "Pods have the labels of the service and were not made by it, such as those of a copied Deployment. They are"
         " not counted; Services find pods by labels, so requests may go to them.",
-        "Take the labels `serving.isthmus.dev/*` off what makes the pods named, or delete it.",
+        "Remove the labels `serving.isthmus.dev/*` from whatever creates the pods named, or delete it.",
     ),
-    Reason.ROLLOUT_STARTED: Text("The spec asks for other pods than there are.", _NOTHING),
+    Reason.ROLLOUT_STARTED: Text("The spec asks for pods other than those that exist.", _NOTHING),
     Reason.CAPACITY_GAP: Text(
-        "A role of one pod is replaced without surge: until the new pod is ready there is none.",
-        "If that matters, have two pods, or room for one more and `maxSurge: 1`.",
+        "A role of one pod is replaced without a surge: it has no pod until the new one is ready.",
+        "If that matters, run two pods, or make room for one more and set `maxSurge: 1`.",
     ),
     Reason.CHILD_HEALED: Text(
-        "An object of the service was changed or deleted by somebody else, and was put right.",
+        "An object of the service was changed or deleted by somebody else and has been restored.",
         "Change the InferenceService instead.",
     ),
     Reason.CHILD_CONTESTED: Text(
-        "Somebody else goes on changing an object of the service. It is put right after pauses of 15 s to 5 min.",
-        "Stop the other one: `kubectl get KIND NAME -o yaml --show-managed-fields` names it. An HPA or KEDA belongs on"
-        " the RoleScaler of a role with scaling `External`, not on a Deployment.",
+        "Somebody else keeps changing an object of the service. It is restored after pauses of 15 s to 5 min.",
+        "Stop the other writer: `kubectl get KIND NAME -o yaml --show-managed-fields` names it. An HPA or KEDA belongs"
+        " on the RoleScaler of a role with scaling `External`, not on a Deployment.",
     ),
     Reason.CHILD_OVERRIDDEN: Text(
-        "An object of the service is not as the operator has written it, because an admission policy or webhook changes"
-        " what it is given. It is left so.",
-        "Nothing, if that is meant. Else except objects with the label `serving.isthmus.dev/service` from the policy.",
+        "An object of the service differs from what the operator wrote, because an admission policy or webhook changes"
+        " it. It is left as it is.",
+        "Nothing, if that is intended. Otherwise exempt objects with the label `serving.isthmus.dev/service` from the"
+        " policy.",
     ),
     Reason.SCALED: Text(
-        "Auto scaling has changed the number of pods of a role. The message says what decided it: the role's target, or"
+        "Autoscaling has changed the number of pods of a role. The message says what decided it: the role's target or"
         " `spec.scalingPolicy.ratio`.",
         _NOTHING,
     ),
     Reason.OPTIONAL_API_MISSING: Text(
-        "An optional object was left out because its API is not installed. `status.skipped` holds its kind meanwhile.",
+        "An optional object was left out because its API is not installed. `status.skipped` lists its kind meanwhile.",
         "Install the API (it is noticed within minutes), or turn the setting off.",
     ),
 }
 
 CONDITIONS = (
-    ("Ready", "Everything the present spec asks for is there and ready. The one to wait for."),
+    ("Ready", "Everything the current spec asks for exists and is ready. This is the condition to wait for."),
     ("Available", "Clients get answers, if only from pods of an older spec or from fewer pods than asked for."),
     (
         "Progressing",
-        "True while the rollout moves or is complete; False when it has failed or an object is refused; Unknown while"
+        "True while the rollout is moving or complete; False when it has failed or an object is refused; Unknown while"
         " paused.",
     ),
-    ("ModelReady", "The model is loaded by an engine of the present spec."),
-    ("PrefillReady, DecodeReady, WorkerReady, RouterReady", "All pods of the role are of the present spec and ready."),
+    ("ModelReady", "An engine of the current spec has loaded the model."),
+    ("PrefillReady, DecodeReady, WorkerReady, RouterReady", "All pods of the role run the current spec and are ready."),
     ("StoreReady", "The Mooncake master is ready. Only with a store."),
     ("TransferReady", "KV can move, over the transport the message names. Only with mode Disaggregated."),
     ("Compatible", "The spec is valid, engines agree on one KV layout, and no foreign pod has the service's labels."),

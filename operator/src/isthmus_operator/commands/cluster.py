@@ -60,7 +60,7 @@ async def _service(arguments: argparse.Namespace, name: str) -> Object:
     finally:
         await api.close()
     if found is None:
-        raise UserError(f"there is no InferenceService {name} in namespace {namespace}; give another by -n")
+        raise UserError(f"there is no InferenceService {name} in namespace {namespace}; name another namespace with -n")
     return found
 
 
@@ -95,7 +95,7 @@ def status_text(body: Object) -> str:
     lines = [f"{body['metadata']['namespace']}/{body['metadata']['name']}  {status.get('url', '')}"]
     for role, counts in (status.get("roles") or {}).items():
         more = f", {counts['routable']} routable" if "routable" in counts else ""
-        lines.append(f"  {role:8} {counts['summary']:>7} ready, {counts['updated']} of the present spec{more}")
+        lines.append(f"  {role:8} {counts['summary']:>7} ready, {counts['updated']} of the current spec{more}")
     if transfer:
         speed = f" at {transfer['probedGBps']} GB/s" if transfer.get("probedGBps") else ""
         lines.append(f"  transfer {transfer.get('mode', '')} over {transfer.get('effective', 'nothing yet')}{speed}")
@@ -150,7 +150,7 @@ def plan_steps(service: InferenceService, world: World) -> list[dict[str, Any]]:
                 gap = bool(wanted.gap and count == 0)
                 steps.append(
                     {"role": component.value, "revision": revision, "from": was, "to": count, "gap": gap}
-                    | {"text": text + (" — until the new pod is ready this role has none" if gap else "")}
+                    | {"text": text + (" — this role has no pod until the new one is ready" if gap else "")}
                 )
         for role, present, old in (
             ("router", world.seen.router, before.router),

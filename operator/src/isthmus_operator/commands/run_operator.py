@@ -24,7 +24,7 @@ def options_of(arguments: argparse.Namespace, who: Identity) -> OperatorOptions:
             raise UserError("--namespace-mode=namespace outside a cluster needs --namespace")
     elif arguments.namespace:
         raise UserError(
-            "--namespace does not go with --namespace-mode=cluster; remove it, or set the mode to namespace"
+            "--namespace cannot be combined with --namespace-mode=cluster; remove it, or set the mode to namespace"
         )
     if arguments.webhook_port and not arguments.webhook_cert_dir:
         raise UserError("--webhook-port needs --webhook-cert-dir, a folder with tls.crt and tls.key")
@@ -53,7 +53,7 @@ def run_operator(arguments: argparse.Namespace) -> int:
     logging.basicConfig(
         level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
-    # kopf tells of every watch and event; what we do with them is told by us.
+    # kopf logs every watch and event; what the operator does with them it logs itself.
     logging.getLogger("kopf").setLevel(logging.WARNING if arguments.log_level != "debug" else logging.DEBUG)
     asyncio.run(run(options_of(arguments, identity())))
     return 0

@@ -173,7 +173,10 @@ def _pod(draft: _Draft, run_dir: str, replace: Callable[[str], str], http_port: 
 
         argv = [final(part) for part in (*raw.get("command", []), *raw.get("args", []))]
         if not argv or not raw.get("command"):
-            raise UserError(f"{draft.name}: container {raw['name']} has no command, and an image cannot be run here")
+            raise UserError(
+                f"{draft.name}: container {raw['name']} has no command, and `isthmus up` cannot"
+                " run an image; give the container a command"
+            )
         if http_port is not None and "--port" in argv:
             argv[argv.index("--port") + 1] = str(http_port)
         numbers = {p["name"]: draft.ports.get(p["name"], p["containerPort"]) for p in raw.get("ports", [])}
@@ -233,7 +236,8 @@ def _place(
             return folder
     kind = next(key for key in volume if key != "name")
     raise UserError(
-        f"{pod}: volume {name} is a {kind}, which this machine does not have; give the model by --model PATH-or-HUB-ID"
+        f"{pod}: volume {name} is a {kind}, which this machine does not have;"
+        " give the model with --model PATH-or-HUB-ID"
     )
 
 

@@ -24,7 +24,7 @@ _FAST_S = 0.25
 
 _HINTS = (
     ("libibverbs", "Mooncake needs the system library libibverbs1: run `make native`"),
-    ("Address already in use", "another program holds a port; the lines above name it"),
+    ("Address already in use", "another program uses a port; the lines above name it"),
     ("No space left on device", "the disk, or /dev/shm, is full"),
     ("MemoryError", "memory is short: lower spec.engine.kvCache.memory or spec.store.segmentSize"),
 )
@@ -188,7 +188,9 @@ class ContainerProcess:
             await asyncio.gather(kill, return_exceptions=True)
         if not ended.done():
             if not self._kill.is_set():
-                self._around.say(f"{self.label}: did not end within its grace of {self.pod.grace_s:g} s; killed")
+                self._around.say(
+                    f"{self.label}: did not exit within its grace period of {self.pod.grace_s:g} s; killed"
+                )
             _signal_group(process.pid, signal.SIGKILL)
 
     async def _pump(self, read_end: int) -> None:

@@ -161,7 +161,7 @@ def _check(pods: list[Pod]) -> None:
         for path in pod.needs:
             if not Path(path).exists():
                 raise UserError(
-                    f"spec.model.source.hostPath.path: {path} is not on this machine; give the model by"
+                    f"spec.model.source.hostPath.path: {path} is not on this machine; give the model with"
                     " --model PATH-or-HUB-ID, or run `make model` for the model of the examples"
                 )
         for container in (*pod.init, *pod.containers):

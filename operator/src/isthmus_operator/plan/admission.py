@@ -36,7 +36,7 @@ def rehearse_render(service: InferenceService, defaults: Defaults | None = None)
         problem = Problem(
             "spec",
             f"cannot be rendered: {type(error).__name__}: {error}",
-            "a spec of which every manifest can be made",
-            "correct what the message is about, most likely a podPatch; without any, report it",
+            "a spec from which every manifest can be rendered",
+            "correct what the message names, most likely a podPatch; if there is no podPatch, report it",
         )
         raise InvalidSpec(service.name, [problem]) from error

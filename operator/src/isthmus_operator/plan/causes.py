@@ -60,7 +60,7 @@ def workload_state(workload: Workload, count: int, now: float) -> State:
 def not_made(workload: Workload) -> str:
     """What is known of pods that are missing where the status of their workload does not say why."""
     kind = "statefulset" if workload.component is Component.STORE else "deployment"
-    return f"a pod is not made; kubectl describe {kind} {workload.name} says why"
+    return f"a pod is not created; kubectl describe {kind} {workload.name} says why"
 
 
 def worst(pods: Iterable[Pod]) -> Pod | None:

@@ -40,11 +40,11 @@ def events(before: Status, after: Status, wanted: Plan | None = None) -> list[Ev
         found[Reason.ROLLOUT_STARTED] = Event(False, Reason.ROLLOUT_STARTED, f"rolling out revision {updated}")
     for kind in after.get("skipped") or ():
         if kind not in (before.get("skipped") or ()):
-            message = f"{kind} is left out: its API is not installed; it is made when the API is"
+            message = f"{kind} is left out because its API is not installed; it is created once the API is"
             skipped.append(Event(False, Reason.OPTIONAL_API_MISSING, message))
     if wanted is not None and (wanted.gap or wanted.alone):
         role = "the only router" if wanted.alone else "a role of one pod"
-        message = f"{role} is replaced without surge; until its new pod is ready there is none"
+        message = f"{role} is replaced without a surge; it has no pod until the new one is ready"
         found[Reason.CAPACITY_GAP] = Event(True, Reason.CAPACITY_GAP, message)
     return [*found.values(), *skipped]
 
@@ -64,7 +64,7 @@ def scaled(component: Component, before: int, decision: Decision) -> Event:
 def healed(objects: Iterable[tuple[str, str]]) -> list[Event]:
     """Objects, by kind and name, that somebody else had changed or deleted."""
     return [
-        Event(True, Reason.CHILD_HEALED, f"{kind} {name} was changed or deleted by somebody else and put right")
+        Event(True, Reason.CHILD_HEALED, f"{kind} {name} was changed or deleted by somebody else and has been restored")
         for kind, name in objects
     ]
 

@@ -163,7 +163,7 @@ def _trouble(child: Object) -> tuple[str, str]:
                 return trouble
     for condition in status.get("conditions") or ():
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return UNSCHEDULABLE, f"no node can take it: {condition.get('message') or condition.get('reason', '')}"
+            return UNSCHEDULABLE, f"no node has room for it: {condition.get('message') or condition.get('reason', '')}"
         if condition["type"] == "Ready" and _was_ready(condition, status.get("containerStatuses") or ()):
             return "NotReady", f"it was ready until {condition['lastTransitionTime']}"
     return "", ""
@@ -257,7 +257,7 @@ def _cannot_make_pods(status: Object) -> tuple[str, float]:
     """(why, since when); empty and 0 when nothing is in the way."""
     for condition in status.get("conditions") or ():
         if condition["type"] == "ReplicaFailure" and condition["status"] == "True":
-            text = f"pods cannot be made: {condition.get('message') or condition.get('reason')}"
+            text = f"pods cannot be created: {condition.get('message') or condition.get('reason')}"
             return text, seconds(condition.get("lastTransitionTime"))
     return "", 0.0
 

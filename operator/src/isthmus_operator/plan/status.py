@@ -146,7 +146,7 @@ def _ready(states: dict[str, State], available: State, progressing: State) -> St
             return State("False", state.reason, state.message)
     if progressing.reason is not Reason.COMPLETE:
         return State("False", progressing.reason, progressing.message)
-    return State("True", Reason.ALL_READY, "all pods are of the present spec and ready")
+    return State("True", Reason.ALL_READY, "all pods run the current spec and are ready")
 
 
 def _progressing(service: InferenceService, seen: Observed, wanted: Plan) -> State:
@@ -155,7 +155,7 @@ def _progressing(service: InferenceService, seen: Observed, wanted: Plan) -> Sta
     if wanted.state is Rollout.COMPLETE:
         return State("True", Reason.COMPLETE, f"revision {revision} is rolled out")
     if wanted.state is Rollout.PAUSED:
-        return State("Unknown", Reason.PAUSED, "spec.rollout.paused is true; set it to false to go on")
+        return State("Unknown", Reason.PAUSED, "spec.rollout.paused is true; set it to false to continue")
     if wanted.state is Rollout.FAILED:
         return State("False", Reason.DEADLINE_EXCEEDED, waits)
     if wanted.state is Rollout.ROLLED_BACK:
@@ -182,7 +182,7 @@ def _available(service: InferenceService, seen: Observed, wanted: Plan) -> State
 def _serving(service: InferenceService, seen: Observed, wanted: Plan) -> State:
     if seen.router is None or seen.router.ready == 0:
         if service.spec.router.replicas == 0:
-            return State("False", Reason.SCALED_TO_ZERO, "router is scaled to 0, so that no client is answered")
+            return State("False", Reason.SCALED_TO_ZERO, "router is scaled to 0, so clients get no answer")
         return State("False", Reason.NO_ROUTER, f"no router of {service.name} is ready")
     ready = {part: sum(w.ready for w in seen.of(part)) for part in Component if is_engine(part)}
     if ready[Component.WORKER] > 0:
@@ -190,7 +190,7 @@ def _serving(service: InferenceService, seen: Observed, wanted: Plan) -> State:
     if ready[Component.DECODE] == 0:
         part = Component.WORKER if service.spec.mode is Mode.UNIFIED else Component.DECODE
         if wanted.goals[part].count == 0:
-            return State("False", Reason.SCALED_TO_ZERO, f"{part} is scaled to 0, so that no prompt is answered")
+            return State("False", Reason.SCALED_TO_ZERO, f"{part} is scaled to 0, so prompts get no answer")
         return State("False", Reason.NO_ENGINE, f"no {part} pod of {service.name} is ready")
     if service.spec.router.on_prefill_unavailable is PrefillUnavailable.REJECT and not _may_pair(seen):
         missing = "and of the KV layout of a decode pod " if ready[Component.PREFILL] else ""
@@ -238,12 +238,12 @@ def _router_state(service: InferenceService, seen: Observed, wanted: Plan, now: 
 
 
 def _stays(wanted: Plan) -> str:
-    return f"revision {wanted.failed} failed, it stays as it was" if wanted.failed else ""
+    return f"revision {wanted.failed} failed; the router stays as it was" if wanted.failed else ""
 
 
 def _store_state(service: InferenceService, seen: Observed, wanted: Plan, now: float) -> State:
     if not mooncake.is_managed(service):
-        return State("True", Reason.EXTERNAL, "the master is run by somebody else")
+        return State("True", Reason.EXTERNAL, "the master is run outside this service")
     if seen.store is None:
         return State("False", Reason.STARTING, "store: not made yet")
     if seen.store.ready > 0 and seen.store.revision != role_revision(service, Component.STORE):

@@ -23,7 +23,7 @@ class ModelParts:
 
 
 def model_parts(service: InferenceService, *, image: str, deadline: str, tokenizer_only: bool = False) -> ModelParts:
-    """Pieces for one pod. `deadline`: a download ends where its pod may no longer be starting, and is gone on with by
+    """Pieces for one pod. `deadline`: a download ends when its pod may no longer be starting, and is resumed by
     the pod's next try. `tokenizer_only`: the router downloads no weights."""
     source = service.spec.model.source
     if source.host_path:

@@ -21,7 +21,7 @@ Written = Callable[[str, Object], None]
 """Told of each write: verb, and the object as it is then."""
 BUDGET = "PodDisruptionBudget"
 NOBODY = (0, 429, 503, 504)
-"""HTTP statuses that are no word on the object: there was no answer, or the server has no time for anybody."""
+"""HTTP statuses that do not judge the object: there was no answer, or the server is too busy to give one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -264,7 +264,9 @@ class Applier:
 def _taken(manifest: Object) -> NameTaken:
     kind, name = name_of(manifest)
     owner = manifest["metadata"]["ownerReferences"][0]["name"]
-    return NameTaken(CONFLICT, f"{kind} {name} exists and is not of InferenceService {owner}; it is left as it is")
+    return NameTaken(
+        CONFLICT, f"{kind} {name} exists and does not belong to InferenceService {owner}; it is left as it is"
+    )
 
 
 def _pods(manifest: Object) -> int:

@@ -54,7 +54,9 @@ class Certificates:
         try:
             self._present = self._load()
         except (OSError, ssl.SSLError) as error:
-            _log.warning("%s: not usable, the former certificate goes on: %s", self._files[0].parent, error)
+            _log.warning(
+                "%s: not usable, still serving with the previous certificate: %s", self._files[0].parent, error
+            )
         else:
             _log.info("%s: new certificate", self._files[0].parent)
 

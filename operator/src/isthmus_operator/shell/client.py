@@ -53,7 +53,7 @@ async def connect(kubeconfig: str = "", context: str = "") -> Api:
     `kubeconfig` empty: inside a cluster its own service account, elsewhere the usual file. ApiError says what is wrong.
     """
     if not (path := _usual(kubeconfig)).is_file() and (kubeconfig or not identity().namespace):
-        where = "is not there" if kubeconfig else "is not there, and this is no pod of a cluster"
+        where = "does not exist" if kubeconfig else "does not exist, and this process is not in a pod"
         raise ApiError(0, f"kubeconfig {path} {where}; give --kubeconfig, or set KUBECONFIG")
     configuration = Configuration()
     # How many requests run at once is decided by who makes them.

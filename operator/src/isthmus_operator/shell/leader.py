@@ -136,7 +136,7 @@ class _Lease:
                 if lease is not None and lease["spec"].get("holderIdentity") == self._settings.holder:
                     await self._api.replace(lease | {"spec": lease["spec"] | {"holderIdentity": ""}})
         except (ApiError, TimeoutError) as error:
-            _log.warning("lease: not given back: %s", error or "no answer in time")
+            _log.warning("lease: not released: %s", error or "no answer in time")
 
     async def _try(self) -> bool:
         """Take or renew the lease; whether it is ours now."""

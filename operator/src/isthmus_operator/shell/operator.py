@@ -112,7 +112,7 @@ class Operator:
     def unready(self) -> str:
         """Why /readyz fails; empty when it does not."""
         if not self._admitted.is_set():
-            return "the API server does not let it watch yet"
+            return "the API server does not let the operator watch yet"
         return "the webhook does not answer yet" if self.options.webhook_port and not self.serving.is_set() else ""
 
     async def _last_words(self, why: str) -> None:
@@ -129,7 +129,7 @@ class Operator:
             async with asyncio.timeout(LAST_WORDS_S):
                 await (lead(self.api, lease, tell) if lease else tell())
         except (ApiError, TimeoutError) as error:
-            _log.warning("services are not told: %s", error or "no answer in time")
+            _log.warning("services could not be told: %s", error or "no answer in time")
 
     async def _unread(self, why: str) -> None:
         """Note why something may not be read, or that all may: services say so."""

@@ -31,7 +31,7 @@ def require_port(flag: str, host: str, port: int) -> None:
             probe.bind(address)
     except OSError as error:
         raise UserError(
-            f"{flag} {port}: cannot listen on {host} port {port}: {error.strerror}; give another"
+            f"{flag} {port}: cannot listen on {host} port {port}: {error.strerror}; give another port"
         ) from error
 
 
@@ -81,4 +81,4 @@ async def _require_rights(api: Api, namespaces: tuple[str, ...]) -> None:
                     raise
                 refused.append(str(error))
     if refused:
-        raise ApiError(403, f"cannot read what it looks after: {'; '.join(refused)}; see operator/docs/rbac.md")
+        raise ApiError(403, f"cannot read the objects it watches: {'; '.join(refused)}; see operator/docs/rbac.md")

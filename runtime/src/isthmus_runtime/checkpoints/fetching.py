@@ -45,7 +45,7 @@ def in_place(
         keep = False
         read_model_spec(partial)
         if weights and not any(partial.glob("*.safetensors")):
-            raise WeightsError(f"{out.name}: the source has no safetensors weights")
+            raise WeightsError(f"{out.name}: the source has no safetensors weights; name a model that has them")
         try:
             partial.rename(out)
         except OSError:
@@ -67,7 +67,7 @@ def _partial(out: Path, progress: Progress, resume_as: str) -> Path:
     kept = out.with_name(f".{out.name}.{resume_as}.partial")
     if kept.is_dir():
         size = sum(path.stat().st_size for path in kept.rglob("*") if path.is_file())
-        progress(f"going on with {size / 1e6:.0f} MB that an earlier try left")
+        progress(f"resuming from {size / 1e6:.0f} MB that an earlier try downloaded")
     kept.mkdir(exist_ok=True)
     return kept
 
@@ -82,7 +82,7 @@ def _remove_abandoned(out: Path, progress: Progress) -> None:
             # It is being written or removed just now.
             continue
         if now - last > ABANDONED_S:
-            progress(f"removing {folder.name}, an unfinished download that nobody goes on with")
+            progress(f"removing {folder.name}, an unfinished download that nobody resumes")
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -92,5 +92,5 @@ def _complete(out: Path, *, weights: bool) -> bool:
     if not out.is_dir() or not any(out.iterdir()):
         return False
     if not (out / "config.json").is_file() or (weights and not any(out.glob("*.safetensors"))):
-        raise WeightsError(f"{out} exists and holds no whole model; remove it or name another folder")
+        raise WeightsError(f"{out} exists but does not hold a complete model; remove it or name another folder")
     return True

@@ -114,7 +114,7 @@ def _is_done(out: Path, marker: Mapping[str, Any]) -> bool:
         if out.is_dir() and not any(out.iterdir()):
             return False
         raise WeightsError(
-            f"{out} exists and was not made by `model import`; remove it or name another --out"
+            f"{out} exists but was not made by `model import`; remove it or name another --out"
         ) from None
     return (
         isinstance(held, dict)

@@ -198,8 +198,8 @@ def _sentencepiece_bpe(meta: Mapping[str, Any], vocabulary: _Vocabulary) -> _Met
     source, tokens, types, ids = vocabulary.source, vocabulary.tokens, vocabulary.types, vocabulary.ids
     if meta.get("tokenizer.ggml.add_space_prefix", True):
         raise WeightsError(
-            f"{source}: tokenizer.ggml.add_space_prefix is on (a space put before a text), which is not supported. "
-            "Fetch the original safetensors model instead"
+            f"{source}: tokenizer.ggml.add_space_prefix is on (a space in front of every text), which is not supported."
+            " Fetch the original safetensors model instead"
         )
     if meta.get("tokenizer.ggml.precompiled_charsmap"):
         raise WeightsError(f"{source}: tokenizer.ggml.precompiled_charsmap is set, which is not supported")

@@ -64,7 +64,7 @@ def fetch_s3(
             )
             sizes = _sizes(client, bucket, prefix, patterns)
             if not sizes:
-                raise WeightsError(f"{uri} holds no model files; give the folder of config.json as the prefix")
+                raise WeightsError(f"{uri} holds no model files; give the prefix under which config.json lies")
             # boto3 names a file only when it is whole: what is there under another name is a piece of one.
             for path in folder.iterdir():
                 if path.name not in sizes or path.stat().st_size != sizes[path.name]:

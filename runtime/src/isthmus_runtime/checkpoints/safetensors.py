@@ -146,7 +146,9 @@ class Checkpoint:
             return [self._folder / name for name in sorted(set(names.values()))]
         files = sorted(self._folder.glob("*.safetensors"))
         if len(files) > 1:
-            raise WeightsError(f"{self._folder} holds {len(files)} safetensors files but no {_INDEX} that joins them")
+            raise WeightsError(
+                f"{self._folder} holds {len(files)} safetensors files but no {_INDEX} that says which file holds what"
+            )
         if not files:
             pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self._folder.glob(pattern))
             held = f"only {pickles[0]}, which is a pickle and is not loaded" if pickles else "no weights"

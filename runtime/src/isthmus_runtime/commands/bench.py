@@ -114,7 +114,7 @@ def build_bench_parser() -> argparse.ArgumentParser:
     other.add_argument("--steps", action="store_true", help="step times for `simulate --calibrate`; needs --out")
     other.add_argument("--replay", default="", help="send a trace (JSON lines, docs/simulation.md) at its own times")
     other.add_argument("--max-model-len", type=int, default=2048, help="with --steps: of the service, tokens")
-    other.add_argument("--out", default="", help="with --steps or --replay: JSON file of what was measured")
+    other.add_argument("--out", default="", help="with --steps or --replay: JSON file for the results")
     return p
 
 
@@ -130,7 +130,7 @@ def bench_main(argv: Sequence[str]) -> int:
     target = Target(url=url, model=args.model, vocab_size=args.vocab_size, timeout_s=args.timeout)
     if args.steps or args.replay:
         if bool(args.steps) == bool(args.replay) or not args.out:
-            raise ConfigError("give one of --steps and --replay, and --out for what it measures")
+            raise ConfigError("give one of --steps and --replay, together with --out for the results")
         return _steps(target, args) if args.steps else _replay(target, args)
     load = Load(
         url=url,

@@ -21,7 +21,7 @@ def build_model_parser() -> argparse.ArgumentParser:
     one = commands.add_parser("import", help="convert a GGUF file to safetensors")
     one.add_argument("file", help="GGUF file")
     one.add_argument("--out", required=True, help="directory to write; appears whole or not at all")
-    two = commands.add_parser("fetch", help="download a model; nothing is done if it is there already")
+    two = commands.add_parser("fetch", help="download a model; does nothing if it is already there")
     two.add_argument("source", help="hf://owner/name[@revision] or s3://bucket/prefix")
     two.add_argument("out", help="directory to write; appears whole or not at all")
     two.add_argument("--token-file", default="", help="file with an access token of the hub")
@@ -29,8 +29,8 @@ def build_model_parser() -> argparse.ArgumentParser:
     two.add_argument("--s3-region", default="", help="region of the bucket")
     two.add_argument("--credentials-dir", default="", help="folder with the files accessKeyId and secretAccessKey")
     own = "a name that no other downloader of this cache has, such as the pod's"
-    two.add_argument("--resume-as", default="", help=f"{own}: what a failed or killed try had is kept and gone on with")
-    two.add_argument("--deadline", type=parse_duration, default=None, help="give up after so long, e.g. 30m")
+    two.add_argument("--resume-as", default="", help=f"{own}: a failed or killed try's files are kept and resumed")
+    two.add_argument("--deadline", type=parse_duration, default=None, help="give up after this long, e.g. 30m")
     two.add_argument("--tokenizer-only", action="store_true", help="leave out the weights, as a router needs none")
     return p
 
@@ -101,7 +101,9 @@ def _fetch(args: argparse.Namespace) -> None:
             args.source, out, _progress, access, tokenizer_only=args.tokenizer_only, resume_as=args.resume_as
         )  # fmt: skip
     else:
-        raise WeightsError(f"{args.source!r} is no source; give hf://owner/name[@revision] or s3://bucket/prefix")
+        raise WeightsError(
+            f"{args.source!r} is not a model source; give hf://owner/name[@revision] or s3://bucket/prefix"
+        )
 
 
 def _read(path: str) -> str:

@@ -95,7 +95,7 @@ class Scheduler:
             raise InvalidRequest(f"request id {sid!r} is already in progress; use a new one", param="request_id")
         if waiting >= self.config.max_waiting:
             raise Overloaded(
-                f"{waiting} requests wait already (limit --max-waiting {self.config.max_waiting}); retry later",
+                f"{waiting} requests are already waiting (limit --max-waiting {self.config.max_waiting}); retry later",
                 status=429,
             )
         self.queues.live[sid] = seq
@@ -168,7 +168,7 @@ class Scheduler:
         for seq in draft.stuck:
             need = self.blocks.missing(seq, seq.known)
             message = (
-                f"needs {need} more KV blocks, {self.pool.num_free} are free and nobody else holds any "
+                f"needs {need} more KV blocks, {self.pool.num_free} are free and no other request holds any "
                 f"({self.pool.counts().quarantined} quarantined); retry when the peer is back"
             )
             draft.effects += self._completion.end(seq, FinishReason.ERROR, EngineFailed(message))

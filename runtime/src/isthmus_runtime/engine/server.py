@@ -149,7 +149,7 @@ class EngineServer:
             return engine.failure
         stalled = engine.stalled_s()
         if stalled > self._no_progress_s:
-            return f"there is work and no step finished for {stalled:.0f} s (limit {self._no_progress_s:g} s)"
+            return f"there is work but no step has finished for {stalled:.0f} s (limit {self._no_progress_s:g} s)"
         return ""
 
     async def health(self) -> Response:
@@ -209,7 +209,7 @@ class EngineServer:
 
     def _reader_left(self, what: GenerateCall) -> None:
         self._meters.requests.failed(499, "cancelled")
-        log.debug("the reader of %s has left", what.attempt or what.request.request_id)
+        log.debug("the reader of %s has disconnected", what.attempt or what.request.request_id)
 
     async def _stream(self, what: GenerateCall, call: Call) -> None:
         stream = self._backend.stream(

@@ -247,7 +247,7 @@ class _Api:
         scheme, _, token = authorization(request).partition(" ")
         given = token.strip().encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._key) or scheme.lower() != "bearer":
-            raise _Unauthorised("Authorization: a valid API key is needed as `Bearer KEY`", param="Authorization")
+            raise _Unauthorised("Authorization: send a valid API key as `Bearer KEY`", param="Authorization")
 
     def _count(self, error: RequestError) -> None:
         if self._metrics is not None:

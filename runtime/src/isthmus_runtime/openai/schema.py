@@ -76,7 +76,7 @@ _PART = {
 
 def _neutral_schema(neutral: Mapping[str, tuple[object, ...]]) -> dict[str, Any]:
     """JSON schema of these parameters: their neutral values, or null."""
-    text = "Not implemented; accepted with values that ask for nothing."
+    text = "Not implemented; accepted only with values that have no effect."
     return {name: {"enum": [*values, None], "description": text} for name, values in neutral.items()}
 
 
@@ -314,7 +314,7 @@ def _json_object(body: bytes) -> dict[str, Any]:
     except InvalidRequest:
         raise
     except ValueError as e:  # of int(): more digits than it converts
-        raise InvalidRequest("the body holds a number of several thousand digits") from e
+        raise InvalidRequest("the body holds a number of several thousand digits; shorten it") from e
     except RecursionError as e:
         raise InvalidRequest("the body is nested too deeply") from e
     if not isinstance(data, dict):

@@ -67,7 +67,7 @@ class Tokenizer:
         self._bos = tokenizer.token_to_id(bos) if bos is not None else None
         if self._add_bos and self._bos is None:
             raise ConfigError(
-                f"tokenizer_config.json: add_bos_token is true, but bos_token {bos!r} is no token of tokenizer.json"
+                f"tokenizer_config.json: add_bos_token is true, but bos_token {bos!r} is not a token of tokenizer.json"
             )
 
     @staticmethod

@@ -115,7 +115,9 @@ class Attempt:
         try:
             line = await self._line()
             if isinstance(line, Ticket):
-                raise EngineFailed(f"decode engine {self._decode.url} reserved in mid-stream", stage="decode")
+                raise EngineFailed(
+                    f"decode engine {self._decode.url} reserved in the middle of a stream", stage="decode"
+                )
         except RequestError as error:
             self._count("decode", error)
             raise error.located("decode", self._attempt) from error
@@ -197,7 +199,7 @@ class Attempt:
         try:
             line = parse_line(raw)
         except (ValueError, KeyError, TypeError) as e:
-            raise EngineFailed(f"decode engine {self._decode.url} sent a line that is no chunk: {e}") from e
+            raise EngineFailed(f"decode engine {self._decode.url} sent a line that is not a valid chunk: {e}") from e
         if isinstance(line, TokenChunk) and line.finish_reason is not None:
             self._ended = True
         return line
@@ -245,7 +247,7 @@ class Attempt:
         if self._prefill is None or ticket.attempt != self._attempt:
             raise EngineFailed(
                 f"decode engine {self._decode.url} reserved for attempt {ticket.attempt!r}, "
-                f"asked was {self._attempt if self._prefill else 'none'!r}",
+                f"expected {self._attempt if self._prefill else 'none'!r}",
                 stage="decode",
             )
         self._prefill_task = asyncio.create_task(self._run_prefill(self._prefill.url, ticket))
@@ -316,10 +318,10 @@ class Attempt:
         try:
             answer = PrefillAnswer.model_validate_json(raw)
         except ValidationError as e:
-            raise EngineFailed(f"prefill engine {url} sent an answer that is none: {e}", stage="prefill") from e
+            raise EngineFailed(f"prefill engine {url} sent an answer that cannot be read: {e}", stage="prefill") from e
         if answer.attempt != self._attempt:
             raise EngineFailed(
-                f"prefill engine {url} answered for attempt {answer.attempt!r}, asked was {self._attempt!r}",
+                f"prefill engine {url} answered for attempt {answer.attempt!r}, expected {self._attempt!r}",
                 stage="prefill",
             )
 

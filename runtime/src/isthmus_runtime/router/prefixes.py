@@ -130,7 +130,7 @@ class StoredBlocks:
             self._engines[url] = set()
             self._expected.pop(url, None)
         elif self._at.get(url) != previous:
-            raise EventGap(f"events continue at {previous}, known are those before {self._at.get(url)}")
+            raise EventGap(f"events continue at {previous}, expected {self._at.get(url)}")
         blocks, expected = self._engines[url], self._expected.get(url)
         for change in changes:
             number = int(change[1:], 16)

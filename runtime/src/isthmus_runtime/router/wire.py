@@ -137,7 +137,7 @@ class Exchange(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
             if self._unread > _MAX_HEAD:
-                raise BadAnswer(f"{self._unread} bytes came that are neither a head nor part of a body")
+                raise BadAnswer(f"{self._unread} bytes arrived that are neither a head nor part of a body")
         except (HttpParserError, BadAnswer) as e:
             cause = e.__context__ if isinstance(e, HttpParserCallbackError) else e
             self._fail(cause if isinstance(cause, BadAnswer) else BadAnswer(f"not an HTTP answer: {e}"))

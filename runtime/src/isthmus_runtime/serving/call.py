@@ -43,7 +43,7 @@ class Call(Request):
         while parts[-1]["type"] == "http.request" and parts[-1]["more_body"]:
             parts.append(await self._receive())
         if parts[-1]["type"] != "http.request":
-            raise ConnectionResetError("the client has left")
+            raise ConnectionResetError("the client has disconnected")
         return b"".join([part["body"] for part in parts])
 
     async def reply(self, status: int, headers: Mapping[str, str], body: bytes) -> None:

@@ -99,7 +99,7 @@ class _Body:
         if self._encoding and self._decoder is None:
             shown = self._encoding.decode("latin-1")
             raise UnknownEncoding(
-                f"Content-Encoding: {shown!r} is not read; send the body as it is, or as gzip or deflate",
+                f"Content-Encoding: {shown!r} is not supported; send the body uncompressed, or as gzip or deflate",
                 param="Content-Encoding",
             )
         message = await self._receive()
@@ -122,7 +122,7 @@ class _Body:
         except zlib.error as e:
             raise InvalidRequest(f"the body cannot be read: {e}") from e
         if decoder.unused_data or (last and not decoder.eof and self._size + len(body) <= self._limit):
-            raise InvalidRequest(f"the body cannot be read: it is not one whole {self._encoding.decode()} stream")
+            raise InvalidRequest(f"the body cannot be read: it is not one complete {self._encoding.decode()} stream")
         return body
 
     def _refuse(self, size: int) -> None:

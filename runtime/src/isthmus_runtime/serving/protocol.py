@@ -165,7 +165,7 @@ class Protocol(HttpToolsProtocol):
         if self._pending > limit and sum(len(n) + len(v) for n, v in self.headers) + len(self.url) > limit:
             raise self._too_large()
         if sum(name == b"host" for name, _ in self.headers) != 1 and self.parser.get_http_version() == "1.1":
-            raise InvalidRequest("a request of HTTP/1.1 has one Host header (RFC 9112, 3.2)")
+            raise InvalidRequest("an HTTP/1.1 request must have exactly one Host header (RFC 9112, 3.2)")
         self._pending = 0
         self._phase = _Phase.BODY
         super().on_headers_complete()

@@ -76,7 +76,7 @@ def search(base: Cluster, trace: Sequence[TraceRequest], slo: Slo, wanted: float
             best = finder.run(*split)
             raise ConfigError(
                 f"{total} engines reach {best:.1%} within TTFT {slo.ttft_s:g} s and ITL {slo.itl_s * 1000:g} ms, "
-                f"{wanted:.1%} is asked; raise the SLO, --tp or the GPU"
+                f"{wanted:.1%} is required; relax the SLO, raise --tp or take a faster GPU"
             )
         low, total = total, total * 2
     high, found = total, split

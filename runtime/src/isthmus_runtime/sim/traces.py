@@ -45,7 +45,7 @@ def read_trace(path: str | Path) -> list[TraceRequest]:
                 ) from error
             requests.append(TraceRequest(at / 1000, max(1, length), max(1, output), ids))
     if not requests:
-        raise ConfigError(f"{path}: holds no request")
+        raise ConfigError(f"{path}: holds no requests")
     requests.sort(key=lambda r: r.at_s)
     return requests
 

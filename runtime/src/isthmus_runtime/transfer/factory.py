@@ -41,7 +41,7 @@ def make_transfer(
     if cfg.mode == "memory":
         if fabric is None or not name:
             raise ConfigError(
-                "--transfer-mode memory works inside one process only: it needs a MemoryFabric and a name"
+                "--transfer-mode memory works only inside one process: it needs a MemoryFabric and a name"
             )
         return fabric.connect(name, epoch)
     raise ConfigError(f"--transfer-mode {cfg.mode!r} moves no KV; allowed: direct, store, memory")

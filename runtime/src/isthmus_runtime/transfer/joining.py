@@ -139,7 +139,7 @@ def _probed(
     if problem:
         leave_behind(store)
         raise ConfigError(
-            f"--store-master {master}: the pool did not give back what was put into it within {timeout_s:.1f} s: "
+            f"--store-master {master}: the pool did not return what was put into it within {timeout_s:.1f} s: "
             f"{problem}; see the log of mooncake_master"
         )
     try:

@@ -36,7 +36,7 @@ def unusable() -> str:
         found = torch.cuda.get_device_capability(0)
     except (RuntimeError, AssertionError) as e:
         # torch's own words name the cause: no driver, one too old (with both versions), a card that does not answer.
-        return f"{str(e).splitlines()[0]}; use --device cpu, or mend the driver (nvidia-smi shows its state)"
+        return f"{str(e).splitlines()[0]}; use --device cpu, or repair the driver (nvidia-smi shows its state)"
     if found < LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(0)
         least, has = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, found))
