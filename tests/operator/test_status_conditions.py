@@ -232,6 +232,8 @@ def test_an_invalid_spec_keeps_what_serves() -> None:
     assert condition(after, "Ready") == ("False", "InvalidSpec")
     assert condition(after, "Available") == ("True", "Serving")
     assert after["observedGeneration"] == 4
+    looked = {c["type"]: c["observedGeneration"] for c in after["conditions"]}
+    assert (looked["Ready"], looked["Available"]) == (4, 3), "nobody has looked at the pods for this generation"
     assert after["roles"] == before["roles"]
     assert Reason.INVALID_SPEC in {e.reason for e in events(before, after)}
     assert events(after, invalid_status(caught.value, after, 4, NOW)) == []

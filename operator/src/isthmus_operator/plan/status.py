@@ -83,9 +83,9 @@ def failed_status(reason: Reason, message: str, before: Status, generation: int,
 
 
 def _unmoved(states: dict[str, State], before: Status, generation: int, now: str) -> Status:
-    kept = {c["type"]: State(c["status"], c["reason"], c["message"]) for c in before.get("conditions", ())}
-    # Ready first, as it always is.
-    found = conditions({**states, **kept, **states}, before, generation, now)
+    # Ready first, as it always is. The others are of the generation that was looked at.
+    kept = [c for c in before.get("conditions") or () if c["type"] not in states]
+    found = conditions(states, before, generation, now) + kept
     return {**before, "observedGeneration": generation, "conditions": found}
 
 
