@@ -171,7 +171,7 @@ class Bench:
         specs = loaded.layer_specs(kv.block_size, kv.dtype)
         self.plan = plan(
             KvPlanInput(
-                workers=(specs,),
+                ranks=(specs,),
                 available_bytes=(kv.memory_bytes or loaded.device.kv_bytes(kv.memory_fraction),),
                 max_model_len=scheduler.max_model_len or loaded.spec.max_position,
                 auto_fit=True,

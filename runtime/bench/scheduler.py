@@ -38,7 +38,7 @@ def scheduler_with(rows: int, steps: int) -> Scheduler:
         bytes_per_block=1,
         max_model_len=length,
         groups=(GroupPlan(block_size=BLOCK),),
-        workers=(),
+        ranks=(),
     )
     config = SchedulerConfig(max_batched_tokens=8192, max_num_seqs=rows, max_waiting=rows)
     scheduler = Scheduler(config, plan, BlockPool(blocks))

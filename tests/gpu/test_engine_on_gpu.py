@@ -63,7 +63,7 @@ def start(folder: Path, device: str, *, blocks: int = ROWS * 8 + 1) -> tuple[Loa
     loaded = load(ModelConfig(path=str(folder), device=device, dtype="float32"), scheduler, source=_OnGpu)
     kv_plan = plan(
         KvPlanInput(
-            workers=(loaded.layer_specs(BLOCK, "auto"),),
+            ranks=(loaded.layer_specs(BLOCK, "auto"),),
             available_bytes=(1 << 40,),
             max_model_len=128,
             max_num_batched_tokens=512,

@@ -27,7 +27,7 @@ def make_plan(num_blocks: int, block_size: int, max_model_len: int, groups: tupl
         bytes_per_block=block_size * ENTRY_BYTES,
         max_model_len=max_model_len,
         groups=groups,
-        workers=(),
+        ranks=(),
     )
 
 

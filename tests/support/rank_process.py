@@ -35,7 +35,7 @@ def executor(folder: str, blocks: int) -> TorchExecutor:
     loaded = load(ModelConfig(path=folder, device="cpu", dtype="float32", threads=1), scheduler)
     kv_plan = plan(
         KvPlanInput(
-            workers=(loaded.layer_specs(8, "auto"),),
+            ranks=(loaded.layer_specs(8, "auto"),),
             available_bytes=(1 << 33,),
             max_model_len=32,
             max_num_batched_tokens=16,

@@ -230,7 +230,7 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
         specs = loaded.layer_specs(block_size, kv_dtype)
         kv_plan = plan(
             KvPlanInput(
-                workers=(specs,),
+                ranks=(specs,),
                 available_bytes=(1 << 33,),
                 max_model_len=max_model_len,
                 max_num_batched_tokens=budget,

@@ -32,7 +32,7 @@ def specs_of(*windows: int | None, block_size: int = 4, kv_heads: int = 3, head_
 def plan_of(specs: tuple[LayerSpec, ...], num_blocks: int) -> KvPlan:
     return plan(
         KvPlanInput(
-            workers=(specs,),
+            ranks=(specs,),
             available_bytes=(1 << 50,),
             max_model_len=1,
             max_num_batched_tokens=1,

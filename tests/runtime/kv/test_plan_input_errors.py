@@ -103,7 +103,7 @@ def test_optional_fields_have_defaults() -> None:
 def test_records_are_checked_like_files() -> None:
     wrong = LayerSpec(kind="full", layers=0, kv_heads=1, head_dim=1, block_size=16, dtype="bf16")
     with pytest.raises(PlanError) as caught:
-        plan(KvPlanInput(workers=((wrong,),), available_bytes=(-1,), max_model_len=1, max_num_batched_tokens=1))
+        plan(KvPlanInput(ranks=((wrong,),), available_bytes=(-1,), max_model_len=1, max_num_batched_tokens=1))
     assert caught.value.code == "invalid_input"
     assert len(caught.value.problems) == 2
 

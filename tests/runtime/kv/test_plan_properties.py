@@ -37,7 +37,7 @@ workers = st.lists(st.lists(specs(), min_size=1, max_size=3).map(tuple), min_siz
 def inputs(draw: st.DrawFn) -> KvPlanInput:
     layers = draw(workers)
     return KvPlanInput(
-        workers=layers,
+        ranks=layers,
         available_bytes=tuple(draw(st.integers(0, 2**31)) for _ in layers),
         max_model_len=draw(st.integers(1, 200_000)),
         max_num_batched_tokens=draw(st.integers(1, 8192)),
@@ -102,14 +102,14 @@ def test_a_plan_keeps_its_promises(inp: KvPlanInput) -> None:
         result = plan(inp)
     except PlanError as error:
         assert error.code in {"no_memory", "max_model_len_does_not_fit"}
-        fewest = min(a // w.bytes_per_block for a, w in zip(inp.available_bytes, shape.workers, strict=True))
+        fewest = min(a // w.bytes_per_block for a, w in zip(inp.available_bytes, shape.ranks, strict=True))
         asked = 1 if inp.auto_fit else inp.max_model_len
         assert blocks_needed(shape.groups, asked) > fewest - 1
         return
     assert result.usable_blocks == result.num_blocks - 1
     assert result.blocks_needed(result.max_model_len) <= result.usable_blocks
     assert result.max_model_len == inp.max_model_len or inp.auto_fit
-    for size, worker in zip(inp.available_bytes, result.workers, strict=True):
+    for size, worker in zip(inp.available_bytes, result.ranks, strict=True):
         assert result.num_blocks * worker.bytes_per_block <= size
 
 

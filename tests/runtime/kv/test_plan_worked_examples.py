@@ -121,7 +121,7 @@ FITS: list[tuple[str, Any, Any, int, dict[str, Any], int, int, int, int, int]] =
 def test_fits(case: tuple[str, Any, Any, int, dict[str, Any], int, int, int, int, int]) -> None:
     _name, workers, available, length, other, bytes_per_block, num_groups, need, num_blocks, granted = case
     inp = KvPlanInput(
-        workers=workers,
+        ranks=workers,
         available_bytes=tuple(available),
         max_model_len=length,
         **{"max_num_batched_tokens": 8192, **other},
@@ -184,7 +184,7 @@ def test_refused(case: tuple[str, Any, Any, int, dict[str, Any], str, list[str]]
     with pytest.raises(PlanError) as caught:
         plan(
             KvPlanInput(
-                workers=workers,
+                ranks=workers,
                 available_bytes=tuple(available),
                 max_model_len=length,
                 **{"max_num_batched_tokens": 8192, **other},
@@ -201,7 +201,7 @@ def test_override_is_measured_on_each_workers_own_blocks() -> None:
     stages = ((full(17),), (full(15),))
     exact = (1000 * 17 * 65536, 1000 * 15 * 65536)
     inp = KvPlanInput(
-        workers=stages,
+        ranks=stages,
         available_bytes=exact,
         max_model_len=1024,
         max_num_batched_tokens=512,
@@ -230,9 +230,9 @@ def test_a_window_looks_back_at_one_token_less_than_its_width(length: int, block
 
 def test_every_page_has_its_own_place_in_the_block() -> None:
     workers = ((full(4), sliding(8, 512, 4, 128), full(1, 2)), (full(3), sliding(2, 512, 4, 128)))
-    inp = KvPlanInput(workers=workers, available_bytes=(G, G), max_model_len=4096, max_num_batched_tokens=512)
+    inp = KvPlanInput(ranks=workers, available_bytes=(G, G), max_model_len=4096, max_num_batched_tokens=512)
     shape = kv_shape(inp)
-    for specs, worker in zip(workers, shape.workers, strict=True):
+    for specs, worker in zip(workers, shape.ranks, strict=True):
         assert {(p.spec, p.index) for p in worker.placements} == {
             (number, index) for number, spec in enumerate(specs) for index in range(spec.layers)
         }
@@ -251,13 +251,13 @@ def test_every_page_has_its_own_place_in_the_block() -> None:
 def test_stages_with_different_groups_share_one_set_of_tables() -> None:
     """Stage 0: 1 full and 5 sliding groups; stage 1: 1 full and 2. One request needs a table for all six."""
     workers = ((full(8, 4, 256), sliding(40, 1024, 4, 256)), (full(8, 4, 256), sliding(16, 1024, 4, 256)))
-    inp = KvPlanInput(workers=workers, available_bytes=(G, G), max_model_len=4096, max_num_batched_tokens=2048)
+    inp = KvPlanInput(ranks=workers, available_bytes=(G, G), max_model_len=4096, max_num_batched_tokens=2048)
     result = plan(inp)
     assert [group.kind for group in result.groups] == ["full"] + ["sliding"] * 5
-    assert {place.group for place in result.workers[1].placements} == {0, 1, 2}
+    assert {place.group for place in result.ranks[1].placements} == {0, 1, 2}
 
 
 def test_block_size_is_where_all_groups_blocks_end() -> None:
     workers = ((full(4, bs=16), sliding(4, 512, 4, 128, bs=32)),)
-    inp = KvPlanInput(workers=workers, available_bytes=(G,), max_model_len=4096, max_num_batched_tokens=512)
+    inp = KvPlanInput(ranks=workers, available_bytes=(G,), max_model_len=4096, max_num_batched_tokens=512)
     assert plan(inp).block_size == 32

@@ -12,7 +12,7 @@ import pytest
 import serving
 import uvloop
 from fastapi import Request
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from starlette.responses import Response
 
@@ -231,7 +231,9 @@ FORMS = {
     "http/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
     "two hosts": (post(b"{}", "Host: y", close=True), 400),
     "no host": (post(b"{}", close=True).replace(b"Host: x\r\n", b""), 400),
-    "upgrade": (post(b"{}", "Connection: upgrade, close", "Upgrade: h2c"), 200),
+    "upgrade with a body": (post(b"{}", "Connection: upgrade, close", "Upgrade: h2c"), 400),
+    "upgrade with chunks": (chunked(b"{}").replace(b"Host: x", b"Host: x\r\nConnection: upgrade\r\nUpgrade: h2c"), 400),
+    "upgrade without a body": (post(b"", "Connection: upgrade, close", "Upgrade: h2c"), 200),
     "connection tokens": (post(b"{}", "Connection: keep-alive, close"), 200),
     "trailer": (chunked(b"{}", end=False) + b"0\r\nX: y\r\n\r\n", 200),
 }
@@ -265,6 +267,7 @@ AMBIGUOUS = {"content-length", "transfer-encoding", "host"}
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(fields=st.lists(FIELD, max_size=3), swap=st.booleans())
+@example(fields=["Connection: upgrade", "Upgrade: h2c"], swap=False)
 def test_a_head_that_can_be_read_in_two_ways_is_refused(fields, swap):
     """Another Content-Length, Transfer-Encoding or Host beside ours: a proxy in front may go by either."""
     head = ["Host: x", "Content-Length: 2", "Connection: close", *fields]

@@ -104,7 +104,7 @@ def _plan(
     auto = config.scheduler.max_model_len is None
     return plan(
         KvPlanInput(
-            workers=(specs,),
+            ranks=(specs,),
             available_bytes=(memory if memory is not None else share(config.kv.memory_fraction),),
             max_model_len=config.scheduler.max_model_len or model_limit,
             auto_fit=auto,

@@ -39,9 +39,9 @@ class KvCache:
     ) -> None:
         if layout not in LAYOUTS:
             raise ConfigError(f"--kv-layout {layout!r} is not supported; known: {', '.join(LAYOUTS)}")
-        worker = plan.workers[0]
+        rank = plan.ranks[0]
         self.num_blocks = plan.num_blocks
-        self.block_bytes = worker.bytes_per_block
+        self.block_bytes = rank.bytes_per_block
         self.block_stride = -(-self.block_bytes // _ALIGN) * _ALIGN
         self.layout = layout
         self.dtype = dtype
@@ -51,7 +51,7 @@ class KvCache:
         for spec in specs:
             first.append(first[-1] + spec.layers)
         views: dict[int, tuple[int, Tensor]] = {}
-        for place in worker.placements:
+        for place in rank.placements:
             spec = specs[place.spec]
             assert KV_NAMES[dtype] == spec.dtype, (dtype, spec)
             assert spec.kv_heads is not None and spec.head_dim is not None
@@ -63,7 +63,7 @@ class KvCache:
             )
             views[first[place.spec] + place.index] = (place.group, view)
         self.layers = [views[number] for number in range(first[-1])]
-        self._digest = hashlib.sha256(repr((layout, dtype, self.block_bytes, specs, worker)).encode()).hexdigest()[:16]
+        self._digest = hashlib.sha256(repr((layout, dtype, self.block_bytes, specs, rank)).encode()).hexdigest()[:16]
 
     def _block_major(self, offset: int, page: tuple[int, ...]) -> Tensor:
         two, size, heads, dim = page
@@ -71,7 +71,7 @@ class KvCache:
         return self._pool.as_strided((self.num_blocks, two, size, heads, dim), strides, offset // self.dtype.itemsize)
 
     def _layer_major(self, slot: int, page_bytes: int, page: tuple[int, ...], plan: KvPlan) -> Tensor:
-        if any(place.page_bytes != page_bytes for place in plan.workers[0].placements):
+        if any(place.page_bytes != page_bytes for place in plan.ranks[0].placements):
             raise ConfigError("--kv-layout layer-major needs layers with pages of one size; use block-major")
         two, size, heads, dim = page
         half = self.num_blocks * size * heads * dim

@@ -22,7 +22,7 @@ class KvRegion:
     """Bytes between two blocks (>= block_bytes)."""
     layout_digest: str
     rank: int = 0
-    """Whose pool this is, among the workers of a tensor-parallel engine."""
+    """Whose pool this is, among the ranks of a tensor-parallel engine."""
     device: str = "cpu"
     """As torch spells it: `cpu`, `cuda:0`."""
 

@@ -43,14 +43,14 @@ KINDS: dict[str, KindRule] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """``layers`` identical layers of one worker.
+    """``layers`` identical layers of one rank.
 
     Fields:
         kind: ``full``, ``sliding`` or ``mla``.
         layers: how many.
         block_size: tokens per block.
         dtype: a name in ``DTYPES``.
-        kv_heads: KV heads on this worker (after tensor parallelism); not for MLA.
+        kv_heads: KV heads on this rank (after tensor parallelism); not for MLA.
         head_dim: elements of K per head; ``head_dim_v`` of V, the same unless given.
         window: sliding window in tokens, the current one included.
         width: MLA only: latent plus rope elements per token.
@@ -130,10 +130,10 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlacement:
-    """Where one layer's page lies in a block of its worker (block-major).
+    """Where one layer's page lies in a block of its rank (block-major).
 
     Fields:
-        spec, index: the ``index``-th layer of the worker's ``spec``-th ``LayerSpec``.
+        spec, index: the ``index``-th layer of the rank's ``spec``-th ``LayerSpec``.
         group: index into ``KvPlan.groups``.
         slot: position among the layers of its group.
         offset: bytes from the start of the block.
@@ -149,12 +149,12 @@ class LayerPlacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerGroups:
-    """One worker's own groups.
+class RankGroups:
+    """One rank's own groups.
 
     Fields:
         demands: (block_size, window) of each group.
-        placements: every layer, by group and slot. ``group`` counts this worker's groups.
+        placements: every layer, by group and slot. ``group`` counts this rank's groups.
         bytes_per_block: the largest group's bytes; smaller groups are padded.
     """
 
@@ -168,8 +168,8 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def group_layers(specs: Sequence[LayerSpec]) -> WorkerGroups:
-    """Group one worker's layers.
+def group_layers(specs: Sequence[LayerSpec]) -> RankGroups:
+    """Group one rank's layers.
 
     Layers with one demand (block size and window) share block tables whatever their page sizes. With one demand
     there is one group. With several, each demand's layers are split so that groups weigh about the same: the unit
@@ -203,7 +203,7 @@ def group_layers(specs: Sequence[LayerSpec]) -> WorkerGroups:
                 offset += page
             bytes_per_block = max(bytes_per_block, offset)
             demands.append(demand)
-    return WorkerGroups(demands=tuple(demands), placements=tuple(placements), bytes_per_block=bytes_per_block)
+    return RankGroups(demands=tuple(demands), placements=tuple(placements), bytes_per_block=bytes_per_block)
 
 
 def blocks_needed(groups: Iterable[GroupPlan], length: int) -> int:

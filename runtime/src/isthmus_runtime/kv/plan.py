@@ -3,8 +3,8 @@
 Sizing, the override, auto-fit, the start-up check, admission and metrics all call this module, so that a length
 that is admitted is a length that finishes.
 
-    bytes_per_block = max over groups of the sum of its layers' pages          (per worker)
-    num_blocks      = floor(available / bytes_per_block), minimum over workers
+    bytes_per_block = max over groups of the sum of its layers' pages          (per rank)
+    num_blocks      = floor(available / bytes_per_block), minimum over ranks
     usable          = num_blocks - 1                                           (block 0 is the null block)
     fits(L)         = blocks_needed(L) <= usable, blocks_needed summed over groups
 """
@@ -16,7 +16,7 @@ from math import lcm
 from pathlib import Path
 
 from ..errors import PlanError
-from .groups import GroupPlan, WorkerGroups, blocks_needed, group_layers, max_len_that_fits
+from .groups import GroupPlan, RankGroups, blocks_needed, group_layers, max_len_that_fits
 from .plan_input import KvPlanInput as KvPlanInput
 from .plan_input import as_json, input_problems, parse_input
 
@@ -26,15 +26,15 @@ class KvShape:
     """What follows from the layers alone, before memory is looked at.
 
     Fields:
-        groups: the logical groups: one block table each, the same on every worker. A worker with fewer groups of a
+        groups: the logical groups: one block table each, the same on every rank. A rank with fewer groups of a
             kind (a shorter pipeline stage) ignores the tables it has no layers for.
-        workers: per worker its own layout; ``placements[].group`` indexes ``groups``.
-        bytes_per_block: of the worker with the largest blocks.
+        ranks: per rank its own layout; ``placements[].group`` indexes ``groups``.
+        bytes_per_block: of the rank with the largest blocks.
         block_size: tokens at which every group's blocks end together (the groups' least common multiple).
     """
 
     groups: tuple[GroupPlan, ...]
-    workers: tuple[WorkerGroups, ...]
+    ranks: tuple[RankGroups, ...]
     bytes_per_block: int
     block_size: int
 
@@ -52,7 +52,7 @@ class KvPlan:
     bytes_per_block: int
     block_size: int
     groups: tuple[GroupPlan, ...]
-    workers: tuple[WorkerGroups, ...]
+    ranks: tuple[RankGroups, ...]
 
     def blocks_needed(self, length: int) -> int:
         """Most blocks that one request of ``length`` tokens ever holds, all groups together."""
@@ -60,29 +60,29 @@ class KvPlan:
 
 
 def kv_shape(inp: KvPlanInput) -> KvShape:
-    """Group the layers of every worker and line the workers' groups up with one another."""
-    own = [group_layers(specs) for specs in inp.workers]
-    # The k-th group of a demand is one logical group on all workers, so that one block table serves them all.
+    """Group the layers of every rank and line the ranks' groups up with one another."""
+    own = [group_layers(specs) for specs in inp.ranks]
+    # The k-th group of a demand is one logical group on all ranks, so that one block table serves them all.
     order: dict[tuple[tuple[int, int | None], int], int] = {}
-    aligned: list[WorkerGroups] = []
-    for worker in own:
+    aligned: list[RankGroups] = []
+    for rank in own:
         seen: dict[tuple[int, int | None], int] = {}
         number_of: list[int] = []
-        for demand in worker.demands:
-            rank = seen.get(demand, 0)
-            seen[demand] = rank + 1
-            number_of.append(order.setdefault((demand, rank), len(order)))
-        placements = tuple(replace(place, group=number_of[place.group]) for place in worker.placements)
-        aligned.append(replace(worker, placements=placements))
+        for demand in rank.demands:
+            kth = seen.get(demand, 0)
+            seen[demand] = kth + 1
+            number_of.append(order.setdefault((demand, kth), len(order)))
+        placements = tuple(replace(place, group=number_of[place.group]) for place in rank.placements)
+        aligned.append(replace(rank, placements=placements))
     in_flight = inp.max_num_batched_tokens * inp.batches_in_flight
     groups = tuple(
         GroupPlan(block_size=block_size, window=window, tokens_in_flight=0 if window is None else in_flight)
-        for (block_size, window), _rank in order
+        for (block_size, window), _kth in order
     )
     return KvShape(
         groups=groups,
-        workers=tuple(aligned),
-        bytes_per_block=max(worker.bytes_per_block for worker in aligned),
+        ranks=tuple(aligned),
+        bytes_per_block=max(rank.bytes_per_block for rank in aligned),
         block_size=lcm(*(group.block_size for group in groups)),
     )
 
@@ -93,7 +93,7 @@ def plan(inp: KvPlanInput) -> KvPlan:
     Raises:
         PlanError: with ``code``
             ``invalid_input`` (every wrong field at once),
-            ``override_exceeds_memory`` (``num_blocks_override`` needs more than a worker has),
+            ``override_exceeds_memory`` (``num_blocks_override`` needs more than a rank has),
             ``no_memory`` (not one usable block), or
             ``max_model_len_does_not_fit`` (one request of that length would never finish; with ``auto_fit``: not
             even one token fits).
@@ -119,25 +119,24 @@ def _plan(inp: KvPlanInput, shape: KvShape) -> KvPlan:
         bytes_per_block=shape.bytes_per_block,
         block_size=shape.block_size,
         groups=shape.groups,
-        workers=shape.workers,
+        ranks=shape.ranks,
     )
 
 
 def _num_blocks(inp: KvPlanInput, shape: KvShape) -> int:
-    per_worker = [
-        available // worker.bytes_per_block
-        for available, worker in zip(inp.available_bytes, shape.workers, strict=True)
+    per_rank = [
+        available // rank.bytes_per_block for available, rank in zip(inp.available_bytes, shape.ranks, strict=True)
     ]
-    smallest = min(per_worker)
+    smallest = min(per_rank)
     if inp.num_blocks_override is None:
         return smallest
     if inp.num_blocks_override > smallest:
-        worker = per_worker.index(smallest)
-        size = shape.workers[worker].bytes_per_block
+        rank = per_rank.index(smallest)
+        size = shape.ranks[rank].bytes_per_block
         raise PlanError(
             "override_exceeds_memory",
-            f"num_blocks_override {inp.num_blocks_override} needs {inp.num_blocks_override * size} bytes on worker "
-            f"{worker} ({size} per block), {inp.available_bytes[worker]} are available: at most {smallest} blocks. "
+            f"num_blocks_override {inp.num_blocks_override} needs {inp.num_blocks_override * size} bytes on rank "
+            f"{rank} ({size} per block), {inp.available_bytes[rank]} are available: at most {smallest} blocks. "
             f"Lower num_blocks_override to {smallest} or less, remove it, or give the KV cache more memory.",
         )
     return inp.num_blocks_override
@@ -146,13 +145,13 @@ def _num_blocks(inp: KvPlanInput, shape: KvShape) -> int:
 def _where(inp: KvPlanInput, shape: KvShape, num_blocks: int) -> str:
     if inp.num_blocks_override is not None:
         return f"num_blocks_override is {inp.num_blocks_override}"
-    worker = min(
-        range(len(shape.workers)),
-        key=lambda number: inp.available_bytes[number] // shape.workers[number].bytes_per_block,
+    rank = min(
+        range(len(shape.ranks)),
+        key=lambda number: inp.available_bytes[number] // shape.ranks[number].bytes_per_block,
     )
     return (
-        f"worker {worker} has {inp.available_bytes[worker]} bytes for the KV cache, {num_blocks} blocks of "
-        f"{shape.workers[worker].bytes_per_block}"
+        f"rank {rank} has {inp.available_bytes[rank]} bytes for the KV cache, {num_blocks} blocks of "
+        f"{shape.ranks[rank].bytes_per_block}"
     )
 
 

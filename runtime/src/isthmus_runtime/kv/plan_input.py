@@ -19,8 +19,8 @@ class KvPlanInput:
     """What the arithmetic needs to know.
 
     Fields:
-        workers: per worker (a tensor-parallel rank of a pipeline stage) the layers that it holds.
-        available_bytes: per worker, memory for the KV cache.
+        ranks: per rank (tensor parallel, of one pipeline stage) the layers that it holds; `workers` in the JSON form.
+        available_bytes: per rank, memory for the KV cache.
         max_model_len: longest prompt plus output, tokens; with ``auto_fit`` the most that the model allows.
         max_num_batched_tokens: most tokens of one step.
         auto_fit: lower ``max_model_len`` to what fits instead of refusing.
@@ -29,7 +29,7 @@ class KvPlanInput:
         name: free text, for messages.
     """
 
-    workers: tuple[tuple[LayerSpec, ...], ...]
+    ranks: tuple[tuple[LayerSpec, ...], ...]
     available_bytes: tuple[int, ...]
     max_model_len: int
     max_num_batched_tokens: int
@@ -56,8 +56,8 @@ def parse_input(obj: object, path: str = "") -> KvPlanInput:
     assert isinstance(obj, dict)
     return KvPlanInput(
         **{
-            **obj,
-            "workers": tuple(tuple(LayerSpec(**spec) for spec in worker) for worker in obj["workers"]),
+            **{name: value for name, value in obj.items() if name != "workers"},
+            "ranks": tuple(tuple(LayerSpec(**spec) for spec in rank) for rank in obj["workers"]),
             "available_bytes": tuple(obj["available_bytes"]),
         }
     )
@@ -70,8 +70,8 @@ def as_json(inp: KvPlanInput) -> dict[str, object]:
         return {name: value for name in names if (value := getattr(record, name)) is not None}
 
     spec_fields = [field.name for field in fields(LayerSpec)]
-    workers = [[present(spec, spec_fields) for spec in worker] for worker in inp.workers]
-    return {**present(inp, _INPUT_FIELDS), "workers": workers, "available_bytes": list(inp.available_bytes)}
+    ranks = [[present(spec, spec_fields) for spec in rank] for rank in inp.ranks]
+    return {**present(inp, _INPUT_FIELDS), "workers": ranks, "available_bytes": list(inp.available_bytes)}
 
 
 def input_problems(obj: object, path: str = "") -> list[str]:
@@ -88,32 +88,30 @@ def input_problems(obj: object, path: str = "") -> list[str]:
     if not isinstance(obj.get("name", ""), str):
         problems.append(f"{prefix}name: must be a string, got {_show(obj['name'])}")
 
-    workers, available = obj.get("workers"), obj.get("available_bytes")
+    ranks, available = obj.get("workers"), obj.get("available_bytes")
     if "workers" in obj:
-        problems.extend(_worker_problems(workers, f"{prefix}workers"))
+        problems.extend(_rank_problems(ranks, f"{prefix}workers"))
     if "available_bytes" in obj:
         if isinstance(available, list):
             for number, value in enumerate(available):
                 problems.extend(_number_problems(value, 0, _INT64_MAX, f"{prefix}available_bytes[{number}]"))
         else:
-            problems.append(f"{prefix}available_bytes: must be a list with one number a worker, got {_show(available)}")
-    if isinstance(workers, list) and isinstance(available, list) and len(workers) != len(available):
-        problems.append(
-            f"{prefix}available_bytes: must have one number a worker ({len(workers)}), got {len(available)}"
-        )
+            problems.append(f"{prefix}available_bytes: must be a list with one number a rank, got {_show(available)}")
+    if isinstance(ranks, list) and isinstance(available, list) and len(ranks) != len(available):
+        problems.append(f"{prefix}available_bytes: must have one number a rank ({len(ranks)}), got {len(available)}")
     return problems
 
 
-def _worker_problems(workers: object, path: str) -> list[str]:
-    if not isinstance(workers, list) or not workers:
-        return [f"{path}: must be a non-empty list with one list of layer specs a worker, got {_show(workers)}"]
+def _rank_problems(ranks: object, path: str) -> list[str]:
+    if not isinstance(ranks, list) or not ranks:
+        return [f"{path}: must be a non-empty list with one list of layer specs a rank, got {_show(ranks)}"]
     problems: list[str] = []
-    for number, worker in enumerate(workers):
+    for number, rank in enumerate(ranks):
         where = f"{path}[{number}]"
-        if not isinstance(worker, list) or not worker:
-            problems.append(f"{where}: must be a non-empty list of layer specs, got {_show(worker)}")
+        if not isinstance(rank, list) or not rank:
+            problems.append(f"{where}: must be a non-empty list of layer specs, got {_show(rank)}")
             continue
-        for index, spec in enumerate(worker):
+        for index, spec in enumerate(rank):
             problems.extend(_spec_problems(spec, f"{where}[{index}]"))
     return problems
 

@@ -166,6 +166,15 @@ class Protocol(HttpToolsProtocol):
             raise self._too_large()
         if sum(name == b"host" for name, _ in self.headers) != 1 and self.parser.get_http_version() == "1.1":
             raise InvalidRequest("an HTTP/1.1 request must have exactly one Host header (RFC 9112, 3.2)")
+        if self.parser.should_upgrade() and any(
+            name == b"transfer-encoding" or (name == b"content-length" and value.strip(b" \t0"))
+            for name, value in self.headers
+        ):
+            # The parser would take the body for another protocol, or for the next request.
+            raise InvalidRequest(
+                "a request with a body asks for an Upgrade, and this server speaks HTTP/1.1 alone; send it without the "
+                "Upgrade header (Java's HttpClient: version(HTTP_1_1))"
+            )
         self._pending = 0
         self._phase = _Phase.BODY
         super().on_headers_complete()

@@ -138,7 +138,7 @@ class VirtualEngine:
             bytes_per_block=block_size * ENTRY_BYTES,
             max_model_len=max_len_that_fits(groups, blocks - 1, scenario.max_model_len),
             groups=groups,
-            workers=(),
+            ranks=(),
         )
         config = SchedulerConfig(
             max_batched_tokens=scenario.budget,
