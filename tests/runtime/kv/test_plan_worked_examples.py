@@ -154,8 +154,8 @@ REFUSED: list[tuple[str, Any, Any, int, dict[str, Any], str, list[str]]] = [
     ("override 64 len 1009", LLAMA, [8 * G], 1009, {"num_blocks_override": 64}, "max_model_len_does_not_fit", ["1008"]),
     ("4 override 4933", HYBRID, [10 * G], 32768, {"num_blocks_override": 4933}, "max_model_len_does_not_fit", ["4933"]),
     ("11 override 769", SLIDING_ONLY, [G], 32768, {"num_blocks_override": 769}, "max_model_len_does_not_fit", ["769"]),
-    ("no memory", LLAMA, [0], 1024, {}, "no_memory", ["worker 0", "0 bytes", "more memory"]),
-    ("second rank empty", (LLAMA[0], LLAMA[0]), [G, 0], 1024, {}, "no_memory", ["worker 1"]),
+    ("no memory", LLAMA, [0], 1024, {}, "no_memory", ["rank 0", "0 bytes", "more memory"]),
+    ("second rank empty", (LLAMA[0], LLAMA[0]), [G, 0], 1024, {}, "no_memory", ["rank 1"]),
     (
         "override over memory",
         LLAMA,
@@ -163,7 +163,7 @@ REFUSED: list[tuple[str, Any, Any, int, dict[str, Any], str, list[str]]] = [
         1024,
         {"num_blocks_override": 100000},
         "override_exceeds_memory",
-        ["100000", "4096", "worker 0", "Lower num_blocks_override"],
+        ["100000", "4096", "rank 0", "Lower num_blocks_override"],
     ),
     (
         "override over one stage's memory",
@@ -173,7 +173,7 @@ REFUSED: list[tuple[str, Any, Any, int, dict[str, Any], str, list[str]]] = [
         # 1000 blocks of stage 1 (983,040 bytes) fit its GiB; 1000 of stage 0 (1,114,112 bytes) do not.
         {"num_blocks_override": 1000},
         "override_exceeds_memory",
-        ["worker 0", "963"],
+        ["rank 0", "963"],
     ),
 ]
 

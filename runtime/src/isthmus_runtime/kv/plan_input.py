@@ -40,7 +40,8 @@ class KvPlanInput:
 
 
 _NUMBERS = {"max_model_len": 1, "max_num_batched_tokens": 1, "num_blocks_override": 1, "batches_in_flight": 1}
-_INPUT_FIELDS = tuple(field.name for field in fields(KvPlanInput))
+_OTHER_FIELDS = tuple(field.name for field in fields(KvPlanInput) if field.name != "ranks")
+_INPUT_FIELDS = ("workers", *_OTHER_FIELDS)
 _INPUT_REQUIRED = ("workers", "available_bytes", "max_model_len", "max_num_batched_tokens")
 
 
@@ -71,7 +72,7 @@ def as_json(inp: KvPlanInput) -> dict[str, object]:
 
     spec_fields = [field.name for field in fields(LayerSpec)]
     ranks = [[present(spec, spec_fields) for spec in rank] for rank in inp.ranks]
-    return {**present(inp, _INPUT_FIELDS), "workers": ranks, "available_bytes": list(inp.available_bytes)}
+    return {**present(inp, _OTHER_FIELDS), "workers": ranks, "available_bytes": list(inp.available_bytes)}
 
 
 def input_problems(obj: object, path: str = "") -> list[str]:
