@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import socket
 import threading
 from collections.abc import Callable
@@ -11,6 +12,16 @@ INSTALL_HINT = (
     "install mooncake-transfer-engine-non-cuda (CPU) or mooncake-transfer-engine-cuda13 (GPU), "
     "and the system package libibverbs1"
 )
+_FOR_CPUS = "mooncake-transfer-engine-non-cuda"
+
+
+def built_for_cpus() -> bool:
+    """Whether the Mooncake that is installed is the build that can read host memory alone."""
+    try:
+        importlib.metadata.version(_FOR_CPUS)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 class TookTooLong(Exception):

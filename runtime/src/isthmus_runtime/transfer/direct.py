@@ -31,13 +31,13 @@ from ..interfaces.handoff import ReceiveJob
 from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
 from ..protocol import Ticket
 from .backend import Effective
-from .bounded import INSTALL_HINT, TookTooLong, run_bounded, split_address
+from .bounded import INSTALL_HINT, TookTooLong, built_for_cpus, run_bounded, split_address
 from .drain import Answer, ask_peer
 from .greeting import Greeter, greeting_problem
 from .places import reserved
 from .slots import SLOT_BYTES, RecordSlots
 from .sockets import end_connections_from, listening_ports, probe_accepted, stuck_bytes_to
-from .transport import FLOOR_GBPS, MAX_RUN_BYTES, Run, choose_transport, merge_runs, transport_environment
+from .transport import FLOOR_GBPS, MAX_RUN_BYTES, Run, check_memory, choose_transport, merge_runs, transport_environment
 
 POLL_S = 0.0005
 WINDOW = 64
@@ -151,6 +151,7 @@ class DirectTransfer:
         self._thread.start()
 
     def _prepare(self, region: KvRegion) -> None:
+        check_memory("direct", region.device, built_for_cpus=built_for_cpus())
         rdma = sorted(p.name for p in Path("/sys/class/infiniband").glob("*"))
         try:
             import mooncake.engine as mooncake

@@ -30,11 +30,11 @@ from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
 from ..kv.keys import record_key
 from ..protocol import Ticket
 from .backend import Effective
-from .bounded import TookTooLong, connect_problem, run_bounded
+from .bounded import TookTooLong, built_for_cpus, connect_problem, run_bounded
 from .joining import StorePool, join_pool, leave_behind
 from .pool_codes import MISSING, NO_SPACE, OWNER_GONE, UNREACHABLE, explain
 from .slots import SLOT_BYTES, RecordSlots
-from .transport import transport_environment
+from .transport import check_memory, transport_environment
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +127,7 @@ class StoreTransfer:
 
     def prepare(self, region: KvRegion, timeout_s: float) -> None:
         """As in `KvTransfer`; also puts values into the pool and reads them back."""
+        check_memory("store", region.device, built_for_cpus=built_for_cpus())
         apply_transport_environment(transport_environment("tcp", self._timeout_s))
         regions = {
             "the KV pool": (region.base, region.num_blocks * region.block_stride),

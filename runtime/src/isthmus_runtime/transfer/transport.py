@@ -73,6 +73,26 @@ def choose_transport(
     return "tcp", "tcp"
 
 
+def check_memory(mode: str, device: str, *, built_for_cpus: bool) -> None:
+    """Refuse what would end in a crash or in wrong bytes: a pool on a GPU that nothing here can move safely.
+
+    Raises:
+        ConfigError: the store has no host staging for a GPU's pool, or Mooncake's build reads host memory alone.
+    """
+    if device == "cpu":
+        return
+    if mode == "store":
+        raise ConfigError(
+            f"--transfer-mode store: the KV pool is on {device!r}, and blocks of a GPU cannot be checked on their way "
+            "through the store yet; use --transfer-mode direct, or --device cpu"
+        )
+    if built_for_cpus:
+        raise ConfigError(
+            f"--transfer-mode {mode}: the KV pool is on {device!r}, and this Mooncake (mooncake-transfer-engine-non-cuda) "
+            "would read its addresses as host memory; install mooncake-transfer-engine-cuda13 in its place"
+        )
+
+
 def transport_environment(transport: str, timeout_s: float) -> dict[str, str]:
     """Mooncake's settings, which it reads from the environment when an engine starts."""
     seconds = str(max(1, round(timeout_s)))
