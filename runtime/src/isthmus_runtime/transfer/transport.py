@@ -88,8 +88,8 @@ def check_memory(mode: str, device: str, *, built_for_cpus: bool) -> None:
         )
     if built_for_cpus:
         raise ConfigError(
-            f"--transfer-mode {mode}: the KV pool is on {device!r}, and this Mooncake (mooncake-transfer-engine-non-cuda) "
-            "would read its addresses as host memory; install mooncake-transfer-engine-cuda13 in its place"
+            f"--transfer-mode {mode}: the KV pool is on {device!r}, and mooncake-transfer-engine-non-cuda would read "
+            "its addresses as host memory; install mooncake-transfer-engine-cuda13 in its place"
         )
 
 
