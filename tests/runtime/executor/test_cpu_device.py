@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,19 @@ def test_unknown_dtype() -> None:
 def test_the_pool_is_a_share_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "free_memory_bytes", lambda: 1000)
     assert CpuDevice().kv_bytes(0.25) == 250
+
+
+def test_capturing_does_not_import_the_compiler_of_torch() -> None:
+    """Which takes seconds, and fails for a user without a name: a container's."""
+    code = """
+import sys, torch
+from isthmus_runtime.executor.device.cpu import CpuDevice
+x = torch.ones(4)
+assert CpuDevice().capture(lambda: x[:2].add_(1)) is None
+sys.exit(str([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.stderr.strip().splitlines()[-1] == "[]", ran.stderr
 
 
 @pytest.mark.skipif(not native.available(), reason="the compiled library is not built")

@@ -111,6 +111,12 @@ class _Unrecorded(TorchDispatchMode):
     _FREE = ("aten::empty", "aten::detach", "aten::alias")
     found = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here. To say so, torch would import its compiler at the first captured step: it takes
+        seconds, and fails where the process's user has no name, as in a container."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.found |= not func.is_view and not func.name().startswith(self._FREE)
         return func(*args, **(kwargs or {}))
