@@ -50,7 +50,7 @@ def test_free_memory_is_capped_by_the_container(cgroup: Path) -> None:
         ({}, torch.float32),
         ({"avx512_f": True, "amx_tile": True, "amx_bf16": False}, torch.float32),
         ({"amx_bf16": True}, torch.bfloat16),
-        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"avx512_bf16": True}, torch.float32),
     ],
 )
 def test_the_compute_dtype_follows_from_the_instructions(
