@@ -13,6 +13,7 @@ SERVE = {
     "--port": "8000",
     "--drain-timeout": "120s",
     "--no-progress-timeout": "120s",
+    "--peer-credentials": "",
     "--log-level": "info",
     "--model": None,
     "--served-model-name": [],

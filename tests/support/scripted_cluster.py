@@ -12,7 +12,7 @@ from aiohttp import web
 
 GROUP = "serving.isthmus.dev"
 KINDS = {
-    "v1": {"namespaces": "Namespace", "pods": "Pod", "services": "Service"},
+    "v1": {"namespaces": "Namespace", "pods": "Pod", "services": "Service", "configmaps": "ConfigMap"},
     "apps/v1": {"deployments": "Deployment", "statefulsets": "StatefulSet"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
@@ -155,6 +155,10 @@ class ScriptedCluster:
         if path == "apis":
             return web.json_response(groups())
         version = path.removeprefix("apis/").removeprefix("api/")
+        if path == ".well-known/openid-configuration":
+            return web.json_response({"issuer": "https://scripted"})
+        if path == "openid/v1/jwks":
+            return web.json_response({"keys": [{"kty": "EC", "kid": "k1"}]})
         if version in KINDS:
             return web.json_response(resources(version))
         return web.json_response({"message": "not found"}, status=404)

@@ -71,6 +71,9 @@ class ServerConfig:
     no_progress_timeout_s: float = 120.0
     """/health turns 503 when there is work and no step finished for this long."""
     log_level: str = "info"
+    peer_credentials: str = ""
+    """Folder by which routers and engines of one service know each other (credentials.py). Empty: internal routes are
+    open to everybody who reaches the port."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +214,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
     p.add_argument("--port", default="8000", help="port to listen on")
     p.add_argument("--drain-timeout", default="120s", help="after SIGTERM, how long running requests may take")
     p.add_argument("--no-progress-timeout", default="120s", help="/health fails after this long with work and no step")
+    p.add_argument("--peer-credentials", default="", help="folder with token and trust.json; none: no authentication")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--model", required=True, help="directory with config.json, safetensors and tokenizer.json")
     p.add_argument("--served-model-name", action="append", default=[], help="repeatable; default: directory name")
@@ -327,6 +331,7 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         drain_timeout_s=read.duration("drain_timeout"),
         no_progress_timeout_s=read.duration("no_progress_timeout"),
         log_level=args.log_level,
+        peer_credentials=args.peer_credentials,
     )
     path = args.model.rstrip("/") or args.model
     model = ModelConfig(

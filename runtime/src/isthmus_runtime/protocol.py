@@ -30,6 +30,10 @@ KV_ABI = 2
 meaning."""
 
 
+PEER_URL = r"^(http://([0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5})?$"
+"""An engine's address as discovery makes it: an IP address and a port, no name, no path, no user."""
+
+
 class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -178,7 +182,7 @@ class GenerateCall(_Wire):
     """Empty: compute the prompt locally."""
     local_attempt: str = ""
     """Without `attempt`, this attempt's name: an abort of an earlier one, which comes late, must not end it."""
-    prefill_url: str = ""
+    prefill_url: str = Field(default="", pattern=PEER_URL)
     """Peer to ask for the drain acknowledgement; from the router's discovery only."""
     prefill_epoch: str = ""
 

@@ -26,6 +26,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ..config import apply_transport_environment
+from ..credentials import Credentials
 from ..errors import ConfigError
 from ..interfaces.handoff import ReceiveJob
 from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
@@ -86,6 +87,7 @@ class DirectTransfer:
     """Implements `TransferBackend` over TransferEngine with P2PHANDSHAKE.
 
     `host`: the address peers reach this at. `epoch`: of this process, never that of an earlier one.
+    `credentials`: shown to peers that are asked for a drain.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class DirectTransfer:
         transport: str = "auto",
         fallback: str = "deny",
         timeout_s: float = 30.0,
+        credentials: Credentials | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert epoch, "a direct transfer needs the epoch of its process"
@@ -103,6 +106,7 @@ class DirectTransfer:
         self._epoch = epoch
         self._asked = (transport, fallback)
         self._timeout_s = timeout_s
+        self._credentials = credentials
         self._clock = clock
         self._wake = threading.Condition()
         self._closing = threading.Event()
@@ -301,7 +305,7 @@ class DirectTransfer:
                 self._helpers.submit(ask)
 
         def ask() -> None:
-            answer = ask_peer(peer_url, peer_epoch, attempt)
+            answer = ask_peer(peer_url, peer_epoch, attempt, self._credentials)
             host = urlsplit(peer_url if "//" in peer_url else f"//{peer_url}").hostname or ""
             if answer is Answer.GONE and host != self._host:
                 end_connections_from(host, self._ports)

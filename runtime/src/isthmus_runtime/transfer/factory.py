@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from ..config import TransferConfig
+from ..credentials import Credentials
 from ..errors import ConfigError
 from .backend import TransferBackend
 from .memory import MemoryFabric
 
 
 def make_transfer(
-    cfg: TransferConfig, *, fabric: MemoryFabric | None = None, name: str = "", epoch: str = ""
+    cfg: TransferConfig,
+    *,
+    fabric: MemoryFabric | None = None,
+    name: str = "",
+    epoch: str = "",
+    credentials: Credentials | None = None,
 ) -> TransferBackend:
     """The back end for `cfg.mode`, not yet prepared.
 
     Args:
         epoch: of this process; peers know it from `/info` and from tickets.
+        credentials: shown to peers.
         fabric, name: for mode `memory`: the network to join, and as whom.
 
     Raises:
@@ -24,7 +31,12 @@ def make_transfer(
         from .direct import DirectTransfer
 
         return DirectTransfer(
-            host=cfg.host, epoch=epoch, transport=cfg.transport, fallback=cfg.fallback, timeout_s=cfg.timeout_s
+            host=cfg.host,
+            epoch=epoch,
+            transport=cfg.transport,
+            fallback=cfg.fallback,
+            timeout_s=cfg.timeout_s,
+            credentials=credentials,
         )
     if cfg.mode == "store":
         from .store import StoreTransfer
