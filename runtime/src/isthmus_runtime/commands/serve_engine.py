@@ -224,7 +224,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             app,
             backend,
             tokenizer,
-            ApiConfig(served_names=config.model.served_names),
+            ApiConfig(served_names=config.model.served_names, chat=config.chat),
             in_flight=in_flight,
             metrics=meters.requests,
         )
