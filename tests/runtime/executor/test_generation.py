@@ -50,6 +50,13 @@ TINY = {
         "LlamaConfig", {"head_dim": 32, "attention_bias": True, "mlp_bias": True}, heads=3, kv_heads=3, block_size=4
     ),
     "mqa-narrow-heads": Tiny("LlamaConfig", {"head_dim": 10}, heads=5, kv_heads=1, block_size=5, budget=7),
+    "yarn-rope": Tiny(
+        "LlamaConfig",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+        block_size=8,
+    ),
+    # Served up to the length that it was trained for; past it: tests/runtime/models/test_rope.py.
+    "dynamic-rope": Tiny("LlamaConfig", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, block_size=8),
     "gqa3-llama3-rope": Tiny("LlamaConfig", {"rope_scaling": LLAMA3_ROPE}, heads=6, kv_heads=2, block_size=8),
     "linear-rope-layer-major": Tiny(
         "LlamaConfig", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, layout="layer-major", block_size=1
