@@ -162,6 +162,10 @@ class ConfigReader:
         """A number above 0, or None where there is none."""
         return None if self.get(key) is None else self.number(key)
 
+    def cap(self, key: str, default: float) -> float | None:
+        """A soft cap: a number above 0, or None where the file says null. `default` where it says nothing."""
+        return None if key in self._values and self.get(key) is None else self.number(key, default)
+
     def common(self, *, head_dim: int | None = None, max_position: int = 2048, tied: bool = False) -> Common:
         """What every family has.
 
