@@ -128,8 +128,9 @@ class Tokenizer:
         return self.pieces.join(token_ids)
 
     def _ids(self, text: str, *, special: bool, most: int | None) -> list[int]:
-        # No character has more than 4 bytes, and no token fewer than one: most prompts are too short to be looked at.
-        if most is not None and 4 * len(text) > most and self._bound is not None and (surely := self._bound.least(text)) > most:
+        # No character has more than 4 bytes: most prompts are too short to be looked at.
+        bound = self._bound if most is not None and 4 * len(text) > most else None
+        if most is not None and bound is not None and (surely := bound.least(text)) > most:
             raise TooManyTokens(f"{surely} tokens or more")
         ids = self._encoded(text, special=special, most=most)
         if most is not None and len(ids) > most:
