@@ -159,7 +159,12 @@ def serve(tokenizer):
             app,
             backend,
             used,
-            ApiConfig(served_names=("tiny", "org/tiny"), chat=chat or ChatConfig(), api_key=api_key, request_timeout_s=timeout_s),
+            ApiConfig(
+                served_names=("tiny", "org/tiny"),
+                chat=chat or ChatConfig(),
+                api_key=api_key,
+                request_timeout_s=timeout_s,
+            ),
             in_flight=in_flight,
             metrics=RequestMetrics(registry, "tiny"),
         )

@@ -196,7 +196,9 @@ class Tokenizer:
         return _at_most(self._encoded(text, special=special, most=most), most)
 
     def _check_bound(self, text: str, most: int | None) -> None:
-        if most is not None and self._bound is not None and (surely := self._bound.least(text)) > most:
+        # No character has more than 4 bytes: most prompts are too short to be looked at.
+        bound = self._bound if most is not None and 4 * len(text) > most else None
+        if most is not None and bound is not None and (surely := bound.least(text)) > most:
             raise TooManyTokens(f"{surely} tokens or more")
 
     def _encoded(self, text: str, *, special: bool, most: int | None) -> list[int]:
