@@ -282,9 +282,6 @@ class _Mover:
 
         memory = replace(loaded.executor.kv_region(), layout_digest=loaded.digest)
         settings = config.transfer
-        if settings.mode == "store":
-            # The pool can return other bytes than were stored (docs/adr/0007).
-            settings = replace(settings, verify_crc=True)
         epoch = uuid.uuid4().hex
         transfer = make_transfer(settings, epoch=epoch, credentials=credentials)
         transfer.prepare(memory, PREPARE_TIMEOUT_S)
