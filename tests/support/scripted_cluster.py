@@ -158,7 +158,10 @@ class ScriptedCluster:
         if path == ".well-known/openid-configuration":
             return web.json_response({"issuer": "https://scripted"})
         if path == "openid/v1/jwks":
-            return web.json_response({"keys": [{"kty": "EC", "kid": "k1"}]})
+            if "*/*" not in request.headers["Accept"]:  # as a real one says
+                return web.Response(text="406: Not Acceptable", status=406)
+            found = json.dumps({"keys": [{"kty": "EC", "kid": "k1"}]})
+            return web.Response(text=found, content_type="application/jwk-set+json")
         if version in KINDS:
             return web.json_response(resources(version))
         return web.json_response({"message": "not found"}, status=404)
