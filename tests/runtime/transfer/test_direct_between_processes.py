@@ -259,9 +259,11 @@ def test_an_address_outside_the_pool_is_rejected(start_engine: Start) -> None:
     ticket = decode.call(
         "open_receive", attempt="a", blocks=[[0, 1, "k"]], tokens=40, url=hello["url"], epoch=hello["epoch"]
     )
-    prefill.call("open_send", attempt="a", ticket={**ticket, "pool_base": 64, "attempt": "a"})
+    stage = Greeter("127.0.0.1", ticket["epoch"], lambda said: "")  # else the changed ticket would be refused
+    prefill.call("open_send", attempt="a", ticket={**ticket, "greeting": stage.address, "pool_base": 64})
     send(prefill, "a", [(0, 1)])
     assert "failed" in prefill.event("a", "failed")["reason"]
+    stage.close()
     assert prefill.event("a", "released")["drained"]
     open_pair(prefill, decode, "b", [3])
     send(prefill, "b", [(0, 1)])

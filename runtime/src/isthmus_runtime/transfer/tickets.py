@@ -1,8 +1,8 @@
 """A process signs the tickets it gives out, by a key that never leaves it, and knows them again. Pure.
 
 What is signed is the attempt, the time by which it ends, and everything else the ticket says: whose epoch, which
-blocks, at which addresses. The signature travels in the ticket's `greeting`, as `ADDRESS/WORD`: prefill says the word at
-the address before it writes, with a digest of the ticket as it has it (docs/adr/0024).
+blocks, at which addresses. The signature travels in the ticket's `greeting`, as `ADDRESS/WORD`: prefill says the word
+at the address before it writes, with a digest of the ticket as it has it (docs/adr/0024).
 """
 
 from __future__ import annotations
