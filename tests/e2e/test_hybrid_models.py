@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     },
     "mistral-sliding": {"config": "MistralConfig"},
+    "gemma2": {"config": "Gemma2Config", "head_dim": 16, "attn_logit_softcapping": 3.0, "pad_token_id": 0},
 }
 
 

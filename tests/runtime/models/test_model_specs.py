@@ -111,7 +111,7 @@ def test_an_unknown_key_that_is_set_is_refused(architecture: str) -> None:
             "'MambaForCausalLM' is not supported; known: Gemma3ForCausalLM, Llama",
         ),
         ({"architectures": None}, "architecture None"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4}}, "rope_type 'ntk' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is set"),
         ({"num_key_value_heads": 4}, "6 is not a multiple of num_key_value_heads 4"),
@@ -130,7 +130,7 @@ def test_refusals_name_the_key_and_the_value(changes: dict[str, Any], text: str)
 
 
 def test_every_problem_is_listed_at_once() -> None:
-    assert len(refused(vocab_size=0, hidden_act="relu", rope_scaling={"type": "dynamic", "factor": 2.0})) == 3
+    assert len(refused(vocab_size=0, hidden_act="relu", rope_scaling={"type": "dynamic", "factor": -2.0})) == 3
 
 
 def test_files(tmp_path: Path) -> None:

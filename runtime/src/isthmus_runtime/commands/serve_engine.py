@@ -133,7 +133,7 @@ def _load_torch(config: EngineConfig) -> _Loaded:
         head_dim=model.spec.head_dim,
         num_layers=model.spec.num_layers,
         layout=config.kv.layout,
-        details=[repr(spec) for spec in specs],
+        details=[*(repr(spec) for spec in specs), *model.kv_variants],
     )
     executor = TorchExecutor(model, kv, config.scheduler, config.kv)
     return _Loaded(
@@ -229,7 +229,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             app,
             backend,
             tokenizer,
-            ApiConfig(served_names=config.model.served_names),
+            ApiConfig(served_names=config.model.served_names, chat=config.chat),
             in_flight=in_flight,
             metrics=meters.requests,
             grammars=checker,

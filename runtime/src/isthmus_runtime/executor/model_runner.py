@@ -53,6 +53,8 @@ class LoadedModel:
     """The model's scratch, for the scheduler's largest step."""
     kv_auto: torch.dtype
     """The pool's element type where none is asked for."""
+    kv_variants: tuple[str, ...] = ()
+    """What the keys depend on besides weights, layout and element type."""
 
     def kv_dtype(self, kv_dtype: str) -> torch.dtype:
         """The pool's element type for `--kv-dtype`."""
@@ -98,7 +100,8 @@ def load(
                 ):
                     model = spec.build(weights, dtype)
             most = max((scheduler.max_batched_tokens, *device.graph_sizes(scheduler.max_num_seqs)[-1:]))
-            workspace = model.workspace(most, min(spec.max_position, scheduler.max_model_len or spec.max_position))
+            max_len = min(spec.max_position, scheduler.max_model_len or spec.max_position)
+            workspace = model.workspace(most, max_len)
     except torch.OutOfMemoryError as e:
         raise ConfigError(f"{config.path} does not fit: {device.explain(e)}") from e
     _LOG.info(
@@ -113,7 +116,14 @@ def load(
     # A compute dtype that was asked for is the same in every engine of a service. One that the machine decided need
     # not be, and prefill and decode must agree on their KV.
     kv_auto = torch.float32 if config.dtype == "auto" and device.dtype_varies else dtype
-    return LoadedModel(spec=spec, model=model, device=device, workspace=workspace, kv_auto=kv_auto)
+    return LoadedModel(
+        spec=spec,
+        model=model,
+        device=device,
+        workspace=workspace,
+        kv_auto=kv_auto,
+        kv_variants=spec.kv_variants(max_len),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..kv.groups import LayerSpec
+from ..layers.rope_spec import RopeSpec
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +59,12 @@ class ModelSpec(ABC):
         """How much of tensor `name` the computation of one token uses: less than 1 for experts."""
         del name
         return 1.0
+
+    def kv_variants(self, max_len: int) -> tuple[str, ...]:
+        """What the keys depend on besides the weights and this record, in an engine whose longest sequence has
+        `max_len` tokens: it belongs in the layout digest."""
+        ropes = [value for field in fields(self) if isinstance(value := getattr(self, field.name), RopeSpec)]
+        return tuple(variant for rope in ropes if (variant := rope.variant(max_len)) is not None)
 
     def layer_specs(self, block_size: int, dtype: str) -> tuple[LayerSpec, ...]:
         """What `kv.plan` needs to know about the layers, with `dtype` the name of the pool's element type: neighbours

@@ -9,11 +9,12 @@ import random
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastapi import FastAPI, Request
 
+from ..config import ChatConfig
 from ..errors import (
     Cancelled,
     ConfigError,
@@ -30,7 +31,8 @@ from ..serving.call import Call, Cut, add_call_route, authorization, error_answe
 from ..serving.in_flight import InFlight
 from ..structured.checker import Checker
 from .answer import Job, Runner
-from .plan import Planner
+from .chat import NeedsThread
+from .plan import Plan, Planner
 from .reference import Chat, Completion, Model, ModelList
 from .schema import ChatRequest, CompletionRequest
 from .sse import error_event
@@ -60,6 +62,7 @@ class ApiConfig:
 
     served_names: tuple[str, ...]
     """Values of `model` that are accepted."""
+    chat: ChatConfig = field(default_factory=ChatConfig)
     request_timeout_s: float = 600.0
     api_key: str = ""
     """What clients must send as bearer token; empty: nothing is asked."""
@@ -163,6 +166,7 @@ class _Api:
             backend,
             tokenizer,
             config.served_names,
+            chat=config.chat,
             timeout_s=config.request_timeout_s,
             seeds=seeds,
             wall_clock=wall_clock,
@@ -191,7 +195,7 @@ class _Api:
 
     # ------------------------------------------------------------------------------------------------- one request
 
-    async def _serve(self, call: Call, plan: Callable[[bytes], Job]) -> None:
+    async def _serve(self, call: Call, plan: Plan) -> None:
         arrived = self._clock()
         progress = _Progress()
         try:
@@ -224,14 +228,14 @@ class _Api:
         else:
             await call.reply(*error_answer(error))
 
-    async def _answer(self, call: Call, plan: Callable[[bytes], Job], arrived: float, progress: _Progress) -> None:
+    async def _answer(self, call: Call, plan: Plan, arrived: float, progress: _Progress) -> None:
         limit = self._config.request_timeout_s
         try:
             async with asyncio.timeout(limit + _DEADLINE_MARGIN_S):
                 progress.stage = "reading"
                 body = await call.read()
                 progress.stage = "planning"
-                job = await asyncio.to_thread(plan, body) if len(body) > _OFF_LOOP_BYTES else plan(body)
+                job = await self._plan(plan, body)
                 if job.structure is not None:
                     await self._check_structure(job.structure)
                 progress.stage, progress.answer_id = "generation", job.answer_id
@@ -247,6 +251,16 @@ class _Api:
         if self._grammars is None:
             raise InvalidRequest(f"{param}: not available here", param=param)
         await self._grammars.check(structure, param)
+
+    @staticmethod
+    async def _plan(plan: Plan, body: bytes) -> Job:
+        """A short body is planned here and now, unless that turns out to take long."""
+        if len(body) <= _OFF_LOOP_BYTES:
+            try:
+                return plan(body, briefly=True)
+            except NeedsThread:
+                pass
+        return await asyncio.to_thread(plan, body)
 
     async def _last_words(self, call: Call, error: RequestError) -> None:
         try:

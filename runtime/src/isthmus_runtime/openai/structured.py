@@ -62,7 +62,8 @@ class StructuredOutputs(_Strict):
         given = [name for name, value in self if value is not None]
         if len(given) != 1:
             raise ValueError(
-                f"structured_outputs: give exactly one of json, json_object, regex, choice and grammar, not {len(given)} of them"
+                "structured_outputs: give exactly one of json, json_object, regex, choice and grammar; "
+                f"{len(given)} are given"
             )
         return self
 
