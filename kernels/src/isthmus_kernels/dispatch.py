@@ -106,6 +106,7 @@ def paged_attention(
     max_seq_len: int,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
@@ -121,8 +122,9 @@ def paged_attention(
         scale: factor on q·k, usually ``D ** -0.5``.
         max_query_len, max_seq_len: host-known upper bounds over the batch (they size grids).
         window: a query sees the last `window` positions, itself included; None means all.
-        softcap: scores s become ``softcap · tanh(s / softcap)`` (Gemma 2); None means none. Not in the compiled
-            CPU library: PyTorch's form runs instead.
+        softcap: scores s become ``softcap · tanh(s / softcap)`` (Gemma 2); None means none.
+        sinks: fp32 ``[Hq]``: one more score for each head, uncapped, that takes its share of the softmax and has no
+            value (GPT-OSS); None means none.
         out: ``[T, Hq, D]``; allocated when None. Accumulation is fp32 whatever the dtypes.
     """
     check_layer(kv)
@@ -132,10 +134,9 @@ def paged_attention(
         raise ValueError(f"q: head_dim {q.shape[2]} differs from the pool's {kv.shape[4]}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap: {softcap} is not above 0")
-    if softcap is not None and impl == "cpu":
-        raise ValueError("softcap: the compiled CPU library has none; leave impl to the choice, or ask for 'torch'")
-    capped = {} if softcap is None else {"softcap": softcap}
-    run = _select("paged_attention", q.device.type, impl or ("torch" if capped and not q.is_cuda else None))
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.dtype != torch.float32 or sinks.stride(0) != 1):
+        raise ValueError(f"sinks: expected contiguous fp32 [{q.shape[1]}], got {sinks.dtype} {tuple(sinks.shape)}")
+    run = _select("paged_attention", q.device.type, impl)
     result: Tensor = run(
         q,
         kv,
@@ -146,8 +147,9 @@ def paged_attention(
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
         window=window,
+        softcap=softcap,
+        sinks=sinks,
         out=out,
-        **capped,
     )
     return result
 
