@@ -283,7 +283,13 @@ def check_moe(
     # Weights of experts that nobody chose must not be read.
     idle = [expert for expert in range(count) if expert not in experts.unique().tolist()]
     gate_up[idle], down[idle] = float("nan"), float("nan")
-    out = poisoned(tokens, hidden, dtype=dtype, device=device)
-    dispatch.moe(x, weights, experts, gate_up, down, out=out, impl=impl)
-    # Two products with a rounding between them: twice the tolerance of one.
-    assert_close(out / 2, dispatch.moe(x, weights, experts, gate_up, down, impl="reference") / 2)
+    biases = {
+        "gate_up_bias": torch.randn(count, 2 * inner).to(device, dtype),
+        "down_bias": torch.randn(count, hidden).to(device, dtype),
+    }
+    options: tuple[dict[str, Any], ...] = ({}, {**biases, "clamp": (1.702, 0.8)})
+    for given in options:
+        out = poisoned(tokens, hidden, dtype=dtype, device=device)
+        dispatch.moe(x, weights, experts, gate_up, down, out=out, impl=impl, **given)
+        # Two products with a rounding between them: twice the tolerance of one.
+        assert_close(out / 2, dispatch.moe(x, weights, experts, gate_up, down, impl="reference", **given) / 2)

@@ -328,6 +328,9 @@ def moe(
     gate_up: Tensor,
     down: Tensor,
     *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    clamp: tuple[float, float] | None = None,
     out: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
@@ -337,13 +340,28 @@ def moe(
         x: ``[T, H]``, contiguous.
         weights, experts: of `moe_route`, contiguous.
         gate_up: ``[E, 2 I, H]``, gate rows first; `down`: ``[E, H, I]``; both in x's dtype with contiguous rows.
+        gate_up_bias, down_bias: ``[E, 2 I]`` and ``[E, H]``, contiguous, both or neither.
+        clamp: (α, c): instead of ``silu(g) · u``, with ``g' = min(g, c)`` and u' = u within ±c:
+            ``g' · σ(α g') · (u' + 1)`` (GPT-OSS).
     """
     if gate_up.shape[1] != 2 * down.shape[2] or gate_up.shape[2] != x.shape[1] or down.shape[1] != x.shape[1]:
         raise ValueError(
             f"gate_up, down: {tuple(gate_up.shape)} and {tuple(down.shape)} are not [E, 2 I, {x.shape[1]}] and "
             f"[E, {x.shape[1]}, I]"
         )
-    result: Tensor = _select("moe", x.device.type, impl)(x, weights, experts, gate_up, down, out=out)
+    if (gate_up_bias is None) != (down_bias is None):
+        raise ValueError("gate_up_bias, down_bias: expected both or neither")
+    result: Tensor = _select("moe", x.device.type, impl)(
+        x,
+        weights,
+        experts,
+        gate_up,
+        down,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        clamp=clamp,
+        out=out,
+    )
     return result
 
 

@@ -166,10 +166,17 @@ class ConfigReader:
         """A soft cap: a number above 0, or None where the file says null. `default` where it says nothing."""
         return None if key in self._values and self.get(key) is None else self.number(key, default)
 
-    def common(self, *, head_dim: int | None = None, max_position: int = 2048, tied: bool = False) -> Common:
+    def assume(self, key: str, value: Any) -> None:
+        """What `key` is where the file does not have it at all."""
+        self._values = {key: value, **self._values}
+
+    def common(
+        self, *, head_dim: int | None = None, max_position: int = 2048, tied: bool = False, eps: float = 1e-6
+    ) -> Common:
         """What every family has.
 
-        The arguments are a family's defaults; `head_dim` where heads are not an even split of the hidden size.
+        The arguments are a family's defaults; `head_dim` where heads are not an even split of the hidden size, `eps` of
+        `rms_norm_eps`.
         """
         hidden = self.integer("hidden_size")
         heads = self.integer("num_attention_heads")
@@ -195,7 +202,7 @@ class ConfigReader:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=self.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=self.number("rms_norm_eps", eps),
             max_position=rope_config.reach(self._scaling(), self._max_position),
             tie_word_embeddings=self.boolean("tie_word_embeddings", tied),
             dtype=self.text("dtype", "") or self.text("torch_dtype", ""),
