@@ -15,9 +15,9 @@ def moe_route(logits: Tensor, top_k: int, *, renormalize: bool = True) -> tuple[
     return weights.contiguous(), ranked.indices[:, :top_k].int().contiguous()
 
 
-def gated(gate: Tensor, up: Tensor, clamp: tuple[float, float] | None) -> Tensor:
-    """The activation between an expert's two products, in fp32."""
-    gate, up = gate.float(), up.float()
+def gated(both: Tensor, clamp: tuple[float, float] | None) -> Tensor:
+    """The activation between an expert's two products, of gate and up ``[..., 2 I]``, in fp32."""
+    gate, up = both.float().chunk(2, dim=-1)
     if clamp is None:
         return gate * torch.sigmoid(gate) * up
     alpha, most = clamp
@@ -44,7 +44,7 @@ def moe(
         both = x[token].float() @ gate_up[expert].float().T
         if gate_up_bias is not None:
             both += gate_up_bias[expert].float()
-        inner = gated(*both.chunk(2, dim=-1), clamp).to(x.dtype).float()
+        inner = gated(both, clamp).to(x.dtype).float()
         result = inner @ down[expert].float().T
         if down_bias is not None:
             result += down_bias[expert].float()

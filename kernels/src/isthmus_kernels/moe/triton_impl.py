@@ -204,7 +204,7 @@ def moe(
         chosen = experts.view(-1)[order]
         if gate_up_bias is not None:
             both += gate_up_bias[chosen]
-        between = silu_mul(both) if clamp is None else gated(*both.chunk(2, dim=-1), clamp).to(x.dtype)
+        between = silu_mul(both) if clamp is None else gated(both, clamp).to(x.dtype)
         y = torch._grouped_mm(between, down.transpose(1, 2), offs=starts[1:])
         if down_bias is not None:
             y += down_bias[chosen]
