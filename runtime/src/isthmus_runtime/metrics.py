@@ -85,10 +85,14 @@ class _LabelledCounter:
     def __init__(self, metric: Counter, model_name: str) -> None:
         self._metric = metric
         self._model = model_name
+        self._series: dict[tuple[str, ...], Counter] = {}
 
     def inc(self, *labels: str, amount: float = 1.0) -> None:
         """Add `amount` to the series of these label values, in the order of construction."""
-        self._metric.labels(self._model, *labels).inc(amount)
+        series = self._series.get(labels)
+        if series is None:
+            series = self._series[labels] = self._metric.labels(self._model, *labels)
+        series.inc(amount)
 
 
 class RequestMetrics:

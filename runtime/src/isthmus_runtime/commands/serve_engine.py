@@ -224,7 +224,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             app,
             backend,
             tokenizer,
-            ApiConfig(served_names=config.model.served_names),
+            ApiConfig(served_names=config.model.served_names, chat=config.chat),
             in_flight=in_flight,
             metrics=meters.requests,
         )
@@ -277,9 +277,6 @@ class _Mover:
 
         memory = replace(loaded.executor.kv_region(), layout_digest=loaded.digest)
         settings = config.transfer
-        if settings.mode == "store":
-            # The pool can return other bytes than were stored (docs/adr/0007).
-            settings = replace(settings, verify_crc=True)
         epoch = uuid.uuid4().hex
         transfer = make_transfer(settings, epoch=epoch)
         transfer.prepare(memory, PREPARE_TIMEOUT_S)

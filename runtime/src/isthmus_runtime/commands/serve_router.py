@@ -46,7 +46,12 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> in
         app,
         router.backend,
         tokenizer,
-        ApiConfig(served_names=config.model.served_names, request_timeout_s=config.request_timeout_s, api_key=api_key),
+        ApiConfig(
+            served_names=config.model.served_names,
+            chat=config.chat,
+            request_timeout_s=config.request_timeout_s,
+            api_key=api_key,
+        ),
         in_flight=in_flight,
         metrics=metrics,
     )

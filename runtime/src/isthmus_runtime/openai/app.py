@@ -9,11 +9,12 @@ import random
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastapi import FastAPI, Request
 
+from ..config import ChatConfig
 from ..errors import (
     Cancelled,
     ConfigError,
@@ -28,7 +29,8 @@ from ..serving.app import errors, json_body
 from ..serving.call import Call, Cut, add_call_route, authorization, error_answer
 from ..serving.in_flight import InFlight
 from .answer import Job, Runner
-from .plan import Planner
+from .chat import NeedsThread
+from .plan import Plan, Planner
 from .reference import Chat, Completion, Model, ModelList
 from .schema import ChatRequest, CompletionRequest
 from .sse import error_event
@@ -58,6 +60,7 @@ class ApiConfig:
 
     served_names: tuple[str, ...]
     """Values of `model` that are accepted."""
+    chat: ChatConfig = field(default_factory=ChatConfig)
     request_timeout_s: float = 600.0
     api_key: str = ""
     """What clients must send as bearer token; empty: nothing is asked."""
@@ -156,6 +159,7 @@ class _Api:
             backend,
             tokenizer,
             config.served_names,
+            chat=config.chat,
             timeout_s=config.request_timeout_s,
             seeds=seeds,
             wall_clock=wall_clock,
@@ -184,7 +188,7 @@ class _Api:
 
     # ------------------------------------------------------------------------------------------------- one request
 
-    async def _serve(self, call: Call, plan: Callable[[bytes], Job]) -> None:
+    async def _serve(self, call: Call, plan: Plan) -> None:
         arrived = self._clock()
         progress = _Progress()
         try:
@@ -217,14 +221,14 @@ class _Api:
         else:
             await call.reply(*error_answer(error))
 
-    async def _answer(self, call: Call, plan: Callable[[bytes], Job], arrived: float, progress: _Progress) -> None:
+    async def _answer(self, call: Call, plan: Plan, arrived: float, progress: _Progress) -> None:
         limit = self._config.request_timeout_s
         try:
             async with asyncio.timeout(limit + _DEADLINE_MARGIN_S):
                 progress.stage = "reading"
                 body = await call.read()
                 progress.stage = "planning"
-                job = await asyncio.to_thread(plan, body) if len(body) > _OFF_LOOP_BYTES else plan(body)
+                job = await self._plan(plan, body)
                 progress.stage, progress.answer_id = "generation", job.answer_id
                 if job.stream:
                     await self._runner.stream(job, arrived, call)
@@ -232,6 +236,16 @@ class _Api:
                     await self._runner.whole(job, arrived, call)
         except TimeoutError as e:
             raise DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)") from e
+
+    @staticmethod
+    async def _plan(plan: Plan, body: bytes) -> Job:
+        """A short body is planned here and now, unless that turns out to take long."""
+        if len(body) <= _OFF_LOOP_BYTES:
+            try:
+                return plan(body, briefly=True)
+            except NeedsThread:
+                pass
+        return await asyncio.to_thread(plan, body)
 
     async def _last_words(self, call: Call, error: RequestError) -> None:
         try:

@@ -231,6 +231,8 @@ class ChatRequest(_Common):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     safety_identifier: str | None = None
+    allow_control_tokens: bool | None = None
+    """Text of messages that reads like a control token is one (ADR 27). None: as the server is set."""
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:

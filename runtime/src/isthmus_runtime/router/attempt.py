@@ -129,6 +129,7 @@ class Attempt:
             return
         self._closed = True
         self._expiry.cancel()
+        del self._expiry  # it refers back to this attempt, which would have to wait for the collector
         self._hold.release()
         if self._prefill_hold is not None:
             self._prefill_hold.release()
