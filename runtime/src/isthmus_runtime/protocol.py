@@ -25,9 +25,9 @@ from pydantic_core import from_json
 from .errors import RequestError, error_from_json
 from .request import FinishReason, GenerateRequest, SamplingParams, Structure, TokenChunk, TokenLogprobs
 
-KV_ABI = 2
-"""Engine KV ABI; part of the fingerprint. Raise it when bytes in a block, or the records between engines, change
-meaning."""
+KV_ABI = 3
+"""Engine KV ABI; part of the fingerprint. Raise it when bytes in a block or in the pool, or the records between
+engines, change meaning."""
 
 
 class _Wire(BaseModel):
@@ -171,6 +171,7 @@ class PrefillRecord(_Wire):
     """Hex digest over the ordered block keys (kv/keys.py)."""
     block_bytes: int
     crc: int | None = None
+    """CRC-32 over the blocks, with `--transfer-crc`, where the transport does not seal each block."""
 
 
 class GenerateCall(_Wire):

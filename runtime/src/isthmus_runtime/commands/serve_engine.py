@@ -288,9 +288,6 @@ class _Mover:
 
         memory = replace(loaded.executor.kv_region(), layout_digest=loaded.digest)
         settings = config.transfer
-        if settings.mode == "store":
-            # The pool can return other bytes than were stored (docs/adr/0007).
-            settings = replace(settings, verify_crc=True)
         epoch = uuid.uuid4().hex
         transfer = make_transfer(settings, epoch=epoch)
         transfer.prepare(memory, PREPARE_TIMEOUT_S)
