@@ -19,7 +19,7 @@ SERVICE_LABEL = f"{GROUP}/service"
 ROLE_LABEL = f"{GROUP}/role"
 REVISION_LABEL = f"{GROUP}/revision"
 UID_LABEL = f"{GROUP}/uid"
-"""On pods: of their InferenceService. Nobody writes it by accident, and no other service has it."""
+"""On pods: of their InferenceService. No other service has it, and only who copies or forges a pod of it writes it."""
 PAIRING_LABEL = f"{GROUP}/pairing"
 """On engine Deployments (not on pods): what prefill and decode of one KV layout have in common."""
 
