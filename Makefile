@@ -98,7 +98,7 @@ test-gpu: setup ## Run the tests that need a CUDA device; without one they are s
 	@$(PY) -m pytest -q -m gpu tests/gpu $(ARGS)
 
 test-fast: setup ## What to run while editing: no test that starts services or a cluster, or is slow
-	@$(PY) -m pytest -q -m 'not (slow or e2e or light_cluster or cluster or gpu)' $(ARGS)
+	@$(PY) -m pytest -q -n auto -m 'not (slow or e2e or light_cluster or cluster or gpu)' $(ARGS)
 
 chaos: setup ## Real faults on a real service (docs/chaos.md): make chaos [SEED=..] [MINUTES=10] [MODE=direct|store] [ARGS=...]
 	@$(PY) tests/chaos/run_storm.py $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --mode $(MODE) $(ARGS)

@@ -50,6 +50,13 @@ TINY = {
         "LlamaConfig", {"head_dim": 32, "attention_bias": True, "mlp_bias": True}, heads=3, kv_heads=3, block_size=4
     ),
     "mqa-narrow-heads": Tiny("LlamaConfig", {"head_dim": 10}, heads=5, kv_heads=1, block_size=5, budget=7),
+    "yarn-rope": Tiny(
+        "LlamaConfig",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+        block_size=8,
+    ),
+    # Served up to the length that it was trained for; past it: tests/runtime/models/test_rope.py.
+    "dynamic-rope": Tiny("LlamaConfig", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, block_size=8),
     "gqa3-llama3-rope": Tiny("LlamaConfig", {"rope_scaling": LLAMA3_ROPE}, heads=6, kv_heads=2, block_size=8),
     "linear-rope-layer-major": Tiny(
         "LlamaConfig", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, layout="layer-major", block_size=1
@@ -91,6 +98,66 @@ TINY = {
         kv_heads=2,
         block_size=8,
     ),
+    "gemma2-softcaps": Tiny(
+        "Gemma2Config",
+        {
+            "head_dim": 32,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 40,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 30.0,
+        },
+        block_size=4,
+    ),
+    "gemma2-no-softcaps": Tiny(
+        "Gemma2Config",
+        {
+            "head_dim": 16,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 13,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+        },
+        heads=6,
+        kv_heads=3,
+        block_size=8,
+    ),
+    "phi3-window": Tiny("Phi3Config", {"pad_token_id": 0, "sliding_window": 11}, heads=6, kv_heads=2, block_size=4),
+    # Served up to the 256 tokens of the short factors; past them: test_long_contexts_of_longrope.
+    "phi3-longrope-partial": Tiny(
+        "Phi3Config",
+        {
+            "hidden_size": 128,
+            "pad_token_id": 0,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0 + 0.1 * i for i in range(12)],
+                "long_factor": [1.5 + 0.4 * i for i in range(12)],
+            },
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 256,
+            "max_position_embeddings": 1024,
+        },
+        block_size=8,
+    ),
+    "gpt-oss": Tiny(
+        "GptOssConfig",
+        {
+            "head_dim": 32,
+            "sliding_window": 9,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        block_size=4,
+    ),
     "qwen3-moe": Tiny(
         "Qwen3MoeConfig",
         {
@@ -129,7 +196,7 @@ def build(case: Tiny, directory: Path) -> Any:
     }
     torch.manual_seed(0)
     config = getattr(transformers, case.config)(**{**options, **case.overrides})
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
@@ -179,7 +246,17 @@ def test_log_probabilities_match_transformers(
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gqa-tied", "qwen2-two-groups", "gemma3-two-ropes"])
+def test_long_contexts_of_longrope(tmp_path: Path, start_engine: Callable[..., Any], job: Any) -> None:
+    """An engine that serves more than the short factors are for turns all keys by the long ones, as transformers does
+    for the sequences that are longer."""
+    model = build(TINY["phi3-longrope-partial"], tmp_path)
+    engine = start_engine(tmp_path, block_size=8, max_model_len=400)
+    prompts = [[(7 * i + i * i * k) % 97 for i in range(257 + k)] for k in range(3)]
+    got = engine.driver(seed=2).run([job(p, 6) for p in prompts])
+    assert got == [greedy(model, p, 6) for p in prompts]
+
+
+@pytest.mark.parametrize("name", ["gqa-tied", "qwen2-two-groups", "gemma3-two-ropes", "gemma2-softcaps"])
 def test_prompts_from_the_prefix_cache_give_the_same_tokens(
     name: str, tmp_path: Path, start_engine: Callable[..., Any]
 ) -> None:

@@ -51,8 +51,8 @@ class Workspace:
 
 
 class Parts:
-    """Takes a model's weights out of their source. Which projections have biases and which heads have norms is what
-    `spec.tensor_shapes` says."""
+    """Takes a model's weights out of their source. Which projections have biases or are stored as one, and which heads
+    have norms or sinks, is what `spec.tensor_shapes` says."""
 
     __slots__ = ("_embedding", "_shapes", "_source", "dtype", "norm_offset", "spec")
 
@@ -88,16 +88,33 @@ class Parts:
         """A norm over the hidden size."""
         return RmsNorm(self._norm_weight(name), self.spec.rms_norm_eps, self.dtype)
 
-    def attention(self, name: str, *, window: int | None, scale: float | None = None, rope: int = 0) -> Attention:
-        """`scale`: on the products of queries and keys, D ** -0.5 by default; `rope`: which of the rotary tables."""
+    def joined(self, name: str, whole: str, *parts: str) -> Linear:
+        """`name`'s projections `parts` as one layer: of one tensor, `whole`, where the checkpoint has that."""
+        if f"{name}.{whole}.weight" in self._shapes:
+            return self.linear(f"{name}.{whole}")
+        return self.linear(*(f"{name}.{part}" for part in parts))
+
+    def attention(
+        self,
+        name: str,
+        *,
+        window: int | None,
+        scale: float | None = None,
+        rope: int = 0,
+        softcap: float | None = None,
+    ) -> Attention:
+        """`scale`: on the products of queries and keys, D ** -0.5 by default; `rope`: which of the rotary tables;
+        `softcap`: scores s become c tanh(s / c)."""
         spec = self.spec
         normed = f"{name}.q_norm.weight" in self._shapes
         return Attention(
-            qkv=self.linear(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
+            qkv=self.joined(name, "qkv_proj", "q_proj", "k_proj", "v_proj"),
             output=self.linear(f"{name}.o_proj"),
             num_heads=spec.num_heads,
             scale=spec.head_dim**-0.5 if scale is None else scale,
             window=window,
+            softcap=softcap,
+            sinks=self._source.take(f"{name}.sinks").float() if f"{name}.sinks" in self._shapes else None,
             rope=rope,
             q_norm=self._norm_weight(f"{name}.q_norm").to(self.dtype) if normed else None,
             k_norm=self._norm_weight(f"{name}.k_norm").to(self.dtype) if normed else None,
@@ -107,7 +124,7 @@ class Parts:
     def mlp(self, name: str, activation: Activation = "silu") -> GatedMlp:
         """The gated MLP."""
         return GatedMlp(
-            self.linear(f"{name}.gate_proj", f"{name}.up_proj"), self.linear(f"{name}.down_proj"), activation
+            self.joined(name, "gate_up_proj", "gate_proj", "up_proj"), self.linear(f"{name}.down_proj"), activation
         )
 
     def layer(self, number: int, mlp: Mlp | None = None) -> DecoderLayer:

@@ -15,9 +15,12 @@ from .gguf_format import GgufFormat
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
+        "Gemma2ForCausalLM": "gemma2",
         "Gemma3ForCausalLM": "gemma3",
+        "GptOssForCausalLM": "gpt_oss",
         "LlamaForCausalLM": "llama",
         "MistralForCausalLM": "mistral",
+        "Phi3ForCausalLM": "phi3",
         "Qwen2ForCausalLM": "qwen2",
         "Qwen3ForCausalLM": "qwen3",
         "Qwen3MoeForCausalLM": "qwen3_moe",

@@ -63,6 +63,10 @@ class EngineStatus:
     fingerprint: str
 
 
+def _nobody_waits(reason: str) -> None:
+    pass
+
+
 class Hold:
     """A hold on one engine by one request: counts as load, and is notified when the engine is lost."""
 
@@ -83,6 +87,7 @@ class Hold:
 
     def release(self) -> None:
         """The request has left the engine. Idempotent."""
+        self._on_lost = _nobody_waits  # what it belongs to would refer to itself, until the collector comes by
         self._engine.release(self, self._tokens)
 
 
