@@ -257,7 +257,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
     transfer.add_argument("--transfer-timeout", default="30s")
     transfer.add_argument("--transfer-on-failure", default="recompute", choices=[f.value for f in OnFailure])
     transfer.add_argument("--transfer-host", default="", help="address peers reach this process at")
-    transfer.add_argument("--transfer-crc", action="store_true", help="checksum every prompt's KV")
+    transfer.add_argument("--transfer-crc", action="store_true", help="direct: checksum all KV; store always does")
     transfer.add_argument("--store-master", default="", help="host:port of mooncake_master")
     transfer.add_argument("--store-segment-size", default="1Gi")
     transfer.add_argument("--store-replicas", default="1")

@@ -14,8 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from pydantic_core import from_json
 
 from ..errors import InvalidRequest
-from ..request import SamplingOptions
+from ..request import SamplingOptions, Structure
 from . import messages
+from .structured import ResponseFormat, StructuredOutputs, structure_of
 
 MAX_CHOICES = 128
 """Most generations one request may ask for: prompts times n."""
@@ -63,7 +64,6 @@ _NEUTRAL_CHAT: Mapping[str, tuple[object, ...]] = {
     "documents": ([],),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -138,6 +138,8 @@ class _Common(_Sampling):
     """Keep the last so many tokens of a prompt; -1: as many as fit."""
     cache_salt: str = Field(default="", max_length=256)
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _check_common(self) -> _Common:
@@ -149,7 +151,18 @@ class _Common(_Sampling):
             raise ValueError("truncate_prompt_tokens: 0 would leave nothing; give at least 1, or -1 for what fits")
         if self.stop == "":
             raise ValueError("stop: an empty string would stop everything; remove it")
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("structured_outputs: only allowed without response_format")
+        if self.ignore_eos and self.structure is not None:
+            raise ValueError("ignore_eos: text with a structure ends where that ends; remove one of the two")
         return self
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the answer's text must be; None: any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.structure()
+        return None if self.response_format is None else structure_of(self.response_format)
 
     def sampling(self, defaults: SamplingOptions) -> dict[str, Any]:
         """The fields of `SamplingOptions`, each as given or else as in `defaults`."""
