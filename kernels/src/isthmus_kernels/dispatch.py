@@ -37,6 +37,7 @@ __all__ = [
     "layer_view",
     "linear",
     "logprobs",
+    "mask_logits",
     "moe",
     "moe_route",
     "pack",
@@ -66,6 +67,7 @@ _OPS = MappingProxyType(
         "pack": ("linear", ("cpu", "triton", "torch")),
         "block_copy": ("block_copy", ("triton", "torch", "reference")),
         "kv_swap": ("kv_swap", ("cuda", "cpu", "reference")),
+        "mask_logits": ("mask_logits", ("torch", "reference")),
         "sample": ("sampling", ("cpu", "triton", "torch", "reference")),
         "logprobs": ("sampling", ("triton", "reference")),
     }
@@ -415,6 +417,17 @@ def moe(
         out=out,
     )
     return result
+
+
+def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor, *, impl: str | None = None) -> None:
+    """Set the logits of ids that a row may not draw to -inf, in place.
+
+    Args:
+        logits: ``[S, V]``, fp32 or bf16.
+        rows: int64 ``[M]``, distinct: the rows of `logits` that have a mask.
+        masks: uint8 ``[M, W]``: bit ``id % 8`` of byte ``id // 8`` is 1 where `id` is allowed; ids from 8 W on are not.
+    """
+    _select("mask_logits", logits.device.type, impl)(logits, rows, masks)
 
 
 def sample(

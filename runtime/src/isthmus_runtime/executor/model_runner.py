@@ -33,7 +33,7 @@ from .graphs import Graphs
 from .input_batch import Draws, InputBatch, StepInputs
 from .kv_cache import KvCache
 from .pipeline import StepPipeline
-from .sampler import StagedLogprobs, outputs, sample, stage_logprobs
+from .sampler import StagedLogprobs, apply_masks, outputs, sample, stage_logprobs
 from .staging import StagingSlot
 from .weights import on_device
 
@@ -177,7 +177,7 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan, slot: StagingSlot) -> _Launched:
         """Describe the step and enqueue it."""
-        assert not (plan.copies or plan.adapters or plan.masks), "copies, adapters and masks are not in this executor"
+        assert not (plan.copies or plan.adapters), "copies and adapters are not in this executor"
         assert not any(chunk.drafts for chunk in plan.chunks), "drafts are not in this executor"
         inputs = self._batch.build(plan, slot)
         logprobs: list[StagedLogprobs] = []
@@ -229,6 +229,7 @@ class ModelRunner:
         """Draw, and keep what was drawn as the rows' next inputs: a step may start there before anybody has seen it."""
         logits = self._model.logits(draws.logit_rows, self._workspace)
         drawn, ids = self._drawn[: len(logits)], self._drawn_ids[: len(logits)]
+        apply_masks(self._device, logits, draws)
         sample(logits, draws, drawn)
         ids.copy_(drawn)
         self._flat_tokens.index_copy_(0, draws.targets, ids)

@@ -25,9 +25,11 @@ from ..errors import (
 )
 from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics
+from ..request import Structure
 from ..serving.app import errors, json_body
 from ..serving.call import Call, Cut, add_call_route, authorization, error_answer
 from ..serving.in_flight import InFlight
+from ..structured.checker import Checker
 from .answer import Job, Runner
 from .chat import NeedsThread
 from .plan import Plan, Planner
@@ -87,12 +89,14 @@ def add_openai_routes(
     *,
     in_flight: InFlight,
     metrics: RequestMetrics | None = None,
+    grammars: Checker | None = None,
     seeds: Callable[[], int] | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> None:
     """Add /v1/chat/completions, /v1/completions and /v1/models to `app`.
 
+    `grammars` None: requests for structured output are refused.
     `seeds` gives the seed of a request that names none: drawn here, so that prefill, decode and a recompute agree.
     """
     api = _Api(
@@ -101,6 +105,7 @@ def add_openai_routes(
         config,
         in_flight=in_flight,
         metrics=metrics,
+        grammars=grammars,
         seeds=seeds or _seed_source(),
         clock=clock,
         wall_clock=wall_clock,
@@ -145,6 +150,7 @@ class _Api:
         *,
         in_flight: InFlight,
         metrics: RequestMetrics | None,
+        grammars: Checker | None,
         seeds: Callable[[], int],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
@@ -153,6 +159,7 @@ class _Api:
         self._config = config
         self._in_flight = in_flight
         self._metrics = metrics
+        self._grammars = grammars
         self._clock = clock
         self._started = int(wall_clock())
         self._planner = Planner(
@@ -229,6 +236,8 @@ class _Api:
                 body = await call.read()
                 progress.stage = "planning"
                 job = await self._plan(plan, body)
+                if job.structure is not None:
+                    await self._check_structure(job.structure)
                 progress.stage, progress.answer_id = "generation", job.answer_id
                 if job.stream:
                     await self._runner.stream(job, arrived, call)
@@ -236,6 +245,12 @@ class _Api:
                     await self._runner.whole(job, arrived, call)
         except TimeoutError as e:
             raise DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)") from e
+
+    async def _check_structure(self, structure: Structure) -> None:
+        param = "structured_outputs" if structure.kind in {"regex", "choice", "grammar"} else "response_format"
+        if self._grammars is None:
+            raise InvalidRequest(f"{param}: not available here", param=param)
+        await self._grammars.check(structure, param)
 
     @staticmethod
     async def _plan(plan: Plan, body: bytes) -> Job:

@@ -126,6 +126,7 @@ class Planner:
         logprobs = request.num_logprobs
         sampling = self._sampling(request, max_tokens)
         seed = self._seeds() if request.seed is None else request.seed
+        structure = request.structure
         requests = [
             GenerateRequest(
                 request_id=f"{answer_id}-{p * request.n + i}",
@@ -134,6 +135,7 @@ class Planner:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 timeout_s=self._timeout_s,
+                structure=structure,
             )
             for p, ids in enumerate(prompts)
             for i in range(request.n)
@@ -142,6 +144,7 @@ class Planner:
             answer_id=answer_id,
             requests=tuple(requests),
             n=request.n,
+            structure=structure,
             prompt_tokens=sum(map(len, prompts)),
             stop=tuple(request.stop_strings),
             logprobs=logprobs >= 0,
