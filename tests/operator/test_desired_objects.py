@@ -25,6 +25,8 @@ from applied import (
 
 from isthmus_operator.api.v1alpha1 import InferenceService
 from isthmus_operator.plan.desired import Desired, name_of
+from isthmus_operator.plan.observe import observe
+from isthmus_operator.plan.observed import Facts
 from isthmus_operator.plan.ownership import differs
 from isthmus_operator.plan.rehearse import World, rehearse
 from isthmus_operator.render import engine, mooncake, router

@@ -53,7 +53,6 @@ def desired(
 ) -> Desired:
     """Everything the service should consist of now, with old revisions at the numbers of the plan. `seen` and `now`:
     what the plan was made from; `children`: the objects it was observed in."""
-    children = list(children)
     live = {name_of(child): child for child in children if child["kind"] in PRUNED and is_child(service, child)}
     defaults = _paired(service, defaults, seen, live)
     parts = components(service)
@@ -77,7 +76,7 @@ def desired(
     else:
         apply.append(_rescaled(present, service.spec.router.replicas))
     if defaults.issuer is not None:
-        apply.insert(0, credentials.config_map(service, defaults.issuer, required=_all_guarded(children, apply)))
+        apply.insert(0, credentials.config_map(service, defaults.issuer, required=_all_guarded(seen, apply)))
     scalers = [_scaler(service, part, wanted) for part in parts if is_engine(part)]
     create = tuple(one for one in scalers if one is not None)
     named = {name_of(one) for one in (*apply, *create)}
@@ -102,12 +101,11 @@ def _guarded(workload: Object) -> bool:
     return credentials.GUARDED.items() <= (template.get("metadata", {}).get("labels") or {}).items()
 
 
-def _all_guarded(children: Iterable[Object], apply: Iterable[Object]) -> bool:
+def _all_guarded(seen: Observed, apply: Iterable[Object]) -> bool:
     """Whether every engine and router that there is, or that is to be made, has credentials."""
     made = [one for one in apply if one["kind"] == "Deployment" and one["spec"].get("replicas") != 0]
-    pods = [child for child in children if child["kind"] == "Pod" and component_of(child) is not Component.STORE]
-    labels = [pod["metadata"].get("labels") or {} for pod in pods]
-    return all(_guarded(one) for one in made) and all(credentials.GUARDED.items() <= known.items() for known in labels)
+    there = (*seen.engines, *([seen.router] if seen.router else ()))
+    return all(_guarded(one) for one in made) and all(pod.guarded for workload in there for pod in workload.pods)
 
 
 def _kept(manifest: Object, live: Mapping[Name, Object]) -> Object:
