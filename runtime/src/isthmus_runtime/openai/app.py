@@ -225,6 +225,7 @@ class _Api:
                 body = await call.read()
                 progress.stage = "planning"
                 job = await asyncio.to_thread(plan, body) if len(body) > _OFF_LOOP_BYTES else plan(body)
+                del body  # megabytes, which an answer would keep as long as it streams
                 progress.stage, progress.answer_id = "generation", job.answer_id
                 if job.stream:
                     await self._runner.stream(job, arrived, call)

@@ -20,6 +20,10 @@ MAX_CHOICES = 128
 """Most generations one request may ask for: prompts times n."""
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_PROBLEMS = 8
+"""Most that an answer lists: a body of megabytes may have a million."""
+_SHOWN = 64
+"""Characters of a client's own names in them."""
 
 Prompt = str | tuple[int, ...]
 """Text, or ids that are taken as they are."""
@@ -135,7 +139,7 @@ class _Common(_Sampling):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: str | list[_StopString] | None = None
+    stop: str | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     user: str | None = None
     # Extensions, with the names that other servers use.
     ignore_eos: bool = False
@@ -274,20 +278,36 @@ def _parse(model: type[_R], body: bytes, neutral: Mapping[str, tuple[object, ...
     data = _json_object(body)
     problems: list[tuple[str, str]] = []
     given = {}
+    unknown = 0
     for name, value in data.items():
         if value is None:
             continue
         if name in neutral:
             _check_neutral(name, value, neutral[name], problems)
-        else:
+        elif name in model.model_fields:
             given[name] = value
+        else:
+            # Not left to pydantic, which makes a record of each, all at once and with the interpreter's lock held.
+            unknown += 1
+            if unknown <= MAX_PROBLEMS:
+                shown = name[:_SHOWN]
+                problems.append((shown, f"{shown}: unknown parameter; remove it"))
     try:
         request = model.model_validate(given)
     except ValidationError as e:
-        problems += [_problem(error["loc"], error["type"], error["msg"]) for error in e.errors(include_url=False)]
+        found = e.errors(include_url=False, include_input=False, include_context=False)
+        problems += [_problem(error["loc"], error["type"], error["msg"]) for error in found]
     if problems:
-        raise InvalidRequest("; ".join(dict.fromkeys(text for _, text in problems)), param=problems[0][0])
+        raise _invalid(problems, more=max(0, unknown - MAX_PROBLEMS))
     return request
+
+
+def _invalid(problems: list[tuple[str, str]], *, more: int = 0) -> InvalidRequest:
+    """`more`: problems that are not in the list."""
+    texts = list(dict.fromkeys(text for _, text in problems))
+    more += max(0, len(texts) - MAX_PROBLEMS)
+    texts = [*texts[:MAX_PROBLEMS], *([f"and {more} more problems"] if more else [])]
+    return InvalidRequest("; ".join(texts), param=problems[0][0])
 
 
 def _json_object(body: bytes) -> dict[str, Any]:
@@ -371,10 +391,10 @@ def _message(value: object, path: str) -> dict[str, str]:
             message["name"] = field
         elif name in _NEUTRAL_MESSAGE:
             _check_neutral(f"{path}.{name}", field, _NEUTRAL_MESSAGE[name], problems)
-        else:
-            problems.append((f"{path}.{name}", f"{path}.{name}: unknown parameter; remove it"))
+        elif len(problems) <= MAX_PROBLEMS:
+            problems.append((f"{path}.{name}"[:_SHOWN], f"{path}.{name[:_SHOWN]}: unknown parameter; remove it"))
     if problems:
-        raise InvalidRequest("; ".join(text for _, text in problems), param=problems[0][0])
+        raise _invalid(problems)
     return message
 
 
