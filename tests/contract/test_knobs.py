@@ -45,6 +45,7 @@ SERVE = {
     "--store-master": "",
     "--store-segment-size": "1Gi",
     "--store-replicas": "1",
+    "--control-tokens": "request",
     "--prefill": "",
     "--decode": "",
     "--worker": "",

@@ -32,6 +32,13 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "mistral-sliding": {"config": "MistralConfig"},
     "gemma2": {"config": "Gemma2Config", "head_dim": 16, "attn_logit_softcapping": 3.0, "pad_token_id": 0},
+    "gpt-oss": {
+        "config": "GptOssConfig",
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    },
 }
 
 

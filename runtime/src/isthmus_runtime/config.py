@@ -94,6 +94,15 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig:
+    """How the API reads conversations and answers."""
+
+    control_tokens: str = "request"
+    """Whether text of messages may be control tokens: `never`; `request`: where a request asks for it; `always`: unless
+    a request forbids it (ADR 27)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KvConfig:
     """The KV pool."""
 
@@ -163,6 +172,8 @@ class EngineConfig:
     kv: KvConfig
     scheduler: SchedulerConfig
     transfer: TransferConfig
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    """Of the unified role, which has the API."""
     executor: str = "torch"
     """torch | fake (no weights, no torch: protocol tests and load tests)"""
 
@@ -173,6 +184,7 @@ class RouterConfig:
 
     server: ServerConfig
     model: ModelConfig
+    chat: ChatConfig = field(default_factory=ChatConfig)
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     worker: tuple[str, ...] = ()
@@ -248,10 +260,17 @@ def build_serve_parser() -> argparse.ArgumentParser:
     transfer.add_argument("--transfer-timeout", default="30s")
     transfer.add_argument("--transfer-on-failure", default="recompute", choices=[f.value for f in OnFailure])
     transfer.add_argument("--transfer-host", default="", help="address peers reach this process at")
-    transfer.add_argument("--transfer-crc", action="store_true", help="checksum every prompt's KV")
+    transfer.add_argument("--transfer-crc", action="store_true", help="direct: checksum all KV; store always does")
     transfer.add_argument("--store-master", default="", help="host:port of mooncake_master")
     transfer.add_argument("--store-segment-size", default="1Gi")
     transfer.add_argument("--store-replicas", default="1")
+    chat = p.add_argument_group("chat (unified, router)")
+    chat.add_argument(
+        "--control-tokens",
+        default="request",
+        choices=["never", "request", "always"],
+        help="whether text of messages may be control tokens; request: where a request allows it",
+    )
     router = p.add_argument_group("router")
     router.add_argument("--prefill", default="", help="comma-separated host:port; a host may resolve to many pods")
     router.add_argument("--decode", default="")
@@ -347,8 +366,12 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         dtype=args.dtype,
         threads=read.integer("threads", 0, 4096),
     )
+    chat = ChatConfig(control_tokens=args.control_tokens)
     config: EngineConfig | RouterConfig
-    config = _router(args, read, server, model) if role is Role.ROUTER else _engine(args, read, role, server, model)
+    if role is Role.ROUTER:
+        config = _router(args, read, server, model, chat)
+    else:
+        config = _engine(args, read, role, server, model, chat)
     if not all(name.strip() for name in model.served_names):
         read.problems.append("--served-model-name '' is empty, and so is the last part of --model; give a name")
     if read.problems:
@@ -356,10 +379,13 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
     return config
 
 
-def _router(args: argparse.Namespace, read: _Reader, server: ServerConfig, model: ModelConfig) -> RouterConfig:
+def _router(
+    args: argparse.Namespace, read: _Reader, server: ServerConfig, model: ModelConfig, chat: ChatConfig
+) -> RouterConfig:
     config = RouterConfig(
         server=server,
         model=model,
+        chat=chat,
         prefill=_items(args.prefill),
         decode=_items(args.decode),
         worker=_items(args.worker),
@@ -389,7 +415,7 @@ def _router(args: argparse.Namespace, read: _Reader, server: ServerConfig, model
 
 
 def _engine(
-    args: argparse.Namespace, read: _Reader, role: Role, server: ServerConfig, model: ModelConfig
+    args: argparse.Namespace, read: _Reader, role: Role, server: ServerConfig, model: ModelConfig, chat: ChatConfig
 ) -> EngineConfig:
     transfer = TransferConfig(
         mode=args.transfer_mode,
@@ -431,6 +457,7 @@ def _engine(
             queue_timeout_s=read.duration("queue_timeout"),
         ),
         transfer=transfer,
+        chat=chat,
         executor=args.executor,
     )
 

@@ -6,7 +6,7 @@
 | POST /internal/generate | router -> decode  | GenerateCall -> reserved line (with an attempt), token lines |
 | POST /internal/prefill  | router -> prefill | PrefillCall -> PrefillAnswer |
 | POST /internal/commit   | router -> decode  | CommitCall -> {} : prefill has sent everything, or has failed |
-| POST /internal/abort    | router -> engine  | AbortCall -> {} : idempotent, unknown ids are counted and ignored |
+| POST /internal/abort    | router -> engine  | AbortCall -> {} : idempotent, unknown ids are ignored |
 | GET  /internal/drained  | decode -> prefill | ?attempt= -> DrainAnswer : may a byte of this attempt still move? |
 | GET  /internal/kv-events | router -> engine | KvEvents lines, the first a snapshot, without end |
 
@@ -23,11 +23,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import from_json
 
 from .errors import RequestError, error_from_json
-from .request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from .request import FinishReason, GenerateRequest, SamplingParams, Structure, TokenChunk, TokenLogprobs
 
-KV_ABI = 2
-"""Engine KV ABI; part of the fingerprint. Raise it when bytes in a block, or the records between engines, change
-meaning."""
+KV_ABI = 3
+"""Engine KV ABI; part of the fingerprint. Raise it when bytes in a block or in the pool, or the records between
+engines, change meaning."""
 
 
 class _Wire(BaseModel):
@@ -43,6 +43,7 @@ class WireRequest(_Wire):
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     cache_salt: str = ""
     timeout_s: float = Field(default=600.0, gt=0, le=366 * 86400, allow_inf_nan=False)
+    structure: Structure | None = None
 
     def to_request(self) -> GenerateRequest:
         """The plain record the engine works with."""
@@ -53,6 +54,7 @@ class WireRequest(_Wire):
             priority=self.priority,
             cache_salt=self.cache_salt,
             timeout_s=self.timeout_s,
+            structure=self.structure,
         )
 
     @staticmethod
@@ -65,6 +67,7 @@ class WireRequest(_Wire):
             priority=request.priority,
             cache_salt=request.cache_salt,
             timeout_s=request.timeout_s,
+            structure=request.structure,
         )
 
 
@@ -168,6 +171,7 @@ class PrefillRecord(_Wire):
     """Hex digest over the ordered block keys (kv/keys.py)."""
     block_bytes: int
     crc: int | None = None
+    """CRC-32 over the blocks, with `--transfer-crc`, where the transport does not seal each block."""
 
 
 class GenerateCall(_Wire):

@@ -141,6 +141,23 @@ TINY = {
         },
         block_size=8,
     ),
+    "gpt-oss": Tiny(
+        "GptOssConfig",
+        {
+            "head_dim": 32,
+            "sliding_window": 9,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        block_size=4,
+    ),
     "qwen3-moe": Tiny(
         "Qwen3MoeConfig",
         {

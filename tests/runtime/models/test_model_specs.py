@@ -108,12 +108,20 @@ def test_an_unknown_key_that_is_set_is_refused(architecture: str) -> None:
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "'MambaForCausalLM' is not supported; known: Gemma3ForCausalLM, Llama",
+            "'MambaForCausalLM' is not supported; known: Gemma2ForCausalLM, ",
         ),
         ({"architectures": None}, "architecture None"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 4}}, "rope_type 'ntk' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is set"),
+        (
+            {"quantization_config": {"quant_method": "gguf"}},
+            "quantization_config: quant_method 'gguf' is not supported",
+        ),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "bits 3 is not supported; known: 2, 4, 8"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}}, "version 'gemv'"),
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e3m4"}}, "fmt 'e3m4' is not supported"),
+        ({"quantization_config": {"quant_method": "fp8", "rotation": "hadamard"}}, "rotation is 'hadamard': not a key"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}, "format 'pack-"),
         ({"num_key_value_heads": 4}, "6 is not a multiple of num_key_value_heads 4"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),

@@ -8,6 +8,7 @@ import pytest
 
 from isthmus_runtime.errors import InvalidRequest
 from isthmus_runtime.openai.schema import MAX_PROBLEMS, parse_chat, parse_completion
+from isthmus_runtime.request import Structure
 
 
 def completion(**fields):
@@ -54,7 +55,6 @@ REFUSED_CHAT = {
     "tools": [{"type": "function"}],
     "tool_choice": "required",
     "functions": [{}],
-    "response_format": {"type": "json_object"},
     "modalities": ["text", "audio"],
     "audio": {"voice": "x"},
     "reasoning_effort": "high",
@@ -198,3 +198,43 @@ def test_an_answer_lists_few_of_many_problems_and_repeats_little_of_what_was_sen
         assert error.value.message.count("unknown parameter") <= MAX_PROBLEMS
     with pytest.raises(InvalidRequest, match="and 99992 more problems"):
         completion(**many)
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Structure("json_object")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}}},
+            Structure("json_schema", '{"type": "null"}'),
+        ),
+        ({"structured_outputs": {"json": {"type": "null"}}}, Structure("json_schema", '{"type": "null"}')),
+        ({"structured_outputs": {"json": "{}"}}, Structure("json_schema", "{}")),
+        ({"structured_outputs": {"json_object": True}}, Structure("json_object")),
+        ({"structured_outputs": {"regex": "a+"}}, Structure("regex", "a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Structure("choice", '["a", "b"]')),
+        ({"structured_outputs": {"grammar": "start: X"}}, Structure("grammar", "start: X")),
+    ],
+)
+def test_structures(given, want):
+    assert completion(**given).structure == want
+    assert chat(**given).structure == want
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"structured_outputs": {}}, "exactly one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": "x"}}, "whitespace_pattern"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "without response_format"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_wrong_structures_are_named(given, words):
+    for parse in (completion, chat):
+        with pytest.raises(InvalidRequest, match=words):
+            parse(**given)

@@ -77,8 +77,9 @@ def test_checksums_are_taken_on_both_sides(start_engine: Start) -> None:
         if attempt == "bad":
             decode.call("fill", blocks=[6], seed=77)
         decode.call("commit", attempt=attempt, ok=True)
-    assert decode.event("good", "received", "failed")["event"] == "received"
-    assert "CRC-32" in decode.event("bad", "received", "failed")["reason"]
+        # Both attempts use the same blocks: one is over before the next begins.
+        ended = decode.event(attempt, "received", "failed")
+        assert ended["event"] == "received" if attempt == "good" else "CRC-32" in ended["reason"], ended
 
 
 def test_nothing_is_written_to_a_decode_that_was_restarted_at_the_same_address(start_engine: Start) -> None:

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
 from typing import NoReturn
@@ -42,6 +43,8 @@ from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
 from ..serving.limits import limits_of
 from ..serving.server import check_port, run_app
+from ..structured.checker import Checker
+from ..structured.grammars import Grammars
 from ..transfer.sockets import probe_accepted
 
 log = logging.getLogger(__name__)
@@ -178,7 +181,8 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     streams = Streams(asyncio.get_running_loop())
     mover = _Mover.start(config, loaded)
     engine = EngineLoop(scheduler, loaded.executor, streams.sink, handoff=mover.handoff)
-    backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size)
+    grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
+    backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size, grammars=grammars)
     in_flight = InFlight()
     meters = EngineMeters(CollectorRegistry(), model_name)
     meters.engine.set_cache_config(block_size=str(kv.block_size), num_gpu_blocks=str(kv.num_blocks))
@@ -220,14 +224,16 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     app = make_app(
         f"Isthmus {config.role.value} engine", bodies=BODIES if tokenizer is None else BODIES + OPENAI_BODIES
     )
+    checker = Checker(config.model.path)
     if tokenizer is not None:
         add_openai_routes(
             app,
             backend,
             tokenizer,
-            ApiConfig(served_names=config.model.served_names),
+            ApiConfig(served_names=config.model.served_names, chat=config.chat),
             in_flight=in_flight,
             metrics=meters.requests,
+            grammars=checker,
         )
     server.add_routes(app)
     add_pages(app)
@@ -256,10 +262,15 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             on_started=on_started,
         )
     finally:
+        await checker.close()
         loaded.executor.close()
     if engine.failure:
         raise EngineFailed(engine.failure)
     return 0
+
+
+def _grammars(model: str, vocab_size: int) -> Grammars:
+    return Grammars.load(model, eos_token_ids=Tokenizer.load(model).eos_token_ids, vocab_size=vocab_size)
 
 
 class _Mover:
@@ -279,9 +290,6 @@ class _Mover:
 
         memory = replace(loaded.executor.kv_region(), layout_digest=loaded.digest)
         settings = config.transfer
-        if settings.mode == "store":
-            # The pool can return other bytes than were stored (docs/adr/0007).
-            settings = replace(settings, verify_crc=True)
         epoch = uuid.uuid4().hex
         transfer = make_transfer(settings, epoch=epoch)
         transfer.prepare(memory, PREPARE_TIMEOUT_S)

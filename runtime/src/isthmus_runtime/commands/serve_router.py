@@ -17,6 +17,7 @@ from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
 from ..serving.limits import limits_of
 from ..serving.server import run_app
+from ..structured.checker import Checker
 from ..transfer.sockets import probe_accepted
 
 log = logging.getLogger(__name__)
@@ -43,13 +44,20 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> in
     router = make_router(config, registry, in_flight)
     metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_", vllm_names=False)
     app = make_app("Isthmus router", bodies=BODIES, lifespan=router.lifespan, cors_origins=config.cors_origins)
+    grammars = Checker(config.model.path)
     add_openai_routes(
         app,
         router.backend,
         tokenizer,
-        ApiConfig(served_names=config.model.served_names, request_timeout_s=config.request_timeout_s, api_key=api_key),
+        ApiConfig(
+            served_names=config.model.served_names,
+            chat=config.chat,
+            request_timeout_s=config.request_timeout_s,
+            api_key=api_key,
+        ),
         in_flight=in_flight,
         metrics=metrics,
+        grammars=grammars,
     )
     router.add_routes(app)
     add_pages(app)
@@ -58,14 +66,17 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> in
         probe_accepted()
         log.info("router listens on %s:%d", config.server.host, port)
 
-    await run_app(
-        app,
-        host=config.server.host,
-        port=config.server.port,
-        drain_timeout_s=config.server.drain_timeout_s,
-        lame_duck_s=_LAME_DUCK_S,
-        in_flight=in_flight,
-        limits=limits_of(config.server),
-        on_started=started,
-    )
+    try:
+        await run_app(
+            app,
+            host=config.server.host,
+            port=config.server.port,
+            drain_timeout_s=config.server.drain_timeout_s,
+            lame_duck_s=_LAME_DUCK_S,
+            in_flight=in_flight,
+            limits=limits_of(config.server),
+            on_started=started,
+        )
+    finally:
+        await grammars.close()
     return 0

@@ -24,6 +24,12 @@ class MoeMlp:
     top_k: int
     renormalize: bool
     """The chosen experts' weights are scaled to a sum of 1."""
+    gate_up_bias: Tensor | None = None
+    """[E, 2 I]."""
+    down_bias: Tensor | None = None
+    """[E, H]."""
+    clamp: tuple[float, float] | None = None
+    """(α, c): the clamped activation of `dispatch.moe`, instead of SiLU's."""
 
     @property
     def nbytes(self) -> int:
@@ -34,4 +40,14 @@ class MoeMlp:
         """x [T, H] to `out` [T, H]. The scratch of a dense MLP is not used."""
         del gate_up, inner
         weights, experts = dispatch.moe_route(self.router(x), self.top_k, renormalize=self.renormalize)
-        return dispatch.moe(x, weights, experts, self.gate_up, self.down, out=out)
+        return dispatch.moe(
+            x,
+            weights,
+            experts,
+            self.gate_up,
+            self.down,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+            clamp=self.clamp,
+            out=out,
+        )

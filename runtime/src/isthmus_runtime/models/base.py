@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..kv.groups import LayerSpec
 from ..layers.rope_spec import RopeSpec
+from .quantization import Quantization
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,8 @@ class ModelSpec(ABC):
     tie_word_embeddings: bool
     windows: tuple[int | None, ...]
     """Per layer: sliding window in tokens, the current one included, or None for the whole prefix."""
+    quantization: Quantization | None = None
+    """How the checkpoint's weights are stored; None: as they are."""
     dtype: str
     """The dtype the checkpoint says it has (`float32`, `bfloat16`, `float16`), or empty."""
     bos_token_id: int | None
@@ -54,6 +57,11 @@ class ModelSpec(ABC):
     @abstractmethod
     def build(self, source: TensorSource, dtype: torch.dtype) -> Model:
         """Take the weights out of `source` and make a model that computes in `dtype`, on the weights' device."""
+
+    @property
+    def unused_tensors(self) -> tuple[str, ...]:
+        """Beginnings of the names of tensors that a checkpoint may hold beside these."""
+        return ()
 
     def active_fraction(self, name: str) -> float:
         """How much of tensor `name` the computation of one token uses: less than 1 for experts."""

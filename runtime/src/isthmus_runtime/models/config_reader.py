@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 from ..errors import WeightsError
 from ..layers.rope_spec import RopeSpec
 from . import rope_config
+from .quantization import Quantization, read_quantization
 
 # Bookkeeping, training and generation defaults that exporters write into config.json: none of it is used to compute
 # logits.
@@ -49,6 +50,7 @@ class Common(TypedDict):
     rms_norm_eps: float
     max_position: int
     tie_word_embeddings: bool
+    quantization: Quantization | None
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -80,6 +82,10 @@ class ConfigReader:
         """The value as it is, or None."""
         self._read.add(key)
         return self._values.get(key)
+
+    def names(self) -> tuple[str, ...]:
+        """The keys that are set."""
+        return tuple(self._values)
 
     def problem(self, key: str, text: str) -> None:
         """Add a problem with `key`, once."""
@@ -166,10 +172,17 @@ class ConfigReader:
         """A soft cap: a number above 0, or None where the file says null. `default` where it says nothing."""
         return None if key in self._values and self.get(key) is None else self.number(key, default)
 
-    def common(self, *, head_dim: int | None = None, max_position: int = 2048, tied: bool = False) -> Common:
+    def assume(self, key: str, value: Any) -> None:
+        """What `key` is where the file does not have it at all."""
+        self._values = {key: value, **self._values}
+
+    def common(
+        self, *, head_dim: int | None = None, max_position: int = 2048, tied: bool = False, eps: float = 1e-6
+    ) -> Common:
         """What every family has.
 
-        The arguments are a family's defaults; `head_dim` where heads are not an even split of the hidden size.
+        The arguments are a family's defaults; `head_dim` where heads are not an even split of the hidden size, `eps` of
+        `rms_norm_eps`.
         """
         hidden = self.integer("hidden_size")
         heads = self.integer("num_attention_heads")
@@ -179,10 +192,7 @@ class ConfigReader:
         head_dim = self.integer("head_dim", head_dim or max(1, hidden // heads))
         if head_dim % 2:
             self.problem("head_dim", f"{head_dim} is odd; rotary embedding needs an even one")
-        if self.get("quantization_config"):
-            self.problem(
-                "quantization_config", "is set; quantised checkpoints are not supported, use a bf16 or fp32 one"
-            )
+        quantized = self.inner("quantization_config") if self.get("quantization_config") else None
         self._head_dim = head_dim
         self._max_position = self.integer("max_position_embeddings", max_position)
         ends = self._generation.get("eos_token_id", self.get("eos_token_id"))
@@ -195,9 +205,10 @@ class ConfigReader:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=self.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=self.number("rms_norm_eps", eps),
             max_position=rope_config.reach(self._scaling(), self._max_position),
             tie_word_embeddings=self.boolean("tie_word_embeddings", tied),
+            quantization=None if quantized is None else read_quantization(quantized),
             dtype=self.text("dtype", "") or self.text("torch_dtype", ""),
             bos_token_id=next(iter(self._token_ids(self.get("bos_token_id"), "bos_token_id")), None),
             eos_token_ids=self._token_ids(ends, "eos_token_id"),

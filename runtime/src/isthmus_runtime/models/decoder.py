@@ -52,7 +52,7 @@ class Workspace:
 
 class Parts:
     """Takes a model's weights out of their source. Which projections have biases or are stored as one, and which heads
-    have norms, is what `spec.tensor_shapes` says."""
+    have norms or sinks, is what `spec.tensor_shapes` says."""
 
     __slots__ = ("_embedding", "_shapes", "_source", "dtype", "norm_offset", "spec")
 
@@ -114,6 +114,7 @@ class Parts:
             scale=spec.head_dim**-0.5 if scale is None else scale,
             window=window,
             softcap=softcap,
+            sinks=self._source.take(f"{name}.sinks").float() if f"{name}.sinks" in self._shapes else None,
             rope=rope,
             q_norm=self._norm_weight(f"{name}.q_norm").to(self.dtype) if normed else None,
             k_norm=self._norm_weight(f"{name}.k_norm").to(self.dtype) if normed else None,

@@ -34,7 +34,7 @@ class Phi3Spec(ModelSpec):
 
 def parse(read: ConfigReader) -> Phi3Spec:
     """The record of a Phi-3's `config.json`."""
-    common = read.common(max_position=4096)
+    common = read.common(max_position=4096, eps=1e-5)
     read.only("hidden_act", "silu")
     window = read.optional_integer("sliding_window")
     if window is not None and window >= common["max_position"]:

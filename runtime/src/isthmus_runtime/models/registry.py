@@ -17,6 +17,7 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
     {
         "Gemma2ForCausalLM": "gemma2",
         "Gemma3ForCausalLM": "gemma3",
+        "GptOssForCausalLM": "gpt_oss",
         "LlamaForCausalLM": "llama",
         "MistralForCausalLM": "mistral",
         "Phi3ForCausalLM": "phi3",

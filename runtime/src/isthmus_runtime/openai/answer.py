@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..errors import Cancelled, EngineFailed, RequestError
 from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics
-from ..request import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
+from ..request import FinishReason, GenerateRequest, Structure, TokenChunk, TokenLogprobs
 from ..serving.call import Call
 from .detokenizer import TextStream
 from .pieces import Pieces
@@ -35,6 +35,8 @@ class Job:
     prompt_tokens: int
     """Each prompt once, whatever n is."""
     stop: tuple[str, ...]
+    structure: Structure | None
+    """What the text of each choice must be."""
     logprobs: bool
     stream: bool
     include_usage: bool

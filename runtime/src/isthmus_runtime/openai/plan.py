@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from os import urandom
+from typing import Protocol
 
+from ..config import ChatConfig
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
 from ..interfaces.backend import Backend
 from ..request import GenerateRequest, SamplingParams
 from .answer import Job
+from .chat import Conversation
 from .schema import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from .sse import ChatFormat, CompletionFormat
 from .tokenizer import Tokenizer, TooManyTokens
 
 _DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions."""
+
+
+class Plan(Protocol):
+    """From a body to a job. Raises RequestError; NeedsThread where it is to be brief."""
+
+    def __call__(self, body: bytes, *, briefly: bool = False) -> Job: ...
 
 
 class Planner:
@@ -26,6 +35,7 @@ class Planner:
         tokenizer: Tokenizer,
         served_names: tuple[str, ...],
         *,
+        chat: ChatConfig,
         timeout_s: float,
         seeds: Callable[[], int],
         wall_clock: Callable[[], float],
@@ -34,11 +44,12 @@ class Planner:
         self._backend = backend
         self._tokenizer = tokenizer
         self._names = served_names
+        self._config = chat
         self._timeout_s = timeout_s
         self._seeds = seeds
         self._wall_clock = wall_clock
 
-    def completion(self, body: bytes) -> Job:
+    def completion(self, body: bytes, *, briefly: bool = False) -> Job:
         """A body of /v1/completions. Raises RequestError."""
         request = parse_completion(body)
         limit = self._admit(request.model)
@@ -48,13 +59,16 @@ class Planner:
         # More than there is room for is no error: the answer ends with finish_reason "length".
         return self._job(request, prompts, min(wanted, room), "cmpl-", CompletionFormat)
 
-    def chat(self, body: bytes) -> Job:
-        """A body of /v1/chat/completions. Raises RequestError."""
+    def chat(self, body: bytes, *, briefly: bool = False) -> Job:
+        """A body of /v1/chat/completions. Raises RequestError, and where `briefly` is asked for, NeedsThread."""
         request = parse_chat(body)
         limit = self._admit(request.model)
-        text = self._tokenizer.render_chat(request.conversation())
+        conversation = Conversation(
+            messages=request.conversation(),
+            allow_control_tokens=self._allows_control(request.allow_control_tokens),
+        )
         try:
-            ids = tuple(self._tokenizer.encode_chat(text, limit - 1))
+            ids = tuple(self._tokenizer.chat(conversation, limit - 1, briefly=briefly).ids)
         except TooManyTokens as e:
             raise _too_long(str(e), limit, "messages") from e
         if not ids:
@@ -62,6 +76,15 @@ class Planner:
         room = limit - len(ids)
         wanted = room if request.output_limit is None else min(request.output_limit, room)
         return self._job(request, [ids], wanted, "chatcmpl-", ChatFormat)
+
+    def _allows_control(self, asked: bool | None) -> bool:
+        setting = self._config.control_tokens
+        if asked and setting == "never":
+            raise InvalidRequest(
+                "allow_control_tokens: this server runs with --control-tokens never; remove it",
+                param="allow_control_tokens",
+            )
+        return setting == "always" if asked is None else asked
 
     def _admit(self, model: str) -> int:
         """The length limit. Raises when the model is not ours or no engine could serve it yet: the limit is known
@@ -103,6 +126,7 @@ class Planner:
         logprobs = request.num_logprobs
         sampling = self._sampling(request, max_tokens)
         seed = self._seeds() if request.seed is None else request.seed
+        structure = request.structure
         requests = [
             GenerateRequest(
                 request_id=f"{answer_id}-{p * request.n + i}",
@@ -111,6 +135,7 @@ class Planner:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 timeout_s=self._timeout_s,
+                structure=structure,
             )
             for p, ids in enumerate(prompts)
             for i in range(request.n)
@@ -119,6 +144,7 @@ class Planner:
             answer_id=answer_id,
             requests=tuple(requests),
             n=request.n,
+            structure=structure,
             prompt_tokens=sum(map(len, prompts)),
             stop=tuple(request.stop_strings),
             logprobs=logprobs >= 0,

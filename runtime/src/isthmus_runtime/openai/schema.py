@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from pydantic_core import from_json
 
 from ..errors import InvalidRequest
-from ..request import SamplingOptions
+from ..request import SamplingOptions, Structure
+from .structured import ResponseFormat, StructuredOutputs, structure_of
 
 MAX_CHOICES = 128
 """Most generations one request may ask for: prompts times n."""
@@ -49,7 +50,6 @@ _NEUTRAL_CHAT: Mapping[str, tuple[object, ...]] = {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -146,6 +146,8 @@ class _Common(_Sampling):
     stop_token_ids: list[int] = Field(default_factory=list, max_length=256)
     cache_salt: str = Field(default="", max_length=256)
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _check_common(self) -> _Common:
@@ -155,7 +157,18 @@ class _Common(_Sampling):
             raise ValueError(f"stop: {len(self.stop_strings)} strings, at most {MAX_STOP_STRINGS} are allowed")
         if self.stop == "":
             raise ValueError("stop: an empty string would stop everything; remove it")
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("structured_outputs: only allowed without response_format")
+        if self.ignore_eos and self.structure is not None:
+            raise ValueError("ignore_eos: text with a structure ends where that ends; remove one of the two")
         return self
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the answer's text must be; None: any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.structure()
+        return None if self.response_format is None else structure_of(self.response_format)
 
     def sampling(self, defaults: SamplingOptions) -> dict[str, Any]:
         """The fields of `SamplingOptions`, each as given or else as in `defaults`."""
@@ -235,6 +248,8 @@ class ChatRequest(_Common):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     safety_identifier: str | None = None
+    allow_control_tokens: bool | None = None
+    """Text of messages that reads like a control token is one (ADR 27). None: as the server is set."""
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:

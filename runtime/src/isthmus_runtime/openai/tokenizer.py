@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from tokenizers import Tokenizer as HfTokenizer
 from ..errors import ConfigError, InvalidRequest
 from ..request import SamplingOptions
 from .bounds import cut, may_cut, token_bound
-from .chat import ChatTemplate
+from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
+from .control import ControlTokens, Marks
 from .pieces import Pieces
 from .words import Words, cuts_at_words
 
@@ -29,6 +30,14 @@ _PART = 1 << 16
 
 class TooManyTokens(Exception):
     """A text has more tokens than were asked for; the message says how many, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as the model sees it."""
+
+    text: str
+    ids: list[int]
 
 
 class Tokenizer:
@@ -61,6 +70,13 @@ class Tokenizer:
         self._bound = token_bound(raw)
         self._adds_special = tokenizer.num_special_tokens_to_add(False) > 0
         self._template = ChatTemplate(chat_template, special, now) if chat_template is not None else None
+        normalizer = tokenizer.normalizer
+        self._control = ControlTokens(
+            tokenizer.to_str,
+            raw.get("added_tokens") or (),
+            chat_template or "",
+            normalizer.normalize_str if normalizer is not None else None,
+        )
         # Absent in tokenizer_config.json: whatever the post-processor of tokenizer.json does is right.
         self._add_bos: bool | None = config.get("add_bos_token")
         bos = special.get("bos_token")
@@ -110,32 +126,80 @@ class Tokenizer:
             return self._ids(text, special=False, most=most)
         return [self._bos, *self._ids(text, special=False, most=None if most is None else most - 1)]
 
-    def encode_chat(self, text: str, most: int | None = None) -> list[int]:
-        """Ids of a rendered chat template, which holds its special tokens as text already. Raises as `encode` does."""
-        return self._ids(text, special=False, most=most)
+    def chat(self, conversation: Conversation, most: int | None = None, *, briefly: bool = False) -> ChatPrompt:
+        """A conversation as a prompt: rendered, its special tokens by the template, and tokenised (ADR 27).
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt text of a conversation, ready for the assistant's turn."""
+        Raises InvalidRequest, TooManyTokens as `encode` does, and where `briefly` is asked for, NeedsThread.
+        """
         if self._template is None:
             raise InvalidRequest(
                 "the model has no chat template (tokenizer_config.json or chat_template.jinja); use /v1/completions",
                 param="messages",
             )
-        return self._template.render(messages)
+        guarded = not conversation.allow_control_tokens and self._has_control(conversation)
+        if guarded and briefly:
+            raise NeedsThread
+        marks = Marks()
+        shown = self._marked(conversation, marks) if guarded else conversation
+        if conversation.continue_final_message:
+            shown = _with_cut(shown, marks.cut)
+        try:
+            text = self._template.render(shown, steps=SOME_STEPS if briefly else MOST_STEPS)
+        except TooCostly:
+            if briefly:
+                raise NeedsThread from None
+            raise
+        if conversation.continue_final_message:
+            text, found, _ = text.rpartition(marks.cut)
+            if not found:
+                raise InvalidRequest(
+                    "continue_final_message: the model's chat template does not show the last message",
+                    param="continue_final_message",
+                )
+        if not guarded:
+            return ChatPrompt(text, self._ids(text, special=False, most=most))
+        plain = text.replace(marks.begin, "").replace(marks.end, "")
+        self._check_bound(plain, most)
+        return ChatPrompt(plain, _at_most(self._control.encode(text, marks), most))
+
+    def _has_control(self, conversation: Conversation) -> bool:
+        found = self._control.found_in
+        return any(
+            found(value, own=message["role"] == "assistant")
+            for message in conversation.messages
+            for name, value in message.items()
+            if name != "role"
+        ) or found([conversation.tools, conversation.kwargs])
+
+    def _marked(self, conversation: Conversation, marks: Marks) -> Conversation:
+        marked = self._control.marked
+        messages = [
+            {
+                name: value if name == "role" else marked(value, marks, own=message["role"] == "assistant")
+                for name, value in message.items()
+            }
+            for message in conversation.messages
+        ]
+        return replace(
+            conversation,
+            messages=messages,
+            tools=marked(conversation.tools, marks),
+            kwargs=marked(conversation.kwargs, marks),
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens."""
         return self.pieces.join(token_ids)
 
     def _ids(self, text: str, *, special: bool, most: int | None) -> list[int]:
+        self._check_bound(text, most)
+        return _at_most(self._encoded(text, special=special, most=most), most)
+
+    def _check_bound(self, text: str, most: int | None) -> None:
         # No character has more than 4 bytes: most prompts are too short to be looked at.
         bound = self._bound if most is not None and 4 * len(text) > most else None
         if most is not None and bound is not None and (surely := bound.least(text)) > most:
             raise TooManyTokens(f"{surely} tokens or more")
-        ids = self._encoded(text, special=special, most=most)
-        if most is not None and len(ids) > most:
-            raise TooManyTokens(f"{len(ids)} tokens")
-        return ids
 
     def _encoded(self, text: str, *, special: bool, most: int | None) -> list[int]:
         if self._words is not None and not (special and self._adds_special):
@@ -153,6 +217,18 @@ class Tokenizer:
 
     def _batch(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def _at_most(ids: list[int], most: int | None) -> list[int]:
+    if most is not None and len(ids) > most:
+        raise TooManyTokens(f"{len(ids)} tokens")
+    return ids
+
+
+def _with_cut(conversation: Conversation, cut: str) -> Conversation:
+    """The last message's text ends with `cut`, after which a continued prompt has nothing."""
+    *before, last = conversation.messages
+    return replace(conversation, messages=[*before, {**last, "content": last["content"] + cut}])
 
 
 def _read_json(path: Path) -> dict[str, Any]:

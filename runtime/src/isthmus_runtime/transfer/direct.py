@@ -130,6 +130,10 @@ class DirectTransfer:
         return True
 
     @property
+    def seals_blocks(self) -> bool:
+        return False
+
+    @property
     def session(self) -> str:
         """TransferEngine peer id of this process; valid after `prepare`."""
         return self._session
@@ -322,9 +326,6 @@ class DirectTransfer:
             address = self._reserved.pop(attempt, None)
             if address is not None:
                 self._slots.give(address)
-
-    def distrust(self, keys: Sequence[str]) -> None:
-        """Nothing is kept under keys."""
 
     def close(self) -> None:
         self._closing.set()

@@ -9,12 +9,18 @@ from .memory import MemoryFabric
 
 
 def make_transfer(
-    cfg: TransferConfig, *, fabric: MemoryFabric | None = None, name: str = "", epoch: str = ""
+    cfg: TransferConfig,
+    *,
+    epoch: str = "",
+    secret: bytes = b"",
+    fabric: MemoryFabric | None = None,
+    name: str = "",
 ) -> TransferBackend:
     """The back end for `cfg.mode`, not yet prepared.
 
     Args:
         epoch: of this process; peers know it from `/info` and from tickets.
+        secret: of the service, from `kv.keys.pool_secret`: mode `store` salts its names and seals its values with it.
         fabric, name: for mode `memory`: the network to join, and as whom.
 
     Raises:
@@ -36,6 +42,7 @@ def make_transfer(
             master=cfg.store.master,
             segment_bytes=cfg.store.segment_bytes,
             replicas=cfg.store.replicas,
+            secret=secret,
             timeout_s=cfg.timeout_s,
         )
     if cfg.mode == "memory":
