@@ -46,6 +46,8 @@ SERVE = {
     "--store-segment-size": "1Gi",
     "--store-replicas": "1",
     "--control-tokens": "request",
+    "--tool-format": "auto",
+    "--reasoning": "auto",
     "--prefill": "",
     "--decode": "",
     "--worker": "",

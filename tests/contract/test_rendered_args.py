@@ -170,8 +170,8 @@ def test_extra_args_may_hold_only_flags_that_no_field_sets() -> None:
         for option in action.option_strings
         if option.startswith("--")
     }
-    untyped = flags - TYPED_FLAGS
-    assert untyped == {"help", "executor", *LIMITS}, "a new runtime flag needs a field, or a place in this list"
+    free = {"help", "executor", "control-tokens", "tool-format", "reasoning", *LIMITS}
+    assert flags - TYPED_FLAGS == free, "a new runtime flag needs a field, or a place in this list"
     assert not TYPED_FLAGS - flags
 
 

@@ -100,6 +100,11 @@ class ChatConfig:
     control_tokens: str = "request"
     """Whether text of messages may be control tokens: `never`; `request`: where a request asks for it; `always`: unless
     a request forbids it (ADR 27)."""
+    tool_format: str = "auto"
+    """In which the model calls tools; auto: as its chat template shows."""
+    reasoning: str = "auto"
+    """Whether reasoning is split off the answer: `think` (between <think> and </think>), `none`; auto: where the model
+    has these tags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +276,9 @@ def build_serve_parser() -> argparse.ArgumentParser:
         choices=["never", "request", "always"],
         help="whether text of messages may be control tokens; request: where a request allows it",
     )
+    tool_formats = ["auto", "hermes", "llama3", "mistral", "json"]
+    chat.add_argument("--tool-format", default="auto", choices=tool_formats, help="auto: as the chat template shows")
+    chat.add_argument("--reasoning", default="auto", choices=["auto", "think", "none"], help="splits <think> off")
     router = p.add_argument_group("router")
     router.add_argument("--prefill", default="", help="comma-separated host:port; a host may resolve to many pods")
     router.add_argument("--decode", default="")
@@ -366,7 +374,7 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         dtype=args.dtype,
         threads=read.integer("threads", 0, 4096),
     )
-    chat = ChatConfig(control_tokens=args.control_tokens)
+    chat = ChatConfig(control_tokens=args.control_tokens, tool_format=args.tool_format, reasoning=args.reasoning)
     config: EngineConfig | RouterConfig
     if role is Role.ROUTER:
         config = _router(args, read, server, model, chat)
