@@ -237,6 +237,7 @@ class _Api:
                 body = await call.read()
                 progress.stage = "planning"
                 job = await self._plan(plan, body)
+                del body  # megabytes, which an answer would keep as long as it streams
                 if job.structure is not None:
                     await self._check_structure(job.structure)
                 progress.stage, progress.answer_id = "generation", job.answer_id
