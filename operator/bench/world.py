@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 from testcluster.cluster import Cluster
 
-from isthmus_operator.render.names import ENGINE_PORT, ROUTER_PORT, SERVICE_LABEL
+from isthmus_operator.render.names import ENGINE_PORT, METRICS_PORT, SERVICE_LABEL
 from isthmus_operator.shell.rbac import LEASE_RULES, policy_rules
 
 HOME = "isthmus-system"
@@ -261,11 +261,11 @@ class Pods:
             "kv": {"physical_blocks": 9000, "usable_blocks": 8999, "bytes_per_block": 368640, "max_model_len": 8192},
         }
         router = {"engines": [{"url": f"http://{address}:{ENGINE_PORT}", "role": "decode", "reason": ""}]}
-        self._answers = {ENGINE_PORT: _http(engine), ROUTER_PORT: _http(router)}
+        self._answers = {METRICS_PORT: _http(engine | router)}
         self._servers: list[asyncio.Server] = []
 
     async def start(self) -> bool:
-        """Whether both ports were free."""
+        """Whether the port was free."""
         try:
             for port, answer in self._answers.items():
                 self._servers.append(

@@ -172,7 +172,7 @@ def transfer_totals(run_dir: Path) -> tuple[float, float]:
     """(seconds of transfer not hidden by computation, prompt tokens) so far, from prefill's metrics."""
     pods = json.loads((run_dir / "state.json").read_text())["pods"]
     (address,) = [p["address"] for p in pods if p["role"] == "prefill"]
-    url = f"http://{address}:8001"
+    url = f"http://{address}:9003"
     return _metric(url, "isthmus_xfer_exposed_seconds_sum"), _metric(url, "isthmus_prompt_tokens_total")
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,20 @@ from isthmus_operator.api.v1alpha1 import InferenceService
 from isthmus_operator.local.issuer import LocalIssuer
 from isthmus_operator.local.pods import TokenFile, translate
 from isthmus_operator.plan.desired import Desired
+from isthmus_operator.plan.observed import Pod
 from isthmus_operator.render import engine, router
 from isthmus_operator.render.credentials import TOKEN_S, audience
-from isthmus_operator.render.names import GUARDED_LABEL, Component, Defaults, TokenIssuer
+from isthmus_operator.render.names import (
+    ENGINE_PORT,
+    GUARDED_LABEL,
+    METRICS_PORT,
+    ROUTER_PORT,
+    Component,
+    Defaults,
+    TokenIssuer,
+)
 from isthmus_operator.render.service import render
+from isthmus_operator.shell.facts import FactReader
 from isthmus_runtime.credentials import Credentials
 from isthmus_runtime.errors import Unauthenticated
 
@@ -34,8 +46,12 @@ def before(target: InferenceService, part: Component) -> Object:
     template = made["spec"]["template"]
     del template["metadata"]["labels"][GUARDED_LABEL]
     container = template["spec"]["containers"][0]
-    at = container["args"].index("--peer-credentials")
-    del container["args"][at : at + 2]
+    for flag in ("--peer-credentials", "--metrics-port"):
+        at = container["args"].index(flag)
+        del container["args"][at : at + 2]
+    container["ports"] = [port for port in container["ports"] if port["name"] == "http"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        container[probe]["httpGet"]["port"] = "http"
     container["volumeMounts"] = [m for m in container["volumeMounts"] if m["name"] != "peers"]
     template["spec"]["volumes"] = [v for v in template["spec"]["volumes"] if v["name"] != "peers"]
     return live(made)
@@ -49,7 +65,11 @@ def running(target: InferenceService) -> list[Object]:
 
 def guarded(workload: Object) -> bool:
     template = workload["spec"]["template"]
-    has = "--peer-credentials" in template["spec"]["containers"][0]["args"]
+    container = template["spec"]["containers"][0]
+    has = "--peer-credentials" in container["args"]
+    assert container["readinessProbe"]["httpGet"]["port"] == ("metrics" if has else "http")
+    assert [port["name"] for port in container["ports"]] == ["http", *(["metrics"] if has else [])]
+    assert has == ("--metrics-port" in container["args"])
     assert has == ("peers" in {volume["name"] for volume in template["spec"]["volumes"]})
     assert has == (template["metadata"]["labels"].get(GUARDED_LABEL) == "true")
     return has
@@ -97,6 +117,47 @@ def test_with_the_first_guarded_engines_the_router_gets_a_token_and_nobody_is_as
     ending = old[-1]
     assert not required(wanted(changed, [*new, *pods, ending], NOW))
     assert required(wanted(changed, [*new, *pods], NOW))
+
+
+def test_scrapers_reach_the_port_of_metrics_alone_once_every_pod_has_one() -> None:
+    scraped = service(observability={"scrapeNamespaces": ["monitoring"]})
+    seen = Defaults(operator_namespace="isthmus-system")
+
+    def open_to_others(children: list[Object], name: str) -> list[list[int]]:
+        found = wanted(scraped, children, seen).apply
+        (policy,) = (m for m in found if (m["kind"], m["metadata"]["name"]) == ("NetworkPolicy", name))
+        rules = [rule for rule in policy["spec"]["ingress"] if "ports" in rule]
+        return [[port["port"] for port in rule["ports"]] for rule in rules]
+
+    new = [*engines(scraped), live(router.deployment(scraped, OLD))]
+    pods = [pod(one) for one in new]
+    assert open_to_others([*new, *pods], "svc-engines") == [[METRICS_PORT]]
+    assert open_to_others([*new, *pods], "svc-router") == [[ROUTER_PORT], [METRICS_PORT]]
+    assert open_to_others(running(scraped), "svc-engines") == [[METRICS_PORT, ENGINE_PORT]]
+
+
+def test_the_operator_asks_each_pod_at_the_port_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def text(reader: FactReader, url: str, pod: Pod) -> None:
+        asked.append(url)
+
+    async def main() -> None:
+        reader = FactReader()
+        old, new = (
+            Pod(name=n, component=D, revision="r", created=0, changed=0, ip=f"10.0.0.{n}", uid=n, ready=True)
+            for n in "12"
+        )
+        front = replace(old, component=ROUTER, ip="10.0.0.3")
+        fronts = [front, replace(front, ip="10.0.0.4", guarded=True)]
+        for front in fronts:
+            await reader.read([old, replace(new, guarded=True), front], load=False)
+        await reader.close()
+
+    monkeypatch.setattr(FactReader, "_text", text)
+    asyncio.run(main())
+    ports = {1: ENGINE_PORT, 2: METRICS_PORT, 3: ROUTER_PORT, 4: METRICS_PORT}
+    assert set(asked) == {f"http://10.0.0.{host}:{port}/info" for host, port in ports.items()}
 
 
 def test_without_the_cluster_s_keys_no_trust_is_written() -> None:

@@ -134,7 +134,7 @@ with the calls in an audit log.
   verbs: [list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [configmaps]
-  verbs: [list, watch, create, patch, delete]
+  verbs: [list, watch, create, patch]
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch]

@@ -71,6 +71,8 @@ class ServerConfig:
     no_progress_timeout_s: float = 120.0
     """/health turns 503 when there is work and no step finished for this long."""
     log_level: str = "info"
+    metrics_port: int = 0
+    """Where /metrics is, and probes as well; 0: on `port`."""
     peer_credentials: str = ""
     """Folder by which routers and engines of one service know each other (credentials.py). Empty: internal routes are
     open to everybody who reaches the port."""
@@ -236,6 +238,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
     p.add_argument("--port", default="8000", help="port to listen on")
     p.add_argument("--drain-timeout", default="120s", help="after SIGTERM, how long running requests may take")
     p.add_argument("--no-progress-timeout", default="120s", help="/health fails after this long with work and no step")
+    p.add_argument("--metrics-port", default="0", help="a port of its own for /metrics and probes; 0: --port")
     p.add_argument("--peer-credentials", default="", help="folder with token and trust.json; none: no authentication")
     p.add_argument("--max-connections", default="16384", help="fewer where RLIMIT_NOFILE has no room for them")
     p.add_argument("--max-connections-per-address", default="8192", help="a gateway in front is one address")
@@ -366,11 +369,14 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         drain_timeout_s=read.duration("drain_timeout"),
         no_progress_timeout_s=read.duration("no_progress_timeout"),
         log_level=args.log_level,
+        metrics_port=read.integer("metrics_port", 0, 65535),
         peer_credentials=args.peer_credentials,
         max_connections=read.integer("max_connections", 1),
         max_connections_per_address=read.integer("max_connections_per_address", 1),
         max_body_memory_bytes=read.size("max_body_memory"),
     )
+    if server.metrics_port and server.metrics_port == server.port:
+        read.problems.append(f"--metrics-port {server.metrics_port} is --port as well; give another, or 0")
     path = args.model.rstrip("/") or args.model
     model = ModelConfig(
         path=path,

@@ -66,7 +66,8 @@ def test_every_pod_listens_on_its_own_address() -> None:
 def test_the_router_moves_to_the_port_that_was_asked_for() -> None:
     router = pods(port=9999)["router-0"]
     assert value(router, "--port") == "9999"
-    assert router.containers[0].ports == {"http": 9999}
+    assert value(router, "--metrics-port") == "0"  # on the same one
+    assert router.containers[0].ports == {"http": 9999, "metrics": 9999}
     readiness = router.containers[0].readiness
     assert readiness is not None
     assert readiness.port == 9999
@@ -86,7 +87,7 @@ def test_probes_and_grace_are_those_of_the_manifest() -> None:
     startup, readiness = decode.containers[0].startup, decode.containers[0].readiness
     assert startup is not None
     assert readiness is not None
-    assert (startup.path, startup.port) == ("/health", 8001)
+    assert (startup.path, startup.port) == ("/health", 9003)
     assert startup.period_s * startup.failure_threshold == 1800
     assert readiness.path == "/ready"
 

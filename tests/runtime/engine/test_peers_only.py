@@ -65,7 +65,7 @@ async def server(folder: Path, role: Role) -> AsyncIterator[int]:
         credentials = Credentials(str(folder))
         feed = KvEventFeed(asyncio.get_running_loop())
         app = make_app("test", bodies=BODIES, credentials=credentials)
-        EngineServer(
+        metered = EngineServer(
             backend,
             lambda: EngineInfo(
                 role=role,
@@ -82,7 +82,10 @@ async def server(folder: Path, role: Role) -> AsyncIterator[int]:
             clock=time.monotonic,
             kv_events=feed,
             credentials=credentials,
-        ).add_routes(app)
+        )
+        metered.add_probes(app)
+        metered.add_internal(app)
+        metered.add_metrics(app)
         add_pages(app)
         async with served(app) as port:
             try:

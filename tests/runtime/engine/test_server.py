@@ -59,7 +59,9 @@ async def served(
             clock=time.monotonic,
         )
         app = make_app("test", bodies=BODIES)
-        server.add_routes(app)
+        server.add_probes(app)
+        server.add_internal(app)
+        server.add_metrics(app)
         add_pages(app)
         timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
         async with (

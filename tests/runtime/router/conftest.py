@@ -292,7 +292,8 @@ def rig():
             if dead_after_s is not None:
                 router.pool._dead_after = dead_after_s
             app = make_app("test", bodies=(), lifespan=router.lifespan)
-            router.add_routes(app)
+            router.add_probes(app)
+            router.add_metrics(app)
             port = await stack.enter_async_context(serving(app))
             made = Rig(router, registry, engines)
             made.url = f"http://127.0.0.1:{port}"

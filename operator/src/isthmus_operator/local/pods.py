@@ -22,6 +22,8 @@ START_FIRST = (Component.STORE.value,)
 STOP_ORDER = (Component.ROUTER.value, "", Component.STORE.value)
 """First who takes new work, last what the others depend on; the empty entry stands for all other roles."""
 
+_PORTS = ("http", "metrics")
+
 Objects = Mapping[tuple[str, str], dict[str, Any]]
 
 
@@ -108,7 +110,8 @@ def translate(
     """Pods to run, in the order of the manifests.
 
     take_address(pod name, role, ports) gives each pod an address on which those ports are free.
-    ports: role -> the port its `http` container port moves to.
+    ports: role -> the port its `http` container port moves to, and its `metrics` as well: on an address that is not its
+    own, a role has one port.
     objects: ConfigMaps and Secrets by (kind, name). UserError names what cannot be run on one machine.
     """
     drafts = [draft for manifest in manifests for draft in _drafts(manifest, ports, take_address)]
@@ -130,7 +133,7 @@ def _drafts(
         name = f"{role}-{index}"
         declared = [p for c in template["spec"]["containers"] for p in c.get("ports", [])]
         numbers = {
-            p["name"]: ports[role] if p["name"] == "http" and role in ports else p["containerPort"] for p in declared
+            p["name"]: ports[role] if p["name"] in _PORTS and role in ports else p["containerPort"] for p in declared
         }
         namespace = manifest["metadata"]["namespace"]
         address = take_address(name, role, list(numbers.values()))
@@ -197,6 +200,8 @@ def _pod(draft: _Draft, run_dir: str, replace: Callable[[str], str], http_port: 
             )
         if http_port is not None and "--port" in argv:
             argv[argv.index("--port") + 1] = str(http_port)
+            if "--metrics-port" in argv:
+                argv[argv.index("--metrics-port") + 1] = "0"
         numbers = {p["name"]: draft.ports.get(p["name"], p["containerPort"]) for p in raw.get("ports", [])}
         return Container(
             name=raw["name"],

@@ -58,7 +58,9 @@ def desired(
     parts = components(service)
     leaving = _leaving(service, live, wanted)
     every = (*parts, *leaving)
-    apply = policies.network_policies(service, every, defaults) + policies.disruption_budgets(service, every)
+    guarded = _pods_guarded(seen)
+    apply = policies.network_policies(service, every, defaults, guarded=guarded)
+    apply += policies.disruption_budgets(service, every)
     if mooncake.is_managed(service):
         apply.append(mooncake.master_service(service, exact=seen.exact(Component.STORE)))
         apply += _master(service, defaults, live, seen, now, may_change=master_may_change(service, wanted, seen, now))
@@ -76,7 +78,7 @@ def desired(
     else:
         apply.append(_rescaled(present, service.spec.router.replicas))
     if defaults.issuer is not None:
-        apply.insert(0, credentials.config_map(service, defaults.issuer, required=_all_guarded(seen, apply)))
+        apply.insert(0, credentials.config_map(service, defaults.issuer, required=guarded and _all_guarded(apply)))
     scalers = [_scaler(service, part, wanted) for part in parts if is_engine(part)]
     create = tuple(one for one in scalers if one is not None)
     named = {name_of(one) for one in (*apply, *create)}
@@ -101,11 +103,15 @@ def _guarded(workload: Object) -> bool:
     return credentials.GUARDED.items() <= (template.get("metadata", {}).get("labels") or {}).items()
 
 
-def _all_guarded(seen: Observed, apply: Iterable[Object]) -> bool:
-    """Whether every engine and router that there is, or that is to be made, has credentials."""
-    made = [one for one in apply if one["kind"] == "Deployment" and one["spec"].get("replicas") != 0]
+def _all_guarded(apply: Iterable[Object]) -> bool:
+    """Whether every engine and router that is to be made has credentials."""
+    return all(_guarded(one) for one in apply if one["kind"] == "Deployment" and one["spec"].get("replicas") != 0)
+
+
+def _pods_guarded(seen: Observed) -> bool:
+    """Whether every engine and router that there is has them."""
     there = (*seen.engines, *([seen.router] if seen.router else ()))
-    return all(_guarded(one) for one in made) and all(pod.guarded for workload in there for pod in workload.pods)
+    return all(pod.guarded for workload in there for pod in workload.pods)
 
 
 def _kept(manifest: Object, live: Mapping[Name, Object]) -> Object:

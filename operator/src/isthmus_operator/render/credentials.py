@@ -1,4 +1,5 @@
 """By what the pods of a service know each other: a token that the cluster signs for each, and whose tokens to take.
+And the port that is open to those who are no peers.
 
 Nothing here is secret before a kubelet writes it into a pod, so the operator needs no right to any Secret
 (docs/adr/0024). The runtime reads the same folder: `credentials.py` there says what is in it.
@@ -10,7 +11,7 @@ import json
 from typing import Any
 
 from ..api.v1alpha1 import GROUP, InferenceService
-from .names import GUARDED_LABEL, TokenIssuer, child_name, metadata
+from .names import GUARDED_LABEL, METRICS_PORT, TokenIssuer, child_name, metadata
 
 FOLDER = "/etc/isthmus/peers"
 TOKEN_FILE, TRUST_FILE = "token", "trust.json"
@@ -18,7 +19,8 @@ TOKEN_S = 12 * 3600
 """How long a token is valid. The kubelet renews it after 80 % of that: without an API server a service goes on for
 2.4 h or longer."""
 GUARDED = {GUARDED_LABEL: "true"}
-ARGS = ("--peer-credentials", FOLDER)
+ARGS = ("--peer-credentials", FOLDER, "--metrics-port", str(METRICS_PORT))
+PORT = {"name": "metrics", "containerPort": METRICS_PORT}
 MOUNT = {"name": "peers", "mountPath": FOLDER, "readOnly": True}
 
 

@@ -149,9 +149,12 @@ def deployment(
         "command": ["isthmus-runtime"],
         "args": engine_args(service, component, model.path, guarded=defaults.guarded),
         "env": pod_env(),
-        "ports": [{"name": "http", "containerPort": ENGINE_PORT}],
+        "ports": [{"name": "http", "containerPort": ENGINE_PORT}, *([credentials.PORT] if defaults.guarded else [])],
         "resources": resources(role.resources, extra={rdma.resource_name: str(rdma.resource_count)} if rdma else None),
-        **http_probes(startup_timeout_s=spec.availability.startup_timeout.seconds),
+        **http_probes(
+            startup_timeout_s=spec.availability.startup_timeout.seconds,
+            port="metrics" if defaults.guarded else "http",
+        ),
         "volumeMounts": model.mounts,
         # RDMA pins memory, which needs IPC_LOCK: the one exception from Pod Security "restricted".
         "securityContext": security_context(capabilities=("IPC_LOCK",) if rdma else ()),

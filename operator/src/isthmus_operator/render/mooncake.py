@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..api.v1alpha1 import InferenceService
-from .names import MASTER_METRICS_PORT, MASTER_RPC_PORT, Component, Defaults, child_name, exactly, metadata, selector
+from .names import MASTER_RPC_PORT, METRICS_PORT, Component, Defaults, child_name, exactly, metadata, selector
 from .pod import pod_env, pod_template, resources
 from .revision import role_revision
 
@@ -33,14 +33,14 @@ def stateful_set(service: InferenceService, defaults: Defaults) -> dict[str, Any
             "--rpc_address=0.0.0.0",
             f"--rpc_port={MASTER_RPC_PORT}",
             "--metrics_host=0.0.0.0",
-            f"--metrics_port={MASTER_METRICS_PORT}",
+            f"--metrics_port={METRICS_PORT}",
             # A log line of a thousand characters every ten seconds; /metrics has the same numbers.
             "--enable_metric_reporting=false",
         ],
         "env": pod_env(),
         "ports": [
             {"name": "rpc", "containerPort": MASTER_RPC_PORT},
-            {"name": "metrics", "containerPort": MASTER_METRICS_PORT},
+            {"name": "metrics", "containerPort": METRICS_PORT},
         ],
         "resources": resources(managed.resources) if managed else {},
         "startupProbe": {**metrics, "periodSeconds": 1, "failureThreshold": 60},
@@ -84,7 +84,7 @@ def master_service(service: InferenceService, *, exact: bool = True) -> dict[str
             "selector": selector(service, Component.STORE) | exactly(service, exact=exact),
             "ports": [
                 {"name": "rpc", "port": MASTER_RPC_PORT, "targetPort": "rpc"},
-                {"name": "metrics", "port": MASTER_METRICS_PORT, "targetPort": "metrics"},
+                {"name": "metrics", "port": METRICS_PORT, "targetPort": "metrics"},
             ],
         },
     }

@@ -12,7 +12,8 @@ from ..api.v1alpha1 import API_VERSION, GROUP, KIND, InferenceService
 ROUTER_PORT = 8000
 ENGINE_PORT = 8001
 MASTER_RPC_PORT = 50051
-MASTER_METRICS_PORT = 9003
+METRICS_PORT = 9003
+"""Of every pod: metrics, and probes of engines and routers."""
 MAX_LABEL = 63
 
 SERVICE_LABEL = f"{GROUP}/service"

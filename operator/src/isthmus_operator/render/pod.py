@@ -49,8 +49,8 @@ def security_context(*, capabilities: tuple[str, ...] = ()) -> dict[str, Any]:
     }
 
 
-def http_probes(*, startup_timeout_s: float, ready: str = "/ready") -> dict[str, Any]:
-    """Startup, readiness and liveness of a container whose HTTP port is named `http`.
+def http_probes(*, startup_timeout_s: float, ready: str = "/ready", port: str = "metrics") -> dict[str, Any]:
+    """Startup, readiness and liveness of a container, at its port of that name.
 
     Startup and liveness ask /health, which answers while a model loads or a kernel compiles; only a hung process
     fails it. A compiler that holds the interpreter's lock makes it late, for 90 s at worst: liveness gives a silent
@@ -59,7 +59,7 @@ def http_probes(*, startup_timeout_s: float, ready: str = "/ready") -> dict[str,
     period = 2
 
     def get(path: str) -> dict[str, Any]:
-        return {"path": path, "port": "http"}
+        return {"path": path, "port": port}
 
     return {
         "startupProbe": {

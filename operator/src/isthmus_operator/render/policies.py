@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from ..api.choices import Toggle
 from ..api.v1alpha1 import InferenceService
 from .names import (
     ENGINE_PORT,
-    MASTER_METRICS_PORT,
+    GUARDED_LABEL,
     MASTER_RPC_PORT,
+    METRICS_PORT,
     ROLE_LABEL,
     ROUTER_PORT,
     SERVICE_LABEL,
@@ -42,23 +44,21 @@ def disruption_budgets(service: InferenceService, components: tuple[Component, .
 
 
 def network_policies(
-    service: InferenceService, components: tuple[Component, ...], defaults: Defaults
+    service: InferenceService, components: tuple[Component, ...], defaults: Defaults, *, guarded: bool = True
 ) -> list[dict[str, Any]]:
     """Anyone reaches the router's port; only pods of this service reach engines and store, on any port, because the
-    transfer engine chooses its ports when it starts."""
+    transfer engine chooses its ports when it starts. Scrapers and the operator reach the port of metrics alone.
+
+    Not `guarded`: there are pods that have their metrics on the port of their API."""
     if service.spec.network_policy is Toggle.DISABLED:
         return []
     inside = [c.value for c in components if c is not Component.ROUTER]
     own_pods = {"podSelector": {"matchLabels": {SERVICE_LABEL: service.name}}}
     ingress: list[dict[str, Any]] = [{"from": [own_pods]}]
+    outsiders: list[dict[str, Any]] = []
     if namespaces := service.spec.observability.scrape_namespaces:
         expression = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": list(namespaces)}
-        ingress.append(
-            {
-                "from": [{"namespaceSelector": {"matchExpressions": [expression]}}],
-                "ports": [{"protocol": "TCP", "port": port} for port in (ENGINE_PORT, MASTER_METRICS_PORT)],
-            }
-        )
+        outsiders.append({"namespaceSelector": {"matchExpressions": [expression]}})
     rdma = service.spec.transfer.rdma
     if Component.STORE in components and rdma is not None and rdma.host_network:
         # Engines that have the addresses of nodes, which no selector describes.
@@ -68,7 +68,13 @@ def network_policies(
             "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": defaults.operator_namespace}},
             "podSelector": {"matchLabels": {"app.kubernetes.io/component": "operator"}},
         }
-        ingress.append({"from": [operator], "ports": [{"protocol": "TCP", "port": ENGINE_PORT}]})
+        outsiders.append(operator)
+    public: list[dict[str, Any]] = [{"ports": [{"protocol": "TCP", "port": ROUTER_PORT}]}]
+    if outsiders:
+        metrics = [{"protocol": "TCP", "port": METRICS_PORT}]
+        public.append({"from": outsiders, "ports": metrics})
+        before = [] if guarded else [{"protocol": "TCP", "port": ENGINE_PORT}]
+        ingress.append({"from": outsiders, "ports": metrics + before})
     return [
         {
             "apiVersion": "networking.k8s.io/v1",
@@ -90,7 +96,7 @@ def network_policies(
             "spec": {
                 "podSelector": {"matchLabels": selector(service, Component.ROUTER)},
                 "policyTypes": ["Ingress"],
-                "ingress": [{"ports": [{"protocol": "TCP", "port": ROUTER_PORT}]}],
+                "ingress": public,
             },
         },
     ]
@@ -100,6 +106,10 @@ def pod_monitor(service: InferenceService) -> dict[str, Any] | None:
     """Scraping by the Prometheus Operator; applied only where its API is installed."""
     if service.spec.observability.pod_monitor is Toggle.DISABLED:
         return None
+    # Pods of an operator that gave metrics no port of their own.
+    label = f"__meta_kubernetes_pod_label_{re.sub('[^A-Za-z0-9]', '_', GUARDED_LABEL)}"
+    drop = {"sourceLabels": [label], "regex": "true", "action": "drop"}
+    before = {"port": "http", "path": "/metrics", "relabelings": [drop]}
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",
@@ -107,6 +117,6 @@ def pod_monitor(service: InferenceService) -> dict[str, Any] | None:
         "spec": {
             "selector": {"matchLabels": {SERVICE_LABEL: service.name}},
             "podTargetLabels": [SERVICE_LABEL, ROLE_LABEL],
-            "podMetricsEndpoints": [{"port": "http", "path": "/metrics"}, {"port": "metrics", "path": "/metrics"}],
+            "podMetricsEndpoints": [{"port": "metrics", "path": "/metrics"}, before],
         },
     }

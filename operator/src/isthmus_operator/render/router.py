@@ -82,7 +82,7 @@ def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
         "command": ["isthmus-runtime"],
         "args": router_args(service, model.path),
         "env": pod_env(),
-        "ports": [{"name": "http", "containerPort": ROUTER_PORT}],
+        "ports": [{"name": "http", "containerPort": ROUTER_PORT}, credentials.PORT],
         "resources": resources(router.resources, usual=USUAL_RESOURCES),
         **http_probes(startup_timeout_s=_STARTUP_S, ready="/accepting"),
         "volumeMounts": mounts,

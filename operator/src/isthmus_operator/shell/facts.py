@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 
 from ..plan.observed import EngineFacts, Facts, Pod
-from ..render.names import ENGINE_PORT, ROUTER_PORT, Component
+from ..render.names import ENGINE_PORT, METRICS_PORT, ROUTER_PORT, Component
 
 DEADLINE_S = 2.0
 """For all pods of one service together."""
@@ -94,7 +94,7 @@ class FactReader:
         now = asyncio.get_running_loop().time()
         if (known := self._known.get(pod.uid)) and now - known[0] < KEPT_S:
             return known[1]
-        base = f"http://{_host(pod.ip)}:{ENGINE_PORT}"
+        base = f"http://{_host(pod.ip)}:{METRICS_PORT if pod.guarded else ENGINE_PORT}"
         async with turns, self._slots:
             info = _object(await self._text(f"{base}/info", pod), pod)
             if info is None:
@@ -110,7 +110,8 @@ class FactReader:
 
     async def _routable(self, pod: Pod, turns: asyncio.Semaphore) -> dict[str, bool] | None:
         async with turns, self._slots:
-            info = _object(await self._text(f"http://{_host(pod.ip)}:{ROUTER_PORT}/info", pod), pod)
+            port = METRICS_PORT if pod.guarded else ROUTER_PORT
+            info = _object(await self._text(f"http://{_host(pod.ip)}:{port}/info", pod), pod)
         engines = (info or {}).get("engines")
         return routable(one for one in engines if isinstance(one, dict)) if isinstance(engines, list) else None
 

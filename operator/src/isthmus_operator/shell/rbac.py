@@ -33,7 +33,9 @@ RULES = (
     Rule(("serving.isthmus.dev",), ("rolescalers",), _CHILD, "the scale of a role with scaling External or Auto"),
     Rule(("apps",), ("deployments", "statefulsets"), _CHILD, "engines, routers, the Mooncake master"),
     Rule(("",), ("services",), _CHILD, "addresses"),
-    Rule(("",), ("configmaps",), _CHILD, "whose tokens engines and routers take from each other"),
+    Rule(
+        ("",), ("configmaps",), (*_WATCHED, "create", "patch"), "whose tokens engines and routers take from each other"
+    ),
     Rule(("",), ("pods",), _WATCHED, "readiness, and why it is missing"),
     Rule(("",), ("events",), ("create",), "Events on transitions"),
     Rule(("networking.k8s.io",), ("networkpolicies",), _CHILD, "who may reach engines and routers"),

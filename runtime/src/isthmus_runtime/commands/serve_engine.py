@@ -43,7 +43,7 @@ from ..protocol import KV_ABI, EngineInfo, KvInfo, TransferInfo
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
 from ..serving.limits import limits_of
-from ..serving.server import check_port, run_app
+from ..serving.server import beside, check_port, run_app
 from ..structured.checker import Checker
 from ..structured.grammars import Grammars
 from ..transfer.sockets import probe_accepted
@@ -74,6 +74,8 @@ def serve_engine(config: EngineConfig) -> NoReturn:
     """Run one engine until SIGTERM, then end the process. Raises ConfigError when its model or pool cannot be made."""
     started = time.monotonic()
     check_port(config.server.host, config.server.port)
+    if config.server.metrics_port:
+        check_port(config.server.host, config.server.metrics_port, "--metrics-port")
     tokenizer = Tokenizer.load(config.model.path) if config.role is Role.UNIFIED else None
     loaded = _load_fake(config) if config.executor == "fake" else _load_torch(config)
     kv = loaded.plan
@@ -240,8 +242,13 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             metrics=meters.requests,
             grammars=checker,
         )
-    server.add_routes(app)
+    server.add_probes(app)  # routers ask here, too
+    server.add_internal(app)
     add_pages(app)
+    apart = make_app("Isthmus engine: metrics and probes", bodies=()) if config.server.metrics_port else None
+    server.add_metrics(app if apart is None else apart)
+    if apart is not None:
+        server.add_probes(apart)
 
     async def end() -> None:
         # The transfer ends while the port still answers: to a peer, a refused connection means that nothing can move.
@@ -255,17 +262,18 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
 
     engine.start()
     try:
-        await run_app(
-            app,
-            host=config.server.host,
-            port=config.server.port,
-            drain_timeout_s=config.server.drain_timeout_s,
-            lame_duck_s=_LAME_DUCK_S,
-            in_flight=in_flight,
-            limits=limits_of(config.server),
-            before_close=end,
-            on_started=on_started,
-        )
+        async with beside(apart, host=config.server.host, port=config.server.metrics_port):
+            await run_app(
+                app,
+                host=config.server.host,
+                port=config.server.port,
+                drain_timeout_s=config.server.drain_timeout_s,
+                lame_duck_s=_LAME_DUCK_S,
+                in_flight=in_flight,
+                limits=limits_of(config.server),
+                before_close=end,
+                on_started=on_started,
+            )
     finally:
         await checker.close()
         loaded.executor.close()

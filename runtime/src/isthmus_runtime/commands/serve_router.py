@@ -17,7 +17,7 @@ from ..router.app import make_router
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
 from ..serving.limits import limits_of
-from ..serving.server import run_app
+from ..serving.server import beside, run_app
 from ..structured.checker import Checker
 from ..transfer.sockets import probe_accepted
 
@@ -67,24 +67,29 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> in
         metrics=metrics,
         grammars=grammars,
     )
-    router.add_routes(app)
+    router.add_probes(app)
     add_pages(app)
+    apart = make_app("Isthmus router: metrics and probes", bodies=()) if config.server.metrics_port else None
+    router.add_metrics(app if apart is None else apart)
+    if apart is not None:
+        router.add_probes(apart)
 
     def started(port: int) -> None:
         probe_accepted()
         log.info("router listens on %s:%d", config.server.host, port)
 
     try:
-        await run_app(
-            app,
-            host=config.server.host,
-            port=config.server.port,
-            drain_timeout_s=config.server.drain_timeout_s,
-            lame_duck_s=_LAME_DUCK_S,
-            in_flight=in_flight,
-            limits=limits_of(config.server),
-            on_started=started,
-        )
+        async with beside(apart, host=config.server.host, port=config.server.metrics_port):
+            await run_app(
+                app,
+                host=config.server.host,
+                port=config.server.port,
+                drain_timeout_s=config.server.drain_timeout_s,
+                lame_duck_s=_LAME_DUCK_S,
+                in_flight=in_flight,
+                limits=limits_of(config.server),
+                on_started=started,
+            )
     finally:
         await grammars.close()
     return 0

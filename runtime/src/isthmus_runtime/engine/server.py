@@ -107,15 +107,21 @@ class EngineServer:
         self._clock = clock
         self._kv_events = kv_events
 
-    def add_routes(self, app: FastAPI) -> None:
-        """Add probes and metrics, and under /internal/ what routers call."""
+    def add_metrics(self, app: FastAPI) -> None:
+        """Add /metrics."""
+        app.add_api_route("/metrics", self.metrics, tags=["probes"], response_class=PlainTextResponse)
+
+    def add_probes(self, app: FastAPI) -> None:
+        """Add /health, /ping, /ready and /info."""
         unwell: dict[int | str, dict[str, object]] = {503: {"model": Health}}
         for path in ("/health", "/ping"):
             app.add_api_route(path, self.health, tags=["probes"], response_model=Health, responses=unwell)
         unready: dict[int | str, dict[str, object]] = {503: {"model": Readiness}}
         app.add_api_route("/ready", self.ready, tags=["probes"], response_model=Readiness, responses=unready)
         app.add_api_route("/info", self.info, tags=["probes"], response_model=EngineInfo)
-        app.add_api_route("/metrics", self.metrics, tags=["probes"], response_class=PlainTextResponse)
+
+    def add_internal(self, app: FastAPI) -> None:
+        """Add what routers call, and peers: all of it is under /internal/."""
         ndjson = {200: {"content": {"application/x-ndjson": {"schema": {"type": "string"}}}}}
         add_call_route(
             app,

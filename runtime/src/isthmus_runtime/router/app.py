@@ -73,16 +73,19 @@ class Router:
             await self._links.close()
             await self._session.close()
 
-    def add_routes(self, app: FastAPI) -> None:
-        """Add /health, /ping, /ready, /accepting, /info and /metrics."""
+    def add_metrics(self, app: FastAPI) -> None:
+        """Add /info and /metrics, which are not for clients."""
+        app.add_api_route("/info", self._info, tags=["probes"])
+        app.add_api_route("/metrics", self._metrics, tags=["probes"], response_class=PlainTextResponse)
+
+    def add_probes(self, app: FastAPI) -> None:
+        """Add /health, /ping, /ready and /accepting."""
         for path in ("/health", "/ping"):
             app.add_api_route(path, self._health, tags=["probes"])
         app.add_api_route("/ready", self._ready, tags=["probes"], response_model=RouterState, responses=errors())
         app.add_api_route(
             "/accepting", self._accepting, tags=["probes"], response_model=RouterState, responses=errors()
         )
-        app.add_api_route("/info", self._info, tags=["probes"])
-        app.add_api_route("/metrics", self._metrics, tags=["probes"], response_class=PlainTextResponse)
 
     async def _health(self) -> RouterState:
         """Whether this process lives."""

@@ -8,8 +8,8 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import uvicorn
@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 _ABORT_GRACE_S = 2
 """After aborting what is left, how long its last bytes may take to leave."""
 _BACKLOG = 1024
+_MAX_SCRAPERS = 256
+"""Connections to a port of metrics and probes."""
 
 
 class Server(uvicorn.Server):
@@ -172,12 +174,31 @@ def _within_descriptors(limits: Limits) -> Limits:
     return replace(limits, max_connections=min(able, limits.max_connections))
 
 
-def check_port(host: str, port: int) -> None:
+@asynccontextmanager
+async def beside(app: FastAPI | None, *, host: str, port: int) -> AsyncIterator[int]:
+    """Serve `app`, which holds no work, on `--metrics-port` for as long as this is entered: around `run_app`, so that
+    probes are answered to the very end. Gives the bound port; None: nothing. ConfigError as from `run_app`."""
+    if app is None:
+        yield 0
+        return
+    listener = _bind(host, port, "--metrics-port")
+    listener.listen(_BACKLOG)
+    server = Server(app, Limits(max_connections=_MAX_SCRAPERS))
+    await server.startup([listener])
+    ticks = asyncio.ensure_future(server.main_loop())
+    try:
+        yield int(listener.getsockname()[1])
+    finally:
+        ticks.cancel()
+        await server.shutdown([listener])
+
+
+def check_port(host: str, port: int, flag: str = "--port") -> None:
     """Fail before the slow part of a start when the port is taken. ConfigError as from `run_app`."""
-    _bind(host, port).close()
+    _bind(host, port, flag).close()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     """A bound socket, not listening yet."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -192,12 +213,12 @@ def _bind(host: str, port: int) -> socket.socket:
             raise
         return found
     except OSError as e:
-        raise ConfigError(_bind_problem(host, port, e)) from e
+        raise ConfigError(_bind_problem(host, port, flag, e)) from e
 
 
-def _bind_problem(host: str, port: int, error: OSError) -> str:
+def _bind_problem(host: str, port: int, flag: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"--port {port} on {host} is already in use; stop the other process or choose another --port"
+        return f"{flag} {port} on {host} is already in use; stop the other process or choose another {flag}"
     if error.errno == errno.EACCES:
-        return f"--port {port} on {host} may not be bound by this user; choose a --port of 1024 or more"
-    return f"--host {host} --port {port} cannot be bound: {error.strerror or error}"
+        return f"{flag} {port} on {host} may not be bound by this user; choose a {flag} of 1024 or more"
+    return f"--host {host} {flag} {port} cannot be bound: {error.strerror or error}"
