@@ -22,6 +22,13 @@ import copy
 from collections.abc import Sequence
 from typing import Self
 
+_MOST_TEXT = 2000
+"""Characters of a message that reaches a client: it may name what the client sent, at whatever length."""
+
+
+def _bounded(text: str) -> str:
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ... ({len(text)} characters)"
+
 
 class IsthmusError(Exception):
     """Root of every error this package raises on purpose."""
@@ -67,9 +74,10 @@ class RequestError(IsthmusError):
         attempt: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
+        message = _bounded(message)
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = None if param is None else _bounded(param)
         self.stage = stage
         self.attempt = attempt
         self.retry_after_s = retry_after_s

@@ -43,6 +43,7 @@ from ..openai.tokenizer import Tokenizer
 from ..protocol import KV_ABI, EngineInfo, KvInfo, TransferInfo
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
+from ..serving.limits import limits_of
 from ..serving.server import check_port, run_app
 from ..structured.checker import Checker
 from ..structured.grammars import Grammars
@@ -261,6 +262,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             drain_timeout_s=config.server.drain_timeout_s,
             lame_duck_s=_LAME_DUCK_S,
             in_flight=in_flight,
+            limits=limits_of(config.server),
             before_close=end,
             on_started=on_started,
         )

@@ -17,6 +17,7 @@ from ..openai.tokenizer import Tokenizer
 from ..router.app import make_router
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
+from ..serving.limits import limits_of
 from ..serving.server import run_app
 from ..structured.checker import Checker
 from ..transfer.sockets import probe_accepted
@@ -76,6 +77,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> in
             drain_timeout_s=config.server.drain_timeout_s,
             lame_duck_s=_LAME_DUCK_S,
             in_flight=in_flight,
+            limits=limits_of(config.server),
             on_started=started,
         )
     finally:
