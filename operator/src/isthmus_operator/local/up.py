@@ -112,8 +112,8 @@ def with_local_model(manifest: dict[str, Any], model: str, models: Path, console
     block = spec.get("model") if isinstance(spec, dict) else None
     if isinstance(spec, dict) and model:
         block = block if isinstance(block, dict) else {}
-        source = _source(model, models, console)
-        spec["model"] = {**{k: v for k, v in block.items() if k != "cache"}, "source": source}
+        chosen = _source(model, models, console)
+        spec["model"] = {**{k: v for k, v in block.items() if k != "cache"}, "source": chosen}
         block = spec["model"]
     source = block.get("source") if isinstance(block, dict) else None
     if not isinstance(block, dict) or not isinstance(source, dict):
