@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry
 
 from ..checkpoints.provenance import pinned_revision, verify_files
 from ..config import EngineConfig, Role
+from ..credentials import Credentials, peer_credentials
 from ..engine.backend import EngineBackend, Streams
 from ..engine.kv_events import KvEventFeed
 from ..engine.loop import STEPS_IN_FLIGHT, EngineLoop
@@ -182,7 +183,8 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         recompute=config.transfer.on_failure == "recompute",
     )
     streams = Streams(asyncio.get_running_loop())
-    mover = _Mover.start(config, loaded)
+    credentials = peer_credentials(config.server.peer_credentials, config.server.host)
+    mover = _Mover.start(config, loaded, credentials)
     engine = EngineLoop(scheduler, loaded.executor, streams.sink, handoff=mover.handoff)
     grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
     backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size, grammars=grammars)
@@ -225,9 +227,12 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         no_progress_timeout_s=config.server.no_progress_timeout_s,
         clock=time.monotonic,
         kv_events=feed,
+        credentials=credentials,
     )
     app = make_app(
-        f"Isthmus {config.role.value} engine", bodies=BODIES if tokenizer is None else BODIES + OPENAI_BODIES
+        f"Isthmus {config.role.value} engine",
+        bodies=BODIES if tokenizer is None else BODIES + OPENAI_BODIES,
+        credentials=credentials,
     )
     checker = Checker(config.model.path)
     if tokenizer is not None:
@@ -286,7 +291,7 @@ class _Mover:
         self.handoff = handoff
 
     @staticmethod
-    def start(config: EngineConfig, loaded: _Loaded) -> _Mover:
+    def start(config: EngineConfig, loaded: _Loaded, credentials: Credentials | None) -> _Mover:
         """Register the pool with the transport, measure it, and offer the agent to the loop."""
         if config.transfer.mode == "none":
             return _Mover(TransferInfo(epoch=uuid.uuid4().hex))
@@ -296,7 +301,7 @@ class _Mover:
         memory = replace(loaded.executor.kv_region(), layout_digest=loaded.digest)
         settings = config.transfer
         epoch = uuid.uuid4().hex
-        transfer = make_transfer(settings, epoch=epoch)
+        transfer = make_transfer(settings, epoch=epoch, credentials=credentials)
         transfer.prepare(memory, PREPARE_TIMEOUT_S)
         effective = transfer.effective()
         log.info("KV transfer: %s over %s, %.2f GB/s", config.transfer.mode, effective.transport, effective.gbps)
