@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..errors import WeightsError
-from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place
+from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place, no_space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,8 @@ def fetch_s3(
                 progress(f"downloading {name} ({number} of {len(sizes)}, {size / 1e6:.1f} MB)")
                 client.download_file(bucket, prefix + name, str(folder / name))
         except (Boto3Error, BotoCoreError, ClientError) as e:
+            if no_space(e):
+                raise
             raise WeightsError(f"{uri}: {type(e).__name__}: {e}") from e
 
     in_place(out, progress, download, weights=not tokenizer_only, resume_as=resume_as)
