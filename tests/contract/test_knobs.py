@@ -13,6 +13,7 @@ SERVE = {
     "--port": "8000",
     "--drain-timeout": "120s",
     "--no-progress-timeout": "120s",
+    "--peer-credentials": "",
     "--max-connections": "16384",
     "--max-connections-per-address": "8192",
     "--max-body-memory": "256Mi",

@@ -8,6 +8,8 @@ IsthmusError
     ├── InvalidRequest (ValueError)  400, names the parameter
     │   ├── UnknownModel             404
     │   └── NeverFits                400, context_length_exceeded
+    ├── Unauthenticated              401: an internal route, and no valid credential of this service
+    ├── AccessDenied                 403: the same, and a valid credential of another one
     ├── Overloaded                   429 or 503 with Retry-After
     ├── TransferFailed               502 with stage and attempt
     ├── DeadlineExceeded             504
@@ -123,6 +125,22 @@ class NeverFits(InvalidRequest):
     """The prompt and its output can never fit the KV pool or the model's length limit."""
 
     code = "context_length_exceeded"
+
+
+class Unauthenticated(RequestError):
+    """An internal route was called without a valid credential."""
+
+    status = 401
+    kind = "authentication_error"
+    code = "unauthenticated"
+
+
+class AccessDenied(RequestError):
+    """An internal route was called with a credential that is valid elsewhere."""
+
+    status = 403
+    kind = "permission_error"
+    code = "access_denied"
 
 
 class Overloaded(RequestError):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+from pathlib import Path
 
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from ..checkpoints.provenance import verify_files
 from ..config import RouterConfig
+from ..credentials import peer_credentials
 from ..metrics import RequestMetrics
 from ..openai.app import BODIES, ApiConfig, add_openai_routes, read_api_key
 from ..openai.tokenizer import Tokenizer
@@ -31,6 +34,7 @@ _LAME_DUCK_S = 3.0
 
 def serve_router(config: RouterConfig) -> int:
     """Run one router until SIGTERM. Raises ConfigError when it cannot start."""
+    verify_files(Path(config.model.path))
     tokenizer = Tokenizer.load(config.model.path)
     api_key = read_api_key(config.api_key_file)
     # What is there now stays, and a request leaves hardly a cycle behind: the collector need not look that often.
@@ -41,9 +45,16 @@ def serve_router(config: RouterConfig) -> int:
 
 async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> int:
     in_flight, registry = InFlight(), CollectorRegistry()
-    router = make_router(config, registry, in_flight)
+    credentials = peer_credentials(config.server.peer_credentials, config.server.host)
+    router = make_router(config, registry, in_flight, credentials=credentials)
     metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_", vllm_names=False)
-    app = make_app("Isthmus router", bodies=BODIES, lifespan=router.lifespan, cors_origins=config.cors_origins)
+    app = make_app(
+        "Isthmus router",
+        bodies=BODIES,
+        lifespan=router.lifespan,
+        cors_origins=config.cors_origins,
+        credentials=credentials,
+    )
     grammars = Checker(config.model.path)
     add_openai_routes(
         app,

@@ -275,7 +275,7 @@ class _Api:
     def _authorise(self, request: Request) -> None:
         if not self._key:
             return
-        scheme, _, token = authorization(request).partition(" ")
+        scheme, _, token = authorization(request.scope).partition(" ")
         given = token.strip().encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._key) or scheme.lower() != "bearer":
             raise _Unauthorised("Authorization: send a valid API key as `Bearer KEY`", param="Authorization")
