@@ -15,6 +15,7 @@ from pydantic_core import from_json
 
 from ..errors import InvalidRequest
 from ..request import SamplingOptions, Structure
+from .logit_options import LogitOptions
 from .structured import ResponseFormat, StructuredOutputs, structure_of
 
 MAX_CHOICES = 128
@@ -28,11 +29,6 @@ Prompt = str | tuple[int, ...]
 # Parameters of the OpenAI API (and some common extensions) that are not implemented, with the values that ask for
 # nothing. Clients send those by default, so they are let through.
 _NEUTRAL_BOTH: Mapping[str, tuple[object, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
     "metadata": ({},),
     "service_tier": ("auto", "default"),
     "store": (False,),
@@ -124,7 +120,7 @@ else:
     _Sampling = create_model("_Sampling", **{name: (hint | None, None) for name, hint in _OPTIONS.items()})
 
 
-class _Common(_Sampling):
+class _Common(LogitOptions, _Sampling):
     """Parameters of both endpoints, those of `SamplingOptions` among them. `None` means the model's default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
