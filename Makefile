@@ -132,7 +132,7 @@ generate: venv ## Write the CRDs from their types, and the operator's reference 
 	@$(PY) -m isthmus_operator.shell.rbac > operator/docs/rbac.md
 
 golden: venv ## Rewrite the golden files of the tests; review the diff
-	@UPDATE_GOLDEN=1 $(PY) -m pytest -q tests/operator $(ARGS)
+	@UPDATE_GOLDEN=1 $(PY) -m pytest -q $$(grep -rl --include='test_*.py' UPDATE_GOLDEN tests) $(ARGS)
 
 clean: ## Remove .venv, caches and build output (not ISTHMUS_CACHE)
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build

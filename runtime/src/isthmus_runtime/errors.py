@@ -13,6 +13,7 @@ IsthmusError
     ├── DeadlineExceeded             504
     ├── Cancelled                    499: the client left or the request was aborted
     └── EngineFailed                 500
+        └── EngineLost               502, names the engine
 """
 
 from __future__ import annotations
@@ -155,9 +156,16 @@ class EngineFailed(RequestError):
     code = "engine_failed"
 
 
+class EngineLost(EngineFailed):
+    """The router lost an engine that held the request: it died, froze, or cannot be reached."""
+
+    status = 502
+    code = "engine_lost"
+
+
 _BY_CODE: dict[str, type[RequestError]] = {
     cls.code: cls
-    for cls in (UnknownModel, NeverFits, TransferFailed, DeadlineExceeded, Cancelled, EngineFailed)
+    for cls in (UnknownModel, NeverFits, TransferFailed, DeadlineExceeded, Cancelled, EngineFailed, EngineLost)
     if cls.code is not None
 }
 

@@ -6,7 +6,7 @@
 | POST /internal/generate | router -> decode  | GenerateCall -> reserved line (with an attempt), token lines |
 | POST /internal/prefill  | router -> prefill | PrefillCall -> PrefillAnswer |
 | POST /internal/commit   | router -> decode  | CommitCall -> {} : prefill has sent everything, or has failed |
-| POST /internal/abort    | router -> engine  | AbortCall -> {} : idempotent, unknown ids are counted and ignored |
+| POST /internal/abort    | router -> engine  | AbortCall -> {} : idempotent, unknown ids are ignored |
 | GET  /internal/drained  | decode -> prefill | ?attempt= -> DrainAnswer : may a byte of this attempt still move? |
 | GET  /internal/kv-events | router -> engine | KvEvents lines, the first a snapshot, without end |
 

@@ -118,6 +118,6 @@ class TokenChunk(NamedTuple):
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
     cached_tokens: int = 0
-    """Prompt tokens served from a prefix cache; meaningful on the first chunk."""
+    """Prompt tokens served from a prefix cache, of whichever engine had more; meaningful on the first chunk."""
     note: str = ""
     """Where the prompt was computed: `local`, `transferred`, `recomputed` (for logs and metrics)."""

@@ -60,13 +60,13 @@ def desired(
     every = (*parts, *leaving)
     apply = policies.network_policies(service, every, defaults) + policies.disruption_budgets(service, every)
     if mooncake.is_managed(service):
-        apply.append(mooncake.master_service(service))
+        apply.append(mooncake.master_service(service, exact=seen.exact(Component.STORE)))
         apply += _master(service, defaults, live, seen, now, may_change=master_may_change(service, wanted, seen, now))
     for component in every:
         if is_engine(component):
-            apply.append(engine.headless_service(service, component))
+            apply.append(engine.headless_service(service, component, exact=seen.exact(component)))
     apply += _engines(service, defaults, wanted, live)
-    apply.append(router.client_service(service))
+    apply.append(router.client_service(service, exact=seen.exact(Component.ROUTER)))
     present = live.get(("Deployment", child_name(service.name, Component.ROUTER.value)))
     if wanted.router or present is None:
         apply.append(_kept(router.deployment(service, defaults), live))

@@ -24,6 +24,7 @@ from .names import (
     Defaults,
     address,
     child_name,
+    exactly,
     metadata,
     selector,
 )
@@ -185,9 +186,9 @@ def deployment(
     }
 
 
-def headless_service(service: InferenceService, component: Component) -> dict[str, Any]:
+def headless_service(service: InferenceService, component: Component, *, exact: bool = True) -> dict[str, Any]:
     """DNS for the router. Lists pods that are not ready too: the router asks each for /info and /ready itself, so it
-    still reaches a draining prefill that decode is fetching from."""
+    still reaches a draining prefill that decode is fetching from. `exact`: as of `names.exactly`."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -195,7 +196,7 @@ def headless_service(service: InferenceService, component: Component) -> dict[st
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": selector(service, component),
+            "selector": selector(service, component) | exactly(service, exact=exact),
             "ports": [{"name": "http", "port": ENGINE_PORT, "targetPort": "http"}],
         },
     }

@@ -18,6 +18,8 @@ MAX_LABEL = 63
 SERVICE_LABEL = f"{GROUP}/service"
 ROLE_LABEL = f"{GROUP}/role"
 REVISION_LABEL = f"{GROUP}/revision"
+UID_LABEL = f"{GROUP}/uid"
+"""On pods: of their InferenceService. No other service has it, and only who copies or forges a pod of it writes it."""
 PAIRING_LABEL = f"{GROUP}/pairing"
 """On engine Deployments (not on pods): what prefill and decode of one KV layout have in common."""
 
@@ -66,6 +68,12 @@ def child_name(service: str, *parts: str) -> str:
 def selector(service: InferenceService, component: Component) -> dict[str, str]:
     """Labels that pick all pods of a component, whatever their revision."""
     return {SERVICE_LABEL: service.name, ROLE_LABEL: component.value}
+
+
+def exactly(service: InferenceService, *, exact: bool = True) -> dict[str, str]:
+    """What tells this service's own pods from others with its name in a label; nothing for a file that was never
+    applied. `exact`: all of its pods have it: those that an older operator made have not, and are not restarted."""
+    return {UID_LABEL: service.uid} if exact and service.uid else {}
 
 
 def labels(service: InferenceService, component: Component | None = None, revision: str = "") -> dict[str, str]:

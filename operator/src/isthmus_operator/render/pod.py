@@ -9,7 +9,7 @@ from ..api.choices import Toggle
 from ..api.pod_patch import DIRECTIVE, MERGE_KEYS
 from ..api.spec import PodSettings, Resources
 from ..api.v1alpha1 import InferenceService
-from .names import Component, labels, selector
+from .names import Component, exactly, labels, selector
 
 GRACE_AFTER_DRAIN_S = 15
 """Time between the end of a drain and SIGKILL: for telling peers, and for closing the transfer engine."""
@@ -131,7 +131,7 @@ def pod_template(
             one["imagePullPolicy"] = policy.value
     if settings is not None:
         spec |= _placement(service, component, settings, affinity or {})
-    template = {"metadata": {"labels": labels(service, component, revision)}, "spec": spec}
+    template = {"metadata": {"labels": labels(service, component, revision) | exactly(service)}, "spec": spec}
     return merge(template, settings.pod_patch) if settings is not None and settings.pod_patch else template
 
 
@@ -192,13 +192,11 @@ def _deletes(value: Any) -> bool:
 
 
 def _merge_list(old: list[Any], patch: list[Any], key: str) -> list[Any]:
-    out = list(old)
+    found = {known.get(key): known for known in old}
     for item in patch:
-        where = next((i for i, known in enumerate(out) if known.get(key) == item.get(key)), None)
+        name = item.get(key)
         if _deletes(item):
-            out = [known for i, known in enumerate(out) if i != where]
-        elif where is None:
-            out.append(merge({}, item))
+            found.pop(name, None)
         else:
-            out[where] = merge(out[where], item)
-    return out
+            found[name] = merge(found.get(name, {}), item)
+    return list(found.values())

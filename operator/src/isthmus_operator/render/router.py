@@ -14,6 +14,7 @@ from .names import (
     Defaults,
     address,
     child_name,
+    exactly,
     metadata,
     selector,
 )
@@ -111,8 +112,8 @@ def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
     }
 
 
-def client_service(service: InferenceService) -> dict[str, Any]:
-    """The Service clients use; it has the name of the InferenceService."""
+def client_service(service: InferenceService, *, exact: bool = True) -> dict[str, Any]:
+    """The Service clients use; it has the name of the InferenceService. `exact`: as of `names.exactly`."""
     expose = service.spec.router.expose.service
     return {
         "apiVersion": "v1",
@@ -120,7 +121,7 @@ def client_service(service: InferenceService) -> dict[str, Any]:
         "metadata": metadata(service, service.name, Component.ROUTER),
         "spec": {
             "type": expose.type.value,
-            "selector": selector(service, Component.ROUTER),
+            "selector": selector(service, Component.ROUTER) | exactly(service, exact=exact),
             "ports": [{"name": "http", "port": expose.port, "targetPort": "http"}],
         },
     }

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from ..errors import ApiError, UserError
+from ..api.profile import PERMISSIVE, Profile
+from ..errors import ApiError, OverBudget, UserError
 from ..render.names import Defaults
 from .cache import Cache, Key
 from .client import Api
@@ -47,6 +48,7 @@ class OperatorOptions:
     kubeconfig: str = ""
     lease: LeaseSettings | None = None
     defaults: Defaults = field(default_factory=Defaults)
+    profile: Profile = PERMISSIVE
     webhook_port: int = 0
     webhook_cert_dir: str = ""
     metrics_host: str = "0.0.0.0"
@@ -69,7 +71,12 @@ class Operator:
         self.cache = Cache(self.queue.add, partial(self.queue.add, anew=True), self._removed)
         self.facts = KnownFacts(FactReader(), self.queue.add)
         self.controller = Controller(
-            api=api, cache=self.cache, facts=self.facts, defaults=options.defaults, metrics=self.metrics
+            api=api,
+            cache=self.cache,
+            facts=self.facts,
+            defaults=options.defaults,
+            metrics=self.metrics,
+            profile=options.profile,
         )
         self.stopping = asyncio.Event()
         self.serving = asyncio.Event()
@@ -201,7 +208,7 @@ class Operator:
     def _failed(self, key: Key, error: Exception) -> None:
         self.metrics.reconciles.labels("failed").inc()
         # A refusal of the API server is explained by its message; anything else is a defect and needs its place.
-        expected = isinstance(error, ApiError)
+        expected = isinstance(error, ApiError | OverBudget)
         _log.error("%s/%s: %s", *key, error, exc_info=None if expected else error)
 
     def _count(self) -> None:

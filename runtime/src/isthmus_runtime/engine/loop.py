@@ -343,8 +343,11 @@ class EngineLoop:
                         transfer_s=max(0.0, now - seq.prompt_done_s),
                     )
                     self._sink([(attempt, answer)])
-            case Failed(attempt=attempt, stage=stage, reason=reason):
-                self.transfer_failures[stage] += 1
+            case Failed(attempt=attempt, stage=stage, reason=reason, given_up=given_up):
+                if given_up and attempt not in self.scheduler.queues.live:
+                    # The answer to a request that ended here: neither a failure nor late.
+                    return []
+                self.transfer_failures[stage] += not given_up
                 log.info("KV of attempt %s did not move (%s): %s", attempt, stage, reason)
                 error = TransferFailed(reason, stage=stage, attempt=attempt)
                 return self.scheduler.transfer_failed(attempt, error)

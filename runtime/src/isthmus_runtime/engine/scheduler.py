@@ -105,13 +105,15 @@ class Scheduler:
         return sid
 
     def abort(self, request_id: str, attempt: str, reason: str) -> list[Effect]:
-        """End an attempt, or with an empty `attempt` the request, in any phase. Unknown ids are counted and ignored."""
+        """End an attempt, or with an empty `attempt` the request, in any phase.
+
+        Unknown ids are ignored: a request may have ended by itself, or with its connection, before the router's word.
+        """
         if attempt:
             named = self.queues.live.get(attempt)
             found = [] if named is None else [named]
         else:
             found = [s for s in self.live() if s.request.request_id == request_id]
-        self._unknown += not found
         effects: list[Effect] = []
         for seq in found:
             effects += self._completion.end(seq, FinishReason.ABORT, Cancelled(reason))

@@ -96,7 +96,7 @@ class Router:
         return RouterState(status="ready")
 
     async def _info(self) -> dict[str, Any]:
-        """What is known of the engines, and how many requests there are."""
+        """What is known of the engines, and how many requests are held, those that are still read among them."""
         return {
             "role": "router",
             "served_names": list(self._config.model.served_names),

@@ -8,7 +8,7 @@ import logging
 
 import aiohttp
 
-from ..errors import EngineFailed, RequestError, error_from_json
+from ..errors import EngineLost, RequestError, error_from_json
 from ..protocol import AbortCall, CommitCall
 from .wire import CONNECT_TIMEOUT_S, Exchange, Wire
 
@@ -31,10 +31,10 @@ def new_session() -> aiohttp.ClientSession:
     )
 
 
-def lost(role: str, url: str, attempt: str, cause: object) -> EngineFailed:
-    """The error for a peer whose connection broke."""
+def lost(role: str, url: str, attempt: str, cause: object) -> EngineLost:
+    """The error for a peer whose connection broke, or that stopped answering."""
     what = str(cause) or type(cause).__name__
-    return EngineFailed(f"{role} engine {url} was lost: {what}", stage=role, attempt=attempt or None)
+    return EngineLost(f"{role} engine {url} was lost: {what}", stage=role, attempt=attempt or None)
 
 
 def refusal(status: int, body: bytes, role: str, url: str) -> RequestError:

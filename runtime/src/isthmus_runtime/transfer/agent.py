@@ -202,7 +202,7 @@ class TransferAgent:
                 self._counts["dropped"] += 1
                 self._remember(attempt)
         if known:
-            self._post(lg.Cancel(attempt, reason), now)
+            self._post(lg.Cancel(attempt, reason, given_up=True), now)
 
     def tick(self, now: float) -> None:
         with self._mutex:
@@ -225,7 +225,7 @@ class TransferAgent:
                 self._remember(attempt)
                 return True
         if not entry.leg.closing:
-            self._post(lg.Cancel(attempt, "decode gave the attempt up"), self._clock())
+            self._post(lg.Cancel(attempt, "decode gave the attempt up", given_up=True), self._clock())
         with self._mutex:
             return attempt not in self._attempts
 
@@ -446,6 +446,6 @@ class TransferAgent:
                     self._counts["sent_bytes"] += sent_bytes
                 case Received():
                     self._counts["received"] += 1
-                case Failed():
-                    self._counts["failed"] += 1
+                case Failed(given_up=given_up):
+                    self._counts["failed"] += not given_up
         self._notify(event)
