@@ -33,6 +33,7 @@ __all__ = [
     "embedding",
     "gelu_tanh_mul",
     "kv_swap",
+    "latent_kv_write",
     "layer_view",
     "linear",
     "logprobs",
@@ -56,6 +57,7 @@ _OPS = MappingProxyType(
     {
         "paged_attention": ("paged_attention", ("cpu", "triton", "torch", "reference")),
         "rope_kv_write": ("rope_kv_write", ("cpu", "triton", "reference")),
+        "latent_kv_write": ("latent_kv_write", ("reference",)),
         "rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
         "add_rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
         "silu_mul": ("silu_mul", ("cpu", "triton", "reference")),
@@ -205,6 +207,35 @@ def rope_kv_write(
     return result
 
 
+def latent_kv_write(
+    q: Tensor,
+    row: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: Tensor,
+    slot_mapping: Tensor,
+    *,
+    impl: str | None = None,
+) -> None:
+    """Rotate `q` and the end of `row` in place, and write `row` to the paged pool: latent attention's KV.
+
+    Args:
+        q: ``[T, Hq, R]``: the part of the queries that turns; any strides.
+        row: ``[T, W]``, its last R channels the part of the keys that turns.
+        positions: int64 ``[T]``, indices into the tables.
+        cos, sin: fp32 ``[max_pos, R / 2]``; half-split style.
+        kv: one layer of the pool, ``[num_blocks, 1, block_size, 1, W]``.
+        slot_mapping: int64 ``[T]``: ``block_id * block_size + offset``; negative: this token is not written.
+    """
+    if kv.dim() != 5 or kv.shape[1] != 1 or kv.shape[3:] != (1, row.shape[1]) or q.shape[2] != 2 * cos.shape[1]:
+        raise ValueError(
+            f"kv: expected [num_blocks, 1, block_size, 1, {row.shape[1]}] and q [T, Hq, {2 * cos.shape[1]}], got "
+            f"{tuple(kv.shape)} and {tuple(q.shape)}"
+        )
+    _select("latent_kv_write", row.device.type, impl)(q, row, positions, cos, sin, kv, slot_mapping)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None, impl: str | None = None) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight`` of `x` ``[T, H]``, computed in fp32."""
     result: Tensor = _select("rms_norm", x.device.type, impl)(x, weight, eps, out=out)
@@ -311,14 +342,35 @@ def _native_bf16() -> bool:
 
 
 def moe_route(
-    logits: Tensor, top_k: int, *, renormalize: bool = True, impl: str | None = None
+    logits: Tensor,
+    top_k: int,
+    *,
+    renormalize: bool = True,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    groups: tuple[int, int] | None = None,
+    scale: float = 1.0,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts by `logits` ``[T, E]``: softmax weights fp32 ``[T, k]`` and ids int32 ``[T, k]``, best first.
+    """Choose experts by `logits` ``[T, E]``: weights fp32 ``[T, k]`` and ids int32 ``[T, k]``, best first.
 
-    `renormalize` makes each row's k weights sum to 1. Of equal experts the first is the better one.
+    Weights are the softmax of the logits; `renormalize` makes each row's k sum to 1. Of equal experts the first is the
+    better one. The other arguments are DeepSeek's, and run as PyTorch operations on every device:
+
+    Args:
+        sigmoid: weights are the logits' sigmoids.
+        bias: fp32 ``[E]``, added for the choice, not to the weights.
+        groups: (G, g): experts come in G groups of neighbours, and are chosen out of the g best groups. A group is
+            worth its best expert, with a bias its two best together.
+        scale: on the weights, in the end.
     """
     if not 0 < top_k <= logits.shape[1]:
         raise ValueError(f"top_k: {top_k} is outside 1..{logits.shape[1]}, the number of experts")
+    if sigmoid or bias is not None or groups is not None or scale != 1.0:
+        grouped: tuple[Tensor, Tensor] = _select("moe_route", logits.device.type, "reference")(
+            logits, top_k, renormalize=renormalize, sigmoid=sigmoid, bias=bias, groups=groups, scale=scale
+        )
+        return grouped
     result: tuple[Tensor, Tensor] = _select("moe_route", logits.device.type, impl)(
         logits, top_k, renormalize=renormalize
     )

@@ -31,7 +31,7 @@ class SamplingOptions:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 1.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """0 means greedy."""
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda k: max(k, 0))] = 0

@@ -44,6 +44,18 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+DEEPSEEK = {
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+}
 TINY = {
     "gqa-tied": Tiny("LlamaConfig", {"tie_word_embeddings": True}),
     "mha-odd-heads-biases": Tiny(
@@ -158,6 +170,51 @@ TINY = {
         },
         block_size=4,
     ),
+    "deepseek-v2-lite": Tiny(
+        "DeepseekV2Config",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": False,
+        },
+        kv_heads=4,
+        block_size=4,
+    ),
+    "deepseek-v2-groups": Tiny(
+        "DeepseekV2Config",
+        {
+            **DEEPSEEK,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+        },
+        kv_heads=4,
+        block_size=8,
+    ),
+    "deepseek-v3": Tiny("DeepseekV3Config", {**DEEPSEEK, "first_k_dense_replace": 1}, kv_heads=4, block_size=8),
+    "deepseek-v3-yarn": Tiny(
+        "DeepseekV3Config",
+        {
+            **DEEPSEEK,
+            "first_k_dense_replace": 2,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 0.8,
+                "mscale_all_dim": 1.3,
+            },
+        },
+        kv_heads=4,
+        layout="layer-major",
+    ),
     "qwen3-moe": Tiny(
         "Qwen3MoeConfig",
         {
@@ -201,6 +258,9 @@ def build(case: Tiny, directory: Path) -> Any:
         for name, weight in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 weight.add_(torch.randn_like(weight) * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(torch.rand_like(buffer) * 0.3)
     model.save_pretrained(directory, safe_serialization=True)
     return model
 
@@ -256,7 +316,7 @@ def test_long_contexts_of_longrope(tmp_path: Path, start_engine: Callable[..., A
     assert got == [greedy(model, p, 6) for p in prompts]
 
 
-@pytest.mark.parametrize("name", ["gqa-tied", "qwen2-two-groups", "gemma3-two-ropes", "gemma2-softcaps"])
+@pytest.mark.parametrize("name", ["gqa-tied", "qwen2-two-groups", "gemma3-two-ropes", "gpt-oss", "deepseek-v3"])
 def test_prompts_from_the_prefix_cache_give_the_same_tokens(
     name: str, tmp_path: Path, start_engine: Callable[..., Any]
 ) -> None:

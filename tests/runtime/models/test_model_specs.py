@@ -108,7 +108,7 @@ def test_an_unknown_key_that_is_set_is_refused(architecture: str) -> None:
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "'MambaForCausalLM' is not supported; known: Gemma2ForCausalLM, ",
+            "'MambaForCausalLM' is not supported; known: DeepseekV2ForCausalLM, ",
         ),
         ({"architectures": None}, "architecture None"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 4}}, "rope_type 'ntk' is not supported"),

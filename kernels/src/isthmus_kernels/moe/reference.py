@@ -4,15 +4,32 @@ import torch
 from torch import Tensor
 
 
-def moe_route(logits: Tensor, top_k: int, *, renormalize: bool = True) -> tuple[Tensor, Tensor]:
-    """Return the softmax weights (fp32 ``[T, k]``) and ids (int32 ``[T, k]``) of each row's k best experts."""
-    probs = logits.float().softmax(dim=-1)
+def moe_route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    renormalize: bool = True,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    groups: tuple[int, int] | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return the weights (fp32 ``[T, k]``) and ids (int32 ``[T, k]``) of each row's k best experts."""
+    probs = torch.sigmoid(logits.float()) if sigmoid else logits.float().softmax(dim=-1)
+    choice = probs if bias is None else probs + bias
+    if groups is not None:
+        count, kept = groups
+        members = choice.unflatten(1, (count, -1))
+        worth = members.topk(1 if bias is None else min(2, members.shape[2]), dim=-1).values.sum(dim=-1)
+        best = worth.sort(dim=-1, descending=True, stable=True).indices[:, :kept]
+        out = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, False)
+        choice = members.masked_fill(out[:, :, None], float("-inf")).flatten(1)
     # A stable sort: of equal experts the first is the better one.
-    ranked = probs.sort(dim=-1, descending=True, stable=True)
-    weights = ranked.values[:, :top_k]
+    chosen = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
+    weights = probs.gather(1, chosen)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights.contiguous(), ranked.indices[:, :top_k].int().contiguous()
+    return (weights * scale).contiguous(), chosen.int().contiguous()
 
 
 def gated(both: Tensor, clamp: tuple[float, float] | None) -> Tensor:

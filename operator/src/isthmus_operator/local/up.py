@@ -21,6 +21,7 @@ from ..render.service import render
 from ..settings import cache_dir, inherited_environment
 from .addresses import Addresses
 from .console import Console
+from .issuer import LocalIssuer
 from .pods import Pod, translate
 from .supervisor import Launch, Supervisor
 
@@ -43,7 +44,9 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
     console = Console(out, quiet=options.quiet)
     manifest = with_local_model(documents.service, options.model, cache_dir() / "models", console)
     service = parse(manifest, namespace=options.namespace)
-    manifests = render(service, Defaults())
+    issuer = LocalIssuer()
+    manifests = render(service, Defaults(issuer=issuer.public))
+    made = {("ConfigMap", m["metadata"]["name"]): m for m in manifests if m["kind"] == "ConfigMap"}
     if service.spec.router.replicas > 1:
         if "replicas" in service.spec.router.model_fields_set:
             console.say(f"router: 1 of {service.spec.router.replicas} replicas, as they would share one port here")
@@ -54,7 +57,7 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
         run_dir=str(run_dir),
         take_address=Addresses().take,
         ports={Component.ROUTER.value: options.port},
-        objects=documents.objects,
+        objects={**documents.objects, **made},
     )
     _check(pods)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -70,6 +73,7 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
         find_program=find_program,
         announce=lambda: console.say(ready_text(service, url)),
         console=console,
+        issuer=issuer,
     )
 
     async def main() -> int:

@@ -140,7 +140,7 @@ class Model(Protocol):
 
         Capturable: it reads and writes tensors at fixed addresses only, and its control flow depends on nothing but
         shapes and `batch.max_query_len`. `kv` holds per layer its group and its view of the pool,
-        [num_blocks, 2, block_size, Hk, D].
+        [num_blocks, 2, block_size, Hk, D]; of latent attention [num_blocks, 1, block_size, 1, W].
         """
 
     def logits(self, rows: Tensor, scratch: Any) -> Tensor:

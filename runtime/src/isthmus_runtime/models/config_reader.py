@@ -103,9 +103,17 @@ class ConfigReader:
             return 1
         return value
 
-    def optional_integer(self, key: str) -> int | None:
-        """A whole number of at least 1, or None where there is none."""
-        return None if self.get(key) is None else self.integer(key)
+    def optional_integer(self, key: str, default: int | None = None) -> int | None:
+        """A whole number of at least 1, or None where the file says null; `default` where it says nothing."""
+        if self.get(key) is None:
+            return None if key in self._values else default
+        return self.integer(key)
+
+    def count(self, key: str, default: int) -> int:
+        """A whole number of at least 0; null is 0."""
+        if key in self._values and not self.get(key):
+            return 0
+        return self.integer(key, default) if default else self.optional_integer(key) or 0
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0."""
@@ -164,13 +172,11 @@ class ConfigReader:
             return (1.0,) * count
         return tuple(float(n) for n in value)
 
-    def optional_number(self, key: str) -> float | None:
-        """A number above 0, or None where there is none."""
-        return None if self.get(key) is None else self.number(key)
-
-    def cap(self, key: str, default: float) -> float | None:
-        """A soft cap: a number above 0, or None where the file says null. `default` where it says nothing."""
-        return None if key in self._values and self.get(key) is None else self.number(key, default)
+    def optional_number(self, key: str, default: float | None = None) -> float | None:
+        """A number above 0, or None where the file says null; `default` where it says nothing."""
+        if self.get(key) is None:
+            return None if key in self._values else default
+        return self.number(key)
 
     def assume(self, key: str, value: Any) -> None:
         """What `key` is where the file does not have it at all."""
@@ -206,7 +212,7 @@ class ConfigReader:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             rms_norm_eps=self.number("rms_norm_eps", eps),
-            max_position=rope_config.reach(self._scaling(), self._max_position),
+            max_position=rope_config.reach(self.scaling(), self._max_position),
             tie_word_embeddings=self.boolean("tie_word_embeddings", tied),
             quantization=None if quantized is None else read_quantization(quantized),
             dtype=self.text("dtype", "") or self.text("torch_dtype", ""),
@@ -220,7 +226,7 @@ class ConfigReader:
         `partial`: the family may turn a part of a head's channels. `head_dim`: of what turns, the heads' by default.
         """
         theta = self.number("rope_theta", 10000.0)
-        return self.stretch(self._scaling(), theta, partial=partial, head_dim=head_dim)
+        return self.stretch(self.scaling(), theta, partial=partial, head_dim=head_dim)
 
     def stretch(
         self, scaling: ConfigReader, theta: float, *, partial: bool = False, head_dim: int | None = None
@@ -241,7 +247,8 @@ class ConfigReader:
             original=original,
         )
 
-    def _scaling(self) -> ConfigReader:
+    def scaling(self) -> ConfigReader:
+        """The object that says how the rotary embedding is stretched."""
         # transformers 5 writes everything under rope_parameters, version 4 theta beside rope_scaling.
         return self.inner("rope_parameters" if self.get("rope_parameters") else "rope_scaling")
 

@@ -89,8 +89,8 @@ def parse(read: ConfigReader) -> Gemma2Spec:
         rope=read.rope(),
         query_pre_attn_scalar=read.number("query_pre_attn_scalar", 256.0),
         attention_bias=read.boolean("attention_bias", False),
-        attn_logit_softcapping=read.cap("attn_logit_softcapping", 50.0),
-        final_logit_softcapping=read.cap("final_logit_softcapping", 30.0),
+        attn_logit_softcapping=read.optional_number("attn_logit_softcapping", 50.0),
+        final_logit_softcapping=read.optional_number("final_logit_softcapping", 30.0),
     )
     # Its activation is hidden_activation's.
     read.finish("hidden_act", "cache_implementation")

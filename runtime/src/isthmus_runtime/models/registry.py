@@ -15,6 +15,8 @@ from .gguf_format import GgufFormat
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
+        "DeepseekV2ForCausalLM": "deepseek",
+        "DeepseekV3ForCausalLM": "deepseek",
         "Gemma2ForCausalLM": "gemma2",
         "Gemma3ForCausalLM": "gemma3",
         "GptOssForCausalLM": "gpt_oss",

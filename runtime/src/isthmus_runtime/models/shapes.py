@@ -16,13 +16,14 @@ def decoder_shapes(
     qk_norm: bool = False,
     fused: bool = False,
     mixtures: Container[int] = (),
+    attention: bool = True,
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
 ) -> Shapes:
     """Name and shape of every tensor.
 
     `output_bias` is that of the attention's output projection; `qk_norm` a weight for each query and key head's norm;
     `fused` whether q, k and v are one tensor, and gate and up another; `mixtures` the layers whose MLP the family adds
-    itself; `norms` the names of a layer's norms over the hidden size.
+    itself, and without `attention` it adds that, too; `norms` the names of a layer's norms over the hidden size.
     """
     hidden, inner = spec.hidden_size, spec.intermediate_size
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -37,13 +38,14 @@ def decoder_shapes(
         layer = f"model.layers.{number}"
         for norm in norms:
             shapes[f"{layer}.{norm}.weight"] = (hidden,)
-        if fused:
+        if attention and fused:
             linear(f"{layer}.self_attn.qkv_proj", q + 2 * kv, hidden, qkv_bias)
-        else:
+        elif attention:
             linear(f"{layer}.self_attn.q_proj", q, hidden, qkv_bias)
             linear(f"{layer}.self_attn.k_proj", kv, hidden, qkv_bias)
             linear(f"{layer}.self_attn.v_proj", kv, hidden, qkv_bias)
-        linear(f"{layer}.self_attn.o_proj", hidden, q, output_bias)
+        if attention:
+            linear(f"{layer}.self_attn.o_proj", hidden, q, output_bias)
         if qk_norm:
             shapes[f"{layer}.self_attn.q_norm.weight"] = (spec.head_dim,)
             shapes[f"{layer}.self_attn.k_norm.weight"] = (spec.head_dim,)
