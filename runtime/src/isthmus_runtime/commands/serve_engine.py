@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from ..checkpoints.provenance import pinned_revision, verify_files
 from ..config import EngineConfig, Role
 from ..credentials import Credentials, peer_credentials
 from ..engine.backend import EngineBackend, Streams
@@ -74,6 +76,7 @@ def serve_engine(config: EngineConfig) -> NoReturn:
     """Run one engine until SIGTERM, then end the process. Raises ConfigError when its model or pool cannot be made."""
     started = time.monotonic()
     check_port(config.server.host, config.server.port)
+    verify_files(Path(config.model.path))
     tokenizer = Tokenizer.load(config.model.path) if config.role is Role.UNIFIED else None
     loaded = _load_fake(config) if config.executor == "fake" else _load_torch(config)
     kv = loaded.plan
@@ -196,6 +199,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         max_model_len=kv.max_model_len,
         layout_digest=loaded.digest,
     )
+    revision = pinned_revision(Path(config.model.path))
     fingerprint = sha256(f"{loaded.digest}:{KV_ABI}".encode()).hexdigest()[:16]
 
     def info() -> EngineInfo:
@@ -212,6 +216,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             waiting=stats.waiting + stats.receiving,
             draining=in_flight.leaving,
             vocab_size=loaded.vocab_size,
+            model_revision=revision,
         )
 
     server = EngineServer(
