@@ -124,6 +124,8 @@ class EngineInfo(_Wire):
     waiting: int = 0
     draining: bool = False
     vocab_size: int = 0
+    model_revision: str = ""
+    """What exactly is served, as `checkpoints.provenance.pinned_revision` finds it; empty where that is not known."""
 
 
 class ReservedBlocks(_Wire):

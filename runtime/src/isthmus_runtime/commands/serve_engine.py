@@ -16,15 +16,18 @@ from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from ..checkpoints.provenance import pinned_revision, verify_files
 from ..config import EngineConfig, Role
 from ..credentials import Credentials, peer_credentials
 from ..engine.backend import EngineBackend, Streams
 from ..engine.kv_events import KvEventFeed
+from ..engine.long_lived import LongLived
 from ..engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from ..engine.scheduler import Scheduler
 from ..engine.server import BODIES, EngineMeters, EngineServer
@@ -76,6 +79,7 @@ def serve_engine(config: EngineConfig) -> NoReturn:
     check_port(config.server.host, config.server.port)
     if config.server.metrics_port:
         check_port(config.server.host, config.server.metrics_port, "--metrics-port")
+    verify_files(Path(config.model.path))
     tokenizer = Tokenizer.load(config.model.path) if config.role is Role.UNIFIED else None
     loaded = _load_fake(config) if config.executor == "fake" else _load_torch(config)
     kv = loaded.plan
@@ -198,6 +202,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         max_model_len=kv.max_model_len,
         layout_digest=loaded.digest,
     )
+    revision = pinned_revision(Path(config.model.path))
     fingerprint = sha256(f"{loaded.digest}:{KV_ABI}".encode()).hexdigest()[:16]
 
     def info() -> EngineInfo:
@@ -214,8 +219,10 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             waiting=stats.waiting + stats.receiving,
             draining=in_flight.leaving,
             vocab_size=loaded.vocab_size,
+            model_revision=revision,
         )
 
+    engine.start()
     server = EngineServer(
         backend,
         info,
@@ -224,6 +231,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         no_progress_timeout_s=config.server.no_progress_timeout_s,
         clock=time.monotonic,
         kv_events=feed,
+        threads=LongLived(),
         credentials=credentials,
     )
     app = make_app(
@@ -260,7 +268,6 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         probe_accepted()
         log.info("ready on port %d after %.1f s", port, time.monotonic() - started)
 
-    engine.start()
     try:
         async with beside(apart, host=config.server.host, port=config.server.metrics_port):
             await run_app(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+from pathlib import Path
 
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from ..checkpoints.provenance import verify_files
 from ..config import RouterConfig
 from ..credentials import peer_credentials
 from ..metrics import RequestMetrics
@@ -32,6 +34,7 @@ _LAME_DUCK_S = 3.0
 
 def serve_router(config: RouterConfig) -> int:
     """Run one router until SIGTERM. Raises ConfigError when it cannot start."""
+    verify_files(Path(config.model.path))
     tokenizer = Tokenizer.load(config.model.path)
     api_key = read_api_key(config.api_key_file)
     # What is there now stays, and a request leaves hardly a cycle behind: the collector need not look that often.

@@ -81,14 +81,16 @@ class Router:
     def add_probes(self, app: FastAPI) -> None:
         """Add /health, /ping, /ready and /accepting."""
         for path in ("/health", "/ping"):
-            app.add_api_route(path, self._health, tags=["probes"])
+            app.add_api_route(path, self._health, tags=["probes"], responses=errors())
         app.add_api_route("/ready", self._ready, tags=["probes"], response_model=RouterState, responses=errors())
         app.add_api_route(
             "/accepting", self._accepting, tags=["probes"], response_model=RouterState, responses=errors()
         )
 
     async def _health(self) -> RouterState:
-        """Whether this process lives."""
+        """Whether this process lives, and what runs in its background does."""
+        if self.pool.failure:
+            raise Overloaded(f"not healthy: {self.pool.failure}")
         return RouterState(status="ok")
 
     async def _ready(self) -> RouterState:
