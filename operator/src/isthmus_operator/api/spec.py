@@ -455,7 +455,8 @@ class Observability(Block):
     pod_monitor: Toggle = Toggle.AUTO
     """Auto: a PodMonitor (Prometheus Operator) for all pods. Skipped with an Event while that API is not installed."""
     scrape_namespaces: Annotated[tuple[Name, ...], Field(max_length=16)] = ()
-    """Namespaces whose pods may reach the metrics of engines and store through the NetworkPolicy."""
+    """Namespaces whose pods may reach the metrics of routers, engines and store, and nothing else of engines and store,
+    through the NetworkPolicies."""
 
 
 class Spec(Block):
