@@ -335,7 +335,7 @@ def test_engines_with_the_addresses_of_nodes_are_reached_where_these_are_named()
     def peers(manifests: list[Manifest]) -> list[Any]:
         rules = [rule for rule in only(manifests, "NetworkPolicy")["spec"]["egress"] if "to" in rule]
         (rule,) = rules
-        assert {port["port"] for port in rule["ports"]} == {8000, 8001}
+        assert {port["port"] for port in rule["ports"]} == {8000, 8001, 9003}
         return list(rule["to"])
 
     (pods,) = peers(variant("defaults"))
