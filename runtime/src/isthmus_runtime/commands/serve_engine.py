@@ -176,7 +176,13 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     )
     streams = Streams(asyncio.get_running_loop())
     mover = _Mover.start(config, loaded)
-    engine = EngineLoop(scheduler, loaded.executor, streams.sink, handoff=mover.handoff)
+    engine = EngineLoop(
+        scheduler,
+        loaded.executor,
+        streams.sink,
+        handoff=mover.handoff,
+        step_timeout_s=config.server.no_progress_timeout_s,
+    )
     backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size)
     in_flight = InFlight()
     meters = EngineMeters(CollectorRegistry(), model_name)
