@@ -32,7 +32,7 @@ from ..transfer.agent import TransferAgent
 from ..transfer.backend import TransferBackend
 from .clock import Clock, Violation
 from .faults import Scenario
-from .network import Exchange
+from .network import Exchange, peer_name
 
 TURNS_AT_ONCE = 200
 """More turns than this at one instant is a busy loop."""
@@ -266,7 +266,7 @@ class VirtualEngine:
                         body.request.to_request(),
                         attempt=body.attempt,
                         local_attempt=body.local_attempt,
-                        peer_url=body.prefill_url,
+                        peer_url=peer_name(body.prefill_url),
                         peer_epoch=body.prefill_epoch,
                     )
             case PrefillCall():
