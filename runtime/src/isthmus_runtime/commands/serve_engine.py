@@ -27,6 +27,7 @@ from ..config import EngineConfig, Role
 from ..credentials import Credentials, peer_credentials
 from ..engine.backend import EngineBackend, Streams
 from ..engine.kv_events import KvEventFeed
+from ..engine.long_lived import LongLived
 from ..engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from ..engine.scheduler import Scheduler
 from ..engine.server import BODIES, EngineMeters, EngineServer
@@ -225,6 +226,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             model_revision=revision,
         )
 
+    engine.start()
     server = EngineServer(
         backend,
         info,
@@ -233,6 +235,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         no_progress_timeout_s=config.server.no_progress_timeout_s,
         clock=time.monotonic,
         kv_events=feed,
+        threads=LongLived(),
         credentials=credentials,
     )
     app = make_app(
@@ -264,7 +267,6 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         probe_accepted()
         log.info("ready on port %d after %.1f s", port, time.monotonic() - started)
 
-    engine.start()
     try:
         await run_app(
             app,
