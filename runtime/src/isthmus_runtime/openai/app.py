@@ -126,11 +126,12 @@ def add_openai_routes(
         wall_clock=wall_clock,
     )
     streamed = {"text/event-stream": {"schema": {"type": "string"}}}
+    named: dict[str, Any] = {"text/event-stream": {"schema": {}}}  # of events with names
     for path, endpoint, body, answer, content in (
         ("/v1/chat/completions", api.chat, ChatRequest, Chat, streamed),
         ("/v1/completions", api.completions, CompletionRequest, Completion, streamed),
-        ("/v1/responses", api.responses, ResponsesRequest, Response, streamed),
-        ("/v1/messages", api.messages, MessagesRequest, AnthropicMessage, streamed),
+        ("/v1/responses", api.responses, ResponsesRequest, Response, named),
+        ("/v1/messages", api.messages, MessagesRequest, AnthropicMessage, named),
         ("/v1/messages/count_tokens", api.count_tokens, CountRequest, TokenCount, {}),
         ("/tokenize", api.tokenize, TokenizeRequest, Tokenized, {}),
         ("/detokenize", api.detokenize, DetokenizeRequest, Detokenized, {}),
