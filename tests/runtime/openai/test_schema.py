@@ -7,6 +7,7 @@ import json
 import pytest
 
 from isthmus_runtime.errors import InvalidRequest
+from isthmus_runtime.openai.problems import MAX_PROBLEMS
 from isthmus_runtime.openai.schema import parse_chat, parse_completion
 from isthmus_runtime.request import Structure
 
@@ -237,6 +238,28 @@ def test_a_byte_order_mark_is_read_over() -> None:
     assert parse_completion(b"\xef\xbb\xbf" + body) == parse_completion(body)
     with pytest.raises(InvalidRequest, match="not valid JSON"):
         parse_completion(b"\xef\xbb\xbf" * 2 + body)
+
+
+def test_an_answer_lists_few_of_many_problems_and_repeats_little_of_what_was_sent():
+    many = {f"unknown_{number}": 1 for number in range(100_000)}
+    long = "x" * 1_000_000
+    message = {"role": "user", "content": "hi"}
+    for parse in (
+        lambda: completion(**many),
+        lambda: chat(**many),
+        lambda: completion(**{long: 1}),
+        lambda: completion(stop=[1] * 100_000),
+        lambda: completion(stop_token_ids=["a"] * 100_000),
+        lambda: chat(messages=[{**message, **many}]).conversation(),
+        lambda: chat(messages=[{**message, "role": long}]).conversation(),
+        lambda: chat(messages=[{**message, "content": [{"type": long, "text": "hi"}]}]).conversation(),
+    ):
+        with pytest.raises(InvalidRequest) as error:
+            parse()
+        assert len(error.value.message) < 3000 and len(error.value.param) < 3000
+        assert error.value.message.count("unknown parameter") <= MAX_PROBLEMS
+    with pytest.raises(InvalidRequest, match="and 99992 more problems"):
+        completion(**many)
 
 
 @pytest.mark.parametrize(

@@ -310,6 +310,7 @@ class _Api:
                 body = await call.read()
                 progress.stage = "planning"
                 job = await self._plan(plan, body)
+                del body  # megabytes, which an answer would keep as long as it streams
                 if job.structure is not None:
                     await self._check_structure(job.structure)
                 progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
@@ -348,7 +349,7 @@ class _Api:
     def _authorise(self, request: Request) -> None:
         if not self._key:
             return
-        scheme, _, token = authorization(request).partition(" ")
+        scheme, _, token = authorization(request.scope).partition(" ")
         own = request.headers.get("x-api-key", "")  # as clients of /v1/messages send it
         if own:
             scheme, token = "bearer", own

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidRequest
+from .problems import invalid
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MAX_TOOLS = 512
@@ -147,7 +148,7 @@ def _message(value: object, path: str) -> dict[str, Any]:
         else:
             problems.append((where, f"{where}: unknown parameter; remove it"))
     if problems:
-        raise InvalidRequest("; ".join(text for _, text in problems), param=problems[0][0])
+        raise invalid(problems)
     return message
 
 

@@ -17,6 +17,7 @@ from ..errors import InvalidRequest
 from ..request import SamplingOptions, Structure
 from . import messages
 from .forced_calls import call_structure, forced_names
+from .problems import MAX_NAME, MAX_PROBLEMS, invalid
 from .structured import ResponseFormat, StructuredOutputs, structure_of
 
 MAX_CHOICES = 128
@@ -128,7 +129,7 @@ class _Common(_Sampling):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: str | list[_StopString] | None = None
+    stop: str | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     # Extensions, with the names that other servers use.
     ignore_eos: bool = False
     stop_token_ids: list[int] = Field(default_factory=list, max_length=256)
@@ -348,6 +349,7 @@ def chat_request(data: Mapping[str, Any]) -> ChatRequest:
 def _parse(model: type[_R], data: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]]) -> _R:
     problems: list[tuple[str, str]] = []
     given = {}
+    unknown = 0
     for name, value in data.items():
         if value is None:
             continue
@@ -356,14 +358,21 @@ def _parse(model: type[_R], data: Mapping[str, Any], neutral: Mapping[str, tuple
                 problems.append((name, f"{name}: must be a {'string' if _HINTS[name] is str else 'JSON object'}"))
         elif name in neutral:
             _check_neutral(name, value, neutral[name], problems)
-        else:
+        elif name in model.model_fields:
             given[name] = value
+        else:
+            # Not left to pydantic, which makes a record of each, all at once and with the interpreter's lock held.
+            unknown += 1
+            if unknown <= MAX_PROBLEMS:
+                shown = name[:MAX_NAME]
+                problems.append((shown, f"{shown}: unknown parameter; remove it"))
     try:
         request = model.model_validate(given)
     except ValidationError as e:
-        problems += [_problem(error["loc"], error["type"], error["msg"]) for error in e.errors(include_url=False)]
+        found = e.errors(include_url=False, include_input=False, include_context=False)
+        problems += [_problem(error["loc"], error["type"], error["msg"]) for error in found]
     if problems:
-        raise InvalidRequest("; ".join(dict.fromkeys(text for _, text in problems)), param=problems[0][0])
+        raise invalid(problems, more=max(0, unknown - MAX_PROBLEMS))
     return request
 
 
