@@ -98,7 +98,7 @@ class Planner:
         prompt = request.prompts()[0]
         if not isinstance(prompt, str):
             raise InvalidRequest("prompt: must be a string", param="prompt")
-        return self._tokenizer.encode(prompt) if special else self._tokenizer.encode_plain(prompt)
+        return self._tokenizer.encode(prompt) if special else self._tokenizer.encode_alone(prompt)
 
     def chat_job(self, request: ChatRequest, prefix: str, form: MakeFormat, *, briefly: bool) -> Job:
         """The job of a conversation, whichever endpoint it came by. Raises as `chat`."""
@@ -280,6 +280,9 @@ class Planner:
         eos = () if request.ignore_eos else self._tokenizer.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*eos, *request.stop_token_ids)))
         options = request.sampling(self._tokenizer.defaults)
+        options |= request.logit_params(
+            self._tokenizer.encode_alone, size, max_tokens=max_tokens, structured=request.structure is not None
+        )
 
         def with_seed(seed: int) -> SamplingParams:
             return SamplingParams(
