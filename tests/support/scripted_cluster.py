@@ -12,7 +12,7 @@ from aiohttp import web
 
 GROUP = "serving.isthmus.dev"
 KINDS = {
-    "v1": {"namespaces": "Namespace", "pods": "Pod", "services": "Service"},
+    "v1": {"namespaces": "Namespace", "pods": "Pod", "services": "Service", "configmaps": "ConfigMap"},
     "apps/v1": {"deployments": "Deployment", "statefulsets": "StatefulSet"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
@@ -138,13 +138,14 @@ class ScriptedCluster:
         path = request.path.strip("/")
         plural = path.rpartition("/")[2]
         self.queries.append((plural, dict(request.query)))
+        if "/leases" in path:
+            # Rights to it are granted apart from those to what is watched.
+            return await self._lease(request)
         if self.refuse == 0:
             assert request.transport is not None
             request.transport.abort()
         if self.refuse is not None:
             return web.json_response({"kind": "Status", "message": "no"}, status=self.refuse or 500)
-        if "/leases" in path:
-            return await self._lease(request)
         if request.method != "GET":
             self.writes.append(f"{request.method} {request.path}")
             return web.json_response({"message": "no writes here"}, status=405)
@@ -155,6 +156,13 @@ class ScriptedCluster:
         if path == "apis":
             return web.json_response(groups())
         version = path.removeprefix("apis/").removeprefix("api/")
+        if path == ".well-known/openid-configuration":
+            return web.json_response({"issuer": "https://scripted"})
+        if path == "openid/v1/jwks":
+            if "*/*" not in request.headers["Accept"]:  # as a real one says
+                return web.Response(text="406: Not Acceptable", status=406)
+            found = json.dumps({"keys": [{"kty": "EC", "kid": "k1"}]})
+            return web.Response(text=found, content_type="application/jwk-set+json")
         if version in KINDS:
             return web.json_response(resources(version))
         return web.json_response({"message": "not found"}, status=404)

@@ -30,6 +30,12 @@ KV_ABI = 3
 engines, change meaning."""
 
 
+ATTEMPT = r"^[!-~]{0,128}$"
+"""An attempt's name is part of a line where processes greet each other."""
+PEER_URL = r"^(http://([0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5})?$"
+"""An engine's address as discovery makes it: an IP address and a port, no name, no path, no user."""
+
+
 class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -118,6 +124,8 @@ class EngineInfo(_Wire):
     waiting: int = 0
     draining: bool = False
     vocab_size: int = 0
+    model_revision: str = ""
+    """What exactly is served, as `checkpoints.provenance.pinned_revision` finds it; empty where that is not known."""
 
 
 class ReservedBlocks(_Wire):
@@ -143,7 +151,8 @@ class Ticket(_Wire):
     session: str = ""
     """Direct: TransferEngine peer id `host:port`."""
     greeting: str = ""
-    """Direct: `host:port` at which the process that reserved says its epoch."""
+    """Direct: `host:port/WORD`. The process that reserved says its epoch there to whoever says the word, its signature
+    of this ticket (transfer/tickets.py)."""
     epoch: str = ""
     """Direct: of the process that reserved. Nothing is written to another one at the same address."""
     pool_base: int = 0
@@ -178,11 +187,11 @@ class GenerateCall(_Wire):
     """Run a request on decode or unified; with `attempt` set its KV comes from a prefill peer."""
 
     request: WireRequest
-    attempt: str = ""
+    attempt: str = Field(default="", pattern=ATTEMPT)
     """Empty: compute the prompt locally."""
     local_attempt: str = ""
     """Without `attempt`, this attempt's name: an abort of an earlier one, which comes late, must not end it."""
-    prefill_url: str = ""
+    prefill_url: str = Field(default="", pattern=PEER_URL)
     """Peer to ask for the drain acknowledgement; from the router's discovery only."""
     prefill_epoch: str = ""
 

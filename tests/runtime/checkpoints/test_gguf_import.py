@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from isthmus_runtime.checkpoints.gguf import MARKER
+from isthmus_runtime.checkpoints.provenance import MARKER
 from isthmus_runtime.commands.model import model_main
 from isthmus_runtime.models.registry import read_model_spec
 

@@ -52,7 +52,9 @@ def model_dir(tmp_path_factory) -> Path:
     tokenizer.train_from_iterator(SENTENCES, trainer)
     tokenizer.save(str(root / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
-    (root / "config.json").write_text(json.dumps({"vocab_size": size, "eos_token_id": 2}))
+    (root / "config.json").write_text(
+        json.dumps({"vocab_size": size, "eos_token_id": 2, "max_position_embeddings": 512})
+    )
     (root / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
     (root / "tokenizer_config.json").write_text(
         json.dumps(

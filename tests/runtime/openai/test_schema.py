@@ -7,6 +7,7 @@ import json
 import pytest
 
 from isthmus_runtime.errors import InvalidRequest
+from isthmus_runtime.openai.problems import MAX_PROBLEMS
 from isthmus_runtime.openai.schema import parse_chat, parse_completion
 from isthmus_runtime.request import Structure
 
@@ -29,16 +30,32 @@ NEUTRAL_BOTH = {
     "n": None,
     "user": "u",
     "stream_options": None,
+    "metadata": {"a": "b"},
+    "prompt_cache_key": "k",
+    "service_tier": "flex",
+    "safety_identifier": "s",
+    "store": False,
+    "use_beam_search": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "length_penalty": 1.0,
+    "temperature": 2.5,
+    "model": None,
 }
 REFUSED_BOTH = {
-    "frequency_penalty": 0.5,
-    "presence_penalty": -1,
-    "repetition_penalty": 1.1,
-    "logit_bias": {"5": 1},
-    "min_tokens": 3,
-    "metadata": {"a": "b"},
+    "frequency_penalty": 2.5,
+    "presence_penalty": "much",
+    "repetition_penalty": 0,
+    "logit_bias": {"5": 101},
+    "min_tokens": -1,
+    "allowed_token_ids": [],
+    "bad_words": [""],
+    "metadata": "a",
+    "store": True,
+    "use_beam_search": True,
+    "truncate_prompt_tokens": 0,
     "no_such_thing": 1,
-    "temperature": 2.5,
+    "temperature": -1,
     "top_p": 0,
     "top_k": -2,
     "min_p": 1.5,
@@ -52,16 +69,24 @@ REFUSED_BOTH = {
     "priority": 0.5,
 }
 REFUSED_CHAT = {
-    "tools": [{"type": "function"}],
     "tool_choice": "required",
+    "reasoning_effort": 5,
+    "continue_final_message": "yes",
+    "chat_template_kwargs": [],
     "functions": [{}],
     "modalities": ["text", "audio"],
     "audio": {"voice": "x"},
-    "reasoning_effort": "high",
     "top_logprobs": 3,
     "logprobs": 3,
     "max_completion_tokens": -1,
     "echo": True,
+}
+BAD_TOOLS = {
+    "tools[0].type": [{"type": "code"}],
+    "tools[0].function.name": [{"type": "function", "function": {}}],
+    "tools[0].function.parameters": [{"type": "function", "function": {"name": "f", "parameters": "x"}}],
+    "tools[0].x": [{"type": "function", "function": {"name": "f"}, "x": 1}],
+    "tools": {"a": 1},
 }
 REFUSED_COMPLETION = {"echo": True, "suffix": "x", "best_of": 2, "logprobs": 21, "tools": []}
 
@@ -94,10 +119,10 @@ def test_refused_by_name(parse, name, value):
 
 def test_all_problems_at_once():
     with pytest.raises(InvalidRequest) as caught:
-        completion(frequency_penalty=1, temperature=9, wrong=1, n=0)
+        completion(frequency_penalty=3, temperature=-9, wrong=1, n=0)
     for name in ("frequency_penalty", "temperature", "wrong", "n"):
         assert f"{name}: " in caught.value.message
-    assert caught.value.param == "frequency_penalty"
+    assert caught.value.param == "wrong"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +135,7 @@ def test_all_problems_at_once():
         (b'{"model": "m", "prompt": "\\ud83d"}', "half of a surrogate pair"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"model": "m", "prompt": "p", "max_tokens": ' + b"9" * 5000 + b"}", "number of several thousand digits"),
-        (b'{"prompt": "p"}', "model: required"),
+        (b'{"model": "m"}', "prompt: required"),
     ],
 )
 def test_broken_bodies(body, message):
@@ -150,6 +175,39 @@ def test_messages():
     ]
 
 
+def test_tool_messages():
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    found = chat(
+        messages=[
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+            {"role": "tool", "content": [{"type": "text", "text": "5"}], "tool_call_id": "c1"},
+        ]
+    ).conversation()
+    assert found == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}],
+            "reasoning_content": "hm",
+        },
+        {"role": "tool", "content": "5", "tool_call_id": "c1"},
+    ]
+
+
+@pytest.mark.parametrize(("param", "tools"), BAD_TOOLS.items())
+def test_bad_tools(param, tools):
+    with pytest.raises(InvalidRequest) as caught:
+        chat(tools=tools).offered_tools()
+    assert caught.value.param == param
+
+
+def test_offered_tools():
+    tool = {"type": "function", "function": {"name": "f", "description": None, "parameters": {}, "strict": True}}
+    clean = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    assert chat(tools=[tool]).offered_tools() == [clean]
+    assert chat(tools=[tool], tool_choice="none").offered_tools() == []
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -157,11 +215,17 @@ def test_messages():
         ("hi", "messages"),
         ([5], "messages[0]"),
         ([{"content": "x"}], "messages[0].role"),
-        ([{"role": "user", "content": "x"}, {"role": "tool", "content": "x"}], "messages[1].role"),
+        ([{"role": "user", "content": "x"}, {"role": "function", "content": "x"}], "messages[1].role"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "tool", "content": None}], "messages[0].content"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0]"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ([{"role": "user", "content": "x", "weight": 1}], "messages[0].weight"),
     ],
 )
@@ -176,6 +240,28 @@ def test_a_byte_order_mark_is_read_over() -> None:
     assert parse_completion(b"\xef\xbb\xbf" + body) == parse_completion(body)
     with pytest.raises(InvalidRequest, match="not valid JSON"):
         parse_completion(b"\xef\xbb\xbf" * 2 + body)
+
+
+def test_an_answer_lists_few_of_many_problems_and_repeats_little_of_what_was_sent():
+    many = {f"unknown_{number}": 1 for number in range(100_000)}
+    long = "x" * 1_000_000
+    message = {"role": "user", "content": "hi"}
+    for parse in (
+        lambda: completion(**many),
+        lambda: chat(**many),
+        lambda: completion(**{long: 1}),
+        lambda: completion(stop=[1] * 100_000),
+        lambda: completion(stop_token_ids=["a"] * 100_000),
+        lambda: chat(messages=[{**message, **many}]).conversation(),
+        lambda: chat(messages=[{**message, "role": long}]).conversation(),
+        lambda: chat(messages=[{**message, "content": [{"type": long, "text": "hi"}]}]).conversation(),
+    ):
+        with pytest.raises(InvalidRequest) as error:
+            parse()
+        assert len(error.value.message) < 3000 and len(error.value.param) < 3000
+        assert error.value.message.count("unknown parameter") <= MAX_PROBLEMS
+    with pytest.raises(InvalidRequest, match="and 99992 more problems"):
+        completion(**many)
 
 
 @pytest.mark.parametrize(
@@ -216,3 +302,43 @@ def test_wrong_structures_are_named(given, words):
     for parse in (completion, chat):
         with pytest.raises(InvalidRequest, match=words):
             parse(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ({}, {}),
+        ({"logit_bias": {"5": 1, "3": -100}}, {"logit_bias": ((3, -100.0), (5, 1.0))}),
+        ({"min_tokens": 4}, {"min_tokens": 4}),
+        ({"allowed_token_ids": [7, 2, 7]}, {"allowed_token_ids": (2, 7)}),
+        ({"bad_words": ["ab", " c"]}, {"bad_words": ((32, 97, 98), (32, 99), (97, 98), (99,))}),
+    ],
+)
+def test_logit_options(given, want):
+    nothing = {"min_tokens": 0, "logit_bias": (), "allowed_token_ids": (), "bad_words": ()}
+    for parse in (completion, chat):
+        found = parse(**given).logit_params(lambda t: [ord(c) for c in t], 100, max_tokens=4, structured=False)
+        assert found == nothing | want
+
+
+@pytest.mark.parametrize(
+    ("given", "structured", "words"),
+    [
+        ({"logit_bias": {"100": 1}}, False, "logit_bias: 100 is not in the vocabulary"),
+        ({"allowed_token_ids": [-1]}, False, "allowed_token_ids: -1 is not in the vocabulary"),
+        ({"min_tokens": 5}, False, "min_tokens: 5 is more than the 4"),
+        ({"min_tokens": 1}, True, "min_tokens: not with structured output"),
+        ({"allowed_token_ids": [1]}, True, "allowed_token_ids: not with structured output"),
+        ({"bad_words": ["a"]}, True, "bad_words: not with structured output"),
+        ({"bad_words": ["a"], "allowed_token_ids": [97]}, False, "bad_words: no token of allowed_token_ids is left"),
+    ],
+)
+def test_logit_options_that_cannot_be(given, structured, words):
+    with pytest.raises(InvalidRequest, match=words):
+        completion(**given).logit_params(lambda t: [ord(c) for c in t], 100, max_tokens=4, structured=structured)
+
+
+@pytest.mark.parametrize("key", ["x", "-1", "1.5", "", "12345678901"])
+def test_logit_bias_takes_token_ids(key):
+    with pytest.raises(InvalidRequest, match=r"logit_bias.*is not a token id"):
+        completion(logit_bias={key: 1})

@@ -25,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
         return command
 
     run = with_file("up", "run the service on this machine, with a pod's containers as processes")
-    run.add_argument("--model", default="", help="folder or hub id (owner/name) to use in place of spec.model.source")
+    run.add_argument("--model", default="", help="folder, GGUF file or hub id (owner/name) for spec.model.source")
     run.add_argument("--port", type=_port, default=ROUTER_PORT, help="port of the router on 127.0.0.1 (default 8000)")
     run.add_argument("--run-dir", default="", help="folder for logs and state.json (default: a new temporary one)")
     run.add_argument("--quiet", "-q", action="store_true", help="write the pods' output to the log files only")

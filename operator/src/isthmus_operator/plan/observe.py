@@ -9,7 +9,7 @@ from typing import Any
 
 from ..api.v1alpha1 import InferenceService
 from ..render.engine import master_address
-from ..render.names import PAIRING_LABEL, REVISION_LABEL, ROLE_LABEL, UID_LABEL, Component, is_engine
+from ..render.names import GUARDED_LABEL, PAIRING_LABEL, REVISION_LABEL, ROLE_LABEL, UID_LABEL, Component, is_engine
 from .observed import UNSCHEDULABLE, Condition, Facts, Observed, Pod, Workload
 
 Object = Mapping[str, Any]
@@ -160,6 +160,7 @@ def pod(child: Object, component: Component) -> Pod:
         ends=seconds(meta["deletionTimestamp"]) if meta.get("deletionTimestamp") else None,
         reason="" if is_ready else reason,
         problem="" if is_ready else problem,
+        guarded=(meta.get("labels") or {}).get(GUARDED_LABEL) == "true",
         failed=status.get("phase") in ("Failed", "Succeeded"),
     )
 

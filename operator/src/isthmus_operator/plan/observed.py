@@ -26,6 +26,7 @@ class Pod:
     ends:        by when a stopping pod will have been killed; None while it is not stopping
     reason:      CamelCase word for why it is not ready (CrashLoopBackOff, ErrImagePull, Unschedulable, ...)
     problem:     the same for people, naming the container
+    guarded:     it has credentials and asks for them; its metrics and probes are on a port of their own
     failed:      it will not recover by itself (evicted, or its containers have ended for good)
     """
 
@@ -42,6 +43,7 @@ class Pod:
     ends: float | None = None
     reason: str = ""
     problem: str = ""
+    guarded: bool = False
     failed: bool = False
 
     def flickers(self, now: float) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..api.choices import Mode, PrefillUnavailable, RouterPolicy
 from ..api.v1alpha1 import InferenceService
+from . import credentials
 from .model import model_parts
 from .names import (
     ENGINE_PORT,
@@ -38,7 +39,8 @@ _STARTUP_S = 300.0
 def router_args(service: InferenceService, model_path: str) -> list[str]:
     """Arguments of `isthmus-runtime serve --role router`."""
     spec, router = service.spec, service.spec.router
-    args = ["serve", "--role", "router", "--host", "0.0.0.0", "--port", str(ROUTER_PORT), "--model", model_path]
+    args = ["serve", "--role", "router", "--host", "0.0.0.0", "--port", str(ROUTER_PORT)]
+    args += [*credentials.ARGS, "--model", model_path]
     for name in service.served_names:
         args += ["--served-model-name", name]
     args += ["--log-level", spec.observability.log_level.value]
@@ -94,6 +96,7 @@ def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
         init_containers=model.init_containers,
         volumes=volumes,
         grace_s=spec.rollout.drain_timeout.seconds + GRACE_AFTER_DRAIN_S,
+        guarded=True,
     )
     return {
         "apiVersion": "apps/v1",

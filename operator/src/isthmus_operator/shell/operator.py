@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -20,6 +20,7 @@ from .cache import Cache, Key
 from .client import Api
 from .controller import Controller
 from .facts import FactReader
+from .issuer import AGAIN_S, find_issuer
 from .known_facts import KnownFacts
 from .leader import LeaseSettings, lead
 from .start import require_cluster
@@ -125,6 +126,10 @@ class Operator:
     async def _last_words(self, why: str) -> None:
         """Report in every service's status that no operator manages it, as far as statuses can be read and written."""
         lease = self.options.lease
+        if self._leading is not None:
+            # It may hold the lease, or be about to: one process is one holder.
+            self._leading.cancel()
+            await asyncio.wait((self._leading,))
 
         async def tell() -> None:
             # Services come first in it.
@@ -176,6 +181,7 @@ class Operator:
             await self._look()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._look_again())
+                group.create_task(self._ask_again())
                 group.create_task(self.queue.run(WORKERS))
         finally:
             self.metrics.leader.set(0)
@@ -184,12 +190,32 @@ class Operator:
         while True:
             try:
                 await look(self.api, self._namespaces, self.cache, pause=pause)
+                await self._ask()
                 return await self._unread("")
             except ApiError as error:
                 _log.warning("cannot list what there is: %s", error)
                 if error.status in UNREADABLE:
                     await self._unread(f"cannot read what belongs to it: {error}")
             await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _ask(self) -> None:
+        """Learn whose tokens pods take; services are told where that has changed. ApiError leaves what was known."""
+        issuer, defaults = await find_issuer(self.api), self.controller.defaults
+        if issuer == defaults.issuer:
+            return
+        self.controller.defaults = replace(defaults, issuer=issuer)
+        if defaults.issuer is not None:
+            _log.info("the cluster's keys for ServiceAccount tokens have changed")
+            for key in self.cache.services():
+                self.queue.add(key)
+
+    async def _ask_again(self) -> None:
+        while True:
+            await asyncio.sleep(AGAIN_S)
+            try:
+                await self._ask()
+            except ApiError as error:
+                _log.warning("%s", error)
 
     async def _look_again(self) -> None:
         while True:

@@ -16,14 +16,18 @@ from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from ..checkpoints.provenance import pinned_revision, verify_files
 from ..config import EngineConfig, Role
+from ..credentials import Credentials, peer_credentials
 from ..engine.backend import EngineBackend, Streams
 from ..engine.kv_events import KvEventFeed
+from ..engine.long_lived import LongLived
 from ..engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from ..engine.scheduler import Scheduler
 from ..engine.server import BODIES, EngineMeters, EngineServer
@@ -41,6 +45,7 @@ from ..openai.tokenizer import Tokenizer
 from ..protocol import KV_ABI, EngineInfo, KvInfo, TransferInfo
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
+from ..serving.limits import limits_of
 from ..serving.server import check_port, run_app
 from ..structured.checker import Checker
 from ..structured.grammars import Grammars
@@ -72,6 +77,7 @@ def serve_engine(config: EngineConfig) -> NoReturn:
     """Run one engine until SIGTERM, then end the process. Raises ConfigError when its model or pool cannot be made."""
     started = time.monotonic()
     check_port(config.server.host, config.server.port)
+    verify_files(Path(config.model.path))
     tokenizer = Tokenizer.load(config.model.path) if config.role is Role.UNIFIED else None
     loaded = _load_fake(config) if config.executor == "fake" else _load_torch(config)
     kv = loaded.plan
@@ -178,7 +184,8 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         recompute=config.transfer.on_failure == "recompute",
     )
     streams = Streams(asyncio.get_running_loop())
-    mover = _Mover.start(config, loaded)
+    credentials = peer_credentials(config.server.peer_credentials, config.server.host)
+    mover = _Mover.start(config, loaded, credentials)
     engine = EngineLoop(scheduler, loaded.executor, streams.sink, handoff=mover.handoff)
     grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
     backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size, grammars=grammars)
@@ -193,6 +200,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         max_model_len=kv.max_model_len,
         layout_digest=loaded.digest,
     )
+    revision = pinned_revision(Path(config.model.path))
     fingerprint = sha256(f"{loaded.digest}:{KV_ABI}".encode()).hexdigest()[:16]
 
     def info() -> EngineInfo:
@@ -209,8 +217,10 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             waiting=stats.waiting + stats.receiving,
             draining=in_flight.leaving,
             vocab_size=loaded.vocab_size,
+            model_revision=revision,
         )
 
+    engine.start()
     server = EngineServer(
         backend,
         info,
@@ -219,9 +229,13 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         no_progress_timeout_s=config.server.no_progress_timeout_s,
         clock=time.monotonic,
         kv_events=feed,
+        threads=LongLived(),
+        credentials=credentials,
     )
     app = make_app(
-        f"Isthmus {config.role.value} engine", bodies=BODIES if tokenizer is None else BODIES + OPENAI_BODIES
+        f"Isthmus {config.role.value} engine",
+        bodies=BODIES if tokenizer is None else BODIES + OPENAI_BODIES,
+        credentials=credentials,
     )
     checker = Checker(config.model.path)
     if tokenizer is not None:
@@ -247,7 +261,6 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         probe_accepted()
         log.info("ready on port %d after %.1f s", port, time.monotonic() - started)
 
-    engine.start()
     try:
         await run_app(
             app,
@@ -256,6 +269,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             drain_timeout_s=config.server.drain_timeout_s,
             lame_duck_s=_LAME_DUCK_S,
             in_flight=in_flight,
+            limits=limits_of(config.server),
             before_close=end,
             on_started=on_started,
         )
@@ -279,7 +293,7 @@ class _Mover:
         self.handoff = handoff
 
     @staticmethod
-    def start(config: EngineConfig, loaded: _Loaded) -> _Mover:
+    def start(config: EngineConfig, loaded: _Loaded, credentials: Credentials | None) -> _Mover:
         """Register the pool with the transport, measure it, and offer the agent to the loop."""
         if config.transfer.mode == "none":
             return _Mover(TransferInfo(epoch=uuid.uuid4().hex))
@@ -289,7 +303,7 @@ class _Mover:
         memory = replace(loaded.executor.kv_region(), layout_digest=loaded.digest)
         settings = config.transfer
         epoch = uuid.uuid4().hex
-        transfer = make_transfer(settings, epoch=epoch)
+        transfer = make_transfer(settings, epoch=epoch, credentials=credentials)
         transfer.prepare(memory, PREPARE_TIMEOUT_S)
         effective = transfer.effective()
         log.info("KV transfer: %s over %s, %.2f GB/s", config.transfer.mode, effective.transport, effective.gbps)

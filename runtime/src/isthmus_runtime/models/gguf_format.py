@@ -41,6 +41,10 @@ LAYER_NAMES: Mapping[str, str] = MappingProxyType(
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
 
 
+def _unread(name: str) -> list[float]:
+    raise AssertionError(f"{name}: asked for before the tensors are open")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
     """What a file says of itself."""
@@ -49,7 +53,7 @@ class GgufHeader:
     """The file, for errors."""
     metadata: Mapping[str, Any]
     tensors: frozenset[str]
-    numbers: Callable[[str], list[float]]
+    numbers: Callable[[str], list[float]] = _unread
     """The values of a small fp32 tensor."""
 
     def value(self, key: str, default: Any = None) -> Any:

@@ -171,7 +171,8 @@ class _Api:
             seeds=seeds,
             wall_clock=wall_clock,
         )
-        self._runner = Runner(backend, tokenizer.pieces, metrics, clock)
+        self._runner = Runner(backend, metrics, clock)
+        self._model_limit = tokenizer.model_limit
         self._key = config.api_key.encode()
 
     async def models(self, request: Request) -> ModelList:
@@ -236,6 +237,7 @@ class _Api:
                 body = await call.read()
                 progress.stage = "planning"
                 job = await self._plan(plan, body)
+                del body  # megabytes, which an answer would keep as long as it streams
                 if job.structure is not None:
                     await self._check_structure(job.structure)
                 progress.stage, progress.answer_id = "generation", job.answer_id
@@ -273,7 +275,7 @@ class _Api:
     def _authorise(self, request: Request) -> None:
         if not self._key:
             return
-        scheme, _, token = authorization(request).partition(" ")
+        scheme, _, token = authorization(request.scope).partition(" ")
         given = token.strip().encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._key) or scheme.lower() != "bearer":
             raise _Unauthorised("Authorization: send a valid API key as `Bearer KEY`", param="Authorization")
@@ -283,4 +285,6 @@ class _Api:
             self._metrics.failed(error.status, error.code)
 
     def _model(self, name: str) -> Model:
-        return Model(id=name, created=self._started, max_model_len=self._backend.max_model_len or None)
+        return Model(
+            id=name, created=self._started, max_model_len=self._backend.max_model_len or self._model_limit or None
+        )

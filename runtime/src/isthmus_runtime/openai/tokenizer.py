@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
@@ -52,13 +53,22 @@ class Tokenizer:
         vocab_size: int,
         chat_template: str | None,
         defaults: SamplingOptions,
+        model_limit: int = 0,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """`config` is tokenizer_config.json. ConfigError: unsupported decoder, broken template, unknown specials."""
         self._tokenizer = tokenizer
+        self.template = chat_template or ""
+        """Source of the chat template."""
+        self.model_limit = model_limit
+        """Tokens of prompt and answer that the model is made for; 0: config.json does not say."""
         raw = json.loads(tokenizer.to_str())
         added = tokenizer.get_added_tokens_decoder()
-        self.pieces = Pieces(tokenizer, raw.get("decoder"), frozenset(i for i, t in added.items() if t.special))
+        self._special = {t.content: i for i, t in added.items() if t.special}
+        self._decoder = raw.get("decoder")
+        self.pieces = Pieces(tokenizer, self._decoder, frozenset(self._special.values()))
+        self._shown: dict[frozenset[str], Pieces] = {}
+        self._added = frozenset(t.content for t in added.values())
         special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
         self.eos_token_ids = tuple(eos_token_ids)
         """Ids that end a generation."""
@@ -112,6 +122,7 @@ class Tokenizer:
             vocab_size=_vocab_size(root, text_model, tokenizer),
             chat_template=_template_source(root, config),
             defaults=_defaults(root, generation),
+            model_limit=limit if type(limit := text_model.get("max_position_embeddings")) is int else 0,
             now=now,
         )
 
@@ -125,6 +136,10 @@ class Tokenizer:
         if not self._add_bos or self._bos is None:
             return self._ids(text, special=False, most=most)
         return [self._bos, *self._ids(text, special=False, most=None if most is None else most - 1)]
+
+    def encode_alone(self, text: str) -> list[int]:
+        """Ids of a text without special tokens around it."""
+        return self._ids(text, special=False, most=None)
 
     def chat(self, conversation: Conversation, most: int | None = None, *, briefly: bool = False) -> ChatPrompt:
         """A conversation as a prompt: rendered, its special tokens by the template, and tokenised (ADR 27).
@@ -190,6 +205,29 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens."""
         return self.pieces.join(token_ids)
+
+    def pieces_with(self, special: Iterable[str] | None) -> Pieces:
+        """Pieces in which these special tokens are text; None: all of them."""
+        names = frozenset(self._special if special is None else self._special.keys() & set(special))
+        if not names:
+            return self.pieces
+        if names not in self._shown:
+            hidden = frozenset(i for text, i in self._special.items() if text not in names)
+            self._shown[names] = Pieces(self._tokenizer, self._decoder, hidden)
+        return self._shown[names]
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model writes its reasoning between <think> and </think>."""
+        return "</think>" in self.template or "</think>" in self._added
+
+    def knows(self, variable: str) -> bool:
+        """Whether the chat template looks at a variable."""
+        return re.search(rf"\b{re.escape(variable)}\b", self.template) is not None
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """What the vocabulary calls them; "" for ids that it does not have."""
+        return [self._tokenizer.id_to_token(i) or "" for i in token_ids]
 
     def _ids(self, text: str, *, special: bool, most: int | None) -> list[int]:
         self._check_bound(text, most)

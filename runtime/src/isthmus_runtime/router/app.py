@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import PlainTextResponse, Response
 
 from ..config import RouterConfig
+from ..credentials import Credentials
 from ..errors import Overloaded
 from ..metrics import CONTENT_TYPE, RouterMetrics, render
 from ..serving.app import errors
@@ -35,15 +36,21 @@ class Router:
     """A router on the running event loop: its Backend, its routes, its pool. Made by `make_router`."""
 
     def __init__(
-        self, config: RouterConfig, registry: CollectorRegistry, in_flight: InFlight, resolve: Resolve = resolve_all
+        self,
+        config: RouterConfig,
+        registry: CollectorRegistry,
+        in_flight: InFlight,
+        resolve: Resolve = resolve_all,
+        credentials: Credentials | None = None,
     ) -> None:
         self._config = config
+        self._credentials = credentials
         self._registry = registry
         self._in_flight = in_flight
         self._session = new_session()
         metrics = RouterMetrics(registry, config.model.served_names[0])
         prefixes = make_prefixes(PolicyName(config.policy))
-        self._links = Links()
+        self._links = Links(credentials)
         self.pool = EnginePool(
             config,
             self._session,
@@ -51,6 +58,7 @@ class Router:
             resolve=resolve,
             on_gone=self._links.forget,
             prefixes=prefixes,
+            credentials=credentials,
         )
         self.backend = RouterBackend(config, self.pool, self._links, metrics=metrics, prefixes=prefixes)
 
@@ -68,7 +76,7 @@ class Router:
     def add_routes(self, app: FastAPI) -> None:
         """Add /health, /ping, /ready, /accepting, /info and /metrics."""
         for path in ("/health", "/ping"):
-            app.add_api_route(path, self._health, tags=["probes"])
+            app.add_api_route(path, self._health, tags=["probes"], responses=errors())
         app.add_api_route("/ready", self._ready, tags=["probes"], response_model=RouterState, responses=errors())
         app.add_api_route(
             "/accepting", self._accepting, tags=["probes"], response_model=RouterState, responses=errors()
@@ -77,7 +85,9 @@ class Router:
         app.add_api_route("/metrics", self._metrics, tags=["probes"], response_class=PlainTextResponse)
 
     async def _health(self) -> RouterState:
-        """Whether this process lives."""
+        """Whether this process lives, and what runs in its background does."""
+        if self.pool.failure:
+            raise Overloaded(f"not healthy: {self.pool.failure}")
         return RouterState(status="ok")
 
     async def _ready(self) -> RouterState:
@@ -90,7 +100,8 @@ class Router:
         return self._state(self.backend.accepting())
 
     def _state(self, problem: str) -> RouterState:
-        reason = "draining" if self._in_flight.leaving else problem
+        unknown = "" if self._credentials is None else self._credentials.problem()
+        reason = "draining" if self._in_flight.leaving else unknown or problem
         if reason:
             raise Overloaded(f"not ready: {reason}")
         return RouterState(status="ready")
@@ -114,7 +125,13 @@ class Router:
 
 
 def make_router(
-    config: RouterConfig, registry: CollectorRegistry, in_flight: InFlight, *, resolve: Resolve = resolve_all
+    config: RouterConfig,
+    registry: CollectorRegistry,
+    in_flight: InFlight,
+    *,
+    resolve: Resolve = resolve_all,
+    credentials: Credentials | None = None,
 ) -> Router:
-    """A router for `config`. Must be called on the event loop it will run on; `resolve` finds engine addresses."""
-    return Router(config, registry, in_flight, resolve)
+    """A router for `config`. Must be called on the event loop it will run on; `resolve` finds engine addresses, which
+    `credentials` are shown to."""
+    return Router(config, registry, in_flight, resolve, credentials)

@@ -8,6 +8,7 @@ import logging
 
 import aiohttp
 
+from ..credentials import Credentials
 from ..errors import EngineLost, RequestError, error_from_json
 from ..protocol import AbortCall, CommitCall
 from .wire import CONNECT_TIMEOUT_S, Exchange, Wire
@@ -51,8 +52,9 @@ def refusal(status: int, body: bytes, role: str, url: str) -> RequestError:
 class Links:
     """Calls to engines. Aborts go in the background: whoever gives up a request must not wait for a sick peer."""
 
-    def __init__(self) -> None:
-        self._wire = Wire()
+    def __init__(self, credentials: Credentials | None = None) -> None:
+        """`credentials`: shown to engines with each call."""
+        self._wire = Wire(None if credentials is None else credentials.authorization)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, url: str, path: str, body: bytes) -> Exchange:

@@ -14,6 +14,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from ..config import RouterConfig
+from ..credentials import Credentials
 from ..metrics import RouterMetrics
 from ..protocol import EngineInfo
 from .kv_events import follow
@@ -155,10 +156,12 @@ class EnginePool:
         dead_after_s: float = _DEAD_AFTER_S,
         on_gone: Callable[[str], None] | None = None,
         prefixes: Prefixes | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         """`on_gone(url)` is called when an engine is neither listed nor in use any more. `prefixes` is told of lost
         engines and, where it can follow them, fed with their KV events."""
         self._prefixes = prefixes
+        self._credentials = credentials
         self._session = session
         self._on_gone = on_gone
         self._interval = config.discovery_interval_s
@@ -180,6 +183,8 @@ class EnginePool:
         self._changed = asyncio.Event()
         self.fleet = Fleet(unified=self._unified)
         """Engines that take new requests now."""
+        self.failure = ""
+        """Why engines are no longer looked for or after; empty while they are."""
         self.max_model_len = 0
         """The shortest limit of the engines that generate; 0: none is known."""
 
@@ -361,7 +366,7 @@ class EnginePool:
 
     async def _read_events(self, engine: _RemoteEngine, blocks: StoredBlocks) -> None:
         try:
-            engine.has_events = await follow(self._session, engine.url, blocks)
+            engine.has_events = await follow(self._session, engine.url, blocks, self._credentials)
         finally:
             engine.follower = None
         if not engine.has_events:
@@ -424,6 +429,7 @@ class EnginePool:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.critical("engine discovery has stopped", exc_info=error)
+            self.failure = f"engine discovery has stopped: {type(error).__name__}: {error}"
 
 
 def _url(ip: str, port: str) -> str:

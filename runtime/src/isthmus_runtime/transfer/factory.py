@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..config import TransferConfig
+from ..credentials import Credentials
 from ..errors import ConfigError
 from .backend import TransferBackend
 from .memory import MemoryFabric
@@ -12,6 +13,7 @@ def make_transfer(
     cfg: TransferConfig,
     *,
     epoch: str = "",
+    credentials: Credentials | None = None,
     secret: bytes = b"",
     fabric: MemoryFabric | None = None,
     name: str = "",
@@ -20,6 +22,7 @@ def make_transfer(
 
     Args:
         epoch: of this process; peers know it from `/info` and from tickets.
+        credentials: shown to peers.
         secret: of the service, from `kv.keys.pool_secret`: mode `store` salts its names and seals its values with it.
         fabric, name: for mode `memory`: the network to join, and as whom.
 
@@ -30,7 +33,12 @@ def make_transfer(
         from .direct import DirectTransfer
 
         return DirectTransfer(
-            host=cfg.host, epoch=epoch, transport=cfg.transport, fallback=cfg.fallback, timeout_s=cfg.timeout_s
+            host=cfg.host,
+            epoch=epoch,
+            transport=cfg.transport,
+            fallback=cfg.fallback,
+            timeout_s=cfg.timeout_s,
+            credentials=credentials,
         )
     if cfg.mode == "store":
         from .store import StoreTransfer
