@@ -90,6 +90,13 @@ def level() -> str | None:
     return None if lib is None else _LEVELS[int(lib.isthmus_cpu_level())]
 
 
+@cache
+def multiplies_bf16() -> bool:
+    """Whether the library and this CPU multiply pairs of bf16 in one instruction (AVX512-BF16)."""
+    lib = library()
+    return lib is not None and bool(lib.isthmus_cpu_bf16())
+
+
 def available() -> bool:
     """Whether the compiled library can be used in this process."""
     return library() is not None
