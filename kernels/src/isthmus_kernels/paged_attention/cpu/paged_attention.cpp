@@ -109,11 +109,14 @@ void product(float *c, int64_t c_step, const float *a, int64_t a_row, int64_t a_
     }
 }
 
+// A score is four sums along D, of the channels d = 0, 1, 2 and 3 modulo 4, added as (0 + 2) + (1 + 3).
+constexpr int LANES = 4;
+
 // Products of M keys [M][D] with 2 VW query rows [D][padded rows], over the channels d = LANE modulo STRIDE. With
-// LANE 0 and STRIDE 1 that is the whole sum, in the order in which `dots` makes it: VW sums along D, folded by halves.
+// LANE 0 and STRIDE 1 that is the whole score.
 template <int LANE, int STRIDE, int M>
 INLINE void lane_sums(vf (&sum)[M][2], const float *keys, const float *q, int64_t padded, int64_t dim) {
-    if constexpr (STRIDE < VW) {
+    if constexpr (STRIDE < LANES) {
         vf other[M][2];
         lane_sums<LANE, 2 * STRIDE>(sum, keys, q, padded, dim);
         lane_sums<LANE + STRIDE, 2 * STRIDE>(other, keys, q, padded, dim);
@@ -121,7 +124,7 @@ INLINE void lane_sums(vf (&sum)[M][2], const float *keys, const float *q, int64_
             for (int n = 0; n < 2; n++) sum[m][n] += other[m][n];
     } else {
         for (int m = 0; m < M; m++) sum[m][0] = sum[m][1] = vf{};
-        for (int64_t d = LANE; d < dim; d += VW) {
+        for (int64_t d = LANE; d < dim; d += LANES) {
             const vf x = load(q + d * padded), y = load(q + d * padded + VW);
             for (int m = 0; m < M; m++) {
                 sum[m][0] += x * keys[m * dim + d];
@@ -143,24 +146,65 @@ INLINE void scores_of(float *scores, const float *keys, const float *q, int64_t 
     }
 }
 
-// Scores of M rows against four keys read in place, D in steps of VW.
+// Keys side by side in a register, LANES channels of each: x[j] becomes channels [4 j, 4 j + 4) of all keys.
+constexpr int SIDE = VW / LANES;
+INLINE void side_by_side(vf (&x)[SIDE]) {
+#if defined(__AVX512F__)
+#define MIX(a, b, i, j)                                                                                               \
+    __builtin_shufflevector(a, b, 4 * i, 4 * i + 1, 4 * i + 2, 4 * i + 3, 4 * j, 4 * j + 1, 4 * j + 2, 4 * j + 3,     \
+                            16 + 4 * i, 17 + 4 * i, 18 + 4 * i, 19 + 4 * i, 16 + 4 * j, 17 + 4 * j, 18 + 4 * j, \
+                            19 + 4 * j)
+    const vf a = MIX(x[0], x[1], 0, 1), b = MIX(x[0], x[1], 2, 3), c = MIX(x[2], x[3], 0, 1), d = MIX(x[2], x[3], 2, 3);
+    x[0] = MIX(a, c, 0, 2), x[1] = MIX(a, c, 1, 3), x[2] = MIX(b, d, 0, 2), x[3] = MIX(b, d, 1, 3);
+#undef MIX
+#elif defined(__AVX2__)
+    const vf a = x[0], b = x[1];
+    x[0] = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
+    x[1] = __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+#endif
+}
+
+// LANES channels of a query, for each of the keys in a register.
+INLINE vf repeated(const float *p) {
+    v4 four;
+    memcpy(&four, p, sizeof four);
+#if defined(__AVX512F__)
+    return (vf)_mm512_broadcast_f32x4((__m128)four);
+#elif defined(__AVX2__)
+    return __builtin_shufflevector(four, four, 0, 1, 2, 3, 0, 1, 2, 3);
+#else
+    return four;
+#endif
+}
+
+// Each key's LANES sums, (0 + 2) + (1 + 3).
+INLINE void store_sums(float *to, vf v) {
+#if defined(__AVX512F__)
+    const vf w = v + (vf)_mm512_permute_ps((__m512)v, 0x4e), sums = w + (vf)_mm512_permute_ps((__m512)w, 0xb1);
+    const v4 four = (v4)_mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, (__m512)sums));
+    memcpy(to, &four, sizeof four);
+#elif defined(__AVX2__)
+    const vf w = v + (vf)_mm256_permute_ps((__m256)v, 0x4e), sums = w + (vf)_mm256_permute_ps((__m256)w, 0xb1);
+    to[0] = sums[0], to[1] = sums[4];
+#else
+    to[0] = (v[0] + v[2]) + (v[1] + v[3]);
+#endif
+}
+
+// Scores of M rows against SIDE keys read in place.
 template <int M, class C>
 INLINE void dots(float *scores, const float *q, const C *const *keys, int64_t shift, int64_t dim) {
-    vf acc[M][4] = {};
+    vf acc[M] = {};
     for (int64_t d = 0; d < dim; d += VW) {
-        vf x[4];
-        for (int k = 0; k < 4; k++) x[k] = load(keys[k] + shift + d);
+        vf x[SIDE];
+        for (int k = 0; k < SIDE; k++) x[k] = load(keys[k] + shift + d);
+        side_by_side(x);
 #pragma GCC unroll 4
-        for (int m = 0; m < M; m++) {
-            const vf y = load(q + m * dim + d);
+        for (int j = 0; j < SIDE; j++)
 #pragma GCC unroll 4
-            for (int k = 0; k < 4; k++) acc[m][k] += x[k] * y;
-        }
+            for (int m = 0; m < M; m++) acc[m] += x[j] * repeated(q + m * dim + d + LANES * j);
     }
-    for (int m = 0; m < M; m++) {
-        const v4 four = hsum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
-        memcpy(scores + m * KEYS, &four, sizeof four);
-    }
+    for (int m = 0; m < M; m++) store_sums(scores + m * KEYS, acc[m]);
 }
 
 // sum[m][0..N VW) += weights[m][k] value[k], values read in place.
@@ -184,7 +228,7 @@ INLINE void weigh(float *sum, const float *weights, const C *const *values, int6
 }
 
 // What the register file holds: rows of the in-place forms, and keys of the transposed scores.
-constexpr int STEP = VW == 16 ? 4 : 3, AT_ONCE = VW == 16 ? 2 : 1;
+constexpr int STEP = VW == 16 ? 4 : 3, AT_ONCE = VW == 16 ? 4 : 2;
 
 // FORM(M) for groups of at most STEP of the rows.
 #define EACH_FEW(FORM)                              \
@@ -215,8 +259,8 @@ struct Tile {
             }
         }
         for (int64_t k = 0; k < skipped; k++) keys[k] = keys[skipped], values[k] = values[skipped];
-        // Keys are taken by fours; the surplus repeats the last one and is masked.
-        for (int64_t k = count; k % 4; k++) keys[k] = keys[count - 1];
+        // Keys are taken SIDE at a time; the surplus repeats the last one and is masked.
+        for (int64_t k = count; k % SIDE; k++) keys[k] = keys[count - 1];
     }
 };
 
@@ -236,9 +280,9 @@ void few_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shif
               int64_t next_shift, int64_t rows, int64_t position, int64_t group) {
     const int64_t dim = a.dim, count = tile.count, padded = (count + VW - 1) / VW * VW;
     float *sum = s.now.sum;
-    for (int64_t k = 0; k < count; k += 4) {
+    for (int64_t k = 0; k < count; k += SIDE) {
         if (next)
-            for (int64_t i = k; i < smaller(k + 4, next->count); i++) {
+            for (int64_t i = k; i < smaller(k + SIDE, next->count); i++) {
                 prefetch(next->keys[i] + next_shift, dim * sizeof(C));
                 prefetch(next->values[i] + next_shift, dim * sizeof(C));
             }
@@ -313,13 +357,21 @@ void many_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shi
         const vf old = load(s.now.top + m);
         vf peak = old, added[VW] = {};
         for (int64_t k = 0; k < count; k++) peak = vmax(peak, load(s.scores + k * padded + m));
-        for (int64_t k = 0; k < count; k += VW)
-            for (int64_t lane = 0; lane < smaller(VW, count - k); lane++) {
-                float *at = s.scores + (k + lane) * padded + m;
-                const vf p = vexp(load(at) - peak);
-                store(at, p);
-                added[lane] += p;
-            }
+        const auto weigh_key = [&](int64_t k, vf &sum) __attribute__((always_inline)) {
+            float *at = s.scores + k * padded + m;
+            const vf p = vexp(load(at) - peak);
+            store(at, p);
+            sum += p;
+        };
+        int64_t k = 0;
+        for (; k + VW <= count; k += VW) {
+#pragma GCC unroll 16
+            for (int lane = 0; lane < VW; lane++) weigh_key(k + lane, added[lane]);
+        }
+#pragma GCC unroll 16
+        for (int lane = 0; lane < VW; lane++)
+            if (k + lane < count) weigh_key(k + lane, added[lane]);
+#pragma GCC unroll 4
         for (int half = VW / 2; half; half /= 2)
             for (int lane = 0; lane < half; lane++) added[lane] += added[lane + half];
         const vf shrink = vexp(old - peak);
