@@ -47,7 +47,10 @@ def library() -> ctypes.CDLL | None:
     folder = Path(__file__).parent
     path = find(folder, "_cpu")
     if path is None:
-        _LOG.warning("CPU kernels are not compiled: the slower PyTorch implementations are used")
+        _LOG.warning(
+            "CPU kernels are not compiled: the slower PyTorch implementations are used, and answers may depend on what "
+            "shares their batch"
+        )
         return None
     try:
         lib = ctypes.CDLL(str(path))
