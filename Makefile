@@ -98,7 +98,7 @@ test-gpu: setup ## Run the tests that need a CUDA device; without one they are s
 	@$(PY) -m pytest -q -m gpu tests/gpu $(ARGS)
 
 test-fast: setup ## What to run while editing: no test that starts services or a cluster, or is slow
-	@$(PY) -m pytest -q -m 'not (slow or e2e or light_cluster or cluster or gpu)' $(ARGS)
+	@$(PY) -m pytest -q -n auto -m 'not (slow or e2e or light_cluster or cluster or gpu)' $(ARGS)
 
 chaos: setup ## Real faults on a real service (docs/chaos.md): make chaos [SEED=..] [MINUTES=10] [MODE=direct|store] [ARGS=...]
 	@$(PY) tests/chaos/run_storm.py $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --mode $(MODE) $(ARGS)
@@ -132,7 +132,7 @@ generate: venv ## Write the CRDs from their types, and the operator's reference 
 	@$(PY) -m isthmus_operator.shell.rbac > operator/docs/rbac.md
 
 golden: venv ## Rewrite the golden files of the tests; review the diff
-	@UPDATE_GOLDEN=1 $(PY) -m pytest -q tests/operator $(ARGS)
+	@UPDATE_GOLDEN=1 $(PY) -m pytest -q $$(grep -rl --include='test_*.py' UPDATE_GOLDEN tests) $(ARGS)
 
 clean: ## Remove .venv, caches and build output (not ISTHMUS_CACHE)
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build

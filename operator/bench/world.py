@@ -176,6 +176,7 @@ class Operator:
         """Start it; `ready` says when it watches."""
         self._port = free_port()
         command = [sys.executable, "-P", "-m", "isthmus_operator", "operator", f"--kubeconfig={self._kubeconfig}"]
+        command.append("--profile=permissive")
         command += ["--metrics-host=127.0.0.1", f"--metrics-port={self._port}", "--health-port=0", *self._webhook]
         env = {**os.environ, "POD_NAMESPACE": HOME, "POD_NAME": "bench"}  # noqa: TID251
         with self._log.open("ab") as log:

@@ -88,7 +88,7 @@ def operator(cluster: Cluster, folder: Path, *flags: str) -> Iterator[None]:
     kubeconfig.write_text(json.dumps(config))
     kubeconfig.chmod(0o600)
     environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "POD_NAMESPACE": NAMESPACE, "POD_NAME": "operator"}
-    program = [sys.executable, "-P", "-m", "isthmus_operator", "operator", "--resync=2"]
+    program = [sys.executable, "-P", "-m", "isthmus_operator", "operator", "--resync=2", "--profile=permissive"]
     program += ["--metrics-host=127.0.0.1", f"--metrics-port={free_port()}", "--health-port=0", *flags]
     with (folder / "operator.log").open("w") as log:
         process = subprocess.Popen(program, env=environment, stdout=log, stderr=subprocess.STDOUT)

@@ -1,6 +1,7 @@
 """What helm makes of the chart: every variant in charts/isthmus/ci, the defaults, and values that must be refused."""
 
 import base64
+import json
 import re
 import socket
 import ssl
@@ -27,6 +28,7 @@ from chart import (
     violations_of_restricted,
 )
 
+from isthmus_operator.api.profile import Feature, Profile
 from isthmus_operator.commands.parser import build_parser
 from isthmus_operator.commands.run_operator import options_of
 from isthmus_operator.settings import Identity
@@ -569,3 +571,27 @@ def test_nothing_renders_as_no_value() -> None:
         done = template(values)
         assert "<no value>" not in done.stdout and "<nil>" not in done.stdout
         assert parse(done.stdout)
+
+
+def test_what_services_may_ask_for_reaches_the_operator() -> None:
+    def profile(name: str, **values: Any) -> Profile:
+        manifests = render(VARIANTS[name], values)
+        arguments = build_parser().parse_args(container(manifests)["args"])
+        return options_of(arguments, Identity(namespace=NAMESPACE, name="pod", kubeconfig="")).profile
+
+    assert profile("defaults") == Profile()
+    assert profile("defaults", **{"security.profile": "permissive"}) == Profile(restricted=False)
+    assert profile("everything") == Profile(
+        host_paths=("/var/lib/isthmus/models", "/mnt/models"),
+        writable_host_paths=("/var/cache/isthmus",),
+        gateway_namespaces=("gateways",),
+        allow=frozenset({Feature.LOAD_BALANCER, Feature.RDMA}),
+    )
+    allowed = json.loads((CHART / "values.schema.json").read_text())["properties"]["security"]["properties"]["allow"]
+    assert set(allowed["items"]["enum"]) == {one.value for one in Feature}
+
+
+@pytest.mark.parametrize("path", ["/", "models", "/models/", "/models/../etc", "/models/.", "//models", "/mo dels"])
+def test_a_folder_that_may_be_mounted_is_named_plainly(path: str) -> None:
+    for value in ("security.hostPaths", "security.writableHostPaths"):
+        assert template(None, {value: [path]}).returncode != 0

@@ -17,6 +17,10 @@ import pytest
 from chat_reference import MAX_TOKENS, QUESTIONS, greedy_answers
 from processes import BIN, MODEL, Process, free_port
 
+from isthmus_runtime.openai.tokenizer import Tokenizer
+from isthmus_runtime.request import Structure
+from isthmus_runtime.structured.grammars import Grammars
+
 pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
@@ -25,6 +29,26 @@ DEADLINE_S = 120.0
 @pytest.fixture(scope="module")
 def reference() -> dict[str, str]:
     return greedy_answers(QUESTIONS, MAX_TOKENS)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "million": {"type": "integer", "minimum": 1, "maximum": 99},
+        "kind": {"enum": ["town", "port"]},
+    },
+    "required": ["city", "million", "kind"],
+    "additionalProperties": False,
+}
+STRUCTURED_TOKENS = 80
+
+
+@pytest.fixture(scope="module")
+def structured_reference() -> dict[str, str]:
+    grammars = Grammars.load(MODEL, eos_token_ids=Tokenizer.load(MODEL).eos_token_ids)
+    guide = Structure("json_schema", json.dumps(SCHEMA))
+    return greedy_answers(QUESTIONS, STRUCTURED_TOKENS, lambda: grammars.guide(guide).allowed)
 
 
 class Service:
@@ -106,6 +130,30 @@ def test_streamed_chat_equals_transformers(service: Service, reference: dict[str
             model="smollm2", messages=[{"role": "user", "content": question}], max_tokens=MAX_TOKENS, temperature=0
         )
         assert plain.choices[0].message.content == answer
+
+
+@pytest.mark.timeout(600)
+def test_structured_output_equals_transformers_under_the_same_masks(
+    service: Service, structured_reference: dict[str, str]
+) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA, "strict": True}}
+    for question, answer in structured_reference.items():
+        got = service.client.chat.completions.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": question}],
+            max_tokens=STRUCTURED_TOKENS,
+            temperature=0,
+            response_format=form,  # type: ignore[arg-type]
+        )
+        assert got.choices[0].message.content == answer
+        assert set(json.loads(answer)) == {"city", "million", "kind"}
+    with pytest.raises(openai.BadRequestError, match=r"response_format.*format"):
+        form["json_schema"]["schema"] = {"type": "string", "format": "none such"}  # type: ignore[index]
+        service.client.chat.completions.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": "x"}],
+            response_format=form,  # type: ignore[arg-type]
+        )
 
 
 @pytest.mark.timeout(600)

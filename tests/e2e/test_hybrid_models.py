@@ -31,6 +31,30 @@ CASES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     },
     "mistral-sliding": {"config": "MistralConfig"},
+    "gemma2": {"config": "Gemma2Config", "head_dim": 16, "attn_logit_softcapping": 3.0, "pad_token_id": 0},
+    "deepseek-latent": {
+        "config": "DeepseekV3Config",
+        "q_lora_rank": 32,
+        "kv_lora_rank": 24,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 24,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "sliding_window": None,
+    },
+    "gpt-oss": {
+        "config": "GptOssConfig",
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    },
 }
 
 
@@ -40,20 +64,19 @@ def build(case: dict[str, Any], directory: Path) -> Any:
 
     torch.manual_seed(0)
     options = {key: value for key, value in case.items() if key != "config"}
+    plain: dict[str, Any] = {"num_key_value_heads": 2, "sliding_window": WINDOW}
     config = getattr(transformers, case["config"])(
         vocab_size=Tokenizer.from_file(str(MODEL / "tokenizer.json")).get_vocab_size(),
         hidden_size=48,
         intermediate_size=64,
         num_hidden_layers=3,
         num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=512,
-        sliding_window=WINDOW,
         # Wide weights: a narrow random model repeats one token, which proves little.
         initializer_range=0.4,
         tie_word_embeddings=False,
         eos_token_id=2,
-        **options,
+        **{**plain, **options},
     )
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     model.save_pretrained(directory, safe_serialization=True)

@@ -1,9 +1,12 @@
 """Every implementation of paged attention against the reference, over poisoned memory."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_checks import check_attention
 
 from isthmus_kernels import dispatch, native
 from isthmus_kernels.testing import PagedCase, assert_close, paged_case, poisoned, threads
@@ -60,6 +63,24 @@ def test_groups_and_windows(impl: str, group: int, window: int | None) -> None:
         [1, 70, 3, 1], [150, 30, 64, 0], heads=2 * group, kv_heads=2, head_dim=64, block_size=16, seed=group
     )
     assert_close(attend(case, impl, window), attend(case, "reference", window))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("softcap", "sinks"), [(2.0, False), (50.0, False), (None, True), (3.0, True)])
+@pytest.mark.parametrize("window", [None, 33])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_soft_cap_and_sinks(
+    impl: str, softcap: float | None, sinks: bool, window: int | None, dtype: torch.dtype
+) -> None:
+    """Decode and prefill rows, contexts in one part and in several."""
+    shape = {"heads": 6, "kv_heads": 2, "head_dim": 48, "block_size": 16, "dtype": dtype}
+    check_attention(impl, "cpu", [1, 40, 1, 7], [900, 20, 0, 300], window=window, softcap=softcap, sinks=sinks, **shape)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_wide_heads(impl: str) -> None:
+    """As latent attention has them."""
+    check_attention(impl, "cpu", [1, 20], [200, 10], heads=16, kv_heads=1, head_dim=576, block_size=16)
 
 
 @settings(max_examples=60)
@@ -164,10 +185,11 @@ def test_wrong_shapes_are_named() -> None:
     case = paged_case([1], [20], heads=3, kv_heads=2, head_dim=32, block_size=16)
     with pytest.raises(ValueError, match="q: 3 heads"):
         attend(case, "torch")
-    for softcap, impl, message in (
-        (0.0, "torch", "softcap: 0.0 is not above 0"),
-        (2.0, "cpu", "softcap: the compiled"),
-    ):
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"softcap": 0.0}, "softcap: 0.0 is not above 0"),
+        ({"sinks": torch.zeros(3)}, r"sinks: expected contiguous fp32 \[2\]"),
+    )
+    for options, message in wrong:
         with pytest.raises(ValueError, match=message):
             dispatch.paged_attention(
                 case.q[:, :2],
@@ -178,8 +200,7 @@ def test_wrong_shapes_are_named() -> None:
                 scale=1.0,
                 max_query_len=1,
                 max_seq_len=21,
-                softcap=softcap,
-                impl=impl,
+                **options,
             )
     with pytest.raises(ValueError, match="slot: 9"):
         dispatch.layer_view(case.pool, 9)

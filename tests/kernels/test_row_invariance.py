@@ -78,6 +78,8 @@ def part_of(case: PagedCase, parts: Sequence[tuple[int, int, int]], window: int 
         max_query_len=max(len(part) for part in queries),
         max_seq_len=case.max_seq_len,
         window=window,
+        softcap=3.0,
+        sinks=torch.linspace(-2, 2, case.q.shape[1]),
         out=poisoned(sum(len(part) for part in queries), *case.q.shape[1:], dtype=case.q.dtype),
         impl="cpu",
     )

@@ -77,10 +77,11 @@ def test_attention(
     )
 
 
-@pytest.mark.parametrize("impl", ["triton", "torch"])
-def test_soft_cap(impl: str) -> None:
+@pytest.mark.parametrize(("softcap", "sinks"), [(2.0, False), (None, True), (3.0, True)])
+@pytest.mark.parametrize("window", [None, 30])
+def test_soft_cap_and_sinks(softcap: float | None, sinks: bool, window: int | None) -> None:
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 32, "block_size": 16}
-    check_attention(impl, "cpu", [1, 20, 1], [90, 10, 0], softcap=2.0, **shape)
+    check_attention("triton", "cpu", [1, 20, 1], [90, 10, 0], window=window, softcap=softcap, sinks=sinks, **shape)
 
 
 @pytest.mark.parametrize(("head_dim", "rotary"), [(32, 32), (80, 32), (10, 6)])

@@ -146,6 +146,6 @@ def test_what_no_rule_has_foreseen_is_refused_all_the_same(monkeypatch: pytest.M
 
     manifest = yaml.safe_load((EXAMPLES / "direct.yaml").read_text())
     assert admit(manifest).spec == parse(manifest).spec
-    monkeypatch.setattr(admission, "desired", fails)
+    monkeypatch.setattr(admission, "decide", fails)
     with pytest.raises(InvalidSpec, match=r"spec: cannot be rendered: AttributeError: 'str' object has no attribute"):
         admit(manifest)

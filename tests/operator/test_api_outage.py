@@ -18,8 +18,10 @@ from jumping_loop import run_jumping
 from processes import free_port
 
 from isthmus_operator.errors import ApiError, UserError
+from isthmus_operator.render.names import TokenIssuer
 from isthmus_operator.shell import operator
 from isthmus_operator.shell.client import Api
+from isthmus_operator.shell.issuer import AGAIN_S
 from isthmus_operator.shell.start import MOST_PAUSE_S, RIGHTS_S, require_cluster
 from isthmus_operator.shell.workqueue import Key, Pauses, WorkQueue
 
@@ -95,24 +97,59 @@ def test_rights_and_kinds_that_come_a_little_later_are_no_error() -> None:
     run_jumping(main())
 
 
+@pytest.mark.parametrize("which", ["look", "find_issuer"])
 @pytest.mark.parametrize(("status", "told"), [(401, True), (403, True), (404, True), (410, False), (500, False)])
-def test_services_are_told_of_lists_that_are_refused_and_of_no_other_trouble(
-    monkeypatch: pytest.MonkeyPatch, status: int, told: bool
+def test_services_are_told_of_what_may_not_be_read_and_of_no_other_trouble(
+    monkeypatch: pytest.MonkeyPatch, status: int, told: bool, which: str
 ) -> None:
-    """etcd without a leader answers 500, and 410 a list that took too long: neither makes a service unready."""
+    """Lists, and the keys by which pods know each other.
+
+    etcd without a leader answers 500, and 410 a list that took too long: neither makes a service unready."""
 
     async def main() -> None:
         one = operator.Operator(cast(Api, None), operator.OperatorOptions())
         unread: list[str] = []
 
-        async def look(*_: object, **__: object) -> None:
+        async def ask(*_: object, **__: object) -> None:
             unread.append(one.controller.unread)
             if len(unread) == 1:
                 raise ApiError(status, "GET /pods: no")
 
-        monkeypatch.setattr(operator, "look", look)
+        async def fine(*_: object, **__: object) -> None:
+            """Found."""
+
+        for name in ("look", "find_issuer"):
+            monkeypatch.setattr(operator, name, ask if name == which else fine)
         await one._look()
         assert [bool(why) for why in unread] == [False, told] and not one.controller.unread
+
+    run_jumping(main())
+
+
+def test_services_hear_of_rotated_keys_and_keep_those_that_were_known_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        one = operator.Operator(cast(Api, None), operator.OperatorOptions())
+        answers: list[TokenIssuer | ApiError] = [TokenIssuer(name="i", keys=keys) for keys in ("[1]", "[1]", "[1,2]")]
+        answers.insert(2, ApiError(500, "GET /openid/v1/jwks: no"))
+        woken: list[int] = []
+
+        async def find(*_: object) -> TokenIssuer:
+            answer = answers.pop(0)
+            if isinstance(answer, ApiError):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(operator, "find_issuer", find)
+        monkeypatch.setattr(one.cache, "services", lambda: [("ns", "svc")])
+        monkeypatch.setattr(one.queue, "add", lambda key: woken.append(len(answers)))
+        await one._ask()
+        again = asyncio.ensure_future(one._ask_again())
+        await asyncio.sleep(10 * AGAIN_S)
+        assert woken == [0]
+        assert one.controller.defaults.issuer == TokenIssuer(name="i", keys="[1,2]")
+        assert isinstance(again.exception(), IndexError)  # the script is over
 
     run_jumping(main())
 

@@ -1,5 +1,6 @@
 """`isthmus` as a user meets it: output, errors and exit codes. No traceback for anything a user can write."""
 
+import io
 import json
 import socket
 import subprocess
@@ -10,6 +11,9 @@ import pytest
 import yaml
 
 from isthmus_operator.__main__ import main
+from isthmus_operator.errors import UserError
+from isthmus_operator.local import up as up_module
+from isthmus_operator.local.console import Console
 
 ROOT = Path(__file__).parents[2]
 DIRECT = ROOT / "examples" / "direct.yaml"
@@ -97,6 +101,35 @@ def test_the_operator_names_a_busy_port_and_the_flag(
 def test_up_names_a_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", str(DIRECT), "--model", "/nowhere/at all"]) == 2
     assert "--model '/nowhere/at all' is neither a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_up_imports_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    program = tmp_path / "isthmus-runtime"
+    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\nmkdir -p "$5"\nexit {status}\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(up_module, "find_program", lambda name: str(tmp_path / name))
+    file = tmp_path / "tiny-Q4.gguf"
+    file.write_bytes(b"GGUF")
+    manifest, console = {"spec": {"model": {"source": {}}}}, Console(io.StringIO(), quiet=True)
+    if status:
+        with pytest.raises(UserError, match=r"tiny-Q4\.gguf could not be imported"):
+            up_module.with_local_model(manifest, str(file), tmp_path / "models", console)
+    else:
+        made = up_module.with_local_model(manifest, str(file), tmp_path / "models", console)
+        assert made["spec"]["model"]["source"] == {"hostPath": {"path": str(tmp_path / "models" / "tiny-Q4")}}
+    out = tmp_path / "models" / "tiny-Q4"
+    assert (tmp_path / "asked").read_text().split() == ["model", "import", str(file), "--out", str(out)]
+
+
+def test_up_says_how_to_import_without_the_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up_module, "find_program", lambda name: None)
+    (tmp_path / "x.gguf").write_bytes(b"GGUF")
+    (tmp_path / "x.bin").write_bytes(b"")
+    console = Console(io.StringIO(), quiet=True)
+    for name, said in (("x.gguf", "isthmus-runtime model import .*x.gguf --out .*models/x"), ("x.bin", "GGUF file")):
+        with pytest.raises(UserError, match=said):
+            up_module.with_local_model({"spec": {}}, str(tmp_path / name), tmp_path / "models", console)
 
 
 def test_up_finds_the_example_model_in_the_cache(

@@ -1,107 +1,39 @@
 """From a plan and what exists to the objects to write: the master, the router and engines through changes."""
 
+import copy
+import dataclasses
 import json
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from applied import (
+    NEW,
+    OLD,
+    ROUTER,
+    STORE,
+    D,
+    P,
+    deployments,
+    engines,
+    image,
+    live,
+    pod,
+    service,
+    wanted,
+)
 
-from isthmus_operator.api.v1alpha1 import InferenceService, parse
-from isthmus_operator.plan.desired import Desired, desired, name_of
+from isthmus_operator.api.v1alpha1 import InferenceService
+from isthmus_operator.plan.desired import Desired, name_of
 from isthmus_operator.plan.observe import observe
 from isthmus_operator.plan.observed import Facts
-from isthmus_operator.plan.ownership import differs, marked
-from isthmus_operator.plan.planner import plan
+from isthmus_operator.plan.ownership import differs
 from isthmus_operator.plan.rehearse import World, rehearse
 from isthmus_operator.render import engine, mooncake, router
-from isthmus_operator.render.names import REVISION_LABEL, Component, Defaults
+from isthmus_operator.render.names import REVISION_LABEL, UID_LABEL
 from isthmus_operator.render.revision import role_revision, service_revision
 
-P, D, STORE, ROUTER = Component.PREFILL, Component.DECODE, Component.STORE, Component.ROUTER
-OLD, NEW = Defaults(engine_image="engine:0.1"), Defaults(engine_image="engine:0.2")
-NOW = 1e10
 Object = dict[str, Any]
-
-
-def service(roles: Object | None = None, **spec: Any) -> InferenceService:
-    base = {"model": {"source": {"hostPath": {"path": "/m"}}}, "roles": roles or {"prefill": {}, "decode": {}}}
-    return parse(
-        {
-            "apiVersion": "serving.isthmus.dev/v1alpha1",
-            "kind": "InferenceService",
-            "metadata": {"name": "svc", "namespace": "ns", "uid": "u", "generation": 1},
-            "spec": base | spec,
-        }
-    )
-
-
-def fields(value: Any) -> Object:
-    """A fieldsV1 tree that names all of a value."""
-    if isinstance(value, dict):
-        return {f"f:{key}": fields(item) for key, item in value.items()}
-    if isinstance(value, list) and value and all(isinstance(item, dict) and "name" in item for item in value):
-        return {"k:" + json.dumps({"name": item["name"]}): {".": {}, **fields(item)} for item in value}
-    return {}
-
-
-def live(manifest: Object, created: str = "2026-01-01T00:00:00Z") -> Object:
-    """A workload after we have applied it."""
-    manifest = marked(manifest)
-    meta = {key: value for key, value in manifest["metadata"].items() if key not in ("name", "namespace")}
-    content = {key: value for key, value in manifest.items() if key not in ("apiVersion", "kind")}
-    entry = {
-        "manager": "isthmus-operator",
-        "operation": "Apply",
-        "fieldsV1": fields(content | {"metadata": meta}),
-    }
-    meta = manifest["metadata"]
-    meta |= {"managedFields": [entry], "creationTimestamp": created, "uid": meta["name"]}
-    return {**manifest, "metadata": meta, "status": {}}
-
-
-def pod(of: Object, *, ready: bool = True, number: int = 0) -> Object:
-    name = of["metadata"]["name"]
-    condition = {"type": "Ready", "status": "True" if ready else "False", "lastTransitionTime": "2026-01-01T00:00:00Z"}
-    kind = "StatefulSet" if of["kind"] == "StatefulSet" else "ReplicaSet"
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": f"{name}-{number}",
-            "labels": of["spec"]["template"]["metadata"]["labels"] | {"pod-template-hash": "abc"},
-            "ownerReferences": [
-                {
-                    "kind": kind,
-                    "name": name if kind == "StatefulSet" else f"{name}-abc",
-                    "uid": name,
-                    "controller": True,
-                }
-            ],
-            "creationTimestamp": "2026-01-01T00:00:00Z",
-        },
-        "status": {"conditions": [condition]},
-    }
-
-
-def engines(target: InferenceService, defaults: Defaults = OLD) -> list[Object]:
-    return [live(engine.deployment(target, part, defaults, replicas=1)) for part in (P, D)]
-
-
-def wanted(
-    target: InferenceService, children: Iterable[Object], defaults: Defaults = OLD, failed: str = "", now: float = NOW
-) -> Desired:
-    children = list(children)
-    seen = observe(target, children, Facts(), {"revision": {"failed": failed}})
-    return desired(target, defaults, plan(target, seen, now), children, seen, now)
-
-
-def image(manifest: Object) -> str:
-    return str(manifest["spec"]["template"]["spec"]["containers"][0]["image"])
-
-
-def deployments(found: Desired, part: Component) -> list[Object]:
-    return [m for m in found.apply if m["kind"] == "Deployment" and f"-{part.value}" in m["metadata"]["name"]]
 
 
 # ------------------------------------------------------------------------------------------ images that pair
@@ -294,3 +226,83 @@ def test_an_image_set_by_hand_is_put_right_and_not_taken_up() -> None:
     )
     found = wanted(service(), children, OLD)
     assert {image(m) for part in (P, D) for m in deployments(found, part)} == {"engine:0.1"}
+
+
+# ------------------------------------------------------------------------------------------------ whom Services pick
+
+
+def picked(found: Desired, name: str) -> str | None:
+    """The uid that a Service asks pods for."""
+    (one,) = [m for m in found.apply if m["kind"] == "Service" and m["metadata"]["name"] == name]
+    value = one["spec"]["selector"].get(UID_LABEL)
+    return None if value is None else str(value)
+
+
+def by_an_older_operator(manifest: Object) -> Object:
+    """As it was made before pods carried the uid."""
+    manifest = copy.deepcopy(manifest)
+    del manifest["spec"]["template"]["metadata"]["labels"][UID_LABEL]
+    return live({key: value for key, value in manifest.items() if key != "status"})
+
+
+SERVICES = ["svc-prefill", "svc-decode", "svc-store", "svc"]
+
+
+def everything(target: InferenceService) -> list[Object]:
+    made = [*engines(target), live(mooncake.stateful_set(target, OLD)), live(router.deployment(target, OLD))]
+    return [*made, *map(pod, made)]
+
+
+def test_services_pick_pods_by_the_uid_of_their_service() -> None:
+    target = service(store={})
+    for children in ([], everything(target)):
+        found = wanted(target, children)
+        assert [picked(found, name) for name in SERVICES] == ["u"] * 4
+        templates = [m["spec"]["template"] for m in found.apply if "template" in m["spec"]]
+        assert all(template["metadata"]["labels"][UID_LABEL] == "u" for template in templates)
+        selectors = [m["spec"]["selector"]["matchLabels"] for m in found.apply if "template" in m["spec"]]
+        assert not any(UID_LABEL in selector for selector in selectors), "they cannot be changed"
+
+
+def test_an_upgrade_restarts_no_pod_and_loses_none() -> None:
+    target = service(store={})
+    made = [by_an_older_operator(one) for one in everything(target)[:4]]
+    found = wanted(target, [*made, *map(pod, made)])
+    assert [picked(found, name) for name in SERVICES] == [None] * 4
+    before = {name_of(one): one["spec"]["template"] for one in made}
+    after = {name_of(one): one["spec"]["template"] for one in found.apply if "template" in one["spec"]}
+    assert after == before
+
+
+@pytest.mark.parametrize("number,name", list(enumerate(SERVICES)))
+def test_a_pod_that_lacks_the_uid_is_picked_until_it_is_gone(number: int, name: str) -> None:
+    target = service(store={})
+    children = everything(target)
+    old = copy.deepcopy(children[4 + number])
+    old["metadata"]["name"] += "-old"
+    del old["metadata"]["labels"][UID_LABEL]
+    found = wanted(target, [*children, old])
+    assert {one: picked(found, one) for one in SERVICES} == dict.fromkeys(SERVICES, "u") | {name: None}
+
+
+@pytest.mark.parametrize("uid,routed", [(None, False), ("another", False), ("u", True)])
+def test_a_foreign_pod_is_told_of_where_requests_may_go_to_it(uid: str | None, routed: bool) -> None:
+    target = service(store={})
+    children = everything(target)
+    foreign = copy.deepcopy(children[5])
+    foreign["metadata"] |= {"name": "foreign", "ownerReferences": []}
+    foreign["metadata"]["labels"][UID_LABEL] = uid
+    if uid is None:
+        del foreign["metadata"]["labels"][UID_LABEL]
+    found = wanted(target, [*children, foreign])
+    assert picked(found, "svc-decode") == "u", "it does not count for what the service's own carry"
+    assert observe(target, [*children, foreign], Facts(), {}).strangers == (("foreign",) if routed else ())
+    older = [children[0], by_an_older_operator(children[1]), *children[2:], foreign]
+    assert observe(target, older, Facts(), {}).strangers == ("foreign",)
+
+
+def test_the_uid_is_in_no_revision() -> None:
+    target = service(store={})
+    other = dataclasses.replace(target, uid="another")
+    assert service_revision(target) == service_revision(other)
+    assert all(role_revision(target, part) == role_revision(other, part) for part in (P, D, STORE, ROUTER))

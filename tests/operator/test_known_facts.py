@@ -17,7 +17,7 @@ class Reader:
         self.asked = 0
         self.answer: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
 
-    async def read(self, pods: Iterable[Pod], *, load: bool) -> Facts:
+    async def read(self, pods: Iterable[Pod], *, load: bool, patient: bool = False) -> Facts:
         self.asked += 1
         return await asyncio.shield(self.answer)
 
@@ -85,12 +85,12 @@ def test_a_service_that_goes_in_the_moment_of_the_answer_takes_nothing_from_its_
     class Leaving(Reader):
         """Between its answer and whoever waits for it, the service is replaced by another of its name."""
 
-        async def read(self, pods: Iterable[Pod], *, load: bool) -> Facts:
+        async def read(self, pods: Iterable[Pod], *, load: bool, patient: bool = False) -> Facts:
             if not self.asked:
                 asyncio.get_running_loop().call_soon(replaced)
                 self.asked += 1
                 return SOME
-            return await super().read(pods, load=load)
+            return await super().read(pods, load=load, patient=patient)
 
     def replaced() -> None:
         known.forget(KEY)

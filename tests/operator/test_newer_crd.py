@@ -6,10 +6,12 @@ from typing import Any
 import kopf
 import pytest
 
+from isthmus_operator.api.profile import PERMISSIVE
 from isthmus_operator.api.v1alpha1 import parse, parse_stored
 from isthmus_operator.errors import InvalidSpec
 from isthmus_operator.render.revision import service_revision
-from isthmus_operator.shell.handlers import validate
+from isthmus_operator.shell.budget import Workbench
+from isthmus_operator.shell.handlers import review
 
 SERVICE: dict[str, Any] = {
     "apiVersion": "serving.isthmus.dev/v1alpha1",
@@ -56,15 +58,17 @@ def test_beside_them_everything_is_checked_as_before() -> None:
 
 
 def test_the_webhook_lets_them_pass_and_refuses_the_rest() -> None:
-    asyncio.run(validate(kopf.Body(stored(newer(SERVICE["spec"])))))
+    asyncio.run(review(Workbench(), PERMISSIVE, kopf.Body(stored(newer(SERVICE["spec"])))))
     with pytest.raises(kopf.AdmissionError, match=r"spec\.roles\.decode: is missing"):
-        asyncio.run(validate(kopf.Body(stored(newer(SERVICE["spec"] | {"roles": {"prefill": {}}})))))
+        asyncio.run(
+            review(Workbench(), PERMISSIVE, kopf.Body(stored(newer(SERVICE["spec"] | {"roles": {"prefill": {}}}))))
+        )
 
 
 def test_a_broken_resource_that_is_being_deleted_is_let_go() -> None:
     """Foreground deletion ends with an update that takes a finalizer off."""
     broken = stored(SERVICE["spec"] | {"roles": {"prefill": {}}})
     with pytest.raises(kopf.AdmissionError):
-        asyncio.run(validate(kopf.Body(broken)))
+        asyncio.run(review(Workbench(), PERMISSIVE, kopf.Body(broken)))
     leaving = broken | {"metadata": broken["metadata"] | {"deletionTimestamp": "2026-01-01T00:00:00Z"}}
-    asyncio.run(validate(kopf.Body(leaving)))
+    asyncio.run(review(Workbench(), PERMISSIVE, kopf.Body(leaving)))

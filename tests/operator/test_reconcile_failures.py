@@ -2,16 +2,19 @@
 
 import asyncio
 import copy
+import threading
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import yaml
 
-from isthmus_operator.errors import ApiError, Refused
+from isthmus_operator.api.profile import PERMISSIVE, Profile
+from isthmus_operator.errors import ApiError, OverBudget, Refused
 from isthmus_operator.plan.observed import Facts
 from isthmus_operator.render.names import Defaults
 from isthmus_operator.shell import controller
+from isthmus_operator.shell.budget import Workbench
 from isthmus_operator.shell.cache import Cache
 from isthmus_operator.shell.client import Api
 from isthmus_operator.shell.controller import Controller
@@ -64,7 +67,14 @@ class NoFacts:
         return Facts()
 
 
-def reconcile(server: Server, *, times: int = 1, status: Object | None = None, spec: Object | None = None) -> list[Any]:
+def reconcile(
+    server: Server,
+    *,
+    times: int = 1,
+    status: Object | None = None,
+    spec: Object | None = None,
+    profile: Profile = PERMISSIVE,
+) -> list[Any]:
     """What each of some runs came to, on an InferenceService that was ready before its last edit."""
 
     async def main() -> list[Any]:
@@ -79,6 +89,8 @@ def reconcile(server: Server, *, times: int = 1, status: Object | None = None, s
             facts=cast(KnownFacts, NoFacts()),
             defaults=Defaults(),
             metrics=Metrics(),
+            profile=profile,
+            bench=controller.Workbench(),
         )
         ends: list[Any] = []
         for number in range(times):
@@ -102,7 +114,7 @@ def test_a_defect_is_a_condition_and_one_event_and_nothing_is_touched(monkeypatc
     def fails(*_: object) -> None:
         raise AttributeError("'str' object has no attribute 'get'")
 
-    monkeypatch.setattr(controller, "plan", fails)
+    monkeypatch.setattr(controller, "decide", fails)
     server = Server()
     ends = reconcile(server, times=3)
     assert [type(end) for end in ends] == [AttributeError] * 3
@@ -144,3 +156,28 @@ def test_a_spec_that_got_past_the_webhook_is_named() -> None:
     assert condition(status, "Ready") == ("False", "InvalidSpec")
     assert "spec.router.podPatch.spec.containers[0].env[0]: has the wrong type" in status["conditions"][0]["message"]
     assert not server.written
+
+
+def test_a_service_over_its_budget_is_told_so_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    monkeypatch.setattr(controller, "decide", lambda *_: release.wait(60))
+    monkeypatch.setattr(controller, "Workbench", lambda: Workbench(0.05))
+    server = Server()
+    ends = reconcile(server, times=2)
+    release.set()
+    assert [type(end) for end in ends] == [OverBudget] * 2
+    assert not server.written
+    assert condition(server.statuses[-1], "Ready") == ("False", "OverBudget")
+    assert "takes longer than 0.05 s" in server.statuses[0]["conditions"][0]["message"]
+    assert [event["reason"] for event in server.events] == ["OverBudget"]
+
+
+def test_what_the_profile_refuses_is_not_carried_out_though_the_webhook_has_let_it_pass() -> None:
+    server = Server()
+    assert reconcile(server, profile=Profile()) == [None]
+    assert not server.written
+    assert condition(server.statuses[-1], "Compatible") == ("False", "InvalidSpec")
+    assert "spec.model.source.hostPath.path" in server.statuses[-1]["conditions"][0]["message"]
+    allowed = Server()
+    reconcile(allowed, profile=Profile(host_paths=("/var/lib/isthmus/models",)))
+    assert "Deployment" in allowed.written

@@ -70,7 +70,7 @@ def test_what_is_listed_and_told_is_known_and_kopf_writes_nothing(tmp_path: Path
         server.put("deployments", "d")
         async with working(server, tmp_path) as one:
             await until(lambda: len(names(one)) == 251)
-            await until(lambda: server.watches == 8)
+            await until(lambda: server.watches == len(WATCHED))
             server.tell("pods", "ADDED", server.put("pods", "new"))
             await until(lambda: "new" in names(one))
             server.tell("pods", "MODIFIED", server.put("pods", "new", status={"phase": "Running"}))
@@ -90,7 +90,7 @@ def test_what_is_listed_and_told_is_known_and_kopf_writes_nothing(tmp_path: Path
 def test_a_broken_watch_goes_on_and_a_forgotten_place_means_a_new_list(tmp_path: Path) -> None:
     async def test(server: ScriptedCluster) -> None:
         async with working(server, tmp_path) as one:
-            await until(lambda: server.watches == 8)
+            await until(lambda: server.watches == len(WATCHED))
             server.break_off()
             server.queries.clear()
             await until(lambda: sum("watch" in query for _, query in server.queries) >= 8)
@@ -120,13 +120,13 @@ def test_what_was_deleted_unheard_is_noticed(tmp_path: Path, monkeypatch: pytest
 def test_an_api_server_that_refuses_for_a_while_is_outlived(tmp_path: Path, status: int) -> None:
     async def test(server: ScriptedCluster) -> None:
         async with working(server, tmp_path) as one:
-            await until(lambda: server.watches == 8)
+            await until(lambda: server.watches == len(WATCHED))
             server.queries.clear()
             server.refuse = status
             server.break_off()
             await until(lambda: len(server.queries) > 10)
             server.refuse = None
-            await until(lambda: server.watches == 8)
+            await until(lambda: server.watches == len(WATCHED))
             server.tell("pods", "ADDED", server.put("pods", "new"))
             await until(lambda: "new" in names(one))
 
@@ -144,7 +144,7 @@ def test_what_it_goes_on_refusing_ends_the_operator_with_the_reason(
             api = await connect(str(kubeconfig))
             one = Operator(api, OperatorOptions(metrics_host="127.0.0.1", metrics_port=0, health_port=0))
             running = asyncio.create_task(handlers.be(one))
-            await until(lambda: server.watches == 8)
+            await until(lambda: server.watches == len(WATCHED))
             server.refuse = 401
             server.break_off()
             with pytest.raises(ApiError, match="401"):

@@ -40,7 +40,14 @@ def test_the_wire_carries_each_option_within_its_bounds() -> None:
     request = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=PARAMS)
     sent = json.loads(request_json(request))
     assert WireRequest.model_validate(sent).to_request() == request
-    for name, value in (("temperature", 2.1), ("top_p", 0), ("top_k", -2), ("min_p", "x"), ("seed", 2**63), ("new", 1)):
+    for name, value in (
+        ("temperature", -1),
+        ("top_p", 0),
+        ("top_k", -2),
+        ("min_p", "x"),
+        ("seed", 2**63),
+        ("new", 1),
+    ):
         with pytest.raises(ValidationError, match=name):
             WireRequest.model_validate({**sent, "sampling": {**asdict(PARAMS), name: value}})
 

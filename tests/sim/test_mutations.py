@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from engine_world import World, request
@@ -25,12 +26,14 @@ from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import Effect, Emit, Kind, Sequence
 from isthmus_runtime.interfaces.handoff import BlockRef
 from isthmus_runtime.interfaces.steps import StepOutput, StepPlan
+from isthmus_runtime.interfaces.transport import TransferResult
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.kv.keys import ExtraKeys
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.protocol import PrefillRecord
 from isthmus_runtime.request import FinishReason
 from isthmus_runtime.router import policy
+from isthmus_runtime.sim import store as store_module
 from isthmus_runtime.sim.clock import Violation
 from isthmus_runtime.sim.faults import Scenario, draw
 from isthmus_runtime.sim.store import StoreTransfer
@@ -72,6 +75,11 @@ def flaky(scenario: Scenario) -> Scenario:
 
 def flaky_store(scenario: Scenario) -> Scenario:
     return replace(flaky(scenario), mode="store", store_blocks=400)
+
+
+def damaged_store(scenario: Scenario) -> Scenario:
+    """Values in the pool turn into others."""
+    return replace(store(scenario), transfer=replace(scenario.transfer, damaged=0.2))
 
 
 def tight(scenario: Scenario) -> Scenario:
@@ -187,6 +195,27 @@ def publish_before_arrival(p: Patch) -> None:
         return effect
 
     p.setattr(Handoffs, "reserve", reserve)
+
+
+def ignore_seals(p: Patch) -> None:
+    """What is read is taken for what was put."""
+    p.setattr(store_module, "whole", lambda key, value: True)
+
+
+def remove_all_on_failure(p: Patch) -> None:
+    """One damaged block, and all that its request shares with others is removed."""
+    real = StoreTransfer.read
+
+    def read(self: StoreTransfer, attempt: str, pieces: Any, timeout_s: float, done: Any) -> None:
+        def ended(result: TransferResult) -> None:
+            if "damaged" in result.reason:
+                for piece in pieces:
+                    self.store.remove_damaged(piece.key)
+            done(result)
+
+        real(self, attempt, pieces, timeout_s, ended)
+
+    p.setattr(StoreTransfer, "read", read)
 
 
 def drop_attempt_check(p: Patch) -> None:
@@ -400,6 +429,8 @@ MUTATIONS = [
     Mutation("publish a hash before the step ran", publish_early),
     Mutation("publish a hash before the KV arrived", publish_before_arrival, shape=memory),
     Mutation("drop the attempt id check", drop_attempt_check, shape=lossy_store),
+    Mutation("ignore the seals of values", ignore_seals, shape=damaged_store),
+    Mutation("remove more than what is damaged", remove_all_on_failure, shape=damaged_store),
     Mutation("skip the never-fit check", skip_never_fit),
     Mutation("forget the sibling's cancel", forget_sibling_cancel, shape=leaving),
     Mutation("release a block twice", double_release),

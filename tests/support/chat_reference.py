@@ -1,15 +1,22 @@
 """What a chat with the small default model must answer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from processes import MODEL
 
 QUESTIONS = ("What is the capital of France?", "Name three colours.", "What is an isthmus? Answer in one sentence.")
 MAX_TOKENS = 24
+Allowed = Callable[[Sequence[int]], bytes]
 
 
-def greedy_answers(questions: Sequence[str], max_tokens: int) -> dict[str, str]:
-    """Greedy answers of `transformers` in fp32, from the same model folder and its own chat template."""
+def greedy_answers(
+    questions: Sequence[str], max_tokens: int, allowed: Callable[[], Allowed] | None = None
+) -> dict[str, str]:
+    """Greedy answers of `transformers` in fp32, from the same model folder and its own chat template.
+
+    `allowed()` gives, for one answer, the mask of the token after those generated (`interfaces.steps.RowMask`).
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,9 +26,22 @@ def greedy_answers(questions: Sequence[str], max_tokens: int) -> dict[str, str]:
     for question in questions:
         chat = [{"role": "user", "content": question}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+        masks = [] if allowed is None else [_masks(ids.shape[1], allowed())]
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, top_p=None,
-            temperature=None, pad_token_id=tokenizer.eos_token_id,
+            temperature=None, pad_token_id=tokenizer.eos_token_id, logits_processor=masks,
         )  # fmt: skip
         answers[question] = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     return answers
+
+
+def _masks(prompt_len: int, allowed: Allowed) -> Any:
+    import torch
+
+    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        mask = allowed(ids[0, prompt_len:].tolist())
+        refused = [i for i in range(scores.shape[1]) if not mask[i // 8] >> i % 8 & 1]
+        scores[0, refused] = float("-inf")
+        return scores
+
+    return process

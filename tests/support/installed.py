@@ -62,6 +62,7 @@ class Installation:
         """`helm install` or `upgrade` with the values of these tests; every option is for this call alone."""
         engine, _, tag = self.images["engine"].rpartition(":")
         values = [f"images.engine.repository={engine}", f"images.engine.tag={tag}"]
+        values.append(f"security.hostPaths={{{Path(MODEL).parent}}}")
         chosen = [part for value in values for part in ("--set", value)]
         self.cluster.helm(
             action, RELEASE, str(CHART), "-n", SYSTEM, "--wait", "--timeout=180s", *chosen, *options, timeout=240

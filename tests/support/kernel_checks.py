@@ -16,7 +16,7 @@ from isthmus_kernels.sampling.noise import gumbel
 from isthmus_kernels.testing import PagedCase, assert_close, paged_case, poisoned
 
 
-def attend(case: PagedCase, impl: str, *, window: int | None = None, softcap: float | None = None) -> Tensor:
+def attend(case: PagedCase, impl: str, **options: Any) -> Tensor:
     """Run paged attention into poisoned memory; returns the real rows."""
     out = poisoned(*case.q.shape, dtype=case.q.dtype, device=case.q.device)
     dispatch.paged_attention(
@@ -28,10 +28,9 @@ def attend(case: PagedCase, impl: str, *, window: int | None = None, softcap: fl
         scale=case.q.shape[2] ** -0.5,
         max_query_len=case.max_query_len,
         max_seq_len=case.max_seq_len,
-        window=window,
-        softcap=softcap,
         out=out,
         impl=impl,
+        **options,
     )
     assert out[case.tokens :].isnan().all(), "rows past the batch were written"
     return out[: case.tokens]
@@ -45,10 +44,14 @@ def check_attention(
     *,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: bool = False,
     **shape: Any,
 ) -> None:
+    """With `sinks`, of which one outweighs all keys and one weighs nothing."""
     case = paged_case(query_lens, context_lens, device=device, spare_tokens=2, **shape)
-    options = {"window": window, "softcap": softcap}
+    weights = torch.linspace(-3.0, 3.0, case.q.shape[1])
+    weights[0], weights[-1] = 200.0, -200.0
+    options = {"window": window, "softcap": softcap, "sinks": weights.to(device) if sinks else None}
     assert_close(attend(case, impl, **options), attend(case, "reference", **options))
 
 
@@ -280,7 +283,13 @@ def check_moe(
     # Weights of experts that nobody chose must not be read.
     idle = [expert for expert in range(count) if expert not in experts.unique().tolist()]
     gate_up[idle], down[idle] = float("nan"), float("nan")
-    out = poisoned(tokens, hidden, dtype=dtype, device=device)
-    dispatch.moe(x, weights, experts, gate_up, down, out=out, impl=impl)
-    # Two products with a rounding between them: twice the tolerance of one.
-    assert_close(out / 2, dispatch.moe(x, weights, experts, gate_up, down, impl="reference") / 2)
+    biases = {
+        "gate_up_bias": torch.randn(count, 2 * inner).to(device, dtype),
+        "down_bias": torch.randn(count, hidden).to(device, dtype),
+    }
+    options: tuple[dict[str, Any], ...] = ({}, {**biases, "clamp": (1.702, 0.8)})
+    for given in options:
+        out = poisoned(tokens, hidden, dtype=dtype, device=device)
+        dispatch.moe(x, weights, experts, gate_up, down, out=out, impl=impl, **given)
+        # Two products with a rounding between them: twice the tolerance of one.
+        assert_close(out / 2, dispatch.moe(x, weights, experts, gate_up, down, impl="reference", **given) / 2)

@@ -26,7 +26,8 @@ class Operator:
     """`isthmus operator` as a process."""
 
     def __init__(self, cluster: Cluster, log: Path, *flags: str) -> None:
-        self._command = [sys.executable, "-m", "isthmus_operator", "operator", "--metrics-port=0"]
+        self._command = [sys.executable, "-m", "isthmus_operator", "operator", "--profile=permissive"]
+        self._command.append("--metrics-port=0")
         self._command += ["--health-port=0", "--metrics-host=127.0.0.1", f"--kubeconfig={cluster.kubeconfig}", *flags]
         self.log = log
         self.process: subprocess.Popen[bytes] | None = None

@@ -12,7 +12,7 @@ from aiohttp import web
 
 GROUP = "serving.isthmus.dev"
 KINDS = {
-    "v1": {"namespaces": "Namespace", "pods": "Pod", "services": "Service"},
+    "v1": {"namespaces": "Namespace", "pods": "Pod", "services": "Service", "configmaps": "ConfigMap"},
     "apps/v1": {"deployments": "Deployment", "statefulsets": "StatefulSet"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
@@ -155,6 +155,13 @@ class ScriptedCluster:
         if path == "apis":
             return web.json_response(groups())
         version = path.removeprefix("apis/").removeprefix("api/")
+        if path == ".well-known/openid-configuration":
+            return web.json_response({"issuer": "https://scripted"})
+        if path == "openid/v1/jwks":
+            if "*/*" not in request.headers["Accept"]:  # as a real one says
+                return web.Response(text="406: Not Acceptable", status=406)
+            found = json.dumps({"keys": [{"kty": "EC", "kid": "k1"}]})
+            return web.Response(text=found, content_type="application/jwk-set+json")
         if version in KINDS:
             return web.json_response(resources(version))
         return web.json_response({"message": "not found"}, status=404)

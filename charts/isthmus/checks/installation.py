@@ -23,7 +23,7 @@ def service(**spec):
         "metadata": {"name": "helm-test"},
         "spec": {
             "mode": "Disaggregated",
-            "model": {"source": {"hostPath": {"path": "/models/any"}}},
+            "model": {"source": {"pvc": {"claimName": "any"}}},
             "roles": {"prefill": {}, "decode": {}},
             **spec,
         },

@@ -33,9 +33,11 @@ __all__ = [
     "embedding",
     "gelu_tanh_mul",
     "kv_swap",
+    "latent_kv_write",
     "layer_view",
     "linear",
     "logprobs",
+    "mask_logits",
     "moe",
     "moe_route",
     "pack",
@@ -54,6 +56,7 @@ _OPS = MappingProxyType(
     {
         "paged_attention": ("paged_attention", ("cpu", "triton", "torch", "reference")),
         "rope_kv_write": ("rope_kv_write", ("cpu", "triton", "reference")),
+        "latent_kv_write": ("latent_kv_write", ("reference",)),
         "rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
         "add_rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
         "silu_mul": ("silu_mul", ("cpu", "triton", "reference")),
@@ -64,6 +67,7 @@ _OPS = MappingProxyType(
         "pack": ("linear", ("cpu", "triton", "torch")),
         "block_copy": ("block_copy", ("triton", "torch", "reference")),
         "kv_swap": ("kv_swap", ("cuda", "cpu", "reference")),
+        "mask_logits": ("mask_logits", ("torch", "reference")),
         "sample": ("sampling", ("cpu", "triton", "torch", "reference")),
         "logprobs": ("sampling", ("triton", "reference")),
     }
@@ -106,6 +110,7 @@ def paged_attention(
     max_seq_len: int,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
@@ -121,8 +126,9 @@ def paged_attention(
         scale: factor on q·k, usually ``D ** -0.5``.
         max_query_len, max_seq_len: host-known upper bounds over the batch (they size grids).
         window: a query sees the last `window` positions, itself included; None means all.
-        softcap: scores s become ``softcap · tanh(s / softcap)`` (Gemma 2); None means none. Not in the compiled
-            CPU library: PyTorch's form runs instead.
+        softcap: scores s become ``softcap · tanh(s / softcap)`` (Gemma 2); None means none.
+        sinks: fp32 ``[Hq]``: one more score for each head, uncapped, that takes its share of the softmax and has no
+            value (GPT-OSS); None means none.
         out: ``[T, Hq, D]``; allocated when None. Accumulation is fp32 whatever the dtypes.
     """
     check_layer(kv)
@@ -132,10 +138,9 @@ def paged_attention(
         raise ValueError(f"q: head_dim {q.shape[2]} differs from the pool's {kv.shape[4]}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap: {softcap} is not above 0")
-    if softcap is not None and impl == "cpu":
-        raise ValueError("softcap: the compiled CPU library has none; leave impl to the choice, or ask for 'torch'")
-    capped = {} if softcap is None else {"softcap": softcap}
-    run = _select("paged_attention", q.device.type, impl or ("torch" if capped and not q.is_cuda else None))
+    if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.dtype != torch.float32 or sinks.stride(0) != 1):
+        raise ValueError(f"sinks: expected contiguous fp32 [{q.shape[1]}], got {sinks.dtype} {tuple(sinks.shape)}")
+    run = _select("paged_attention", q.device.type, impl)
     result: Tensor = run(
         q,
         kv,
@@ -146,8 +151,9 @@ def paged_attention(
         max_query_len=max_query_len,
         max_seq_len=max_seq_len,
         window=window,
+        softcap=softcap,
+        sinks=sinks,
         out=out,
-        **capped,
     )
     return result
 
@@ -197,6 +203,35 @@ def rope_kv_write(
         eps=eps,
     )
     return result
+
+
+def latent_kv_write(
+    q: Tensor,
+    row: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: Tensor,
+    slot_mapping: Tensor,
+    *,
+    impl: str | None = None,
+) -> None:
+    """Rotate `q` and the end of `row` in place, and write `row` to the paged pool: latent attention's KV.
+
+    Args:
+        q: ``[T, Hq, R]``: the part of the queries that turns; any strides.
+        row: ``[T, W]``, its last R channels the part of the keys that turns.
+        positions: int64 ``[T]``, indices into the tables.
+        cos, sin: fp32 ``[max_pos, R / 2]``; half-split style.
+        kv: one layer of the pool, ``[num_blocks, 1, block_size, 1, W]``.
+        slot_mapping: int64 ``[T]``: ``block_id * block_size + offset``; negative: this token is not written.
+    """
+    if kv.dim() != 5 or kv.shape[1] != 1 or kv.shape[3:] != (1, row.shape[1]) or q.shape[2] != 2 * cos.shape[1]:
+        raise ValueError(
+            f"kv: expected [num_blocks, 1, block_size, 1, {row.shape[1]}] and q [T, Hq, {2 * cos.shape[1]}], got "
+            f"{tuple(kv.shape)} and {tuple(q.shape)}"
+        )
+    _select("latent_kv_write", row.device.type, impl)(q, row, positions, cos, sin, kv, slot_mapping)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None, impl: str | None = None) -> Tensor:
@@ -299,14 +334,35 @@ def linear(x: Tensor, packed: PackedLinear, *, out: Tensor | None = None) -> Ten
 
 
 def moe_route(
-    logits: Tensor, top_k: int, *, renormalize: bool = True, impl: str | None = None
+    logits: Tensor,
+    top_k: int,
+    *,
+    renormalize: bool = True,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    groups: tuple[int, int] | None = None,
+    scale: float = 1.0,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts by `logits` ``[T, E]``: softmax weights fp32 ``[T, k]`` and ids int32 ``[T, k]``, best first.
+    """Choose experts by `logits` ``[T, E]``: weights fp32 ``[T, k]`` and ids int32 ``[T, k]``, best first.
 
-    `renormalize` makes each row's k weights sum to 1. Of equal experts the first is the better one.
+    Weights are the softmax of the logits; `renormalize` makes each row's k sum to 1. Of equal experts the first is the
+    better one. The other arguments are DeepSeek's, and run as PyTorch operations on every device:
+
+    Args:
+        sigmoid: weights are the logits' sigmoids.
+        bias: fp32 ``[E]``, added for the choice, not to the weights.
+        groups: (G, g): experts come in G groups of neighbours, and are chosen out of the g best groups. A group is
+            worth its best expert, with a bias its two best together.
+        scale: on the weights, in the end.
     """
     if not 0 < top_k <= logits.shape[1]:
         raise ValueError(f"top_k: {top_k} is outside 1..{logits.shape[1]}, the number of experts")
+    if sigmoid or bias is not None or groups is not None or scale != 1.0:
+        grouped: tuple[Tensor, Tensor] = _select("moe_route", logits.device.type, "reference")(
+            logits, top_k, renormalize=renormalize, sigmoid=sigmoid, bias=bias, groups=groups, scale=scale
+        )
+        return grouped
     result: tuple[Tensor, Tensor] = _select("moe_route", logits.device.type, impl)(
         logits, top_k, renormalize=renormalize
     )
@@ -320,6 +376,9 @@ def moe(
     gate_up: Tensor,
     down: Tensor,
     *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    clamp: tuple[float, float] | None = None,
     out: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
@@ -329,14 +388,40 @@ def moe(
         x: ``[T, H]``, contiguous.
         weights, experts: of `moe_route`, contiguous.
         gate_up: ``[E, 2 I, H]``, gate rows first; `down`: ``[E, H, I]``; both in x's dtype with contiguous rows.
+        gate_up_bias, down_bias: ``[E, 2 I]`` and ``[E, H]``, contiguous, both or neither.
+        clamp: (α, c): instead of ``silu(g) · u``, with ``g' = min(g, c)`` and u' = u within ±c:
+            ``g' · σ(α g') · (u' + 1)`` (GPT-OSS).
     """
     if gate_up.shape[1] != 2 * down.shape[2] or gate_up.shape[2] != x.shape[1] or down.shape[1] != x.shape[1]:
         raise ValueError(
             f"gate_up, down: {tuple(gate_up.shape)} and {tuple(down.shape)} are not [E, 2 I, {x.shape[1]}] and "
             f"[E, {x.shape[1]}, I]"
         )
-    result: Tensor = _select("moe", x.device.type, impl)(x, weights, experts, gate_up, down, out=out)
+    if (gate_up_bias is None) != (down_bias is None):
+        raise ValueError("gate_up_bias, down_bias: expected both or neither")
+    result: Tensor = _select("moe", x.device.type, impl)(
+        x,
+        weights,
+        experts,
+        gate_up,
+        down,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        clamp=clamp,
+        out=out,
+    )
     return result
+
+
+def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor, *, impl: str | None = None) -> None:
+    """Set the logits of ids that a row may not draw to -inf, in place.
+
+    Args:
+        logits: ``[S, V]``, fp32 or bf16.
+        rows: int64 ``[M]``, distinct: the rows of `logits` that have a mask.
+        masks: uint8 ``[M, W]``: bit ``id % 8`` of byte ``id // 8`` is 1 where `id` is allowed; ids from 8 W on are not.
+    """
+    _select("mask_logits", logits.device.type, impl)(logits, rows, masks)
 
 
 def sample(

@@ -3,6 +3,7 @@
 UserError (ValueError)      something the user wrote or asked for; the command line exits with 2
 ├── BadFile                 a file that cannot be read as one InferenceService
 └── InvalidSpec             a resource that breaks rules; carries every problem
+OverBudget (RuntimeError)   a resource takes too long to work out
 LaunchError (RuntimeError)  `isthmus up` could not start or keep a process; exits with 1
 ApiError (RuntimeError)     the API server refused a request or did not answer; exits with 1
 ├── NameTaken               an object of a name that is needed belongs to somebody else
@@ -50,6 +51,10 @@ class InvalidSpec(UserError):
         count = f"{len(self.problems)} problem" + ("s" if len(self.problems) != 1 else "")
         lines = "".join(f"\n  {problem}" for problem in self.problems)
         super().__init__(f"InferenceService {name or '(no name)'}: {count}{lines}")
+
+
+class OverBudget(RuntimeError):
+    """Parsing, planning or rendering one resource takes longer than it may; the message names the limit."""
 
 
 class LaunchError(RuntimeError):

@@ -71,6 +71,14 @@ class ServerConfig:
     no_progress_timeout_s: float = 120.0
     """/health turns 503 when there is work and no step finished for this long."""
     log_level: str = "info"
+    peer_credentials: str = ""
+    """Folder by which routers and engines of one service know each other (credentials.py). Empty: internal routes are
+    open to everybody who reaches the port."""
+    max_connections: int = 16_384
+    """Fewer where the process may not open enough files for them."""
+    max_connections_per_address: int = 8_192
+    max_body_memory_bytes: int = 256 << 20
+    """Of all request bodies that arrive or wait for their answer to begin."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +94,20 @@ class ModelConfig:
     """auto | float32 | bfloat16; auto picks what the device computes fast."""
     threads: int = 0
     """CPU threads for the executor; 0: what the scheduler affinity or cgroup gives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatConfig:
+    """How the API reads conversations and answers."""
+
+    control_tokens: str = "request"
+    """Whether text of messages may be control tokens: `never`; `request`: where a request asks for it; `always`: unless
+    a request forbids it (ADR 27)."""
+    tool_format: str = "auto"
+    """In which the model calls tools; auto: as its chat template shows."""
+    reasoning: str = "auto"
+    """Whether reasoning is split off the answer: `think` (between <think> and </think>), `none`; auto: where the model
+    has these tags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +180,8 @@ class EngineConfig:
     kv: KvConfig
     scheduler: SchedulerConfig
     transfer: TransferConfig
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    """Of the unified role, which has the API."""
     executor: str = "torch"
     """torch | fake (no weights, no torch: protocol tests and load tests)"""
 
@@ -168,6 +192,7 @@ class RouterConfig:
 
     server: ServerConfig
     model: ModelConfig
+    chat: ChatConfig = field(default_factory=ChatConfig)
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     worker: tuple[str, ...] = ()
@@ -211,6 +236,10 @@ def build_serve_parser() -> argparse.ArgumentParser:
     p.add_argument("--port", default="8000", help="port to listen on")
     p.add_argument("--drain-timeout", default="120s", help="after SIGTERM, how long running requests may take")
     p.add_argument("--no-progress-timeout", default="120s", help="/health fails after this long with work and no step")
+    p.add_argument("--peer-credentials", default="", help="folder with token and trust.json; none: no authentication")
+    p.add_argument("--max-connections", default="16384", help="fewer where RLIMIT_NOFILE has no room for them")
+    p.add_argument("--max-connections-per-address", default="8192", help="a gateway in front is one address")
+    p.add_argument("--max-body-memory", default="256Mi", help="of all request bodies that are not answered yet")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--model", required=True, help="directory with config.json, safetensors and tokenizer.json")
     p.add_argument("--served-model-name", action="append", default=[], help="repeatable; default: directory name")
@@ -240,10 +269,20 @@ def build_serve_parser() -> argparse.ArgumentParser:
     transfer.add_argument("--transfer-timeout", default="30s")
     transfer.add_argument("--transfer-on-failure", default="recompute", choices=[f.value for f in OnFailure])
     transfer.add_argument("--transfer-host", default="", help="address peers reach this process at")
-    transfer.add_argument("--transfer-crc", action="store_true", help="checksum every prompt's KV")
+    transfer.add_argument("--transfer-crc", action="store_true", help="direct: checksum all KV; store always does")
     transfer.add_argument("--store-master", default="", help="host:port of mooncake_master")
     transfer.add_argument("--store-segment-size", default="1Gi")
     transfer.add_argument("--store-replicas", default="1")
+    chat = p.add_argument_group("chat (unified, router)")
+    chat.add_argument(
+        "--control-tokens",
+        default="request",
+        choices=["never", "request", "always"],
+        help="whether text of messages may be control tokens; request: where a request allows it",
+    )
+    tool_formats = ["auto", "hermes", "llama3", "mistral", "json"]
+    chat.add_argument("--tool-format", default="auto", choices=tool_formats, help="auto: as the chat template shows")
+    chat.add_argument("--reasoning", default="auto", choices=["auto", "think", "none"], help="splits <think> off")
     router = p.add_argument_group("router")
     router.add_argument("--prefill", default="", help="comma-separated host:port; a host may resolve to many pods")
     router.add_argument("--decode", default="")
@@ -327,6 +366,10 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         drain_timeout_s=read.duration("drain_timeout"),
         no_progress_timeout_s=read.duration("no_progress_timeout"),
         log_level=args.log_level,
+        peer_credentials=args.peer_credentials,
+        max_connections=read.integer("max_connections", 1),
+        max_connections_per_address=read.integer("max_connections_per_address", 1),
+        max_body_memory_bytes=read.size("max_body_memory"),
     )
     path = args.model.rstrip("/") or args.model
     model = ModelConfig(
@@ -336,8 +379,12 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         dtype=args.dtype,
         threads=read.integer("threads", 0, 4096),
     )
+    chat = ChatConfig(control_tokens=args.control_tokens, tool_format=args.tool_format, reasoning=args.reasoning)
     config: EngineConfig | RouterConfig
-    config = _router(args, read, server, model) if role is Role.ROUTER else _engine(args, read, role, server, model)
+    if role is Role.ROUTER:
+        config = _router(args, read, server, model, chat)
+    else:
+        config = _engine(args, read, role, server, model, chat)
     if not all(name.strip() for name in model.served_names):
         read.problems.append("--served-model-name '' is empty, and so is the last part of --model; give a name")
     if read.problems:
@@ -345,10 +392,13 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
     return config
 
 
-def _router(args: argparse.Namespace, read: _Reader, server: ServerConfig, model: ModelConfig) -> RouterConfig:
+def _router(
+    args: argparse.Namespace, read: _Reader, server: ServerConfig, model: ModelConfig, chat: ChatConfig
+) -> RouterConfig:
     config = RouterConfig(
         server=server,
         model=model,
+        chat=chat,
         prefill=_items(args.prefill),
         decode=_items(args.decode),
         worker=_items(args.worker),
@@ -378,7 +428,7 @@ def _router(args: argparse.Namespace, read: _Reader, server: ServerConfig, model
 
 
 def _engine(
-    args: argparse.Namespace, read: _Reader, role: Role, server: ServerConfig, model: ModelConfig
+    args: argparse.Namespace, read: _Reader, role: Role, server: ServerConfig, model: ModelConfig, chat: ChatConfig
 ) -> EngineConfig:
     transfer = TransferConfig(
         mode=args.transfer_mode,
@@ -420,6 +470,7 @@ def _engine(
             queue_timeout_s=read.duration("queue_timeout"),
         ),
         transfer=transfer,
+        chat=chat,
         executor=args.executor,
     )
 

@@ -8,11 +8,14 @@ IsthmusError
     ├── InvalidRequest (ValueError)  400, names the parameter
     │   ├── UnknownModel             404
     │   └── NeverFits                400, context_length_exceeded
+    ├── Unauthenticated              401: an internal route, and no valid credential of this service
+    ├── AccessDenied                 403: the same, and a valid credential of another one
     ├── Overloaded                   429 or 503 with Retry-After
     ├── TransferFailed               502 with stage and attempt
     ├── DeadlineExceeded             504
     ├── Cancelled                    499: the client left or the request was aborted
     └── EngineFailed                 500
+        └── EngineLost               502, names the engine
 """
 
 from __future__ import annotations
@@ -20,6 +23,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from typing import Self
+
+_MOST_TEXT = 2000
+"""Characters of a message that reaches a client: it may name what the client sent, at whatever length."""
+
+
+def _bounded(text: str) -> str:
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ... ({len(text)} characters)"
 
 
 class IsthmusError(Exception):
@@ -66,9 +76,10 @@ class RequestError(IsthmusError):
         attempt: str | None = None,
         retry_after_s: float | None = None,
     ) -> None:
+        message = _bounded(message)
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = None if param is None else _bounded(param)
         self.stage = stage
         self.attempt = attempt
         self.retry_after_s = retry_after_s
@@ -116,6 +127,22 @@ class NeverFits(InvalidRequest):
     code = "context_length_exceeded"
 
 
+class Unauthenticated(RequestError):
+    """An internal route was called without a valid credential."""
+
+    status = 401
+    kind = "authentication_error"
+    code = "unauthenticated"
+
+
+class AccessDenied(RequestError):
+    """An internal route was called with a credential that is valid elsewhere."""
+
+    status = 403
+    kind = "permission_error"
+    code = "access_denied"
+
+
 class Overloaded(RequestError):
     """No capacity now. Carries Retry-After; 429 when a queue is full, 503 when no engine can serve."""
 
@@ -155,9 +182,16 @@ class EngineFailed(RequestError):
     code = "engine_failed"
 
 
+class EngineLost(EngineFailed):
+    """The router lost an engine that held the request: it died, froze, or cannot be reached."""
+
+    status = 502
+    code = "engine_lost"
+
+
 _BY_CODE: dict[str, type[RequestError]] = {
     cls.code: cls
-    for cls in (UnknownModel, NeverFits, TransferFailed, DeadlineExceeded, Cancelled, EngineFailed)
+    for cls in (UnknownModel, NeverFits, TransferFailed, DeadlineExceeded, Cancelled, EngineFailed, EngineLost)
     if cls.code is not None
 }
 

@@ -85,10 +85,14 @@ class _LabelledCounter:
     def __init__(self, metric: Counter, model_name: str) -> None:
         self._metric = metric
         self._model = model_name
+        self._series: dict[tuple[str, ...], Counter] = {}
 
     def inc(self, *labels: str, amount: float = 1.0) -> None:
         """Add `amount` to the series of these label values, in the order of construction."""
-        self._metric.labels(self._model, *labels).inc(amount)
+        series = self._series.get(labels)
+        if series is None:
+            series = self._series[labels] = self._metric.labels(self._model, *labels)
+        series.inc(amount)
 
 
 class RequestMetrics:
@@ -175,7 +179,9 @@ class TransferMetrics:
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         names = _Names(registry, model_name, "isthmus_", vllm_names=False)
-        self._failures = names.counter_by("xfer_failures", "Failed KV transfers by stage of the leg.", ("stage",))
+        self._failures = names.counter_by(
+            "xfer_failures", "Failed KV transfers by stage of the leg; none that was given up.", ("stage",)
+        )
         self.sent_bytes = names.counter("xfer_sent_bytes", "KV bytes sent.")
         self.seconds = names.histogram(
             "xfer_exposed_seconds", "End of a prompt's computation to the record's write.", _TRANSFER_BUCKETS
@@ -198,7 +204,7 @@ class RouterMetrics:
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         names = _Names(registry, model_name, "isthmus_router_", vllm_names=False)
-        self.in_flight = names.gauge("requests_in_flight", "Requests the router holds.")
+        self.in_flight = names.gauge("requests_in_flight", "Requests being answered; one that is still read is none.")
         self._choices = names.counter_by("choices", "Routing decisions by reason.", ("reason",))
         self._refusals = names.counter_by("refusals", "Requests that no engine could take, by reason.", ("reason",))
         self._leg_failures = names.counter_by("leg_failures", "Failed legs.", ("leg", "code"))

@@ -6,7 +6,7 @@
 | POST /internal/generate | router -> decode  | GenerateCall -> reserved line (with an attempt), token lines |
 | POST /internal/prefill  | router -> prefill | PrefillCall -> PrefillAnswer |
 | POST /internal/commit   | router -> decode  | CommitCall -> {} : prefill has sent everything, or has failed |
-| POST /internal/abort    | router -> engine  | AbortCall -> {} : idempotent, unknown ids are counted and ignored |
+| POST /internal/abort    | router -> engine  | AbortCall -> {} : idempotent, unknown ids are ignored |
 | GET  /internal/drained  | decode -> prefill | ?attempt= -> DrainAnswer : may a byte of this attempt still move? |
 | GET  /internal/kv-events | router -> engine | KvEvents lines, the first a snapshot, without end |
 
@@ -23,11 +23,17 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import from_json
 
 from .errors import RequestError, error_from_json
-from .request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from .request import FinishReason, GenerateRequest, SamplingParams, Structure, TokenChunk, TokenLogprobs
 
-KV_ABI = 2
-"""Engine KV ABI; part of the fingerprint. Raise it when bytes in a block, or the records between engines, change
-meaning."""
+KV_ABI = 3
+"""Engine KV ABI; part of the fingerprint. Raise it when bytes in a block or in the pool, or the records between
+engines, change meaning."""
+
+
+ATTEMPT = r"^[!-~]{0,128}$"
+"""An attempt's name is part of a line where processes greet each other."""
+PEER_URL = r"^(http://([0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5})?$"
+"""An engine's address as discovery makes it: an IP address and a port, no name, no path, no user."""
 
 
 class _Wire(BaseModel):
@@ -43,6 +49,7 @@ class WireRequest(_Wire):
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     cache_salt: str = ""
     timeout_s: float = Field(default=600.0, gt=0, le=366 * 86400, allow_inf_nan=False)
+    structure: Structure | None = None
 
     def to_request(self) -> GenerateRequest:
         """The plain record the engine works with."""
@@ -53,6 +60,7 @@ class WireRequest(_Wire):
             priority=self.priority,
             cache_salt=self.cache_salt,
             timeout_s=self.timeout_s,
+            structure=self.structure,
         )
 
     @staticmethod
@@ -65,6 +73,7 @@ class WireRequest(_Wire):
             priority=request.priority,
             cache_salt=request.cache_salt,
             timeout_s=request.timeout_s,
+            structure=request.structure,
         )
 
 
@@ -115,6 +124,8 @@ class EngineInfo(_Wire):
     waiting: int = 0
     draining: bool = False
     vocab_size: int = 0
+    model_revision: str = ""
+    """What exactly is served, as `checkpoints.provenance.pinned_revision` finds it; empty where that is not known."""
 
 
 class ReservedBlocks(_Wire):
@@ -140,7 +151,8 @@ class Ticket(_Wire):
     session: str = ""
     """Direct: TransferEngine peer id `host:port`."""
     greeting: str = ""
-    """Direct: `host:port` at which the process that reserved says its epoch."""
+    """Direct: `host:port/WORD`. The process that reserved says its epoch there to whoever says the word, its signature
+    of this ticket (transfer/tickets.py)."""
     epoch: str = ""
     """Direct: of the process that reserved. Nothing is written to another one at the same address."""
     pool_base: int = 0
@@ -168,17 +180,18 @@ class PrefillRecord(_Wire):
     """Hex digest over the ordered block keys (kv/keys.py)."""
     block_bytes: int
     crc: int | None = None
+    """CRC-32 over the blocks, with `--transfer-crc`, where the transport does not seal each block."""
 
 
 class GenerateCall(_Wire):
     """Run a request on decode or unified; with `attempt` set its KV comes from a prefill peer."""
 
     request: WireRequest
-    attempt: str = ""
+    attempt: str = Field(default="", pattern=ATTEMPT)
     """Empty: compute the prompt locally."""
     local_attempt: str = ""
     """Without `attempt`, this attempt's name: an abort of an earlier one, which comes late, must not end it."""
-    prefill_url: str = ""
+    prefill_url: str = Field(default="", pattern=PEER_URL)
     """Peer to ask for the drain acknowledgement; from the router's discovery only."""
     prefill_epoch: str = ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, ConfigDict, Field
 
@@ -31,7 +31,7 @@ class SamplingOptions:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 1.0
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """0 means greedy."""
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda k: max(k, 0))] = 0
@@ -65,6 +65,16 @@ class TokenLogprobs:
     """(token id, logprob), likeliest first."""
 
 
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What the generated text must be, the whole of it (`structured.py` compiles it)."""
+
+    kind: Literal["json_object", "json_schema", "regex", "choice", "grammar"]
+    text: str = ""
+    """The schema as JSON; the regular expression; the choices as a JSON list of strings; the grammar in Lark's syntax,
+    whose start rule is `start`. Empty for a json_object."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One prompt for a Backend. Token ids only: text stays at the API edge."""
@@ -78,6 +88,8 @@ class GenerateRequest:
     """Separates prefix caches of tenants."""
     timeout_s: float = 600.0
     """The whole request must end within this."""
+    structure: Structure | None = None
+    """None: any text."""
 
 
 class TokenChunk(NamedTuple):
@@ -91,6 +103,6 @@ class TokenChunk(NamedTuple):
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
     cached_tokens: int = 0
-    """Prompt tokens served from a prefix cache; meaningful on the first chunk."""
+    """Prompt tokens served from a prefix cache, of whichever engine had more; meaningful on the first chunk."""
     note: str = ""
     """Where the prompt was computed: `local`, `transferred`, `recomputed` (for logs and metrics)."""

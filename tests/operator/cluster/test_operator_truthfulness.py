@@ -1,5 +1,6 @@
 """What the operator says about itself: Events that are true and come once, and numbers with their reason."""
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -148,6 +149,28 @@ def test_pods_of_a_copied_deployment_are_not_counted_and_named(service: Service)
     service.client("DELETE", f"{deployments}/copy", {"propagationPolicy": "Foreground"})
     service.ready()
     assert messages(service, "ForeignPods")
+
+
+def test_pods_of_a_deployment_with_the_labels_of_another_get_no_requests(service: Service) -> None:
+    """As of a manifest written by hand, or copied from another namespace: it has not got the uid of this service."""
+    service.apply()
+    service.ready()
+    original = next(d for d in service.deployments() if "-decode-" in d["metadata"]["name"])
+    spec = copy.deepcopy(original["spec"])
+    del spec["template"]["metadata"]["labels"]["serving.isthmus.dev/uid"]
+    foreign = {"metadata": {"name": "foreign", "labels": original["metadata"]["labels"]}, "spec": spec}
+    service.client("POST", f"/apis/apps/v1/namespaces/{service.namespace}/deployments", foreign)
+
+    until(lambda: any(p["metadata"]["name"].startswith("foreign-") for p in service.pods("decode")), 60)
+    (one,) = [s for s in service.children("services") if s["metadata"]["name"] == "svc-decode"]
+    chosen = [p for p in service.pods("decode") if one["spec"]["selector"].items() <= p["metadata"]["labels"].items()]
+    (name,) = [p["metadata"]["name"] for p in chosen]
+    assert name.startswith("svc-decode-")
+    # The operator has seen them, and what it does next is of a time after that.
+    service.apply(roles=roles(1, 2))
+    service.ready()
+    assert service.condition("Compatible")["reason"] != "ForeignPods"
+    assert service.get()["status"]["roles"]["decode"]["summary"] == "2/2"
 
 
 def test_a_quota_takes_the_routers(service: Service) -> None:

@@ -19,6 +19,8 @@ import pytest
 from moto.server import ThreadedMotoServer
 from tiny_config import CONFIG
 
+from isthmus_runtime.checkpoints.provenance import pinned_revision
+
 # The hub's client writes pieces of 10 MiB.
 WEIGHTS = os.urandom(24_000_000)
 WANTED = {
@@ -43,7 +45,13 @@ def fetch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Comp
 
 
 def holds(folder: Path, wanted: dict[str, bytes]) -> bool:
-    return {path.name: path.read_bytes() for path in folder.iterdir()} == wanted
+    """Exactly these, and the record of them."""
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    made = json.loads(found.pop("isthmus-source.json"))
+    assert made["files"] == {
+        name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in wanted.items()
+    }
+    return found == wanted
 
 
 # ---- Object storage --------------------------------------------------------------------------------------------
@@ -131,6 +139,12 @@ class Hub:
     url: str = ""
     stuck: dict[str, int] = field(default_factory=dict)
     ranges: list[str] = field(default_factory=list)
+    listed: list[str] = field(default_factory=list)
+    """Names that the listing has besides the files."""
+    sha: str = ""
+    digests: dict[str, str] = field(default_factory=dict)
+    """SHA-256 by name, as the listing gives it for large files."""
+    downloads: list[str] = field(default_factory=list)
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -157,10 +171,15 @@ def hub_server() -> Iterator[Hub]:
         def answer(self, *, body: bool) -> None:
             path = self.path.split("?")[0]
             if path.startswith("/api/models/owner/tiny/revision/"):
-                listing = {"id": "owner/tiny", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+                siblings: list[dict[str, object]] = [{"rfilename": name} for name in (*files, *hub.listed)]
+                for one in siblings:
+                    if digest := hub.digests.get(str(one["rfilename"])):
+                        one["lfs"] = {"size": 1, "sha256": digest, "pointerSize": 1}
+                listing = {"id": "owner/tiny", "sha": hub.sha or COMMIT, "siblings": siblings}
                 self.send(200, json.dumps(listing).encode(), {"Content-Type": "application/json"}, body=body)
                 return
             name = path.removeprefix(f"/owner/tiny/resolve/{COMMIT}/")
+            hub.downloads.append(path)
             if name not in files:
                 self.send(404, b"", {"X-Error-Code": "RepoNotFound"}, body=body)
                 return
@@ -209,6 +228,39 @@ def test_a_model_of_a_hub(tmp_path: Path) -> None:
         tokenizer = fetch("hf://owner/tiny", str(tmp_path / "t"), "--tokenizer-only", env={"HF_ENDPOINT": hub.url})
         assert tokenizer.returncode == 0, tokenizer.stderr
         assert holds(tmp_path / "t", {name: WANTED[name] for name in ("config.json", "tokenizer.json")})
+
+
+def test_a_revision_is_pinned_to_the_commit_that_it_was(tmp_path: Path) -> None:
+    with hub_server() as hub:
+        hub.digests["model-00001.safetensors"] = hashlib.sha256(WEIGHTS).hexdigest()
+        out = tmp_path / "m"
+        assert fetch("hf://owner/tiny@main", str(out), env={"HF_ENDPOINT": hub.url}).returncode == 0
+        assert hub.downloads and all(f"/resolve/{COMMIT}/" in path for path in hub.downloads)
+    made = json.loads((out / "isthmus-source.json").read_text())
+    assert (made["source"], made["revision"], made["commit"]) == ("hf://owner/tiny", "main", COMMIT)
+    assert pinned_revision(out) == COMMIT
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/cron.d/x.json", "x\0.json", "Config.json"])
+def test_a_listing_with_hostile_names_is_refused_before_anything_is_downloaded(tmp_path: Path, name: str) -> None:
+    with hub_server() as hub:
+        hub.listed = [name]
+        done = fetch("hf://owner/tiny@main", str(tmp_path / "a" / "b" / "m"), env={"HF_ENDPOINT": hub.url})
+        assert done.returncode == 1
+        assert "hf://owner/tiny lists" in done.stderr and "Traceback" not in done.stderr
+        assert hub.downloads == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_what_a_hub_says_of_itself_is_not_believed(tmp_path: Path) -> None:
+    with hub_server() as hub:
+        hub.sha = "../../evil"
+        done = fetch("hf://owner/tiny", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
+        assert done.returncode == 1 and "which is no commit" in done.stderr and hub.downloads == []
+        hub.sha, hub.digests["model-00002.safetensors"] = "", "0" * 64
+        done = fetch("hf://owner/tiny", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
+        assert done.returncode == 1 and "model-00002.safetensors has SHA-256" in done.stderr
+        assert not (tmp_path / "m").exists()
 
 
 def test_a_model_the_hub_does_not_have(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from engine_world import World, request
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.sequence import Kind, SendBlocks
 from isthmus_runtime.errors import InvalidRequest, TransferFailed
+from isthmus_runtime.interfaces.handoff import Failed, Released
 
 FAILED = TransferFailed("lost", stage="sending", attempt="t")
 
@@ -44,6 +45,24 @@ def test_a_repeated_call_cannot_take_over_what_an_ended_attempt_still_holds() ->
             world.scheduler.add(request("r", [1, 2, 3], 1), world.now, kind=kind, attempt="t")
     world.scheduler.released("t", True)
     world.scheduler.add(request("r", [1, 2, 3], 1), world.now, kind=Kind.RECEIVE, attempt="t")
+
+
+def test_what_a_client_gave_up_is_neither_a_failed_transfer_nor_late() -> None:
+    world = World(prefix_caching=False)
+    loop = EngineLoop(world.scheduler, world.executor, lambda replies: None, clock=lambda: world.now)
+    sending(world)
+    world.take(world.scheduler.abort("r", "", "the client left"))
+    loop._handoff_event(Failed(attempt="t", stage="sending", reason="the client left", given_up=True), world.now)
+    loop._handoff_event(Released(attempt="t", drained=True), world.now)
+    assert not loop.transfer_failures and world.scheduler.stats().unknown_events == 0
+    # Decode gave up while prefill still computes: the request ends here too, and no transfer failed.
+    sending(world)
+    loop._handoff_event(Failed(attempt="t", stage="sending", reason="decode left", given_up=True), world.now)
+    assert loop.transfer_failures.total() == 0 and "t" not in world.scheduler.queues.live
+    loop._handoff_event(Released(attempt="t", drained=True), world.now)
+    sending(world)
+    loop._handoff_event(Failed(attempt="t", stage="sending", reason="cut"), world.now)
+    assert loop.transfer_failures == {"sending": 1}
 
 
 @pytest.mark.parametrize("answer", [True, False])

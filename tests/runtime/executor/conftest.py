@@ -225,7 +225,7 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
         kv_dtype: str = "auto",
         device: Device | None = None,
     ) -> Engine:
-        scheduler = SchedulerConfig(max_batched_tokens=budget, max_num_seqs=max_rows)
+        scheduler = SchedulerConfig(max_batched_tokens=budget, max_num_seqs=max_rows, max_model_len=max_model_len)
         loaded = load(ModelConfig(path=str(directory), device="cpu", dtype=dtype, threads=2), scheduler, device=device)
         specs = loaded.layer_specs(block_size, kv_dtype)
         kv_plan = plan(

@@ -44,12 +44,31 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+DEEPSEEK = {
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 24,
+}
 TINY = {
     "gqa-tied": Tiny("LlamaConfig", {"tie_word_embeddings": True}),
     "mha-odd-heads-biases": Tiny(
         "LlamaConfig", {"head_dim": 32, "attention_bias": True, "mlp_bias": True}, heads=3, kv_heads=3, block_size=4
     ),
     "mqa-narrow-heads": Tiny("LlamaConfig", {"head_dim": 10}, heads=5, kv_heads=1, block_size=5, budget=7),
+    "yarn-rope": Tiny(
+        "LlamaConfig",
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}},
+        block_size=8,
+    ),
+    # Served up to the length that it was trained for; past it: tests/runtime/models/test_rope.py.
+    "dynamic-rope": Tiny("LlamaConfig", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, block_size=8),
     "gqa3-llama3-rope": Tiny("LlamaConfig", {"rope_scaling": LLAMA3_ROPE}, heads=6, kv_heads=2, block_size=8),
     "linear-rope-layer-major": Tiny(
         "LlamaConfig", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}, layout="layer-major", block_size=1
@@ -91,6 +110,111 @@ TINY = {
         kv_heads=2,
         block_size=8,
     ),
+    "gemma2-softcaps": Tiny(
+        "Gemma2Config",
+        {
+            "head_dim": 32,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 40,
+            "attn_logit_softcapping": 3.0,
+            "final_logit_softcapping": 30.0,
+        },
+        block_size=4,
+    ),
+    "gemma2-no-softcaps": Tiny(
+        "Gemma2Config",
+        {
+            "head_dim": 16,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "sliding_window": 13,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "attention_bias": True,
+        },
+        heads=6,
+        kv_heads=3,
+        block_size=8,
+    ),
+    "phi3-window": Tiny("Phi3Config", {"pad_token_id": 0, "sliding_window": 11}, heads=6, kv_heads=2, block_size=4),
+    # Served up to the 256 tokens of the short factors; past them: test_long_contexts_of_longrope.
+    "phi3-longrope-partial": Tiny(
+        "Phi3Config",
+        {
+            "hidden_size": 128,
+            "pad_token_id": 0,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": [1.0 + 0.1 * i for i in range(12)],
+                "long_factor": [1.5 + 0.4 * i for i in range(12)],
+            },
+            "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 256,
+            "max_position_embeddings": 1024,
+        },
+        block_size=8,
+    ),
+    "gpt-oss": Tiny(
+        "GptOssConfig",
+        {
+            "head_dim": 32,
+            "sliding_window": 9,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 40,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "truncate": False,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        block_size=4,
+    ),
+    "deepseek-v2-lite": Tiny(
+        "DeepseekV2Config",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": False,
+        },
+        kv_heads=4,
+        block_size=4,
+    ),
+    "deepseek-v2-groups": Tiny(
+        "DeepseekV2Config",
+        {
+            **DEEPSEEK,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.7,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+        },
+        kv_heads=4,
+        block_size=8,
+    ),
+    "deepseek-v3": Tiny("DeepseekV3Config", {**DEEPSEEK, "first_k_dense_replace": 1}, kv_heads=4, block_size=8),
+    "deepseek-v3-yarn": Tiny(
+        "DeepseekV3Config",
+        {
+            **DEEPSEEK,
+            "first_k_dense_replace": 2,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 32,
+                "mscale": 0.8,
+                "mscale_all_dim": 1.3,
+            },
+        },
+        kv_heads=4,
+        layout="layer-major",
+    ),
     "qwen3-moe": Tiny(
         "Qwen3MoeConfig",
         {
@@ -129,11 +253,14 @@ def build(case: Tiny, directory: Path) -> Any:
     }
     torch.manual_seed(0)
     config = getattr(transformers, case.config)(**{**options, **case.overrides})
-    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name or name.endswith("bias"):
                 weight.add_(torch.randn_like(weight) * 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(torch.rand_like(buffer) * 0.3)
     model.save_pretrained(directory, safe_serialization=True)
     return model
 
@@ -179,7 +306,17 @@ def test_log_probabilities_match_transformers(
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gqa-tied", "qwen2-two-groups", "gemma3-two-ropes"])
+def test_long_contexts_of_longrope(tmp_path: Path, start_engine: Callable[..., Any], job: Any) -> None:
+    """An engine that serves more than the short factors are for turns all keys by the long ones, as transformers does
+    for the sequences that are longer."""
+    model = build(TINY["phi3-longrope-partial"], tmp_path)
+    engine = start_engine(tmp_path, block_size=8, max_model_len=400)
+    prompts = [[(7 * i + i * i * k) % 97 for i in range(257 + k)] for k in range(3)]
+    got = engine.driver(seed=2).run([job(p, 6) for p in prompts])
+    assert got == [greedy(model, p, 6) for p in prompts]
+
+
+@pytest.mark.parametrize("name", ["gqa-tied", "qwen2-two-groups", "gemma3-two-ropes", "gpt-oss", "deepseek-v3"])
 def test_prompts_from_the_prefix_cache_give_the_same_tokens(
     name: str, tmp_path: Path, start_engine: Callable[..., Any]
 ) -> None:

@@ -1,5 +1,6 @@
 """The key function: pinned vectors, incremental = at once, and no two different inputs under one key."""
 
+import re
 import struct
 from hashlib import sha256
 
@@ -17,6 +18,8 @@ from isthmus_runtime.kv.keys import (
     keys_digest,
     layout_digest,
     pack_tokens,
+    pool_name,
+    pool_secret,
     record_key,
     root_hash,
     tail_hash,
@@ -57,18 +60,18 @@ def test_pinned_vectors() -> None:
         cache_salt="tenant-7",
         multimodal=(MultimodalItem(identifier="img", offset=3, length=4),),
     )
-    assert root_hash().hex() == "da6fd6a879aa144853eb72b12b1011f3c25853e2056598ac658765c2c153fb80"
+    assert root_hash().hex() == "b101b20e4157d390239dcc93130a06abffff5cad4146b240e5ee60e73f4c9908"
     assert [h.hex() for h in block_hashes(range(9), 4)] == [
-        "72a81059a05a087d819beffccd54da6e8a1e8ef04b6c29e084aeead362241486",
-        "2de9542e83d0eeb3883995b33590df6b5429470a98463282825e42a07ed43b47",
+        "09ee125dfa1143a0e1b72d2d97795c6acb93468046af3042d97204e931418227",
+        "065a6fb9de374fbfa14d2924bc5073596b0194f5a5a0bec0d3f7ee8879c44c4b",
     ]
     assert [h.hex() for h in block_hashes(range(8), 4, extra=rich, seed=b"s")] == [
-        "1777aba4ec4c64be9a3ddae6ab7ce72c60aac5a4b89018500c574d77feab3f4d",
-        "feb2e62daf89b6e52028132935c8a6e579d22b85beb0a8e7f8e05c370b00ee93",
+        "ea2c12759c8a918b974d9b859ea0c59bfd6e5341c570e49ac044e87ac3f446cd",
+        "9ba3ac057375f0fa1ab6a3bc6fc7d3abc155bc0c9fe5700bdeb4c133c76664a6",
     ]
-    assert layout_digest(**LAYOUT) == "dc52f045c4d0d043754aca49a7e929f2"  # type: ignore[arg-type]
+    assert layout_digest(**LAYOUT) == "9c80dabf27307d9eb38120a0cb9b9bf5"  # type: ignore[arg-type]
     parent = block_hashes(range(8), 4)[-1]
-    assert tail_hash(parent, [8]).hex() == "1affd26d5b7fb831764de92b41c73d12f24087f28343b990dfef89c657f5e894"
+    assert tail_hash(parent, [8]).hex() == "b0dc49aadeefff51dbc105cf3e00c9d60812063bf1289f46094d9702ff0d6a6b"
     assert full_block_key("lay", parent, (0, 8)) == f"lay:{parent.hex()}:g0:lall:h0-8"
     assert (
         tail_key("lay", parent, 1, [8], "req/1:x", "a2", (0, 8), group=1, layer_range=(0, 16))
@@ -83,7 +86,7 @@ def test_the_encoding_is_the_documented_one() -> None:
     def length(n: int) -> bytes:
         return struct.pack("<Q", n)
 
-    root = sha256(b"isthmus-kv-1" + b"\x01" + length(1) + length(0)).digest()
+    root = sha256(b"isthmus-kv-2" + b"\x01" + length(1) + length(0)).digest()
     first = sha256(root + length(8) + struct.pack("<2i", 5, -1)).digest()
     second = sha256(first + length(8) + struct.pack("<2i", 7, 8)).digest()
     assert block_hashes([5, -1, 7, 8, 9], 2) == [first, second]
@@ -241,3 +244,17 @@ def test_the_digest_of_a_key_list_depends_on_order_and_boundaries() -> None:
     lists = [[], [""], ["ab"], ["a", "b"], ["b", "a"], ["a", "b", ""]]
     assert len({keys_digest(keys) for keys in lists}) == len(lists)
     assert keys_digest(["a"]) == sha256(struct.pack("<Q", 1) + b"a").hexdigest()
+
+
+@given(st.text(max_size=60), st.binary(min_size=1, max_size=8), st.binary(min_size=1, max_size=8))
+def test_names_in_the_pool_hide_the_key_from_other_services(key: str, one: bytes, other: bytes) -> None:
+    name = pool_name(pool_secret(one), key)
+    assert re.fullmatch("[0-9a-f]{64}", name)
+    assert name == pool_name(pool_secret(one), key), "the same for every process of the service"
+    assert (name == pool_name(pool_secret(other), key)) == (one == other)
+    assert name != sha256(key.encode()).hexdigest(), "it cannot be had from the key alone"
+
+
+def test_without_a_credential_names_are_the_keys() -> None:
+    assert pool_secret(b"") == b"" and pool_name(b"", "L:00:g0") == "L:00:g0"
+    assert pool_secret(b"credential") != b"credential"

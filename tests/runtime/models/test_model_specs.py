@@ -108,12 +108,20 @@ def test_an_unknown_key_that_is_set_is_refused(architecture: str) -> None:
     [
         (
             {"architectures": ["MambaForCausalLM"]},
-            "'MambaForCausalLM' is not supported; known: Gemma3ForCausalLM, Llama",
+            "'MambaForCausalLM' is not supported; known: DeepseekV2ForCausalLM, ",
         ),
         ({"architectures": None}, "architecture None"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 4}}, "rope_type 'ntk' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config is set"),
+        (
+            {"quantization_config": {"quant_method": "gguf"}},
+            "quantization_config: quant_method 'gguf' is not supported",
+        ),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 3}}, "bits 3 is not supported; known: 2, 4, 8"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4, "version": "gemv"}}, "version 'gemv'"),
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e3m4"}}, "fmt 'e3m4' is not supported"),
+        ({"quantization_config": {"quant_method": "fp8", "rotation": "hadamard"}}, "rotation is 'hadamard': not a key"),
+        ({"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}}, "format 'pack-"),
         ({"num_key_value_heads": 4}, "6 is not a multiple of num_key_value_heads 4"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -130,7 +138,7 @@ def test_refusals_name_the_key_and_the_value(changes: dict[str, Any], text: str)
 
 
 def test_every_problem_is_listed_at_once() -> None:
-    assert len(refused(vocab_size=0, hidden_act="relu", rope_scaling={"type": "dynamic", "factor": 2.0})) == 3
+    assert len(refused(vocab_size=0, hidden_act="relu", rope_scaling={"type": "dynamic", "factor": -2.0})) == 3
 
 
 def test_files(tmp_path: Path) -> None:

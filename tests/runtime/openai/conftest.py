@@ -13,6 +13,7 @@ from serving import served
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.metrics import RequestMetrics, render
 from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
 from isthmus_runtime.openai.tokenizer import Tokenizer
@@ -51,7 +52,9 @@ def model_dir(tmp_path_factory) -> Path:
     tokenizer.train_from_iterator(SENTENCES, trainer)
     tokenizer.save(str(root / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
-    (root / "config.json").write_text(json.dumps({"vocab_size": size, "eos_token_id": 2}))
+    (root / "config.json").write_text(
+        json.dumps({"vocab_size": size, "eos_token_id": 2, "max_position_embeddings": 512})
+    )
     (root / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 0]}))
     (root / "tokenizer_config.json").write_text(
         json.dumps(
@@ -140,7 +143,16 @@ def serve(tokenizer):
     """`async with serve(script) as api`: the real app over a ScriptedBackend."""
 
     @asynccontextmanager
-    async def start(script, *, api_key="", timeout_s=30.0, max_body_bytes=1 << 20, used=tokenizer, cors_origins=()):
+    async def start(
+        script,
+        *,
+        api_key="",
+        timeout_s=30.0,
+        max_body_bytes=1 << 20,
+        used=tokenizer,
+        cors_origins=(),
+        chat=None,
+    ):
         backend = ScriptedBackend(script)
         registry = CollectorRegistry()
         in_flight = InFlight()
@@ -149,7 +161,12 @@ def serve(tokenizer):
             app,
             backend,
             used,
-            ApiConfig(served_names=("tiny", "org/tiny"), api_key=api_key, request_timeout_s=timeout_s),
+            ApiConfig(
+                served_names=("tiny", "org/tiny"),
+                chat=chat or ChatConfig(),
+                api_key=api_key,
+                request_timeout_s=timeout_s,
+            ),
             in_flight=in_flight,
             metrics=RequestMetrics(registry, "tiny"),
         )

@@ -7,7 +7,9 @@ import json
 import pytest
 
 from isthmus_runtime.errors import InvalidRequest
+from isthmus_runtime.openai.problems import MAX_PROBLEMS
 from isthmus_runtime.openai.schema import parse_chat, parse_completion
+from isthmus_runtime.request import Structure
 
 
 def completion(**fields):
@@ -28,6 +30,17 @@ NEUTRAL_BOTH = {
     "n": None,
     "user": "u",
     "stream_options": None,
+    "metadata": {"a": "b"},
+    "prompt_cache_key": "k",
+    "service_tier": "flex",
+    "safety_identifier": "s",
+    "store": False,
+    "use_beam_search": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "length_penalty": 1.0,
+    "temperature": 2.5,
+    "model": None,
 }
 REFUSED_BOTH = {
     "frequency_penalty": 0.5,
@@ -35,9 +48,12 @@ REFUSED_BOTH = {
     "repetition_penalty": 1.1,
     "logit_bias": {"5": 1},
     "min_tokens": 3,
-    "metadata": {"a": "b"},
+    "metadata": "a",
+    "store": True,
+    "use_beam_search": True,
+    "truncate_prompt_tokens": 0,
     "no_such_thing": 1,
-    "temperature": 2.5,
+    "temperature": -1,
     "top_p": 0,
     "top_k": -2,
     "min_p": 1.5,
@@ -51,17 +67,24 @@ REFUSED_BOTH = {
     "priority": 0.5,
 }
 REFUSED_CHAT = {
-    "tools": [{"type": "function"}],
     "tool_choice": "required",
+    "reasoning_effort": 5,
+    "continue_final_message": "yes",
+    "chat_template_kwargs": [],
     "functions": [{}],
-    "response_format": {"type": "json_object"},
     "modalities": ["text", "audio"],
     "audio": {"voice": "x"},
-    "reasoning_effort": "high",
     "top_logprobs": 3,
     "logprobs": 3,
     "max_completion_tokens": -1,
     "echo": True,
+}
+BAD_TOOLS = {
+    "tools[0].type": [{"type": "code"}],
+    "tools[0].function.name": [{"type": "function", "function": {}}],
+    "tools[0].function.parameters": [{"type": "function", "function": {"name": "f", "parameters": "x"}}],
+    "tools[0].x": [{"type": "function", "function": {"name": "f"}, "x": 1}],
+    "tools": {"a": 1},
 }
 REFUSED_COMPLETION = {"echo": True, "suffix": "x", "best_of": 2, "logprobs": 21, "tools": []}
 
@@ -94,7 +117,7 @@ def test_refused_by_name(parse, name, value):
 
 def test_all_problems_at_once():
     with pytest.raises(InvalidRequest) as caught:
-        completion(frequency_penalty=1, temperature=9, wrong=1, n=0)
+        completion(frequency_penalty=1, temperature=-9, wrong=1, n=0)
     for name in ("frequency_penalty", "temperature", "wrong", "n"):
         assert f"{name}: " in caught.value.message
     assert caught.value.param == "frequency_penalty"
@@ -110,7 +133,7 @@ def test_all_problems_at_once():
         (b'{"model": "m", "prompt": "\\ud83d"}', "half of a surrogate pair"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"model": "m", "prompt": "p", "max_tokens": ' + b"9" * 5000 + b"}", "number of several thousand digits"),
-        (b'{"prompt": "p"}', "model: required"),
+        (b'{"model": "m"}', "prompt: required"),
     ],
 )
 def test_broken_bodies(body, message):
@@ -150,6 +173,39 @@ def test_messages():
     ]
 
 
+def test_tool_messages():
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    found = chat(
+        messages=[
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+            {"role": "tool", "content": [{"type": "text", "text": "5"}], "tool_call_id": "c1"},
+        ]
+    ).conversation()
+    assert found == [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": [1]}}}],
+            "reasoning_content": "hm",
+        },
+        {"role": "tool", "content": "5", "tool_call_id": "c1"},
+    ]
+
+
+@pytest.mark.parametrize(("param", "tools"), BAD_TOOLS.items())
+def test_bad_tools(param, tools):
+    with pytest.raises(InvalidRequest) as caught:
+        chat(tools=tools).offered_tools()
+    assert caught.value.param == param
+
+
+def test_offered_tools():
+    tool = {"type": "function", "function": {"name": "f", "description": None, "parameters": {}, "strict": True}}
+    clean = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    assert chat(tools=[tool]).offered_tools() == [clean]
+    assert chat(tools=[tool], tool_choice="none").offered_tools() == []
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -157,11 +213,17 @@ def test_messages():
         ("hi", "messages"),
         ([5], "messages[0]"),
         ([{"content": "x"}], "messages[0].role"),
-        ([{"role": "user", "content": "x"}, {"role": "tool", "content": "x"}], "messages[1].role"),
+        ([{"role": "user", "content": "x"}, {"role": "function", "content": "x"}], "messages[1].role"),
+        ([{"role": "user", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "tool", "content": None}], "messages[0].content"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "messages[0].content[0]"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ([{"role": "user", "content": "x", "weight": 1}], "messages[0].weight"),
     ],
 )
@@ -176,3 +238,65 @@ def test_a_byte_order_mark_is_read_over() -> None:
     assert parse_completion(b"\xef\xbb\xbf" + body) == parse_completion(body)
     with pytest.raises(InvalidRequest, match="not valid JSON"):
         parse_completion(b"\xef\xbb\xbf" * 2 + body)
+
+
+def test_an_answer_lists_few_of_many_problems_and_repeats_little_of_what_was_sent():
+    many = {f"unknown_{number}": 1 for number in range(100_000)}
+    long = "x" * 1_000_000
+    message = {"role": "user", "content": "hi"}
+    for parse in (
+        lambda: completion(**many),
+        lambda: chat(**many),
+        lambda: completion(**{long: 1}),
+        lambda: completion(stop=[1] * 100_000),
+        lambda: completion(stop_token_ids=["a"] * 100_000),
+        lambda: chat(messages=[{**message, **many}]).conversation(),
+        lambda: chat(messages=[{**message, "role": long}]).conversation(),
+        lambda: chat(messages=[{**message, "content": [{"type": long, "text": "hi"}]}]).conversation(),
+    ):
+        with pytest.raises(InvalidRequest) as error:
+            parse()
+        assert len(error.value.message) < 3000 and len(error.value.param) < 3000
+        assert error.value.message.count("unknown parameter") <= MAX_PROBLEMS
+    with pytest.raises(InvalidRequest, match="and 99992 more problems"):
+        completion(**many)
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Structure("json_object")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}}},
+            Structure("json_schema", '{"type": "null"}'),
+        ),
+        ({"structured_outputs": {"json": {"type": "null"}}}, Structure("json_schema", '{"type": "null"}')),
+        ({"structured_outputs": {"json": "{}"}}, Structure("json_schema", "{}")),
+        ({"structured_outputs": {"json_object": True}}, Structure("json_object")),
+        ({"structured_outputs": {"regex": "a+"}}, Structure("regex", "a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Structure("choice", '["a", "b"]')),
+        ({"structured_outputs": {"grammar": "start: X"}}, Structure("grammar", "start: X")),
+    ],
+)
+def test_structures(given, want):
+    assert completion(**given).structure == want
+    assert chat(**given).structure == want
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"structured_outputs": {}}, "exactly one"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one"),
+        ({"structured_outputs": {"regex": "a", "whitespace_pattern": "x"}}, "whitespace_pattern"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "without response_format"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_wrong_structures_are_named(given, words):
+    for parse in (completion, chat):
+        with pytest.raises(InvalidRequest, match=words):
+            parse(**given)

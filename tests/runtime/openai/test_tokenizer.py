@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 from datetime import datetime
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from isthmus_runtime.errors import ConfigError, InvalidRequest
-from isthmus_runtime.openai.chat import ChatTemplate
+from isthmus_runtime.openai.chat import ChatTemplate, Conversation
 from isthmus_runtime.openai.tokenizer import Tokenizer
 
 SMOLLM = Path.home() / ".cache/isthmus/models/smollm2-135m-instruct"
@@ -58,28 +59,40 @@ def test_ids_and_defaults(model_dir, tmp_path):
 
 
 def test_a_long_text_lets_other_threads_run(tokenizer):
-    text = "a " * 200_000
-    started = threading.Event()
+    before = sys.getswitchinterval()
+    inside, seen = False, False
 
-    def work() -> None:
-        started.set()
+    def work(text: str) -> None:
+        nonlocal inside
+        inside = True
         tokenizer.encode(text)
+        inside = False
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert started.wait(30)
-    # Each turn needs the interpreter's lock, which a blocking call would give back only when it has ended.
-    turns = sum(not threading.Event().wait(0.001) and thread.is_alive() for _ in range(5))
-    thread.join(60)
-    assert turns == 5 and not thread.is_alive()
+    # From here on the interpreter's lock changes hands only where it is given up: in the encoding call, or nowhere.
+    sys.setswitchinterval(1000)
+    try:
+        for size in (1 << n for n in range(10, 20)):  # longer and longer, until this thread wakes up in time
+            thread = threading.Thread(target=work, args=(" ".join(f"{i:x}word" for i in range(size)),))
+            thread.start()
+            while thread.is_alive() and not seen:
+                seen = inside
+                thread.join(0.001)
+            thread.join()
+            if seen:
+                return
+    finally:
+        sys.setswitchinterval(before)
+    pytest.fail("no other thread ran while a text was encoded")
 
 
 @pytest.mark.parametrize(("setting", "begins"), [(True, True), (False, False), (None, False)])
 def test_add_bos_token(model_dir, tmp_path, setting, begins):
-    config = {"bos_token": "<|im_start|>"} | ({} if setting is None else {"add_bos_token": setting})
+    config = {"bos_token": "<|im_start|>", "chat_template": "a"} | (
+        {} if setting is None else {"add_bos_token": setting}
+    )
     tokenizer = Tokenizer.load(copy(model_dir, tmp_path, tokenizer_config_json=config))
     assert (tokenizer.encode("a")[0] == 1) is begins
-    assert tokenizer.encode_chat("a")[0] != 1
+    assert tokenizer.chat(Conversation(messages=MESSAGES)).ids[0] != 1
 
 
 @pytest.mark.parametrize(
@@ -102,16 +115,16 @@ def test_broken_directories(model_dir, tmp_path, files, message):
 
 def test_template_file_comes_first_and_named_templates_work(model_dir, tmp_path):
     tokenizer = Tokenizer.load(copy(model_dir, tmp_path, chat_template_jinja="FILE"))
-    assert tokenizer.render_chat(MESSAGES) == "FILE"
+    assert tokenizer.chat(Conversation(messages=MESSAGES)).text == "FILE"
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     tokenizer = Tokenizer.load(copy(model_dir, tmp_path / "2", tokenizer_config_json={"chat_template": named}))
-    assert tokenizer.render_chat(MESSAGES) == "D"
+    assert tokenizer.chat(Conversation(messages=MESSAGES)).text == "D"
 
 
 def test_no_template_says_what_to_use(model_dir, tmp_path):
     tokenizer = Tokenizer.load(copy(model_dir, tmp_path, tokenizer_config_json={}))
     with pytest.raises(InvalidRequest, match=r"no chat template.*/v1/completions"):
-        tokenizer.render_chat(MESSAGES)
+        tokenizer.chat(Conversation(messages=MESSAGES))
 
 
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
@@ -122,14 +135,14 @@ def test_renders_as_transformers_does(model_dir, source):
     )
     expected = peer.apply_chat_template(MESSAGES, chat_template=source, tokenize=False, add_generation_prompt=True)
     ours = ChatTemplate(source, {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"})
-    assert ours.render(MESSAGES) == expected
+    assert ours.render(Conversation(messages=MESSAGES)) == expected
 
 
 def test_template_clock_and_refusal():
     now = lambda: datetime(2031, 5, 6)  # noqa: E731
-    assert ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, now).render([]) == "06 May 2031"
+    assert ChatTemplate("{{ strftime_now('%d %b %Y') }}", {}, now).render(Conversation(messages=[])) == "06 May 2031"
     with pytest.raises(InvalidRequest, match="refuses them: roles must alternate") as caught:
-        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render([])
+        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render(Conversation(messages=[]))
     assert caught.value.param == "messages"
 
 
@@ -139,14 +152,14 @@ def test_template_clock_and_refusal():
 )
 def test_template_sandbox(source):
     with pytest.raises(InvalidRequest, match="chat template fails"):
-        ChatTemplate(source, {}).render([{"role": "user", "content": "x"}])
+        ChatTemplate(source, {}).render(Conversation(messages=[{"role": "user", "content": "x"}]))
 
 
 @pytest.mark.skipif(not SMOLLM.is_dir(), reason="needs `make model`")
 def test_imported_model():
     tokenizer = Tokenizer.load(SMOLLM)
-    text = tokenizer.render_chat([{"role": "user", "content": "Hi"}])
-    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
-    ids = tokenizer.encode_chat(text)
+    prompt = tokenizer.chat(Conversation(messages=[{"role": "user", "content": "Hi"}]))
+    assert prompt.text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    ids = prompt.ids
     assert tokenizer.eos_token_ids and tokenizer.eos_token_ids[0] in ids
     assert max(ids) < tokenizer.vocab_size

@@ -74,6 +74,8 @@ class FakeEngine:
         self.local_script = [tokens(7, note="local"), tokens(8), done(9)]
         self.on_failed_commit = [tokens(7, note="recomputed"), tokens(8), done(9)]
         self.prefill_script = []
+        self.prefill_hits = 0
+        """Of its prefix cache, in tokens."""
         self.commit_error = None
         self.kv_changes = None
         """A queue of KvEvents lines, None ends the stream; without a queue there is no such route."""
@@ -199,7 +201,11 @@ class FakeEngine:
             self.cancelled += 1
             self.note()
             raise
-        answer = PrefillAnswer(attempt=call.attempt, num_tokens=len(call.request.prompt_token_ids))
+        answer = PrefillAnswer(
+            attempt=call.attempt,
+            num_tokens=len(call.request.prompt_token_ids),
+            cached_tokens=self.prefill_hits,
+        )
         return web.Response(text=answer.model_dump_json(), content_type="application/json")
 
     async def _commit(self, request):

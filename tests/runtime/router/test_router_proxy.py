@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import AsyncExitStack, aclosing
 
 import pytest
 
 from isthmus_runtime.errors import (
+    Cancelled,
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
     Overloaded,
     TransferFailed,
+    error_from_json,
 )
 from isthmus_runtime.request import FinishReason
+from isthmus_runtime.router.attempt import Attempt
 
 
 def ids(chunks):
@@ -183,6 +187,65 @@ def test_client_errors_are_not_retried(rig, run, kit):
                 await kit.collect(r.backend)
             assert caught.value.param == "prompt"
             assert sum(len(e.generates) for e in engines) == 1
+
+    run(main())
+
+
+@pytest.mark.parametrize(("prefill_hits", "decode_hits", "counted"), [(48, 16, 48), (16, 48, 48), (0, 0, 0)])
+def test_cached_tokens_are_the_longer_hits_of_both_legs(rig, run, kit, prefill_hits, decode_hits, counted):
+    async def main():
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        prefill.prefill_hits = prefill_hits
+        decode.script = [kit.tokens(7, note="transferred", cached_tokens=decode_hits), kit.done(8)]
+        async with rig(prefill, decode) as r:
+            chunks = await kit.collect(r.backend)
+            assert [chunk.cached_tokens for chunk in chunks] == [counted, 0]
+
+    run(main())
+
+
+def test_a_prompt_that_decode_computed_counts_no_hits_of_prefill(rig, run, kit):
+    async def main():
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        prefill.prefill_hits = 48
+        decode.script = decode.on_failed_commit
+        async with rig(prefill, decode) as r:
+            assert (await kit.collect(r.backend))[0].cached_tokens == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["freezes", "dies"])
+def test_decode_lost_before_the_first_token_is_502_naming_stage_and_attempt(rig, run, kit, how):
+    async def main():
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        never = asyncio.Event()
+        decode.script = [kit.DIE if how == "dies" else never]
+        async with rig(prefill, decode, dead_after_s=0.4) as r:
+            work = asyncio.create_task(kit.collect(r.backend))
+            await decode.until(lambda d: d.commits)
+            if how == "freezes":
+                decode.frozen = never
+            with pytest.raises(EngineFailed, match="was lost") as caught:
+                await work
+            error = caught.value
+            assert (error.status, error.stage, error.code) == (502, "decode", "engine_lost")
+            assert error.attempt in {call.attempt for call in decode.generates} and r.idle()
+            # It survives the hop through another process's JSON.
+            assert type(error_from_json(error.status, error.to_json())) is type(error)
+            never.set()
+
+    run(main())
+
+
+def test_a_leg_that_was_cancelled_is_no_failed_leg(rig, run, kit):
+    async def main():
+        engine = kit.Engine("unified")
+        engine.before = [Cancelled("aborted by the router")]
+        async with rig(engine) as r:
+            with pytest.raises(Cancelled):
+                await kit.collect(r.backend)
+            assert r.metric("isthmus_router_leg_failures_total") == 0
 
     run(main())
 
@@ -425,3 +488,21 @@ def test_load_spreads(rig, run, kit):
             assert r.idle()
 
     run(main())
+
+
+def test_a_request_leaves_nothing_for_the_garbage_collector(kit, rig, run):
+    """An attempt that refers to itself keeps its prompt until the collector comes by: memory, and 5% of the CPU."""
+
+    async def main():
+        async with rig(kit.Engine("prefill"), kit.Engine("decode")) as r:
+            await kit.collect(r.backend)
+            gc.collect()
+            gc.disable()
+            try:
+                for number in range(5):
+                    assert [c.token_ids for c in await kit.collect(r.backend, kit.request(request_id=f"r{number}"))]
+                return [found for found in gc.get_objects() if type(found) is Attempt]
+            finally:
+                gc.enable()
+
+    assert run(main()) == []

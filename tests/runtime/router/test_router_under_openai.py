@@ -72,6 +72,28 @@ def test_client_that_leaves_frees_both_engines(rig, run, kit):
     run(main())
 
 
+def test_a_request_that_is_still_read_is_not_in_flight(rig, run, kit):
+    async def main():
+        engine, never = kit.Engine("unified"), asyncio.Event()
+        engine.local_script = [never]
+        async with rig(engine) as r, api_over(r.backend) as client:
+            body = b'{"model":"m","prompt":"hello"}'
+            _, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
+            writer.write(b"Content-Length: %d\r\n\r\n" % len(body) + body[:5])
+            while not len(client.in_flight):  # noqa: ASYNC110  nothing tells that a request is being read
+                await asyncio.sleep(0)
+            assert r.metric("isthmus_router_requests_in_flight") == 0
+            writer.write(body[5:])
+            await engine.started.wait()
+            assert r.metric("isthmus_router_requests_in_flight") == 1
+            writer.close()
+            await client.in_flight.wait_idle()
+            assert r.metric("isthmus_router_requests_in_flight") == 0
+
+    run(main())
+
+
 def test_engine_that_dies_is_an_error_event(rig, run, kit):
     async def main():
         engine = kit.Engine("unified")

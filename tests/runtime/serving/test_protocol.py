@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 import logging
+import threading
 import zlib
 from contextlib import asynccontextmanager, suppress
 
@@ -452,23 +453,147 @@ def test_a_call_may_last_longer_than_both(run):
     run(main())
 
 
-def test_connections_are_limited(run):
+def test_silent_connections_make_room_for_new_ones(run):
+    """One that was never heard of, one between two requests, one with half a head, one with half a body."""
+
     async def main():
-        async with served(max_connections=2) as s:
-            one, two = await s.connect(), await s.connect()
-            one[1].write(post(b"1"))
-            await one[0].readuntil(b"}")
-            two[1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-            await two[0].readuntil(b"}")
-            answer = await s.raw(b"")
-            assert refused(answer, 503, "too many connections") and parse(answer)[0][1]["retry-after"] == "1"
-            one[1].close()
-            await one[1].wait_closed()
-            await until(lambda: len(s.connections) < 2)
-            assert parse(await s.raw(post(b"3", close=True)))[0][0] == 200
-            two[1].close()
+        async with served(max_connections=4) as s:
+            silent = [await s.connect() for _ in range(4)]
+            silent[1][1].write(post(b"1"))
+            await silent[1][0].readuntil(b"}")
+            silent[2][1].write(post(b"2")[:20])
+            silent[3][1].write(post(b"3" * 100)[:-50])
+            await until(lambda: [c._phase.name for c in s.connections].count("BODY") == 1)
+            for _ in range(4):
+                assert parse(await s.raw(post(b"new", close=True)))[0][0] == 200
+                await until(lambda: len(s.connections) < 4)
+                silent.append(await s.connect())
+                await until(lambda: len(s.connections) == 4)
+            ends = [await asyncio.wait_for(reader.read(), 20) for reader, _ in silent[:4]]
+            assert ends[1] == b"" and all(refused(ends[i], 503, "too many connections") for i in (0, 2, 3))
+            for _, writer in silent:
+                writer.close()
 
     run(main())
+
+
+def test_a_connection_that_is_answered_makes_room_for_nobody(run):
+    async def main():
+        go, began = asyncio.Event(), asyncio.Event()
+
+        async def slow(call):
+            body = await call.read()
+            began.set()
+            await go.wait()
+            await call.reply(200, {}, body)
+
+        async with served(slow, max_connections=1) as s:
+            reader, writer = await s.connect()
+            writer.write(post(b"first", close=True))
+            await began.wait()
+            answer = await s.raw(b"")
+            assert refused(answer, 503, "too many connections") and parse(answer)[0][1]["retry-after"] == "1"
+            go.set()
+            assert parse(await reader.read())[0][2] == b"first"
+            writer.close()
+            await until(lambda: not s.connections)
+            assert parse(await s.raw(post(b"second", close=True)))[0][0] == 200
+
+    run(main())
+
+
+def test_connections_of_one_address_are_limited(run):
+    async def main():
+        async with served(max_connections_per_address=1) as s:
+            reader, writer = await s.connect()
+            await until(lambda: len(s.connections) == 1)
+            assert refused(await s.raw(b""), 503, "too many connections")
+            writer.write(post(b"here", close=True))
+            assert parse(await reader.read())[0][0] == 200
+            writer.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", [PATH, "/typed"])
+def test_bodies_share_one_budget_and_the_largest_unfinished_one_gives_way(run, path):
+    async def main():
+        async with served(max_body_memory=100_000) as s:
+            large = [await s.connect() for _ in range(3)]
+            for number, (_, writer) in enumerate(large):
+                writer.write(post(b"x" * 200_000, path=path)[: 40_000 + 1_000 * number])
+            ends = [asyncio.create_task(reader.read()) for reader, _ in large]
+            done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED, timeout=20)
+            assert refused(done.pop().result(), 503, "more than 100000 bytes (--max-body-memory)")
+            assert parse(await s.raw(post(b"x" * 10_000, path=path, close=True)))[0][0] == 200
+            for _, writer in large:
+                writer.close()
+            await until(lambda: not s.connections)
+            assert s.server.server_state.bodies.used == 0
+            # Their bytes are returned: one after another, as many as the budget has room for at a time.
+            for _ in range(3):
+                assert parse(await s.raw(post(b"x" * 90_000, path=path, close=True)))[0][0] == 200
+
+    run(main())
+
+
+def test_inflated_bytes_count_as_those_that_were_sent(run):
+    async def main():
+        async with served(max_body_memory=100_000) as s:
+            bomb = post(gzip.compress(b"x" * 900_000), "Content-Encoding: gzip")
+            assert refused(await s.raw(bomb), 503, "more than 100000 bytes (--max-body-memory)")
+            assert s.server.server_state.bodies.used == 0
+
+    run(main())
+
+
+def test_what_inflates_to_much_does_so_off_the_event_loop(run, monkeypatch):
+    on_loop = []
+
+    class Noted:
+        def __init__(self, wbits) -> None:
+            self.inner = real(wbits)
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def decompress(self, data, most):
+            found = self.inner.decompress(data, most)
+            if threading.current_thread() is threading.main_thread():
+                on_loop.append(len(found))
+            return found
+
+    real = zlib.decompressobj
+    monkeypatch.setattr(zlib, "decompressobj", Noted)
+    body = b"x" * BODY_LIMIT
+
+    async def main():
+        async with served() as s:
+            answer = await s.raw(post(gzip.compress(body), "Content-Encoding: gzip", close=True))
+            assert json.loads(parse(answer)[0][2])["body"] == body.decode()
+
+    run(main())
+    assert max(on_loop) <= 64 << 10 and sum(on_loop) < len(body)
+
+
+def test_a_handler_is_told_why_a_body_came_to_nothing(run):
+    """What it counts is a request that was too slow, and not a client that left."""
+    told = []
+
+    async def serve(call):
+        try:
+            await call.read()
+        except BaseException as error:
+            told.append(error)
+            raise
+
+    async def main():
+        async with served(serve, arrival_s=0.05) as s:
+            assert refused(await s.raw(post(b"{}")[:-1]), 408, "did not arrive")
+            await until(lambda: not s.connections)
+
+    run(main())
+    assert [error.status for error in told] == [408]
 
 
 def test_what_a_client_sends_ahead_is_bounded(run):

@@ -21,6 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 from isthmus_runtime.config import StoreConfig, TransferConfig
 from isthmus_runtime.interfaces.handoff import BlockRef, HandoffEvent, PromptResult, Received, ReceiveJob, SendJob
 from isthmus_runtime.interfaces.transport import KvRegion
+from isthmus_runtime.kv.keys import pool_name, pool_secret
 from isthmus_runtime.protocol import CommitCall, Ticket
 from isthmus_runtime.transfer.agent import TransferAgent
 from isthmus_runtime.transfer.factory import make_transfer
@@ -51,7 +52,8 @@ cfg = TransferConfig(
     store=StoreConfig(master=master, segment_bytes=int(segment)),
 )
 epoch = f"epoch-{time.time_ns()}"
-backend = make_transfer(cfg, epoch=epoch)
+secret = next((pool_secret(flag[7:].encode()) for flag in sys.argv[8:] if flag.startswith("secret=")), b"")
+backend = make_transfer(cfg, epoch=epoch, secret=secret)
 began = time.monotonic()
 try:
     backend.prepare(memory, 10.0)
@@ -139,9 +141,15 @@ def call(body: dict[str, Any]) -> Any:
         case "is_drained":
             return agent.is_drained(attempt)
         case "exist":
-            return backend._joined.store.batch_is_exist(body["keys"])  # type: ignore[attr-defined]
+            return [int(there) for there in backend._open_values.lease(body["keys"])]  # type: ignore[attr-defined]
         case "remove":
-            return backend._joined.store.batch_remove(body["keys"], True)  # type: ignore[attr-defined]
+            return backend._pool.store.batch_remove(body["keys"], True)  # type: ignore[attr-defined]
+        case "damage":
+            store, name = backend._pool.store, pool_name(secret, body["key"])  # type: ignore[attr-defined]
+            value = bytearray(store.get(name))
+            value[len(value) // 2] ^= 1
+            assert store.batch_remove([name], True) == [0]
+            return [store.put(name, bytes(value))]
         case "live":
             return agent.stats().live
         case "close":

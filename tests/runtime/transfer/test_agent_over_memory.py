@@ -161,6 +161,20 @@ def test_blocks_move_while_more_are_computed_and_decode_gets_the_record() -> Non
     assert pair.prefill.agent.next_deadline() is None and pair.decode.agent.next_deadline() is None
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_attempt_that_was_given_up_is_no_failure(side: str) -> None:
+    pair = make_pair()
+    pair.open("a", [5, 6])
+    pair.send("a", [0])
+    node = pair.prefill if side == "prefill" else pair.decode
+    node.agent.cancel("a", "the client left", pair.now)
+    assert node.only("a", Failed).given_up
+    pair.run(1.0)
+    if side == "decode":
+        assert pair.prefill.agent.is_drained("a") and pair.prefill.only("a", Failed).given_up
+    assert node.agent.stats().failed == 0
+
+
 def test_blocks_decode_has_are_not_sent() -> None:
     pair = make_pair()
     pair.open("a", [5, 6], skip=2)

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from isthmus_kernels.device import power_of_two
+from isthmus_kernels.moe.reference import gated
 from isthmus_kernels.silu_mul.triton_impl import silu_mul
 
 # Mean pairs an expert from which torch's grouped product is taken.
@@ -65,6 +66,9 @@ def _product(
     out,  # [pairs, outputs]
     x,  # [T, columns] where GATED, else [pairs, columns] in the list's order
     weight,  # [experts, outputs (twice where GATED), columns]
+    bias,  # [experts, outputs (twice where GATED)]; not read unless BIASED
+    alpha,
+    most,
     order,
     starts,
     outputs,
@@ -80,6 +84,8 @@ def _product(
     N: tl.constexpr,
     K: tl.constexpr,
     GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    CLAMPED: tl.constexpr,
 ):
     index = tl.arange(0, EXPERTS_PAD)
     real = index < EXPERTS
@@ -116,7 +122,16 @@ def _product(
             second = outputs.to(tl.int64) * weight_row
             factor = tl.load(factors + second + base, mask=inside[None, :] & rest[:, None], other=0.0)
             up = tl.dot(value, factor, up)
-    if GATED:
+    if BIASED:
+        added = bias + expert.to(tl.int64) * (outputs * (2 if GATED else 1)) + output
+        acc += tl.load(added, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(added + outputs, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if GATED and CLAMPED:
+        acc = tl.minimum(acc, most)
+        up = tl.minimum(tl.maximum(up, -most), most) + 1.0
+        acc = acc / (1.0 + tl.exp(-alpha * acc)) * up
+    elif GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     spots = out + target[:, None] * out_row + output[None, :]
     tl.store(spots, acc.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
@@ -160,7 +175,16 @@ def moe_route(logits: Tensor, top_k: int, *, renormalize: bool = True) -> tuple[
 
 
 def moe(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, down: Tensor, *, out: Tensor | None = None
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    clamp: tuple[float, float] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `reference.moe`."""
     tokens, top_k = experts.shape
@@ -176,8 +200,14 @@ def moe(
     places = order
     if x.is_cuda and pairs >= _MANY * count:
         order = order.long()
-        gated = torch._grouped_mm(x[order // top_k], gate_up.transpose(1, 2), offs=starts[1:])
-        y = torch._grouped_mm(silu_mul(gated), down.transpose(1, 2), offs=starts[1:])
+        both = torch._grouped_mm(x[order // top_k], gate_up.transpose(1, 2), offs=starts[1:])
+        chosen = experts.view(-1)[order]
+        if gate_up_bias is not None:
+            both += gate_up_bias[chosen]
+        between = silu_mul(both) if clamp is None else gated(both, clamp).to(x.dtype)
+        y = torch._grouped_mm(between, down.transpose(1, 2), offs=starts[1:])
+        if down_bias is not None:
+            y += down_bias[chosen]
         places = torch.empty(pairs, dtype=torch.int32, device=x.device)
         places[order] = torch.arange(pairs, dtype=torch.int32, device=x.device)
         placed = True
@@ -189,13 +219,16 @@ def moe(
         y_inner = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
         y = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
         common = {"EXPERTS": count, "EXPERTS_PAD": power_of_two(count), "TOP_K": top_k, "M": rows, "num_warps": 4}
-        for target, source, weight, gated_step in ((y_inner, x, gate_up, True), (y, y_inner, down, False)):
+        first, second = (y_inner, x, gate_up, gate_up_bias, True), (y, y_inner, down, down_bias, False)
+        for target, source, weight, bias, gated_step in (first, second):
             outputs = target.shape[1]
             wide = 32 if gated_step else 64
             _product[(triton.cdiv(outputs, wide), blocks)](
                 target,
                 source,
                 weight,
+                weight if bias is None else bias,
+                *(clamp or (1.0, 0.0)),
                 order,
                 starts,
                 outputs,
@@ -207,6 +240,8 @@ def moe(
                 N=wide,
                 K=128,
                 GATED=gated_step,
+                BIASED=bias is not None,
+                CLAMPED=clamp is not None,
                 num_stages=4,
                 **common,
             )

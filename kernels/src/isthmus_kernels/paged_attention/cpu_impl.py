@@ -8,7 +8,7 @@ from isthmus_kernels.paged_attention import torch_impl
 
 # What the compiled tiles hold; other shapes run as PyTorch operations.
 _DIM_STEP = 16
-_MAX_DIM = 256
+_MAX_DIM = 576
 _MAX_GROUP = 64
 
 
@@ -36,6 +36,8 @@ def paged_attention(
     max_query_len: int,
     max_seq_len: int,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `reference.paged_attention`."""
@@ -53,6 +55,8 @@ def paged_attention(
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             window=window,
+            softcap=softcap,
+            sinks=sinks,
             out=out,
         )
     _check_ids("block_tables", block_tables)
@@ -62,14 +66,15 @@ def paged_attention(
         out = torch.empty((tokens, heads, dim), dtype=q.dtype)
     elif out.shape != q.shape or out.dtype != q.dtype or out.stride(2) != 1:
         raise ValueError(f"out: expected {q.dtype} {tuple(q.shape)}, got {out.dtype} {tuple(out.shape)}")
-    native.entry("paged_attention", "22qd2q", _explain)(
-        (out, q, kv, block_tables, query_start_loc, seq_lens),
+    native.entry("paged_attention", "23q2d2q", _explain)(
+        (out, q, kv, block_tables, query_start_loc, seq_lens, sinks),
         out.data_ptr(),
         q.data_ptr(),
         kv.data_ptr(),
         block_tables.data_ptr(),
         query_start_loc.data_ptr(),
         seq_lens.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
         block_tables.shape[0],
         heads,
         kv_heads,
@@ -87,6 +92,7 @@ def paged_attention(
         kv.stride(2),
         kv.stride(3),
         scale,
+        0.0 if softcap is None else softcap,
         native.dtype_code(q.dtype, "q"),
         native.dtype_code(kv.dtype, "kv"),
     )

@@ -16,6 +16,7 @@ def paged_attention(
     max_seq_len: int,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend each query of each request to its context; see the README for the formula."""
@@ -42,6 +43,9 @@ def paged_attention(
             scores = q[first:last, head].float() @ keys[:, head // group].T * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+            scores = scores.masked_fill(~visible, float("-inf"))
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head].expand(query_len, 1)], dim=-1)
+            weights = scores.softmax(dim=-1)[:, :seq_len]
             out[first:last, head] = (weights @ values[:, head // group]).to(out.dtype)
     return out

@@ -20,6 +20,7 @@ def paged_attention(
     max_seq_len: int,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `reference.paged_attention`."""
@@ -59,7 +60,10 @@ def paged_attention(
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
     # Padding queries see nothing; softmax of all -inf is NaN, which is never stored.
-    weights = scores.softmax(dim=-1)
+    if sinks is not None:
+        sink = sinks.view(1, kv_heads, group, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = scores.softmax(dim=-1)[..., :max_seq_len]
     result = torch.einsum("rhgqk,rkhd->rqhgd", weights, values).reshape(rows, max_query_len, heads, dim)
     out[flat[live]] = result[live].to(out.dtype)
     return out

@@ -56,6 +56,7 @@ def _decode(
     tables,
     starts,
     lens,
+    sinks,  # [q heads] fp32; not read unless SINKS
     partial,  # [2 programs, GROUP, DIM_PAD] fp32: of a program's first and of its other unfinished part
     stats,  # [2 programs, 2, GROUP] fp32: maximum and sum
     arrived,  # [programs] int32, zero between calls: parts left of the (request, head) that begins in the program
@@ -84,7 +85,9 @@ def _decode(
     MERGED_PARTS: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
+    TO_LOG2: tl.constexpr = 1.4426950408889634
     program = tl.program_id(0)
     index = tl.arange(0, ROWS_PAD)
     live = index < rows
@@ -156,6 +159,8 @@ def _decode(
 
         target = out + token * out_token
         if stop - at == tiles:
+            if SINKS:
+                total += tl.exp2(tl.load(sinks + heads, mask=member < GROUP, other=0.0) * TO_LOG2 - peak)
             result = (acc / total[:, None]).to(out.dtype.element_ty)
             tl.store(target + heads[:, None] * out_head + channel[None, :], result, mask=held)
         else:
@@ -194,6 +199,9 @@ def _decode(
                     weight = weight * fade + tl.sum(sums * share, axis=0)
                     value = value * fade[:, None] + tl.sum(values * share[:, :, None], axis=0)
                     most = higher
+                if SINKS:
+                    sink = tl.load(sinks + head * GROUP + own, mask=real, other=0.0)
+                    weight += tl.where(real, tl.exp2(sink * TO_LOG2 - most), 0.0)
                 merged = (value / tl.where(real, weight, 1.0)[:, None]).to(out.dtype.element_ty)
                 own_heads = (head * GROUP + own)[:, None] * out_head + channel[None, :]
                 tl.store(target + own_heads, merged, mask=real[:, None] & (channel < DIM)[None, :])
@@ -212,6 +220,7 @@ def decode(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """Write `out` for the requests that have exactly one query; the others are left alone."""
     rows = block_tables.shape[0]
@@ -231,6 +240,7 @@ def decode(
         block_tables,
         query_start_loc,
         seq_lens,
+        q if sinks is None else sinks,
         partial,
         stats,
         arrived,
@@ -259,6 +269,7 @@ def decode(
         MERGED_PARTS=max(1, _MERGED_ELEMENTS // (merged_rows * dim_pad)),
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
+        SINKS=sinks is not None,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
         maxnreg=chosen.registers,

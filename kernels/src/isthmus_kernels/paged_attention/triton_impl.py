@@ -23,6 +23,7 @@ def paged_attention(
     max_seq_len: int,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `reference.paged_attention`."""
@@ -30,7 +31,8 @@ def paged_attention(
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if 0 in {q.shape[0], block_tables.shape[0], max_query_len, max_seq_len}:
         return out
-    decode(q, kv, block_tables, query_start_loc, seq_lens, out, scale=scale, window=window, softcap=softcap)
+    batch = (q, kv, block_tables, query_start_loc, seq_lens, out)
+    decode(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
     if max_query_len > 1:
-        prefill(q, kv, block_tables, query_start_loc, seq_lens, out, scale=scale, window=window, softcap=softcap)
+        prefill(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
     return out

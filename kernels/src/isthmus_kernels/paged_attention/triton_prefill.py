@@ -43,6 +43,7 @@ def _prefill(
     tables,
     starts,
     lens,
+    sinks,  # [q heads] fp32; not read unless SINKS
     scale,
     softcap,
     window,
@@ -65,7 +66,9 @@ def _prefill(
     ROWS_PAD: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
+    TO_LOG2: tl.constexpr = 1.4426950408889634
     QUERIES: tl.constexpr = M // GROUP
     index = tl.arange(0, ROWS_PAD)
     live = index < rows
@@ -162,6 +165,8 @@ def _prefill(
             WINDOWED,
             CAPPED,
         )
+    if SINKS:
+        total += tl.exp2(tl.load(sinks + heads) * TO_LOG2 - peak)
     result = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + token[:, None] * out_token + heads[:, None] * out_head + channel[None, :], result, mask=held)
 
@@ -177,6 +182,7 @@ def prefill(
     scale: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """Write `out` for the requests that have more than one query; the others are left alone."""
     rows = block_tables.shape[0]
@@ -195,6 +201,7 @@ def prefill(
         block_tables,
         query_start_loc,
         seq_lens,
+        q if sinks is None else sinks,
         scale if softcap is not None else scale * LOG2E,
         softcap or 0.0,
         window or 0,
@@ -217,6 +224,7 @@ def prefill(
         ROWS_PAD=power_of_two(rows, LEAST_ROWS),
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
+        SINKS=sinks is not None,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
     )

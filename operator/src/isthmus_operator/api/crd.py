@@ -36,6 +36,7 @@ _DESCRIBED_ONCE: tuple[cel.Place, ...] = (
     ("spec", "router", "resources"),
     ("spec", "router", "placement"),
     ("spec", "store", "master", "managed"),
+    *(("status", "roles", role) for role in ("decode", "worker", "router", "store")),
 )
 """Blocks whose fields are described under roles.prefill; repeating that would take a third of the size."""
 
@@ -196,7 +197,7 @@ def role_scaler_crd() -> dict[str, Any]:
                 "type": "object",
                 "properties": {
                     "replicas": {**count, "description": "Pods there are, of all revisions."},
-                    "selector": {"type": "string", "description": "Label selector of those pods."},
+                    "selector": {"type": "string", "maxLength": 1024, "description": "Label selector of those pods."},
                 },
             },
         },

@@ -62,11 +62,14 @@ class Quantity(str):
             raise ValueError(
                 'a quantity with a fraction in quotes, for example "0.25", or in thousandths, for example 250m'
             )
+        most = f"a quantity of at most {MOST_QUANTITY}, in {_MOST_CHARACTERS} characters or fewer"
         text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-        if not isinstance(text, str) or not _QUANTITY.match(text):
+        if isinstance(text, str) and len(text) > _MOST_CHARACTERS:
+            raise ValueError(most)
+        if not isinstance(text, str) or not _QUANTITY.fullmatch(text):
             raise ValueError("a quantity: a number with one of m k M G T P Ki Mi Gi Ti Pi, for example 512Mi")
-        if len(text) > _MOST_CHARACTERS or cls(text).value > MOST_QUANTITY:
-            raise ValueError(f"a quantity of at most {MOST_QUANTITY}, in {_MOST_CHARACTERS} characters or fewer")
+        if cls(text).value > MOST_QUANTITY:
+            raise ValueError(most)
         return cls(text)
 
     @classmethod
@@ -98,12 +101,13 @@ class Duration(str):
 
     @classmethod
     def parse(cls, value: object) -> Duration:
-        if not isinstance(value, str) or not re.match(DURATION_PATTERN, value) or cls(value).seconds <= 0:
+        most = f"a duration of at most {MOST_DURATION_S // 3600}h, in {_MOST_CHARACTERS} characters or fewer"
+        if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
+            raise ValueError(most)
+        if not isinstance(value, str) or not re.fullmatch(DURATION_PATTERN, value) or cls(value).seconds <= 0:
             raise ValueError("a duration above zero: numbers with ms, s, m or h, for example 90s or 1h30m")
-        if len(value) > _MOST_CHARACTERS or cls(value).seconds > MOST_DURATION_S:
-            raise ValueError(
-                f"a duration of at most {MOST_DURATION_S // 3600}h, in {_MOST_CHARACTERS} characters or fewer"
-            )
+        if cls(value).seconds > MOST_DURATION_S:
+            raise ValueError(most)
         return cls(value)
 
     @classmethod
@@ -139,7 +143,7 @@ class CountOrPercent(str):
     def parse(cls, value: object) -> CountOrPercent:
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_COUNT:
             return cls(value)
-        if isinstance(value, str) and re.match(PERCENT_PATTERN, value):
+        if isinstance(value, str) and re.fullmatch(PERCENT_PATTERN, value):
             return cls(value)
         raise ValueError(f"a whole number from 0 to {MOST_COUNT}, or a percentage from 0% to 100%")
 

@@ -44,6 +44,7 @@ class Reason(StrEnum):
     NAME_TAKEN = "NameTaken"
     RECONCILE_FAILED = "ReconcileFailed"
     INTERNAL_ERROR = "InternalError"
+    OVER_BUDGET = "OverBudget"
     TRANSFER_NOT_READY = "TransferNotReady"
     TRANSPORT_REPLACED = "TransportReplaced"
     FINGERPRINT_MISMATCH = "FingerprintMismatch"
@@ -86,7 +87,8 @@ TEXTS: dict[Reason, Text] = {
         " port 8001.",
     ),
     Reason.INVALID_SPEC: Text(
-        "The spec breaks a rule and was admitted because the webhook is off. Pods stay as they were.",
+        "The spec breaks a rule, or asks for what the chart's `security.profile` refuses, and was admitted because the"
+        " webhook is off or that profile was chosen later. Pods stay as they were, and nothing is restored.",
         "Correct the fields the message names.",
     ),
     Reason.NO_ROUTER: Text("No router is ready, so clients get no answer.", "See the condition RouterReady."),
@@ -151,6 +153,11 @@ TEXTS: dict[Reason, Text] = {
         "The operator failed while working on this spec, which is a defect. The service is left as it was; the operator"
         " retries with growing pauses, and other services are not affected.",
         "Undo the last edit of the spec, and report the message with the operator's log, which has the traceback.",
+    ),
+    Reason.OVER_BUDGET: Text(
+        "Working out what the spec asks for takes longer than a service may have. The service is left as it was; other"
+        " services are not affected.",
+        "Make the spec smaller, most likely a `podPatch`, and report it: sizes that are admitted should not take long.",
     ),
     Reason.TRANSFER_NOT_READY: Text("An engine cannot move KV.", "The message is the engine's own."),
     Reason.TRANSPORT_REPLACED: Text(
@@ -218,7 +225,7 @@ EVENTS = (
     Reason.TRANSFER_NOT_READY, Reason.TRANSPORT_REPLACED, Reason.CHILD_HEALED, Reason.CHILD_CONTESTED,
     Reason.CHILD_OVERRIDDEN,
     Reason.SCALED, Reason.OPTIONAL_API_MISSING, Reason.RECONCILE_FAILED, Reason.NAME_TAKEN,
-    Reason.INTERNAL_ERROR, Reason.FOREIGN_PODS,
+    Reason.INTERNAL_ERROR, Reason.OVER_BUDGET, Reason.FOREIGN_PODS,
 )  # fmt: skip
 """Reasons that also come as Events, when they begin to hold."""
 

@@ -26,7 +26,7 @@ TYPED_FLAGS = frozenset(
         *("transfer-on-failure", "transfer-host", "transfer-crc"),
         *("store-master", "store-segment-size", "store-replicas"),
         *("prefill", "decode", "worker", "policy", "disaggregate-above", "on-prefill-unavailable", "max-queue"),
-        *("request-timeout", "discovery-interval", "api-key-file", "cors-origins"),
+        *("request-timeout", "discovery-interval", "api-key-file", "cors-origins", "peer-credentials"),
     }
 )
 """Flags that the rendered arguments own; `engine.extraArgs` may not repeat them."""

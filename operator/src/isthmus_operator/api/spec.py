@@ -32,10 +32,10 @@ from .choices import (
 )
 from .fields import AbsolutePath, Block, CountOrPercent, Duration, Label, Name, Quantity, Text
 
-_OPEN = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+_OPEN = {"type": "object", "maxProperties": 64, "x-kubernetes-preserve-unknown-fields": True}
 Count = Annotated[int, Field(ge=0, le=10000)]
 Open = Annotated[dict[str, Any], WithJsonSchema(_OPEN)]
-"""A Kubernetes object passed through unread; the API server checks it when the pods are made."""
+"""A Kubernetes object passed through unread; the API server checks it when the pods are made. `limits` bounds it."""
 
 
 class SecretKey(Block):

@@ -12,7 +12,9 @@ from pydantic import ValidationError
 
 from ..errors import InvalidSpec, Problem
 from . import rules
+from .limits import MOST_PROBLEMS, most, too_large
 from .problems import Location, from_pydantic, nearest, path_of, show, without
+from .profile import PERMISSIVE, Profile, refused
 from .spec import Spec
 
 GROUP = "serving.isthmus.dev"
@@ -53,16 +55,19 @@ def parse(manifest: Mapping[str, Any], *, namespace: str = "default") -> Inferen
     return _parse(manifest, namespace, strict=True)
 
 
-def parse_stored(body: Mapping[str, Any]) -> InferenceService:
-    """A resource as the API server hands it out. Raises InvalidSpec, but not for a field that is not known here.
+def parse_stored(body: Mapping[str, Any], profile: Profile = PERMISSIVE) -> InferenceService:
+    """A resource as the API server hands it out. Raises InvalidSpec, also for what the installation does not let
+    services do, but not for a field that is not known here.
 
     Those that nobody knows, the server has dropped. What is left is of a newer CRD, and the server fills its defaults
     into every resource before the operator is upgraded too.
     """
-    return _parse(body, "default", strict=False)
+    return _parse(body, "default", strict=False, profile=profile)
 
 
-def _parse(manifest: Mapping[str, Any], namespace: str, *, strict: bool) -> InferenceService:
+def _parse(
+    manifest: Mapping[str, Any], namespace: str, *, strict: bool, profile: Profile = PERMISSIVE
+) -> InferenceService:
     metadata = manifest.get("metadata")
     metadata = metadata if isinstance(metadata, Mapping) else {}
     name = metadata.get("name")
@@ -70,11 +75,14 @@ def _parse(manifest: Mapping[str, Any], namespace: str, *, strict: bool) -> Infe
     raw_spec = manifest.get("spec", {})
     spec, problems = _spec({} if raw_spec is None else raw_spec, strict)
     found += problems
+    namespace = str(metadata.get("namespace") or namespace)
+    if spec is not None:
+        found += most(refused(spec, profile, namespace))
     if found or spec is None:
-        raise InvalidSpec(str(name or ""), sorted(found, key=lambda problem: problem.path))
+        raise InvalidSpec(str(name or ""), most(sorted(found, key=lambda problem: problem.path)))
     return InferenceService(
         name=str(name),
-        namespace=str(metadata.get("namespace") or namespace),
+        namespace=namespace,
         spec=spec,
         uid=str(metadata.get("uid") or ""),
         generation=int(metadata.get("generation") or 0),
@@ -82,6 +90,8 @@ def _parse(manifest: Mapping[str, Any], namespace: str, *, strict: bool) -> Infe
 
 
 def _spec(raw: object, strict: bool) -> tuple[Spec | None, list[Problem]]:
+    if large := too_large(raw):
+        return None, large
     if not isinstance(raw, Mapping):
         return None, [Problem("spec", f"{show(raw)} has the wrong type", "a mapping of fields", "give a mapping")]
     text = json.dumps(raw, default=str)
@@ -101,6 +111,8 @@ def _spec(raw: object, strict: bool) -> tuple[Spec | None, list[Problem]]:
                 text = json.dumps(without(json.loads(text), [e["loc"] for e in unknown]))
                 continue
             errors = unknown or errors
+            if len(errors) > MOST_PROBLEMS:
+                return None, most(problem for _, problem in from_pydantic(Spec, errors[: MOST_PROBLEMS + 1]))
             batch = from_pydantic(Spec, errors)
             missing = {e["loc"] for e in errors if e["type"] == "missing"}
             found += [item for item in batch if not any(_below(item[0], gone) for gone in removed)]
@@ -109,7 +121,7 @@ def _spec(raw: object, strict: bool) -> tuple[Spec | None, list[Problem]]:
     else:
         return None, [problem for _, problem in found]
     wrong = tuple(path_of(where, "").lstrip(".").split("[")[0] for where in removed)
-    return spec, [problem for _, problem in found] + rules.check(spec, wrong)
+    return spec, [problem for _, problem in found] + most(rules.check(spec, wrong))
 
 
 def _below(location: Location, holder: Location) -> bool:
@@ -141,14 +153,8 @@ def _metadata(metadata: Mapping[str, Any]) -> list[Problem]:
         return [Problem(path, "is missing" if name is None else f"{show(name)} is not a name", "a text", f"set {path}")]
     found = []
     if len(name) > MAX_NAME:
-        found.append(
-            Problem(
-                path,
-                f"{show(name)} has {len(name)} characters",
-                f"{MAX_NAME} or fewer, as children add to it",
-                "shorten it",
-            )
-        )
+        allowed = f"{MAX_NAME} or fewer, as children add to it"
+        return [Problem(path, f"{show(name)} has {len(name)} characters", allowed, "shorten it")]
     if not re.match(NAME_PATTERN, name):
         form = "lower-case letters, digits and '-', beginning with a letter and not ending with '-'"
         found.append(Problem(path, f"{show(name)} has the wrong form", form, "rename it"))

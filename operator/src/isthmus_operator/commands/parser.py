@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ..api.profile import Feature
 from ..render.names import ROUTER_PORT, Defaults
 
 SHELLS = ("bash", "zsh", "fish")
@@ -24,7 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
         return command
 
     run = with_file("up", "run the service on this machine, with a pod's containers as processes")
-    run.add_argument("--model", default="", help="folder or hub id (owner/name) to use in place of spec.model.source")
+    run.add_argument("--model", default="", help="folder, GGUF file or hub id (owner/name) for spec.model.source")
     run.add_argument("--port", type=_port, default=ROUTER_PORT, help="port of the router on 127.0.0.1 (default 8000)")
     run.add_argument("--run-dir", default="", help="folder for logs and state.json (default: a new temporary one)")
     run.add_argument("--quiet", "-q", action="store_true", help="write the pods' output to the log files only")
@@ -70,6 +71,25 @@ def _operator(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     command.add_argument("--lease-name", default="isthmus-operator", help="empty: work without a lease")
     command.add_argument("--engine-image", default=Defaults().engine_image, help="for specs that name none")
     command.add_argument("--router-image", default=Defaults().router_image, help="for specs that name none")
+    command.add_argument(
+        "--profile",
+        choices=["restricted", "permissive"],
+        default="restricted",
+        help="what services may ask for; permissive: all that their pods can be given",
+    )
+    for flag, what in (
+        ("--host-path", "folder of nodes below which models may be mounted, read-only"),
+        ("--writable-host-path", "folder of nodes below which caches may be kept"),
+        ("--gateway-namespace", "namespace of Gateways that any service's route may name"),
+    ):
+        command.add_argument(flag, action="append", default=[], help=f"{what}; repeatable; only with restricted")
+    command.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        choices=[one.value for one in Feature],
+        help="feature that services may use; repeatable; only with restricted",
+    )
     command.add_argument("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     command.add_argument("--metrics-host", default="0.0.0.0", help="address of /metrics, /readyz and /healthz")
     command.add_argument("--metrics-port", type=int, default=9090, help="0: any free port")

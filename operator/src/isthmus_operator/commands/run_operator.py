@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import sys
 
+from ..api.profile import Feature, Profile
 from ..errors import UserError
 from ..render.names import Defaults
 from ..settings import Identity, identity
@@ -13,6 +15,10 @@ from ..shell.handlers import run
 from ..shell.leader import LeaseSettings
 from ..shell.operator import OperatorOptions
 from ..shell.workqueue import Pauses
+
+NESTING = 40_000
+"""The API server takes 10,000 levels of JSON; json calls itself up to three times a level. At Python's 1,000 one such
+resource would end every watch, in kopf, before anybody can refuse it."""
 
 
 def options_of(arguments: argparse.Namespace, who: Identity) -> OperatorOptions:
@@ -39,6 +45,13 @@ def options_of(arguments: argparse.Namespace, who: Identity) -> OperatorOptions:
             router_image=arguments.router_image,
             operator_namespace=who.namespace,
         ),
+        profile=Profile(
+            restricted=arguments.profile == "restricted",
+            host_paths=tuple(arguments.host_path),
+            writable_host_paths=tuple(arguments.writable_host_path),
+            gateway_namespaces=tuple(arguments.gateway_namespace),
+            allow=frozenset(Feature(one) for one in arguments.allow),
+        ),
         webhook_port=arguments.webhook_port,
         webhook_cert_dir=arguments.webhook_cert_dir,
         metrics_host=arguments.metrics_host,
@@ -55,5 +68,6 @@ def run_operator(arguments: argparse.Namespace) -> int:
     )
     # kopf logs every watch and event; what the operator does with them it logs itself.
     logging.getLogger("kopf").setLevel(logging.WARNING if arguments.log_level != "debug" else logging.DEBUG)
+    sys.setrecursionlimit(NESTING)
     asyncio.run(run(options_of(arguments, identity())))
     return 0

@@ -57,8 +57,19 @@ class Container:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFile:
+    """A token of a ServiceAccount of `namespace`, for `audience` and valid for `valid_s`, to be written to `path`."""
+
+    path: str
+    audience: str
+    namespace: str
+    valid_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """files: path -> content, written before the pod starts; folders: made before it starts; needs: must exist."""
+    """files: path -> content, written before the pod starts; tokens: the same, but renewed while it runs; folders: made
+    before it starts; needs: must exist."""
 
     name: str
     role: str
@@ -70,6 +81,7 @@ class Pod:
     files: dict[str, bytes]
     folders: tuple[str, ...]
     needs: tuple[str, ...]
+    tokens: tuple[TokenFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +168,14 @@ def _pod(draft: _Draft, run_dir: str, replace: Callable[[str], str], http_port: 
     folders: list[str] = []
     needs: list[str] = []
     places: dict[str, str] = {}
+    tokens: list[TokenFile] = []
     for name, volume in volumes.items():
-        places[name] = _place(draft.name, name, volume, root, objects, files, folders, needs)
+        if "projected" in volume:
+            places[name] = f"{root}/volumes/{name}"
+            folders.append(places[name])
+            tokens += _project(draft, volume["projected"]["sources"], places[name], objects, files)
+        else:
+            places[name] = _place(draft.name, name, volume, root, objects, files, folders, needs)
 
     def container(raw: dict[str, Any]) -> Container:
         mounts = {
@@ -201,7 +219,33 @@ def _pod(draft: _Draft, run_dir: str, replace: Callable[[str], str], http_port: 
         files=files,
         folders=tuple(folders),
         needs=tuple(needs),
+        tokens=tuple(tokens),
     )
+
+
+def _project(
+    draft: _Draft, sources: Sequence[dict[str, Any]], folder: str, objects: Objects, files: dict[str, bytes]
+) -> list[TokenFile]:
+    """The tokens of a projected volume; adds its other files."""
+    tokens = []
+    for source in sources:
+        if "serviceAccountToken" in source:
+            raw = source["serviceAccountToken"]
+            tokens.append(
+                TokenFile(
+                    path=f"{folder}/{raw['path']}",
+                    audience=raw.get("audience", ""),
+                    namespace=draft.namespace,
+                    valid_s=float(raw.get("expirationSeconds", 3600)),
+                )
+            )
+        for key, kind in (("configMap", "ConfigMap"), ("secret", "Secret")):
+            if key not in source or (source[key].get("optional") and (kind, source[key]["name"]) not in objects):
+                continue
+            content = _content(draft.name, kind, source[key]["name"], objects)
+            items = source[key].get("items") or [{"key": k, "path": k} for k in content]
+            files.update({f"{folder}/{item['path']}": content[item["key"]] for item in items if item["key"] in content})
+    return tokens
 
 
 def _place(

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..errors import LaunchError
 from .console import Console
+from .issuer import LocalIssuer
 from .pods import START_FIRST, STOP_ORDER, Pod
 from .process import ContainerProcess, Policy, Surroundings
 
@@ -42,6 +43,7 @@ class Launch:
     announce: Callable[[], None]
     console: Console
     policy: Policy = field(default_factory=Policy)
+    issuer: LocalIssuer = field(default_factory=LocalIssuer)
 
 
 class _RunningPod:
@@ -107,6 +109,9 @@ class Supervisor:
     async def run(self) -> int:
         """0 after a stop that was asked for. LaunchError when a container cannot start."""
         _prepare(self._launch.pods)
+        tokens = [token for pod in self._launch.pods for token in pod.tokens]
+        self._launch.issuer.write(tokens)
+        renewal = asyncio.create_task(self._launch.issuer.keep(tokens, self._launch.console.say))
         loop = asyncio.get_running_loop()
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         for number in signals:
@@ -119,6 +124,7 @@ class Supervisor:
             await self._run_pods()
         finally:
             await self._stop_pods()
+            renewal.cancel()
             self._changed()
             assert self._guard.stdin is not None
             self._guard.stdin.close()

@@ -7,6 +7,7 @@ import copy
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -21,9 +22,11 @@ from ..render.service import render
 from ..settings import cache_dir, inherited_environment
 from .addresses import Addresses
 from .console import Console
+from .issuer import LocalIssuer
 from .pods import Pod, translate
 from .supervisor import Launch, Supervisor
 
+_RUNTIME = "isthmus-runtime"
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(@[\w./-]+)?$")
 
 
@@ -43,7 +46,9 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
     console = Console(out, quiet=options.quiet)
     manifest = with_local_model(documents.service, options.model, cache_dir() / "models", console)
     service = parse(manifest, namespace=options.namespace)
-    manifests = render(service, Defaults())
+    issuer = LocalIssuer()
+    manifests = render(service, Defaults(issuer=issuer.public))
+    made = {("ConfigMap", m["metadata"]["name"]): m for m in manifests if m["kind"] == "ConfigMap"}
     if service.spec.router.replicas > 1:
         if "replicas" in service.spec.router.model_fields_set:
             console.say(f"router: 1 of {service.spec.router.replicas} replicas, as they would share one port here")
@@ -54,7 +59,7 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
         run_dir=str(run_dir),
         take_address=Addresses().take,
         ports={Component.ROUTER.value: options.port},
-        objects=documents.objects,
+        objects={**documents.objects, **made},
     )
     _check(pods)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -70,6 +75,7 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
         find_program=find_program,
         announce=lambda: console.say(ready_text(service, url)),
         console=console,
+        issuer=issuer,
     )
 
     async def main() -> int:
@@ -110,7 +116,8 @@ def with_local_model(manifest: dict[str, Any], model: str, models: Path, console
     block = spec.get("model") if isinstance(spec, dict) else None
     if isinstance(spec, dict) and model:
         block = block if isinstance(block, dict) else {}
-        spec["model"] = {**{k: v for k, v in block.items() if k != "cache"}, "source": _source(model)}
+        chosen = _source(model, models, console)
+        spec["model"] = {**{k: v for k, v in block.items() if k != "cache"}, "source": chosen}
         block = spec["model"]
     source = block.get("source") if isinstance(block, dict) else None
     if not isinstance(block, dict) or not isinstance(source, dict):
@@ -127,14 +134,36 @@ def _keeps_downloads(block: dict[str, Any]) -> bool:
     return isinstance(block.get("cache"), dict) and "hostPath" in block["cache"]
 
 
-def _source(model: str) -> dict[str, Any]:
+def _source(model: str, models: Path, console: Console) -> dict[str, Any]:
     path = Path(model).expanduser()
+    if path.is_file():
+        return {"hostPath": {"path": str(_imported(path, models, console))}}
     if path.exists():
         return {"hostPath": {"path": str(path.resolve())}}
     if _HUB_ID.match(model) and not model.startswith(("/", ".", "~")):
         repo, _, revision = model.partition("@")
         return {"huggingFace": {"repo": repo, **({"revision": revision} if revision else {})}}
-    raise UserError(f"--model {model!r} is neither a folder of this machine nor a hub id such as Qwen/Qwen3-0.6B")
+    raise UserError(
+        f"--model {model!r} is neither a folder or GGUF file of this machine nor a hub id such as Qwen/Qwen3-0.6B"
+    )
+
+
+def _imported(path: Path, models: Path, console: Console) -> Path:
+    """The folder among the models of this machine that a GGUF file is imported to; an import that is there is kept."""
+    out = models / path.stem
+    program = find_program(_RUNTIME)
+    if path.suffix.lower() != ".gguf":
+        raise UserError(f"--model {path} is a file; give a folder with config.json and safetensors, or a GGUF file")
+    if program is None:
+        raise UserError(
+            f"--model {path}: {_RUNTIME}, which imports GGUF files, is neither beside {sys.executable} nor on PATH;"
+            f" where it is installed run `{_RUNTIME} model import {path} --out {out}`, and give that folder"
+        )
+    console.say(f"model: importing {path.name} to {out}")
+    done = subprocess.run([program, "model", "import", str(path), "--out", str(out)], check=False)
+    if done.returncode != 0:
+        raise UserError(f"--model {path} could not be imported; its problems are above")
+    return out.resolve()
 
 
 def _folder(path: str, models: Path, console: Console) -> str:

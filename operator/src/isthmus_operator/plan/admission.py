@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..api.profile import PERMISSIVE, Profile
 from ..api.v1alpha1 import InferenceService, parse_stored
 from ..errors import InvalidSpec, Problem
 from ..render.names import Defaults
-from .desired import desired
-from .observed import Observed
-from .planner import plan
+from ..render.service import render
+from .decision import decide
+from .observed import Facts
 from .status import status_of
 
 _EPOCH = "1970-01-01T00:00:00Z"
 
 
-def admit(body: Mapping[str, Any]) -> InferenceService:
-    """A resource that the API server asks about. Raises InvalidSpec for one that breaks rules, and for one that has
-    found a gap in them: it would be admitted, and then stop its service's reconciles."""
-    service = parse_stored(body)
+def admit(body: Mapping[str, Any], profile: Profile = PERMISSIVE) -> InferenceService:
+    """A resource that the API server asks about. Raises InvalidSpec for one that breaks rules or that the installation
+    refuses, and for one that has found a gap in them: it would be admitted, and then stop its service's reconciles."""
+    service = parse_stored(body, profile)
     rehearse_render(service)
     return service
 
@@ -27,10 +28,11 @@ def admit(body: Mapping[str, Any]) -> InferenceService:
 def rehearse_render(service: InferenceService, defaults: Defaults | None = None) -> None:
     """Render everything. Raises InvalidSpec with whatever keeps that from being done."""
     try:
-        seen = Observed()
-        wanted = plan(service, seen, 0.0)
-        desired(service, defaults or Defaults(), wanted, (), seen, 0.0)
-        status_of(service, seen, wanted, {}, _EPOCH)
+        defaults = defaults or Defaults()
+        found = decide(service, (), Facts(), {}, defaults, 0.0)
+        status_of(service, found.seen, found.wanted, {}, _EPOCH)
+        # Engines that would wait for others to be ready first.
+        render(service, defaults)
     # Whatever it is: no spec may bring its own operator to a halt.
     except Exception as error:
         problem = Problem(

@@ -83,7 +83,8 @@ def _wish(role: Role, component: Component, seen: Observed, wanted: Plan, now: f
     assert target is not None and least is not None and most is not None, "validated"
     live = [pod for w in seen.of(component) for pod in w.live]
     pods = [pod for pod in live if pod.ready]
-    facts = [seen.facts.engines[pod.name] for pod in pods if pod.name in seen.facts.engines]
+    heard = [seen.facts.engines[pod.name] for pod in pods if pod.name in seen.facts.engines]
+    facts = [one for one in heard if not one.stale]
     keep = _Wish(current=current, asked=current, span=(least, most), why="min and max of its scaling")
     if not facts or len(facts) != len(pods):
         return keep

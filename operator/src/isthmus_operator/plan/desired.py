@@ -8,7 +8,7 @@ from typing import Any
 
 from ..api.choices import ScalingMode
 from ..api.v1alpha1 import InferenceService
-from ..render import engine, mooncake, policies, router, scaler
+from ..render import credentials, engine, mooncake, policies, router, scaler
 from ..render.names import REVISION_LABEL, Component, Defaults, child_name, is_engine
 from ..render.revision import pairing, role_revision
 from ..render.service import components
@@ -60,18 +60,23 @@ def desired(
     every = (*parts, *leaving)
     apply = policies.network_policies(service, every, defaults) + policies.disruption_budgets(service, every)
     if mooncake.is_managed(service):
-        apply.append(mooncake.master_service(service))
+        apply.append(mooncake.master_service(service, exact=seen.exact(Component.STORE)))
         apply += _master(service, defaults, live, seen, now, may_change=master_may_change(service, wanted, seen, now))
     for component in every:
         if is_engine(component):
-            apply.append(engine.headless_service(service, component))
+            apply.append(engine.headless_service(service, component, exact=seen.exact(component)))
     apply += _engines(service, defaults, wanted, live)
-    apply.append(router.client_service(service))
+    apply.append(router.client_service(service, exact=seen.exact(Component.ROUTER)))
     present = live.get(("Deployment", child_name(service.name, Component.ROUTER.value)))
     if wanted.router or present is None:
-        apply.append(_kept(router.deployment(service, defaults), live))
+        manifest = router.deployment(service, defaults)
+        # A router that has no credential is no use to engines that ask for one: it changes as soon as there are some.
+        behind = present is not None and not _guarded(present) and any(_guarded(one) for one in apply)
+        apply.append(marked(manifest) if behind else _kept(manifest, live))
     else:
         apply.append(_rescaled(present, service.spec.router.replicas))
+    if defaults.issuer is not None:
+        apply.insert(0, credentials.config_map(service, defaults.issuer, required=_all_guarded(seen, apply)))
     scalers = [_scaler(service, part, wanted) for part in parts if is_engine(part)]
     create = tuple(one for one in scalers if one is not None)
     named = {name_of(one) for one in (*apply, *create)}
@@ -90,6 +95,19 @@ def desired(
     )
 
 
+def _guarded(workload: Object) -> bool:
+    """Whether pods of its template have credentials; of what has no pods, no."""
+    template = workload.get("spec", {}).get("template", {})
+    return credentials.GUARDED.items() <= (template.get("metadata", {}).get("labels") or {}).items()
+
+
+def _all_guarded(seen: Observed, apply: Iterable[Object]) -> bool:
+    """Whether every engine and router that there is, or that is to be made, has credentials."""
+    made = [one for one in apply if one["kind"] == "Deployment" and one["spec"].get("replicas") != 0]
+    there = (*seen.engines, *([seen.router] if seen.router else ()))
+    return all(_guarded(one) for one in made) and all(pod.guarded for workload in there for pod in workload.pods)
+
+
 def _kept(manifest: Object, live: Mapping[Name, Object]) -> Object:
     """A workload of the revision that is live keeps its template: a new version of the operator restarts no pod."""
     manifest = marked(manifest)
@@ -106,6 +124,8 @@ def _paired(service: InferenceService, defaults: Defaults, seen: Observed, live:
     same = {w.name: w.created for w in seen.engines if w.pairing == pairing(service)}
     # As it was applied: what somebody else has set is put right, and not taken up.
     images = {name: _applied_image(live["Deployment", name]) for name in same if ("Deployment", name) in live}
+    # Nor do they ask each other for what some cannot have.
+    defaults = replace(defaults, guarded=all(_guarded(live["Deployment", name]) for name in images))
     known = [name for name, image in images.items() if image]
     if service.spec.engine.image or not known:
         return defaults

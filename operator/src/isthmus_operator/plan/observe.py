@@ -9,7 +9,7 @@ from typing import Any
 
 from ..api.v1alpha1 import InferenceService
 from ..render.engine import master_address
-from ..render.names import PAIRING_LABEL, REVISION_LABEL, ROLE_LABEL, Component, is_engine
+from ..render.names import GUARDED_LABEL, PAIRING_LABEL, REVISION_LABEL, ROLE_LABEL, UID_LABEL, Component, is_engine
 from .observed import UNSCHEDULABLE, Condition, Facts, Observed, Pod, Workload
 
 Object = Mapping[str, Any]
@@ -28,18 +28,18 @@ def observe(service: InferenceService, children: Iterable[Object], facts: Facts,
     mine = [child for child in children if is_child(service, child)]
     makers = {_maker(child): child for child in mine if child["kind"] in ("Deployment", "StatefulSet")}
     made: dict[Maker, list[Object]] = {maker: [] for maker in makers}
-    strangers = []
+    strangers: list[Object] = []
     for child in children:
         if child["kind"] == "Pod":
             maker = _maker_of(child)
             if maker in made:
                 made[maker].append(child)
             elif _stays(child):
-                strangers.append(str(child["metadata"]["name"]))
+                strangers.append(child)
     workloads = [_workload(service, child, made[maker]) for maker, child in makers.items()]
     said = conditions(status)
     known = [_with_missing(w, said) for w in workloads if w is not None]
-    return Observed(
+    seen = Observed(
         engines=tuple(sorted((w for w in known if is_engine(w.component)), key=lambda w: w.name)),
         router=next((w for w in known if w.component is Component.ROUTER), None),
         store=next((w for w in known if w.component is Component.STORE), None),
@@ -48,9 +48,21 @@ def observe(service: InferenceService, children: Iterable[Object], facts: Facts,
         facts=facts,
         current=str((status.get("revision") or {}).get("current") or ""),
         failed=str((status.get("revision") or {}).get("failed") or ""),
-        strangers=tuple(sorted(strangers)),
         conditions=said,
     )
+    selected = sorted(str(one["metadata"]["name"]) for one in strangers if _selected(service, one, seen))
+    return replace(seen, strangers=tuple(selected))
+
+
+def _selected(service: InferenceService, pod: Object, seen: Observed) -> bool:
+    """Whether a Service of ours selects a pod that is not ours."""
+    component = component_of(pod)
+    exact = component is not None and seen.exact(component)
+    return component is not None and (not exact or _uid_label(pod) == service.uid)
+
+
+def _uid_label(labelled: Object) -> str:
+    return str(((labelled.get("metadata") or {}).get("labels") or {}).get(UID_LABEL, ""))
 
 
 def is_child(service: InferenceService, child: Object) -> bool:
@@ -148,6 +160,7 @@ def pod(child: Object, component: Component) -> Pod:
         ends=seconds(meta["deletionTimestamp"]) if meta.get("deletionTimestamp") else None,
         reason="" if is_ready else reason,
         problem="" if is_ready else problem,
+        guarded=(meta.get("labels") or {}).get(GUARDED_LABEL) == "true",
         failed=status.get("phase") in ("Failed", "Succeeded"),
     )
 
@@ -210,7 +223,7 @@ def _exit(ended: Object) -> str:
     return text + ")"
 
 
-def _workload(service: InferenceService, child: Object, pods: Iterable[Object]) -> Workload | None:
+def _workload(service: InferenceService, child: Object, pods: Sequence[Object]) -> Workload | None:
     component = component_of(child)
     if component is None:
         return None
@@ -230,6 +243,7 @@ def _workload(service: InferenceService, child: Object, pods: Iterable[Object]) 
         problem=problem,
         problem_since=since,
         image=next((str(c.get("image", "")) for c in spec["template"]["spec"].get("containers") or ()), ""),
+        exact=all(_uid_label(one) == service.uid for one in (spec["template"], *pods)),
         pods=tuple(sorted((pod(one, component) for one in pods), key=lambda one: one.name)),
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ..render.names import Component
+from ..render.names import Component, is_engine
 
 UNSCHEDULABLE = "Unschedulable"
 """Reason of a pod for which the scheduler finds no node."""
@@ -26,6 +26,7 @@ class Pod:
     ends:        by when a stopping pod will have been killed; None while it is not stopping
     reason:      CamelCase word for why it is not ready (CrashLoopBackOff, ErrImagePull, Unschedulable, ...)
     problem:     the same for people, naming the container
+    guarded:     it has credentials and asks for them; its metrics and probes are on a port of their own
     failed:      it will not recover by itself (evicted, or its containers have ended for good)
     """
 
@@ -42,6 +43,7 @@ class Pod:
     ends: float | None = None
     reason: str = ""
     problem: str = ""
+    guarded: bool = False
     failed: bool = False
 
     def flickers(self, now: float) -> bool:
@@ -60,6 +62,7 @@ class Workload:
     problem:   why its pods cannot be made (quota, admission); empty when they can
     problem_since: since when pods that it asks for are missing, for whatever reason; 0: none is, or nobody knows
     image:     of its main container
+    exact:     its template and all its pods carry the uid of their service
     """
 
     name: str
@@ -72,6 +75,7 @@ class Workload:
     problem: str = ""
     problem_since: float = 0.0
     image: str = ""
+    exact: bool = True
     pods: tuple[Pod, ...] = ()
 
     @property
@@ -99,10 +103,15 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What an engine says about itself at /info."""
+    """What an engine says about itself at /info.
+
+    model_revision: commit or digest that its weights were resolved to; empty where it does not say
+    stale:          it did not answer this time; this is what it said before
+    """
 
     fingerprint: str
     model: str = ""
+    model_revision: str = ""
     transfer_mode: str = ""
     transport: str = ""
     probed_gbps: float = 0.0
@@ -114,11 +123,12 @@ class EngineFacts:
     max_model_len: int = 0
     queued: float = 0.0
     kv_usage: float = 0.0
+    stale: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Answers of the pods. A pod that did not answer in time is absent.
+    """Answers of the pods. A pod that has not answered is absent.
 
     engines:  pod name -> what it says
     routable: pod address -> whether the router may choose it; None when no router answered
@@ -147,7 +157,7 @@ class Observed:
     engines:    the workloads of all engine roles and revisions
     scales:     component -> pods asked for through the scale of the role, for those that have one
     wanted:     component -> pods that it should have had, as the status remembers it
-    strangers:  names of pods that have the service's labels and are not its own; routers find them all the same
+    strangers:  names of pods that are not the service's own and that its Services select all the same
     current:    revision that was wholly rolled out last, as the status remembers it
     failed:     revision whose rollout was rolled back, as the status remembers it
     conditions: as the status holds them now
@@ -171,3 +181,8 @@ class Observed:
     def of(self, component: Component) -> tuple[Workload, ...]:
         """Workloads of one engine role."""
         return tuple(w for w in self.engines if w.component is component)
+
+    def exact(self, component: Component) -> bool:
+        """Whether its pods can be selected by the uid of the service."""
+        single = {Component.ROUTER: self.router, Component.STORE: self.store}.get(component)
+        return all(w.exact for w in (self.of(component) if is_engine(component) else (single,)) if w is not None)

@@ -59,7 +59,8 @@ def status_of(
         "observedGeneration": service.generation,
         "url": url(service),
         "revision": _without_empty({"current": current, "updated": revision, "failed": wanted.failed}),
-        "fingerprint": ", ".join(sorted({facts.fingerprint for facts in _facts(seen, wanted)})),
+        "fingerprint": ", ".join(sorted({facts.fingerprint for facts in _facts(seen, wanted)}))[:4096],
+        "model": _without_empty({"revision": _model_revision(_facts(seen, wanted))}),
         "roles": _roles(service, seen, wanted),
         "transfer": transfer,
         "kvCache": _kv(_facts(seen, wanted)),
@@ -273,6 +274,10 @@ def _present(seen: Observed, wanted: Plan) -> list[Workload]:
 def _facts(seen: Observed, wanted: Plan) -> list[EngineFacts]:
     names = [pod.name for w in _present(seen, wanted) for pod in w.live]
     return [seen.facts.engines[name] for name in names if name in seen.facts.engines]
+
+
+def _model_revision(facts: Sequence[EngineFacts]) -> str:
+    return ", ".join(sorted({one.model_revision for one in facts if one.model_revision}))[:512]
 
 
 def _transfer_state(service: InferenceService, seen: Observed, wanted: Plan) -> State:

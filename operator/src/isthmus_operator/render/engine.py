@@ -13,6 +13,7 @@ from ..api.choices import Enforcement, KvLayout, ScalingMode, TransferMode, Tran
 from ..api.rules import kv_memory, on_gpu
 from ..api.spec import Engine, EngineTuning, Locality, Rdma, Role
 from ..api.v1alpha1 import InferenceService
+from . import credentials
 from .model import model_parts
 from .names import (
     ENGINE_PORT,
@@ -24,6 +25,7 @@ from .names import (
     Defaults,
     address,
     child_name,
+    exactly,
     metadata,
     selector,
 )
@@ -61,10 +63,11 @@ def master_address(service: InferenceService, *, managed: bool = False) -> str:
     return address(service, Component.STORE, MASTER_RPC_PORT)
 
 
-def engine_args(service: InferenceService, component: Component, model_path: str) -> list[str]:
+def engine_args(service: InferenceService, component: Component, model_path: str, *, guarded: bool = True) -> list[str]:
     """Arguments of `isthmus-runtime serve`. Settings the resource leaves open are left to the engine's defaults."""
     spec, role = service.spec, role_of(service, component)
     args = ["serve", "--role", _RUNTIME_ROLES[component], "--host", "0.0.0.0", "--port", str(ENGINE_PORT)]
+    args += credentials.ARGS if guarded else ()
     args += ["--model", model_path]
     for name in service.served_names:
         args += ["--served-model-name", name]
@@ -144,7 +147,7 @@ def deployment(
         "name": "engine",
         "image": image,
         "command": ["isthmus-runtime"],
-        "args": engine_args(service, component, model.path),
+        "args": engine_args(service, component, model.path, guarded=defaults.guarded),
         "env": pod_env(),
         "ports": [{"name": "http", "containerPort": ENGINE_PORT}],
         "resources": resources(role.resources, extra={rdma.resource_name: str(rdma.resource_count)} if rdma else None),
@@ -166,6 +169,7 @@ def deployment(
         host_network=rdma is not None and rdma.host_network,
         # CUDA memory handles are shared through the host's IPC namespace.
         host_ipc=component is not Component.WORKER and spec.transfer.transport is Transport.NVLINK,
+        guarded=defaults.guarded,
     )
     meta = metadata(service, child_name(service.name, component.value, revision), component, revision)
     meta["labels"][PAIRING_LABEL] = pairing(service)
@@ -185,9 +189,9 @@ def deployment(
     }
 
 
-def headless_service(service: InferenceService, component: Component) -> dict[str, Any]:
+def headless_service(service: InferenceService, component: Component, *, exact: bool = True) -> dict[str, Any]:
     """DNS for the router. Lists pods that are not ready too: the router asks each for /info and /ready itself, so it
-    still reaches a draining prefill that decode is fetching from."""
+    still reaches a draining prefill that decode is fetching from. `exact`: as of `names.exactly`."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -195,7 +199,7 @@ def headless_service(service: InferenceService, component: Component) -> dict[st
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": selector(service, component),
+            "selector": selector(service, component) | exactly(service, exact=exact),
             "ports": [{"name": "http", "port": ENGINE_PORT, "targetPort": "http"}],
         },
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..api.v1alpha1 import InferenceService
-from .names import MASTER_METRICS_PORT, MASTER_RPC_PORT, Component, Defaults, child_name, metadata, selector
+from .names import MASTER_METRICS_PORT, MASTER_RPC_PORT, Component, Defaults, child_name, exactly, metadata, selector
 from .pod import pod_env, pod_template, resources
 from .revision import role_revision
 
@@ -73,14 +73,15 @@ def stateful_set(service: InferenceService, defaults: Defaults) -> dict[str, Any
     }
 
 
-def master_service(service: InferenceService) -> dict[str, Any]:
-    """One stable address: engines reconnect to it when the master's pod has been replaced."""
+def master_service(service: InferenceService, *, exact: bool = True) -> dict[str, Any]:
+    """One stable address: engines reconnect to it when the master's pod has been replaced. `exact`: as of
+    `names.exactly`."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": metadata(service, child_name(service.name, Component.STORE.value), Component.STORE),
         "spec": {
-            "selector": selector(service, Component.STORE),
+            "selector": selector(service, Component.STORE) | exactly(service, exact=exact),
             "ports": [
                 {"name": "rpc", "port": MASTER_RPC_PORT, "targetPort": "rpc"},
                 {"name": "metrics", "port": MASTER_METRICS_PORT, "targetPort": "metrics"},

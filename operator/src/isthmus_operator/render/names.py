@@ -18,8 +18,12 @@ MAX_LABEL = 63
 SERVICE_LABEL = f"{GROUP}/service"
 ROLE_LABEL = f"{GROUP}/role"
 REVISION_LABEL = f"{GROUP}/revision"
+UID_LABEL = f"{GROUP}/uid"
+"""On pods: of their InferenceService. No other service has it, and only who copies or forges a pod of it writes it."""
 PAIRING_LABEL = f"{GROUP}/pairing"
 """On engine Deployments (not on pods): what prefill and decode of one KV layout have in common."""
+GUARDED_LABEL = f"{GROUP}/guarded"
+"""On pods that have a credential and ask for one. Operators before 0.1.0 made others."""
 
 
 class Component(StrEnum):
@@ -45,13 +49,27 @@ _PICKER_ROLES = {Component.PREFILL: "prefill", Component.DECODE: "decode", Compo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenIssuer:
+    """Who signs the tokens of ServiceAccounts. keys: its public ones, a JSON list of JWKs."""
+
+    name: str
+    keys: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What the installation, not the resource, decides: images for resources that name none."""
+    """What the installation, not the resource, decides: images for resources that name none.
+
+    issuer:  of this cluster; None: not asked, and then it is not rendered
+    guarded: whether engines get credentials. Those that are to pair with engines without have none either.
+    """
 
     engine_image: str = "isthmus-engine:0.1.0"
     router_image: str = "isthmus-router:0.1.0"
     operator_namespace: str = ""
     """Where the operator runs, so that a NetworkPolicy lets it ask engines for /info; empty: not in a cluster."""
+    issuer: TokenIssuer | None = None
+    guarded: bool = True
 
 
 def child_name(service: str, *parts: str) -> str:
@@ -66,6 +84,12 @@ def child_name(service: str, *parts: str) -> str:
 def selector(service: InferenceService, component: Component) -> dict[str, str]:
     """Labels that pick all pods of a component, whatever their revision."""
     return {SERVICE_LABEL: service.name, ROLE_LABEL: component.value}
+
+
+def exactly(service: InferenceService, *, exact: bool = True) -> dict[str, str]:
+    """What tells this service's own pods from others with its name in a label; nothing for a file that was never
+    applied. `exact`: all of its pods have it: those that an older operator made have not, and are not restarted."""
+    return {UID_LABEL: service.uid} if exact and service.uid else {}
 
 
 def labels(service: InferenceService, component: Component | None = None, revision: str = "") -> dict[str, str]:

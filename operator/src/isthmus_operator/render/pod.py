@@ -9,7 +9,8 @@ from ..api.choices import Toggle
 from ..api.pod_patch import DIRECTIVE, MERGE_KEYS
 from ..api.spec import PodSettings, Resources
 from ..api.v1alpha1 import InferenceService
-from .names import Component, labels, selector
+from . import credentials
+from .names import Component, exactly, labels, selector
 
 GRACE_AFTER_DRAIN_S = 15
 """Time between the end of a drain and SIGKILL: for telling peers, and for closing the transfer engine."""
@@ -85,11 +86,13 @@ def pod_template(
     affinity: dict[str, Any] | None = None,
     host_network: bool = False,
     host_ipc: bool = False,
+    guarded: bool = False,
 ) -> dict[str, Any]:
-    """metadata and spec of the pods of one component."""
+    """metadata and spec of the pods of one component. `guarded`: the main container gets its credentials."""
     common = {"terminationMessagePolicy": "FallbackToLogsOnError"}
     tmp = {"name": "tmp", "mountPath": "/tmp"}
-    main = {**container, **common, "volumeMounts": [*container.get("volumeMounts", []), tmp]}
+    peers = [credentials.MOUNT] if guarded else []
+    main = {**container, **common, "volumeMounts": [*container.get("volumeMounts", []), *peers, tmp]}
     main.setdefault("securityContext", security_context())
     spec: dict[str, Any] = {
         "automountServiceAccountToken": False,
@@ -104,7 +107,7 @@ def pod_template(
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [main],
-        "volumes": [*volumes, {"name": "tmp", "emptyDir": {}}],
+        "volumes": [*volumes, *([credentials.volume(service)] if guarded else []), {"name": "tmp", "emptyDir": {}}],
     }
     if init_containers:
         spec["initContainers"] = [
@@ -131,7 +134,8 @@ def pod_template(
             one["imagePullPolicy"] = policy.value
     if settings is not None:
         spec |= _placement(service, component, settings, affinity or {})
-    template = {"metadata": {"labels": labels(service, component, revision)}, "spec": spec}
+    marks = labels(service, component, revision) | exactly(service) | (credentials.GUARDED if guarded else {})
+    template = {"metadata": {"labels": marks}, "spec": spec}
     return merge(template, settings.pod_patch) if settings is not None and settings.pod_patch else template
 
 
@@ -192,13 +196,11 @@ def _deletes(value: Any) -> bool:
 
 
 def _merge_list(old: list[Any], patch: list[Any], key: str) -> list[Any]:
-    out = list(old)
+    found = {known.get(key): known for known in old}
     for item in patch:
-        where = next((i for i, known in enumerate(out) if known.get(key) == item.get(key)), None)
+        name = item.get(key)
         if _deletes(item):
-            out = [known for i, known in enumerate(out) if i != where]
-        elif where is None:
-            out.append(merge({}, item))
+            found.pop(name, None)
         else:
-            out[where] = merge(out[where], item)
-    return out
+            found[name] = merge(found.get(name, {}), item)
+    return list(found.values())

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..api.choices import Mode, PrefillUnavailable, RouterPolicy
 from ..api.v1alpha1 import InferenceService
+from . import credentials
 from .model import model_parts
 from .names import (
     ENGINE_PORT,
@@ -14,6 +15,7 @@ from .names import (
     Defaults,
     address,
     child_name,
+    exactly,
     metadata,
     selector,
 )
@@ -37,7 +39,8 @@ _STARTUP_S = 300.0
 def router_args(service: InferenceService, model_path: str) -> list[str]:
     """Arguments of `isthmus-runtime serve --role router`."""
     spec, router = service.spec, service.spec.router
-    args = ["serve", "--role", "router", "--host", "0.0.0.0", "--port", str(ROUTER_PORT), "--model", model_path]
+    args = ["serve", "--role", "router", "--host", "0.0.0.0", "--port", str(ROUTER_PORT)]
+    args += [*credentials.ARGS, "--model", model_path]
     for name in service.served_names:
         args += ["--served-model-name", name]
     args += ["--log-level", spec.observability.log_level.value]
@@ -93,6 +96,7 @@ def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
         init_containers=model.init_containers,
         volumes=volumes,
         grace_s=spec.rollout.drain_timeout.seconds + GRACE_AFTER_DRAIN_S,
+        guarded=True,
     )
     return {
         "apiVersion": "apps/v1",
@@ -111,8 +115,8 @@ def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
     }
 
 
-def client_service(service: InferenceService) -> dict[str, Any]:
-    """The Service clients use; it has the name of the InferenceService."""
+def client_service(service: InferenceService, *, exact: bool = True) -> dict[str, Any]:
+    """The Service clients use; it has the name of the InferenceService. `exact`: as of `names.exactly`."""
     expose = service.spec.router.expose.service
     return {
         "apiVersion": "v1",
@@ -120,7 +124,7 @@ def client_service(service: InferenceService) -> dict[str, Any]:
         "metadata": metadata(service, service.name, Component.ROUTER),
         "spec": {
             "type": expose.type.value,
-            "selector": selector(service, Component.ROUTER),
+            "selector": selector(service, Component.ROUTER) | exactly(service, exact=exact),
             "ports": [{"name": "http", "port": expose.port, "targetPort": "http"}],
         },
     }

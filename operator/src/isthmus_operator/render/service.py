@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..api.v1alpha1 import InferenceService
-from . import engine, mooncake, policies, router
+from . import credentials, engine, mooncake, policies, router
 from .names import Component, Defaults
 
 
@@ -29,6 +29,8 @@ def render(service: InferenceService, defaults: Defaults) -> list[dict[str, Any]
     """Every manifest. Those of optional APIs (PodMonitor, HTTPRoute) are last and are skipped where not installed."""
     parts = components(service)
     out = policies.network_policies(service, parts, defaults) + policies.disruption_budgets(service, parts)
+    if defaults.issuer is not None:
+        out.append(credentials.config_map(service, defaults.issuer, required=True))
     for part in parts:
         if part is Component.STORE:
             out += [mooncake.master_service(service), mooncake.stateful_set(service, defaults)]

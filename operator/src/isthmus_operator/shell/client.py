@@ -222,6 +222,8 @@ class Api:
                 path,
                 body=None if body is None else dict(body),
                 query_params=list(query.items()),
+                # Some answer by a JSON of their own type alone, such as the keys of tokens.
+                header_params={"Accept": "application/json, */*;q=0.1"},
                 content_type=content_type,
                 serialize=False,
                 _request_timeout=REQUEST_TIMEOUT_S,

@@ -7,25 +7,29 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from ..api.choices import ScalingMode
+from ..api.profile import PERMISSIVE, Profile
 from ..api.reasons import Reason
 from ..api.v1alpha1 import InferenceService, parse_stored
-from ..errors import ApiError, InvalidSpec, Refused
+from ..errors import ApiError, InvalidSpec, OverBudget, Refused
 from ..plan import autoscale
 from ..plan.autoscale import Decision
 from ..plan.contests import Contests
-from ..plan.desired import desired, name_of
+from ..plan.decision import decide
+from ..plan.desired import name_of
 from ..plan.events import Event, contested, events, healed, overridden, scaled
 from ..plan.observe import is_child, observe, unknown_makers
 from ..plan.observed import Facts, Observed
-from ..plan.planner import Plan, plan
+from ..plan.planner import Plan
 from ..plan.status import Status, failed_status, invalid_status, status_of
 from ..render import engine, scaler
 from ..render.names import Component, Defaults, is_engine
 from ..render.service import components
 from .apply import NOBODY, Applier
+from .budget import Workbench
 from .cache import Cache, Key
 from .client import FORBIDDEN, Api
 from .known_facts import KnownFacts
@@ -34,6 +38,7 @@ from .telemetry import Metrics
 Object = dict[str, Any]
 _log = logging.getLogger(__name__)
 AUTO_PERIOD_S = 15.0
+_FAILURES = (Reason.RECONCILE_FAILED, Reason.NAME_TAKEN, Reason.INTERNAL_ERROR, Reason.OVER_BUDGET)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,13 +55,16 @@ class Controller:
     metrics: Metrics
     unread: str = ""
     clock: Callable[[], float] = time.time
+    profile: Profile = PERMISSIVE
     contests: Contests = field(default_factory=Contests)
+    bench: Workbench = field(default_factory=Workbench)
 
     async def reconcile(self, key: Key) -> float | None:
         """Bring one service nearer to its spec; when to look again at the latest, or None.
 
         Whatever keeps it from that is in the status when this raises, unless the API server answers nobody: no service
-        is ready that was not looked at. Raises Refused for what the API server refuses; anything else is a defect.
+        is ready that was not looked at. Raises Refused for what the API server refuses, and OverBudget; anything else
+        is a defect.
         """
         body = self.cache.service(key)
         if body is None or body["metadata"].get("deletionTimestamp"):
@@ -74,6 +82,9 @@ class Controller:
                 raise
             await self._failed(applier, body, before, Reason.RECONCILE_FAILED, str(error))
             raise Refused([error]) from error
+        except OverBudget as error:
+            await self._failed(applier, body, before, Reason.OVER_BUDGET, f"the spec {error}; make it smaller")
+            raise
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             await self._failed(applier, body, before, Reason.INTERNAL_ERROR, message)
@@ -88,7 +99,7 @@ class Controller:
             _log.warning("%s/%s: no status: %s", body["metadata"]["namespace"], body["metadata"]["name"], error)
 
     async def _reconcile(self, key: Key, body: Object, before: Status, applier: Applier) -> float | None:
-        service = parse_stored(body)
+        service = await self.bench.run(key, partial(parse_stored, body, self.profile))
         if self.unread:
             raise ApiError(FORBIDDEN, self.unread)
         children, now = self.cache.children(key), self.clock()
@@ -96,9 +107,9 @@ class Controller:
             facts = await self._facts(key, service, children)
             if facts is None:
                 return None
-            seen = observe(service, children, facts, before)
-            wanted = plan(service, seen, now)
-            exact = desired(service, self.defaults, wanted, children, seen, now)
+            work = partial(decide, service, children, facts, before, self.defaults, now)
+            decision = await self.bench.run(key, work)
+            seen, wanted, exact = decision.seen, decision.wanted, decision.exact
             known = {name_of(child): child for child in children}
             there = await applier.standing((*exact.apply, *exact.create, *unknown_makers(service, children)), known)
             # Somebody has taken their labels off, by which they are watched: no reason to act as if they were gone.
@@ -108,7 +119,7 @@ class Controller:
             children += bare
         settled = before.get("observedGeneration") == service.generation
         said = {c.type: c.reason for c in seen.conditions}
-        refused = said.get("Ready") in (Reason.RECONCILE_FAILED, Reason.NAME_TAKEN, Reason.INTERNAL_ERROR)
+        refused = said.get("Ready") in _FAILURES
         complete = settled and said.get("Progressing") == Reason.COMPLETE and not refused
         changes = await applier.run(
             exact,

@@ -1,15 +1,20 @@
 """Asks the pods of a service what they know about themselves: /info of engines and of one router, /metrics for Auto.
 
-A pod that does not answer within the deadline is left out; nothing here fails a reconcile. Answers are kept for a short
-time, so that a burst of events does not become a burst of requests.
+A pod runs whatever its owner likes, so what it says is not trusted: an answer is read up to a size and a time, never
+unpacked, never followed elsewhere, and its texts and numbers are bounded before anybody sees them. A pod that does not
+answer in time, or answers otherwise, is left out; nothing here fails a reconcile. Answers are kept for a short time, so
+that a burst of events does not become a burst of requests, and a little longer where a pod that is ready falls silent.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import logging
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -19,8 +24,20 @@ from ..render.names import ENGINE_PORT, ROUTER_PORT, Component
 
 DEADLINE_S = 2.0
 """For all pods of one service together."""
+PATIENT_S = 10.0
+"""The same where nothing was ever heard of a service: after a start, all are asked at once."""
 KEPT_S = 10.0
-MOST_AT_ONCE = 32
+SILENT_S = 60.0
+"""How long the last answer of a pod that is ready stands in for one that does not come."""
+MOST_AT_ONCE = 64
+MOST_OF_A_SERVICE = 8
+"""Requests at once: no service's pods can keep all others' from being asked."""
+MOST_BYTES = 64 * 1024
+"""Of an answer. An engine's /info has 2 KB, its /metrics 20 KB, a router's /info 300 bytes an engine."""
+MOST_HEADERS = 32
+MOST_LINE = 4096
+MOST_TEXT = 256
+MOST_NUMBER = 2**53
 
 _log = logging.getLogger(__name__)
 
@@ -38,75 +55,131 @@ class FactReader:
         if self._session is not None:
             await self._session.close()
 
-    async def read(self, pods: Iterable[Pod], *, load: bool) -> Facts:
-        """Facts of the ready engine pods, and what a ready router says about them. `load`: queues and KV use too."""
-        ready = [pod for pod in pods if pod.ready and pod.ends is None and pod.ip]
+    async def read(self, pods: Iterable[Pod], *, load: bool, patient: bool = False) -> Facts:
+        """Facts of the ready engine pods, and what a ready router says about them. `load`: queues and KV use too;
+        `patient`: wait for PATIENT_S."""
+        ready = [pod for pod in pods if pod.ready and pod.ends is None and _is_of_a_pod(pod.ip)]
         engines = [pod for pod in ready if pod.component not in (Component.ROUTER, Component.STORE)]
         routers = [pod for pod in ready if pod.component is Component.ROUTER]
         if not engines and not routers:
             return Facts()
         if self._session is None:
-            # Pods are asked by their address, never through a proxy of the surroundings.
-            self._session = aiohttp.ClientSession(trust_env=False)
-        tasks = {pod.name: asyncio.ensure_future(self._engine(pod, load=load)) for pod in engines}
-        router = asyncio.ensure_future(self._routable(routers[0])) if routers else None
+            self._session = _session()
+        turns = asyncio.Semaphore(MOST_OF_A_SERVICE)
+        tasks = {pod.name: asyncio.ensure_future(self._engine(pod, turns, load=load)) for pod in engines}
+        router = asyncio.ensure_future(self._routable(routers[0], turns)) if routers else None
         waiting = [*tasks.values(), *([router] if router else [])]
-        done, late = await asyncio.wait(waiting, timeout=DEADLINE_S)
+        done, late = await asyncio.wait(waiting, timeout=PATIENT_S if patient else DEADLINE_S)
         for task in late:
             task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
-        found = {name: facts for name, task in tasks.items() if task in done and (facts := task.result())}
+        found = {
+            pod.name: facts
+            for pod in engines
+            if (facts := (tasks[pod.name].result() if tasks[pod.name] in done else None) or self._last(pod))
+        }
         self._forget()
         return Facts(engines=found, routable=router.result() if router in done and router is not None else None)
 
     def _forget(self) -> None:
-        limit = asyncio.get_running_loop().time() - 10 * KEPT_S
+        limit = asyncio.get_running_loop().time() - SILENT_S
         self._known = {uid: entry for uid, entry in self._known.items() if entry[0] > limit}
 
-    async def _engine(self, pod: Pod, *, load: bool) -> EngineFacts | None:
+    def _last(self, pod: Pod) -> EngineFacts | None:
+        """What a pod has said before, as its layout and transport do not change while it runs. Its load does."""
+        known = self._known.get(pod.uid)
+        return replace(known[1], stale=True) if known is not None else None
+
+    async def _engine(self, pod: Pod, turns: asyncio.Semaphore, *, load: bool) -> EngineFacts | None:
         now = asyncio.get_running_loop().time()
         if (known := self._known.get(pod.uid)) and now - known[0] < KEPT_S:
             return known[1]
-        info = await self._json(f"http://{_host(pod.ip)}:{ENGINE_PORT}/info", pod)
-        if info is None:
-            return None
-        metrics = await self._text(f"http://{_host(pod.ip)}:{ENGINE_PORT}/metrics", pod) if load else ""
+        base = f"http://{_host(pod.ip)}:{ENGINE_PORT}"
+        async with turns, self._slots:
+            info = _object(await self._text(f"{base}/info", pod), pod)
+            if info is None:
+                return None
+            metrics = await self._text(f"{base}/metrics", pod) if load else ""
         try:
             facts = engine_facts(info, metrics or "")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             _log.warning("pod %s: /info is not understood: %s: %s", pod.name, type(error).__name__, error)
             return None
         self._known[pod.uid] = (now, facts)
         return facts
 
-    async def _routable(self, pod: Pod) -> dict[str, bool] | None:
-        info = await self._json(f"http://{_host(pod.ip)}:{ROUTER_PORT}/info", pod)
-        if info is None or not isinstance(info.get("engines"), list):
-            return None
-        return routable(info["engines"])
-
-    async def _json(self, url: str, pod: Pod) -> dict[str, Any] | None:
-        text = await self._text(url, pod)
-        if not text:
-            return None
-        try:
-            found = json.loads(text)
-        except ValueError:
-            _log.warning("pod %s: %s is not JSON", pod.name, url)
-            return None
-        return found if isinstance(found, dict) else None
+    async def _routable(self, pod: Pod, turns: asyncio.Semaphore) -> dict[str, bool] | None:
+        async with turns, self._slots:
+            info = _object(await self._text(f"http://{_host(pod.ip)}:{ROUTER_PORT}/info", pod), pod)
+        engines = (info or {}).get("engines")
+        return routable(one for one in engines if isinstance(one, dict)) if isinstance(engines, list) else None
 
     async def _text(self, url: str, pod: Pod) -> str | None:
+        """The body of an answer; None for whatever else comes."""
         assert self._session is not None
         try:
-            async with self._slots, self._session.get(url) as answer:
+            async with self._session.get(url, allow_redirects=False) as answer:
                 if answer.status != 200:
                     _log.debug("pod %s: %s answered HTTP %d", pod.name, url, answer.status)
                     return None
-                return await answer.text()
-        except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
+                if answer.headers.get("Content-Encoding", "identity") != "identity":
+                    _log.warning("pod %s: %s answered in an encoding that was not asked for", pod.name, url)
+                    return None
+                body = await _up_to(MOST_BYTES, answer.content)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             _log.debug("pod %s: %s: %s: %s", pod.name, url, type(error).__name__, error)
             return None
+        if body is None:
+            _log.warning("pod %s: %s answered with more than %d bytes", pod.name, url, MOST_BYTES)
+            return None
+        return body.decode(errors="replace")
+
+
+def _session() -> aiohttp.ClientSession:
+    """Asks pods by their address, never through a proxy of the surroundings, and keeps nothing of theirs."""
+    return aiohttp.ClientSession(
+        trust_env=False,
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        connector=aiohttp.TCPConnector(limit=MOST_AT_ONCE, force_close=True),
+        headers={"Accept-Encoding": "identity"},
+        # Who waits has the deadline; this one is for what nobody waits for any more.
+        timeout=aiohttp.ClientTimeout(total=PATIENT_S),
+        max_line_size=MOST_LINE,
+        max_field_size=MOST_LINE,
+        max_headers=MOST_HEADERS,
+        read_bufsize=MOST_BYTES,
+    )
+
+
+async def _up_to(limit: int, content: aiohttp.StreamReader) -> bytes | None:
+    """The whole body; None where it is larger."""
+    found = bytearray()
+    while chunk := await content.read(limit + 1 - len(found)):
+        found += chunk
+        if len(found) > limit:
+            return None
+    return bytes(found)
+
+
+def _object(text: str | None, pod: Pod) -> dict[str, Any] | None:
+    if not text:
+        return None
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        _log.warning("pod %s: its answer is not JSON", pod.name)
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_of_a_pod(address: str) -> bool:
+    """Whether a pod can have it: no service of the node or the cloud lies behind it."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return not (found.is_link_local or found.is_multicast or found.is_unspecified)
 
 
 def _host(address: str) -> str:
@@ -114,23 +187,36 @@ def _host(address: str) -> str:
 
 
 def engine_facts(info: Mapping[str, Any], metrics: str = "") -> EngineFacts:
-    """The answer of an engine's /info; KeyError, TypeError or ValueError if it is malformed."""
+    """The answer of an engine's /info; KeyError, TypeError or ValueError if it is malformed, or a number out of range.
+    Texts are cut at MOST_TEXT."""
     kv, transfer = info["kv"], info["transfer"]
     return EngineFacts(
-        fingerprint=str(info["fingerprint"]),
-        model=str(info["model"]),
-        transfer_mode=str(transfer["mode"]),
-        transport=str(transfer["transport"]),
-        probed_gbps=float(transfer["probed_gbps"]),
+        fingerprint=_line(info["fingerprint"]),
+        model=_line(info["model"]),
+        model_revision=_line(info.get("model_revision") or ""),
+        transfer_mode=_line(transfer["mode"]),
+        transport=_line(transfer["transport"]),
+        probed_gbps=_number(transfer["probed_gbps"]),
         transfer_ready=bool(transfer["ready"]),
-        transfer_reason=str(transfer["reason"]),
-        physical_blocks=int(kv["physical_blocks"]),
-        usable_blocks=int(kv["usable_blocks"]),
-        bytes_per_block=int(kv["bytes_per_block"]),
-        max_model_len=int(kv["max_model_len"]),
-        queued=float(info.get("waiting", 0)),
-        kv_usage=_sample(metrics, "vllm:kv_cache_usage_perc"),
+        transfer_reason=_line(transfer["reason"]),
+        physical_blocks=int(_number(kv["physical_blocks"])),
+        usable_blocks=int(_number(kv["usable_blocks"])),
+        bytes_per_block=int(_number(kv["bytes_per_block"])),
+        max_model_len=int(_number(kv["max_model_len"])),
+        queued=_number(info.get("waiting", 0)),
+        kv_usage=_number(_sample(metrics, "vllm:kv_cache_usage_perc")),
     )
+
+
+def _line(value: object) -> str:
+    return " ".join(str(value)[:MOST_TEXT].split())
+
+
+def _number(value: Any) -> float:
+    found = float(value)
+    if not (math.isfinite(found) and 0 <= found <= MOST_NUMBER):
+        raise ValueError(f"{found:g} is no number from 0 to {MOST_NUMBER}")
+    return found
 
 
 def routable(engines: Iterable[Mapping[str, Any]]) -> dict[str, bool]:

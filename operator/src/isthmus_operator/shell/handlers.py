@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
 import kopf
 
+from ..api.profile import Profile
 from ..api.v1alpha1 import GROUP, PLURAL, VERSION
-from ..errors import InvalidSpec
+from ..errors import InvalidSpec, OverBudget
 from ..plan.admission import admit
+from .budget import Workbench
 from .certificates import Certificates
 from .client import connect
 from .operator import Operator, OperatorOptions
@@ -90,6 +93,7 @@ def registry_of(operator: Operator) -> kopf.OperatorRegistry:
     for kind in WATCHED:
         kopf.on.event(kind.group, kind.version, kind.plural, id="told", registry=registry)(told)
     if operator.options.webhook_port:
+        validate = partial(review, Workbench(), operator.options.profile)
         kopf.on.validate(GROUP, VERSION, PLURAL, id="validate", registry=registry)(validate)
     return registry
 
@@ -117,17 +121,20 @@ def settings_of(operator: Operator) -> kopf.OperatorSettings:
     return settings
 
 
-async def validate(body: kopf.Body, **_: Any) -> None:
+async def review(bench: Workbench, profile: Profile, /, body: kopf.Body, **_: Any) -> None:
     """Admission: refuses a spec with all its problems at once, with their field paths.
 
     What is being deleted may go, whatever it says: taking its last finalizer off is an update, too.
     """
-    if body["metadata"].get("deletionTimestamp"):
+    meta = body["metadata"]
+    if meta.get("deletionTimestamp"):
         return
     try:
-        admit(dict(body))
+        await bench.run((meta.get("namespace"), meta.get("name")), partial(admit, dict(body), profile))
     except InvalidSpec as error:
         raise kopf.AdmissionError(str(error), code=422) from None
+    except OverBudget as error:
+        raise kopf.AdmissionError(f"spec: {error}; make it smaller", code=422) from None
 
 
 def webhook_server(options: OperatorOptions) -> kopf.WebhookServer:

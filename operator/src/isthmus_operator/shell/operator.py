@@ -9,16 +9,18 @@ import asyncio
 import contextlib
 import logging
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
-from ..errors import ApiError, UserError
+from ..api.profile import PERMISSIVE, Profile
+from ..errors import ApiError, OverBudget, UserError
 from ..render.names import Defaults
 from .cache import Cache, Key
 from .client import Api
 from .controller import Controller
 from .facts import FactReader
+from .issuer import AGAIN_S, find_issuer
 from .known_facts import KnownFacts
 from .leader import LeaseSettings, lead
 from .start import require_cluster
@@ -47,6 +49,7 @@ class OperatorOptions:
     kubeconfig: str = ""
     lease: LeaseSettings | None = None
     defaults: Defaults = field(default_factory=Defaults)
+    profile: Profile = PERMISSIVE
     webhook_port: int = 0
     webhook_cert_dir: str = ""
     metrics_host: str = "0.0.0.0"
@@ -69,7 +72,12 @@ class Operator:
         self.cache = Cache(self.queue.add, partial(self.queue.add, anew=True), self._removed)
         self.facts = KnownFacts(FactReader(), self.queue.add)
         self.controller = Controller(
-            api=api, cache=self.cache, facts=self.facts, defaults=options.defaults, metrics=self.metrics
+            api=api,
+            cache=self.cache,
+            facts=self.facts,
+            defaults=options.defaults,
+            metrics=self.metrics,
+            profile=options.profile,
         )
         self.stopping = asyncio.Event()
         self.serving = asyncio.Event()
@@ -169,6 +177,7 @@ class Operator:
             await self._look()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._look_again())
+                group.create_task(self._ask_again())
                 group.create_task(self.queue.run(WORKERS))
         finally:
             self.metrics.leader.set(0)
@@ -177,12 +186,32 @@ class Operator:
         while True:
             try:
                 await look(self.api, self._namespaces, self.cache, pause=pause)
+                await self._ask()
                 return await self._unread("")
             except ApiError as error:
                 _log.warning("cannot list what there is: %s", error)
                 if error.status in UNREADABLE:
                     await self._unread(f"cannot read what belongs to it: {error}")
             await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _ask(self) -> None:
+        """Learn whose tokens pods take; services are told where that has changed. ApiError leaves what was known."""
+        issuer, defaults = await find_issuer(self.api), self.controller.defaults
+        if issuer == defaults.issuer:
+            return
+        self.controller.defaults = replace(defaults, issuer=issuer)
+        if defaults.issuer is not None:
+            _log.info("the cluster's keys for ServiceAccount tokens have changed")
+            for key in self.cache.services():
+                self.queue.add(key)
+
+    async def _ask_again(self) -> None:
+        while True:
+            await asyncio.sleep(AGAIN_S)
+            try:
+                await self._ask()
+            except ApiError as error:
+                _log.warning("%s", error)
 
     async def _look_again(self) -> None:
         while True:
@@ -201,7 +230,7 @@ class Operator:
     def _failed(self, key: Key, error: Exception) -> None:
         self.metrics.reconciles.labels("failed").inc()
         # A refusal of the API server is explained by its message; anything else is a defect and needs its place.
-        expected = isinstance(error, ApiError)
+        expected = isinstance(error, ApiError | OverBudget)
         _log.error("%s/%s: %s", *key, error, exc_info=None if expected else error)
 
     def _count(self) -> None:

@@ -33,6 +33,7 @@ RULES = (
     Rule(("serving.isthmus.dev",), ("rolescalers",), _CHILD, "the scale of a role with scaling External or Auto"),
     Rule(("apps",), ("deployments", "statefulsets"), _CHILD, "engines, routers, the Mooncake master"),
     Rule(("",), ("services",), _CHILD, "addresses"),
+    Rule(("",), ("configmaps",), _CHILD, "whose tokens engines and routers take from each other"),
     Rule(("",), ("pods",), _WATCHED, "readiness, and why it is missing"),
     Rule(("",), ("events",), ("create",), "Events on transitions"),
     Rule(("networking.k8s.io",), ("networkpolicies",), _CHILD, "who may reach engines and routers"),
@@ -78,7 +79,9 @@ def document() -> str:
         *head,
         *(row(rule) for rule in LEASE_RULES),
         "",
-        "Discovery of optional APIs (`GET /apis/GROUP/VERSION`) is allowed to every account by Kubernetes itself.",
+        "Discovery of optional APIs (`GET /apis/GROUP/VERSION`) is allowed to every account by Kubernetes itself; to",
+        "every ServiceAccount also that of the keys of tokens (`/.well-known/openid-configuration` and",
+        "`/openid/v1/jwks`), by the ClusterRoleBinding `system:service-account-issuer-discovery`.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -45,6 +45,7 @@ WATCHED = (
     Kind("apps", "v1", "deployments"),
     Kind("apps", "v1", "statefulsets"),
     Kind("", "v1", "services"),
+    Kind("", "v1", "configmaps"),
     Kind("", "v1", "pods"),
     Kind("policy", "v1", "poddisruptionbudgets"),
     Kind("networking.k8s.io", "v1", "networkpolicies"),

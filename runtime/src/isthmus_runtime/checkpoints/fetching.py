@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ..errors import WeightsError
 from ..models.registry import read_model_spec
+from .provenance import verify_files
 
 TOKENIZER_FILES = ("*.json", "tokenizer.model", "*.jinja", "merges.txt", "vocab.txt", "LICENSE*")
 """What a router needs. Nothing that can run code: no pickles, no Python files."""
@@ -93,4 +94,5 @@ def _complete(out: Path, *, weights: bool) -> bool:
         return False
     if not (out / "config.json").is_file() or (weights and not any(out.glob("*.safetensors"))):
         raise WeightsError(f"{out} exists but does not hold a complete model; remove it or name another folder")
+    verify_files(out)
     return True

@@ -6,7 +6,6 @@ precision. The directory appears whole or not at all.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import struct
@@ -26,9 +25,10 @@ from ..errors import WeightsError
 from ..models.base import ModelSpec
 from ..models.gguf_format import GgufFormat, GgufHeader
 from ..models.registry import gguf_formats, parse_model_spec
+from .gguf_header import scan_header
 from .gguf_tokenizer import Tokenizer, read_tokenizer
+from .provenance import MARKER, sha256_of
 
-MARKER = "isthmus-import.json"
 # Raise it when the import writes something else for the same file: earlier imports are then redone.
 _FORMAT = 2
 # safetensors files of at most this size, so that a large model loads and uploads in parts.
@@ -47,22 +47,16 @@ def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
     """
     if not source.is_file():
         raise WeightsError(f"{source} is not a file")
+    scan = scan_header(source)
+    _family(GgufHeader(source=str(source), metadata=scan.metadata, tensors=scan.tensors))
+    # Hashing reads the whole file: not before its header was found good, nor twice where it is imported already.
+    judged = None if (out / MARKER).is_file() else _judge(source)
     progress(f"hashing {source.name}")
-    marker = {"format": _FORMAT, "source": source.name, "sha256": _sha256(source)}
+    marker = {"format": _FORMAT, "source": source.name, "sha256": sha256_of(source)}
     if _is_done(out, marker):
         progress(f"{out} already holds this import")
         return False
-    reader = _open(source)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    header = GgufHeader(
-        source=str(source),
-        metadata={name: field.contents() for name, field in reader.fields.items()},
-        tensors=frozenset(tensors),
-    )
-    architecture, form = _family(header)
-    tokenizer, config = _describe(header, architecture, form, tensors)
-    spec = parse_model_spec(config, {}, source=str(source))
-    names = _match(spec, form, tensors, str(source))
+    tensors, form, tokenizer, config, spec, names = judged or _judge(source)
 
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
@@ -95,13 +89,28 @@ def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
     return True
 
 
+def _judge(
+    source: Path,
+) -> tuple[dict[str, Any], GgufFormat, Tokenizer, dict[str, Any], ModelSpec, dict[str, str]]:
+    """Tensors, format, tokenizer, config.json, its model, and the GGUF name of each of its tensors.
+
+    Raises WeightsError when the file's header describes no model that can be imported.
+    """
+    reader = _open(source)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    header = GgufHeader(
+        source=str(source),
+        metadata={name: field.contents() for name, field in reader.fields.items()},
+        tensors=frozenset(tensors),
+    )
+    architecture, form = _family(header)
+    tokenizer, config = _describe(header, architecture, form, tensors)
+    spec = parse_model_spec(config, {}, source=str(source))
+    return tensors, form, tokenizer, config, spec, _match(spec, form, tensors, str(source))
+
+
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _is_done(out: Path, marker: Mapping[str, Any]) -> bool:
@@ -147,10 +156,6 @@ def _replace(partial: Path, out: Path, marker: Mapping[str, Any]) -> None:
 
 
 def _open(source: Path) -> Any:
-    with source.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise WeightsError(f"{source} is not a GGUF file: it starts with {magic!r}, expected b'GGUF'")
     try:
         return gguf.GGUFReader(source)
     except (ValueError, IndexError, KeyError, OverflowError, TypeError, UnicodeDecodeError, struct.error) as e:

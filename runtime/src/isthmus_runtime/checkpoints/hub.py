@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..errors import WeightsError
 from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place
+from .names import choose_files
+from .provenance import record_files
+
+_COMMIT = re.compile(r"^[0-9a-f]{40}$|^[0-9a-f]{64}$")
+_AT_ONCE = 8
+"""Files that are downloaded beside each other."""
 
 
 def fetch(
@@ -19,13 +27,13 @@ def fetch(
     tokenizer_only: bool = False,
     resume_as: str = "",
 ) -> None:
-    """Download `repo` at `revision` into `out`, which appears whole or not at all.
+    """Download `repo` at the commit that `revision` is now into `out`, which appears whole or not at all.
 
     `token`: access token; empty: what the environment offers (HF_TOKEN). `resume_as`: see `in_place`; the client goes
-    on in the middle of a file. Raises WeightsError when the hub cannot be
-    reached, has no such model or revision, or the model is of no supported kind.
+    on in the middle of a file. Raises WeightsError when the hub cannot be reached, has no such model or revision, lists
+    names that could be written elsewhere, or the model is of no supported kind.
     """
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -36,11 +44,26 @@ def fetch(
     )
     from requests.exceptions import RequestException
 
+    source = f"hf://{repo}"
+    patterns = TOKENIZER_FILES if tokenizer_only else MODEL_FILES
+
     def download(folder: Path) -> None:
         progress(f"downloading {repo} at {revision}")
-        patterns = list(TOKENIZER_FILES if tokenizer_only else MODEL_FILES)
         try:
-            snapshot_download(repo, revision=revision, local_dir=folder, allow_patterns=patterns, token=token or None)
+            listing = HfApi().model_info(repo, revision=revision, files_metadata=True, token=token or None)
+            commit = listing.sha or ""
+            if not _COMMIT.match(commit):
+                raise WeightsError(f"{source}: the hub gave {commit!r} for revision {revision!r}, which is no commit")
+            files = listing.siblings or []
+            names = choose_files([file.rfilename for file in files], patterns, source=source)
+
+            def one(name: str) -> None:
+                # Each by its name, not as a snapshot: that would ask for the listing again, and believe it.
+                hf_hub_download(repo, name, revision=commit, local_dir=folder, token=token or None)
+
+            with ThreadPoolExecutor(_AT_ONCE, "download") as pool:
+                for done in [pool.submit(one, name) for name in names]:
+                    done.result()
         except GatedRepoError as e:
             raise WeightsError(f"{repo} needs its licence accepted on the hub, and an access token: {e}") from e
         except RevisionNotFoundError as e:
@@ -55,5 +78,11 @@ def fetch(
                 "Check the network or HF_ENDPOINT, or copy the model here and name its directory"
             ) from e
         shutil.rmtree(folder / ".cache", ignore_errors=True)
+        for path in folder.iterdir():
+            if path.name not in names:
+                # Of an earlier try, when the revision was another commit.
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        expected = {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
+        record_files(folder, source, revision=revision, commit=commit, expected=expected)
 
     in_place(out, progress, download, weights=not tokenizer_only, resume_as=resume_as)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import fnmatch
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from ..errors import WeightsError
 from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place
+from .names import choose_files
+from .provenance import record_files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +77,14 @@ def fetch_s3(
                 client.download_file(bucket, prefix + name, str(folder / name))
         except (Boto3Error, BotoCoreError, ClientError) as e:
             raise WeightsError(f"{uri}: {type(e).__name__}: {e}") from e
+        record_files(folder, uri)
 
     in_place(out, progress, download, weights=not tokenizer_only, resume_as=resume_as)
 
 
 def _sizes(client: Any, bucket: str, prefix: str, patterns: tuple[str, ...]) -> dict[str, int]:
-    """Name -> bytes of the wanted files directly in the folder. Names with a path in them are left out, so none
-    leaves it."""
+    """Name -> bytes of the wanted files directly in the folder."""
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, Delimiter="/")
     listed = {str(item["Key"])[len(prefix) :]: int(item["Size"]) for page in pages for item in page.get("Contents", ())}
-    plain = sorted(name for name in listed if name and PurePosixPath(name).name == name)
-    return {name: listed[name] for name in plain if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)}
+    listed.pop("", None)  # the folder itself, as some tools store it
+    return {name: listed[name] for name in choose_files(list(listed), patterns, source=f"s3://{bucket}/{prefix}")}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from io import FileIO
+from math import prod
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -18,11 +19,24 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import WeightsError
+from ..models.base import Shapes
 from ..models.config_reader import read_json
+from .quantized import Scheme, Stored
 
 _LOG = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
-_DTYPES = MappingProxyType({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16})
+_DTYPES = MappingProxyType(
+    {
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+        # Of quantised weights.
+        "F8_E4M3": torch.float8_e4m3fn,
+        "F8_E5M2": torch.float8_e5m2,
+        "I32": torch.int32,
+        "U8": torch.uint8,
+    }
+)
 # Derived from config.json, and stored by old exporters all the same.
 _DERIVED = "rotary_emb.inv_freq"
 _MAX_LISTED = 8
@@ -40,11 +54,26 @@ class _Entry:
     """Byte offset in the file."""
 
 
+def _parts(scheme: Scheme, expected: Shapes, found: Shapes) -> dict[str, dict[str, Stored]]:
+    parts = {name: scheme.parts(name, shape, found) for name, shape in expected.items()}
+    return {name: held for name, held in parts.items() if held is not None}
+
+
 class Checkpoint:
     """The tensors of a model directory. A context manager: files are closed on leaving it."""
 
-    def __init__(self, directory: str | Path, expected: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        expected: Shapes,
+        *,
+        scheme: Scheme | None = None,
+        unused: tuple[str, ...] = (),
+    ) -> None:
         """Open `directory` and check that it holds `expected` (name to shape), readable and nothing else.
+
+        Quantised weights may stand in the stead of weights as `scheme` says. Tensors whose names begin with one of
+        `unused` may be there, too.
 
         Raises WeightsError with every problem: file, tensor, expected and found.
         """
@@ -53,7 +82,13 @@ class Checkpoint:
         self._entries: dict[str, _Entry] = {}
         try:
             self._open()
-            self._check(expected)
+            found = {name: entry.shape for name, entry in self._entries.items()}
+            self.parts = {} if scheme is None else _parts(scheme, expected, found)
+            """Of each quantised weight, what stands for it."""
+            stored = {name: Stored(shape) for name, shape in expected.items() if name not in self.parts}
+            for parts in self.parts.values():
+                stored |= parts
+            self._check(stored, unused, scheme.ignored if scheme is not None else ())
         except BaseException:
             self._stack.close()
             raise
@@ -84,8 +119,12 @@ class Checkpoint:
         return joined.float() if joined.dtype == torch.float16 else joined
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """As it is stored; a single number counts as a vector of one."""
+        return self._entries[name].shape or (1,)
+
+    def nbytes(self, name: str) -> int:
         """As it is stored."""
-        return self._entries[name].shape
+        return prod(self.shape(name)) * self.dtype(name).itemsize
 
     def dtype(self, name: str) -> torch.dtype:
         """As it is stored."""
@@ -157,10 +196,10 @@ class Checkpoint:
             )
         return files
 
-    def _check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+    def _check(self, expected: Mapping[str, Stored], unused: tuple[str, ...], ignored: tuple[str, ...]) -> None:
         problems: list[str] = []
-        for name, shape in expected.items():
-            entry = self._entries.get(name)
+        for name, stored in expected.items():
+            entry, shape = self._entries.get(name), stored.shape
             if entry is None:
                 problems.append(f"{self._folder}: tensor {name} {list(shape)} is missing")
                 continue
@@ -168,10 +207,11 @@ class Checkpoint:
                 problems.append(
                     f"{entry.path}: tensor {name} has shape {list(entry.shape)}, config.json asks for {list(shape)}"
                 )
-            if entry.dtype not in _DTYPES:
-                problems.append(f"{entry.path}: tensor {name} has dtype {entry.dtype}; supported: {', '.join(_DTYPES)}")
+            if entry.dtype not in stored.dtypes:
+                known = ", ".join(stored.dtypes)
+                problems.append(f"{entry.path}: tensor {name} has dtype {entry.dtype}; supported: {known}")
         for name in sorted(self._entries.keys() - expected.keys()):
-            if name.endswith(_DERIVED):
+            if name.endswith((_DERIVED, *ignored)) or name.startswith(unused):
                 continue
             if name == "lm_head.weight":
                 # Tied embeddings that were saved twice.

@@ -1,4 +1,4 @@
-"""`isthmus-runtime model import | fetch`: puts a model directory in place before anything serves it."""
+"""`isthmus-runtime model import | fetch | verify`: puts a model directory in place before anything serves it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ def build_model_parser() -> argparse.ArgumentParser:
     two.add_argument("--resume-as", default="", help=f"{own}: a failed or killed try's files are kept and resumed")
     two.add_argument("--deadline", type=parse_duration, default=None, help="give up after this long, e.g. 30m")
     two.add_argument("--tokenizer-only", action="store_true", help="leave out the weights, as a router needs none")
+    three = commands.add_parser("verify", help="compare every byte of a fetched model with what was downloaded")
+    three.add_argument("directory", help="a folder that `model fetch` wrote")
     return p
 
 
@@ -43,6 +45,14 @@ def model_main(argv: Sequence[str]) -> int:
             from ..checkpoints.gguf import import_gguf
 
             import_gguf(Path(args.file), Path(args.out), _progress)
+        elif args.command == "verify":
+            from ..checkpoints.provenance import SOURCE_FILE, verify_files
+
+            if not verify_files(Path(args.directory), every_byte=True):
+                raise WeightsError(
+                    f"{args.directory} has no {SOURCE_FILE}: it was not fetched, or before files were recorded"
+                )
+            _progress(f"{args.directory} is what was downloaded")
         else:
             with _deadline(args.deadline, keeps=bool(args.resume_as)):
                 _fetch(args)

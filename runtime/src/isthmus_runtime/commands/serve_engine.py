@@ -13,14 +13,18 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
+from pathlib import Path
 from typing import NoReturn
 
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from ..checkpoints.provenance import pinned_revision, verify_files
 from ..config import EngineConfig, Role
+from ..credentials import Credentials, peer_credentials
 from ..engine.backend import EngineBackend, Streams
 from ..engine.kv_events import KvEventFeed
 from ..engine.loop import STEPS_IN_FLIGHT, EngineLoop
@@ -40,7 +44,10 @@ from ..openai.tokenizer import Tokenizer
 from ..protocol import KV_ABI, EngineInfo, KvInfo, TransferInfo
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
+from ..serving.limits import limits_of
 from ..serving.server import check_port, run_app
+from ..structured.checker import Checker
+from ..structured.grammars import Grammars
 from ..transfer.sockets import probe_accepted
 
 log = logging.getLogger(__name__)
@@ -69,6 +76,7 @@ def serve_engine(config: EngineConfig) -> NoReturn:
     """Run one engine until SIGTERM, then end the process. Raises ConfigError when its model or pool cannot be made."""
     started = time.monotonic()
     check_port(config.server.host, config.server.port)
+    verify_files(Path(config.model.path))
     tokenizer = Tokenizer.load(config.model.path) if config.role is Role.UNIFIED else None
     loaded = _load_fake(config) if config.executor == "fake" else _load_torch(config)
     kv = loaded.plan
@@ -130,7 +138,7 @@ def _load_torch(config: EngineConfig) -> _Loaded:
         head_dim=model.spec.head_dim,
         num_layers=model.spec.num_layers,
         layout=config.kv.layout,
-        details=[repr(spec) for spec in specs],
+        details=[*(repr(spec) for spec in specs), *model.kv_variants],
     )
     executor = TorchExecutor(model, kv, config.scheduler, config.kv)
     return _Loaded(
@@ -175,9 +183,11 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         recompute=config.transfer.on_failure == "recompute",
     )
     streams = Streams(asyncio.get_running_loop())
-    mover = _Mover.start(config, loaded)
+    credentials = peer_credentials(config.server.peer_credentials, config.server.host)
+    mover = _Mover.start(config, loaded, credentials)
     engine = EngineLoop(scheduler, loaded.executor, streams.sink, handoff=mover.handoff)
-    backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size)
+    grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
+    backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size, grammars=grammars)
     in_flight = InFlight()
     meters = EngineMeters(CollectorRegistry(), model_name)
     meters.engine.set_cache_config(block_size=str(kv.block_size), num_gpu_blocks=str(kv.num_blocks))
@@ -189,6 +199,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         max_model_len=kv.max_model_len,
         layout_digest=loaded.digest,
     )
+    revision = pinned_revision(Path(config.model.path))
     fingerprint = sha256(f"{loaded.digest}:{KV_ABI}".encode()).hexdigest()[:16]
 
     def info() -> EngineInfo:
@@ -205,6 +216,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             waiting=stats.waiting + stats.receiving,
             draining=in_flight.leaving,
             vocab_size=loaded.vocab_size,
+            model_revision=revision,
         )
 
     server = EngineServer(
@@ -215,18 +227,23 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         no_progress_timeout_s=config.server.no_progress_timeout_s,
         clock=time.monotonic,
         kv_events=feed,
+        credentials=credentials,
     )
     app = make_app(
-        f"Isthmus {config.role.value} engine", bodies=BODIES if tokenizer is None else BODIES + OPENAI_BODIES
+        f"Isthmus {config.role.value} engine",
+        bodies=BODIES if tokenizer is None else BODIES + OPENAI_BODIES,
+        credentials=credentials,
     )
+    checker = Checker(config.model.path)
     if tokenizer is not None:
         add_openai_routes(
             app,
             backend,
             tokenizer,
-            ApiConfig(served_names=config.model.served_names),
+            ApiConfig(served_names=config.model.served_names, chat=config.chat),
             in_flight=in_flight,
             metrics=meters.requests,
+            grammars=checker,
         )
     server.add_routes(app)
     add_pages(app)
@@ -250,14 +267,20 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             drain_timeout_s=config.server.drain_timeout_s,
             lame_duck_s=_LAME_DUCK_S,
             in_flight=in_flight,
+            limits=limits_of(config.server),
             before_close=end,
             on_started=on_started,
         )
     finally:
+        await checker.close()
         loaded.executor.close()
     if engine.failure:
         raise EngineFailed(engine.failure)
     return 0
+
+
+def _grammars(model: str, vocab_size: int) -> Grammars:
+    return Grammars.load(model, eos_token_ids=Tokenizer.load(model).eos_token_ids, vocab_size=vocab_size)
 
 
 class _Mover:
@@ -268,7 +291,7 @@ class _Mover:
         self.handoff = handoff
 
     @staticmethod
-    def start(config: EngineConfig, loaded: _Loaded) -> _Mover:
+    def start(config: EngineConfig, loaded: _Loaded, credentials: Credentials | None) -> _Mover:
         """Register the pool with the transport, measure it, and offer the agent to the loop."""
         if config.transfer.mode == "none":
             return _Mover(TransferInfo(epoch=uuid.uuid4().hex))
@@ -277,11 +300,8 @@ class _Mover:
 
         memory = replace(loaded.executor.kv_region(), layout_digest=loaded.digest)
         settings = config.transfer
-        if settings.mode == "store":
-            # The pool can return other bytes than were stored (docs/adr/0007).
-            settings = replace(settings, verify_crc=True)
         epoch = uuid.uuid4().hex
-        transfer = make_transfer(settings, epoch=epoch)
+        transfer = make_transfer(settings, epoch=epoch, credentials=credentials)
         transfer.prepare(memory, PREPARE_TIMEOUT_S)
         effective = transfer.effective()
         log.info("KV transfer: %s over %s, %.2f GB/s", config.transfer.mode, effective.transport, effective.gbps)

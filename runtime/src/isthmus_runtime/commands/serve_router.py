@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import gc
 import logging
+from pathlib import Path
 
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from ..checkpoints.provenance import verify_files
 from ..config import RouterConfig
+from ..credentials import peer_credentials
 from ..metrics import RequestMetrics
 from ..openai.app import BODIES, ApiConfig, add_openai_routes, read_api_key
 from ..openai.tokenizer import Tokenizer
 from ..router.app import make_router
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
+from ..serving.limits import limits_of
 from ..serving.server import run_app
+from ..structured.checker import Checker
 from ..transfer.sockets import probe_accepted
 
 log = logging.getLogger(__name__)
@@ -29,6 +34,7 @@ _LAME_DUCK_S = 3.0
 
 def serve_router(config: RouterConfig) -> int:
     """Run one router until SIGTERM. Raises ConfigError when it cannot start."""
+    verify_files(Path(config.model.path))
     tokenizer = Tokenizer.load(config.model.path)
     api_key = read_api_key(config.api_key_file)
     # What is there now stays, and a request leaves hardly a cycle behind: the collector need not look that often.
@@ -39,16 +45,30 @@ def serve_router(config: RouterConfig) -> int:
 
 async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> int:
     in_flight, registry = InFlight(), CollectorRegistry()
-    router = make_router(config, registry, in_flight)
+    credentials = peer_credentials(config.server.peer_credentials, config.server.host)
+    router = make_router(config, registry, in_flight, credentials=credentials)
     metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_", vllm_names=False)
-    app = make_app("Isthmus router", bodies=BODIES, lifespan=router.lifespan, cors_origins=config.cors_origins)
+    app = make_app(
+        "Isthmus router",
+        bodies=BODIES,
+        lifespan=router.lifespan,
+        cors_origins=config.cors_origins,
+        credentials=credentials,
+    )
+    grammars = Checker(config.model.path)
     add_openai_routes(
         app,
         router.backend,
         tokenizer,
-        ApiConfig(served_names=config.model.served_names, request_timeout_s=config.request_timeout_s, api_key=api_key),
+        ApiConfig(
+            served_names=config.model.served_names,
+            chat=config.chat,
+            request_timeout_s=config.request_timeout_s,
+            api_key=api_key,
+        ),
         in_flight=in_flight,
         metrics=metrics,
+        grammars=grammars,
     )
     router.add_routes(app)
     add_pages(app)
@@ -57,13 +77,17 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> in
         probe_accepted()
         log.info("router listens on %s:%d", config.server.host, port)
 
-    await run_app(
-        app,
-        host=config.server.host,
-        port=config.server.port,
-        drain_timeout_s=config.server.drain_timeout_s,
-        lame_duck_s=_LAME_DUCK_S,
-        in_flight=in_flight,
-        on_started=started,
-    )
+    try:
+        await run_app(
+            app,
+            host=config.server.host,
+            port=config.server.port,
+            drain_timeout_s=config.server.drain_timeout_s,
+            lame_duck_s=_LAME_DUCK_S,
+            in_flight=in_flight,
+            limits=limits_of(config.server),
+            on_started=started,
+        )
+    finally:
+        await grammars.close()
     return 0

@@ -36,6 +36,8 @@ class Admission:
         for seq in list(queues.ready):
             if seq.phase is not Phase.READY:
                 continue  # preempted while an older arrival made room
+            if not draft.may_draw(seq):
+                continue
             if draft.budget == 0 or not queues.rows:
                 return False
             if self.free() < self._blocks.missing(seq, seq.known):
@@ -58,6 +60,8 @@ class Admission:
                 continue
             if seq.unseen:
                 # Preempted while a sample is in flight: its tokens are not all known yet.
+                continue
+            if not seq.receives and not draft.may_draw(seq):
                 continue
             if not (self._admit_receiver(seq, draft) if seq.receives else self._admit_local(seq, draft)):
                 return

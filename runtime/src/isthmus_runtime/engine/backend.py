@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from ..errors import InvalidRequest
 from ..interfaces.backend import Backend
 from ..protocol import PrefillAnswer, PrefillCall, Ticket
-from ..request import GenerateRequest, TokenChunk
+from ..request import GenerateRequest, Structure, TokenChunk
+from ..structured.grammars import Grammars, Guide
 from .loop import EngineLoop, Reply
 
 
@@ -46,9 +47,20 @@ class Streams:
 class EngineBackend(Backend):
     """Serves requests by the engine in this process."""
 
-    def __init__(self, engine: EngineLoop, streams: Streams, *, vocab_size: int = 0) -> None:
-        """`vocab_size`: prompts with other ids are refused; one would break the executor for everybody. 0: unknown."""
+    def __init__(
+        self,
+        engine: EngineLoop,
+        streams: Streams,
+        *,
+        vocab_size: int = 0,
+        grammars: Callable[[], Grammars] | None = None,
+    ) -> None:
+        """`vocab_size`: prompts with other ids are refused; one would break the executor for everybody. 0: unknown.
+
+        `grammars` reads the tokenizer at the first request that is structured; None: there is none to read.
+        """
         self.engine = engine
+        self._grammars = grammars
         self._streams = streams
         self._vocab_size = vocab_size
 
@@ -81,13 +93,19 @@ class EngineBackend(Backend):
         Raises the RequestError that ends the request when nothing was yielded before it.
         """
         self._check_ids(request.prompt_token_ids)
+        constraint = await self._constraint(request)
         name = attempt or local_attempt
         sid = name or request.request_id
         queue = self._claim(sid)
         ended = first = False
         try:
             self.engine.generate(
-                request, attempt=attempt, local_attempt=local_attempt, peer_url=peer_url, peer_epoch=peer_epoch
+                request,
+                attempt=attempt,
+                local_attempt=local_attempt,
+                peer_url=peer_url,
+                peer_epoch=peer_epoch,
+                constraint=constraint,
             )
             while not ended:
                 reply = await queue.get()
@@ -106,10 +124,11 @@ class EngineBackend(Backend):
     async def prefill(self, call: PrefillCall) -> PrefillAnswer:
         """Compute and send one prompt. Raises the RequestError that ended it; cancellation aborts it."""
         self._check_ids(call.request.prompt_token_ids)
+        constraint = await self._constraint(call.request.to_request())
         queue = self._claim(call.attempt)
         ended = False
         try:
-            self.engine.prefill(call)
+            self.engine.prefill(call, constraint)
             reply = await queue.get()
             ended = True
             if isinstance(reply, PrefillAnswer):
@@ -121,6 +140,14 @@ class EngineBackend(Backend):
             if not ended:
                 request_id = call.request.request_id
                 self.engine.abort(request_id, call.attempt, "the router closed the prefill call", answer=False)
+
+    async def _constraint(self, request: GenerateRequest) -> Guide | None:
+        if request.structure is None:
+            return None
+        if self._grammars is None:
+            raise InvalidRequest("structure: this engine has no tokenizer to build masks with", param="structure")
+        # The API layer has seen it compiled within its limits; it is still more than the event loop has time for.
+        return await asyncio.to_thread(_guide, self._grammars, request.structure)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         low, high = min(ids, default=0), max(ids, default=0)
@@ -135,3 +162,7 @@ class EngineBackend(Backend):
         if self._streams.busy(sid):
             raise InvalidRequest(f"request id {sid!r} is already in progress; use a new one", param="request_id")
         return self._streams.open(sid)
+
+
+def _guide(grammars: Callable[[], Grammars], structure: Structure) -> Guide:
+    return grammars().guide(structure)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from ..interfaces.steps import Chunk, RowBlocks, RowMask, RowStart, StepPlan
+from ..errors import RequestError
+from ..interfaces.steps import Chunk, Later, RowBlocks, RowMask, RowStart, StepPlan
 from ..kv.pool import BlockPool
 from .sequence import Effect, Phase, Sequence
 
@@ -27,16 +28,37 @@ class StepDraft:
     effects: list[Effect] = field(default_factory=list)
     stuck: list[Sequence] = field(default_factory=list)
     """Requests that can never grow."""
+    failed: list[tuple[Sequence, RequestError]] = field(default_factory=list)
+    """Requests whose constraint has failed."""
+    _allowed: dict[str, bytes | None] = field(default_factory=dict)
+    """What `may_draw` was told, for `add`."""
+
+    def may_draw(self, seq: Sequence) -> bool:
+        """Whether the mask of the request's next token, if it needs one, is known. False: it cannot go on now."""
+        if seq.constraint is None or seq.sid in self._allowed:
+            return True
+        try:
+            allowed = seq.constraint.allowed(seq.tokens[seq.prompt_len :])
+        except RequestError as error:
+            self.failed.append((seq, error))
+            return False
+        if isinstance(allowed, Later):
+            return False
+        self._allowed[seq.sid] = allowed
+        return True
 
     def add(self, seq: Sequence, count: int) -> None:
-        """Plan the next `count` tokens of the request, which has a row and the blocks for them."""
+        """Plan the next `count` tokens of the request, which has a row and the blocks for them.
+
+        `may_draw` was asked if the request has a constraint.
+        """
         start = seq.scheduled
         seq.scheduled = end = start + count
         if end < len(seq.tokens) + seq.unseen:
             self.work.append((seq, seq.run, Chunk(seq.row, start, count, 0)))
         else:
             if seq.constraint is not None:
-                allowed = seq.constraint.allowed(seq.tokens[seq.prompt_len :])
+                allowed = self._allowed[seq.sid]
                 if allowed is not None:
                     self.masks.append(RowMask(seq.row, (allowed,)))
             # One per row and step: without the class's own `__new__` it costs half.
@@ -55,6 +77,7 @@ class StepDraft:
             [mask for mask in self.masks if mask.row in rows],
             self.effects,
             self.stuck,
+            self.failed,
         )
 
 

@@ -27,10 +27,11 @@ from ..interfaces.handoff import (
     SendJob,
     Sent,
 )
-from ..interfaces.steps import Executor, StepOutput
+from ..interfaces.steps import Constraint, Executor, StepOutput
 from ..kv.pool import PoolCounts
 from ..protocol import CommitCall, PrefillAnswer, PrefillCall, Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
+from .masks import MaskThread
 from .scheduler import Scheduler
 from .sequence import CancelAttempt, Effect, Emit, FinishSend, Kind, OpenReceive, SchedulerStats, SendBlocks
 
@@ -71,6 +72,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[float], list[Effect]] | None] = queue.SimpleQueue()
         self._in_flight: deque[Future[StepOutput]] = deque()
         self._handoff = None if handoff is None else handoff(self._on_handoff)
+        self._masks = MaskThread(lambda: self._inbox.put(lambda now: []))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
         self._wake = True
@@ -87,7 +89,8 @@ class EngineLoop:
     # ---------------------------------------------------------------------------------------- commands, any thread
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the threads."""
+        self._masks.start()
         self._thread.start()
 
     def generate(
@@ -98,26 +101,37 @@ class EngineLoop:
         local_attempt: str = "",
         peer_url: str = "",
         peer_epoch: str = "",
+        constraint: Constraint | None = None,
     ) -> None:
         """Run a request; with an attempt, its KV comes from a peer. A refusal arrives as the last chunk."""
+        beside = self._beside(constraint)
         kind = Kind.RECEIVE if attempt else Kind.LOCAL
         name = attempt or local_attempt
 
         def command(now: float) -> list[Effect]:
-            self.scheduler.add(request, now, kind=kind, attempt=name, peer_url=peer_url, peer_epoch=peer_epoch)
+            self.scheduler.add(
+                request,
+                now,
+                kind=kind,
+                attempt=name,
+                peer_url=peer_url,
+                peer_epoch=peer_epoch,
+                constraint=beside,
+            )
             return []
 
         self._add(name or request.request_id, name, command)
 
-    def prefill(self, call: PrefillCall) -> None:
+    def prefill(self, call: PrefillCall, constraint: Constraint | None = None) -> None:
         """Compute a prompt and send its KV as the ticket says; the reply is a PrefillAnswer or an ending chunk."""
+        beside = self._beside(constraint)
         request = call.request.to_request()
 
         def command(now: float) -> list[Effect]:
             if self._handoff is None:
                 raise InvalidRequest("this engine has no KV transfer; start it with --transfer-mode direct or store")
             skip = call.ticket.skip_blocks
-            self.scheduler.add(request, now, kind=Kind.SEND, attempt=call.attempt, skip_blocks=skip)
+            self.scheduler.add(request, now, kind=Kind.SEND, attempt=call.attempt, skip_blocks=skip, constraint=beside)
             self.scheduler.handoffs.open_send(call.attempt)
             job = SendJob(
                 request_id=request.request_id,
@@ -180,6 +194,7 @@ class EngineLoop:
         self._inbox.put(None)
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+        self._masks.stop(timeout_s)
         if self._handoff is not None:
             self._handoff.close()
 
@@ -194,6 +209,9 @@ class EngineLoop:
     def stalled_s(self) -> float:
         """Seconds with work and no progress; 0 when idle."""
         return self._clock() - self.last_progress_s if self.scheduler.has_work else 0.0
+
+    def _beside(self, constraint: Constraint | None) -> Constraint | None:
+        return None if constraint is None else self._masks.beside(constraint)
 
     def _add(self, sid: str, attempt: str, add: Callable[[float], list[Effect]]) -> None:
         def command(now: float) -> list[Effect]:
@@ -325,8 +343,11 @@ class EngineLoop:
                         transfer_s=max(0.0, now - seq.prompt_done_s),
                     )
                     self._sink([(attempt, answer)])
-            case Failed(attempt=attempt, stage=stage, reason=reason):
-                self.transfer_failures[stage] += 1
+            case Failed(attempt=attempt, stage=stage, reason=reason, given_up=given_up):
+                if given_up and attempt not in self.scheduler.queues.live:
+                    # The answer to a request that ended here: neither a failure nor late.
+                    return []
+                self.transfer_failures[stage] += not given_up
                 log.info("KV of attempt %s did not move (%s): %s", attempt, stage, reason)
                 error = TransferFailed(reason, stage=stage, attempt=attempt)
                 return self.scheduler.transfer_failed(attempt, error)

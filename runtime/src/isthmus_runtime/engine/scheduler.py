@@ -105,13 +105,15 @@ class Scheduler:
         return sid
 
     def abort(self, request_id: str, attempt: str, reason: str) -> list[Effect]:
-        """End an attempt, or with an empty `attempt` the request, in any phase. Unknown ids are counted and ignored."""
+        """End an attempt, or with an empty `attempt` the request, in any phase.
+
+        Unknown ids are ignored: a request may have ended by itself, or with its connection, before the router's word.
+        """
         if attempt:
             named = self.queues.live.get(attempt)
             found = [] if named is None else [named]
         else:
             found = [s for s in self.live() if s.request.request_id == request_id]
-        self._unknown += not found
         effects: list[Effect] = []
         for seq in found:
             effects += self._completion.end(seq, FinishReason.ABORT, Cancelled(reason))
@@ -172,6 +174,8 @@ class Scheduler:
                 f"({self.pool.counts().quarantined} quarantined); retry when the peer is back"
             )
             draft.effects += self._completion.end(seq, FinishReason.ERROR, EngineFailed(message))
+        for seq, error in draft.failed:
+            draft.effects += self._completion.end(seq, FinishReason.ERROR, error)
         left = self._preemption.count > preempted or draft.stuck
         return draft.without_left() if left else draft
 
@@ -185,8 +189,8 @@ class Scheduler:
                 count = budget
             if count <= 0 or known >= seq.end_len or seq.phase is not running:
                 continue
-            if seq.unseen and seq.constraint is not None:
-                continue  # what it may draw next depends on a token that nobody has seen yet
+            if seq.constraint is not None and (seq.unseen or not draft.may_draw(seq)):
+                continue  # what it may draw next depends on a token that nobody has seen yet, or is not known yet
             upto = seq.scheduled + count
             if (upto > seq.room or seq.promised) and not self._give_room(seq, upto, draft):
                 continue

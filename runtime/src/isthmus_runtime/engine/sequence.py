@@ -173,4 +173,4 @@ class SchedulerStats:
     recomputes: int
     """Requests whose KV did not arrive and that computed their prompt again."""
     unknown_events: int
-    """Late or duplicate handoff events and aborts that named no live request."""
+    """Late or duplicate handoff events."""

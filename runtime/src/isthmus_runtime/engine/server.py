@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from ..credentials import Credentials
 from ..errors import RequestError
 from ..metrics import CONTENT_TYPE, EngineMetrics, RequestMetrics, TransferMetrics, render
 from ..protocol import (
@@ -93,8 +94,11 @@ class EngineServer:
         no_progress_timeout_s: float,
         clock: Callable[[], float],
         kv_events: KvEventFeed | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
-        """`kv_events` None: there is no prefix cache, so the route is not added."""
+        """`kv_events` None: there is no prefix cache, so the route is not added. `credentials`: without usable ones
+        it is not ready."""
+        self._credentials = credentials
         self._backend = backend
         self._info = info
         self._meters = meters
@@ -160,7 +164,8 @@ class EngineServer:
     async def ready(self) -> Response:
         """200 when new requests are welcome."""
         info = self._info()
-        reason = "draining" if self._in_flight.leaving else self.unhealthy() or info.transfer.reason
+        unknown = "" if self._credentials is None else self._credentials.problem()
+        reason = "draining" if self._in_flight.leaving else self.unhealthy() or unknown or info.transfer.reason
         return JSONResponse({"ready": not reason, "reason": reason}, 503 if reason else 200)
 
     async def info(self) -> Response:

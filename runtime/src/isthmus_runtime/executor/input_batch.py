@@ -7,8 +7,9 @@ whatever the number of requests, into the staging slot of that step; every buffe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,8 @@ class Draws:
     """The same on the device."""
     wanted: Ints
     """How many alternatives each of them wants."""
+    masks: tuple[tuple[int, bytes], ...]
+    """Rows that may not draw every id, and their masks (`interfaces.steps.RowMask`), on the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +134,9 @@ class InputBatch:
         assert num_tokens == plan.num_tokens <= self._max_tokens, (plan.step, num_tokens, plan.num_tokens)
         longest = int((columns[1] + columns[2]).max())
         assert longest <= self._max_len, (plan.step, longest, self._max_len)
-        return self._describe(columns, slot, starts)
+        masks = {mask.row: mask.allowed for mask in plan.masks}
+        assert all(len(allowed) == 1 for allowed in masks.values()), "drafts are not in this executor"
+        return self._describe(columns, slot, starts, masks={row: allowed[0] for row, allowed in masks.items()})
 
     def dummies(self, size: int, slot: StagingSlot, *, prompts: bool = False) -> StepInputs:
         """A step of dummies alone, to capture a graph with: `size` rows, or with `prompts` as many tokens."""
@@ -146,6 +151,7 @@ class InputBatch:
         *,
         size: int = 0,
         prompts: bool = False,
+        masks: Mapping[int, bytes] = MappingProxyType({}),
     ) -> StepInputs:
         rows, begins, counts, draws = columns
         ends = begins + counts
@@ -192,7 +198,7 @@ class InputBatch:
         lengths, lengths_there = pack.take(num_rows, torch.int32)
         lengths[: len(rows)] = ends
         lengths[len(rows) :] = 1 if decode else 0
-        drawn = self._draws(rows, ends, last, draws, num_rows if decode else 0)
+        drawn = self._draws(rows, ends, last, draws, masks, num_rows if decode else 0)
         width = int(ends.max(initial=1))
         tables = [self._table(number, rows, width, num_rows) for number in range(len(self._tables))]
         forward = ForwardBatch(
@@ -234,7 +240,9 @@ class InputBatch:
         table = self._step_tables[number][:num_rows]
         return table, table[:, :width], there.view(num_rows, width)
 
-    def _draws(self, rows: Longs, ends: Longs, last: Longs, draws: Longs, size: int) -> Draws | None:
+    def _draws(
+        self, rows: Longs, ends: Longs, last: Longs, draws: Longs, masks: Mapping[int, bytes], size: int
+    ) -> Draws | None:
         drawing = np.flatnonzero(draws)
         count = len(drawing)
         if not count and not (size and not len(rows)):
@@ -242,8 +250,9 @@ class InputBatch:
         draw_rows, at = rows[drawing], ends[drawing]
         parameters, wanted = self._parameters.of(draw_rows)
         asking = np.flatnonzero(wanted >= 0)
+        masked = tuple((i, masks[row]) for i, row in enumerate(draw_rows.tolist()) if row in masks) if masks else ()
         # A graph draws for all its rows, without parameters.
-        graph = size if count == len(rows) and not parameters and not len(asking) else 0
+        graph = size if count == len(rows) and not parameters and not len(asking) and not masked else 0
         width = graph or count
         logit_rows, logit_rows_there = self._packer.take(width, torch.int64)
         logit_rows[:count] = (last - 1)[drawing]
@@ -269,6 +278,7 @@ class InputBatch:
             asking=asking,
             asking_rows=asking_rows,
             wanted=wanted[asking],
+            masks=masked,
         )
 
     def _start(self, row: RowStart, slot: StagingSlot) -> tuple[Tensor, Tensor]:

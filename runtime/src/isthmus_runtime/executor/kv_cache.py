@@ -20,6 +20,13 @@ _ALIGN = 64
 LAYOUTS = ("block-major", "layer-major")
 
 
+def _page(spec: LayerSpec) -> tuple[int, ...]:
+    if spec.width is not None:
+        return (1, spec.block_size, 1, spec.width)
+    assert spec.kv_heads is not None and spec.head_dim is not None
+    return (2, spec.block_size, spec.kv_heads, spec.head_dim)
+
+
 class KvCache:
     """Keys and values of all layers, in blocks.
 
@@ -31,7 +38,8 @@ class KvCache:
     The pool is zero, hence finite, until it is written.
 
     Attributes:
-        layers: per model layer, its group and its view `[num_blocks, 2, block_size, Hk, D]`.
+        layers: per model layer, its group and its view `[num_blocks, 2, block_size, Hk, D]`; of latent attention
+            `[num_blocks, 1, block_size, 1, W]`, one row a token.
     """
 
     def __init__(
@@ -54,8 +62,7 @@ class KvCache:
         for place in rank.placements:
             spec = specs[place.spec]
             assert KV_NAMES[dtype] == spec.dtype, (dtype, spec)
-            assert spec.kv_heads is not None and spec.head_dim is not None
-            page = (2, spec.block_size, spec.kv_heads, spec.head_dim)
+            page = _page(spec)
             view = (
                 self._block_major(place.offset, page)
                 if layout == "block-major"
@@ -66,17 +73,17 @@ class KvCache:
         self._digest = hashlib.sha256(repr((layout, dtype, self.block_bytes, specs, rank)).encode()).hexdigest()[:16]
 
     def _block_major(self, offset: int, page: tuple[int, ...]) -> Tensor:
-        two, size, heads, dim = page
+        parts, size, heads, dim = page
         strides = (self.block_stride // self.dtype.itemsize, size * heads * dim, heads * dim, dim, 1)
-        return self._pool.as_strided((self.num_blocks, two, size, heads, dim), strides, offset // self.dtype.itemsize)
+        return self._pool.as_strided((self.num_blocks, parts, size, heads, dim), strides, offset // self.dtype.itemsize)
 
     def _layer_major(self, slot: int, page_bytes: int, page: tuple[int, ...], plan: KvPlan) -> Tensor:
         if any(place.page_bytes != page_bytes for place in plan.ranks[0].placements):
             raise ConfigError("--kv-layout layer-major needs layers with pages of one size; use block-major")
-        two, size, heads, dim = page
-        half = self.num_blocks * size * heads * dim
-        strides = (size * heads * dim, half, heads * dim, dim, 1)
-        return self._pool.as_strided((self.num_blocks, two, size, heads, dim), strides, slot * 2 * half)
+        parts, size, heads, dim = page
+        part = self.num_blocks * size * heads * dim
+        strides = (size * heads * dim, part, heads * dim, dim, 1)
+        return self._pool.as_strided((self.num_blocks, parts, size, heads, dim), strides, slot * parts * part)
 
     def memory(self) -> KvRegion:
         """The pool as plain memory, for a transport. ConfigError when a block is not one run."""

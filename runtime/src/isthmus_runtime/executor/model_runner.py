@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoints.quantized import Expanded, scheme_of
 from ..checkpoints.safetensors import Checkpoint
 from ..config import KvConfig, ModelConfig, SchedulerConfig
 from ..errors import ConfigError
@@ -32,7 +33,7 @@ from .graphs import Graphs
 from .input_batch import Draws, InputBatch, StepInputs
 from .kv_cache import KvCache
 from .pipeline import StepPipeline
-from .sampler import StagedLogprobs, outputs, sample, stage_logprobs
+from .sampler import StagedLogprobs, apply_masks, outputs, sample, stage_logprobs
 from .staging import StagingSlot
 from .weights import on_device
 
@@ -53,6 +54,8 @@ class LoadedModel:
     """The model's scratch, for the scheduler's largest step."""
     kv_auto: torch.dtype
     """The pool's element type where none is asked for."""
+    kv_variants: tuple[str, ...] = ()
+    """What the keys depend on besides weights, layout and element type."""
 
     def kv_dtype(self, kv_dtype: str) -> torch.dtype:
         """The pool's element type for `--kv-dtype`."""
@@ -92,13 +95,10 @@ def load(
             if source is not None:
                 model = spec.build(source(spec, device.torch_device), dtype)
             else:
-                with (
-                    Checkpoint(config.path, spec.tensor_shapes()) as checkpoint,
-                    on_device(checkpoint, device) as weights,
-                ):
-                    model = spec.build(weights, dtype)
+                model = _build(spec, config.path, device, dtype)
             most = max((scheduler.max_batched_tokens, *device.graph_sizes(scheduler.max_num_seqs)[-1:]))
-            workspace = model.workspace(most, min(spec.max_position, scheduler.max_model_len or spec.max_position))
+            max_len = min(spec.max_position, scheduler.max_model_len or spec.max_position)
+            workspace = model.workspace(most, max_len)
     except torch.OutOfMemoryError as e:
         raise ConfigError(f"{config.path} does not fit: {device.explain(e)}") from e
     _LOG.info(
@@ -113,7 +113,27 @@ def load(
     # A compute dtype that was asked for is the same in every engine of a service. One that the machine decided need
     # not be, and prefill and decode must agree on their KV.
     kv_auto = torch.float32 if config.dtype == "auto" and device.dtype_varies else dtype
-    return LoadedModel(spec=spec, model=model, device=device, workspace=workspace, kv_auto=kv_auto)
+    return LoadedModel(
+        spec=spec,
+        model=model,
+        device=device,
+        workspace=workspace,
+        kv_auto=kv_auto,
+        kv_variants=spec.kv_variants(max_len),
+    )
+
+
+def _build(spec: ModelSpec, path: str, device: Device, dtype: torch.dtype) -> Model:
+    shapes, scheme = spec.tensor_shapes(), scheme_of(spec.quantization)
+    with (
+        Checkpoint(path, shapes, scheme=scheme, unused=spec.unused_tensors) as checkpoint,
+        on_device(checkpoint, device) as weights,
+    ):
+        if scheme is None:
+            return spec.build(weights, dtype)
+        expanded = Expanded(weights, scheme, shapes, checkpoint.parts)
+        _LOG.warning("%s: %s", path, expanded.cost(checkpoint.nbytes))
+        return spec.build(expanded, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +177,7 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan, slot: StagingSlot) -> _Launched:
         """Describe the step and enqueue it."""
-        assert not (plan.copies or plan.adapters or plan.masks), "copies, adapters and masks are not in this executor"
+        assert not (plan.copies or plan.adapters), "copies and adapters are not in this executor"
         assert not any(chunk.drafts for chunk in plan.chunks), "drafts are not in this executor"
         inputs = self._batch.build(plan, slot)
         logprobs: list[StagedLogprobs] = []
@@ -209,6 +229,7 @@ class ModelRunner:
         """Draw, and keep what was drawn as the rows' next inputs: a step may start there before anybody has seen it."""
         logits = self._model.logits(draws.logit_rows, self._workspace)
         drawn, ids = self._drawn[: len(logits)], self._drawn_ids[: len(logits)]
+        apply_masks(self._device, logits, draws)
         sample(logits, draws, drawn)
         ids.copy_(drawn)
         self._flat_tokens.index_copy_(0, draws.targets, ids)

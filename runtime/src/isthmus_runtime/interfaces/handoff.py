@@ -87,6 +87,8 @@ class Failed:
     attempt: str
     stage: str
     reason: str
+    given_up: bool = False
+    """Not for a fault: this side or its peer wanted no more of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,7 @@ class HandoffStats:
     sent: int
     received: int
     failed: int
+    """Those that were given up are none of them."""
     dropped: int
     """Late, repeated or unknown messages."""
     sent_bytes: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 from ..request import SamplingParams, TokenLogprobs
@@ -124,11 +125,20 @@ class StepOutput:
     """One for each chunk of the plan, in its order."""
 
 
+class Later(Enum):
+    """An answer that is being worked out."""
+
+    MASK = "the mask is being computed"
+
+
 class Constraint(Protocol):
     """What one request may generate (structured output): a pure function of what it has generated."""
 
-    def allowed(self, generated: Sequence[int]) -> bytes | None:
-        """The mask (as in `RowMask`) for the token after these; None: any token."""
+    def allowed(self, generated: Sequence[int]) -> bytes | Later | None:
+        """The mask (as in `RowMask`) for the token after these; None: any token.
+
+        Later: ask again when woken, and plan the other rows meanwhile. Raises the RequestError that ends the request.
+        """
 
 
 class Executor(Protocol):

@@ -5,10 +5,13 @@ Everything that changes the bytes of a block but is not a token id (adapter, cac
 extra key. Every variable part is tagged and length-prefixed, so that no two different inputs encode equally.
 
 A store key adds what changes the *representation*: the layout digest (model revision, dtype, block size, heads,
-layers, layout) and the range of heads and layers held. A key never names other bytes than the first time: a store
-keeps the old value when a key is put again.
+layers, layout) and the range of heads and layers held. A key stands for a content, not for its last bits: KV computed
+in another batch rounds otherwise, and a store keeps the first value that is put under a key.
+
+In the pool a service with a secret uses names of its own (`pool_name`), from which nobody else can tell the content.
 """
 
+import hmac
 import sys
 from array import array
 from collections.abc import Sequence
@@ -19,7 +22,7 @@ from urllib.parse import quote
 from ..request import GenerateRequest
 
 TOKEN_BYTES = 4
-_VERSION = b"isthmus-kv-1"
+_VERSION = b"isthmus-kv-2"
 _MAX_READABLE = 96
 
 # Tags of the encoded parts. Values are part of every stored key: never renumber.
@@ -247,6 +250,23 @@ def tail_key(
 def record_key(request_id: str, attempt: int | str) -> str:
     """Store key of the record that prefill writes last for one attempt of one request."""
     return f"record:{_name(request_id)}:{_name(str(attempt))}"
+
+
+def pool_secret(credential: bytes) -> bytes:
+    """What a service's processes salt their names in the pool and seal their values with; empty without a credential.
+
+    Derived, so that the credential itself is used for nothing here.
+    """
+    return hmac.digest(credential, b"isthmus-kv-pool", "sha256") if credential else b""
+
+
+def pool_name(secret: bytes, key: str) -> str:
+    """The name of `key` in the storage pool: without a `secret` the key itself, else its HMAC-SHA256 (64 hex digits).
+
+    The master, and whoever else may join the pool, can then neither find a prompt that they guess nor compare prompts
+    of two services.
+    """
+    return hmac.digest(secret, key.encode(), "sha256").hex() if secret else key
 
 
 def _utf8(text: str) -> bytes:

@@ -24,6 +24,10 @@ class Attention:
     """On the products of queries and keys."""
     window: int | None
     """A token sees so many, itself included; None: all before it."""
+    softcap: float | None = None
+    """Scores s become c tanh(s / c)."""
+    sinks: Tensor | None = None
+    """fp32 [Hq]: a score of each head that has no value, so that its other weights sum to less than 1."""
     rope: int
     """Which of the rotary tables turns its heads."""
     q_norm: Tensor | None
@@ -81,6 +85,8 @@ class Attention:
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             window=self.window,
+            softcap=self.softcap,
+            sinks=self.sinks,
             out=context,
         )
         return self.output(flat, out)

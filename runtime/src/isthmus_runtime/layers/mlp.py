@@ -48,3 +48,7 @@ class GatedMlp:
         self.gate_up(x, gate_up)
         _GATED[self.activation](gate_up, out=inner)
         return self.down(inner, out)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """x [T, H] to a new [T, H], in memory of its own."""
+        return self.down(_GATED[self.activation](self.gate_up(x)))

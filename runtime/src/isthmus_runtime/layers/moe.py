@@ -9,6 +9,7 @@ from torch import Tensor
 from isthmus_kernels import dispatch
 
 from .linear import Linear
+from .mlp import GatedMlp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,14 +25,50 @@ class MoeMlp:
     top_k: int
     renormalize: bool
     """The chosen experts' weights are scaled to a sum of 1."""
+    gate_up_bias: Tensor | None = None
+    """[E, 2 I]."""
+    down_bias: Tensor | None = None
+    """[E, H]."""
+    sigmoid: bool = False
+    """Scores of experts are sigmoids, not a softmax."""
+    choice_bias: Tensor | None = None
+    """fp32 [E]: added to the scores for the choice alone."""
+    groups: tuple[int, int] | None = None
+    """Groups of experts, and how many of them a token may choose from."""
+    scale: float = 1.0
+    """On the chosen experts' weights."""
+    shared: GatedMlp | None = None
+    """Goes over every token, beside the chosen ones."""
+    clamp: tuple[float, float] | None = None
+    """(α, c): the clamped activation of `dispatch.moe`, instead of SiLU's."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
-        return self.router.nbytes + self.gate_up.nbytes + self.down.nbytes
+        shared = 0 if self.shared is None else self.shared.nbytes
+        return self.router.nbytes + self.gate_up.nbytes + self.down.nbytes + shared
 
     def __call__(self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor) -> Tensor:
         """x [T, H] to `out` [T, H]. The scratch of a dense MLP is not used."""
         del gate_up, inner
-        weights, experts = dispatch.moe_route(self.router(x), self.top_k, renormalize=self.renormalize)
-        return dispatch.moe(x, weights, experts, self.gate_up, self.down, out=out)
+        weights, experts = dispatch.moe_route(
+            self.router(x),
+            self.top_k,
+            renormalize=self.renormalize,
+            sigmoid=self.sigmoid,
+            bias=self.choice_bias,
+            groups=self.groups,
+            scale=self.scale,
+        )
+        dispatch.moe(
+            x,
+            weights,
+            experts,
+            self.gate_up,
+            self.down,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+            clamp=self.clamp,
+            out=out,
+        )
+        return out if self.shared is None else out.add_(self.shared.plain(x))

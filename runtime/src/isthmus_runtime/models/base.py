@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..kv.groups import LayerSpec
+from ..layers.rope_spec import RopeSpec
+from .quantization import Quantization
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +43,8 @@ class ModelSpec(ABC):
     tie_word_embeddings: bool
     windows: tuple[int | None, ...]
     """Per layer: sliding window in tokens, the current one included, or None for the whole prefix."""
+    quantization: Quantization | None = None
+    """How the checkpoint's weights are stored; None: as they are."""
     dtype: str
     """The dtype the checkpoint says it has (`float32`, `bfloat16`, `float16`), or empty."""
     bos_token_id: int | None
@@ -54,10 +58,21 @@ class ModelSpec(ABC):
     def build(self, source: TensorSource, dtype: torch.dtype) -> Model:
         """Take the weights out of `source` and make a model that computes in `dtype`, on the weights' device."""
 
+    @property
+    def unused_tensors(self) -> tuple[str, ...]:
+        """Beginnings of the names of tensors that a checkpoint may hold beside these."""
+        return ()
+
     def active_fraction(self, name: str) -> float:
         """How much of tensor `name` the computation of one token uses: less than 1 for experts."""
         del name
         return 1.0
+
+    def kv_variants(self, max_len: int) -> tuple[str, ...]:
+        """What the keys depend on besides the weights and this record, in an engine whose longest sequence has
+        `max_len` tokens: it belongs in the layout digest."""
+        ropes = [value for field in fields(self) if isinstance(value := getattr(self, field.name), RopeSpec)]
+        return tuple(variant for rope in ropes if (variant := rope.variant(max_len)) is not None)
 
     def layer_specs(self, block_size: int, dtype: str) -> tuple[LayerSpec, ...]:
         """What `kv.plan` needs to know about the layers, with `dtype` the name of the pool's element type: neighbours
@@ -125,7 +140,7 @@ class Model(Protocol):
 
         Capturable: it reads and writes tensors at fixed addresses only, and its control flow depends on nothing but
         shapes and `batch.max_query_len`. `kv` holds per layer its group and its view of the pool,
-        [num_blocks, 2, block_size, Hk, D].
+        [num_blocks, 2, block_size, Hk, D]; of latent attention [num_blocks, 1, block_size, 1, W].
         """
 
     def logits(self, rows: Tensor, scratch: Any) -> Tensor:

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from ..errors import WeightsError
-from ..layers.rope_spec import ROPE_KINDS, RopeSpec
+from ..layers.rope_spec import RopeSpec
+from . import rope_config
+from .quantization import Quantization, read_quantization
 
 # Bookkeeping, training and generation defaults that exporters write into config.json: none of it is used to compute
 # logits.
@@ -48,6 +50,7 @@ class Common(TypedDict):
     rms_norm_eps: float
     max_position: int
     tie_word_embeddings: bool
+    quantization: Quantization | None
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -71,6 +74,8 @@ class ConfigReader:
         self._source = source
         self._generation = generation or {}
         self._read: set[str] = set()
+        # Of the model, once `common` has read them.
+        self._head_dim = self._max_position = 1
         self.problems: list[str] = [] if problems is None else problems
 
     def get(self, key: str) -> Any:
@@ -78,9 +83,15 @@ class ConfigReader:
         self._read.add(key)
         return self._values.get(key)
 
+    def names(self) -> tuple[str, ...]:
+        """The keys that are set."""
+        return tuple(self._values)
+
     def problem(self, key: str, text: str) -> None:
-        """Add a problem with `key`."""
-        self.problems.append(f"{self._source}: {key} {text}")
+        """Add a problem with `key`, once."""
+        problem = f"{self._source}: {key} {text}"
+        if problem not in self.problems:
+            self.problems.append(problem)
 
     def integer(self, key: str, default: int | None = None) -> int:
         """A whole number of at least 1."""
@@ -91,6 +102,18 @@ class ConfigReader:
             self.problem(key, f"is {value!r}, expected a whole number of at least 1")
             return 1
         return value
+
+    def optional_integer(self, key: str, default: int | None = None) -> int | None:
+        """A whole number of at least 1, or None where the file says null; `default` where it says nothing."""
+        if self.get(key) is None:
+            return None if key in self._values else default
+        return self.integer(key)
+
+    def count(self, key: str, default: int) -> int:
+        """A whole number of at least 0; null is 0."""
+        if key in self._values and not self.get(key):
+            return 0
+        return self.integer(key, default) if default else self.optional_integer(key) or 0
 
     def number(self, key: str, default: float | None = None) -> float:
         """A number above 0."""
@@ -123,7 +146,7 @@ class ConfigReader:
         return value
 
     def inner(self, key: str) -> ConfigReader:
-        """The object under `key`, empty where there is none. Its keys are not allow-listed by `finish`."""
+        """The object under `key`, empty where there is none. Whoever reads it calls `refuse_unread` in the end."""
         value = self.get(key) or {}
         if not isinstance(value, dict):
             self.problem(key, f"is {value!r}, expected an object")
@@ -136,14 +159,36 @@ class ConfigReader:
         if value is not None and value not in known:
             self.problem(key, f"{value!r} is not supported; known: {', '.join(map(str, known)) or 'null'}")
 
-    def optional_number(self, key: str) -> float | None:
-        """A number above 0, or None where there is none."""
-        return None if self.get(key) is None else self.number(key)
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """`count` numbers above 0."""
+        value = self.get(key)
+        if (
+            not isinstance(value, list)
+            or len(value) != count
+            or not all(isinstance(n, int | float) and not isinstance(n, bool) and n > 0 for n in value)
+        ):
+            found = f"a list of {len(value)}" if isinstance(value, list) else repr(value)
+            self.problem(key, f"is {found}, expected a list of {count} numbers above 0")
+            return (1.0,) * count
+        return tuple(float(n) for n in value)
 
-    def common(self, *, head_dim: int | None = None, max_position: int = 2048, tied: bool = False) -> Common:
+    def optional_number(self, key: str, default: float | None = None) -> float | None:
+        """A number above 0, or None where the file says null; `default` where it says nothing."""
+        if self.get(key) is None:
+            return None if key in self._values else default
+        return self.number(key)
+
+    def assume(self, key: str, value: Any) -> None:
+        """What `key` is where the file does not have it at all."""
+        self._values = {key: value, **self._values}
+
+    def common(
+        self, *, head_dim: int | None = None, max_position: int = 2048, tied: bool = False, eps: float = 1e-6
+    ) -> Common:
         """What every family has.
 
-        The arguments are a family's defaults; `head_dim` where heads are not an even split of the hidden size.
+        The arguments are a family's defaults; `head_dim` where heads are not an even split of the hidden size, `eps` of
+        `rms_norm_eps`.
         """
         hidden = self.integer("hidden_size")
         heads = self.integer("num_attention_heads")
@@ -153,11 +198,9 @@ class ConfigReader:
         head_dim = self.integer("head_dim", head_dim or max(1, hidden // heads))
         if head_dim % 2:
             self.problem("head_dim", f"{head_dim} is odd; rotary embedding needs an even one")
-        if self.get("quantization_config"):
-            self.problem(
-                "quantization_config", "is set; quantised checkpoints are not supported, use a bf16 or fp32 one"
-            )
-        self.only("partial_rotary_factor", 1, 1.0)
+        quantized = self.inner("quantization_config") if self.get("quantization_config") else None
+        self._head_dim = head_dim
+        self._max_position = self.integer("max_position_embeddings", max_position)
         ends = self._generation.get("eos_token_id", self.get("eos_token_id"))
         return Common(
             architecture=str(self.get("architectures")[0]),
@@ -168,39 +211,46 @@ class ConfigReader:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=self.number("rms_norm_eps", 1e-6),
-            max_position=self.integer("max_position_embeddings", max_position),
+            rms_norm_eps=self.number("rms_norm_eps", eps),
+            max_position=rope_config.reach(self.scaling(), self._max_position),
             tie_word_embeddings=self.boolean("tie_word_embeddings", tied),
+            quantization=None if quantized is None else read_quantization(quantized),
             dtype=self.text("dtype", "") or self.text("torch_dtype", ""),
             bos_token_id=next(iter(self._token_ids(self.get("bos_token_id"), "bos_token_id")), None),
             eos_token_ids=self._token_ids(ends, "eos_token_id"),
         )
 
-    def rope(self) -> RopeSpec:
-        """The one rotary embedding of all layers."""
-        # transformers 5 writes everything under rope_parameters, version 4 theta beside rope_scaling.
-        theta = self.number("rope_theta", 10000.0)
-        key = "rope_parameters" if self.get("rope_parameters") else "rope_scaling"
-        return self.inner(key).stretch(theta)
+    def rope(self, *, partial: bool = False, head_dim: int | None = None) -> RopeSpec:
+        """The one rotary embedding of all layers; call it after `common`.
 
-    def stretch(self, theta: float) -> RopeSpec:
-        """A rotary embedding out of an object of the `rope_scaling` kind; `theta` where it names none."""
-        kind = self.text("rope_type", "") or self.text("type", "default")
-        theta = self.number("rope_theta", theta)
-        if kind not in ROPE_KINDS:
-            self.problem("rope_type", f"{kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
-        if kind == "linear":
-            return RopeSpec(theta=theta, kind=kind, factor=self.number("factor"))
-        if kind == "llama3":
-            return RopeSpec(
-                theta=theta,
-                kind=kind,
-                factor=self.number("factor"),
-                low_freq_factor=self.number("low_freq_factor"),
-                high_freq_factor=self.number("high_freq_factor"),
-                original_max_position=self.integer("original_max_position_embeddings"),
-            )
-        return RopeSpec(theta=theta)
+        `partial`: the family may turn a part of a head's channels. `head_dim`: of what turns, the heads' by default.
+        """
+        theta = self.number("rope_theta", 10000.0)
+        return self.stretch(self.scaling(), theta, partial=partial, head_dim=head_dim)
+
+    def stretch(
+        self, scaling: ConfigReader, theta: float, *, partial: bool = False, head_dim: int | None = None
+    ) -> RopeSpec:
+        """A rotary embedding out of `scaling`, an object of the `rope_scaling` kind; `theta` where it names none."""
+        if not partial:
+            self.only("partial_rotary_factor", 1, 1.0)
+            scaling.only("partial_rotary_factor", 1, 1.0)
+        # Only this kind has it beside the object.
+        longrope = rope_config.kind_of(scaling) == "longrope"
+        original = self.optional_integer("original_max_position_embeddings") if longrope else None
+        return rope_config.read_rope(
+            scaling,
+            theta=theta,
+            partial=self.number("partial_rotary_factor", 1.0) if partial else 1.0,
+            head_dim=head_dim or self._head_dim,
+            max_position=self._max_position,
+            original=original,
+        )
+
+    def scaling(self) -> ConfigReader:
+        """The object that says how the rotary embedding is stretched."""
+        # transformers 5 writes everything under rope_parameters, version 4 theta beside rope_scaling.
+        return self.inner("rope_parameters" if self.get("rope_parameters") else "rope_scaling")
 
     def layer_types(self, num_layers: int) -> tuple[bool, ...] | None:
         """Per layer whether `layer_types` says it is a sliding one; None where the key is missing."""
@@ -235,17 +285,21 @@ class ConfigReader:
 
         Raises WeightsError with every problem that was found.
         """
-        known = _HARMLESS | self._read | set(ignored)
-        for key, value in self._values.items():
-            # Null, false and empty mean "off" for every key there is.
-            if key not in known and value and not key.startswith(_HARMLESS_PREFIXES):
-                self.problem(
-                    key,
-                    f"is {value!r}: not a key that this architecture is known to have, so it may change what the model "
-                    "computes. Remove it if it does not",
-                )
+        self._read |= _HARMLESS | set(ignored)
+        self.refuse_unread("this architecture")
         if self.problems:
             raise WeightsError(self.problems)
+
+    def refuse_unread(self, owner: str) -> None:
+        """A problem for each key that is set and that nobody asked for; `owner` is what might have had it."""
+        for key, value in self._values.items():
+            # Null, false and empty mean "off" for every key there is.
+            if key not in self._read and value and not key.startswith(_HARMLESS_PREFIXES):
+                self.problem(
+                    key,
+                    f"is {value!r}: not a key that {owner} is known to have, so it may change what the model "
+                    "computes. Remove it if it does not",
+                )
 
     def _token_ids(self, value: Any, key: str) -> tuple[int, ...]:
         ids = value if isinstance(value, list) else [] if value is None else [value]

@@ -6,7 +6,7 @@ branch, activation, windows, rotary tables, scales, caps) is an argument.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from ..layers.attention import Attention
 from ..layers.batch import ForwardBatch
 from ..layers.embedding import Embedding
+from ..layers.latent_attention import LatentAttention
 from ..layers.linear import Linear
 from ..layers.mlp import Activation, GatedMlp, Mlp
 from ..layers.norm import RmsNorm
@@ -28,7 +29,7 @@ class DecoderLayer:
     """Attention and MLP: each with a norm of its input, and where a family has them, a norm of its output."""
 
     attention_norm: RmsNorm
-    attention: Attention
+    attention: Attention | LatentAttention
     after_attention: RmsNorm | None = None
     mlp_norm: RmsNorm
     mlp: Mlp
@@ -51,8 +52,8 @@ class Workspace:
 
 
 class Parts:
-    """Takes a model's weights out of their source. Which projections have biases and which heads have norms is what
-    `spec.tensor_shapes` says."""
+    """Takes a model's weights out of their source. Which projections have biases or are stored as one, and which heads
+    have norms or sinks, is what `spec.tensor_shapes` says."""
 
     __slots__ = ("_embedding", "_shapes", "_source", "dtype", "norm_offset", "spec")
 
@@ -74,30 +75,55 @@ class Parts:
         tied = self.spec.tie_word_embeddings
         return Linear(self._embedding if tied else self._source.take("lm_head.weight"), None, self.dtype)
 
-    def linear(self, *names: str) -> Linear:
-        """Projections of one input as one layer, their rows joined: one product instead of two or three."""
+    def linear(self, *names: str, rows: Callable[[Tensor], Tensor] | None = None) -> Linear:
+        """Projections of one input as one layer, their rows joined: one product instead of two or three. `rows` puts
+        the rows of weight and bias in another order."""
         weight = self._source.take(*(f"{name}.weight" for name in names))
         biases = [f"{name}.bias" for name in names]
-        return Linear(weight, self._source.take(*biases) if biases[0] in self._shapes else None, self.dtype)
+        bias = self._source.take(*biases) if biases[0] in self._shapes else None
+        if rows is not None:
+            weight, bias = rows(weight), None if bias is None else rows(bias)
+        return Linear(weight, bias, self.dtype)
 
     def take(self, *names: str) -> Tensor:
         """Plain weights in the dtype of the computation, their rows joined."""
         return self._source.take(*names).to(self.dtype)
 
-    def norm(self, name: str) -> RmsNorm:
-        """A norm over the hidden size."""
-        return RmsNorm(self._norm_weight(name), self.spec.rms_norm_eps, self.dtype)
+    def wide(self, name: str) -> Tensor:
+        """A small weight in fp32."""
+        return self._source.take(name).float()
 
-    def attention(self, name: str, *, window: int | None, scale: float | None = None, rope: int = 0) -> Attention:
-        """`scale`: on the products of queries and keys, D ** -0.5 by default; `rope`: which of the rotary tables."""
+    def norm(self, name: str, eps: float | None = None) -> RmsNorm:
+        """A norm; `eps` instead of the model's."""
+        return RmsNorm(self._norm_weight(name), self.spec.rms_norm_eps if eps is None else eps, self.dtype)
+
+    def joined(self, name: str, whole: str, *parts: str) -> Linear:
+        """`name`'s projections `parts` as one layer: of one tensor, `whole`, where the checkpoint has that."""
+        if f"{name}.{whole}.weight" in self._shapes:
+            return self.linear(f"{name}.{whole}")
+        return self.linear(*(f"{name}.{part}" for part in parts))
+
+    def attention(
+        self,
+        name: str,
+        *,
+        window: int | None,
+        scale: float | None = None,
+        rope: int = 0,
+        softcap: float | None = None,
+    ) -> Attention:
+        """`scale`: on the products of queries and keys, D ** -0.5 by default; `rope`: which of the rotary tables;
+        `softcap`: scores s become c tanh(s / c)."""
         spec = self.spec
         normed = f"{name}.q_norm.weight" in self._shapes
         return Attention(
-            qkv=self.linear(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj"),
+            qkv=self.joined(name, "qkv_proj", "q_proj", "k_proj", "v_proj"),
             output=self.linear(f"{name}.o_proj"),
             num_heads=spec.num_heads,
             scale=spec.head_dim**-0.5 if scale is None else scale,
             window=window,
+            softcap=softcap,
+            sinks=self.wide(f"{name}.sinks") if f"{name}.sinks" in self._shapes else None,
             rope=rope,
             q_norm=self._norm_weight(f"{name}.q_norm").to(self.dtype) if normed else None,
             k_norm=self._norm_weight(f"{name}.k_norm").to(self.dtype) if normed else None,
@@ -107,7 +133,7 @@ class Parts:
     def mlp(self, name: str, activation: Activation = "silu") -> GatedMlp:
         """The gated MLP."""
         return GatedMlp(
-            self.linear(f"{name}.gate_proj", f"{name}.up_proj"), self.linear(f"{name}.down_proj"), activation
+            self.joined(name, "gate_up_proj", "gate_proj", "up_proj"), self.linear(f"{name}.down_proj"), activation
         )
 
     def layer(self, number: int, mlp: Mlp | None = None) -> DecoderLayer:
@@ -134,6 +160,7 @@ class Decoder:
         "_head",
         "_layers",
         "_norm",
+        "_rope_dim",
         "_ropes",
         "_softcap",
         "device",
@@ -147,10 +174,12 @@ class Decoder:
         layers: Sequence[DecoderLayer],
         *,
         ropes: Sequence[RopeSpec],
+        rope_dim: int | None = None,
         embedding_scale: float = 1.0,
         softcap: float | None = None,
     ) -> None:
-        """`ropes`: the rotary embeddings that the layers number; `softcap`: logits l become c tanh(l / c)."""
+        """`ropes`: the rotary embeddings that the layers number, of `rope_dim` channels (default: a
+        head's); `softcap`: logits l become c tanh(l / c)."""
         self.spec = parts.spec
         self.dtype = parts.dtype
         self._embedding = parts.embedding(embedding_scale)
@@ -162,6 +191,7 @@ class Decoder:
         self._norm = parts.norm("model.norm")
         self._head = parts.head()
         self._ropes = tuple(ropes)
+        self._rope_dim = rope_dim or self.spec.head_dim
         self._softcap = softcap
 
     @property
@@ -186,7 +216,7 @@ class Decoder:
             context=scratch(spec.num_heads * spec.head_dim),
             gate_up=scratch(2 * spec.intermediate_size),
             inner=scratch(spec.intermediate_size),
-            ropes=tuple(cos_sin_tables(rope, spec.head_dim, max_len, self.device) for rope in self._ropes),
+            ropes=tuple(cos_sin_tables(rope, self._rope_dim, max_len, self.device) for rope in self._ropes),
         )
 
     def forward(self, batch: ForwardBatch, kv: Sequence[tuple[int, Tensor]], scratch: Workspace) -> None:

@@ -104,13 +104,15 @@ def parse(read: ConfigReader) -> Gemma3Spec:
 def _ropes(read: ConfigReader) -> tuple[RopeSpec, RopeSpec]:
     theta, local_theta = read.number("rope_theta", 1e6), read.number("rope_local_base_freq", 10000.0)
     kinds = read.inner("rope_parameters")
-    if kinds.get("full_attention") or kinds.get("sliding_attention"):
+    full, sliding = kinds.get("full_attention"), kinds.get("sliding_attention")
+    kinds.refuse_unread("Gemma 3's rope_parameters, one object for each kind of layer,")
+    if full or sliding:
         # transformers 5 has an object for each kind of layer.
         return (
-            kinds.inner("full_attention").stretch(theta),
-            kinds.inner("sliding_attention").stretch(local_theta),
+            read.stretch(kinds.inner("full_attention"), theta),
+            read.stretch(kinds.inner("sliding_attention"), local_theta),
         )
-    return read.inner("rope_scaling").stretch(theta), RopeSpec(theta=local_theta)
+    return read.stretch(read.inner("rope_scaling"), theta), RopeSpec(theta=local_theta)
 
 
 def _gguf_config(header: GgufHeader) -> dict[str, Any]:

@@ -31,11 +31,11 @@ class Qwen3MoeSpec(ModelSpec):
     """Per layer: whether its MLP is a mixture."""
 
     def tensor_shapes(self) -> Shapes:
-        dense = decoder_shapes(self, qkv_bias=self.attention_bias, output_bias=self.attention_bias, qk_norm=True)
-        mixed = {f"model.layers.{number}.mlp" for number, sparse in enumerate(self.sparse) if sparse}
-        shapes = {name: shape for name, shape in dense.items() if name.rsplit(".", 2)[0] not in mixed}
+        bias, mixtures = self.attention_bias, [number for number, sparse in enumerate(self.sparse) if sparse]
+        shapes = decoder_shapes(self, qkv_bias=bias, output_bias=bias, qk_norm=True, mixtures=mixtures)
         hidden, inner = self.hidden_size, self.moe_intermediate_size
-        for mlp in mixed:
+        for number in mixtures:
+            mlp = f"model.layers.{number}.mlp"
             shapes[f"{mlp}.gate.weight"] = (self.num_experts, hidden)
             for expert in range(self.num_experts):
                 shapes[f"{mlp}.experts.{expert}.gate_proj.weight"] = (inner, hidden)

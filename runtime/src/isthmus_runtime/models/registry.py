@@ -15,9 +15,14 @@ from .gguf_format import GgufFormat
 
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
+        "DeepseekV2ForCausalLM": "deepseek",
+        "DeepseekV3ForCausalLM": "deepseek",
+        "Gemma2ForCausalLM": "gemma2",
         "Gemma3ForCausalLM": "gemma3",
+        "GptOssForCausalLM": "gpt_oss",
         "LlamaForCausalLM": "llama",
         "MistralForCausalLM": "mistral",
+        "Phi3ForCausalLM": "phi3",
         "Qwen2ForCausalLM": "qwen2",
         "Qwen3ForCausalLM": "qwen3",
         "Qwen3MoeForCausalLM": "qwen3_moe",

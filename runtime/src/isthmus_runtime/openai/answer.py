@@ -10,17 +10,21 @@ from dataclasses import dataclass
 from ..errors import Cancelled, EngineFailed, RequestError
 from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics
-from ..request import FinishReason, GenerateRequest, TokenChunk, TokenLogprobs
+from ..request import FinishReason, GenerateRequest, Structure, TokenChunk, TokenLogprobs
 from ..serving.call import Call
 from .detokenizer import TextStream
+from .output import Delta, Reader
 from .pieces import Pieces
-from .sse import DONE, Answer, ChatFormat, CompletionFormat, Usage
+from .sse import TOOL_CALLS, Answer, Format, More, Usage
 
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",  # nginx in front would collect the stream otherwise
 }
+
+
+_NOTHING = Delta()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,32 +39,81 @@ class Job:
     prompt_tokens: int
     """Each prompt once, whatever n is."""
     stop: tuple[str, ...]
+    structure: Structure | None
+    """What the text of each choice must be."""
     logprobs: bool
     stream: bool
     include_usage: bool
-    format: ChatFormat | CompletionFormat
+    format: Format
+    pieces: Pieces
+    include_stop: bool = False
+    """What ends the text, a stop string or a stop token, is part of it."""
+    return_ids: bool = False
+    continuous_usage: bool = False
+    """Each chunk of a stream tells the tokens so far."""
+    reader: Callable[[], Reader] | None = None
+    """Takes the text of a choice apart. None: all of it is content."""
+    one_call: bool = False
+    """The first call of a tool ends the choice."""
 
 
 class _Choice:
     """One generation as text."""
 
-    def __init__(self, index: int, request: GenerateRequest, job: Job, pieces: Pieces) -> None:
+    def __init__(self, index: int, request: GenerateRequest, job: Job) -> None:
         self.index = index
         self.request = request
-        self.text = TextStream(pieces, job.stop, logprobs=job.logprobs)
+        self.text = TextStream(job.pieces, job.stop, logprobs=job.logprobs, include_stop=job.include_stop)
         self.tokens = 0
         self.cached = 0
         self.finish = ""
+        self._job = job
+        self._reader = job.reader() if job.reader is not None else None
+        self._called = False
+        self.cut = False
+        """Ended by us: what the backend would still give is not wanted."""
+        self._ids: list[int] | None = [] if job.return_ids else None
 
-    def feed(self, chunk: TokenChunk) -> str:
-        """Text that is certain after `chunk`. Raises the error that ends the generation."""
+    def take_more(self) -> More | None:
+        """What a chunk of a stream tells beside its text, since the last call; None: nothing."""
+        if self._ids is None and not self._job.continuous_usage:
+            return None
+        ids, usage = None, None
+        if self._ids is not None:
+            ids, self._ids = self._ids, []
+        if self._job.continuous_usage:
+            usage = Usage(len(self.request.prompt_token_ids), self.tokens, self.cached)
+        return More(ids, usage)
+
+    def feed(self, chunk: TokenChunk) -> Delta:
+        """What is certain after `chunk`. Raises the error that ends the generation."""
+        text = self._push(chunk)
+        if self._reader is None:
+            return Delta("", text)
+        delta = self._reader.feed(text)
+        if self.finish:
+            rest = self._reader.finish()
+            delta = Delta(delta.reasoning + rest.reasoning, delta.content + rest.content, delta.calls + rest.calls)
+        if delta.calls:
+            self._called = True
+            if self._job.one_call:
+                delta = delta._replace(calls=delta.calls[:1])
+                self.finish, self.cut = FinishReason.STOP.value, True
+        if self._called and self.finish == FinishReason.STOP.value:
+            self.finish = TOOL_CALLS
+        return delta
+
+    def _push(self, chunk: TokenChunk) -> str:
         if chunk.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise chunk.error or Cancelled("the request was aborted")
         self.cached = max(self.cached, chunk.cached_tokens)
         ids: Sequence[int] = chunk.token_ids
         logprobs: Sequence[TokenLogprobs] = chunk.logprobs
         self.tokens += len(ids)
-        if chunk.finish_reason is FinishReason.STOP and ids and ids[-1] in self.request.sampling.stop_token_ids:
+        if self._ids is not None:
+            self._ids += ids
+        ended = chunk.finish_reason is FinishReason.STOP and ids and ids[-1] in self.request.sampling.stop_token_ids
+        if ended and not self._job.include_stop:
             ids, logprobs = ids[:-1], logprobs[:-1]  # a stop token ends the text and is no part of it
         if self.text.keeps_logprobs and len(logprobs) != len(ids):
             raise EngineFailed(f"{len(ids)} tokens came with {len(logprobs)} log-probabilities")
@@ -73,28 +126,29 @@ class _Choice:
         return text
 
 
-Sink = Callable[[_Choice, str], Awaitable[None]]
+Sink = Callable[[_Choice, Delta], Awaitable[None]]
 
 
 class Runner:
     """Answers jobs; one for the whole process."""
 
-    def __init__(
-        self, backend: Backend, pieces: Pieces, metrics: RequestMetrics | None, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, backend: Backend, metrics: RequestMetrics | None, clock: Callable[[], float]) -> None:
         """`clock`: monotonic seconds."""
         self._backend = backend
-        self._pieces = pieces
         self._metrics = metrics
         self._clock = clock
 
     async def whole(self, job: Job, arrived: float, call: Call) -> None:
         """The answer in one piece. Raises RequestError."""
-        answers = [Answer() for _ in job.requests]
+        answers = [Answer(prompt_ids=r.prompt_token_ids if job.return_ids else None) for r in job.requests]
 
-        async def sink(choice: _Choice, text: str) -> None:
+        async def sink(choice: _Choice, delta: Delta) -> None:
             answer = answers[choice.index]
-            answer.text += text
+            answer.text += delta.content
+            answer.reasoning += delta.reasoning
+            answer.calls += delta.calls
+            if job.return_ids and (more := choice.take_more()) is not None:
+                answer.ids += more.ids or ()
             answer.logprobs += choice.text.take_logprobs()
             answer.finish_reason = choice.finish
 
@@ -108,24 +162,24 @@ class Runner:
         opening = asyncio.Lock()
         form = job.format
 
-        async def sink(choice: _Choice, text: str) -> None:
+        async def sink(choice: _Choice, delta: Delta) -> None:
             if not call.begun:
                 async with opening:
                     if not call.begun:
                         await call.begin({**_STREAM_HEADERS, "X-Request-Id": job.answer_id})
-                        await call.write(b"".join(form.first(i) for i in range(len(job.requests))))
-            logprobs = choice.text.take_logprobs()
-            data = form.text(choice.index, text, logprobs) if text or logprobs else b""
+                        await call.write(b"".join(form.first(i, r) for i, r in enumerate(job.requests)))
+            logprobs, more = choice.text.take_logprobs(), choice.take_more()
+            data = form.delta(choice.index, delta, logprobs, more) if delta != _NOTHING or logprobs else b""
             if choice.finish:
-                data += form.finish(choice.index, choice.finish)
+                data += form.finish(choice.index, choice.finish, more if not data else choice.take_more())
             await call.write(data)
 
         usage = await self._run(job, sink, arrived)
-        await call.write(form.usage(usage) + DONE if job.include_usage else DONE)
+        await call.write(form.end(usage, tell=job.include_usage))
         await call.end()
 
     async def _run(self, job: Job, sink: Sink, arrived: float) -> Usage:
-        choices = [_Choice(i, r, job, self._pieces) for i, r in enumerate(job.requests)]
+        choices = [_Choice(i, r, job) for i, r in enumerate(job.requests)]
         if len(choices) == 1:
             await self._generate(choices[0], sink, arrived)
         else:
@@ -141,7 +195,9 @@ class Runner:
             self._metrics.prompt_tokens.inc(usage.prompt_tokens)
             self._metrics.generation_tokens.inc(usage.completion_tokens)
             for choice in choices:
-                self._metrics.succeeded(choice.finish, self._clock() - arrived)
+                self._metrics.succeeded(
+                    "stop" if choice.finish == TOOL_CALLS else choice.finish, self._clock() - arrived
+                )
         return usage
 
     async def _generate(self, choice: _Choice, sink: Sink, arrived: float) -> None:
@@ -163,10 +219,10 @@ class Runner:
                     else:
                         self._metrics.time_to_first_token.observe(now - arrived)
                     last = now
-                text = choice.feed(chunk)
-                if text or choice.finish:
-                    await sink(choice, text)
-                if choice.text.stopped:
+                delta = choice.feed(chunk)
+                if delta != _NOTHING or choice.finish:
+                    await sink(choice, delta)
+                if choice.cut or choice.text.stopped:
                     break
         if not choice.finish:
             raise EngineFailed("the token stream ended without a finish reason")

@@ -9,11 +9,12 @@ import random
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastapi import FastAPI, Request
 
+from ..config import ChatConfig
 from ..errors import (
     Cancelled,
     ConfigError,
@@ -24,11 +25,14 @@ from ..errors import (
 )
 from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics
+from ..request import Structure
 from ..serving.app import errors, json_body
 from ..serving.call import Call, Cut, add_call_route, authorization, error_answer
 from ..serving.in_flight import InFlight
+from ..structured.checker import Checker
 from .answer import Job, Runner
-from .plan import Planner
+from .chat import NeedsThread
+from .plan import Plan, Planner
 from .reference import Chat, Completion, Model, ModelList
 from .schema import ChatRequest, CompletionRequest
 from .sse import error_event
@@ -58,6 +62,7 @@ class ApiConfig:
 
     served_names: tuple[str, ...]
     """Values of `model` that are accepted."""
+    chat: ChatConfig = field(default_factory=ChatConfig)
     request_timeout_s: float = 600.0
     api_key: str = ""
     """What clients must send as bearer token; empty: nothing is asked."""
@@ -84,12 +89,14 @@ def add_openai_routes(
     *,
     in_flight: InFlight,
     metrics: RequestMetrics | None = None,
+    grammars: Checker | None = None,
     seeds: Callable[[], int] | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> None:
     """Add /v1/chat/completions, /v1/completions and /v1/models to `app`.
 
+    `grammars` None: requests for structured output are refused.
     `seeds` gives the seed of a request that names none: drawn here, so that prefill, decode and a recompute agree.
     """
     api = _Api(
@@ -98,6 +105,7 @@ def add_openai_routes(
         config,
         in_flight=in_flight,
         metrics=metrics,
+        grammars=grammars,
         seeds=seeds or _seed_source(),
         clock=clock,
         wall_clock=wall_clock,
@@ -142,6 +150,7 @@ class _Api:
         *,
         in_flight: InFlight,
         metrics: RequestMetrics | None,
+        grammars: Checker | None,
         seeds: Callable[[], int],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
@@ -150,17 +159,20 @@ class _Api:
         self._config = config
         self._in_flight = in_flight
         self._metrics = metrics
+        self._grammars = grammars
         self._clock = clock
         self._started = int(wall_clock())
         self._planner = Planner(
             backend,
             tokenizer,
             config.served_names,
+            chat=config.chat,
             timeout_s=config.request_timeout_s,
             seeds=seeds,
             wall_clock=wall_clock,
         )
-        self._runner = Runner(backend, tokenizer.pieces, metrics, clock)
+        self._runner = Runner(backend, metrics, clock)
+        self._model_limit = tokenizer.model_limit
         self._key = config.api_key.encode()
 
     async def models(self, request: Request) -> ModelList:
@@ -184,7 +196,7 @@ class _Api:
 
     # ------------------------------------------------------------------------------------------------- one request
 
-    async def _serve(self, call: Call, plan: Callable[[bytes], Job]) -> None:
+    async def _serve(self, call: Call, plan: Plan) -> None:
         arrived = self._clock()
         progress = _Progress()
         try:
@@ -217,14 +229,17 @@ class _Api:
         else:
             await call.reply(*error_answer(error))
 
-    async def _answer(self, call: Call, plan: Callable[[bytes], Job], arrived: float, progress: _Progress) -> None:
+    async def _answer(self, call: Call, plan: Plan, arrived: float, progress: _Progress) -> None:
         limit = self._config.request_timeout_s
         try:
             async with asyncio.timeout(limit + _DEADLINE_MARGIN_S):
                 progress.stage = "reading"
                 body = await call.read()
                 progress.stage = "planning"
-                job = await asyncio.to_thread(plan, body) if len(body) > _OFF_LOOP_BYTES else plan(body)
+                job = await self._plan(plan, body)
+                del body  # megabytes, which an answer would keep as long as it streams
+                if job.structure is not None:
+                    await self._check_structure(job.structure)
                 progress.stage, progress.answer_id = "generation", job.answer_id
                 if job.stream:
                     await self._runner.stream(job, arrived, call)
@@ -232,6 +247,22 @@ class _Api:
                     await self._runner.whole(job, arrived, call)
         except TimeoutError as e:
             raise DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)") from e
+
+    async def _check_structure(self, structure: Structure) -> None:
+        param = "structured_outputs" if structure.kind in {"regex", "choice", "grammar"} else "response_format"
+        if self._grammars is None:
+            raise InvalidRequest(f"{param}: not available here", param=param)
+        await self._grammars.check(structure, param)
+
+    @staticmethod
+    async def _plan(plan: Plan, body: bytes) -> Job:
+        """A short body is planned here and now, unless that turns out to take long."""
+        if len(body) <= _OFF_LOOP_BYTES:
+            try:
+                return plan(body, briefly=True)
+            except NeedsThread:
+                pass
+        return await asyncio.to_thread(plan, body)
 
     async def _last_words(self, call: Call, error: RequestError) -> None:
         try:
@@ -244,7 +275,7 @@ class _Api:
     def _authorise(self, request: Request) -> None:
         if not self._key:
             return
-        scheme, _, token = authorization(request).partition(" ")
+        scheme, _, token = authorization(request.scope).partition(" ")
         given = token.strip().encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._key) or scheme.lower() != "bearer":
             raise _Unauthorised("Authorization: send a valid API key as `Bearer KEY`", param="Authorization")
@@ -254,4 +285,6 @@ class _Api:
             self._metrics.failed(error.status, error.code)
 
     def _model(self, name: str) -> Model:
-        return Model(id=name, created=self._started, max_model_len=self._backend.max_model_len or None)
+        return Model(
+            id=name, created=self._started, max_model_len=self._backend.max_model_len or self._model_limit or None
+        )

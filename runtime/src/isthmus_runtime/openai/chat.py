@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..errors import ConfigError, InvalidRequest
+from ..errors import ConfigError, InvalidRequest, RequestError
+from .bounded_jinja import BoundedEnvironment, Budget, TemplateTooCostly, paying_from
+
+MOST_STEPS = 1_000_000
+"""Of rendering one prompt: about a second."""
+MOST_CHARACTERS = 1 << 26
+"""Made while rendering one prompt, beside 32 for each character that went in."""
+SOME_STEPS = 20_000
+"""What may be done on the event loop; beyond it, rendering starts anew in a thread."""
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
 
-class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration of the attribute)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+class NeedsThread(Exception):
+    """This request takes longer than the event loop may stand still; plan it again in a thread."""
 
 
 class _Refused(Exception):
@@ -34,43 +33,80 @@ def _raise_exception(message: object) -> None:
     raise _Refused(str(message))
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja2's own filter escapes HTML, which no model was trained on.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What a chat template gets."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """More variables for the template, by its own names."""
+    add_generation_prompt: bool = True
+    """End with what opens the assistant's turn."""
+    continue_final_message: bool = False
+    """End in the last message's text instead, which the model then continues."""
+    allow_control_tokens: bool = False
+    """Text that reads like a control token is one (ADR 27)."""
 
 
 class ChatTemplate:
-    """A model's Jinja2 chat template, rendered in jinja2's immutable sandbox as transformers does."""
+    """A model's Jinja2 chat template, rendered in jinja2's immutable sandbox as transformers does, within a budget."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
     ) -> None:
         """`special_tokens`: `bos_token`, `eos_token`, ... by the template's names. ConfigError: it does not parse."""
-        env = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-        )
-        env.filters["tojson"] = _tojson
+        env = BoundedEnvironment()
         env.globals["raise_exception"] = _raise_exception
         env.globals["strftime_now"] = lambda form: now().strftime(form)
         try:
-            self._template = env.from_string(source)
+            with paying_from(Budget(MOST_STEPS, 1 << 16)):
+                self._template = env.from_string(source)
         except jinja2.TemplateSyntaxError as e:
             raise ConfigError(f"chat template, line {e.lineno}: {e.message}") from e
+        self.source = source
         self._special = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
-        """The prompt text. InvalidRequest (`messages`) when the template refuses, for example the order of roles."""
-        try:
-            return self._template.render(
-                messages=list(messages), add_generation_prompt=add_generation_prompt, tools=None, **self._special
+    def render(self, conversation: Conversation, *, steps: int = MOST_STEPS) -> str:
+        """The prompt text. InvalidRequest (`messages`) when the template refuses, for example the order of roles, or
+        needs more than `steps`."""
+        reserved = _RESERVED & set(conversation.kwargs)
+        if reserved:
+            name = sorted(reserved)[0]
+            raise InvalidRequest(
+                f"chat_template_kwargs: {name} has a parameter of its own; give it there", param="chat_template_kwargs"
             )
+        budget = Budget(steps, MOST_CHARACTERS + 32 * _size(conversation))
+        try:
+            with paying_from(budget):
+                return self._template.render(
+                    **{
+                        **self._special,
+                        **conversation.kwargs,
+                        "messages": list(conversation.messages),
+                        "tools": conversation.tools,
+                        "add_generation_prompt": conversation.add_generation_prompt,
+                    }
+                )
         except _Refused as e:
             raise InvalidRequest(f"messages: the model's chat template refuses them: {e}", param="messages") from e
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as e:
+        except (TemplateTooCostly, RecursionError, MemoryError) as e:
+            why = str(e) if isinstance(e, TemplateTooCostly) else "it needs too much memory"
+            raise TooCostly(
+                f"messages: the model's chat template was stopped, since {why} "
+                f"(limits: {steps} steps, {MOST_CHARACTERS} characters); shorten the conversation",
+                param="messages",
+            ) from e
+        except RequestError:
+            raise
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as e:
             raise InvalidRequest(f"messages: the model's chat template fails on them: {e}", param="messages") from e
+
+
+class TooCostly(InvalidRequest):
+    """Rendering was stopped."""
+
+
+def _size(conversation: Conversation) -> int:
+    """Characters of it, roughly: what is nested is small beside the texts."""
+    return sum(len(v) for m in conversation.messages for v in m.values() if isinstance(v, str))

@@ -50,7 +50,11 @@ class TextStream:
     With `logprobs=True` the entries given to `push` come back from `take_logprobs` together with the text they made.
     """
 
-    def __init__(self, pieces: Pieces, stop: Sequence[str] = (), *, logprobs: bool = False) -> None:
+    def __init__(
+        self, pieces: Pieces, stop: Sequence[str] = (), *, logprobs: bool = False, include_stop: bool = False
+    ) -> None:
+        """`include_stop`: the text ends after the stop string instead of before it."""
+        self._include_stop = include_stop
         self._piece = pieces.of
         self._stop = tuple(_Matcher(s) for s in stop)
         self._utf8 = _UTF8(errors="replace")
@@ -117,7 +121,7 @@ class TextStream:
             end += 1
             complete = [len(m.pattern) for m in self._stop if m.step(char)]
             if complete:
-                return end - max(complete)
+                return end if self._include_stop else end - max(complete)
         return None
 
     def _release(self, *, final: bool) -> None:

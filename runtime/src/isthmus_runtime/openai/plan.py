@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from os import urandom
+from typing import Any, Protocol
 
+from ..config import ChatConfig
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
 from ..interfaces.backend import Backend
 from ..request import GenerateRequest, SamplingParams
 from .answer import Job
+from .chat import Conversation
+from .output import Reader, Thinking
 from .schema import ChatRequest, CompletionRequest, parse_chat, parse_completion
-from .sse import ChatFormat, CompletionFormat
+from .sse import ChatFormat, CompletionFormat, Format
 from .tokenizer import Tokenizer, TooManyTokens
+from .tool_formats import FORMATS, format_of
+from .tool_prompt import in_plain_text
 
+MakeFormat = Callable[..., Format]
+"""Takes what `Format` does."""
 _DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions."""
+
+
+class Plan(Protocol):
+    """From a body to a job. Raises RequestError; NeedsThread where it is to be brief."""
+
+    def __call__(self, body: bytes, *, briefly: bool = False) -> Job: ...
 
 
 class Planner:
@@ -26,6 +40,7 @@ class Planner:
         tokenizer: Tokenizer,
         served_names: tuple[str, ...],
         *,
+        chat: ChatConfig,
         timeout_s: float,
         seeds: Callable[[], int],
         wall_clock: Callable[[], float],
@@ -34,34 +49,103 @@ class Planner:
         self._backend = backend
         self._tokenizer = tokenizer
         self._names = served_names
+        self._config = chat
+        auto = chat.tool_format == "auto"
+        self._tool_format = format_of(tokenizer.template) if auto else FORMATS[chat.tool_format]
         self._timeout_s = timeout_s
         self._seeds = seeds
         self._wall_clock = wall_clock
 
-    def completion(self, body: bytes) -> Job:
+    def completion(self, body: bytes, *, briefly: bool = False) -> Job:
         """A body of /v1/completions. Raises RequestError."""
         request = parse_completion(body)
         limit = self._admit(request.model)
-        prompts = [self._prompt_ids(p, limit) for p in request.prompts()]
-        room = limit - max(map(len, prompts))
+        keep = request.truncate_prompt_tokens
+        prompts = [self._prompt_ids(p, limit, keep) for p in request.prompts()]
+        longest = max(map(len, prompts))
+        _check_room("max_tokens", request.max_tokens, longest, limit)
         wanted = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-        # More than there is room for is no error: the answer ends with finish_reason "length".
-        return self._job(request, prompts, min(wanted, room), "cmpl-", CompletionFormat)
+        return self._job(request, prompts, min(wanted, limit - longest), "cmpl-", CompletionFormat)
 
-    def chat(self, body: bytes) -> Job:
-        """A body of /v1/chat/completions. Raises RequestError."""
-        request = parse_chat(body)
+    def chat(self, body: bytes, *, briefly: bool = False) -> Job:
+        """A body of /v1/chat/completions. Raises RequestError, and where `briefly` is asked for, NeedsThread."""
+        return self.chat_job(parse_chat(body), "chatcmpl-", ChatFormat, briefly=briefly)
+
+    def chat_job(self, request: ChatRequest, prefix: str, form: MakeFormat, *, briefly: bool) -> Job:
+        """The job of a conversation, whichever endpoint it came by. Raises as `chat`."""
         limit = self._admit(request.model)
-        text = self._tokenizer.render_chat(request.conversation())
+        tools = request.offered_tools()
+        keep = request.truncate_prompt_tokens
         try:
-            ids = tuple(self._tokenizer.encode_chat(text, limit - 1))
+            prompt = self._tokenizer.chat(
+                self.conversation(request, tools), limit - 1 if keep is None else None, briefly=briefly
+            )
         except TooManyTokens as e:
             raise _too_long(str(e), limit, "messages") from e
+        ids = tuple(_last(prompt.ids, keep, limit))
         if not ids:
             raise InvalidRequest("messages: the rendered prompt is empty", param="messages")
-        room = limit - len(ids)
-        wanted = room if request.output_limit is None else min(request.output_limit, room)
-        return self._job(request, [ids], wanted, "chatcmpl-", ChatFormat)
+        if len(ids) >= limit:
+            raise _too_long(f"{len(ids)} tokens", limit, "truncate_prompt_tokens")
+        _check_room(request.limit_name, request.output_limit, len(ids), limit)
+        wanted = limit - len(ids) if request.output_limit is None else request.output_limit
+        return self._job(
+            request, [ids], wanted, prefix, form, reader=self._reader(tools, prompt.text), tools=bool(tools)
+        )
+
+    def conversation(self, request: ChatRequest, tools: list[dict[str, Any]]) -> Conversation:
+        """What the template gets. Raises InvalidRequest."""
+        messages = request.conversation()
+        if request.continue_final_message and messages[-1].get("tool_calls"):
+            raise InvalidRequest(
+                "continue_final_message: the last message has tool calls, which cannot be continued",
+                param="continue_final_message",
+            )
+        if not self._tokenizer.knows("tools"):
+            messages, tools = in_plain_text(messages, tools), []
+        add = request.add_generation_prompt
+        return Conversation(
+            messages=messages,
+            tools=tools or None,
+            kwargs={**self._effort(request.reasoning_effort), **request.chat_template_kwargs},
+            add_generation_prompt=not request.continue_final_message if add is None else add,
+            continue_final_message=request.continue_final_message,
+            allow_control_tokens=self._allows_control(request.allow_control_tokens),
+        )
+
+    def _effort(self, effort: str | None) -> dict[str, Any]:
+        """`reasoning_effort` in the variables of the model's template."""
+        if effort is None:
+            return {}
+        if self._tokenizer.knows("reasoning_effort"):
+            return {"reasoning_effort": effort}
+        if self._tokenizer.knows("enable_thinking"):
+            return {"enable_thinking": effort != "none"}
+        if effort == "none" and not self._tokenizer.thinks:
+            return {}
+        raise InvalidRequest(
+            f"reasoning_effort: {effort!r} would have no effect, for the model's template does not know it; remove it",
+            param="reasoning_effort",
+        )
+
+    def _reader(self, tools: list[dict[str, Any]], prompt: str) -> Callable[[], Reader] | None:
+        """What takes the answers apart; None: nothing does."""
+        thinks = self._tokenizer.thinks if self._config.reasoning == "auto" else self._config.reasoning == "think"
+        if not thinks and not tools:
+            return None
+        names = [t["function"]["name"] for t in tools]
+        opened = prompt.rstrip().endswith(Thinking.OPEN)
+        parser = self._tool_format.parser
+        return lambda: Reader(parser(names) if names else None, Thinking(opened=opened) if thinks else None)
+
+    def _allows_control(self, asked: bool | None) -> bool:
+        setting = self._config.control_tokens
+        if asked and setting == "never":
+            raise InvalidRequest(
+                "allow_control_tokens: this server runs with --control-tokens never; remove it",
+                param="allow_control_tokens",
+            )
+        return setting == "always" if asked is None else asked
 
     def _admit(self, model: str) -> int:
         """The length limit. Raises when the model is not ours or no engine could serve it yet: the limit is known
@@ -73,8 +157,13 @@ class Planner:
             raise Overloaded(f"not ready: {reason}", retry_after_s=1.0)
         return limit
 
-    def _prompt_ids(self, prompt: str | tuple[int, ...], limit: int) -> tuple[int, ...]:
-        """1 to `limit` - 1 ids."""
+    def _prompt_ids(self, prompt: str | tuple[int, ...], limit: int, keep: int | None = None) -> tuple[int, ...]:
+        """1 to `limit` - 1 ids; the last `keep` where that is given."""
+        if keep is not None:
+            ids = tuple(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+            prompt = tuple(_last(ids, keep, limit))
+            if not prompt:
+                raise InvalidRequest("prompt: is empty; give at least one token", param="prompt")
         if isinstance(prompt, str):
             try:
                 ids = tuple(self._tokenizer.encode(prompt, limit - 1))
@@ -97,12 +186,18 @@ class Planner:
         prompts: list[tuple[int, ...]],
         max_tokens: int,
         prefix: str,
-        form: type[ChatFormat] | type[CompletionFormat],
+        form: MakeFormat,
+        *,
+        reader: Callable[[], Reader] | None = None,
+        tools: bool = False,
     ) -> Job:
         answer_id = prefix + urandom(16).hex()
         logprobs = request.num_logprobs
+        shown = None if not request.skip_special_tokens else self._tool_format.shown if tools else ()
+        pieces = self._tokenizer.pieces_with(shown)
         sampling = self._sampling(request, max_tokens)
         seed = self._seeds() if request.seed is None else request.seed
+        structure = request.structure
         requests = [
             GenerateRequest(
                 request_id=f"{answer_id}-{p * request.n + i}",
@@ -111,6 +206,7 @@ class Planner:
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 timeout_s=self._timeout_s,
+                structure=structure,
             )
             for p, ids in enumerate(prompts)
             for i in range(request.n)
@@ -119,18 +215,27 @@ class Planner:
             answer_id=answer_id,
             requests=tuple(requests),
             n=request.n,
+            structure=structure,
             prompt_tokens=sum(map(len, prompts)),
             stop=tuple(request.stop_strings),
             logprobs=logprobs >= 0,
             stream=request.stream,
             include_usage=request.include_usage,
+            pieces=pieces,
+            include_stop=request.include_stop_str_in_output,
+            return_ids=request.return_token_ids,
+            continuous_usage=request.continuous_usage,
+            reader=reader,
+            one_call=isinstance(request, ChatRequest) and not request.parallel_tool_calls,
             format=form(
-                self._tokenizer.pieces,
+                pieces,
                 answer_id,
                 int(self._wall_clock()),
-                request.model,
+                request.model or self._names[0],
                 logprobs=logprobs,
                 include_usage=request.include_usage,
+                return_ids=request.return_token_ids,
+                short_call_ids=self._tool_format.short_ids,
             ),
         )
 
@@ -157,10 +262,24 @@ class Planner:
         return with_seed
 
     def check_model(self, name: str) -> None:
-        """Raises UnknownModel."""
-        if name not in self._names:
+        """Raises UnknownModel; "" is the model that is served."""
+        if name and name not in self._names:
             served = ", ".join(self._names)
             raise UnknownModel(f"model: {name!r} is not served here; served: {served}", param="model")
+
+
+def _check_room(name: str, wanted: int | None, prompt: int, limit: int) -> None:
+    if wanted is not None and prompt + wanted > limit:
+        raise NeverFits(
+            f"{name}: {wanted} after a prompt of {prompt} tokens, but prompt and output together may have {limit}; "
+            f"ask for at most {limit - prompt}",
+            param=name,
+        )
+
+
+def _last(ids: Sequence[int], keep: int | None, limit: int) -> Sequence[int]:
+    """What `truncate_prompt_tokens` leaves; -1: as many as fit."""
+    return ids if keep is None else ids[-(limit - 1 if keep < 0 else keep) :]
 
 
 def _too_long(size: str, limit: int, param: str) -> NeverFits:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(BaseModel):
@@ -40,6 +40,9 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    """Both only with return_token_ids."""
 
 
 class Completion(BaseModel):
@@ -74,12 +77,31 @@ class ChatLogprobs(BaseModel):
     refusal: None
 
 
+class FunctionCall(BaseModel):
+    """What is to be called."""
+
+    name: str
+    arguments: str
+    """Text of a JSON object."""
+
+
+class MessageToolCall(BaseModel):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class Message(BaseModel):
     """What the assistant says."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null where there is nothing but calls."""
     refusal: None
+    tool_calls: list[MessageToolCall] | None = None
+    reasoning_content: str | None = None
 
 
 class ChatChoice(BaseModel):
@@ -89,6 +111,8 @@ class ChatChoice(BaseModel):
     message: Message
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
+    token_ids: list[int] | None = None
+    """Only with return_token_ids."""
 
 
 class Chat(BaseModel):
@@ -100,6 +124,8 @@ class Chat(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageCounts
+    prompt_token_ids: list[int] | None = None
+    """Only with return_token_ids."""
 
 
 class Model(BaseModel):
@@ -110,7 +136,7 @@ class Model(BaseModel):
     created: int
     owned_by: str = "isthmus"
     max_model_len: int | None
-    """Tokens of prompt and answer together; null until the first engine is known."""
+    """Tokens of prompt and answer together; until the first engine is known, what the model is made for, or null."""
 
 
 class ModelList(BaseModel):

@@ -14,7 +14,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from pydantic_core import from_json
 
 from ..errors import InvalidRequest
-from ..request import SamplingOptions
+from ..request import SamplingOptions, Structure
+from . import messages
+from .problems import MAX_NAME, MAX_PROBLEMS, invalid
+from .structured import ResponseFormat, StructuredOutputs, structure_of
 
 MAX_CHOICES = 128
 """Most generations one request may ask for: prompts times n."""
@@ -32,66 +35,54 @@ _NEUTRAL_BOTH: Mapping[str, tuple[object, ...]] = {
     "repetition_penalty": (1,),
     "logit_bias": ({},),
     "min_tokens": (0,),
-    "metadata": ({},),
-    "service_tier": ("auto", "default"),
     "store": (False,),
-    "prompt_cache_key": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "early_stopping": (False,),
+    "bad_words": ([],),
+    "spaces_between_special_tokens": (True,),
+    "detokenize": (True,),
+    "return_tokens_as_token_ids": (False,),
+    "logits_processors": ([],),
 }
-_NEUTRAL_COMPLETION = {**_NEUTRAL_BOTH, "echo": (False,), "suffix": ("",)}
+_HINTS: Mapping[str, type | tuple[type, ...]] = {
+    "metadata": dict,
+    "service_tier": str,
+    "prompt_cache_key": str,
+    "prompt_cache_retention": str,
+    "safety_identifier": str,
+    "user": str,
+    "request_id": str,
+}
+"""Without effect on the answer, whatever their values."""
+_NEUTRAL_COMPLETION = {**_NEUTRAL_BOTH, "echo": (False,), "suffix": ("",), "add_special_tokens": (True,)}
 _NEUTRAL_CHAT: Mapping[str, tuple[object, ...]] = {
     **_NEUTRAL_BOTH,
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
+    "echo": (False,),
+    "best_of": (1,),
+    "add_special_tokens": (False,),
+    "include_reasoning": (True,),
+    "documents": ([],),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-_NEUTRAL_MESSAGE: Mapping[str, tuple[object, ...]] = {
-    "refusal": (),
-    "tool_calls": ([],),
-    "function_call": (),
-    "audio": (),
-    "annotations": ([],),
-    "reasoning_content": ("",),
-}
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 _PROMPT = {"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]}
-_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
 
 
 def _neutral_schema(neutral: Mapping[str, tuple[object, ...]]) -> dict[str, Any]:
     """JSON schema of these parameters: their neutral values, or null."""
     text = "Not implemented; accepted only with values that have no effect."
-    return {name: {"enum": [*values, None], "description": text} for name, values in neutral.items()}
-
-
-_MESSAGE = {
-    "type": "object",
-    "properties": {
-        "role": {"enum": list(_ROLES)},
-        "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _PART}]},
-        "name": {"type": ["string", "null"]},
-        **_neutral_schema(_NEUTRAL_MESSAGE),
-    },
-    "required": ["role", "content"],
-    "additionalProperties": False,
-}
-_MESSAGES = {"type": "array", "items": _MESSAGE, "minItems": 1}
+    found: dict[str, Any] = {n: {"enum": [*values, None], "description": text} for n, values in neutral.items()}
+    for name, kind in _HINTS.items():
+        found[name] = {"type": ["object" if kind is dict else "string", "null"], "description": "Without effect."}
+    return found
 
 
 def _beside(neutral: Mapping[str, tuple[object, ...]]) -> Callable[[dict[str, Any]], None]:
@@ -109,6 +100,7 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> StreamOptions:
@@ -129,19 +121,26 @@ class _Common(_Sampling):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    model: str
+    model: str = ""
+    """Empty: the one that is served."""
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: str | list[_StopString] | None = None
-    user: str | None = None
+    stop: str | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     # Extensions, with the names that other servers use.
     ignore_eos: bool = False
     stop_token_ids: list[int] = Field(default_factory=list, max_length=256)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=2**31)
+    """Keep the last so many tokens of a prompt; -1: as many as fit."""
     cache_salt: str = Field(default="", max_length=256)
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="after")
     def _check_common(self) -> _Common:
@@ -149,9 +148,22 @@ class _Common(_Sampling):
             raise ValueError("stream_options: only allowed together with stream: true")
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise ValueError(f"stop: {len(self.stop_strings)} strings, at most {MAX_STOP_STRINGS} are allowed")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens: 0 would leave nothing; give at least 1, or -1 for what fits")
         if self.stop == "":
             raise ValueError("stop: an empty string would stop everything; remove it")
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("structured_outputs: only allowed without response_format")
+        if self.ignore_eos and self.structure is not None:
+            raise ValueError("ignore_eos: text with a structure ends where that ends; remove one of the two")
         return self
+
+    @property
+    def structure(self) -> Structure | None:
+        """What the answer's text must be; None: any text."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.structure()
+        return None if self.response_format is None else structure_of(self.response_format)
 
     def sampling(self, defaults: SamplingOptions) -> dict[str, Any]:
         """The fields of `SamplingOptions`, each as given or else as in `defaults`."""
@@ -167,6 +179,11 @@ class _Common(_Sampling):
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream tells the usage so far."""
+        return self.include_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def num_logprobs(self) -> int:
@@ -225,17 +242,30 @@ class ChatRequest(_Common):
 
     model_config = ConfigDict(json_schema_extra=_beside(_NEUTRAL_CHAT))
 
-    messages: Annotated[Any, WithJsonSchema(_MESSAGES)]
+    messages: Annotated[Any, WithJsonSchema(messages.MESSAGES)]
     """Checked by `conversation`, which gives paths into the messages."""
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    safety_identifier: str | None = None
+    tools: Annotated[Any, WithJsonSchema(messages.TOOLS)] = None
+    """Checked by `offered_tools`, which gives paths into them."""
+    tool_choice: Annotated[Any, WithJsonSchema({"enum": ["none", "auto", None]})] = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: str | None = Field(default=None, max_length=32)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    allow_control_tokens: bool | None = None
+    """Text of messages that reads like a control token is one (ADR 27). None: as the server is set."""
 
     @model_validator(mode="after")
     def _check(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only allowed together with logprobs: true")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice: required and named functions are not supported; use auto or none")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message: excludes add_generation_prompt; give one of the two")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_completion_tokens: differs from max_tokens; give one of the two")
         return self
@@ -250,11 +280,19 @@ class ChatRequest(_Common):
         """Most tokens to generate; None: as many as fit."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
-    def conversation(self) -> list[dict[str, str]]:
+    @property
+    def limit_name(self) -> str:
+        """The parameter that `output_limit` comes from."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    def conversation(self) -> list[dict[str, Any]]:
         """Messages with plain text content, as chat templates take them. InvalidRequest names the path."""
-        if not isinstance(self.messages, list) or not self.messages:
-            raise InvalidRequest("messages: must be a list with at least one message", param="messages")
-        return [_message(m, f"messages[{i}]") for i, m in enumerate(self.messages)]
+        return messages.conversation(self.messages)
+
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that the model may call. InvalidRequest names the path."""
+        found = messages.offered([] if self.tools is None else self.tools)
+        return [] if self.tool_choice == "none" else found
 
 
 _R = TypeVar("_R", CompletionRequest, ChatRequest)
@@ -262,35 +300,51 @@ _R = TypeVar("_R", CompletionRequest, ChatRequest)
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """A checked request. InvalidRequest tells every problem and names the parameter of the first."""
-    return _parse(CompletionRequest, body, _NEUTRAL_COMPLETION)
+    return _parse(CompletionRequest, json_object(body), _NEUTRAL_COMPLETION)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
     """A checked request. InvalidRequest tells every problem and names the parameter of the first."""
-    return _parse(ChatRequest, body, _NEUTRAL_CHAT)
+    return chat_request(json_object(body))
 
 
-def _parse(model: type[_R], body: bytes, neutral: Mapping[str, tuple[object, ...]]) -> _R:
-    data = _json_object(body)
+def chat_request(data: Mapping[str, Any]) -> ChatRequest:
+    """The same of a body that is parsed, or was translated from another endpoint's."""
+    return _parse(ChatRequest, data, _NEUTRAL_CHAT)
+
+
+def _parse(model: type[_R], data: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]]) -> _R:
     problems: list[tuple[str, str]] = []
     given = {}
+    unknown = 0
     for name, value in data.items():
         if value is None:
             continue
-        if name in neutral:
+        if name in _HINTS:
+            if not isinstance(value, _HINTS[name]):
+                problems.append((name, f"{name}: must be a {'string' if _HINTS[name] is str else 'JSON object'}"))
+        elif name in neutral:
             _check_neutral(name, value, neutral[name], problems)
-        else:
+        elif name in model.model_fields:
             given[name] = value
+        else:
+            # Not left to pydantic, which makes a record of each, all at once and with the interpreter's lock held.
+            unknown += 1
+            if unknown <= MAX_PROBLEMS:
+                shown = name[:MAX_NAME]
+                problems.append((shown, f"{shown}: unknown parameter; remove it"))
     try:
         request = model.model_validate(given)
     except ValidationError as e:
-        problems += [_problem(error["loc"], error["type"], error["msg"]) for error in e.errors(include_url=False)]
+        found = e.errors(include_url=False, include_input=False, include_context=False)
+        problems += [_problem(error["loc"], error["type"], error["msg"]) for error in found]
     if problems:
-        raise InvalidRequest("; ".join(dict.fromkeys(text for _, text in problems)), param=problems[0][0])
+        raise invalid(problems, more=max(0, unknown - MAX_PROBLEMS))
     return request
 
 
-def _json_object(body: bytes) -> dict[str, Any]:
+def json_object(body: bytes) -> dict[str, Any]:
+    """A body that must be a JSON object. InvalidRequest says where it is not."""
     body = body.removeprefix(codecs.BOM_UTF8)
     try:
         fast = from_json(body, allow_inf_nan=False)
@@ -353,45 +407,3 @@ def _problem(loc: tuple[int | str, ...], kind: str, message: str) -> tuple[str, 
 
 def _is_ids(value: object) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
-
-
-def _message(value: object, path: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{path}: must be an object with role and content", param=path)
-    role = value.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        known = ", ".join(_ROLES)
-        raise InvalidRequest(f"{path}.role: {role!r} is not supported; supported: {known}", param=f"{path}.role")
-    message = {"role": _ROLES[role], "content": _content(value.get("content"), f"{path}.content")}
-    problems: list[tuple[str, str]] = []
-    for name, field in value.items():
-        if name in ("role", "content") or field is None:
-            continue
-        if name == "name" and isinstance(field, str):
-            message["name"] = field
-        elif name in _NEUTRAL_MESSAGE:
-            _check_neutral(f"{path}.{name}", field, _NEUTRAL_MESSAGE[name], problems)
-        else:
-            problems.append((f"{path}.{name}", f"{path}.{name}: unknown parameter; remove it"))
-    if problems:
-        raise InvalidRequest("; ".join(text for _, text in problems), param=problems[0][0])
-    return message
-
-
-def _content(value: object, path: str) -> str:
-    """Text, or text parts joined by newlines."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise InvalidRequest(f"{path}: must be a string or a list of text parts", param=path)
-    texts = []
-    for i, part in enumerate(value):
-        where = f"{path}[{i}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise InvalidRequest(f"{where}.type: {kind!r} is not supported; only text is", param=f"{where}.type")
-        text = part.get("text")
-        if not isinstance(text, str) or len(part) != 2:
-            raise InvalidRequest(f"{where}: must hold type and text (a string), and nothing else", param=where)
-        texts.append(text)
-    return "\n".join(texts)

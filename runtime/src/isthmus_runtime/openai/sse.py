@@ -9,12 +9,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
-from typing import Any
+from secrets import token_hex
+from typing import Any, NamedTuple
 
 from ..errors import RequestError
-from ..request import TokenLogprobs
+from ..request import GenerateRequest, TokenLogprobs
+from .output import Delta
 from .pieces import Pieces
+from .tool_formats.base import ToolCall
 
+TOOL_CALLS = "tool_calls"
+"""The finish reason of an answer that stopped for its calls."""
 DONE = b"data: [DONE]\n\n"
 _LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot carry."""
@@ -37,11 +42,23 @@ class Usage:
         )
 
 
+class More(NamedTuple):
+    """What a chunk tells beside its text, where the request asks for it."""
+
+    ids: Sequence[int] | None
+    usage: Usage | None
+
+
 @dataclass(slots=True)
 class Answer:
     """One finished choice."""
 
     text: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    ids: list[int] = field(default_factory=list)
+    prompt_ids: Sequence[int] | None = None
+    """None: the request did not ask for ids."""
     finish_reason: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
@@ -51,16 +68,28 @@ def error_event(error: RequestError) -> bytes:
     return b"data: " + json.dumps({"error": error.to_json()}).encode() + b"\n\n" + DONE
 
 
-class _Format:
-    """Shared parts of both endpoints' answers to one request."""
+class Format:
+    """How the answer to one request is written; the base has what both completion endpoints share."""
 
     object_name = ""
     chunk_name = ""
 
     def __init__(
-        self, pieces: Pieces, answer_id: str, created: int, model: str, *, logprobs: int, include_usage: bool
+        self,
+        pieces: Pieces,
+        answer_id: str,
+        created: int,
+        model: str,
+        *,
+        logprobs: int,
+        include_usage: bool,
+        return_ids: bool = False,
+        short_call_ids: bool = False,
     ) -> None:
+        """`short_call_ids`: ids of tool calls are nine letters and digits."""
         self._pieces = pieces
+        self._return_ids = return_ids
+        self._short_call_ids = short_call_ids
         self._logprobs = logprobs
         name = encode_basestring_ascii(model)
         self._head = f'{{"id":"{answer_id}","object":"{self.object_name}","created":{created},"model":{name}'
@@ -70,21 +99,26 @@ class _Format:
         self._usage_open = f'data: {head},"choices":[],"usage":'
         self._text_offsets: dict[int, int] = {}
 
-    def first(self, index: int) -> bytes:
+    def first(self, index: int, request: GenerateRequest) -> bytes:
         """What opens a choice, before any text."""
-        raise AssertionError("defined by both formats")
+        raise AssertionError("defined by each format")
 
-    def text(self, index: int, text: str, logprobs: Sequence[TokenLogprobs]) -> bytes:
-        """A chunk with new text."""
-        raise AssertionError("defined by both formats")
+    def delta(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs], more: More | None) -> bytes:
+        """A chunk with something new."""
+        raise AssertionError("defined by each format")
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, reason: str, more: More | None) -> bytes:
         """The one chunk that ends a choice."""
-        raise AssertionError("defined by both formats")
+        raise AssertionError("defined by each format")
 
-    def usage(self, usage: Usage) -> bytes:
-        """The chunk after all choices, when `stream_options.include_usage` asks for it."""
-        return f"{self._usage_open}{usage.to_json()}}}\n\n".encode()
+    def end(self, usage: Usage, *, tell: bool) -> bytes:
+        """After all choices; with `tell` the usage, which `stream_options.include_usage` asks for."""
+        told = f"{self._usage_open}{usage.to_json()}}}\n\n".encode() if tell else b""
+        return told + DONE
+
+    def error(self, error: RequestError) -> bytes:
+        """What ends a stream that fails."""
+        return error_event(error)
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         """A non-streamed answer."""
@@ -92,7 +126,18 @@ class _Format:
         return f'{self._head},"choices":[{choices}],"usage":{usage.to_json()}}}'.encode()
 
     def _choice(self, index: int, answer: Answer) -> str:
-        raise AssertionError("defined by both formats")
+        raise AssertionError("defined by each format")
+
+    def _closed(self, more: More | None) -> bytes:
+        """What ends a chunk."""
+        if more is None:
+            return self._close
+        ids = "" if more.ids is None else f',"token_ids":{json.dumps(list(more.ids))}'
+        usage = "" if more.usage is None else f',"usage":{more.usage.to_json()}'
+        return f"{ids}}}]{usage}}}\n\n".encode() if usage else ids.encode() + self._close
+
+    def _call_id(self) -> str:
+        return token_hex(8)[:9] if self._short_call_ids else f"call_{token_hex(12)}"
 
     def _logprob_json(self, index: int, entries: Sequence[TokenLogprobs]) -> str:
         if self._logprobs < 0:
@@ -100,34 +145,69 @@ class _Format:
         return json.dumps(self._logprobs_of(index, entries))
 
     def _logprobs_of(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        raise AssertionError("defined by both formats")
+        raise AssertionError("defined by each format")
 
 
-class ChatFormat(_Format):
+class ChatFormat(Format):
     """Answers of /v1/chat/completions."""
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def first(self, index: int) -> bytes:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._calls: dict[int, int] = {}
+        """Calls that a choice has made so far."""
+
+    def first(self, index: int, request: GenerateRequest) -> bytes:
         """The role."""
         delta = f'{self._open}{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null'
-        return delta.encode() + self._close
+        if not self._return_ids:
+            return delta.encode() + self._close
+        ids = f',"prompt_token_ids":{json.dumps(request.prompt_token_ids)}}}\n\n'
+        return delta.encode() + self._close.removesuffix(b"}\n\n") + ids.encode()
 
-    def text(self, index: int, text: str, logprobs: Sequence[TokenLogprobs]) -> bytes:
-        """New text."""
-        delta = f'{self._open}{index},"delta":{{"content":{encode_basestring_ascii(text)}}},"logprobs":'
-        return f'{delta}{self._logprob_json(index, logprobs)},"finish_reason":null'.encode() + self._close
+    def delta(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs], more: More | None) -> bytes:
+        """New text, reasoning or calls."""
+        inner = f'"content":{encode_basestring_ascii(delta.content)}'
+        if delta.reasoning or delta.calls:
+            parts = [f'"reasoning_content":{encode_basestring_ascii(delta.reasoning)}'] if delta.reasoning else []
+            parts += [inner] if delta.content else []
+            if delta.calls:
+                begin = self._calls.get(index, 0)
+                self._calls[index] = begin + len(delta.calls)
+                calls = [self._call(c, f'"index":{begin + i},') for i, c in enumerate(delta.calls)]
+                parts.append(f'"tool_calls":[{",".join(calls)}]')
+            inner = ",".join(parts)
+        told = f'{self._open}{index},"delta":{{{inner}}},"logprobs":'
+        return f'{told}{self._logprob_json(index, logprobs)},"finish_reason":null'.encode() + self._closed(more)
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, reason: str, more: More | None) -> bytes:
         """The end."""
-        return f'{self._open}{index},"delta":{{}},"logprobs":null,"finish_reason":"{reason}"'.encode() + self._close
+        told = f'{self._open}{index},"delta":{{}},"logprobs":null,"finish_reason":"{reason}"'
+        return told.encode() + self._closed(more)
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        """A non-streamed answer."""
+        body = super().whole(answers, usage)
+        if not self._return_ids:
+            return body
+        return body[:-1] + f',"prompt_token_ids":{json.dumps(list(answers[0].prompt_ids or ()))}}}'.encode()
+
+    def _call(self, call: ToolCall, index: str = "") -> str:
+        name, arguments = encode_basestring_ascii(call.name), encode_basestring_ascii(call.arguments)
+        function = f'{{"name":{name},"arguments":{arguments}}}'
+        return f'{{{index}"id":"{self._call_id()}","type":"function","function":{function}}}'
 
     def _choice(self, index: int, answer: Answer) -> str:
-        text = encode_basestring_ascii(answer.text)
+        text = "null" if answer.calls and not answer.text else encode_basestring_ascii(answer.text)
+        more = f',"tool_calls":[{",".join(map(self._call, answer.calls))}]' if answer.calls else ""
+        if answer.reasoning:
+            more += f',"reasoning_content":{encode_basestring_ascii(answer.reasoning)}'
+        ids = f',"token_ids":{json.dumps(answer.ids)}' if self._return_ids else ""
         return (
-            f'{{"index":{index},"message":{{"role":"assistant","content":{text},"refusal":null}},'
-            f'"logprobs":{self._logprob_json(index, answer.logprobs)},"finish_reason":"{answer.finish_reason}"}}'
+            f'{{"index":{index},"message":{{"role":"assistant","content":{text},"refusal":null{more}}},'
+            f'"logprobs":{self._logprob_json(index, answer.logprobs)},"finish_reason":"{answer.finish_reason}"{ids}}}'
         )
 
     def _logprobs_of(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
@@ -144,28 +224,37 @@ class ChatFormat(_Format):
         return {"content": content, "refusal": None}
 
 
-class CompletionFormat(_Format):
+class CompletionFormat(Format):
     """Answers of /v1/completions."""
 
     object_name = chunk_name = "text_completion"
 
-    def first(self, index: int) -> bytes:
-        """Nothing: a completion has no role."""
-        return b""
+    def first(self, index: int, request: GenerateRequest) -> bytes:
+        """Nothing, for a completion has no role; the ids of the prompt, where they are asked for."""
+        if not self._return_ids:
+            return b""
+        ids = json.dumps(request.prompt_token_ids)
+        told = f'{self._open}{index},"text":"","logprobs":null,"finish_reason":null,"prompt_token_ids":{ids}'
+        return told.encode() + self._close
 
-    def text(self, index: int, text: str, logprobs: Sequence[TokenLogprobs]) -> bytes:
+    def delta(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs], more: More | None) -> bytes:
         """New text."""
-        body = f'{self._open}{index},"text":{encode_basestring_ascii(text)},"logprobs":'
-        return f'{body}{self._logprob_json(index, logprobs)},"finish_reason":null'.encode() + self._close
+        body = f'{self._open}{index},"text":{encode_basestring_ascii(delta.content)},"logprobs":'
+        return f'{body}{self._logprob_json(index, logprobs)},"finish_reason":null'.encode() + self._closed(more)
 
-    def finish(self, index: int, reason: str) -> bytes:
+    def finish(self, index: int, reason: str, more: More | None) -> bytes:
         """The end."""
-        return f'{self._open}{index},"text":"","logprobs":null,"finish_reason":"{reason}"'.encode() + self._close
+        told = f'{self._open}{index},"text":"","logprobs":null,"finish_reason":"{reason}"'
+        return told.encode() + self._closed(more)
 
     def _choice(self, index: int, answer: Answer) -> str:
+        ids = ""
+        if self._return_ids:
+            prompt = json.dumps(list(answer.prompt_ids or ()))
+            ids = f',"token_ids":{json.dumps(answer.ids)},"prompt_token_ids":{prompt}'
         return (
             f'{{"index":{index},"text":{encode_basestring_ascii(answer.text)},'
-            f'"logprobs":{self._logprob_json(index, answer.logprobs)},"finish_reason":"{answer.finish_reason}"}}'
+            f'"logprobs":{self._logprob_json(index, answer.logprobs)},"finish_reason":"{answer.finish_reason}"{ids}}}'
         )
 
     def _logprobs_of(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from tokenizers import Tokenizer as HfTokenizer
 from ..errors import ConfigError, InvalidRequest
 from ..request import SamplingOptions
 from .bounds import cut, may_cut, token_bound
-from .chat import ChatTemplate
+from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
+from .control import ControlTokens, Marks
 from .pieces import Pieces
 from .words import Words, cuts_at_words
 
@@ -31,6 +33,14 @@ class TooManyTokens(Exception):
     """A text has more tokens than were asked for; the message says how many, in words."""
 
 
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as the model sees it."""
+
+    text: str
+    ids: list[int]
+
+
 class Tokenizer:
     """Text to ids and back. Made by `load`; immutable, safe to use from several threads."""
 
@@ -43,13 +53,22 @@ class Tokenizer:
         vocab_size: int,
         chat_template: str | None,
         defaults: SamplingOptions,
+        model_limit: int = 0,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
         """`config` is tokenizer_config.json. ConfigError: unsupported decoder, broken template, unknown specials."""
         self._tokenizer = tokenizer
+        self.template = chat_template or ""
+        """Source of the chat template."""
+        self.model_limit = model_limit
+        """Tokens of prompt and answer that the model is made for; 0: config.json does not say."""
         raw = json.loads(tokenizer.to_str())
         added = tokenizer.get_added_tokens_decoder()
-        self.pieces = Pieces(tokenizer, raw.get("decoder"), frozenset(i for i, t in added.items() if t.special))
+        self._special = {t.content: i for i, t in added.items() if t.special}
+        self._decoder = raw.get("decoder")
+        self.pieces = Pieces(tokenizer, self._decoder, frozenset(self._special.values()))
+        self._shown: dict[frozenset[str], Pieces] = {}
+        self._added = frozenset(t.content for t in added.values())
         special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
         self.eos_token_ids = tuple(eos_token_ids)
         """Ids that end a generation."""
@@ -61,6 +80,13 @@ class Tokenizer:
         self._bound = token_bound(raw)
         self._adds_special = tokenizer.num_special_tokens_to_add(False) > 0
         self._template = ChatTemplate(chat_template, special, now) if chat_template is not None else None
+        normalizer = tokenizer.normalizer
+        self._control = ControlTokens(
+            tokenizer.to_str,
+            raw.get("added_tokens") or (),
+            chat_template or "",
+            normalizer.normalize_str if normalizer is not None else None,
+        )
         # Absent in tokenizer_config.json: whatever the post-processor of tokenizer.json does is right.
         self._add_bos: bool | None = config.get("add_bos_token")
         bos = special.get("bos_token")
@@ -96,6 +122,7 @@ class Tokenizer:
             vocab_size=_vocab_size(root, text_model, tokenizer),
             chat_template=_template_source(root, config),
             defaults=_defaults(root, generation),
+            model_limit=limit if type(limit := text_model.get("max_position_embeddings")) is int else 0,
             now=now,
         )
 
@@ -110,30 +137,103 @@ class Tokenizer:
             return self._ids(text, special=False, most=most)
         return [self._bos, *self._ids(text, special=False, most=None if most is None else most - 1)]
 
-    def encode_chat(self, text: str, most: int | None = None) -> list[int]:
-        """Ids of a rendered chat template, which holds its special tokens as text already. Raises as `encode` does."""
-        return self._ids(text, special=False, most=most)
+    def chat(self, conversation: Conversation, most: int | None = None, *, briefly: bool = False) -> ChatPrompt:
+        """A conversation as a prompt: rendered, its special tokens by the template, and tokenised (ADR 27).
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt text of a conversation, ready for the assistant's turn."""
+        Raises InvalidRequest, TooManyTokens as `encode` does, and where `briefly` is asked for, NeedsThread.
+        """
         if self._template is None:
             raise InvalidRequest(
                 "the model has no chat template (tokenizer_config.json or chat_template.jinja); use /v1/completions",
                 param="messages",
             )
-        return self._template.render(messages)
+        guarded = not conversation.allow_control_tokens and self._has_control(conversation)
+        if guarded and briefly:
+            raise NeedsThread
+        marks = Marks()
+        shown = self._marked(conversation, marks) if guarded else conversation
+        if conversation.continue_final_message:
+            shown = _with_cut(shown, marks.cut)
+        try:
+            text = self._template.render(shown, steps=SOME_STEPS if briefly else MOST_STEPS)
+        except TooCostly:
+            if briefly:
+                raise NeedsThread from None
+            raise
+        if conversation.continue_final_message:
+            text, found, _ = text.rpartition(marks.cut)
+            if not found:
+                raise InvalidRequest(
+                    "continue_final_message: the model's chat template does not show the last message",
+                    param="continue_final_message",
+                )
+        if not guarded:
+            return ChatPrompt(text, self._ids(text, special=False, most=most))
+        plain = text.replace(marks.begin, "").replace(marks.end, "")
+        self._check_bound(plain, most)
+        return ChatPrompt(plain, _at_most(self._control.encode(text, marks), most))
+
+    def _has_control(self, conversation: Conversation) -> bool:
+        found = self._control.found_in
+        return any(
+            found(value, own=message["role"] == "assistant")
+            for message in conversation.messages
+            for name, value in message.items()
+            if name != "role"
+        ) or found([conversation.tools, conversation.kwargs])
+
+    def _marked(self, conversation: Conversation, marks: Marks) -> Conversation:
+        marked = self._control.marked
+        messages = [
+            {
+                name: value if name == "role" else marked(value, marks, own=message["role"] == "assistant")
+                for name, value in message.items()
+            }
+            for message in conversation.messages
+        ]
+        return replace(
+            conversation,
+            messages=messages,
+            tools=marked(conversation.tools, marks),
+            kwargs=marked(conversation.kwargs, marks),
+        )
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids` without special tokens."""
         return self.pieces.join(token_ids)
 
+    def pieces_with(self, special: Iterable[str] | None) -> Pieces:
+        """Pieces in which these special tokens are text; None: all of them."""
+        names = frozenset(self._special if special is None else self._special.keys() & set(special))
+        if not names:
+            return self.pieces
+        if names not in self._shown:
+            hidden = frozenset(i for text, i in self._special.items() if text not in names)
+            self._shown[names] = Pieces(self._tokenizer, self._decoder, hidden)
+        return self._shown[names]
+
+    @property
+    def thinks(self) -> bool:
+        """Whether the model writes its reasoning between <think> and </think>."""
+        return "</think>" in self.template or "</think>" in self._added
+
+    def knows(self, variable: str) -> bool:
+        """Whether the chat template looks at a variable."""
+        return re.search(rf"\b{re.escape(variable)}\b", self.template) is not None
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """What the vocabulary calls them; "" for ids that it does not have."""
+        return [self._tokenizer.id_to_token(i) or "" for i in token_ids]
+
     def _ids(self, text: str, *, special: bool, most: int | None) -> list[int]:
-        if most is not None and self._bound is not None and (surely := self._bound.least(text)) > most:
+        self._check_bound(text, most)
+        return _at_most(self._encoded(text, special=special, most=most), most)
+
+    def _check_bound(self, text: str, most: int | None) -> None:
+        # No character has more than 4 bytes: most prompts are too short to be looked at.
+        bound = self._bound if most is not None and 4 * len(text) > most else None
+        if most is not None and bound is not None and (surely := bound.least(text)) > most:
             raise TooManyTokens(f"{surely} tokens or more")
-        ids = self._encoded(text, special=special, most=most)
-        if most is not None and len(ids) > most:
-            raise TooManyTokens(f"{len(ids)} tokens")
-        return ids
 
     def _encoded(self, text: str, *, special: bool, most: int | None) -> list[int]:
         if self._words is not None and not (special and self._adds_special):
@@ -151,6 +251,18 @@ class Tokenizer:
 
     def _batch(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def _at_most(ids: list[int], most: int | None) -> list[int]:
+    if most is not None and len(ids) > most:
+        raise TooManyTokens(f"{len(ids)} tokens")
+    return ids
+
+
+def _with_cut(conversation: Conversation, cut: str) -> Conversation:
+    """The last message's text ends with `cut`, after which a continued prompt has nothing."""
+    *before, last = conversation.messages
+    return replace(conversation, messages=[*before, {**last, "content": last["content"] + cut}])
 
 
 def _read_json(path: Path) -> dict[str, Any]:

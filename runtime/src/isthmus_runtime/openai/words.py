@@ -46,17 +46,30 @@ class Words:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without special tokens."""
-        first, *words = text.split(" ")  # cuts too often where spaces follow one another: no such word is known
-        begin = self._first.get(first)
-        found = list(map(self._known.get, words))
-        if begin is None or None in found:
-            return self._learn(*_CUT.split(text))
-        return [*begin, *chain.from_iterable(found)]  # type: ignore[arg-type]
+        words = text.split(" ")
+        first = words.pop(0)
+        found = self._look_up(first, words)
+        if found is None:
+            missing = {*words}.difference(self._known)
+            # Of a known word none of this is true. The last one is followed by no space, so that it cannot be wrong.
+            if not all(word and not word[-1].isspace() for word in missing.difference(words[-1:])):
+                first, *words = _CUT.split(text)  # `split` cuts too often where spaces follow white space
+            found = self._learn(first, words)
+        return found
 
-    def _learn(self, first: str, *words: str) -> list[int]:
+    def _look_up(self, first: str, words: list[str]) -> list[int] | None:
+        """Ids of a text whose words are all known; else None."""
+        try:
+            found = list(self._first[first])
+            found.extend(chain.from_iterable(map(self._known.__getitem__, words)))
+        except KeyError:
+            return None
+        return found
+
+    def _learn(self, first: str, words: list[str]) -> list[int]:
         """Ids of a text, of which some words are not known."""
         known, start = self._known, self._first
-        missing = list(dict.fromkeys([word for word in words if word not in known]))
+        missing = list({*words}.difference(known))
         asked = [" " + word for word in missing]
         if (begin := start.get(first)) is None:
             asked.append(first)

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import PlainTextResponse, Response
 
 from ..config import RouterConfig
+from ..credentials import Credentials
 from ..errors import Overloaded
 from ..metrics import CONTENT_TYPE, RouterMetrics, render
 from ..serving.app import errors
@@ -35,15 +36,21 @@ class Router:
     """A router on the running event loop: its Backend, its routes, its pool. Made by `make_router`."""
 
     def __init__(
-        self, config: RouterConfig, registry: CollectorRegistry, in_flight: InFlight, resolve: Resolve = resolve_all
+        self,
+        config: RouterConfig,
+        registry: CollectorRegistry,
+        in_flight: InFlight,
+        resolve: Resolve = resolve_all,
+        credentials: Credentials | None = None,
     ) -> None:
         self._config = config
+        self._credentials = credentials
         self._registry = registry
         self._in_flight = in_flight
         self._session = new_session()
         metrics = RouterMetrics(registry, config.model.served_names[0])
         prefixes = make_prefixes(PolicyName(config.policy))
-        self._links = Links()
+        self._links = Links(credentials)
         self.pool = EnginePool(
             config,
             self._session,
@@ -51,6 +58,7 @@ class Router:
             resolve=resolve,
             on_gone=self._links.forget,
             prefixes=prefixes,
+            credentials=credentials,
         )
         self.backend = RouterBackend(config, self.pool, self._links, metrics=metrics, prefixes=prefixes)
 
@@ -90,13 +98,14 @@ class Router:
         return self._state(self.backend.accepting())
 
     def _state(self, problem: str) -> RouterState:
-        reason = "draining" if self._in_flight.leaving else problem
+        unknown = "" if self._credentials is None else self._credentials.problem()
+        reason = "draining" if self._in_flight.leaving else unknown or problem
         if reason:
             raise Overloaded(f"not ready: {reason}")
         return RouterState(status="ready")
 
     async def _info(self) -> dict[str, Any]:
-        """What is known of the engines, and how many requests there are."""
+        """What is known of the engines, and how many requests are held, those that are still read among them."""
         return {
             "role": "router",
             "served_names": list(self._config.model.served_names),
@@ -114,7 +123,13 @@ class Router:
 
 
 def make_router(
-    config: RouterConfig, registry: CollectorRegistry, in_flight: InFlight, *, resolve: Resolve = resolve_all
+    config: RouterConfig,
+    registry: CollectorRegistry,
+    in_flight: InFlight,
+    *,
+    resolve: Resolve = resolve_all,
+    credentials: Credentials | None = None,
 ) -> Router:
-    """A router for `config`. Must be called on the event loop it will run on; `resolve` finds engine addresses."""
-    return Router(config, registry, in_flight, resolve)
+    """A router for `config`. Must be called on the event loop it will run on; `resolve` finds engine addresses, which
+    `credentials` are shown to."""
+    return Router(config, registry, in_flight, resolve, credentials)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from pydantic import ValidationError
 
-from ..errors import DeadlineExceeded, EngineFailed, Overloaded, RequestError
+from ..errors import Cancelled, DeadlineExceeded, EngineFailed, EngineLost, Overloaded, RequestError
 from ..metrics import RouterMetrics
 from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line
 from ..request import FinishReason, GenerateRequest, TokenChunk
@@ -73,6 +73,8 @@ class Attempt:
         self._rest = b""
         self._prefill_task: asyncio.Task[None] | None = None
         self._delivered = False
+        self._prefill_hits = 0
+        """Prompt tokens that prefill found in its prefix cache."""
         self.unsent = True
         """No engine has seen a byte of it."""
         self._ended = False
@@ -108,6 +110,9 @@ class Attempt:
                 raise TryElsewhere(located, self._decode.url) from error
             raise located from error
         self._delivered = True
+        if line.note == "transferred" and self._prefill_hits > line.cached_tokens:
+            # Nobody computed these tokens. Decode's own hits are a prefix of the same prompt: the longer one counts.
+            line = line._replace(cached_tokens=self._prefill_hits)
         return line
 
     async def next(self) -> TokenChunk:
@@ -129,6 +134,7 @@ class Attempt:
             return
         self._closed = True
         self._expiry.cancel()
+        del self._expiry  # it refers back to this attempt, which would have to wait for the collector
         self._hold.release()
         if self._prefill_hold is not None:
             self._prefill_hold.release()
@@ -220,7 +226,7 @@ class Attempt:
         message = f"the request did not end within {self._request.timeout_s:g} s (--request-timeout)"
         self._interrupt(DeadlineExceeded(message, stage=stage))
 
-    def _lost_decode(self, cause: object) -> EngineFailed:
+    def _lost_decode(self, cause: object) -> EngineLost:
         self._decode_gone = True
         error = lost("decode", self._decode.url, self._attempt, cause)
         self._pool.failed(self._decode.url, error.message)
@@ -324,7 +330,8 @@ class Attempt:
                 f"prefill engine {url} answered for attempt {answer.attempt!r}, expected {self._attempt!r}",
                 stage="prefill",
             )
+        self._prefill_hits = answer.cached_tokens
 
     def _count(self, leg: str, error: RequestError) -> None:
-        if self._metrics is not None:
+        if self._metrics is not None and not isinstance(error, Cancelled):
             self._metrics.leg_failed(leg, error.code)

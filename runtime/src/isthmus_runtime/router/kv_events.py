@@ -7,6 +7,7 @@ import logging
 import aiohttp
 from pydantic import ValidationError
 
+from ..credentials import Credentials
 from ..protocol import KvEvents
 from .prefixes import EventGap, StoredBlocks
 
@@ -15,14 +16,18 @@ _CONNECT_TIMEOUT_S = 2.0
 _MAX_LINE = 1 << 20
 
 
-async def follow(session: aiohttp.ClientSession, url: str, blocks: StoredBlocks) -> bool:
+async def follow(
+    session: aiohttp.ClientSession, url: str, blocks: StoredBlocks, credentials: Credentials | None = None
+) -> bool:
     """Keep `blocks` up to date until the connection or the sequence breaks; the caller may follow again then.
 
     Returns whether the engine has events at all. Nothing is known of the engine when this returns or is cancelled.
     """
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+    shown = "" if credentials is None else credentials.authorization()
+    headers = {"Authorization": shown} if shown else {}
     try:
-        async with session.get(url + "/internal/kv-events", timeout=timeout) as answer:
+        async with session.get(url + "/internal/kv-events", timeout=timeout, headers=headers) as answer:
             if answer.status == 404:
                 return False
             if answer.status != 200:

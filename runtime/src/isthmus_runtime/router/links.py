@@ -8,7 +8,8 @@ import logging
 
 import aiohttp
 
-from ..errors import EngineFailed, RequestError, error_from_json
+from ..credentials import Credentials
+from ..errors import EngineLost, RequestError, error_from_json
 from ..protocol import AbortCall, CommitCall
 from .wire import CONNECT_TIMEOUT_S, Exchange, Wire
 
@@ -31,10 +32,10 @@ def new_session() -> aiohttp.ClientSession:
     )
 
 
-def lost(role: str, url: str, attempt: str, cause: object) -> EngineFailed:
-    """The error for a peer whose connection broke."""
+def lost(role: str, url: str, attempt: str, cause: object) -> EngineLost:
+    """The error for a peer whose connection broke, or that stopped answering."""
     what = str(cause) or type(cause).__name__
-    return EngineFailed(f"{role} engine {url} was lost: {what}", stage=role, attempt=attempt or None)
+    return EngineLost(f"{role} engine {url} was lost: {what}", stage=role, attempt=attempt or None)
 
 
 def refusal(status: int, body: bytes, role: str, url: str) -> RequestError:
@@ -51,8 +52,9 @@ def refusal(status: int, body: bytes, role: str, url: str) -> RequestError:
 class Links:
     """Calls to engines. Aborts go in the background: whoever gives up a request must not wait for a sick peer."""
 
-    def __init__(self) -> None:
-        self._wire = Wire()
+    def __init__(self, credentials: Credentials | None = None) -> None:
+        """`credentials`: shown to engines with each call."""
+        self._wire = Wire(None if credentials is None else credentials.authorization)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self, url: str, path: str, body: bytes) -> Exchange:

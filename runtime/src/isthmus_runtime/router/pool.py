@@ -14,6 +14,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from ..config import RouterConfig
+from ..credentials import Credentials
 from ..metrics import RouterMetrics
 from ..protocol import EngineInfo
 from .kv_events import follow
@@ -63,6 +64,10 @@ class EngineStatus:
     fingerprint: str
 
 
+def _nobody_waits(reason: str) -> None:
+    pass
+
+
 class Hold:
     """A hold on one engine by one request: counts as load, and is notified when the engine is lost."""
 
@@ -83,6 +88,7 @@ class Hold:
 
     def release(self) -> None:
         """The request has left the engine. Idempotent."""
+        self._on_lost = _nobody_waits  # what it belongs to would refer to itself, until the collector comes by
         self._engine.release(self, self._tokens)
 
 
@@ -150,10 +156,12 @@ class EnginePool:
         dead_after_s: float = _DEAD_AFTER_S,
         on_gone: Callable[[str], None] | None = None,
         prefixes: Prefixes | None = None,
+        credentials: Credentials | None = None,
     ) -> None:
         """`on_gone(url)` is called when an engine is neither listed nor in use any more. `prefixes` is told of lost
         engines and, where it can follow them, fed with their KV events."""
         self._prefixes = prefixes
+        self._credentials = credentials
         self._session = session
         self._on_gone = on_gone
         self._interval = config.discovery_interval_s
@@ -356,7 +364,7 @@ class EnginePool:
 
     async def _read_events(self, engine: _RemoteEngine, blocks: StoredBlocks) -> None:
         try:
-            engine.has_events = await follow(self._session, engine.url, blocks)
+            engine.has_events = await follow(self._session, engine.url, blocks, self._credentials)
         finally:
             engine.follower = None
         if not engine.has_events:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import deque
+from collections.abc import Callable
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -226,7 +227,9 @@ class Exchange(asyncio.Protocol):
 class Wire:
     """Connections to all engines. One for a router."""
 
-    def __init__(self) -> None:
+    def __init__(self, authorization: Callable[[], str] | None = None) -> None:
+        """`authorization`: value of that header as of now, "" for none."""
+        self._authorization = authorization
         self._loop = asyncio.get_running_loop()
         self._idle: dict[str, deque[Exchange]] = {}
         self._heads: dict[tuple[str, str], bytes] = {}
@@ -246,10 +249,11 @@ class Wire:
         head = self._heads.get((url, path))
         if head is None:
             head = self._heads[url, path] = (
-                f"POST {path} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\n"
-                "Content-Type: application/json\r\nContent-Length: "
+                f"POST {path} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\nContent-Type: application/json\r\n"
             ).encode()
-        await exchange.call(head, body)
+        shown = "" if self._authorization is None else self._authorization()
+        proof = b"Authorization: %b\r\n" % shown.encode() if shown else b""
+        await exchange.call(b"%b%bContent-Length: " % (head, proof), body)
 
     def forget(self, url: str) -> None:
         """The engine is no longer in the fleet: close its idle connections."""

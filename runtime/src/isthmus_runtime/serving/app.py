@@ -18,7 +18,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
 from starlette.types import Lifespan
 
+from ..credentials import Credentials
 from ..errors import EngineFailed, InvalidRequest, RequestError
+from .access import PeersOnly
 from .call import error_response
 from .limits import BodyLimit
 
@@ -91,6 +93,7 @@ def make_app(
     lifespan: Lifespan[FastAPI] | None = None,
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = MAX_PUBLIC_BODY,
+    credentials: Credentials | None = None,
 ) -> FastAPI:
     """An application without routes of its own; `add_pages` adds those that every role has, after all others.
 
@@ -98,6 +101,7 @@ def make_app(
         bodies: the models that routes name by `json_body`.
         cors_origins: of web pages that may call it from a browser; "*" for all, none by default.
         max_body_bytes: of a body outside /internal/.
+        credentials: by which callers of /internal/ are known; None: nobody is asked.
     """
     app = FastAPI(
         title=title,
@@ -114,6 +118,8 @@ def make_app(
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(Exception, _unforeseen)
     app.add_middleware(BodyLimit, public=max_body_bytes, internal=MAX_INTERNAL_BODY)
+    if credentials is not None:
+        app.add_middleware(PeersOnly, credentials=credentials)  # before any body is read
     if cors_origins:
         app.add_middleware(
             CORSMiddleware,

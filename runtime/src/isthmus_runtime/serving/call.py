@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..errors import RequestError
+from ..errors import RequestError, Unauthenticated
 
 
 class Cut(Exception):
@@ -88,9 +88,9 @@ def add_call_route(
     app.router.routes.append(CallRoute(path, endpoint, methods=[method], response_model=None, status_code=200, **more))
 
 
-def authorization(request: Request) -> str:
+def authorization(scope: Scope) -> str:
     """The header's value, "" without one."""
-    for name, value in request.scope["headers"]:
+    for name, value in scope["headers"]:
         if name == b"authorization":
             return str(value.decode("utf-8", "surrogateescape"))
     return ""
@@ -99,6 +99,8 @@ def authorization(request: Request) -> str:
 def error_answer(error: RequestError) -> tuple[int, dict[str, str], bytes]:
     """`error` as an OpenAI error: status, headers (Retry-After where it has one) and body."""
     headers = {"content-type": "application/json"}
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     return error.status, headers, json.dumps({"error": error.to_json()}).encode()

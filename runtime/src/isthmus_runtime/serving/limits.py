@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..config import ServerConfig
 from ..errors import InvalidRequest
 
+ACCOUNT = "isthmus.body.account"
+"""Extension of the ASGI scope: its `add` is called with the size of each decoded piece, and raises where there is no
+room for it."""
+_PIECE = 64 << 10
+"""Bytes that are inflated on the event loop at a time: a fraction of a millisecond."""
+_LARGE_PIECE = 1 << 20
 _WBITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 
 
@@ -17,6 +26,11 @@ class Limits:
     """Of one port, every path alike."""
 
     max_connections: int = 16_384
+    """Fewer where the process may not open enough descriptors for them (`admission.connections_within`)."""
+    max_connections_per_address: int = 8_192
+    """Half of all by default: everybody may come from the one address of a gateway."""
+    max_body_memory: int = 256 << 20
+    """Bytes of all bodies that arrive or wait for their answer to begin."""
     max_head_bytes: int = 16 << 10
     arrival_s: float = 30.0
     """From a request's first byte to its last."""
@@ -25,6 +39,15 @@ class Limits:
     theirs to close them."""
     sweep_s: float = 5.0
     """How often both are looked at: one timer for all connections."""
+
+
+def limits_of(config: ServerConfig) -> Limits:
+    """Those that the command line sets."""
+    return Limits(
+        max_connections=config.max_connections,
+        max_connections_per_address=config.max_connections_per_address,
+        max_body_memory=config.max_body_memory_bytes,
+    )
 
 
 class TooSlow(InvalidRequest):
@@ -78,16 +101,20 @@ class BodyLimit:
             limit = self._internal if scope["path"].startswith("/internal/") else self._public
             # A body of a known length needs no counting: the parser ends it there.
             if length > limit or length < 0 or encoding:
-                receive = _Body(receive, limit, length, encoding).receive
+                account = scope.get("extensions", {}).get(ACCOUNT, {}).get("add")
+                receive = _Body(receive, limit, length, encoding, account).receive
         await self._app(scope, receive, send)
 
 
 class _Body:
-    def __init__(self, receive: Receive, limit: int, length: int, encoding: bytes) -> None:
+    def __init__(
+        self, receive: Receive, limit: int, length: int, encoding: bytes, account: Callable[[int], None] | None
+    ) -> None:
         self._receive = receive
         self._limit = limit
         self._length = length
         self._encoding = encoding
+        self._account = account
         wbits = _WBITS.get(encoding)
         self._decoder = None if wbits is None else zlib.decompressobj(wbits)
         self._size = 0
@@ -107,23 +134,33 @@ class _Body:
             return message
         body: bytes = message["body"]
         if self._decoder is not None:
-            body = self._decode(body, last=not message["more_body"])
+            body = await self._decode(body, last=not message["more_body"])
         self._size += len(body)
         if self._size > self._limit:
             self._refuse(self._size)
         return {**message, "body": body}
 
-    def _decode(self, data: bytes, *, last: bool) -> bytes:
+    async def _decode(self, data: bytes, *, last: bool) -> bytes:
         decoder = self._decoder
         assert decoder is not None
+        # One byte more than there is room for tells that it is too large.
+        room = self._limit - self._size + 1
         try:
-            # One byte more than there is room for tells that it is too large.
-            body = decoder.decompress(data, self._limit - self._size + 1)
+            parts = [self._counted(decoder.decompress(data, min(room, _PIECE)))]
+            while decoder.unconsumed_tail and (left := room - sum(map(len, parts))) > 0:
+                part = await asyncio.to_thread(decoder.decompress, decoder.unconsumed_tail, min(left, _LARGE_PIECE))
+                parts.append(self._counted(part))
         except zlib.error as e:
             raise InvalidRequest(f"the body cannot be read: {e}") from e
+        body = b"".join(parts)
         if decoder.unused_data or (last and not decoder.eof and self._size + len(body) <= self._limit):
             raise InvalidRequest(f"the body cannot be read: it is not one complete {self._encoding.decode()} stream")
         return body
+
+    def _counted(self, part: bytes) -> bytes:
+        if self._account is not None:
+            self._account(len(part))
+        return part
 
     def _refuse(self, size: int) -> None:
         raise BodyTooLarge(f"the body has {size} bytes or more, the limit is {self._limit}; shorten the prompt")

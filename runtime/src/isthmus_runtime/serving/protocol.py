@@ -19,8 +19,9 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from ..errors import InvalidRequest, Overloaded, RequestError
+from .admission import BodyBudget, Connections
 from .call import Cut, error_answer
-from .limits import HeadTooLarge, Limits, TooSlow
+from .limits import ACCOUNT, HeadTooLarge, Limits, TooSlow
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ class PortState(ServerState):
     def __init__(self, limits: Limits) -> None:
         super().__init__()
         self.limits = limits
+        self.table: Connections[Protocol] = Connections(limits.max_connections, limits.max_connections_per_address)
+        self.bodies: BodyBudget[Protocol] = BodyBudget(limits.max_body_memory)
         self.leaving = False
         """The next answer on each connection is its last, and says so."""
 
@@ -126,12 +129,15 @@ class Protocol(HttpToolsProtocol):
         """Of asyncio."""
         super().connection_made(transport)
         self.flow: _Flow = _Flow(transport)
-        if len(self.connections) > self._limits.max_connections:
-            self._refuse(Overloaded("too many connections; try again", retry_after_s=1.0))
+        leaver = self.server_state.table.add(self, self.client[0] if self.client else "")
+        if leaver is not None:
+            leaver.give_way(Overloaded("too many connections; try again", retry_after_s=1.0))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Of asyncio."""
         super().connection_lost(exc)
+        self.server_state.table.remove(self)
+        self.server_state.bodies.release(self)
         self._forsake()
 
     def data_received(self, data: bytes) -> None:
@@ -157,6 +163,8 @@ class Protocol(HttpToolsProtocol):
             raise InvalidRequest(f"more than {_MAX_AHEAD} requests were sent before the first was answered")
         self._phase = _Phase.HEAD
         self._since = self.loop.time()
+        if self._running is None:
+            self.server_state.table.waits(self)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
@@ -177,6 +185,8 @@ class Protocol(HttpToolsProtocol):
             )
         self._pending = 0
         self._phase = _Phase.BODY
+        if any(name == b"content-encoding" for name, _ in self.headers):
+            self.scope["extensions"] = {ACCOUNT: {"add": self._account}}
         super().on_headers_complete()
         self.flow.held = bool(self.pipeline)
         self.headers = []  # trailers end here: nobody reads them
@@ -187,11 +197,15 @@ class Protocol(HttpToolsProtocol):
         """Of the parser."""
         self._pending = 0
         super().on_body(body)
+        self._make_room(self.server_state.bodies.add(self, len(body)))
 
     def on_message_complete(self) -> None:
         """Of the parser: the last byte of a request."""
         self._pending = 0
         self._phase = _Phase.IDLE
+        if self._running is not None:
+            self.server_state.table.works(self)
+        self.server_state.bodies.arrived(self)
         super().on_message_complete()
 
     # ------------------------------------------------------------------------------------------------------ answering
@@ -208,10 +222,17 @@ class Protocol(HttpToolsProtocol):
     async def _answer(self, cycle: RequestResponseCycle, app: Any) -> None:
         transport = self.transport
 
+        async def receive() -> Any:
+            message = await cycle.receive()
+            if cycle.more_body and self._refusal is not None:
+                raise self._refusal  # the handler's books are to say why it came to nothing
+            return message
+
         async def send(message: Any) -> None:
             if transport.is_closing():  # `connection_lost` is on its way
                 raise _Gone("the client has left")
             if not cycle.response_started:
+                self.server_state.bodies.release(self)
                 cycle.transport = _Opening(cycle)  # type: ignore[assignment]
                 await cycle.send(message)
                 return
@@ -219,11 +240,13 @@ class Protocol(HttpToolsProtocol):
             if early:  # uvicorn would close at once, and so reset an answer to a body that is still on its way
                 cycle.keep_alive = True
             await cycle.send(message)
-            if early:
+            if early and isinstance(self._refusal, Overloaded):
+                self.transport.close()  # there is no room to wait
+            elif early:
                 self._linger()
 
         try:
-            await app(cycle.scope, cycle.receive, send)
+            await app(cycle.scope, receive, send)
         except asyncio.CancelledError:
             if not cycle.disconnected:
                 raise
@@ -246,11 +269,13 @@ class Protocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         following = self.pipeline.pop() if self.pipeline else None
+        if following is None or following[0].more_body:
+            self.server_state.table.waits(self)
         self.flow.held = bool(self.pipeline)
         self.flow.resume_reading()
         if following is not None:
             self._start_asgi_task(*following)
-        elif self._refusal is not None:
+        elif self._refusal is not None and not (self._phase is _Phase.BODY and running is self.cycle):
             self._say_no(self._refusal)
 
     # --------------------------------------------------------------------------------------------------------- server
@@ -267,6 +292,18 @@ class Protocol(HttpToolsProtocol):
             # A head behind a request that is still answered has time until that is over.
             self._refuse(TooSlow(f"the request did not arrive within {self._limits.arrival_s:g} s"))
 
+    def give_way(self, error: Overloaded) -> None:
+        """Make room for others: an idle connection ends without a word, what arrives is refused with `error`."""
+        if self._deaf or self.transport.is_closing():
+            return
+        if self._phase is _Phase.IDLE and self._running is not None:
+            self._refusal, self._deaf = error, True  # its body is here, and is being inflated: see `_account`
+            self._running.keep_alive = False
+        elif self._phase is _Phase.IDLE and self.cycle is not None:
+            self.transport.close()  # between two requests, as any server may
+        else:
+            self._refuse(error)
+
     def leave(self) -> None:
         """The answer to the latest request is the last."""
         if self.cycle is not None and not self.cycle.response_complete:
@@ -277,6 +314,19 @@ class Protocol(HttpToolsProtocol):
     def _reads_body(self) -> bool:
         """Whether the request that is being answered is the one that arrives."""
         return self._phase is _Phase.BODY and self._running is self.cycle
+
+    def _account(self, size: int) -> None:
+        """Count `size` bytes that were made of the body. Raises Overloaded when it is this one that has to go."""
+        self._make_room(self.server_state.bodies.add(self, size))
+        if self._refusal is not None:
+            raise self._refusal
+
+    def _make_room(self, largest: Protocol | None) -> None:
+        while largest is not None:
+            most = self._limits.max_body_memory
+            text = f"bodies of requests take more than {most} bytes (--max-body-memory); try again, or send less"
+            largest.give_way(Overloaded(text, retry_after_s=1.0))
+            largest = self.server_state.bodies.excess()
 
     def _too_large(self) -> HeadTooLarge:
         return HeadTooLarge(f"the head of the request has more than {self._limits.max_head_bytes} bytes")
@@ -294,6 +344,12 @@ class Protocol(HttpToolsProtocol):
         if self._phase is _Phase.BODY and self.cycle.response_started:
             self.transport.abort()  # it was answered before it was here
             return
+        if self._running is not None and not self._running.response_complete:
+            # Its handler waits for the rest: it is told by `receive`, and gives the answer.
+            self._running.keep_alive = False
+            self._running.message_event.set()
+            self.loop.call_later(_LINGER_S, self._cut_short, self._running)
+            return
         status, headers, body = error_answer(error)
         lines = [*self.server_state.default_headers, *((k.encode(), v.encode()) for k, v in headers.items())]
         lines += [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
@@ -304,6 +360,12 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()  # there is no room to wait
         else:
             self._linger()
+
+    def _cut_short(self, cycle: RequestResponseCycle) -> None:
+        """A handler that was told should have answered by now."""
+        if not cycle.response_started:
+            self._forsake()
+            self.transport.abort()
 
     def _linger(self) -> None:
         """Close once the client has, or had time to."""

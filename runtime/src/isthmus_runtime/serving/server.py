@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import uvicorn
 from fastapi import FastAPI
 
 from ..errors import ConfigError
+from .admission import connections_within
 from .in_flight import InFlight
 from .limits import Limits
 from .protocol import PortState, Protocol
@@ -114,7 +117,7 @@ async def run_app(
 
     listener = _bind(host, port)
     listener.listen(_BACKLOG)
-    server = Server(app, limits or Limits())
+    server = Server(app, _within_descriptors(limits or Limits()))
     await server.startup([listener])
     ticks = asyncio.ensure_future(server.main_loop())
     loop = asyncio.get_running_loop()
@@ -156,6 +159,17 @@ async def run_app(
         finally:
             ticks.cancel()
             await server.shutdown([listener])
+
+
+def _within_descriptors(limits: Limits) -> Limits:
+    """`limits` that this process has descriptors for, after raising its own bound (1024 is for select(2)) to the most
+    that it is allowed."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    able = limits.max_connections if hard == resource.RLIM_INFINITY else connections_within(hard)
+    if able < limits.max_connections:
+        _log.warning("at most %d connections: this process may open %d files (RLIMIT_NOFILE)", able, hard)
+    return replace(limits, max_connections=min(able, limits.max_connections))
 
 
 def check_port(host: str, port: int) -> None:

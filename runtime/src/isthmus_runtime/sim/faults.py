@@ -121,6 +121,7 @@ def draw(seed: int) -> Scenario:
             duplicate=sometimes(moves * 0.3, 0.02, 0.2),
             stale=sometimes(moves * 0.3, 0.02, 0.2),
             evicted=sometimes(moves * 0.3, 0.02, 0.2),
+            damaged=sometimes(moves * 0.3, 0.02, 0.2) if mode == "store" else 0.0,
             delay=sometimes(moves * 0.3, 0.05, 0.4),
             delay_s=r.choice((0.05, 0.5)),
             late_s=r.choice((0.2, 3.0)),

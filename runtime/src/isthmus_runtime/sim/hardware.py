@@ -29,13 +29,15 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
+    kv_parts: int = 2
+    """Keys and values; 1 where they are made of one row a token."""
     bytes_per_weight: float = 2.0
     bytes_per_kv: float = 2.0
 
     @property
     def kv_bytes_per_token(self) -> float:
         """Keys and values of all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.bytes_per_kv
+        return self.kv_parts * self.layers * self.kv_heads * self.head_dim * self.bytes_per_kv
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +226,7 @@ def find_model(name: str) -> ModelShape:
         heads=spec.num_heads,
         kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
+        kv_parts=1 if any(layer.kind == "mla" for layer in spec.layer_specs(1, "bf16")) else 2,
     )
 
 

@@ -2,7 +2,8 @@
 
 Stands for a Mooncake pool where the real client cannot run under a virtual clock. What matters is kept: `put` on an
 existing key succeeds and keeps the old value, objects that are not pinned are evicted, a restarted master has
-forgotten everything, existence may be stale, and a read writes into the reader's own blocks.
+forgotten everything, existence may be stale, a value may be damaged once it was put, and a read writes into the
+reader's own blocks. Values carry the seals of the real client.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..kv.keys import record_key
 from ..protocol import Ticket
 from ..transfer.backend import Effective
 from ..transfer.memory import Faults
+from ..transfer.seal import SEAL_BYTES, is_sealed, seal
 from .clock import Clock
 
 SCOPED_TTL_S = 10.0
@@ -44,6 +46,7 @@ class StoreOperation:
 @dataclass(slots=True)
 class _Value:
     data: bytes
+    """With its seal."""
     attempt: str
     """The attempt a scoped key belongs to; empty for full blocks, which everyone shares."""
 
@@ -86,9 +89,11 @@ class Store:
             if victim is None:
                 return False
             del self.values[victim]
-        value = _Value(data, attempt)
+        value = _Value(data + seal(b"", key, data), attempt)
         self.values[key] = value
         self._on_put(key, data)
+        if self.faults.damaged and self.clock.chance(self.faults.damaged):
+            value.data = bytes([value.data[0] ^ 1]) + value.data[1:]
         if attempt:
 
             def sweep() -> None:
@@ -99,12 +104,18 @@ class Store:
         return True
 
     def get(self, key: str) -> bytes | None:
-        """The value, which becomes the most recently used; None when it is not there."""
+        """The value and its seal; it becomes the most recently used. None when it is not there."""
         value = self.values.get(key)
         if value is None:
             return None
         self.values.move_to_end(key)
         return value.data
+
+    def remove_damaged(self, key: str) -> None:
+        """Drop a value that its reader found damaged. AssertionError: it is not, and others share it."""
+        if (value := self.values.get(key)) is not None:
+            assert not whole(key, value.data), f"{key} is not damaged, and was removed"
+            del self.values[key]
 
     def remove_scoped(self, attempt: str) -> None:
         """Drop the tail and the record of an attempt."""
@@ -159,6 +170,11 @@ class Store:
             del self.operations[key]
 
 
+def whole(key: str, value: bytes) -> bool:
+    """Whether a value is what was put under its key."""
+    return is_sealed(b"", key, value[:-SEAL_BYTES], value[-SEAL_BYTES:])
+
+
 @dataclass(slots=True, eq=False)
 class StoreTransfer:
     """One process's client of the store. Implements `TransferBackend`."""
@@ -173,6 +189,11 @@ class StoreTransfer:
     def peer_writes(self) -> bool:
         """The receiver fetches."""
         return False
+
+    @property
+    def seals_blocks(self) -> bool:
+        """Each value says whether it is whole."""
+        return True
 
     def prepare(self, region: KvRegion, timeout_s: float) -> None:
         """Remember where the blocks are."""
@@ -230,9 +251,13 @@ class StoreTransfer:
             problem = self._blocked(operation)
             if problem:
                 return TransferResult(ok=False, moved_bytes=0, reason=problem)
-            record = self.store.get(self.record_name(attempt))
-            if record is None or operation.fault == "evicted":
+            name = self.record_name(attempt)
+            sealed = self.store.get(name)
+            if sealed is None or operation.fault == "evicted":
                 return TransferResult(ok=False, moved_bytes=0, reason="the record is missing (-704)")
+            if not whole(name, sealed):
+                return TransferResult(ok=False, moved_bytes=0, reason="the record is damaged in the pool")
+            record = sealed[:-SEAL_BYTES]
             values = [(p, self.store.get(p.key)) for p in pieces]
             if operation.fault == "stale":
                 values = [(p, None) for p in pieces]
@@ -241,8 +266,14 @@ class StoreTransfer:
                 if operation.fault == "partial" and number >= len(values) // 2:
                     break
                 if data is not None:
-                    self._land(attempt, piece, data)
-                    moved += len(data)
+                    self._land(attempt, piece, data[:-SEAL_BYTES])
+                    moved += piece.nbytes
+            damaged = [piece.key for piece, data in values if data is not None and not whole(piece.key, data)]
+            for key in damaged:
+                self.store.remove_damaged(key)
+            if damaged:
+                reason = f"block {damaged[0]} is damaged in the pool"
+                return TransferResult(ok=False, moved_bytes=moved, reason=reason, record=record)
             missing = sum(data is None for _, data in values)
             if missing or operation.fault == "partial":
                 reason = f"{missing} blocks are missing (-704)" if missing else "injected: partly read"
@@ -300,9 +331,6 @@ class StoreTransfer:
         if attempt in self._reserved:
             self._reserved.discard(attempt)
             self.store.remove_scoped(attempt)
-
-    def distrust(self, keys: Sequence[str]) -> None:
-        """Values are right here whenever they are there."""
 
     def close(self) -> None:
         """The process ends."""

@@ -78,8 +78,8 @@ def blocks_crc32(region: KvRegion, block_ids: Sequence[int]) -> int:
 class TransferAgent:
     """Owns the legs of this process and its one back end; see `interfaces.handoff.KvHandoff` for the calls.
 
-    Records are made here: `key_digest`, `block_bytes` and (with `verify_crc`) `crc` describe the blocks that were
-    really moved, prompt blocks `skip_blocks` onwards.
+    Records are made here: `key_digest`, `block_bytes` and (with `verify_crc`, where the back end does not seal each
+    block) `crc` describe the blocks that were really moved, prompt blocks `skip_blocks` onwards.
     """
 
     def __init__(
@@ -93,7 +93,8 @@ class TransferAgent:
         epoch: str = "",
     ) -> None:
         """`epoch`: of this process, as peers know it from `/info`."""
-        if cfg.verify_crc and region.device != "cpu":
+        with_crc = cfg.verify_crc and not backend.seals_blocks
+        if with_crc and region.device != "cpu":
             raise ConfigError(
                 f"--transfer-crc reads KV in host memory, but the pool is on {region.device!r}; leave it out"
             )
@@ -109,7 +110,7 @@ class TransferAgent:
         self._attempts: dict[str, _Attempt] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._counts = {"sent": 0, "received": 0, "failed": 0, "dropped": 0, "sent_bytes": 0}
-        self._checksums = ThreadPoolExecutor(1, "transfer-crc") if cfg.verify_crc else None
+        self._checksums = ThreadPoolExecutor(1, "transfer-crc") if with_crc else None
 
     # ------------------------------------------------------------------------------------------------ engine's calls
 
@@ -201,7 +202,7 @@ class TransferAgent:
                 self._counts["dropped"] += 1
                 self._remember(attempt)
         if known:
-            self._post(lg.Cancel(attempt, reason), now)
+            self._post(lg.Cancel(attempt, reason, given_up=True), now)
 
     def tick(self, now: float) -> None:
         with self._mutex:
@@ -224,7 +225,7 @@ class TransferAgent:
                 self._remember(attempt)
                 return True
         if not entry.leg.closing:
-            self._post(lg.Cancel(attempt, "decode gave the attempt up"), self._clock())
+            self._post(lg.Cancel(attempt, "decode gave the attempt up", given_up=True), self._clock())
         with self._mutex:
             return attempt not in self._attempts
 
@@ -434,7 +435,6 @@ class TransferAgent:
                 problem = "record has no checksum; set --transfer-crc on prefill as well"
             elif record.crc != crc:
                 problem = f"blocks have CRC-32 {crc:08x}, the record says {record.crc:08x}"
-                self._backend.distrust(expected.keys)
         entry.record = record
         return problem
 
@@ -446,6 +446,6 @@ class TransferAgent:
                     self._counts["sent_bytes"] += sent_bytes
                 case Received():
                     self._counts["received"] += 1
-                case Failed():
-                    self._counts["failed"] += 1
+                case Failed(given_up=given_up):
+                    self._counts["failed"] += not given_up
         self._notify(event)

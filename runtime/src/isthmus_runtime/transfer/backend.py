@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -31,6 +30,11 @@ class TransferBackend(KvTransfer, Protocol):
     def peer_writes(self) -> bool:
         """True: the sender writes into the receiver's memory. False: the receiver fetches."""
 
+    @property
+    def seals_blocks(self) -> bool:
+        """Each block is checked on its own when it is read: a checksum in the record would refuse blocks that another
+        process wrote under the same keys."""
+
     def reserve(self, job: ReceiveJob, layout_digest: str) -> Ticket:
         """Describe where to write. Raises Overloaded when no record slot is free."""
 
@@ -39,9 +43,6 @@ class TransferBackend(KvTransfer, Protocol):
 
     def forget(self, attempt: str) -> None:
         """The attempt is over and drained: free its record slot, remove its request-scoped keys."""
-
-    def distrust(self, keys: Sequence[str]) -> None:
-        """The bytes that came under one of these keys are not those that were stored: keep none of them."""
 
     def effective(self) -> Effective:
         """For `/info`; valid after `prepare`."""

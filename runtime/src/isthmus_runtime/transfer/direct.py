@@ -22,10 +22,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ..config import apply_transport_environment
+from ..credentials import Credentials
 from ..errors import ConfigError
 from ..interfaces.handoff import ReceiveJob
 from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
@@ -37,6 +38,7 @@ from .greeting import Greeter, greeting_problem
 from .places import reserved
 from .slots import SLOT_BYTES, RecordSlots
 from .sockets import end_connections_from, listening_ports, probe_accepted, stuck_bytes_to
+from .tickets import TicketSigner, address_of, claim
 from .transport import FLOOR_GBPS, MAX_RUN_BYTES, Run, check_memory, choose_transport, merge_runs, transport_environment
 
 POLL_S = 0.0005
@@ -58,12 +60,23 @@ BUSY_S = 0.1
 _DONE, _FAILED = 1, -1
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Op:
-    attempt: str
+class _Peer(NamedTuple):
+    """session: TransferEngine's `host:port`; greeting: where the process of `epoch` answers."""
+
     session: str
     greeting: str
     epoch: str
+
+
+def _peer(ticket: Ticket) -> _Peer:
+    return _Peer(ticket.session, address_of(ticket), ticket.epoch)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Op:
+    attempt: str
+    peer: _Peer
+    claim: bytes
     runs: deque[Run]
     record: tuple[int, int] | None
     """(slot here, bytes) still to be written once all runs are done."""
@@ -86,6 +99,7 @@ class DirectTransfer:
     """Implements `TransferBackend` over TransferEngine with P2PHANDSHAKE.
 
     `host`: the address peers reach this at. `epoch`: of this process, never that of an earlier one.
+    `credentials`: shown to peers that are asked for a drain.
     """
 
     def __init__(
@@ -96,6 +110,7 @@ class DirectTransfer:
         transport: str = "auto",
         fallback: str = "deny",
         timeout_s: float = 30.0,
+        credentials: Credentials | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         assert epoch, "a direct transfer needs the epoch of its process"
@@ -103,6 +118,7 @@ class DirectTransfer:
         self._epoch = epoch
         self._asked = (transport, fallback)
         self._timeout_s = timeout_s
+        self._credentials = credentials
         self._clock = clock
         self._wake = threading.Condition()
         self._closing = threading.Event()
@@ -111,8 +127,11 @@ class DirectTransfer:
         self._calls: list[Callable[[], None]] = []
         self._slots = RecordSlots()
         self._reserved: dict[str, int] = {}
-        self._greeted: dict[tuple[str, str, str], float] = {}
-        """When the process of (session, greeting, epoch) last said so."""
+        self._greeted: dict[_Peer, float] = {}
+        """When the process last said so."""
+        self._shown: set[str] = set()
+        """Attempts of which the peer knew its ticket."""
+        self._signer = TicketSigner()
         self._greeter: Greeter | None = None
         self._broken: dict[str, str] = {}
         """Peer's host, per attempt that had a failed write."""
@@ -128,6 +147,10 @@ class DirectTransfer:
     @property
     def peer_writes(self) -> bool:
         return True
+
+    @property
+    def seals_blocks(self) -> bool:
+        return False
 
     @property
     def session(self) -> str:
@@ -173,7 +196,7 @@ class DirectTransfer:
             )
         self._ports = listening_ports()
         probe_accepted()
-        self._greeter = Greeter(self._host, self._epoch)
+        self._greeter = Greeter(self._host, self._epoch, self._claim_problem)
         size = region.num_blocks * region.block_stride
         for name, base, nbytes in (("KV pool", region.base, size), ("records", self._slots.base, self._slots.nbytes)):
             code = engine.register_memory(base, nbytes)
@@ -223,11 +246,12 @@ class DirectTransfer:
         with self._wake:
             address = self._slots.take()
             self._reserved[job.attempt] = address
-        return Ticket(
+        ticket = Ticket(
             mode="direct",
             attempt=job.attempt,
             layout_digest=layout_digest,
             skip_blocks=job.skip_blocks,
+            peer_epoch=job.peer_epoch,
             session=self._session,
             greeting=self._greeter.address,
             epoch=self._epoch,
@@ -237,6 +261,16 @@ class DirectTransfer:
             record_address=address,
             record_capacity=SLOT_BYTES,
         )
+        return self._signer.sign(ticket, job.deadline_s)
+
+    def _claim_problem(self, said: bytes) -> str:
+        """Why nothing may be written for the ticket that a peer shows; empty when it may."""
+        try:
+            attempt = self._signer.attempt_of(said, self._clock())
+        except ValueError as error:
+            return str(error)
+        with self._wake:
+            return "" if attempt in self._reserved else f"attempt {attempt} is over"
 
     def write(
         self,
@@ -252,9 +286,8 @@ class DirectTransfer:
             raise ValueError(f"record of {len(record)} bytes; decode has room for {ticket.record_capacity}")
         op = _Op(
             attempt=attempt,
-            session=ticket.session,
-            greeting=ticket.greeting,
-            epoch=ticket.epoch,
+            peer=_peer(ticket),
+            claim=claim(ticket),
             runs=deque(merge_runs(pieces, self._region, MAX_RUN_BYTES[self._effective.transport])),
             record=None,
             record_target=ticket.record_address,
@@ -301,7 +334,7 @@ class DirectTransfer:
                 self._helpers.submit(ask)
 
         def ask() -> None:
-            answer = ask_peer(peer_url, peer_epoch, attempt)
+            answer = ask_peer(peer_url, peer_epoch, attempt, self._credentials)
             host = urlsplit(peer_url if "//" in peer_url else f"//{peer_url}").hostname or ""
             if answer is Answer.GONE and host != self._host:
                 end_connections_from(host, self._ports)
@@ -312,19 +345,15 @@ class DirectTransfer:
         self._call(look)
 
     def expect(self, ticket: Ticket) -> None:
-        peer = (ticket.session, ticket.greeting, ticket.epoch)
-        if not self._is_fresh(peer):
-            self._helpers.submit(self._greet, peer)
+        self._helpers.submit(self._greet, _peer(ticket), claim(ticket), ticket.attempt)
 
     def forget(self, attempt: str) -> None:
         with self._wake:
             self._broken.pop(attempt, None)
+            self._shown.discard(attempt)
             address = self._reserved.pop(attempt, None)
             if address is not None:
                 self._slots.give(address)
-
-    def distrust(self, keys: Sequence[str]) -> None:
-        """Nothing is kept under keys."""
 
     def close(self) -> None:
         self._closing.set()
@@ -345,23 +374,25 @@ class DirectTransfer:
             self._calls.append(work)
             self._wake.notify()
 
-    def _is_fresh(self, peer: tuple[str, str, str]) -> bool:
+    def _may_write(self, op: _Op) -> bool:
         with self._wake:
-            return self._clock() - self._greeted.get(peer, float("-inf")) < FRESH_S
+            fresh = self._clock() - self._greeted.get(op.peer, float("-inf")) < FRESH_S
+            return fresh and op.attempt in self._shown
 
-    def _greet(self, peer: tuple[str, str, str]) -> str:
-        """Ask who is there. A dead host, too, would hold up the transfer thread inside Mooncake's handshake."""
-        session, greeting, epoch = peer
+    def _greet(self, peer: _Peer, claimed: bytes, attempt: str) -> str:
+        """Ask who is there, and whether it knows the ticket. A dead host, too, would hold up the transfer thread inside
+        Mooncake's handshake."""
         asked = self._clock()
-        problem = greeting_problem(greeting, epoch, GREETING_S)
+        problem = greeting_problem(peer.greeting, claimed, peer.epoch, GREETING_S)
         with self._wake:
             self._greeted = {p: t for p, t in self._greeted.items() if p != peer and asked - t < FRESH_S}
             if not problem:
                 self._greeted[peer] = asked
-        return f"decode's TransferEngine at {session} {problem}" if problem else ""
+                self._shown.add(attempt)
+        return f"decode's TransferEngine at {peer.session} {problem}" if problem else ""
 
     def _check_peer(self, op: _Op) -> None:
-        problem = self._greet((op.session, op.greeting, op.epoch))
+        problem = self._greet(op.peer, op.claim, op.attempt)
         with self._wake:
             if problem:
                 _stop(op, problem)
@@ -398,10 +429,10 @@ class DirectTransfer:
                 del op.flying[transfer]
             elif status == _FAILED:
                 del op.flying[transfer]
-                _stop(op, f"write of {run.nbytes} bytes to {op.session} failed")
+                _stop(op, f"write of {run.nbytes} bytes to {op.peer.session} failed")
                 op.broken = True
                 with self._wake:
-                    self._greeted.pop((op.session, op.greeting, op.epoch), None)
+                    self._greeted.pop(op.peer, None)
         if not op.asking:
             self._submit(op)
         if not (op.asking or op.flying or op.runs or op.record):
@@ -409,14 +440,14 @@ class DirectTransfer:
         elif not op.reported and self._clock() >= op.deadline:
             op.reported = True
             with self._wake:
-                _stop(op, f"{op.session} did not take the bytes within {op.timeout_s:.3g} s")
+                _stop(op, f"{op.peer.session} did not take the bytes within {op.timeout_s:.3g} s")
             still = bool(op.flying)
             op.done(TransferResult(ok=False, moved_bytes=op.moved, reason=op.problem, settled=not still))
 
     def _submit(self, op: _Op) -> None:
         while len(op.flying) < WINDOW:
             with self._wake:
-                if (op.runs or op.record) and not self._is_fresh((op.session, op.greeting, op.epoch)):
+                if (op.runs or op.record) and not self._may_write(op):
                     op.asking = True
                     self._helpers.submit(self._check_peer, op)
                     return
@@ -426,16 +457,16 @@ class DirectTransfer:
                     run, op.record = Run(op.record[0], op.record_target, op.record[1]), None
                 else:
                     return
-            transfer = self._engine.transfer_submit_write(op.session, run.source, run.target, run.nbytes)
+            transfer = self._engine.transfer_submit_write(op.peer.session, run.source, run.target, run.nbytes)
             if _started(transfer):
                 op.flying[transfer] = run
                 self._moved_at = self._clock()
             else:
                 with self._wake:
-                    _stop(op, f"{op.session} refused the handshake")
+                    _stop(op, f"{op.peer.session} refused the handshake")
 
     def _finish(self, op: _Op) -> None:
-        host = split_address(op.session)[0] if op.broken else ""
+        host = split_address(op.peer.session)[0] if op.broken else ""
         with self._wake:
             self._ops.remove(op)
             if op.slot is not None:

@@ -8,6 +8,7 @@ from urllib.parse import quote, urlsplit
 
 from pydantic import ValidationError
 
+from ..credentials import Credentials
 from ..protocol import DrainAnswer
 
 ASK_TIMEOUT_S = 0.3
@@ -25,7 +26,13 @@ class Answer(StrEnum):
     """The process is gone. Its kernel may still send what it had written."""
 
 
-def ask_peer(peer_url: str, peer_epoch: str, attempt: str, timeout_s: float = ASK_TIMEOUT_S) -> Answer:
+def ask_peer(
+    peer_url: str,
+    peer_epoch: str,
+    attempt: str,
+    credentials: Credentials | None = None,
+    timeout_s: float = ASK_TIMEOUT_S,
+) -> Answer:
     """Whether the peer acknowledges the drain, or its process of `peer_epoch` is gone.
 
     A refused connection means that no process listens there any more; an answer with another epoch, that a new one
@@ -36,7 +43,9 @@ def ask_peer(peer_url: str, peer_epoch: str, attempt: str, timeout_s: float = AS
         return Answer.UNKNOWN
     connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
     try:
-        connection.request("GET", f"/internal/drained?attempt={quote(attempt, safe='')}")
+        shown = "" if credentials is None else credentials.authorization()
+        headers = {"Authorization": shown} if shown else {}
+        connection.request("GET", f"/internal/drained?attempt={quote(attempt, safe='')}", headers=headers)
         response = connection.getresponse()
         body = response.read(65536)
         if response.status != 200:

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from ..config import TransferConfig
+from ..credentials import Credentials
 from ..errors import ConfigError
 from .backend import TransferBackend
 from .memory import MemoryFabric
 
 
 def make_transfer(
-    cfg: TransferConfig, *, fabric: MemoryFabric | None = None, name: str = "", epoch: str = ""
+    cfg: TransferConfig,
+    *,
+    epoch: str = "",
+    credentials: Credentials | None = None,
+    secret: bytes = b"",
+    fabric: MemoryFabric | None = None,
+    name: str = "",
 ) -> TransferBackend:
     """The back end for `cfg.mode`, not yet prepared.
 
     Args:
         epoch: of this process; peers know it from `/info` and from tickets.
+        credentials: shown to peers.
+        secret: of the service, from `kv.keys.pool_secret`: mode `store` salts its names and seals its values with it.
         fabric, name: for mode `memory`: the network to join, and as whom.
 
     Raises:
@@ -24,7 +33,12 @@ def make_transfer(
         from .direct import DirectTransfer
 
         return DirectTransfer(
-            host=cfg.host, epoch=epoch, transport=cfg.transport, fallback=cfg.fallback, timeout_s=cfg.timeout_s
+            host=cfg.host,
+            epoch=epoch,
+            transport=cfg.transport,
+            fallback=cfg.fallback,
+            timeout_s=cfg.timeout_s,
+            credentials=credentials,
         )
     if cfg.mode == "store":
         from .store import StoreTransfer
@@ -36,6 +50,7 @@ def make_transfer(
             master=cfg.store.master,
             segment_bytes=cfg.store.segment_bytes,
             replicas=cfg.store.replicas,
+            secret=secret,
             timeout_s=cfg.timeout_s,
         )
     if cfg.mode == "memory":

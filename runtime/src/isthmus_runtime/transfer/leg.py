@@ -170,6 +170,8 @@ class Cancel:
 
     attempt: str
     reason: str
+    given_up: bool = False
+    """Nothing went wrong: the request has ended, here or at the peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,8 +278,8 @@ def step(leg: Leg, event: Event, now: float) -> Step:
             if now < leg.timer_s:
                 return leg, ()
             return _fail(leg, "", f"deadline passed in state {leg.state}", now)
-        case Cancel(reason=reason):
-            return _fail(leg, "", reason, now)
+        case Cancel(reason=reason, given_up=given_up):
+            return _fail(leg, "", reason, now, given_up=given_up)
         case Admit(problem=problem) if leg.state is LegState.NEW:
             if problem:
                 return _fail(leg, "", problem, now)
@@ -365,8 +367,8 @@ def _complete(leg: Leg, result: Emit | EmitReceived) -> Step:
     return replace(leg, state=LegState.RELEASED, timer_s=NEVER), (result, Forget(), released)
 
 
-def _fail(leg: Leg, stage: str, reason: str, now: float) -> Step:
-    failed = Emit(Failed(attempt=leg.attempt, stage=stage or leg.state.value, reason=reason))
+def _fail(leg: Leg, stage: str, reason: str, now: float, *, given_up: bool = False) -> Step:
+    failed = Emit(Failed(attempt=leg.attempt, stage=stage or leg.state.value, reason=reason, given_up=given_up))
     leg = replace(
         leg, state=LegState.CANCELLING, release_by_s=now + RELEASE_BOUND_S, ask_at_s=now, checking=False, timer_s=now
     )

@@ -41,6 +41,8 @@ class Faults:
     """A read finds the record but not the blocks."""
     evicted: float = 0.0
     """A read finds nothing."""
+    damaged: float = 0.0
+    """Of values in a storage pool, not of operations: other bytes are there than were put."""
     delay: float = 0.0
     """The operation takes `delay_s` longer."""
     delay_s: float = 0.2
@@ -246,6 +248,10 @@ class MemoryTransfer:
         """Like `direct`: the sender writes here."""
         return True
 
+    @property
+    def seals_blocks(self) -> bool:
+        return False
+
     def prepare(self, region: KvRegion, timeout_s: float) -> None:
         if timeout_s <= 0:
             raise ConfigError(f"timeout of {timeout_s} s to prepare endpoint {self.name!r}: must be above 0")
@@ -366,9 +372,6 @@ class MemoryTransfer:
 
     def forget(self, attempt: str) -> None:
         self._slots.pop(attempt, None)
-
-    def distrust(self, keys: Sequence[str]) -> None:
-        """Nothing is kept under keys."""
 
     def close(self) -> None:
         self.fabric.crash(self.name)

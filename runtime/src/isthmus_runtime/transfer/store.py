@@ -3,7 +3,7 @@
 Full blocks are named by their content and stay as a shared prefix cache. The incomplete last block (`:partial:`) and
 the record belong to one attempt: hard-pinned, removed by decode when it has them or gives up, and swept by prefill
 later in case decode could not. A full block is protected from eviction until decode reads it by a lease, taken with
-`is_exist` right after the put (docs/adr/0004): that also covers blocks that were in the pool before, and shows
+`is_exist` before and after the put (docs/adr/0004): that also covers blocks that were in the pool before, and shows
 whether a block was evicted between the two calls.
 
 Calls into a master that died block for seconds, so they run in threads of their own and a watch thread gives them up. A
@@ -11,8 +11,9 @@ call that was given up may still read or write the KV pool: its attempt is not d
 
 Values go to the segment of whoever puts them as long as it has room (docs/adr/0009): a put then depends on nobody else.
 
-The pool does not keep late bytes of a failed put out of memory that it has given to another key meanwhile, so what
-decode reads is checked (docs/adr/0007), and values found wrong are removed.
+The pool does not keep late bytes of a failed put out of memory that it has given to another key meanwhile
+(docs/adr/0007), so every value is sealed, and what decode reads is checked against its seal (docs/adr/0021). A value
+that is damaged in the pool is removed; no other failure removes what requests share.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from ..config import apply_transport_environment
 from ..interfaces.handoff import ReceiveJob
@@ -32,7 +34,9 @@ from ..protocol import Ticket
 from .backend import Effective
 from .bounded import TookTooLong, built_for_cpus, connect_problem, run_bounded
 from .joining import StorePool, join_pool, leave_behind
-from .pool_codes import MISSING, NO_SPACE, OWNER_GONE, UNREACHABLE, explain
+from .pool_codes import NO_SPACE, OWNER_GONE, explain
+from .pool_values import PoolValues, SealRoom
+from .seal import SEAL_BYTES
 from .slots import SLOT_BYTES, RecordSlots
 from .transport import check_memory, transport_environment
 
@@ -54,6 +58,8 @@ PUT_TRIES = 3
 OTHERS_PUT_S = 0.5
 """How long a key that another process is putting may stay incomplete."""
 OTHERS_PAUSE_S = 0.005
+READ_TRIES = 2
+"""A value that is damaged once may have left the pool during the read; one that is damaged twice is so in the pool."""
 SWEEP_AFTER_S = 60.0
 """After its timeout, when prefill removes keys that decode should have removed."""
 
@@ -80,10 +86,16 @@ class _Job:
     cancelled: bool = False
     reported: bool = False
     slot: int | None = None
+    seals: list[int] = field(default_factory=list)
+    """Places for seals, of the thread that works on it."""
 
 
 class StoreTransfer:
-    """Implements `TransferBackend` over MooncakeDistributedStore. `host`: the address peers reach this process at."""
+    """Implements `TransferBackend` over MooncakeDistributedStore. `host`: the address peers reach this process at.
+
+    `secret`: of this service (`kv.keys.pool_secret`); processes with another one find nothing that this one stores, and
+    cannot make a value that it takes. Empty: names and seals are open.
+    """
 
     def __init__(
         self,
@@ -92,6 +104,7 @@ class StoreTransfer:
         master: str,
         segment_bytes: int,
         replicas: int = 1,
+        secret: bytes = b"",
         timeout_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -99,6 +112,7 @@ class StoreTransfer:
         self._master = master
         self._segment_bytes = segment_bytes
         self._replicas = replicas
+        self._secret = secret
         self._timeout_s = timeout_s
         self._clock = clock
         self._wake = threading.Condition()
@@ -106,6 +120,7 @@ class StoreTransfer:
         self._queue: deque[_Job] = deque()
         self._jobs: list[_Job] = []
         self._slots = RecordSlots()
+        self._seals = SealRoom(CALL_THREADS, CHUNK_KEYS)
         self._scoped: dict[str, set[str]] = {}
         """Request-scoped keys to remove, per attempt."""
         self._written: dict[str, list[Piece]] = {}
@@ -114,11 +129,15 @@ class StoreTransfer:
         self._answered = float("-inf")
         self._threads: list[threading.Thread] = []
         self._pool: StorePool | None = None
-        self._region: KvRegion | None = None
+        self._open_values: PoolValues | None = None
 
     @property
     def peer_writes(self) -> bool:
         return False
+
+    @property
+    def seals_blocks(self) -> bool:
+        return True
 
     def effective(self) -> Effective:
         return Effective("tcp", 0.0 if self._pool is None else self._pool.gbps)
@@ -132,10 +151,16 @@ class StoreTransfer:
         regions = {
             "the KV pool": (region.base, region.num_blocks * region.block_stride),
             "records": (self._slots.base, self._slots.nbytes),
+            "seals": (self._seals.base, self._seals.nbytes),
         }
-        self._region = region
         self._pool = join_pool(self._host, self._master, self._segment_bytes, regions, timeout_s, self._clock)
-        bodies = [self._work] * CALL_THREADS + [self._watch]
+        self._open_values = PoolValues(
+            self._pool, region, replicas=self._replicas, secret=self._secret, unreachable=self._doubt_master
+        )
+        bodies: list[Callable[[], None]] = [
+            partial(self._work, self._seals.places(caller)) for caller in range(CALL_THREADS)
+        ]
+        bodies.append(self._watch)
         self._threads = [threading.Thread(target=body, name="transfer-store", daemon=True) for body in bodies]
         for thread in self._threads:
             thread.start()
@@ -157,8 +182,8 @@ class StoreTransfer:
         timeout_s: float,
         done: Done,
     ) -> None:
-        if record is not None and len(record) > SLOT_BYTES:
-            raise ValueError(f"record of {len(record)} bytes; the limit is {SLOT_BYTES}")
+        if record is not None and len(record) > SLOT_BYTES - SEAL_BYTES:
+            raise ValueError(f"record of {len(record)} bytes; the limit is {SLOT_BYTES - SEAL_BYTES}")
         moving = tuple(pieces)
 
         def work(job: _Job) -> TransferResult:
@@ -174,11 +199,9 @@ class StoreTransfer:
 
         def work(job: _Job) -> TransferResult:
             assert job.slot is not None
-            self._slots.clear(job.slot)
-            length = self._get_codes(job, [record_key("", attempt)], [job.slot], [SLOT_BYTES])[0]
-            if length < 0:
-                raise _Broken(f"the record of attempt {attempt}: {explain(length)}")
-            record = self._slots.read(job.slot)[:length]
+            record, problem = self._values(job).get_record(record_key("", attempt), job.slot)
+            if problem:
+                raise _Broken(f"the record of attempt {attempt}: {problem}")
             return TransferResult(ok=True, moved_bytes=self._get(job, moving), record=record)
 
         self._submit(attempt, work, timeout_s, done, with_slot=True)
@@ -208,11 +231,6 @@ class StoreTransfer:
                 return
         self._remove(attempt)
 
-    def distrust(self, keys: Sequence[str]) -> None:
-        """Remove the values, by force: a put on an existing key keeps the old value, so they would never heal."""
-        log.warning("the pool returned other bytes than were stored: removing %d keys", len(keys))
-        self._remove_keys("distrusted", list(keys))
-
     def close(self) -> None:
         self._closing.set()
         with self._wake:
@@ -221,7 +239,8 @@ class StoreTransfer:
             # One may sit in a call that does not end; it is a daemon.
             thread.join(timeout=1.0)
         if self._pool is not None:
-            store, probing, self._pool = self._pool.store, not self._pool.probe_over.is_set(), None
+            store, probing = self._pool.store, not self._pool.probe_over.is_set()
+            self._pool = self._open_values = None
             # Closing it under a call that still runs, as into a master that is stopped, ends the process by a signal.
             working = probing or any(thread.is_alive() for thread in self._threads)
             if working or connect_problem(self._master, CONNECT_S):
@@ -262,7 +281,7 @@ class StoreTransfer:
             self._queue.append(job)
             self._wake.notify_all()
 
-    def _work(self) -> None:
+    def _work(self, seals: list[int]) -> None:
         while True:
             with self._wake:
                 while not self._queue and not self._closing.is_set():
@@ -271,6 +290,7 @@ class StoreTransfer:
                     return
                 job = self._queue.popleft()
                 job.started = True
+                job.seals = seals
                 job.look_at = self._clock() + STALL_S
                 skip = job.cancelled or job.reported
             result = self._run(job, skip)
@@ -342,21 +362,18 @@ class StoreTransfer:
         self._answered = self._clock()
         return ""
 
-    @property
-    def _joined(self) -> StorePool:
-        if self._pool is None:
-            raise _Broken("the transfer was closed")
-        return self._pool
+    def _doubt_master(self) -> None:
+        self._answered = float("-inf")
 
-    def _check(self, job: _Job) -> None:
+    def _values(self, job: _Job) -> PoolValues:
+        """For the next call of a job: raises _Broken once it was cancelled."""
         if job.cancelled:
             raise _Broken("cancelled")
+        if self._open_values is None:
+            raise _Broken("the transfer was closed")
+        return self._open_values
 
     # ------------------------------------------------------------------------------------------------------ store calls
-
-    def _address(self, piece: Piece) -> int:
-        assert self._region is not None
-        return self._region.base + piece.block_id * self._region.block_stride + piece.offset
 
     def _put(self, job: _Job, pieces: Sequence[Piece]) -> int:
         for first in range(0, len(pieces), CHUNK_KEYS):
@@ -367,22 +384,20 @@ class StoreTransfer:
                 self._scope(job.attempt, [p.key for p in scoped], job.timeout_s)
                 self._put_all(job, scoped, pinned=True)
             if shared:
-                self._put_all(job, shared, pinned=False)
                 self._hold(job, shared)
                 with self._wake:
                     self._written.setdefault(job.attempt, []).extend(shared)
         return sum(piece.nbytes for piece in pieces)
 
     def _hold(self, job: _Job, pieces: Sequence[Piece]) -> None:
-        """Lease blocks, storing again what was evicted meanwhile.
+        """Lease blocks, storing those that are not in the pool, or were evicted meanwhile.
 
         A put on a key that somebody else is putting just now succeeds at once, and the key is there only when that
         other put has ended: prompts that begin alike arrive together.
         """
-        give_up = self._clock() + OTHERS_PUT_S
         for first in range(0, len(pieces), CHUNK_KEYS):
             missing = self._lease(job, pieces[first : first + CHUNK_KEYS])
-            pause = 0.0
+            pause, give_up = 0.0, float("inf")
             while missing:
                 if self._clock() >= give_up:
                     raise _Broken(
@@ -392,14 +407,13 @@ class StoreTransfer:
                 self._closing.wait(pause)
                 pause = pause + OTHERS_PAUSE_S
                 self._put_all(job, missing, pinned=False)
+                give_up = min(give_up, self._clock() + OTHERS_PUT_S)
                 missing = self._lease(job, missing)
 
     def _put_all(self, job: _Job, pieces: Sequence[Piece], *, pinned: bool) -> None:
         left = list(pieces)
         for attempt in range(1, PUT_TRIES + 1):
-            codes = self._put_codes(
-                job, [p.key for p in left], [self._address(p) for p in left], [p.nbytes for p in left], pinned=pinned
-            )
+            codes = self._values(job).put(left, job.seals, pinned=pinned)
             bad = [(p, code) for p, code in zip(left, codes, strict=True) if code != 0]
             if not bad:
                 return
@@ -410,57 +424,43 @@ class StoreTransfer:
             if any(code == NO_SPACE for _, code in bad):
                 self._closing.wait(NO_SPACE_PAUSE_S)
 
-    def _put_codes(
-        self, job: _Job, keys: list[str], addresses: list[int], sizes: list[int], *, pinned: bool
-    ) -> list[int]:
-        self._check(job)
-        config = self._joined.native.ReplicateConfig()
-        config.replica_num = self._replicas
-        config.with_hard_pin = pinned
-        config.preferred_segment = self._joined.segment
-        codes: list[int] = self._joined.store.batch_put_from(keys, addresses, sizes, config)
-        return self._seen(codes)
-
     def _put_record(self, job: _Job, record: bytes) -> None:
         assert job.slot is not None
         with self._wake:
             written = tuple(self._written.get(job.attempt, ()))
         # A long prompt's first leases may have ended while the rest was computed.
         self._hold(job, written)
-        self._slots.write(job.slot, record)
         key = record_key("", job.attempt)
         self._scope(job.attempt, [key], job.timeout_s)
-        code = self._put_codes(job, [key], [job.slot], [len(record)], pinned=True)[0]
-        if code != 0:
+        if code := self._values(job).put_record(key, job.slot, record):
             raise _Broken(f"the record was not stored: {explain(code)}")
 
     def _lease(self, job: _Job, pieces: Sequence[Piece]) -> list[Piece]:
-        """Lease the pieces' keys; those that are not in the pool any more."""
-        self._check(job)
-        codes = self._seen(self._joined.store.batch_is_exist([p.key for p in pieces]))
-        return [piece for piece, code in zip(pieces, codes, strict=True) if code != 1]
+        """Lease the pieces' keys; those that are not in the pool."""
+        there = self._values(job).lease([p.key for p in pieces])
+        return [piece for piece, found in zip(pieces, there, strict=True) if not found]
 
     def _get(self, job: _Job, pieces: Sequence[Piece]) -> int:
         for first in range(0, len(pieces), CHUNK_KEYS):
-            chunk = pieces[first : first + CHUNK_KEYS]
-            codes = self._get_codes(
-                job, [p.key for p in chunk], [self._address(p) for p in chunk], [p.nbytes for p in chunk]
-            )
-            for piece, code in zip(chunk, codes, strict=True):
-                if code < 0:
-                    raise _Broken(f"block {piece.key}: {explain(code)}")
-                if code != piece.nbytes:
-                    raise _Broken(f"block {piece.key} has {code} bytes in the pool, expected {piece.nbytes}")
+            self._get_whole(job, pieces[first : first + CHUNK_KEYS])
         return sum(piece.nbytes for piece in pieces)
 
-    def _get_codes(self, job: _Job, keys: list[str], addresses: list[int], sizes: list[int]) -> list[int]:
-        self._check(job)
-        return self._seen(self._joined.store.batch_get_into(keys, addresses, sizes))
-
-    def _seen(self, codes: list[int]) -> list[int]:
-        if any(code in UNREACHABLE for code in codes):
-            self._answered = float("-inf")
-        return codes
+    def _get_whole(self, job: _Job, pieces: Sequence[Piece]) -> None:
+        """Read values until each is whole. One that is damaged in the pool goes: a put would not replace it."""
+        left = pieces
+        for _ in range(READ_TRIES):
+            values = self._values(job)
+            for piece, code in zip(left, values.get(left, job.seals), strict=True):
+                if code < 0:
+                    raise _Broken(f"block {piece.key}: {explain(code)}")
+            left = values.damaged(left, job.seals)
+            if not left:
+                return
+        keys = [piece.key for piece in left]
+        problem = self._values(job).remove(keys)
+        log.warning("removing %d damaged blocks from the pool: %s", len(keys), problem or "done")
+        more = f", with {len(keys) - 1} others" if len(keys) > 1 else ""
+        raise _Broken(f"block {keys[0]} is damaged in the pool{more}: its seal is not that of its bytes")
 
     # ---------------------------------------------------------------------------------------------- request-scoped keys
 
@@ -479,10 +479,8 @@ class StoreTransfer:
             self._remove_keys(attempt, sorted(keys))
 
     def _remove_keys(self, attempt: str, keys: list[str]) -> None:
-        def work(_: _Job) -> TransferResult:
-            # By force: the read just done holds a lease. What was never stored or is gone already is fine.
-            codes = self._seen(self._joined.store.batch_remove(keys, True))
-            bad = [code for code in codes if code not in (0, MISSING)]
-            return TransferResult(ok=not bad, moved_bytes=0, reason=explain(bad[0]) if bad else "")
+        def work(job: _Job) -> TransferResult:
+            problem = self._values(job).remove(keys)
+            return TransferResult(ok=not problem, moved_bytes=0, reason=problem)
 
         self._submit(f"remove {attempt}", work, self._timeout_s, lambda _: None, with_slot=False)

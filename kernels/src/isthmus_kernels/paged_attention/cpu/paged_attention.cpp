@@ -18,7 +18,6 @@ constexpr int KEYS = 64;      // keys of a tile
 constexpr int ROW_TILE = 48;  // wanted query rows of a prefill unit
 constexpr int FEW = 8;        // at most this many rows take the in-place form
 constexpr int MAX_ROWS = 64;  // rows of a unit, padded: ROW_TILE or one token's group
-constexpr int MAX_DIM = 256;
 constexpr int64_t PARTITION = 2 * KEYS;
 constexpr float LOWEST = -3.0e38f;
 
@@ -32,7 +31,8 @@ struct Args {
     const int32_t *tables, *starts, *lens;
     int64_t heads, kv_heads, dim, block_size, table_stride, window;
     int64_t q_token, q_head, out_token, out_head, block, half, token, head;
-    float scale;
+    float scale, cap;    // cap: 0 for none
+    const float *sinks;  // of each q head, or null
 };
 
 struct Unit {
@@ -106,6 +106,15 @@ void product(float *c, int64_t c_step, const float *a, int64_t a_row, int64_t a_
         TILES(4);
         TILES(1);
 #undef TILES
+    }
+}
+
+// Scores s to cap tanh(s / cap), in the form that does not overflow.
+INLINE void soft_cap(const Args &a, float *scores, int64_t count) {
+    const float twice = 2.0f / a.cap;
+    for (int64_t i = 0; i < count; i += VW) {
+        const vf e = vexp(load(scores + i) * twice);
+        store(scores + i, splat(a.cap) - splat(2.0f * a.cap) / (e + 1.0f));
     }
 }
 
@@ -293,6 +302,7 @@ void few_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shif
     for (int64_t m = 0; m < rows; m++) {
         float *row = s.scores + m * KEYS;
         const int64_t last = position + m / group;
+        if (a.cap > 0.0f) soft_cap(a, row, padded);
         // Keys [from, to) of this tile are visible to the row; the rest weigh nothing.
         const int64_t to = smaller(count, larger(0, last + 1 - tile.first));
         const int64_t from = a.window ? smaller(to, larger(0, last + 1 - a.window - tile.first)) : 0;
@@ -346,6 +356,7 @@ void many_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shi
     for (; done + AT_ONCE <= count; done += AT_ONCE)
         scores_of<AT_ONCE>(s.scores + done * padded, s.keys + done * dim, s.q, padded, dim);
     for (; done < count; done++) scores_of<1>(s.scores + done * padded, s.keys + done * dim, s.q, padded, dim);
+    if (a.cap > 0.0f) soft_cap(a, s.scores, count * padded);
     for (int64_t k = 0; k < count; k++) {
         // Key first + k is visible to the query rows [from, to).
         const int64_t from = smaller(padded, larger(0, first + k - position) * group);
@@ -474,12 +485,18 @@ void load_queries(const Args &a, const T *q, const Unit &u, const Scratch &s, in
         }
 }
 
+// What the head's sink adds to the sum of weights whose largest score is `top`.
+INLINE float sink(const Args &a, int64_t head, float top) {
+    return a.sinks ? expf(a.sinks[head] - top) : 0.0f;
+}
+
 template <class T>
 void write_out(const Args &a, T *out, const Unit &u, const State &s, int64_t rows, int64_t group) {
     for (int64_t h = 0; h < u.heads; h++)
         for (int64_t m = 0; m < rows; m++) {
             T *to = query_row(a, out, a.out_token, a.out_head, u, h, m, group);
-            const float *sum = s.sum + (h * rows + m) * a.dim, factor = 1.0f / s.total[h * rows + m];
+            const float added = sink(a, (u.head + h) * group + m % group, s.top[h * rows + m]);
+            const float *sum = s.sum + (h * rows + m) * a.dim, factor = 1.0f / (s.total[h * rows + m] + added);
             for (int64_t d = 0; d < a.dim; d += VW) store(to + d, load(sum + d) * factor);
         }
 }
@@ -618,6 +635,7 @@ EXPORT(paged_attention) {
     const int32_t *tables = in.pointer<const int32_t>();
     const int32_t *starts = in.pointer<const int32_t>();
     const int32_t *lens = in.pointer<const int32_t>();
+    const float *sinks = in.pointer<const float>();
     const int64_t requests = in.number();
     const int64_t heads = in.number();
     const int64_t kv_heads = in.number();
@@ -635,10 +653,11 @@ EXPORT(paged_attention) {
     const int64_t token = in.number();
     const int64_t head = in.number();
     const float scale = in.real();
+    const float cap = in.real();
     const int64_t dtype = in.number();
     const int64_t pool_dtype = in.number();
-    const Args a = {tables,  starts, lens,      heads,    kv_heads, dim,  block_size, table_stride, window,
-                    q_token, q_head, out_token, out_head, block,    half, token,      head,         scale};
+    const Args a = {tables, starts,    lens,     heads, kv_heads, dim,   block_size, table_stride, window, q_token,
+                    q_head, out_token, out_head, block, half,     token, head,       scale,        cap,    sinks};
     for (int64_t r = 0; r < requests; r++) {
         if (starts[r + 1] == starts[r]) continue;
         for (int64_t b = 0; b * block_size < lens[r]; b++) {

@@ -1,0 +1,1 @@
+"""Rotary embedding and KV write of latent attention."""

@@ -1,0 +1,133 @@
+"""Where a model folder's files came from, and whether they are still those: written once it is whole, checked at load.
+
+`isthmus-source.json` names source, revision and commit, and size and SHA-256 of every file. At each start sizes of all
+files are compared, and hashes of all but the large ones (`LARGE_BYTES`): reading every weight twice would double the
+start. `isthmus-runtime model verify DIR` compares every hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from ..errors import WeightsError
+
+SOURCE_FILE = "isthmus-source.json"
+MARKER = "isthmus-import.json"
+"""What `model import` writes: the GGUF file that a folder was made from."""
+LARGE_BYTES = 64 << 20
+_READ_WHEN_SERVING = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileDigest:
+    """A file as it was downloaded."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """The content of SOURCE_FILE."""
+
+    source: str
+    """As `model fetch` takes it, without the revision: `hf://owner/name`, `s3://bucket/prefix`."""
+    revision: str = ""
+    """As it was asked for: a branch, a tag or a commit."""
+    commit: str = ""
+    """What the revision was then, and what was downloaded."""
+    files: dict[str, FileDigest]
+
+
+_PROVENANCE = TypeAdapter(Provenance)
+
+
+def record_files(
+    folder: Path, source: str, *, revision: str = "", commit: str = "", expected: Mapping[str, str] | None = None
+) -> None:
+    """Write SOURCE_FILE for the files of `folder`. `expected`: SHA-256 by name, where the source tells it.
+
+    Raises:
+        WeightsError: a file is not what its source said, or not a plain file (a link could lead anywhere).
+    """
+    files: dict[str, FileDigest] = {}
+    problems: list[str] = []
+    for path in sorted(path for path in folder.iterdir() if path.name != SOURCE_FILE):
+        if path.is_symlink() or not path.is_file():
+            problems.append(f"{source}: {path.name} is not a plain file")
+            continue
+        files[path.name] = FileDigest(size=path.stat().st_size, sha256=sha256_of(path))
+        want = (expected or {}).get(path.name)
+        if want and want != files[path.name].sha256:
+            problems.append(f"{source}: {path.name} has SHA-256 {files[path.name].sha256}, its source says {want}")
+    if problems:
+        raise WeightsError(problems[:_SHOWN])
+    made = Provenance(source=source, revision=revision, commit=commit, files=files)
+    (folder / SOURCE_FILE).write_text(json.dumps(asdict(made), indent=2) + "\n", encoding="utf-8")
+
+
+def read_provenance(folder: Path) -> Provenance | None:
+    """None for a folder that was not fetched. WeightsError when the record cannot be read."""
+    try:
+        raw = (folder / SOURCE_FILE).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        return _PROVENANCE.validate_json(raw)
+    except ValidationError as e:
+        raise WeightsError(f"{folder / SOURCE_FILE} cannot be read ({e.error_count()} errors); fetch it again") from e
+
+
+def verify_files(folder: Path, *, every_byte: bool = False) -> bool:
+    """Compare a folder with its record; False when it has none (a folder of one's own).
+
+    Raises:
+        WeightsError: names every file that is missing, changed, or was added where serving would read it.
+    """
+    made = read_provenance(folder)
+    if made is None:
+        return False
+    problems: list[str] = []
+    for name, want in made.files.items():
+        path = folder / name
+        if Path(name).name != name or path.is_symlink() or not path.is_file():
+            problems.append(f"{path} is missing or not a plain file")
+        elif (size := path.stat().st_size) != want.size:
+            problems.append(f"{path} has {size} bytes, {want.size} were downloaded")
+        elif (every_byte or size <= LARGE_BYTES) and (found := sha256_of(path)) != want.sha256:
+            problems.append(f"{path} has SHA-256 {found}, {want.sha256} was downloaded")
+    read = {path.name for pattern in _READ_WHEN_SERVING for path in folder.glob(pattern)}
+    for name in sorted(read - made.files.keys() - {SOURCE_FILE, MARKER}):
+        problems.append(f"{folder / name} is not among the files that were downloaded")
+    if problems:
+        more = len(problems) - _SHOWN
+        hint = f"remove {folder} and fetch {made.source} again"
+        raise WeightsError([*problems[:_SHOWN], hint if more <= 0 else f"and {more} more; {hint}"])
+    return True
+
+
+def pinned_revision(folder: Path) -> str:
+    """What exactly is served: the commit of a model of the hub, `files:` with a SHA-256 over the digests of one of
+    object storage, `gguf:` with that of an imported file; empty for a folder that says none of these."""
+    made = read_provenance(folder)
+    if made is not None:
+        lines = "".join(f"{file.sha256}  {name}\n" for name, file in sorted(made.files.items()))
+        return made.commit or f"files:{hashlib.sha256(lines.encode()).hexdigest()}"
+    try:
+        held = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return f"gguf:{held['sha256']}" if isinstance(held, dict) and isinstance(held.get("sha256"), str) else ""
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file's content, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,97 @@
+"""Multi-head latent attention (DeepSeek-V2, 2024), with the latent as its KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isthmus_kernels import dispatch
+
+from .batch import ForwardBatch
+from .linear import Linear
+from .norm import RmsNorm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentAttention:
+    """Attention whose heads make keys and values of one latent row a token, of width W = L + R.
+
+    A head's key is ``key_up z | r`` and its value ``value_up z``, for the token's latent z [L] and its turned part r
+    [R]. Since ``q · key_up z = (key_up^T q) · z``, queries are brought to the latents instead of latents to keys: all
+    heads attend to the rows as they are stored, one KV head of width W, and the latents' weighted sum goes through
+    value_up afterwards. What is computed is the same; what is kept is W numbers a token instead of 2 Hq D.
+    """
+
+    query_down: Linear | None
+    query_norm: RmsNorm | None
+    query_up: Linear
+    """To [Hq, N + R]: the part against the latents, then the part that turns."""
+    latent: Linear
+    """To [W]."""
+    latent_norm: RmsNorm
+    key_up: Tensor
+    """[Hq, N, L]."""
+    value_up: Tensor
+    """[Hq, L, V]."""
+    output: Linear
+    scale: float
+    """On the products of queries and keys."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the large weights."""
+        query = self.query_up.nbytes + (0 if self.query_down is None else self.query_down.nbytes)
+        return query + self.latent.nbytes + self.key_up.nbytes + self.value_up.nbytes + self.output.nbytes
+
+    def __call__(
+        self,
+        x: Tensor,
+        batch: ForwardBatch,
+        group: int,
+        kv: Tensor,
+        ropes: Sequence[tuple[Tensor, Tensor]],
+        *,
+        qkv: Tensor,
+        context: Tensor,
+        flat: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        """x [T, H] to `out` [T, H]; this step's rows are written to `kv` first.
+
+        Args:
+            group: which of `batch.groups` this layer belongs to.
+            kv: this layer's view of the pool, [num_blocks, 1, block_size, 1, W].
+            ropes: cosines and sines, of the one rotary embedding.
+            qkv, context: scratch, [T, (Hq + 2) W] and [T, Hq, W]; `flat` is not used.
+        """
+        del flat
+        where, (cos, sin) = batch.groups[group], ropes[0]
+        tokens, (heads, inner, width) = x.shape[0], self.key_up.shape
+        query = x
+        if self.query_down is not None and self.query_norm is not None:
+            down = self.query_down(x)
+            query = self.query_norm(down, down)
+        query = self.query_up(query).view(tokens, heads, -1)
+        row = self.latent(x)
+        row[:, :width] = self.latent_norm(plain := row[:, :width].contiguous(), plain)
+        dispatch.latent_kv_write(query[..., inner:], row, batch.positions, cos, sin, kv, where.slot_mapping)
+        q = qkv[:, : heads * kv.shape[4]].view(tokens, heads, kv.shape[4])
+        q[..., :width] = torch.bmm(query[..., :inner].transpose(0, 1), self.key_up).transpose(0, 1)
+        q[..., width:] = query[..., inner:]
+        dispatch.paged_attention(
+            q,
+            # Keys and values are the same rows.
+            kv.expand(-1, 2, -1, -1, -1),
+            where.block_tables,
+            batch.query_start_loc,
+            batch.seq_lens,
+            scale=self.scale,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            out=context,
+        )
+        values = torch.bmm(context[..., :width].transpose(0, 1), self.value_up)
+        return self.output(values.transpose(0, 1).reshape(tokens, -1), out)

@@ -1,0 +1,187 @@
+"""Text of messages is text: what a client writes never becomes a control token (ADR 27). Pure.
+
+A tokenizer looks for its control tokens in the rendered prompt and cannot tell the template's from a user's. Most
+conversations hold none, and are tokenised as they are. In the others each one is marked before the template is
+rendered, so that those without a mark are the template's own; these are written by other, secret names, which a copy
+of the tokenizer knows in place of the public ones. For that copy, the text of `<|im_end|>` is five words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer as HfTokenizer
+
+_BARS = re.compile(r"<[|｜].*[|｜]>")
+_OWN = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
+"""What models write in their answers, which come back as text of the assistant's messages."""
+_PART = 1 << 16
+"""Characters searched at a time: a search does not let other threads run."""
+
+_Trie = dict[str, "_Trie"]
+
+
+def control_strings(added: Iterable[Mapping[str, Any]], template: str) -> frozenset[str]:
+    """Of the added tokens of a tokenizer.json, those that mean something to the model: special ones, those the chat
+    template writes, and those that look like `<|this|>`. The others (runs of spaces, HTML tags) are text."""
+    found = set()
+    for token in added:
+        text = token["content"]
+        if text.strip() and (token.get("special") or text in template or _BARS.fullmatch(text)):
+            found.add(text)
+    return frozenset(found)
+
+
+class Marks:
+    """Put around the control strings of one conversation, for the time of its rendering: digits, which no filter of a
+    template changes, drawn anew each time."""
+
+    def __init__(self) -> None:
+        self.begin, self.end, self.cut = (f"{secrets.randbelow(10**24):024}" for _ in range(3))
+        """`cut`: where a text that is to be continued ends."""
+
+
+class ControlTokens:
+    """The control tokens of one tokenizer. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        serialised: Callable[[], str],
+        added: Sequence[Mapping[str, Any]],
+        template: str,
+        normalise: Callable[[str], str] | None = None,
+    ) -> None:
+        """`serialised`: the tokenizer.json, asked for when the first conversation needs it. `normalise`: the
+        tokenizer's normalizer, where there is one."""
+        self.strings = control_strings(added, template)
+        # Such a token is looked for in the normalised text, in which more may look like it.
+        late = any(token.get("normalized") and token["content"] in self.strings for token in added)
+        self._normalise = normalise if late else None
+        self._serialised = serialised
+        self._longest = max(map(len, self.strings), default=0)
+        self._find = re.compile(_either(self.strings)) if self.strings else None
+        self._beginnings = frozenset(text[:n] for text in self.strings for n in range(1, len(text)))
+        salt = secrets.token_hex(16)
+        self._names = {text: f"{salt}{i:08x}" for i, text in enumerate(sorted(self.strings))}
+        self._lock = threading.Lock()
+        self._copy: HfTokenizer | None = None
+
+    def found_in(self, value: Any, *, own: bool = False) -> bool:
+        """Whether a text of `value` (nested lists and objects) holds a control token, or ends with the beginning of one
+        that what follows might complete. `own`: not those that models write themselves."""
+        if isinstance(value, str):
+            return self._found(value, own)
+        if isinstance(value, Mapping):
+            return any(self.found_in(k, own=own) or self.found_in(v, own=own) for k, v in value.items())
+        return isinstance(value, (list, tuple)) and any(self.found_in(v, own=own) for v in value)
+
+    def marked(self, value: Any, marks: Marks, *, own: bool = False) -> Any:
+        """`value` with a mark before and after each control token in it."""
+        if isinstance(value, str):
+            return self._marked(value, marks, own)
+        if isinstance(value, Mapping):
+            return {
+                self.marked(k, marks, own=own) if isinstance(k, str) else k: self.marked(v, marks, own=own)
+                for k, v in value.items()
+            }
+        return [self.marked(v, marks, own=own) for v in value] if isinstance(value, (list, tuple)) else value
+
+    def encode(self, rendered: str, marks: Marks) -> list[int]:
+        """Ids of a rendered prompt with marks, in which control tokens without marks are the template's."""
+        assert self._find is not None
+        names = self._names
+
+        def written(match: re.Match[str]) -> str:
+            text = match[0]
+            return names.get(text) or text.replace(marks.begin, "").replace(marks.end, "")
+
+        both = re.compile(
+            f"{marks.begin}(?:{self._find.pattern}){marks.end}|{marks.begin}|{marks.end}|{self._find.pattern}"
+        )
+        # Unlike `encode`, the batch form lets other threads run.
+        ids: list[int] = (
+            self._tokenizer().encode_batch_fast([both.sub(written, rendered)], add_special_tokens=False)[0].ids
+        )
+        return ids
+
+    def _found(self, text: str, own: bool) -> bool:
+        return (
+            self._holds(text, own)
+            or self._open_end(text) > 0
+            or (self._normalise is not None and self._holds(self._normalise(text), own))
+        )
+
+    def _holds(self, text: str, own: bool) -> bool:
+        if self._find is None:
+            return False
+        for start in range(0, len(text), _PART):
+            end = start + _PART + self._longest
+            if any(not (own and m[0] in _OWN) for m in self._find.finditer(text, start, end)):
+                return True
+        return False
+
+    def _open_end(self, text: str) -> int:
+        """How far the beginning of a control token reaches back from where `text` ends, white space aside; 0: none."""
+        tail = text[-self._longest - 256 :].rstrip()[-self._longest :]
+        return next((n for n in range(min(len(tail), self._longest - 1), 0, -1) if tail[-n:] in self._beginnings), 0)
+
+    def _marked(self, text: str, marks: Marks, own: bool) -> str:
+        if self._find is None:
+            return text
+        if self._open_end(text):
+            bare = text.rstrip()
+            text = bare + marks.end + text[len(bare) :]
+        return self._find.sub(lambda m: m[0] if own and m[0] in _OWN else f"{marks.begin}{m[0]}{marks.end}", text)
+
+    def _tokenizer(self) -> HfTokenizer:
+        with self._lock:
+            if self._copy is None:
+                self._copy = HfTokenizer.from_str(json.dumps(self._renamed(json.loads(self._serialised()))))
+            return self._copy
+
+    def _renamed(self, tokenizer: dict[str, Any]) -> dict[str, Any]:
+        """A tokenizer.json whose control tokens have their secret names, in every place: the ids stay."""
+        names = self._names
+        for token in tokenizer["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = tokenizer["model"]
+        vocab = model.get("vocab")
+        if isinstance(vocab, dict):
+            model["vocab"] = {names.get(text, text): i for text, i in vocab.items()}
+        elif isinstance(vocab, list):
+            model["vocab"] = [[names.get(text, text), *rest] for text, *rest in vocab]
+        if model.get("merges"):
+            model["merges"] = [pair for pair in model["merges"] if not _touches(pair, names)]
+        if (unknown := model.get("unk_token")) in names:
+            model["unk_token"] = names[unknown]
+        tokenizer["post_processor"] = None  # it names control tokens, and adds them to texts that are no chats
+        return tokenizer
+
+
+def _touches(pair: str | Sequence[str], names: Mapping[str, str]) -> bool:
+    left, right = pair.split(" ", 1) if isinstance(pair, str) else pair
+    return left + right in names or left in names or right in names
+
+
+def _either(strings: Iterable[str]) -> str:
+    """An expression for the longest of `strings` at a place, as a tree: there may be thousands."""
+    root: _Trie = {}
+    for text in strings:
+        node = root
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return _branches(root)
+
+
+def _branches(node: _Trie) -> str:
+    parts = [re.escape(char) + _branches(below) for char, below in sorted(node.items()) if char]
+    if not parts:
+        return ""
+    body = parts[0] if len(parts) == 1 and "" not in node else f"(?:{'|'.join(parts)})"
+    return body + "?" if "" in node else body

@@ -1,0 +1,111 @@
+"""What a port takes on at a time: connections, and bytes of bodies. Pure: who has to give way comes out."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import Generic, TypeVar
+
+_C = TypeVar("_C")
+
+DESCRIPTORS_KEPT = 64
+"""Descriptors of a process for everything but its clients: files, listeners, event loops, probes of engines."""
+DESCRIPTORS_EACH = 3
+"""Of a client's connection: its own, and one to each engine of a pair."""
+_FEWEST = 8
+
+
+def connections_within(descriptors: int) -> int:
+    """How many connections leave a process that may open `descriptors` enough of them to answer on each."""
+    return max(_FEWEST, (descriptors - DESCRIPTORS_KEPT) // DESCRIPTORS_EACH)
+
+
+class Connections(Generic[_C]):
+    """Bounds connections, in total and of one address.
+
+    A connection waits, or its request is being answered. Where there is no room for another, the one that has waited
+    longest gives way: silence must not keep those out who ask for something.
+    """
+
+    def __init__(self, most: int, most_of_an_address: int) -> None:
+        self.most = most
+        self.most_of_an_address = most_of_an_address
+        self._address: dict[_C, str] = {}
+        self._of_address: Counter[str] = Counter()
+        self._waiting: OrderedDict[_C, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._address)
+
+    def add(self, connection: _C, address: str) -> _C | None:
+        """Count a new connection, which waits. Returns who must be closed, perhaps itself; that one is not counted."""
+        if self._of_address[address] >= self.most_of_an_address:
+            return connection
+        leaver = None
+        if len(self._address) >= self.most:
+            leaver = next(iter(self._waiting), connection)
+            if leaver is connection:
+                return connection
+            self.remove(leaver)
+        self._address[connection] = address
+        self._of_address[address] += 1
+        self._waiting[connection] = None
+        return leaver
+
+    def waits(self, connection: _C) -> None:
+        """From now on, for its next request or for the rest of one."""
+        if connection in self._address:
+            self._waiting[connection] = None
+            self._waiting.move_to_end(connection)
+
+    def works(self, connection: _C) -> None:
+        """It has a whole request, which is being answered."""
+        self._waiting.pop(connection, None)
+
+    def remove(self, connection: _C) -> None:
+        """It is gone. Idempotent."""
+        address = self._address.pop(connection, None)
+        if address is None:
+            return
+        self._waiting.pop(connection, None)
+        self._of_address[address] -= 1
+        if not self._of_address[address]:
+            del self._of_address[address]
+
+
+class BodyBudget(Generic[_C]):
+    """Bounds the bytes of all bodies that arrive or wait for their answer to begin.
+
+    Where there are more, the largest one that is not here whole gives way: who sends little is served beside those who
+    send much, or who never finish.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.used = 0
+        self._held: dict[_C, int] = {}
+        self._arriving: set[_C] = set()
+
+    def add(self, holder: _C, size: int) -> _C | None:
+        """Count `size` more bytes of a body that arrives. Returns who must be refused, until it is None: its bytes
+        are no longer counted."""
+        self.used += size
+        self._held[holder] = self._held.get(holder, 0) + size
+        self._arriving.add(holder)
+        return self.excess()
+
+    def excess(self) -> _C | None:
+        """Who must be refused now."""
+        if self.used <= self.most or not self._arriving:
+            return None
+        largest = max(self._arriving, key=self._held.__getitem__)
+        self.release(largest)
+        return largest
+
+    def arrived(self, holder: _C) -> None:
+        """The body is here whole."""
+        self._arriving.discard(holder)
+
+    def release(self, holder: _C) -> None:
+        """Its bytes are no longer needed. Idempotent."""
+        self.used -= self._held.pop(holder, 0)
+        self._arriving.discard(holder)

@@ -1,0 +1,151 @@
+"""Compiles a client's grammar in a process of its own before anything else does, within limits of time and memory.
+
+llguidance bounds most of its work by itself, but not all: an intersection of sixty patterns compiles for minutes, and
+a thread cannot be ended (docs/adr/0029). The process is started by the first grammar, and killed by one that exceeds
+its time; the next one starts it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import sys
+from collections import OrderedDict
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+
+from ..errors import InvalidRequest, Overloaded
+from ..request import Structure
+from .grammars import MAX_TEXT, Grammars, check_size
+
+_log = logging.getLogger(__name__)
+
+COMPILE_TIMEOUT_S = 3.0
+"""Longest time for one grammar."""
+_START_TIMEOUT_S = 60.0
+"""Longest time until a new process has read the tokenizer."""
+_MAX_BYTES = 2 << 30
+"""Address space of the process."""
+_MAX_WAITING = 64
+_REMEMBERED = 1024
+_LINE_LIMIT = 8 * MAX_TEXT
+_READY = b"ready\n"
+
+
+class Checker:
+    """Says what is wrong with a grammar. Belongs to one event loop."""
+
+    def __init__(self, model: str | Path, *, compile_timeout_s: float = COMPILE_TIMEOUT_S) -> None:
+        """`model`: a directory with a tokenizer.json."""
+        self._model = str(model)
+        self._timeout_s = compile_timeout_s
+        self._turn = asyncio.Lock()
+        self._waiting = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._known: OrderedDict[str, str] = OrderedDict()
+
+    async def check(self, structure: Structure, param: str) -> None:
+        """Raise InvalidRequest, naming `param`, for a grammar that is wrong, impossible or too costly.
+
+        Overloaded when too many wait for their turn.
+        """
+        check_size(structure, param)
+        key = sha256(f"{structure.kind}\0{structure.text}".encode("utf-8", "surrogatepass")).hexdigest()
+        if key in self._known:
+            self._known.move_to_end(key)
+        else:
+            if self._waiting >= _MAX_WAITING:
+                raise Overloaded(f"{param}: {self._waiting} other grammars are being checked; retry later", status=429)
+            self._waiting += 1
+            try:
+                async with self._turn:
+                    if key not in self._known:
+                        self._known[key] = await self._ask(structure)
+            finally:
+                self._waiting -= 1
+            while len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        problem = self._known.get(key, "")
+        if problem:
+            raise InvalidRequest(f"{param}: {problem}", param=param)
+
+    async def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+    async def _ask(self, structure: Structure) -> str:
+        """What is wrong with it; empty: nothing."""
+        process = await self._started()
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                process.stdin.write(json.dumps(asdict(structure)).encode() + b"\n")
+                await process.stdin.drain()
+                answer = await process.stdout.readline()
+        except TimeoutError:
+            await self.close()
+            return f"takes more than {self._timeout_s:g} s to compile; simplify it"
+        except (ConnectionError, asyncio.CancelledError):
+            # An answer that is not waited for must not be taken for the next one's.
+            await self.close()
+            raise
+        if not answer:
+            await self.close()
+            return f"takes more than {_MAX_BYTES >> 20} MiB to compile; simplify it"
+        problem: str = json.loads(answer)
+        return problem
+
+    async def _started(self) -> asyncio.subprocess.Process:
+        if self._process is not None and self._process.returncode is None:
+            return self._process
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            __name__,
+            self._model,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_LINE_LIMIT,
+        )
+        self._process = process
+        assert process.stdout is not None
+        try:
+            async with asyncio.timeout(_START_TIMEOUT_S):
+                line = await process.stdout.readline()
+        except BaseException:
+            await self.close()
+            raise
+        if line != _READY:
+            await self.close()
+            raise Overloaded("structured output: its checker did not start; the log of this process has the details")
+        _log.info("started the checker of grammars, process %d", process.pid)
+        return process
+
+
+def main() -> None:
+    """The process: one line in, one line out, until its input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    grammars = Grammars.load(sys.argv[1])
+    out = sys.stdout.buffer
+    out.write(_READY)
+    out.flush()
+    for line in sys.stdin.buffer:
+        problem = ""
+        try:
+            grammars.guide(Structure(**json.loads(line)))
+        except InvalidRequest as error:
+            problem = error.message.partition(": ")[2]
+        out.write(json.dumps(problem).encode() + b"\n")
+        out.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Structured output: what a request may generate, as masks over the vocabulary. llguidance does the parsing.
+
+A grammar comes from a client and is hostile until shown otherwise: its text is bounded here, the work of compiling it
+and of every mask by llguidance's limits (docs/adr/0029). Free of torch: the API checks a grammar before any engine
+sees it, an engine makes the masks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from ..errors import ConfigError, EngineFailed, InvalidRequest
+from ..request import Structure
+
+MAX_TEXT = 256 * 1024
+"""Most characters of a grammar."""
+MAX_CHOICES = 4096
+_LIMITS = LLParserLimits(
+    # Regular expressions and terminals: about a second of work at most, and 64 MiB, for all of a grammar.
+    initial_lexer_fuel=1_000_000,
+    # The same for one token; the parser's part of it.
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_items_in_row=2_000,
+    max_lexer_states=50_000,
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+# Between JSON's tokens a model may put white space, but not without end: small models do.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+_ERROR_TEXT = 400
+
+
+class Grammars:
+    """Makes a `Guide` of a `Structure`, for the vocabulary of one model. Safe to use from several threads."""
+
+    def __init__(self, tokenizer_json: str, *, eos_token_ids: Sequence[int], vocab_size: int | None) -> None:
+        """`tokenizer_json`: the text of the model's tokenizer.json. ConfigError for one that cannot be read."""
+        try:
+            self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+        except ValueError as e:
+            raise ConfigError(f"tokenizer.json: not usable for structured output: {e}") from e
+
+    @staticmethod
+    def load(model: str | Path, *, eos_token_ids: Sequence[int] = (), vocab_size: int | None = None) -> Grammars:
+        """Of a model directory. The masks end with the last id of the tokenizer where no `vocab_size` is given."""
+        text = (Path(model) / "tokenizer.json").read_text(encoding="utf-8")
+        return Grammars(text, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
+
+    def guide(self, structure: Structure) -> Guide:
+        """A new guide at the start of the grammar. InvalidRequest for one that is wrong or impossible.
+
+        A grammar that nobody has checked (`checker.Checker`) may take very long.
+        """
+        param = "structure"
+        check_size(structure, param)
+        try:
+            grammar = _GRAMMARS[structure.kind](structure.text)
+        except (ValueError, RecursionError) as e:
+            raise InvalidRequest(f"{param}: {e}"[:_ERROR_TEXT], param=param) from e
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        if not matcher.is_error():
+            # The first mask shows what compiling does not: that nothing at all fulfils the grammar.
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise InvalidRequest(f"{param}: {_first_line(matcher)}", param=param)
+        return Guide(matcher)
+
+
+def check_size(structure: Structure, param: str) -> None:
+    """Raise InvalidRequest, naming `param`, for a text that is too long to be looked at."""
+    if len(structure.text) > MAX_TEXT:
+        raise InvalidRequest(f"{param}: {len(structure.text)} characters, at most {MAX_TEXT} are allowed", param=param)
+
+
+class Guide:
+    """One request's place in its grammar: `interfaces.steps.Constraint`. Used by one thread at a time."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._taken = 0
+
+    def allowed(self, generated: Sequence[int]) -> bytes:
+        """The mask for the token after these: once the grammar is fulfilled, end-of-sequence tokens are in it.
+
+        Raises EngineFailed when a limit of the work for one token was met, or a token was not allowed.
+        """
+        self._take(generated)
+        mask: bytes = self._matcher.compute_bitmask()
+        self._check()
+        return mask
+
+    def _take(self, generated: Sequence[int]) -> None:
+        assert len(generated) >= self._taken, "what was generated does not shrink"
+        if len(generated) > self._taken:
+            self._matcher.consume_tokens(list(generated[self._taken :]))
+            self._taken = len(generated)
+            self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise EngineFailed(
+                f"structured output ended after {self._taken} tokens: {_first_line(self._matcher)}; "
+                "simplify the grammar"
+            )
+
+
+def _first_line(matcher: LLMatcher) -> str:
+    error: str = matcher.get_error()
+    return error.strip().splitlines()[0][:_ERROR_TEXT] if error.strip() else "the grammar was not accepted"
+
+
+def _json_schema(text: str) -> str:
+    schema = json.loads(text)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
+    grammar: str = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
+    return grammar
+
+
+def _choice(text: str) -> str:
+    choices: Any = json.loads(text)
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+        raise ValueError("give a list of one or more strings, none empty")
+    if len(choices) > MAX_CHOICES:
+        raise ValueError(f"{len(choices)} choices, at most {MAX_CHOICES} are allowed")
+    return str(LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices)))
+
+
+_GRAMMARS: Mapping[str, Any] = MappingProxyType(
+    {
+        "json_object": lambda _: _json_schema('{"type": "object"}'),
+        "json_schema": _json_schema,
+        "regex": LLMatcher.grammar_from_regex,
+        "choice": _choice,
+        "grammar": LLMatcher.grammar_from_lark,
+    }
+)

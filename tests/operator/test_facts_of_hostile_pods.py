@@ -1,0 +1,234 @@
+"""What a pod of a tenant may answer: real servers that send without end, packed, elsewhere, slowly, or nonsense."""
+
+import asyncio
+import gzip
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from isthmus_operator.plan.observed import EngineFacts, Facts, Pod
+from isthmus_operator.render.names import Component
+from isthmus_operator.shell import facts
+from isthmus_operator.shell.facts import MOST_BYTES, FactReader
+
+INFO: dict[str, Any] = {
+    "fingerprint": "f",
+    "model": "m",
+    "waiting": 2,
+    "kv": {"physical_blocks": 10, "usable_blocks": 9, "bytes_per_block": 100, "max_model_len": 50},
+    "transfer": {"mode": "direct", "transport": "tcp", "probed_gbps": 1.0, "ready": True, "reason": ""},
+}
+HOST = "127.0.0.1"
+Handle = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Server:
+    """Answers every request by `handle`, and counts what it could send."""
+
+    def __init__(self, handle: Handle) -> None:
+        self.handle = handle
+        self.requests: list[str] = []
+        self.closed = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        self.requests.append(head.decode())
+        try:
+            await self.handle(reader, writer)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+            self.closed.set()
+
+
+def answer(body: bytes, *headers: str, status: str = "200 OK") -> Handle:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *headers]
+        writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+        await writer.drain()
+
+    return handle
+
+
+def pod(uid: str = "u", component: Component = Component.DECODE, ip: str = HOST) -> Pod:
+    return Pod(name="p", component=component, revision="r", created=0, changed=0, ip=ip, uid=uid, ready=True)
+
+
+def ask(
+    handle: Handle,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    then: Handle | None = None,
+    one: Pod | None = None,
+) -> tuple[list[Facts], Server]:
+    """What is read of a pod that answers by `handle`, and of one that answers by `then` afterwards."""
+
+    async def main() -> tuple[list[Facts], Server]:
+        server = Server(handle)
+        listening = await asyncio.start_server(server.serve, HOST, 0)
+        port = listening.sockets[0].getsockname()[1]
+        monkeypatch.setattr(facts, "ENGINE_PORT", port)
+        monkeypatch.setattr(facts, "ROUTER_PORT", port)
+        reader = FactReader()
+        found = [await reader.read([one or pod()], load=False)]
+        if then is not None:
+            monkeypatch.setattr(facts, "KEPT_S", 0.0)
+            server.handle = then
+            found.append(await reader.read([one or pod()], load=False))
+        await reader.close()
+        listening.close()
+        return found, server
+
+    return asyncio.run(main())
+
+
+def test_an_honest_engine_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = INFO | {"model_revision": "c0ffee"}
+    (found,), server = ask(answer(json.dumps(info).encode()), monkeypatch)
+    said = found.engines["p"]
+    assert (said.fingerprint, said.usable_blocks, said.model_revision, said.queued) == ("f", 9, "c0ffee", 2.0)
+    assert "accept-encoding: identity" in server.requests[0].lower()
+
+
+def test_a_body_without_end_is_read_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = 0
+
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+        while True:
+            writer.write(b"10000\r\n" + b" " * 65536 + b"\r\n")
+            await writer.drain()
+            sent += 65536
+
+    monkeypatch.setattr(facts, "DEADLINE_S", 60.0)
+    (found,), _ = ask(endless, monkeypatch)
+    assert found.engines == {}
+    # What lies in the buffers of both kernels beside what was read.
+    assert sent < 100 * MOST_BYTES
+
+
+@pytest.mark.parametrize("size", [MOST_BYTES, MOST_BYTES + 1])
+def test_the_limit_itself(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps(INFO).encode().ljust(size)
+    (found,), _ = ask(answer(body), monkeypatch)
+    assert bool(found.engines) == (size == MOST_BYTES)
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "x-gzip", "br"])
+def test_nothing_is_unpacked(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bomb = gzip.compress(json.dumps(INFO).encode() + b" " * 30_000_000)
+    assert len(bomb) < MOST_BYTES
+    (found,), _ = ask(answer(bomb, f"Content-Encoding: {encoding}"), monkeypatch)
+    assert found.engines == {}
+
+
+@pytest.mark.parametrize("status", ["301 Moved", "302 Found", "307 Temporary", "308 Permanent"])
+def test_nothing_is_followed(status: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def redirect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, port = writer.get_extra_info("sockname")[:2]
+        asked.append("once")
+        await answer(b"", f"Location: http://{host}:{port}/elsewhere", status=status)(reader, writer)
+
+    (found,), server = ask(redirect, monkeypatch)
+    assert found.engines == {}
+    assert len(server.requests) == 1 and "/info" in server.requests[0]
+
+
+def test_a_drip_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 60000\r\n\r\n")
+        while not reader.at_eof():
+            writer.write(b" ")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(facts, "DEADLINE_S", 0.3)
+    (found,), server = ask(drip, monkeypatch)
+    assert found.engines == {}
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 200 OK\r\nX: " + b"x" * 100_000 + b"\r\n\r\n{}",
+        b"HTTP/1.1 200 OK\r\n" + b"".join(b"X-%d: y\r\n" % i for i in range(1000)) + b"\r\n{}",
+        b"HTTP/1.1 200 " + b"x" * 100_000 + b"\r\n\r\n{}",
+        b"x" * 100_000,
+        b"\x00\x01\x02\r\n\r\n",
+    ],
+    ids=["long", "many", "status", "none", "binary"],
+)
+def test_heads_are_bounded(head: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head)
+        await writer.drain()
+        await reader.read()
+
+    (found,), _ = ask(handle, monkeypatch)
+    assert found.engines == {}
+
+
+NONSENSE: list[bytes] = [
+    b"[" * 60_000,
+    b'{"a":' * 9_000,
+    b"9" * 60_000,
+    b"null",
+    b"[]",
+    b"\xff\xfe",
+    *(
+        json.dumps({**INFO, part: {**INFO[part], field: value}}).encode()
+        for part, field in (("kv", "usable_blocks"), ("transfer", "probed_gbps"))
+        for value in (1e308, -1, 2.0**60, float("inf"), float("nan"), "x", None, [], {})
+    ),
+    json.dumps(INFO | {"waiting": float("inf")}).encode(),
+    json.dumps(INFO | {"kv": 5}).encode(),
+    json.dumps(INFO | {"transfer": None}).encode(),
+]
+
+
+@pytest.mark.parametrize("body", NONSENSE, ids=range(len(NONSENSE)))
+def test_nonsense_is_no_answer(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,), _ = ask(answer(body), monkeypatch)
+    assert found.engines == {}
+    (found,), _ = ask(answer(b'{"engines": ' + body + b"}"), monkeypatch, one=pod(component=Component.ROUTER))
+    assert not found.routable
+
+
+def test_texts_are_cut_before_they_reach_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = INFO | {"fingerprint": "f" * 5000, "transfer": INFO["transfer"] | {"reason": "line\n" * 100}}
+    (found,), _ = ask(answer(json.dumps(info).encode()), monkeypatch)
+    assert len(found.engines["p"].fingerprint) == facts.MOST_TEXT
+    assert "\n" not in found.engines["p"].transfer_reason
+
+
+@pytest.mark.parametrize("address", ["", "169.254.169.254", "fe80::1", "0.0.0.0", "224.0.0.1", "example.com", "1.2.3"])
+def test_only_addresses_that_pods_have_are_asked(address: str) -> None:
+    async def main() -> None:
+        reader = FactReader()
+        assert await reader.read([pod(ip=address)], load=False) == Facts()
+        assert reader._session is None
+        await reader.close()
+
+    asyncio.run(main())
+
+
+def test_a_ready_pod_that_falls_silent_keeps_what_it_said_but_not_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    monkeypatch.setattr(facts, "DEADLINE_S", 0.2)
+    patient = answer(json.dumps(INFO).encode())
+    (first, second), _ = ask(patient, monkeypatch, then=silent)
+    said, kept = first.engines["p"], second.engines["p"]
+    assert (said.stale, kept.stale) == (False, True)
+    assert isinstance(kept, EngineFacts) and kept.fingerprint == said.fingerprint
+    monkeypatch.setattr(facts, "SILENT_S", 0.0)
+    (_, forgotten), _ = ask(patient, monkeypatch, then=silent)
+    assert forgotten.engines == {}

@@ -1,0 +1,319 @@
+"""What `restricted` refuses, by path and all at once; and that nothing it lets through is more than it promises."""
+
+import asyncio
+import copy
+import typing
+from pathlib import Path
+from typing import Any
+
+import kopf
+import pytest
+import yaml
+from chart import violations_of_restricted
+from hypothesis import given
+from hypothesis import strategies as st
+from kubernetes.client import models
+
+from isthmus_operator.api import allowed_patch
+from isthmus_operator.api.allowed_patch import Fields, Items, Keys, Leaf, Node, OneOf
+from isthmus_operator.api.profile import Feature, Profile
+from isthmus_operator.api.v1alpha1 import parse, parse_stored
+from isthmus_operator.errors import InvalidSpec
+from isthmus_operator.plan.admission import admit
+from isthmus_operator.render.names import Defaults
+from isthmus_operator.render.service import render
+from isthmus_operator.shell.budget import Workbench
+from isthmus_operator.shell.handlers import review
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STORE = yaml.safe_load((EXAMPLES / "store.yaml").read_text())
+RESTRICTED = Profile()
+
+
+def changed(**blocks: Any) -> dict[str, Any]:
+    """The store example with a claim as its model, and fields by dotted path with `__` for dots."""
+    out: dict[str, Any] = copy.deepcopy(STORE)
+    out["spec"]["model"]["source"] = {"pvc": {"claimName": "m"}}
+    for place, value in blocks.items():
+        holder = out["spec"]
+        *above, last = place.split("__")
+        for name in above:
+            holder = holder.setdefault(name, {})
+        holder[last] = value
+    return out
+
+
+def paths(manifest: dict[str, Any], profile: Profile = RESTRICTED) -> list[str]:
+    """What of it the profile refuses."""
+    try:
+        admit(manifest, profile)
+    except InvalidSpec as error:
+        return [problem.path for problem in error.problems if "`restricted`" in problem.message]
+    return []
+
+
+ENGINE = "spec.roles.prefill.podPatch.spec"
+
+
+def engine(**fields: Any) -> dict[str, Any]:
+    """A patch of the prefill engine's container."""
+    return {"roles__prefill__podPatch": {"spec": {"containers": [{"name": "engine", **fields}]}}}
+
+
+def pod(**fields: Any) -> dict[str, Any]:
+    return {"roles__prefill__podPatch": {"spec": fields}}
+
+
+SECRET = {"secretRef": {"name": "s"}}
+REFUSED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"model__source": {"hostPath": {"path": "/etc"}}}, ["spec.model.source.hostPath.path"]),
+    (
+        {
+            "model": {
+                "source": {"huggingFace": {"repo": "a/b"}},
+                "cache": {"hostPath": {"path": "/var/lib/kubelet"}},
+            }
+        },
+        ["spec.model.cache.hostPath.path"],
+    ),
+    (
+        {"transfer__transport": "RDMA", "transfer__rdma": {"hostNetwork": True}},
+        ["spec.transfer.rdma", "spec.transfer.rdma.hostNetwork"],
+    ),
+    ({"transfer__transport": "RDMA"}, ["spec.transfer.transport"]),
+    (
+        {
+            "transfer__transport": "NVLink",
+            "transfer__locality": {"topologyKey": "kubernetes.io/hostname", "enforcement": "Required"},
+        },
+        ["spec.transfer.transport"],
+    ),
+    ({"router__expose__service": {"type": "LoadBalancer"}}, ["spec.router.expose.service.type"]),
+    ({"router__expose__service": {"type": "NodePort"}}, ["spec.router.expose.service.type"]),
+    (
+        {"router__expose__httpRoute": {"parentRefs": [{"name": "own"}, {"name": "g", "namespace": "other"}]}},
+        ["spec.router.expose.httpRoute.parentRefs[1].namespace"],
+    ),
+    (
+        {"roles__prefill__placement": {"priorityClassName": "system-node-critical"}},
+        ["spec.roles.prefill.placement.priorityClassName"],
+    ),
+    (pod(hostNetwork=True), [f"{ENGINE}.hostNetwork"]),
+    (pod(hostPID=True, hostIPC=True), [f"{ENGINE}.hostIPC", f"{ENGINE}.hostPID"]),
+    (pod(serviceAccountName="admin"), [f"{ENGINE}.serviceAccountName"]),
+    (pod(automountServiceAccountToken=True), [f"{ENGINE}.automountServiceAccountToken"]),
+    (pod(volumes=[{"name": "v", "hostPath": {"path": "/"}}]), [f"{ENGINE}.volumes[0].hostPath"]),
+    (pod(volumes=[{"name": "v", "secret": {"secretName": "s"}}]), [f"{ENGINE}.volumes[0].secret"]),
+    (
+        pod(volumes=[{"name": "v", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}]),
+        [f"{ENGINE}.volumes[0].projected"],
+    ),
+    (
+        pod(containers=[{"name": "sidecar", "image": "x"}]),
+        [f"{ENGINE}.containers[0].image", f"{ENGINE}.containers[0].name"],
+    ),
+    (pod(initContainers=[{"name": "model-fetch", "image": "x"}]), [f"{ENGINE}.initContainers"]),
+    (pod(securityContext={"runAsUser": 0}), [f"{ENGINE}.securityContext.runAsUser"]),
+    (pod(securityContext={"runAsNonRoot": None}), [f"{ENGINE}.securityContext.runAsNonRoot"]),
+    (pod(securityContext=None), [f"{ENGINE}.securityContext"]),
+    (pod(securityContext={"sysctls": []}), [f"{ENGINE}.securityContext.sysctls"]),
+    (pod(securityContext={"$patch": "delete"}), [f"{ENGINE}.securityContext.$patch"]),
+    (pod(securityContext={"$patch": "replace"}), [f"{ENGINE}.securityContext.$patch"]),
+    (engine(securityContext={"privileged": True}), [f"{ENGINE}.containers[0].securityContext.privileged"]),
+    (
+        engine(securityContext={"capabilities": {"add": ["SYS_ADMIN"]}}),
+        [f"{ENGINE}.containers[0].securityContext.capabilities"],
+    ),
+    (
+        engine(securityContext={"allowPrivilegeEscalation": 0}),
+        [f"{ENGINE}.containers[0].securityContext.allowPrivilegeEscalation"],
+    ),
+    (engine(envFrom=[SECRET]), [f"{ENGINE}.containers[0].envFrom"]),
+    (
+        engine(env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]),
+        [f"{ENGINE}.containers[0].env[0].valueFrom.secretKeyRef"],
+    ),
+    (engine(ports=[{"containerPort": 1, "hostPort": 1}]), [f"{ENGINE}.containers[0].ports"]),
+    (engine(lifecycle={"preStop": {"httpGet": {"host": "10.0.0.1"}}}), [f"{ENGINE}.containers[0].lifecycle"]),
+    (
+        engine(livenessProbe={"httpGet": {"host": "10.0.0.1"}, "periodSeconds": 5}),
+        [f"{ENGINE}.containers[0].livenessProbe.httpGet"],
+    ),
+    (engine(**{"$patch": "delete"}), [f"{ENGINE}.containers[0].$patch"]),
+    ({"roles__prefill__podPatch": {"$patch": "replace"}}, ["spec.roles.prefill.podPatch.$patch"]),
+    (
+        {"router__podPatch": {"metadata": {"annotations": {"k8s.v1.cni.cncf.io/networks": "host"}}}},
+        ["spec.router.podPatch.metadata.annotations.k8s.v1.cni.cncf.io/networks"],
+    ),
+    (
+        {"store__master": {"managed": {"podPatch": {"metadata": {"labels": {"serving.isthmus.dev/role": "router"}}}}}},
+        ["spec.store.master.managed.podPatch.metadata.labels.serving.isthmus.dev/role"],
+    ),
+]
+
+
+@pytest.mark.parametrize("blocks,expected", REFUSED, ids=[one[1][-1].removeprefix("spec.") for one in REFUSED])
+def test_what_reaches_beyond_a_namespace_is_refused_by_its_path(blocks: dict[str, Any], expected: list[str]) -> None:
+    assert sorted(paths(changed(**blocks))) == sorted(expected)
+    assert paths(changed(**blocks), Profile(restricted=False)) == []
+
+
+def test_everything_is_named_at_once_beside_other_mistakes() -> None:
+    manifest = changed(
+        **pod(hostNetwork=True), router__expose__service={"type": "NodePort"}, model__servedNames=["a", "a"]
+    )
+    with pytest.raises(InvalidSpec) as caught:
+        parse_stored(manifest, RESTRICTED)
+    assert [problem.path for problem in caught.value.problems] == [
+        "spec.model.servedNames[1]",
+        f"{ENGINE}.hostNetwork",
+        "spec.router.expose.service.type",
+    ]
+
+
+def test_what_the_installation_allows_passes() -> None:
+    profile = Profile(
+        host_paths=("/models",),
+        writable_host_paths=("/cache",),
+        gateway_namespaces=("gateways",),
+        allow=frozenset(Feature),
+    )
+    route = {"parentRefs": [{"name": "g", "namespace": "gateways"}, {"name": "g", "namespace": "default"}]}
+    blocks: dict[str, Any] = {
+        "model__source": {"hostPath": {"path": "/models/a/b"}},
+        "transfer__transport": "RDMA",
+        "transfer__rdma": {"hostNetwork": True},
+        "router__expose": {"service": {"type": "LoadBalancer"}, "httpRoute": route},
+    }
+    assert paths(changed(**blocks), profile) == []
+    cached = {"source": {"huggingFace": {"repo": "a/b"}}, "cache": {"hostPath": {"path": "/cache"}}}
+    assert paths(changed(model=cached), profile) == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/models2/a", "/models/../etc", "/models/./a", "/models//a", "/mod", "/cache/a", "/", "/models/a/.."]
+)
+def test_a_folder_is_below_the_allowed_one_or_refused(path: str) -> None:
+    profile = Profile(host_paths=("/models",), writable_host_paths=("/cache",))
+    with pytest.raises(InvalidSpec):
+        admit(changed(model__source={"hostPath": {"path": path}}), profile)
+
+
+@pytest.mark.parametrize("example", ["direct", "store", "unified"])
+def test_the_examples_need_their_folder_and_nothing_else(example: str) -> None:
+    manifest = yaml.safe_load((EXAMPLES / f"{example}.yaml").read_text())
+    assert paths(manifest) == ["spec.model.source.hostPath.path"]
+    assert paths(manifest, Profile(host_paths=("/var/lib/isthmus/models",))) == []
+
+
+def test_the_documented_patch_for_openshift_passes() -> None:
+    context = {"$patch": "replace", "runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    assert paths(changed(**pod(securityContext=context))) == []
+
+
+# ------------------------------------------------------------------------------- every field that Kubernetes knows
+
+
+def fields_of(model: str) -> dict[str, str]:
+    """Field -> type of a model of the API client."""
+    found = getattr(models, model)
+    return {found.attribute_map[name]: kind for name, kind in found.openapi_types.items()}
+
+
+def known(node: Node) -> set[str]:
+    return set(node.known) if isinstance(node, Fields) else set()
+
+
+def test_the_list_of_what_is_allowed_names_only_fields_that_there_are() -> None:
+    template = allowed_patch.allowed_patch("engine")
+    assert isinstance(template, Fields)
+    spec = template.known["spec"]
+    assert isinstance(spec, Fields)
+    assert known(spec) <= set(fields_of("V1PodSpec"))
+    containers = spec.known["containers"]
+    assert isinstance(containers, Items)
+    assert known(containers.each) <= set(fields_of("V1Container"))
+    volumes = spec.known["volumes"]
+    assert isinstance(volumes, Items)
+    assert known(volumes.each) <= set(fields_of("V1Volume"))
+
+
+@pytest.mark.parametrize("model,wrap", [
+    ("V1PodSpec", lambda one: pod(**one)),
+    ("V1Container", lambda one: engine(**one)),
+    ("V1Volume", lambda one: pod(volumes=[{"name": "v", **one}])),
+    ("V1SecurityContext", lambda one: engine(securityContext=one)),
+    ("V1PodSecurityContext", lambda one: pod(securityContext=one)),
+])  # fmt: skip
+def test_every_field_of_pods_is_allowed_on_purpose_or_refused(model: str, wrap: Any) -> None:
+    harmless = {
+        "V1PodSpec": {
+            *("affinity", "containers", "dnsConfig", "enableServiceLinks", "hostAliases", "imagePullSecrets"),
+            *("nodeSelector", "terminationGracePeriodSeconds", "tolerations", "topologySpreadConstraints", "volumes"),
+            "securityContext",
+        },
+        "V1Container": {
+            *("env", "imagePullPolicy", "livenessProbe", "name", "readinessProbe", "resources", "securityContext"),
+            *("startupProbe", "volumeMounts"),
+        },
+        "V1Volume": {"configMap", "downwardAPI", "emptyDir", "name", "persistentVolumeClaim"},
+        "V1SecurityContext": {
+            *("allowPrivilegeEscalation", "readOnlyRootFilesystem", "runAsGroup", "runAsNonRoot", "runAsUser"),
+            "seccompProfile",
+        },
+        "V1PodSecurityContext": {
+            *("fsGroup", "fsGroupChangePolicy", "runAsGroup", "runAsNonRoot", "runAsUser", "seccompProfile"),
+            "supplementalGroups",
+        },
+    }[model]
+    for field in fields_of(model):
+        refused = paths(changed(**wrap({field: {"x": "y"}})))
+        assert any(path.endswith(f".{field}") for path in refused) or field in harmless, field
+    assert harmless <= set(fields_of(model))
+
+
+values = st.sampled_from(
+    [None, True, False, 0, 1, 5, "x", "RuntimeDefault", "replace", "delete", "engine", "tmp", "model"]
+)
+
+
+def sample(node: Node) -> st.SearchStrategy[Any]:
+    """Values near what a node allows."""
+    if isinstance(node, Fields):
+        extra = {"$patch": values, "privileged": values, "hostPath": st.just({"path": "/"})}
+        return st.fixed_dictionaries({}, optional={name: sample(inner) for name, inner in node.known.items()} | extra)
+    if isinstance(node, Items):
+        return st.lists(sample(node.each), max_size=2)
+    if isinstance(node, Keys):
+        return st.dictionaries(
+            st.sampled_from(["cpu", "a.b/c", "serving.isthmus.dev/role", "$patch"]), values, max_size=2
+        )
+    if isinstance(node, OneOf):
+        return st.sampled_from([*node.values, None, True, False, 1])
+    return st.just({}) if node is Leaf.ANYTHING else values
+
+
+@given(patch=sample(allowed_patch.allowed_patch("engine")))
+def test_no_patch_that_passes_gives_a_pod_more_than_pod_security_restricted(patch: dict[str, Any]) -> None:
+    try:
+        service = admit(changed(roles__prefill__podPatch=patch), RESTRICTED)
+    except InvalidSpec:
+        return
+    for manifest in render(service, Defaults()):
+        if manifest["kind"] in ("Deployment", "StatefulSet"):
+            template = manifest["spec"]["template"]
+            assert violations_of_restricted(template["spec"]) == []
+            assert not template["spec"].get("serviceAccountName")
+            labels = manifest["spec"]["selector"]["matchLabels"]
+            assert labels.items() <= template["metadata"]["labels"].items()
+
+
+# ----------------------------------------------------------------------------------------------- where it is enforced
+
+
+def test_the_webhook_refuses_and_a_file_alone_does_not() -> None:
+    manifest = changed(**pod(hostNetwork=True))
+    with pytest.raises(kopf.AdmissionError, match=r"podPatch\.spec\.hostNetwork"):
+        asyncio.run(review(Workbench(), RESTRICTED, kopf.Body(typing.cast(Any, manifest))))
+    asyncio.run(review(Workbench(), Profile(restricted=False), kopf.Body(typing.cast(Any, manifest))))
+    parse(manifest)

@@ -1,0 +1,78 @@
+"""Masks beside the forward: a slow or failing grammar costs its own request alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+from engine_stack import engine
+from engine_world import request
+
+from isthmus_runtime.engine.backend import EngineBackend
+from isthmus_runtime.errors import EngineFailed
+from isthmus_runtime.executor.fake import expected_tokens
+from isthmus_runtime.request import FinishReason, TokenChunk
+
+DEADLINE_S = 20
+ODD = b"\xaa" * 124
+
+
+class Rule:
+    """Odd tokens only; from the third on it waits for the gate, and fails if it is told to."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.gate = threading.Event()
+        self.error = error
+        self.threads: set[str] = set()
+
+    def allowed(self, generated: Sequence[int]) -> bytes | None:
+        self.threads.add(threading.current_thread().name)
+        if len(generated) >= 2:
+            assert self.gate.wait(DEADLINE_S)
+            if self.error is not None:
+                raise self.error
+        return ODD
+
+
+async def ask(backend: EngineBackend, rid: str, rule: Rule | None) -> list[TokenChunk]:
+    wanted = request(rid, [1, 2, 3], 6)
+    queue = backend._streams.open(rid)
+    try:
+        backend.engine.generate(wanted, constraint=rule)
+        chunks = []
+        while not chunks or chunks[-1].finish_reason is None:
+            reply = await queue.get()
+            assert isinstance(reply, TokenChunk)
+            chunks.append(reply)
+        return chunks
+    finally:
+        backend._streams.close(rid)
+
+
+@pytest.mark.parametrize("error", [None, EngineFailed("too complex"), ValueError("a flaw")])
+def test_others_go_on_while_a_mask_is_computed(error: Exception | None) -> None:
+    async def main() -> None:
+        with engine() as backend:
+            rule = Rule(error)
+            slow = asyncio.create_task(ask(backend, "slow", rule))
+            for number in range(5):
+                chunks = await ask(backend, f"free {number}", None)
+                tokens = [t for chunk in chunks for t in chunk.token_ids]
+                assert tokens == expected_tokens([1, 2, 3], request("x", [1], 1).sampling, 6)
+            assert not slow.done()
+            rule.gate.set()
+            chunks = await slow
+            tokens = [t for chunk in chunks for t in chunk.token_ids]
+            assert all(t % 2 for t in tokens)
+            if error is None:
+                assert len(tokens) == 6 and chunks[-1].finish_reason is FinishReason.LENGTH
+            else:
+                assert len(tokens) == 2 and chunks[-1].finish_reason is FinishReason.ERROR
+                assert chunks[-1].error is not None and str(error) in str(chunks[-1].error)
+            assert rule.threads == {"masks"}
+            backend.engine.call(backend.engine.scheduler.check)
+            assert not backend.engine.call(lambda: backend.engine.scheduler.has_work)
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))

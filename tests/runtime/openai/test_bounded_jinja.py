@@ -1,0 +1,86 @@
+"""Templates that never end or grow without end: stopped by counting, with a clear error."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from isthmus_runtime.errors import ConfigError, InvalidRequest
+from isthmus_runtime.openai.chat import ChatTemplate, Conversation
+
+X = Conversation(messages=[{"role": "user", "content": "x"}])
+BOMBS = {
+    "range": "{% for i in range(10**9) %}a{% endfor %}",
+    "nested ranges": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "nested lists": "{% set r = range(9999) | list %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
+    "nested filters": "{% for i in range(9999) %}{{ range(9999) | select('eq', 1) | list }}{% endfor %}",
+    "times": "{{ 'a' * 10**9 }}",
+    "times, folded": "{% set a = 10**9 %}{{ ('a' * a) | length }}",
+    "list times": "{{ ([1] * 10**9) | length }}",
+    "power": "{{ 10 ** (10 ** 9) }}",
+    "doubling": "{% set n = namespace(a='aaaa') %}{% for i in range(99) %}{% set n.a = n.a + n.a %}{% endfor %}",
+    "doubling by ~": "{% set n = namespace(a='aaaa') %}{% for i in range(99) %}{% set n.a = n.a ~ n.a %}{% endfor %}",
+    "doubling in a call": (
+        "{% set n = namespace(a='aa') %}{% for i in range(99) %}{% set n.a = (n.a ~ n.a) | trim %}{% endfor %}"
+    ),
+    "doubling by set": (
+        "{% set n = namespace(a='aa') %}{% for i in range(99) %}{% set b %}{{ n.a }}{{ n.a }}{% endset %}"
+        "{% set n.a = b %}{% endfor %}"
+    ),
+    "doubling by a macro": (
+        "{% macro f(x) %}{{ x }}{{ x }}{% endmacro %}{% set n = namespace(a='aa') %}"
+        "{% for i in range(99) %}{% set n.a = f(n.a) %}{% endfor %}"
+    ),
+    "replace": "{% set a = 'a' * 60000 %}{{ a | replace('a', a) }}",
+    "replace method": "{% set a = 'a' * 60000 %}{{ a.replace('a', a) }}",
+    "join": "{% set a = 'a' * 60000 %}{{ ([a] * 60000) | join(a) }}",
+    "join method": "{% set a = 'a' * 60000 %}{{ a.join(a) }}",
+    "nested list as text": (
+        "{% set n = namespace(a=[1]) %}{% for i in range(99) %}{% set n.a = [n.a, n.a] %}{% endfor %}{{ n.a }}"
+    ),
+    "nested list as JSON": (
+        "{% set n = namespace(a=[1]) %}{% for i in range(99) %}{% set n.a = [n.a, n.a] %}{% endfor %}{{ n.a | tojson }}"
+    ),
+    "comparing": ("{% set a = 'a' * 9999999 %}{% for i in range(99999) %}{% if 'b' in a %}x{% endif %}{% endfor %}"),
+    "slices": "{% set a = 'a' * 999999 %}{% for i in range(99999) %}{% set b = a[1:] %}{% endfor %}",
+    "width": "{{ '%999999999d' % 1 }}",
+    "width argument": "{{ '%*d' % (999999999, 1) }}",
+    "format filter": "{{ '%999999999d' | format(1) }}",
+    "format method": "{{ '{:999999999}'.format(1) }}",
+    "nested format": "{{ '{:{w}}'.format(1, w=999999999) }}",
+    "indent": "{{ 'a\nb' | indent(999999999) }}",
+    "indented JSON": "{{ [1] | tojson(indent=999999999) }}",
+    "padding": "{{ 'a'.ljust(999999999) }}",
+    "centred": "{{ 'a' | center(999999999) }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "lorem ipsum": "{{ lipsum(n=999999) }}",
+}
+
+
+@pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS)
+def test_bombs_end_with_a_clear_error_in_little_memory(source):
+    tracemalloc.start()
+    try:
+        with pytest.raises((InvalidRequest, ValueError), match="chat template") as caught:
+            ChatTemplate(source, {}).render(X, steps=50_000)
+        assert tracemalloc.get_traced_memory()[1] < 300 << 20
+    finally:
+        tracemalloc.stop()
+    assert isinstance(caught.value, ConfigError) or caught.value.param == "messages"
+
+
+def test_a_budget_is_for_one_rendering():
+    template = ChatTemplate("{% for m in messages %}{{ m.content | upper }}{% endfor %}", {})
+    many = Conversation(messages=[{"role": "user", "content": "x"}] * 20_000)
+    for _ in range(20):
+        assert template.render(many) == "X" * 20_000
+
+
+def test_long_texts_may_be_copied_often():
+    text = "word " * 1_000_000
+    source = "{% for m in messages %}" + "{% set c = m.content | trim %}" * 20 + "{{ '<' ~ c ~ '>' }}{% endfor %}"
+    assert (
+        len(ChatTemplate(source, {}).render(Conversation(messages=[{"role": "user", "content": text}] * 3)))
+        > 14_000_000
+    )

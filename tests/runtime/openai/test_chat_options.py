@@ -1,0 +1,237 @@
+"""Tools, reasoning and the options of chats, over HTTP with the official client."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import openai
+import pytest
+from api_calls import HELLO, client, events, spell
+
+from isthmus_runtime.config import ChatConfig
+from isthmus_runtime.openai.chat import Conversation
+from isthmus_runtime.openai.tokenizer import Tokenizer
+
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "größer"}}\n</tool_call>'
+TOOLS_TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if enable_thinking is defined and enable_thinking %}<think>\n</think>{% endif %}"
+)
+
+
+@pytest.fixture
+def caller(model_dir, tmp_path) -> Tokenizer:
+    """A tokenizer whose template shows tools as Hermes and Qwen do."""
+    root = tmp_path / "copy"
+    shutil.copytree(model_dir, root)
+    (root / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
+    return Tokenizer.load(root)
+
+
+def test_calls_of_tools(serve, run, caller):
+    async def main():
+        async with serve(spell(caller, f"I look.\n{CALL}\n{CALL}"), used=caller) as api, client(api) as c:
+            ask = {"model": "tiny", "messages": HELLO, "tools": [LOOK], "max_tokens": 200}
+            api.backend.max_model_len = 2000
+            got = (await c.chat.completions.create(**ask)).choices[0]
+            assert (got.finish_reason, got.message.content) == ("tool_calls", "I look.")
+            assert [json.loads(t.function.arguments) for t in got.message.tool_calls] == [{"at": "größer"}] * 2
+            assert len({t.id for t in got.message.tool_calls}) == 2
+            assert '"look"' in caller.decode(api.backend.requests[0].prompt_token_ids)
+            one = (await c.chat.completions.create(**ask, parallel_tool_calls=False)).choices[0]
+            assert len(one.message.tool_calls) == 1 and one.finish_reason == "tool_calls"
+            text, calls, reason = "", {}, None
+            async for chunk in await c.chat.completions.create(**ask, stream=True):
+                choice = chunk.choices[0]
+                text += choice.delta.content or ""
+                for call in choice.delta.tool_calls or ():
+                    calls[call.index] = (call.id, call.type, call.function.name, call.function.arguments)
+                reason = choice.finish_reason or reason
+            assert (text, reason, sorted(calls)) == ("I look.", "tool_calls", [0, 1])
+            assert calls[1][1:] == ("function", "look", '{"at": "größer"}')
+            # The answer goes back with the results.
+            history = [*HELLO, got.message.model_dump(exclude_none=True)]
+            results = [{"role": "tool", "tool_call_id": t.id, "content": "seen"} for t in got.message.tool_calls]
+            await c.chat.completions.create(**{**ask, "messages": history + results})
+            assert "seen" in caller.decode(api.backend.requests[-1].prompt_token_ids)
+            none = (await c.chat.completions.create(**ask, tool_choice="none")).choices[0]
+            assert CALL in none.message.content and none.message.tool_calls is None
+            assert '"look"' not in caller.decode(api.backend.requests[-1].prompt_token_ids)
+            for choice in ("required", {"type": "function", "function": {"name": "look"}}):
+                with pytest.raises(openai.BadRequestError, match="tool_choice: required and named"):
+                    await c.chat.completions.create(**ask, tool_choice=choice)
+
+    run(main())
+
+
+def test_a_call_that_is_cut_off_is_text(serve, run, caller):
+    async def main():
+        async with serve(spell(caller, CALL[:40], eos=False), used=caller) as api:
+            n = len(caller.encode(CALL[:40]))
+            body = {"messages": HELLO, "tools": [LOOK], "max_tokens": n}
+            _, answer = await events(api, "/v1/chat/completions", body)
+            assert answer["choices"][0]["message"]["content"] == CALL[:40]
+            assert answer["choices"][0]["finish_reason"] == "length"
+
+    run(main())
+
+
+def test_models_whose_template_knows_no_tools_are_told_in_words(serve, run, tokenizer):
+    async def main():
+        call = '{"name": "look", "arguments": {}}'
+        async with serve(spell(tokenizer, call)) as api, client(api) as c:
+            api.backend.max_model_len = 4000
+            got = await c.chat.completions.create(model="tiny", messages=HELLO, tools=[LOOK])
+            assert got.choices[0].message.tool_calls[0].function.name == "look"
+            history = [
+                *HELLO,
+                got.choices[0].message.model_dump(exclude_none=True),
+                {"role": "tool", "tool_call_id": "x", "content": "seen"},
+            ]
+            await c.chat.completions.create(model="tiny", messages=history, tools=[LOOK])
+            prompt = tokenizer.pieces_with(None).join(api.backend.requests[-1].prompt_token_ids)
+            assert prompt.startswith("<|im_start|>system\nYou can call tools.")
+            assert f"assistant\n{call}<|im_end|>\n<|im_start|>user\nResult: seen" in prompt
+
+    run(main())
+
+
+def test_reasoning(serve, run, caller):
+    async def main():
+        async with serve(spell(caller, "<think>\nhm\n</think>\n\nYes."), used=caller) as api, client(api) as c:
+            got = (await c.chat.completions.create(model="tiny", messages=HELLO)).choices[0].message
+            assert (got.reasoning_content, got.content) == ("hm", "Yes.")
+            reasoning, text = "", ""
+            async for chunk in await c.chat.completions.create(model="tiny", messages=HELLO, stream=True):
+                reasoning += getattr(chunk.choices[0].delta, "reasoning_content", None) or ""
+                text += chunk.choices[0].delta.content or ""
+            assert (reasoning, text) == ("hm", "Yes.")
+            await c.chat.completions.create(model="tiny", messages=HELLO, reasoning_effort="high")
+            assert "<think>" in caller.decode(api.backend.requests[-1].prompt_token_ids)
+            await c.chat.completions.create(model="tiny", messages=HELLO, reasoning_effort="none")
+            assert "<think>" not in caller.decode(api.backend.requests[-1].prompt_token_ids)
+        async with serve(spell(caller, "<think>a</think>b"), used=caller, chat=ChatConfig(reasoning="none")) as api:
+            _, answer = await events(api, "/v1/chat/completions", {"messages": HELLO})
+            assert answer["choices"][0]["message"]["content"] == "<think>a</think>b"
+
+    run(main())
+
+
+def test_effort_that_would_have_none_is_refused(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api, client(api) as c:
+            await c.chat.completions.create(model="tiny", messages=HELLO, reasoning_effort="none")
+            with pytest.raises(openai.BadRequestError, match="reasoning_effort: 'high' would have no effect"):
+                await c.chat.completions.create(model="tiny", messages=HELLO, reasoning_effort="high")
+
+    run(main())
+
+
+def test_template_variables_and_continued_messages(serve, run, caller):
+    async def main():
+        async with serve(spell(caller, "a"), used=caller) as api:
+            path = "/v1/chat/completions"
+            show = lambda: caller.pieces_with(None).join(api.backend.requests[-1].prompt_token_ids)  # noqa: E731
+            await events(api, path, {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": True}})
+            assert show().endswith("<think>\n</think>")
+            await events(api, path, {"messages": HELLO, "add_generation_prompt": False})
+            assert show() == "<|im_start|>user\nhi<|im_end|>\n"
+            started = [*HELLO, {"role": "assistant", "content": "Well, "}]
+            await events(api, path, {"messages": started, "continue_final_message": True})
+            assert show().endswith("<|im_start|>assistant\nWell, ")
+            for more, param in (
+                ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+                ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+            ):
+                status, answer = await events(api, path, {"messages": started, **more})
+                assert (status, answer["error"]["param"]) == (400, param)
+
+    run(main())
+
+
+def test_what_ends_the_text_and_special_tokens_may_be_shown(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "The fox STOP")) as api:
+            body = {"prompt": "x", "max_tokens": 50}
+            _, answer = await events(
+                api, "/v1/completions", {**body, "stop": "STOP", "include_stop_str_in_output": True}
+            )
+            assert answer["choices"][0]["text"] == "The fox STOP"
+            _, answer = await events(
+                api, "/v1/completions", {**body, "skip_special_tokens": False, "include_stop_str_in_output": True}
+            )
+            assert answer["choices"][0]["text"] == "The fox STOP<|im_end|>"
+
+    run(main())
+
+
+def test_token_ids(serve, run, tokenizer):
+    async def main():
+        ids = [*tokenizer.encode("The fox"), 2]
+        async with serve(spell(tokenizer, "The fox")) as api:
+            prompt = tokenizer.chat(Conversation(messages=HELLO)).ids
+            body = {"messages": HELLO, "return_token_ids": True}
+            _, answer = await events(api, "/v1/chat/completions", body)
+            assert (answer["prompt_token_ids"], answer["choices"][0]["token_ids"]) == (prompt, ids)
+            _, data = await events(api, "/v1/chat/completions", {**body, "stream": True})
+            chunks = [json.loads(d) for d in data[:-1]]
+            assert chunks[0]["prompt_token_ids"] == prompt
+            assert [i for c in chunks for i in c["choices"][0].get("token_ids", ())] == ids
+            body = {"prompt": [5, 6], "return_token_ids": True}
+            _, answer = await events(api, "/v1/completions", body)
+            assert (answer["choices"][0]["prompt_token_ids"], answer["choices"][0]["token_ids"]) == ([5, 6], ids)
+            _, data = await events(api, "/v1/completions", {**body, "stream": True})
+            chunks = [json.loads(d) for d in data[:-1]]
+            assert chunks[0]["choices"][0]["prompt_token_ids"] == [5, 6]
+            assert [i for c in chunks for i in c["choices"][0].get("token_ids", ())] == ids
+
+    run(main())
+
+
+def test_prompts_may_be_truncated(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api:
+            path = "/v1/completions"
+            await events(api, path, {"prompt": [*range(3, 203)] * 2, "truncate_prompt_tokens": 4})
+            assert api.backend.requests[-1].prompt_token_ids == (199, 200, 201, 202)
+            await events(api, path, {"prompt": "x " * 400, "truncate_prompt_tokens": -1, "max_tokens": 1})
+            assert api.backend.requests[-1].prompt_token_ids == tuple(tokenizer.encode("x " * 400)[-255:])
+            body = {"messages": HELLO, "truncate_prompt_tokens": 2, "max_tokens": 1}
+            await events(api, "/v1/chat/completions", body)
+            assert api.backend.requests[-1].prompt_token_ids == tuple(
+                tokenizer.chat(Conversation(messages=HELLO)).ids[-2:]
+            )
+
+    run(main())
+
+
+def test_usage_of_each_chunk(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "The fox")) as api:
+            options = {"include_usage": True, "continuous_usage_stats": True}
+            for path, body in (("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "x"})):
+                _, data = await events(api, "/v1/" + path, {**body, "stream": True, "stream_options": options})
+                told = [json.loads(d)["usage"] for d in data[:-1]]
+                counts = [u["completion_tokens"] for u in told if u]
+                assert counts == sorted(counts) and counts[-1] == len(tokenizer.encode("The fox")) + 1
+                assert len(counts) >= len(told) - 1
+
+    run(main())
+
+
+def test_long_conversations_are_rendered_in_a_thread(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api:
+            api.backend.max_model_len = 10**6
+            many = [{"role": "user", "content": "x"}] * 400
+            body = json.dumps({"messages": many})
+            assert len(body) < 20_000
+            status, _ = await events(api, "/v1/chat/completions", json.loads(body))
+            assert status == 200
+            assert list(api.backend.requests[-1].prompt_token_ids) == tokenizer.chat(Conversation(messages=many)).ids
+
+    run(main())

@@ -1,0 +1,106 @@
+"""Who has to give way when connections or bodies are too many; and a process with few descriptors."""
+
+import resource
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus_runtime.serving.admission import BodyBudget, Connections, connections_within
+
+NAMES = st.integers(0, 9)
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.lists(st.tuples(st.sampled_from(["add", "work", "wait", "go"]), NAMES)))
+def test_connections_never_exceed_their_bounds(most, of_address, steps):
+    table, working = Connections(most, of_address), set()
+    there = []
+    for step, name in steps:
+        if step == "add" and name not in there:
+            leaver = table.add(name, f"a{name % 2}")
+            if leaver is not None:
+                assert leaver not in working, "who is answered stays"
+                assert leaver in (name, *there)
+            if leaver != name:
+                there.append(name)
+            if leaver in there and leaver != name:
+                # It waits, and nobody who waits came to that earlier.
+                assert leaver == next(n for n in there if n not in working)
+                there.remove(leaver)
+        elif step == "work" and name in there:
+            table.works(name)
+            working.add(name)
+        elif step == "wait" and name in working:
+            table.waits(name)
+            working.discard(name)
+            there.remove(name)
+            there.append(name)
+        elif step == "go":
+            table.remove(name)
+            there = [n for n in there if n != name]
+            working.discard(name)
+        assert len(table) == len(there) <= most
+        assert all(sum(n % 2 == side for n in there) <= of_address for side in (0, 1))
+
+
+STEPS = st.tuples(st.sampled_from(["add", "arrived", "release"]), NAMES, st.integers(0, 30))
+
+
+@given(st.integers(0, 50), st.lists(STEPS))
+def test_bodies_never_exceed_their_budget_while_one_can_give_way(most, steps):
+    budget, held, arriving = BodyBudget(most), {}, set()
+    for step, name, size in steps:
+        if step == "add":
+            held[name] = held.get(name, 0) + size
+            arriving.add(name)
+            leaver = budget.add(name, size)
+            while leaver is not None:
+                assert leaver in arriving and held[leaver] == max(held[n] for n in arriving)
+                del held[leaver]
+                arriving.discard(leaver)
+                leaver = budget.excess()
+            assert budget.used <= most or not arriving
+        elif step == "arrived":
+            budget.arrived(name)
+            arriving.discard(name)
+        else:
+            budget.release(name)
+            held.pop(name, None)
+            arriving.discard(name)
+        assert budget.used == sum(held.values())
+
+
+def test_every_connection_has_descriptors_for_its_answer():
+    assert [connections_within(n) for n in (0, 64, 128, 1024)] == [8, 8, 21, 320]
+
+
+SERVER = """
+import asyncio
+from isthmus_runtime.serving.app import add_pages, make_app
+from isthmus_runtime.serving.server import run_app
+app = make_app("few", bodies=())
+add_pages(app)
+asyncio.run(run_app(app, host="127.0.0.1", port=0, drain_timeout_s=1, on_started=lambda p: print(p, flush=True)))
+"""
+
+
+@pytest.mark.parametrize("count", [100])
+def test_with_few_descriptors_silent_connections_keep_nobody_out(count):
+    few = 96
+    argv = [sys.executable, "-c", SERVER]
+    limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))  # noqa: E731
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, preexec_fn=limit) as server, ExitStack() as open_:  # noqa: PLW1509
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline())
+            for _ in range(count):
+                open_.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+            with socket.create_connection(("127.0.0.1", port), 10) as client:
+                client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                assert client.recv(100).startswith(b"HTTP/1.1 200")
+        finally:
+            server.terminate()

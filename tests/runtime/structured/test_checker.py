@@ -1,0 +1,110 @@
+"""The process that compiles strangers' grammars: it is killed when it must be, and nobody else notices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from isthmus_runtime.errors import InvalidRequest, Overloaded
+from isthmus_runtime.request import Structure
+from isthmus_runtime.structured import checker as module
+from isthmus_runtime.structured.checker import Checker
+
+GOOD = Structure("json_object")
+# llguidance's own limits let this compile for minutes.
+ENDLESS = Structure(
+    "json_schema", json.dumps({"allOf": [{"type": "string", "pattern": f".{{0,{i}}}x"} for i in range(80)]})
+)
+
+
+def run(work: Callable[[Checker], Awaitable[None]], model: Path, timeout_s: float = 3.0) -> None:
+    async def main() -> None:
+        checker = Checker(model, compile_timeout_s=timeout_s)
+        try:
+            async with asyncio.timeout(120):
+                await work(checker)
+        finally:
+            await checker.close()
+
+    asyncio.run(main())
+
+
+def pid_of(checker: Checker) -> int:
+    assert checker._process is not None
+    return checker._process.pid
+
+
+def test_good_ones_pass_and_bad_ones_are_named(model: Path) -> None:
+    async def work(checker: Checker) -> None:
+        await checker.check(GOOD, "response_format")
+        for _ in range(2):  # from the process, then from memory
+            with pytest.raises(InvalidRequest, match=r"^structured_outputs: .*regex") as caught:
+                await checker.check(Structure("regex", "(["), "structured_outputs")
+            assert caught.value.param == "structured_outputs"
+        await checker.check(Structure("regex", "a" * 1000), "structured_outputs")
+
+    run(work, model)
+
+
+def test_an_endless_one_is_ended_and_the_next_is_answered(model: Path) -> None:
+    async def work(checker: Checker) -> None:
+        await checker.check(GOOD, "x")
+        first = pid_of(checker)
+        waiting = asyncio.gather(
+            checker.check(ENDLESS, "x"), checker.check(Structure("regex", "ab"), "x"), return_exceptions=True
+        )
+        refused, passed = await waiting
+        assert isinstance(refused, InvalidRequest) and "0.5 s to compile" in str(refused)
+        assert passed is None and pid_of(checker) != first
+        with pytest.raises(ProcessLookupError):
+            os.kill(first, 0)
+        # It is remembered: the process lives on.
+        second = pid_of(checker)
+        with pytest.raises(InvalidRequest):
+            await checker.check(ENDLESS, "x")
+        assert pid_of(checker) == second
+
+    run(work, model, timeout_s=0.5)
+
+
+def test_a_client_that_leaves_does_not_mix_up_the_answers(model: Path) -> None:
+    async def work(checker: Checker) -> None:
+        await checker.check(GOOD, "x")
+        task = asyncio.create_task(checker.check(ENDLESS, "x"))
+        asyncio.get_running_loop().call_later(0.2, task.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await checker.check(Structure("regex", "abc"), "x")
+        with pytest.raises(InvalidRequest):
+            await checker.check(Structure("regex", "(["), "x")
+
+    run(work, model)
+
+
+def test_a_killed_process_is_replaced(model: Path) -> None:
+    async def work(checker: Checker) -> None:
+        await checker.check(GOOD, "x")
+        os.kill(pid_of(checker), signal.SIGKILL)
+        assert checker._process is not None
+        await checker._process.wait()
+        await checker.check(Structure("regex", "abc"), "x")
+
+    run(work, model)
+
+
+def test_a_crowd_is_turned_away(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_WAITING", 3)
+
+    async def work(checker: Checker) -> None:
+        results = await asyncio.gather(
+            *(checker.check(Structure("regex", f"a{i}"), "x") for i in range(5)), return_exceptions=True
+        )
+        assert [type(r) for r in results] == [type(None)] * 3 + [Overloaded] * 2
+
+    run(work, model)

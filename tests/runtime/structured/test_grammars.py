@@ -1,0 +1,135 @@
+"""Masks hold a text to its grammar, whatever is drawn; what cannot be held to is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from isthmus_runtime.errors import InvalidRequest
+from isthmus_runtime.request import Structure
+from isthmus_runtime.structured.grammars import MAX_TEXT, Grammars
+
+EOS = (2, 0)
+VOCAB = 410
+"""More than the tokenizer has: models pad their output layer."""
+
+
+@pytest.fixture(scope="session")
+def grammars(model: Path) -> Grammars:
+    return Grammars.load(model, eos_token_ids=EOS, vocab_size=VOCAB)
+
+
+def allowed_ids(mask: bytes) -> list[int]:
+    return [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1]
+
+
+def walk(grammars: Grammars, structure: Structure, tokenizer: Tokenizer, seed: int, most: int = 400) -> str | None:
+    """A text of random allowed tokens, which ends as soon as it may where it gets long; None: longer than `most`."""
+    rng, guide, generated = random.Random(seed), grammars.guide(structure), list[int]()
+    while len(generated) < most:
+        ids = allowed_ids(guide.allowed(generated))
+        assert ids and max(ids) < VOCAB, f"seed {seed}: {len(ids)} tokens are allowed after {generated}"
+        ends = [i for i in ids if i in EOS]
+        assert len(ends) in {0, len(EOS)}, "either every end-of-sequence token is allowed or none"
+        if ends and (len(generated) > 40 or len(ends) == len(ids) or rng.random() < 0.2):
+            return str(tokenizer.decode(generated, skip_special_tokens=True))
+        choices = [i for i in ids if i not in EOS]
+        # Closing characters are rare among 400 tokens: without help a random text would nest for ever.
+        closing = [i for i in choices if set(tokenizer.decode([i])) <= set('"]}, 0')] if len(generated) > 60 else []
+        generated.append(rng.choice(closing or choices))
+    return None
+
+
+SCHEMAS: tuple[dict[str, Any], ...] = (
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "maxItems": 3},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+    {"anyOf": [{"type": "boolean"}, {"type": "null"}, {"const": "größer 日本語"}]},
+    {"type": "array", "items": {"type": "number", "exclusiveMinimum": -1, "maximum": 1}, "minItems": 1, "maxItems": 2},
+    {
+        "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}},
+        "$ref": "#/$defs/node",
+    },
+)
+
+
+@pytest.mark.parametrize("number", range(len(SCHEMAS)))
+def test_whatever_is_drawn_fulfils_the_schema(grammars: Grammars, model: Path, number: int) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    schema = SCHEMAS[number]
+    texts = [walk(grammars, Structure("json_schema", json.dumps(schema)), tokenizer, seed) for seed in range(30)]
+    found = [text for text in texts if text is not None]
+    assert len(found) > 10, "most walks should come to an end"
+    for text in found:
+        assert jsonschema_rs.is_valid(schema, json.loads(text)), text
+
+
+@settings(max_examples=40, deadline=None)
+@given(choices=st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=6, unique=True), seed=st.integers(0, 99))
+def test_a_choice_is_one_of_them(grammars: Grammars, model: Path, choices: list[str], seed: int) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    assert walk(grammars, Structure("choice", json.dumps(choices)), tokenizer, seed) in choices
+
+
+def test_regular_expressions_and_grammars(grammars: Grammars, model: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    for seed in range(20):
+        text = walk(grammars, Structure("regex", "[0-9]{3}-[a-c]{1,4}"), tokenizer, seed)
+        assert text is not None and re.fullmatch("[0-9]{3}-[a-c]{1,4}", text), text
+        text = walk(grammars, Structure("grammar", 'start: "x" start | "y"'), tokenizer, seed)
+        assert text is None or re.fullmatch("x*y", text), text
+
+
+def test_a_mask_is_a_function_of_what_was_generated(grammars: Grammars) -> None:
+    structure = Structure("json_schema", json.dumps(SCHEMAS[0]))
+    first, generated = grammars.guide(structure), list[int]()
+    masks = []
+    for _ in range(12):
+        masks.append(first.allowed(generated))
+        assert first.allowed(generated) == masks[-1]
+        generated.append(next(i for i in allowed_ids(masks[-1]) if i not in EOS))
+    # As after a preemption, or on the engine that takes over after prefill: many tokens at once.
+    for taken in (0, 1, 7, 11):
+        assert grammars.guide(structure).allowed(generated[:taken]) == masks[taken]
+
+
+@pytest.mark.parametrize(
+    ("structure", "words"),
+    [
+        (Structure("json_schema", "{"), ["Expecting"]),
+        (Structure("json_schema", "[]"), ["object", "list"]),
+        (Structure("json_schema", '{"type": "string", "minLength": 5, "maxLength": 2}'), ["minLength"]),
+        (Structure("json_schema", '{"not": {"type": "string"}}'), ["not"]),
+        (Structure("json_schema", '{"type": "string", "format": "foo"}'), ["format", "foo"]),
+        (Structure("json_schema", '{"$ref": "http://127.0.0.1:9/x"}'), ["127.0.0.1"]),
+        (Structure("json_schema", '{"a":' * 5000 + "1" + "}" * 5000), ["recursion"]),
+        (Structure("regex", "(["), ["regex"]),
+        (Structure("grammar", "start: nothing"), ["nothing"]),
+        (Structure("choice", "[]"), ["one or more"]),
+        (Structure("choice", '["a", ""]'), ["empty"]),
+        (Structure("choice", '["a", 5]'), ["strings"]),
+        (Structure("regex", "a" * (MAX_TEXT + 1)), [str(MAX_TEXT)]),
+    ],
+)
+def test_what_cannot_be_held_to_is_refused(grammars: Grammars, structure: Structure, words: Sequence[str]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        grammars.guide(structure)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert len(str(caught.value)) < 600
