@@ -27,6 +27,7 @@ from ..config import EngineConfig, Role
 from ..credentials import Credentials, peer_credentials
 from ..engine.backend import EngineBackend, Streams
 from ..engine.kv_events import KvEventFeed
+from ..engine.long_lived import LongLived
 from ..engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from ..engine.scheduler import Scheduler
 from ..engine.server import BODIES, EngineMeters, EngineServer
@@ -219,6 +220,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             model_revision=revision,
         )
 
+    engine.start()
     server = EngineServer(
         backend,
         info,
@@ -227,6 +229,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         no_progress_timeout_s=config.server.no_progress_timeout_s,
         clock=time.monotonic,
         kv_events=feed,
+        threads=LongLived(),
         credentials=credentials,
     )
     app = make_app(
@@ -258,7 +261,6 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         probe_accepted()
         log.info("ready on port %d after %.1f s", port, time.monotonic() - started)
 
-    engine.start()
     try:
         await run_app(
             app,

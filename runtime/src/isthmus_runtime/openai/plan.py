@@ -249,6 +249,9 @@ class Planner:
         eos = () if request.ignore_eos else self._tokenizer.eos_token_ids
         stop_ids = tuple(dict.fromkeys((*eos, *request.stop_token_ids)))
         options = request.sampling(self._tokenizer.defaults)
+        options |= request.logit_params(
+            self._tokenizer.encode_alone, size, max_tokens=max_tokens, structured=request.structure is not None
+        )
 
         def with_seed(seed: int) -> SamplingParams:
             return SamplingParams(

@@ -16,6 +16,7 @@ from pydantic_core import from_json
 from ..errors import InvalidRequest
 from ..request import SamplingOptions, Structure
 from . import messages
+from .logit_options import LogitOptions
 from .problems import MAX_NAME, MAX_PROBLEMS, invalid
 from .structured import ResponseFormat, StructuredOutputs, structure_of
 
@@ -30,16 +31,10 @@ Prompt = str | tuple[int, ...]
 # Parameters of the OpenAI API (and some common extensions) that are not implemented, with the values that ask for
 # nothing. Clients send those by default, so they are let through.
 _NEUTRAL_BOTH: Mapping[str, tuple[object, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
     "store": (False,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "early_stopping": (False,),
-    "bad_words": ([],),
     "spaces_between_special_tokens": (True,),
     "detokenize": (True,),
     "return_tokens_as_token_ids": (False,),
@@ -116,7 +111,7 @@ else:
     _Sampling = create_model("_Sampling", **{name: (hint | None, None) for name, hint in _OPTIONS.items()})
 
 
-class _Common(_Sampling):
+class _Common(LogitOptions, _Sampling):
     """Parameters of both endpoints, those of `SamplingOptions` among them. `None` means the model's default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
