@@ -165,6 +165,9 @@ class EngineTuning(Block):
     """CPU threads of the executor; 0 or absent: all CPUs the container may use."""
     max_batched_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Most tokens in one step, prefill and decode together. Absent: the engine's default."""
+    max_step_time: Duration | None = None
+    """Longest gap that other requests' prompts may make between two tokens of a stream: prompts are computed in chunks
+    that keep a step below it. Longer: a little more prompt throughput. Absent: the engine's default."""
     max_num_seqs: Annotated[int, Field(ge=1, le=65536)] | None = None
     """Most requests that run at once. Absent: the engine's default."""
     max_waiting: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -318,7 +321,8 @@ class Transfer(Block):
     on_failure: TransferFailure = TransferFailure.RECOMPUTE
     """Recompute: decode computes the prompt itself. Fail: the request is answered with 502."""
     verify_checksums: bool = False
-    """Checksum every prompt's KV on both sides. Costs one pass over the bytes."""
+    """Checksum every prompt's KV on both sides. Direct does so by itself where KV is in host memory, and Store with
+    every block; it cannot be asked for where KV is on a GPU."""
     rdma: Rdma | None = None
     """RDMA devices for the engine pods. Assumed with its defaults by transport RDMA."""
     locality: Locality | None = None
