@@ -46,6 +46,7 @@ SERVE = {
     "--store-master": "",
     "--store-segment-size": "1Gi",
     "--store-replicas": "1",
+    "--store-secret-file": "",
     "--control-tokens": "request",
     "--tool-format": "auto",
     "--reasoning": "auto",
