@@ -63,6 +63,7 @@ run: venv native $(if $(filter $(MODEL_DIR),$(MODEL)),model) ## Serve EXAMPLE on
 
 bench: setup ## Run the benchmarks: make bench [ARGS=...]
 	@$(PY) runtime/bench/scheduler.py
+	@$(PY) runtime/bench/gaps.py
 	@$(PY) runtime/bench/run.py $(ARGS)
 
 bench-gpu: setup ## The table of the GPU's bars, on a CUDA device: make bench-gpu [ARGS='--models qwen3-8b --parity --out FOLDER']
@@ -123,7 +124,7 @@ size: venv ## Fail on a source file over 600 lines; list those over 400 and tota
 CRDS      := inferenceservice rolescaler
 GENERATED := $(CRDS:%=crds/%.yaml) $(CRDS:%=charts/isthmus/crds-files/%.yaml) operator/docs/conditions.md operator/docs/rbac.md
 
-.PHONY: generate golden clean
+.PHONY: generate golden hashes clean
 generate: venv ## Write the CRDs from their types, and the operator's reference pages
 	@for name in $(CRDS); do \
 	  $(PY) -m isthmus_operator.api.crd $$name > crds/$$name.yaml.new && mv crds/$$name.yaml.new crds/$$name.yaml; done
@@ -133,6 +134,9 @@ generate: venv ## Write the CRDs from their types, and the operator's reference 
 
 golden: venv ## Rewrite the golden files of the tests; review the diff
 	@UPDATE_GOLDEN=1 $(PY) -m pytest -q $$(grep -rl --include='test_*.py' UPDATE_GOLDEN tests) $(ARGS)
+
+hashes: venv ## Write the hashes of all packages that images are built from; after a change of dependencies or pins
+	@$(PY) .ci/hashes.py
 
 clean: ## Remove .venv, caches and build output (not ISTHMUS_CACHE)
 	@rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis build

@@ -157,6 +157,21 @@ def test_structured_output_equals_transformers_under_the_same_masks(
 
 
 @pytest.mark.timeout(600)
+def test_a_repetition_penalty_equals_that_of_transformers(service: Service) -> None:
+    """It needs every token of prompt and output, on decode too, which computed neither the prompt nor the first."""
+    want = greedy_answers(QUESTIONS[:1], MAX_TOKENS, repetition_penalty=1.3)
+    for question, answer in want.items():
+        got = service.client.chat.completions.create(
+            model="smollm2",
+            messages=[{"role": "user", "content": question}],
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+            extra_body={"repetition_penalty": 1.3},
+        )
+        assert got.choices[0].message.content == answer
+
+
+@pytest.mark.timeout(600)
 def test_killing_any_process_in_mid_stream_ends_the_request_and_the_service_recovers(
     service: Service, reference: dict[str, str]
 ) -> None:
@@ -196,7 +211,7 @@ def test_wrong_requests_name_the_parameter(service: Service) -> None:
         service.client.completions.create(model="smollm2", prompt=[5] * 3000, max_tokens=1)
     assert "2047" in str(caught.value) and "3000" in str(caught.value)
     with pytest.raises(openai.BadRequestError, match="frequency_penalty"):
-        service.client.completions.create(model="smollm2", prompt="x", frequency_penalty=1.5)
+        service.client.completions.create(model="smollm2", prompt="x", frequency_penalty=2.5)
 
 
 @pytest.mark.parametrize(

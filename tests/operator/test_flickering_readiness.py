@@ -143,6 +143,18 @@ def test_a_master_that_flickers_is_not_replaced_under_the_engines_that_use_it(pr
     assert not master_may_change(new, plan(new, seen, world.now), seen, world.now)
 
 
+def test_scaling_down_while_all_flicker_does_not_leave_the_one_that_is_sick() -> None:
+    world = run(service(p=1, d=4), World())
+    sick = names(world)[-1]
+    assert "decode" in sick
+    with_pods(world, lambda pod: pod.name == sick, ready=False, changed=world.now - SICK_AFTER_S)
+    target = service(p=1, d=1)
+    wanted = look(target, world, set(names(world)), sick={sick})
+    assert wanted.counts[D, wanted.goals[D].revision] == 4
+    assert wanted.wake is not None and wanted.wake - world.now <= SICK_AFTER_S
+    assert_done(target, run(target, world))
+
+
 @dataclass
 class Walk:
     """An InferenceService that is edited, and pods that are sick."""

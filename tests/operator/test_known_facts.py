@@ -15,10 +15,12 @@ class Reader:
 
     def __init__(self) -> None:
         self.asked = 0
+        self.patient: list[bool] = []
         self.answer: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
 
     async def read(self, pods: Iterable[Pod], *, load: bool, patient: bool = False) -> Facts:
         self.asked += 1
+        self.patient.append(patient)
         return await asyncio.shield(self.answer)
 
     async def close(self) -> None:
@@ -57,6 +59,7 @@ def test_late_answers_wake_the_service_once_and_only_if_they_are_news() -> None:
         reader.says(SOME)
         assert await known.read(KEY, [], load=False) == SOME
         assert woken.empty()
+        assert reader.patient == [True, False], "after a start, when all are asked at once, they get more time"
         # And those that have fallen silent.
         assert await known.read(KEY, [], load=False) == SOME
         reader.says(Facts())

@@ -154,6 +154,36 @@ def test_what_it_goes_on_refusing_ends_the_operator_with_the_reason(
     asyncio.run(main())
 
 
+def test_last_words_are_said_by_the_one_holder_of_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rights that are taken away while it works: it works no more when it says so, and nobody holds the lease after."""
+    monkeypatch.setattr(start, "RIGHTS_S", 0.5)
+    told: list[tuple[float, str]] = []
+
+    async def main() -> None:
+        server = ScriptedCluster()
+        with server.running(tmp_path) as kubeconfig:
+            api = await connect(str(kubeconfig))
+            one = Operator(api, OperatorOptions(lease=LEASE, metrics_host="127.0.0.1", metrics_port=0, health_port=0))
+
+            async def unread(why: str) -> None:
+                assert server.lease is not None
+                if why:
+                    told.append((one.metrics.leader._value.get(), server.lease["spec"]["holderIdentity"]))
+
+            monkeypatch.setattr(one, "_unread", unread)
+            running = asyncio.create_task(handlers.be(one))
+            await until(lambda: server.watches == 8 and one.metrics.leader._value.get() == 1)
+            server.refuse = 401
+            server.break_off()
+            with pytest.raises(ApiError, match="401"):
+                await asyncio.wait_for(running, 60)
+            await api.close()
+            assert server.lease is not None and server.lease["spec"]["holderIdentity"] == ""
+
+    asyncio.run(main())
+    assert told[-1] == (0.0, "one")
+
+
 def test_the_lease_is_given_back_at_the_end(tmp_path: Path) -> None:
     async def test(server: ScriptedCluster) -> None:
         async with working(server, tmp_path, LEASE):

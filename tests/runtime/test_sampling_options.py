@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from isthmus_runtime.executor.adjustments import AdjustedRows
 from isthmus_runtime.executor.input_batch import SamplingRows
 from isthmus_runtime.openai.schema import parse_chat, parse_completion
 from isthmus_runtime.protocol import WireRequest, request_json
 from isthmus_runtime.request import GenerateRequest, SamplingOptions, SamplingParams
 
 # Another value than the default for each option.
-OTHER: dict[str, Any] = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125}
+DRAWN: dict[str, Any] = {"temperature": 0.5, "top_p": 0.25, "top_k": 7, "min_p": 0.125}
+PENALTIES: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.25}
+OTHER = DRAWN | PENALTIES
 PARAMS = SamplingParams(**OTHER, max_tokens=3, seed=5, stop_token_ids=(1,), logprobs=2)
 
 
@@ -56,7 +59,17 @@ def test_the_executor_keeps_each_option_that_is_not_off() -> None:
     rows = SamplingRows(2)
     rows.set(1, PARAMS)
     found, wanted = rows.of(np.array([1]))
-    assert {name: found[name].tolist() for name in OTHER} == {name: [value] for name, value in OTHER.items()}
+    assert {name: found[name].tolist() for name in DRAWN} == {name: [value] for name, value in DRAWN.items()}
     assert (found["seeds"].tolist(), wanted.tolist()) == ([5], [2])
     rows.set(1, replace(PARAMS, top_k=0, top_p=1.0, min_p=0.0))
     assert set(rows.of(np.array([1]))[0]) == {"temperature", "seeds"}
+
+
+def test_the_executor_keeps_each_penalty_that_is_not_off() -> None:
+    rows, at = AdjustedRows(), (np.array([1]), np.array([9]))
+    rows.set(1, PARAMS, 4)
+    found = rows.of(*at)
+    assert found is not None
+    assert [column.tolist() for column in found.penalties] == [[0], [1], [4], [9], [1.25], [-0.5], [0.5]]
+    rows.set(1, replace(PARAMS, **{name: getattr(SamplingOptions(), name) for name in PENALTIES}), 4)
+    assert rows.of(*at) is None

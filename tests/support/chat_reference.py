@@ -11,7 +11,10 @@ Allowed = Callable[[Sequence[int]], bytes]
 
 
 def greedy_answers(
-    questions: Sequence[str], max_tokens: int, allowed: Callable[[], Allowed] | None = None
+    questions: Sequence[str],
+    max_tokens: int,
+    allowed: Callable[[], Allowed] | None = None,
+    repetition_penalty: float = 1.0,
 ) -> dict[str, str]:
     """Greedy answers of `transformers` in fp32, from the same model folder and its own chat template.
 
@@ -30,6 +33,7 @@ def greedy_answers(
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, top_p=None,
             temperature=None, pad_token_id=tokenizer.eos_token_id, logits_processor=masks,
+            repetition_penalty=repetition_penalty,
         )  # fmt: skip
         answers[question] = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
     return answers

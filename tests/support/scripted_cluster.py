@@ -138,13 +138,14 @@ class ScriptedCluster:
         path = request.path.strip("/")
         plural = path.rpartition("/")[2]
         self.queries.append((plural, dict(request.query)))
+        if "/leases" in path:
+            # Rights to it are granted apart from those to what is watched.
+            return await self._lease(request)
         if self.refuse == 0:
             assert request.transport is not None
             request.transport.abort()
         if self.refuse is not None:
             return web.json_response({"kind": "Status", "message": "no"}, status=self.refuse or 500)
-        if "/leases" in path:
-            return await self._lease(request)
         if request.method != "GET":
             self.writes.append(f"{request.method} {request.path}")
             return web.json_response({"message": "no writes here"}, status=405)

@@ -42,6 +42,7 @@ __all__ = [
     "moe_route",
     "pack",
     "paged_attention",
+    "penalize",
     "record",
     "rms_norm",
     "rope_kv_write",
@@ -67,6 +68,7 @@ _OPS = MappingProxyType(
         "pack": ("linear", ("cpu", "triton", "torch")),
         "block_copy": ("block_copy", ("triton", "torch", "reference")),
         "kv_swap": ("kv_swap", ("cuda", "cpu", "reference")),
+        "penalize": ("penalties", ("torch", "reference")),
         "mask_logits": ("mask_logits", ("torch", "reference")),
         "sample": ("sampling", ("cpu", "triton", "torch", "reference")),
         "logprobs": ("sampling", ("triton", "reference")),
@@ -319,9 +321,8 @@ def pack(
         raise ValueError(f"bias: expected [{weight.shape[0]}], got shape {tuple(bias.shape)}")
     dtype = dtype or weight.dtype
     device = weight.device.type
-    # oneDNN on hardware that multiplies bf16 natively beats fp32 arithmetic.
-    compiled = weight.dtype in native.DTYPES and dtype in native.DTYPES
-    if impl is None and device == "cpu" and (not compiled or (dtype == torch.bfloat16 and _native_bf16())):
+    # Not oneDNN either where it is the faster one: it chooses kernels, and with them a row's bits, by the batch.
+    if impl is None and device == "cpu" and not (weight.dtype in native.DTYPES and dtype in native.DTYPES):
         impl = "torch"
     held: Weight = _select("pack", device, impl)(weight, bias, dtype)
     return PackedLinear(
@@ -332,11 +333,6 @@ def pack(
 def linear(x: Tensor, packed: PackedLinear, *, out: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``, in x's dtype, for `x` ``[T, K]``; accumulation is fp32."""
     return packed.weight.apply(x, out)
-
-
-@cache
-def _native_bf16() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def moe_route(
@@ -417,6 +413,36 @@ def moe(
         out=out,
     )
     return result
+
+
+def penalize(
+    logits: Tensor,
+    tokens: Tensor,
+    draws: Tensor,
+    rows: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+    *,
+    most: int,
+    impl: str | None = None,
+) -> None:
+    """Make tokens that came before less likely, or more, in place. Computed in fp32.
+
+    Args:
+        logits: ``[S, V]``, fp32 or bf16.
+        tokens: int32 ``[R, L]``: the token table, every entry an id of the vocabulary.
+        draws: int64 ``[P]``, distinct: the rows of `logits` with penalties; `rows` int64 ``[P]``: theirs in `tokens`.
+        starts, ends: int64 ``[P]``: a request's tokens are ``[0, end)``, those it generated ``[start, end)``.
+        repetition: fp32 ``[P]``: of each of its tokens, a positive logit is divided by it, another multiplied
+            (arXiv:1909.05858).
+        frequency, presence: fp32 ``[P]``: of each token generated c times, ``c * frequency + presence`` is taken off.
+        most: the largest end.
+    """
+    run = _select("penalize", logits.device.type, impl)
+    run(logits, tokens, draws, rows, starts, ends, repetition, frequency, presence, most=most)
 
 
 def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor, *, impl: str | None = None) -> None:

@@ -37,6 +37,13 @@ class SamplingOptions:
     top_k: Annotated[int, Field(ge=-1, lt=2**31), AfterValidator(lambda k: max(k, 0))] = 0
     """0 means off, as -1 does elsewhere."""
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
+    """Taken from the logit of every token that was generated before."""
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)] = 0.0
+    """The same for each time that it was generated."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
+    """Divides the logit of every token of prompt and output where it is positive, multiplies it where not
+    (arXiv:1909.05858)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +58,14 @@ class SamplingParams(SamplingOptions):
     """Set by the API layer (from the client, else random), so that prefill, decode and a recompute draw alike."""
     stop_token_ids: tuple[int, ...] = ()
     """Includes the model's end-of-sequence ids unless the client asked to ignore them."""
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    """Before as many were generated, no token of `stop_token_ids` is drawn."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), each id once."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these are drawn; empty: any."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that are not generated: the last token of one is not drawn after the others."""
     logprobs: Annotated[int, Field(ge=-1, le=100)] = -1
     """-1 off; n >= 0: log-probability of the sampled token and of the n likeliest."""
 

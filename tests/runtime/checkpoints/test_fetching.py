@@ -1,5 +1,6 @@
 """`model fetch`: whole or not at all, once for all who share a folder, and never more than it should."""
 
+import errno
 import json
 import os
 import time
@@ -110,3 +111,40 @@ def test_credentials_come_from_a_mounted_secret(tmp_path: Path) -> None:
 def test_a_source_of_no_known_kind_is_refused(source: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert model_main(["fetch", source, str(tmp_path / "m")]) == 1
     assert "hf://owner/name" in capsys.readouterr().err
+
+
+def full(folder: Path) -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device", str(folder / "model.safetensors"))
+
+
+def test_a_full_disk_is_told_as_that(tmp_path: Path) -> None:
+    def download(folder: Path) -> None:
+        try:
+            raise full(folder)
+        except OSError as error:
+            raise RuntimeError("a client's own words for it") from error
+
+    with pytest.raises(WeightsError, match=r"no space is left for m .* make the volume larger"):
+        in_place(tmp_path / "m", print, download, weights=True, resume_as="here")
+
+
+def test_a_full_disk_is_cleared_of_what_nobody_downloads(tmp_path: Path) -> None:
+    """Of any model; not of what a pod is busy with, and what this one has got so far stays too."""
+    folders = {name: tmp_path / f".{name}.partial" for name in ("m.gone", "other.gone", "other.busy", "m.here")}
+    for name, folder in folders.items():
+        folder.mkdir()
+        (folder / "part").write_bytes(b"x")
+        if not name.endswith("busy"):
+            for path in (folder / "part", folder):
+                os.utime(path, (time.time() - 1000,) * 2)
+    tries: list[bool] = []
+
+    def download(folder: Path) -> None:
+        tries.append((folder / "part").exists())
+        if len(tries) == 1:
+            raise full(folder)
+        write(folder, weights=True)
+
+    in_place(tmp_path / "m", print, download, weights=True, resume_as="here")
+    assert tries == [True, True]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".other.busy.partial", "m"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -18,9 +20,21 @@ from prometheus_client import CollectorRegistry
 from serving import served as serving
 
 from isthmus_runtime.engine.backend import EngineBackend
+from isthmus_runtime.engine.long_lived import LongLived
 from isthmus_runtime.engine.server import BODIES, EngineMeters, EngineServer
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
-from isthmus_runtime.protocol import AbortCall, EngineInfo, GenerateCall, KvInfo, TransferInfo, WireRequest, parse_line
+from isthmus_runtime.protocol import (
+    AbortCall,
+    EngineInfo,
+    GenerateCall,
+    KvInfo,
+    PrefillAnswer,
+    PrefillCall,
+    Ticket,
+    TransferInfo,
+    WireRequest,
+    parse_line,
+)
 from isthmus_runtime.request import FinishReason, TokenChunk
 from isthmus_runtime.serving.app import add_pages, make_app
 from isthmus_runtime.serving.in_flight import InFlight
@@ -30,7 +44,7 @@ DEADLINE_S = 20
 
 @asynccontextmanager
 async def served(
-    executor: FakeExecutor | None = None, no_progress_timeout_s: float = 30.0
+    executor: FakeExecutor | None = None, no_progress_timeout_s: float = 30.0, threads: LongLived | None = None
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, EngineBackend, InFlight]]:
     with engine(executor=executor) as backend:
         in_flight = InFlight()
@@ -57,6 +71,7 @@ async def served(
             in_flight,
             no_progress_timeout_s=no_progress_timeout_s,
             clock=time.monotonic,
+            threads=threads,
         )
         app = make_app("test", bodies=BODIES)
         server.add_routes(app)
@@ -196,6 +211,51 @@ def test_a_refusal_while_draining_names_stage_and_attempt() -> None:
             async with session.post("/internal/generate", data=body) as response:
                 error = (await response.json())["error"]
             assert (response.status, error["stage"], error["attempt"]) == (503, "admission", "a-1")
+
+    asyncio.run(main())
+
+
+def test_a_prefill_that_a_drain_ends_is_refused_and_not_cut_off() -> None:
+    """The router is still there: it hears that it may try elsewhere, and what for."""
+
+    async def main() -> None:
+        gated = Gated()
+        async with served(gated) as (session, backend, in_flight):
+            ticket = Ticket(mode="memory", attempt="a-1", layout_digest="d")
+            body = PrefillCall(request=WireRequest.of(request("a", [1], 3)), attempt="a-1", ticket=ticket)
+            waits = asyncio.Event()
+
+            async def endless(call: PrefillCall) -> PrefillAnswer:
+                waits.set()
+                await asyncio.Event().wait()
+                raise AssertionError
+
+            backend.prefill = endless  # type: ignore[method-assign]
+            task = asyncio.create_task(got(session.post("/internal/prefill", data=body.model_dump_json())))
+            await asyncio.wait_for(waits.wait(), DEADLINE_S)
+            in_flight.start_drain()
+            in_flight.abort()
+            status, text = await task
+            error = json.loads(text)["error"]
+            assert (status, error["stage"], error["attempt"]) == (503, "draining", "a-1")
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_has_ended_makes_the_process_unhealthy() -> None:
+    go = threading.Event()
+    greeter = threading.Thread(target=go.wait, name="transfer-greeter", daemon=True)
+    greeter.start()
+    threads = LongLived()
+
+    async def main() -> None:
+        async with served(threads=threads) as (session, _, _):
+            assert (await got(session.get("/health")))[0] == 200
+            go.set()
+            await asyncio.to_thread(greeter.join, DEADLINE_S)
+            for path in ("/health", "/ready"):
+                status, text = await got(session.get(path))
+                assert status == 503 and "transfer-greeter has ended" in text
 
     asyncio.run(main())
 

@@ -258,7 +258,7 @@ def test_logprobs(serve, run, tokenizer):
         ({"prompt": [-1]}, 400, "prompt", None, "token id -1"),
         ({"prompt": ""}, 400, "prompt", None, "is empty"),
         ({"stop_token_ids": [-5]}, 400, "stop_token_ids", None, "-5 is not in the vocabulary"),
-        ({"logit_bias": {"1": 2}}, 400, "logit_bias", None, "not supported"),
+        ({"logit_bias": {"100000": 2}}, 400, "logit_bias", None, "100000 is not in the vocabulary"),
     ],
 )
 @pytest.mark.parametrize("streamed", [False, True])

@@ -43,11 +43,13 @@ NEUTRAL_BOTH = {
     "model": None,
 }
 REFUSED_BOTH = {
-    "frequency_penalty": 0.5,
-    "presence_penalty": -1,
-    "repetition_penalty": 1.1,
-    "logit_bias": {"5": 1},
-    "min_tokens": 3,
+    "frequency_penalty": 2.5,
+    "presence_penalty": "much",
+    "repetition_penalty": 0,
+    "logit_bias": {"5": 101},
+    "min_tokens": -1,
+    "allowed_token_ids": [],
+    "bad_words": [""],
     "metadata": "a",
     "store": True,
     "use_beam_search": True,
@@ -117,10 +119,10 @@ def test_refused_by_name(parse, name, value):
 
 def test_all_problems_at_once():
     with pytest.raises(InvalidRequest) as caught:
-        completion(frequency_penalty=1, temperature=-9, wrong=1, n=0)
+        completion(frequency_penalty=3, temperature=-9, wrong=1, n=0)
     for name in ("frequency_penalty", "temperature", "wrong", "n"):
         assert f"{name}: " in caught.value.message
-    assert caught.value.param == "frequency_penalty"
+    assert caught.value.param == "wrong"
 
 
 @pytest.mark.parametrize(
@@ -300,3 +302,43 @@ def test_wrong_structures_are_named(given, words):
     for parse in (completion, chat):
         with pytest.raises(InvalidRequest, match=words):
             parse(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ({}, {}),
+        ({"logit_bias": {"5": 1, "3": -100}}, {"logit_bias": ((3, -100.0), (5, 1.0))}),
+        ({"min_tokens": 4}, {"min_tokens": 4}),
+        ({"allowed_token_ids": [7, 2, 7]}, {"allowed_token_ids": (2, 7)}),
+        ({"bad_words": ["ab", " c"]}, {"bad_words": ((32, 97, 98), (32, 99), (97, 98), (99,))}),
+    ],
+)
+def test_logit_options(given, want):
+    nothing = {"min_tokens": 0, "logit_bias": (), "allowed_token_ids": (), "bad_words": ()}
+    for parse in (completion, chat):
+        found = parse(**given).logit_params(lambda t: [ord(c) for c in t], 100, max_tokens=4, structured=False)
+        assert found == nothing | want
+
+
+@pytest.mark.parametrize(
+    ("given", "structured", "words"),
+    [
+        ({"logit_bias": {"100": 1}}, False, "logit_bias: 100 is not in the vocabulary"),
+        ({"allowed_token_ids": [-1]}, False, "allowed_token_ids: -1 is not in the vocabulary"),
+        ({"min_tokens": 5}, False, "min_tokens: 5 is more than the 4"),
+        ({"min_tokens": 1}, True, "min_tokens: not with structured output"),
+        ({"allowed_token_ids": [1]}, True, "allowed_token_ids: not with structured output"),
+        ({"bad_words": ["a"]}, True, "bad_words: not with structured output"),
+        ({"bad_words": ["a"], "allowed_token_ids": [97]}, False, "bad_words: no token of allowed_token_ids is left"),
+    ],
+)
+def test_logit_options_that_cannot_be(given, structured, words):
+    with pytest.raises(InvalidRequest, match=words):
+        completion(**given).logit_params(lambda t: [ord(c) for c in t], 100, max_tokens=4, structured=structured)
+
+
+@pytest.mark.parametrize("key", ["x", "-1", "1.5", "", "12345678901"])
+def test_logit_bias_takes_token_ids(key):
+    with pytest.raises(InvalidRequest, match=r"logit_bias.*is not a token id"):
+        completion(logit_bias={key: 1})

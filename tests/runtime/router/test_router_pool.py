@@ -295,3 +295,18 @@ def test_accepts_clients_from_the_first_able_engine_on(rig, run, kit):
             assert r.backend.ready() and r.backend.accepting() == ""
 
     run(main())
+
+
+def test_discovery_that_has_stopped_makes_the_router_unhealthy(kit, rig, run):
+    async def broken(host, port):
+        raise LookupError("a bug")
+
+    async def main():
+        async with rig(kit.Engine("unified"), wait=False, resolve=broken) as r, aiohttp.ClientSession() as session:
+            status, text = 200, ""
+            while status == 200:
+                async with session.get(r.url + "/health") as answer:
+                    status, text = answer.status, await answer.text()
+            assert status == 503 and "engine discovery has stopped: LookupError: a bug" in text
+
+    run(main())

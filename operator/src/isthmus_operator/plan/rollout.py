@@ -10,6 +10,7 @@ any moment is just another starting point. The rules, in the order they are used
    cut makes pods unready which serve all the while, and they come back. One that is unready for less counts as one
    that serves wherever something would be taken, and as one that does not wherever that would let something be taken.
    While there is one, no pod goes for being unready: Kubernetes removes unready pods first, and might take that one.
+   A role that is scaled down waits for it likewise, where too few would be left.
 3. Ready pods of a role never fall below its count minus maxUnavailable by our doing.
 4. Roles move in step: none begins step k+1 of S before all have the ready new pods of step k (the interpolation of
    Kubernetes KEP-766 of LeaderWorkerSet's DisaggregatedSet, with its waiting for old pods left out).
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..render.names import Component
 from .observed import SICK_AFTER_S, UNSCHEDULABLE, Pod, Workload
@@ -123,7 +124,7 @@ def next_move(
     gap = False
     for role in roles:
         cap, total = _cap(role, step)
-        target = _new_count(role, cap)
+        target = _new_count(role, cap, now)
         counts[role.goal.component, role.goal.revision] = target
         old, forced = _old_counts(role, roles, cap, keep, now)
         counts |= old
@@ -182,9 +183,15 @@ def _cap(role: _Role, step: tuple[int, int] | None) -> tuple[int, int]:
     return _share(role.goal, min(done + 1, total), total), total
 
 
-def _new_count(role: _Role, cap: int) -> int:
+def _new_count(role: _Role, cap: int, now: float) -> int:
     room = role.goal.count + role.goal.max_surge - role.held if role.rolling or role.held else role.goal.count
-    return min(role.goal.count, max(role.wanted_new, min(cap, room)))
+    target = min(role.goal.count, max(role.wanted_new, min(cap, room)))
+    if role.new is not None and target < role.new.replicas:
+        # Of unready ones nobody can say which goes.
+        kept = replace(role.new, replicas=target)
+        if kept.well(now) < min(target, role.new.well(now)):
+            return role.new.replicas
+    return target
 
 
 def _kept_pairing(roles: Sequence[_Role], now: float) -> str | None:
@@ -289,9 +296,11 @@ def _leaving(
 
 
 def _wake_times(role: _Role, now: float) -> list[float]:
-    old = [pod.changed + SICK_AFTER_S for w in role.old for pod in w.live if pod.started and not pod.ready]
+    shrinking = [role.new] if role.new is not None and role.new.replicas > role.goal.count else []
+    waited_for = [pod for w in (*role.old, *shrinking) for pod in w.live if pod.started and not pod.ready]
+    settled = [pod.changed + SICK_AFTER_S for pod in waited_for]
     stopping = [pod.ends + OVERDUE_S for w in (*role.old, role.new) if w for pod in w.pods if pod.ends is not None]
-    return [at for at in (*old, *stopping) if at > now]
+    return [at for at in (*settled, *stopping) if at > now]
 
 
 def _wait(role: _Role, cap: int, target: int, total: int, now: float) -> list[str]:

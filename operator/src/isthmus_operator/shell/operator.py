@@ -126,6 +126,10 @@ class Operator:
     async def _last_words(self, why: str) -> None:
         """Report in every service's status that no operator manages it, as far as statuses can be read and written."""
         lease = self.options.lease
+        if self._leading is not None:
+            # It may hold the lease, or be about to: one process is one holder.
+            self._leading.cancel()
+            await asyncio.wait((self._leading,))
 
         async def tell() -> None:
             # Services come first in it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import tempfile
 import time
@@ -19,6 +20,10 @@ MODEL_FILES = ("*.safetensors", *TOKENIZER_FILES)
 
 ABANDONED_S = 24 * 3600.0
 """An unfinished download in which nothing was written for this long belongs to a pod that has gone."""
+
+IDLE_S = 900.0
+"""The same where there is no space left: longer than the pauses between the tries of a pod that starts over."""
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 Progress = Callable[[str], None]
 
@@ -41,7 +46,7 @@ def in_place(
     partial = _partial(out, progress, resume_as)
     keep = bool(resume_as)
     try:
-        download(partial)
+        _download(out, partial, progress, download)
         # From here on it is whole or wrong: to go on with it would help nobody.
         keep = False
         read_model_spec(partial)
@@ -59,6 +64,33 @@ def in_place(
     progress(f"wrote {out}")
 
 
+def no_space(error: BaseException | None) -> bool:
+    """Whether a full disk is the reason of `error`, or of what it was raised from."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _download(out: Path, partial: Path, progress: Progress, download: Callable[[Path], None]) -> None:
+    """Once more when that makes room: what other pods left behind is in the way of who is here. WeightsError: there is
+    none."""
+    try:
+        download(partial)
+    except Exception as error:
+        if not no_space(error):
+            raise
+        if _remove_abandoned(out, progress, IDLE_S, keep=partial):
+            _download(out, partial, progress, download)
+            return
+        usage = shutil.disk_usage(out.parent)
+        raise WeightsError(
+            f"{out.parent}: no space is left for {out.name} ({usage.free / 1e6:.0f} MB of {usage.total / 1e6:.0f} MB "
+            "are free, or a quota is used up); make the volume larger, or remove models that nobody uses"
+        ) from error
+
+
 def _partial(out: Path, progress: Progress, resume_as: str) -> Path:
     """The folder that is filled: a new one, or the one that an earlier try left."""
     if not resume_as:
@@ -73,18 +105,23 @@ def _partial(out: Path, progress: Progress, resume_as: str) -> Path:
     return kept
 
 
-def _remove_abandoned(out: Path, progress: Progress) -> None:
-    """Pods that were killed for good leave their unfinished downloads in a cache that others share."""
-    now = time.time()
-    for folder in out.parent.glob(f".{out.name}.*.partial"):
+def _remove_abandoned(out: Path, progress: Progress, idle_s: float = ABANDONED_S, *, keep: Path | None = None) -> bool:
+    """Pods that were killed for good leave their unfinished downloads, of any model, in a cache that others share.
+    Whether there were any without a write for `idle_s`."""
+    now, found = time.time(), False
+    for folder in out.parent.glob(".*.partial"):
+        if folder == keep:
+            continue
         try:
             last = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
         except FileNotFoundError:
             # It is being written or removed just now.
             continue
-        if now - last > ABANDONED_S:
+        if now - last > idle_s:
             progress(f"removing {folder.name}, an unfinished download that nobody resumes")
             shutil.rmtree(folder, ignore_errors=True)
+            found = found or not folder.exists()
+    return found
 
 
 def _complete(out: Path, *, weights: bool) -> bool:

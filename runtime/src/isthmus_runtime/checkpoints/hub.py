@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from ..errors import WeightsError
-from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place
+from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place, no_space
 from .names import choose_files
 from .provenance import record_files
 
@@ -73,6 +73,8 @@ def fetch(
         except HFValidationError as e:
             raise WeightsError(f"{repo!r} is not a hub id of the form owner/name: {e}") from e
         except (LocalEntryNotFoundError, HfHubHTTPError, RequestException, OSError) as e:
+            if no_space(e):
+                raise
             raise WeightsError(
                 f"the hub could not be reached for {repo} at {revision}: {type(e).__name__}: {e}. "
                 "Check the network or HF_ENDPOINT, or copy the model here and name its directory"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import WeightsError
-from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place
+from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place, no_space
 from .names import choose_files
 from .provenance import record_files
 
@@ -76,6 +76,8 @@ def fetch_s3(
                 progress(f"downloading {name} ({number} of {len(sizes)}, {size / 1e6:.1f} MB)")
                 client.download_file(bucket, prefix + name, str(folder / name))
         except (Boto3Error, BotoCoreError, ClientError) as e:
+            if no_space(e):
+                raise
             raise WeightsError(f"{uri}: {type(e).__name__}: {e}") from e
         record_files(folder, uri)
 

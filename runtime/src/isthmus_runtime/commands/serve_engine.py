@@ -27,6 +27,7 @@ from ..config import EngineConfig, Role
 from ..credentials import Credentials, peer_credentials
 from ..engine.backend import EngineBackend, Streams
 from ..engine.kv_events import KvEventFeed
+from ..engine.long_lived import LongLived
 from ..engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from ..engine.scheduler import Scheduler
 from ..engine.server import BODIES, EngineMeters, EngineServer
@@ -185,7 +186,13 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     streams = Streams(asyncio.get_running_loop())
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)
     mover = _Mover.start(config, loaded, credentials)
-    engine = EngineLoop(scheduler, loaded.executor, streams.sink, handoff=mover.handoff)
+    engine = EngineLoop(
+        scheduler,
+        loaded.executor,
+        streams.sink,
+        handoff=mover.handoff,
+        step_timeout_s=config.server.no_progress_timeout_s,
+    )
     grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
     backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size, grammars=grammars)
     in_flight = InFlight()
@@ -219,6 +226,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             model_revision=revision,
         )
 
+    engine.start()
     server = EngineServer(
         backend,
         info,
@@ -227,6 +235,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         no_progress_timeout_s=config.server.no_progress_timeout_s,
         clock=time.monotonic,
         kv_events=feed,
+        threads=LongLived(),
         credentials=credentials,
     )
     app = make_app(
@@ -258,7 +267,6 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         probe_accepted()
         log.info("ready on port %d after %.1f s", port, time.monotonic() - started)
 
-    engine.start()
     try:
         await run_app(
             app,

@@ -34,6 +34,7 @@ from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
 from .backend import EngineBackend
 from .kv_events import KvEventFeed
+from .long_lived import LongLived
 
 log = logging.getLogger(__name__)
 
@@ -94,10 +95,11 @@ class EngineServer:
         no_progress_timeout_s: float,
         clock: Callable[[], float],
         kv_events: KvEventFeed | None = None,
+        threads: LongLived | None = None,
         credentials: Credentials | None = None,
     ) -> None:
-        """`kv_events` None: there is no prefix cache, so the route is not added. `credentials`: without usable ones
-        it is not ready."""
+        """`kv_events` None: there is no prefix cache, so the route is not added. `threads`: without which this process
+        is of no use. `credentials`: without usable ones it is not ready."""
         self._credentials = credentials
         self._backend = backend
         self._info = info
@@ -106,6 +108,7 @@ class EngineServer:
         self._no_progress_s = no_progress_timeout_s
         self._clock = clock
         self._kv_events = kv_events
+        self._threads = threads
 
     def add_routes(self, app: FastAPI) -> None:
         """Add probes and metrics, and under /internal/ what routers call."""
@@ -151,6 +154,8 @@ class EngineServer:
         engine = self._backend.engine
         if engine.failure:
             return engine.failure
+        if self._threads is not None and (ended := self._threads.problem()):
+            return ended
         stalled = engine.stalled_s()
         if stalled > self._no_progress_s:
             return f"there is work but no step has finished for {stalled:.0f} s (limit {self._no_progress_s:g} s)"
@@ -235,13 +240,11 @@ class EngineServer:
                     observer.chunk(reply)
                     await call.write(token_line(reply))
         except asyncio.CancelledError:
-            if not self._in_flight.aborting:
+            error = self._in_flight.cancelled()
+            if error is None:
                 self._reader_left(what)
                 raise
-            task = asyncio.current_task()
-            assert task is not None
-            task.uncancel()  # ours, from InFlight.abort: the router is still there and gets an answer
-            refusal = self._in_flight.refusal().located("draining", what.attempt or what.local_attempt)
+            refusal = error.located("draining", what.attempt or what.local_attempt)
             if not call.begun:
                 raise refusal from None
             await call.write(token_line(TokenChunk(finish_reason=FinishReason.ERROR, error=refusal)))
@@ -254,13 +257,22 @@ class EngineServer:
         call = await read_model(request, PrefillCall)
         try:
             with self._in_flight.track():
-                answer = await self._backend.prefill(call)
+                answer = await self._prefill(call)
         except RequestError as error:
             self._meters.requests.failed(error.status, error.code)
             raise error.located("admission", call.attempt) from error
         self._meters.transfer.seconds.observe(answer.transfer_s)
         self._meters.requests.prompt_tokens.inc(answer.num_tokens)
         return model_response(answer)
+
+    async def _prefill(self, call: PrefillCall) -> PrefillAnswer:
+        try:
+            return await self._backend.prefill(call)
+        except asyncio.CancelledError:
+            error = self._in_flight.cancelled()
+            if error is None:
+                raise
+            raise error.located("draining", call.attempt) from None
 
     async def commit(self, request: Request) -> Response:
         """Prefill has sent everything, or has failed."""

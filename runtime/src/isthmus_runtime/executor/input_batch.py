@@ -21,6 +21,7 @@ from ..interfaces.steps import RowBlocks, RowStart, StepPlan
 from ..kv.groups import GroupPlan
 from ..layers.batch import ForwardBatch, GroupBatch
 from ..request import SamplingParams
+from .adjustments import AdjustedRows, Adjustments
 from .device.base import Device
 from .graphs import Graphs
 from .kv_cache import NULL_BLOCK
@@ -55,6 +56,8 @@ class Draws:
     """How many alternatives each of them wants."""
     masks: tuple[tuple[int, bytes], ...]
     """Rows that may not draw every id, and their masks (`interfaces.steps.RowMask`), on the host."""
+    adjustments: Adjustments | None
+    """What changes logits before the draw; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +100,7 @@ class InputBatch:
         widths = [-(-max_len // size) for size in self._block_sizes]
         self._tables: list[Ints] = [np.zeros((max_rows, width), np.int32) for width in widths]
         self._parameters = SamplingRows(max_rows)
+        self._adjusted = AdjustedRows()
 
         most_rows = graphs.most_rows
         most_tokens = max(max_tokens, most_rows)
@@ -251,8 +255,10 @@ class InputBatch:
         parameters, wanted = self._parameters.of(draw_rows)
         asking = np.flatnonzero(wanted >= 0)
         masked = tuple((i, masks[row]) for i, row in enumerate(draw_rows.tolist()) if row in masks) if masks else ()
+        adjustments = self._adjusted.of(draw_rows, at)
         # A graph draws for all its rows, without parameters.
-        graph = size if count == len(rows) and not parameters and not len(asking) and not masked else 0
+        plain = not parameters and not len(asking) and not masked and adjustments is None
+        graph = size if count == len(rows) and plain else 0
         width = graph or count
         logit_rows, logit_rows_there = self._packer.take(width, torch.int64)
         logit_rows[:count] = (last - 1)[drawing]
@@ -279,6 +285,7 @@ class InputBatch:
             asking_rows=asking_rows,
             wanted=wanted[asking],
             masks=masked,
+            adjustments=adjustments,
         )
 
     def _start(self, row: RowStart, slot: StagingSlot) -> tuple[Tensor, Tensor]:
@@ -287,6 +294,7 @@ class InputBatch:
             table[row.row, : len(ids)] = ids
             table[row.row, len(ids) :] = NULL_BLOCK
         self._parameters.set(row.row, row.sampling)
+        self._adjusted.set(row.row, row.sampling, row.prompt_len)
         return self.tokens[row.row, : len(row.token_ids)], slot.tokens(row.token_ids)
 
     def _grow(self, blocks: RowBlocks) -> None:

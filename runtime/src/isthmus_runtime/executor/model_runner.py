@@ -27,13 +27,14 @@ from ..kv.plan import KvPlan
 from ..models.base import Model, ModelSpec, TensorSource
 from ..models.registry import read_model_spec
 from ..request import SamplingParams
+from . import adjustments
 from .device.base import DTYPES, KV_NAMES, Device
 from .device.select import open_device
 from .graphs import Graphs
 from .input_batch import Draws, InputBatch, StepInputs
 from .kv_cache import KvCache
 from .pipeline import StepPipeline
-from .sampler import StagedLogprobs, apply_masks, outputs, sample, stage_logprobs
+from .sampler import StagedLogprobs, outputs, sample, stage_logprobs
 from .staging import StagingSlot
 from .weights import on_device
 
@@ -229,7 +230,8 @@ class ModelRunner:
         """Draw, and keep what was drawn as the rows' next inputs: a step may start there before anybody has seen it."""
         logits = self._model.logits(draws.logit_rows, self._workspace)
         drawn, ids = self._drawn[: len(logits)], self._drawn_ids[: len(logits)]
-        apply_masks(self._device, logits, draws)
+        if draws.adjustments is not None or draws.masks:
+            adjustments.apply(self._device, logits, self._batch.tokens, draws.adjustments, draws.masks)
         sample(logits, draws, drawn)
         ids.copy_(drawn)
         self._flat_tokens.index_copy_(0, draws.targets, ids)

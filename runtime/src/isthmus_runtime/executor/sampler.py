@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,24 +23,6 @@ def sample(logits: Tensor, draws: Draws, out: Tensor) -> Tensor:
     Filters that no row uses are not computed.
     """
     return dispatch.sample(logits, **draws.parameters, out=out)
-
-
-def apply_masks(device: Device, logits: Tensor, draws: Draws) -> None:
-    """Within a body: make the logits of ids that a row may not draw -inf. Log-probabilities are of what is left."""
-    if not draws.masks:
-        return
-    width = max(len(mask) for _, mask in draws.masks)
-    staged = device.staging(len(draws.masks), width, dtype=torch.uint8)
-    masks = staged.numpy()
-    masks[:] = 0
-    rows = device.staging(len(draws.masks), dtype=torch.int64)
-    for at, (row, mask) in enumerate(draws.masks):
-        masks[at, : len(mask)] = np.frombuffer(mask, np.uint8)
-        rows[at] = row
-    rows_there, masks_there = (device.zeros(*host.shape, dtype=host.dtype) for host in (rows, staged))
-    device.copy(rows_there, rows)
-    device.copy(masks_there, staged)
-    dispatch.mask_logits(logits, rows_there, masks_there)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -137,6 +137,10 @@ class Tokenizer:
             return self._ids(text, special=False, most=most)
         return [self._bos, *self._ids(text, special=False, most=None if most is None else most - 1)]
 
+    def encode_alone(self, text: str) -> list[int]:
+        """Ids of a text without special tokens around it."""
+        return self._ids(text, special=False, most=None)
+
     def chat(self, conversation: Conversation, most: int | None = None, *, briefly: bool = False) -> ChatPrompt:
         """A conversation as a prompt: rendered, its special tokens by the template, and tokenised (ADR 27).
 

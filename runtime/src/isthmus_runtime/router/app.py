@@ -76,7 +76,7 @@ class Router:
     def add_routes(self, app: FastAPI) -> None:
         """Add /health, /ping, /ready, /accepting, /info and /metrics."""
         for path in ("/health", "/ping"):
-            app.add_api_route(path, self._health, tags=["probes"])
+            app.add_api_route(path, self._health, tags=["probes"], responses=errors())
         app.add_api_route("/ready", self._ready, tags=["probes"], response_model=RouterState, responses=errors())
         app.add_api_route(
             "/accepting", self._accepting, tags=["probes"], response_model=RouterState, responses=errors()
@@ -85,7 +85,9 @@ class Router:
         app.add_api_route("/metrics", self._metrics, tags=["probes"], response_class=PlainTextResponse)
 
     async def _health(self) -> RouterState:
-        """Whether this process lives."""
+        """Whether this process lives, and what runs in its background does."""
+        if self.pool.failure:
+            raise Overloaded(f"not healthy: {self.pool.failure}")
         return RouterState(status="ok")
 
     async def _ready(self) -> RouterState:

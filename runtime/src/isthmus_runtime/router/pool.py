@@ -183,6 +183,8 @@ class EnginePool:
         self._changed = asyncio.Event()
         self.fleet = Fleet(unified=self._unified)
         """Engines that take new requests now."""
+        self.failure = ""
+        """Why engines are no longer looked for or after; empty while they are."""
         self.max_model_len = 0
         """The shortest limit of the engines that generate; 0: none is known."""
 
@@ -427,6 +429,7 @@ class EnginePool:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.critical("engine discovery has stopped", exc_info=error)
+            self.failure = f"engine discovery has stopped: {type(error).__name__}: {error}"
 
 
 def _url(ip: str, port: str) -> str:

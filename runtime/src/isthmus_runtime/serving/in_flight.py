@@ -12,8 +12,8 @@ from ..errors import Overloaded
 class InFlight:
     """Counts requests, refuses new ones, and ends the rest.
 
-    Handlers wrap their work in `track()`. After `abort()` they get CancelledError with `aborting` True, which means
-    "answer with `refusal()`", while False means that the client has gone.
+    Handlers wrap their work in `track()`. After `abort()` they get CancelledError, and `cancelled()` tells it from that
+    of a client that has gone.
     """
 
     def __init__(self) -> None:
@@ -46,6 +46,15 @@ class InFlight:
     def refusal(self) -> Overloaded:
         """What a request gets that this process will not take or finish."""
         return Overloaded("this process is shutting down; try again", retry_after_s=1.0)
+
+    def cancelled(self) -> Overloaded | None:
+        """For a handler that was cancelled: what to answer with, when it was by `abort`; None when its client left."""
+        if not self.aborting:
+            return None
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()  # the client is still there and gets an answer
+        return self.refusal()
 
     def start_leaving(self) -> None:
         """Say so (readiness, `Connection: close`), and still take what comes."""

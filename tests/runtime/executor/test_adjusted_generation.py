@@ -1,4 +1,4 @@
-"""Structured output on the executor: masked rows draw what transformers draws under the same masks, others as ever."""
+"""Masks, penalties, biases and forbidden words: each row draws what its definition says, and the others as ever."""
 
 from __future__ import annotations
 
@@ -37,23 +37,50 @@ class NextResidue:
         return bytes(mask)
 
 
+STOP = (5, 9, 60)
+ASKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"repetition_penalty": 1.5},
+    {"frequency_penalty": 1.25, "presence_penalty": 0.5},
+    {"logit_bias": ((7, 3.0), (8, -100.0), (50, 2.5)), "min_tokens": 6, "stop_token_ids": STOP},
+    {"allowed_token_ids": tuple(range(3, 90, 4))},
+    {"bad_words": ((11,), (40, 41), *((a, b) for a in range(VOCAB) for b in range(0, VOCAB, 9)))},
+    {"presence_penalty": -1.0, "logit_bias": ((1, 1.0),), "allowed_token_ids": tuple(range(60))},
+)
+
+
 @torch.no_grad()
-def reference(model: Any, prompt: Sequence[int], rule: NextResidue | None) -> list[int]:
+def reference(model: Any, prompt: Sequence[int], rule: NextResidue | None, asked: dict[str, Any]) -> list[int]:
+    """One token after another, each option by its definition."""
     tokens = list(prompt)
     for _ in range(COUNT):
         logits = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+        made = tokens[len(prompt) :]
+        factor = asked.get("repetition_penalty", 1.0)
+        for token in set(tokens):
+            logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+        for token in set(made):
+            logits[token] -= asked.get("frequency_penalty", 0.0) * made.count(token) + asked.get(
+                "presence_penalty", 0.0
+            )
+        for token, bias in asked.get("logit_bias", ()):
+            logits[token] += bias
+        refused = set(STOP) if len(made) < asked.get("min_tokens", 0) else set()
+        if "allowed_token_ids" in asked:
+            refused |= set(range(VOCAB)) - set(asked["allowed_token_ids"])
+        refused |= {w[-1] for w in asked.get("bad_words", ()) if tuple(made[len(made) - len(w) + 1 :]) == w[:-1]}
         if rule is not None:
-            left = torch.full_like(logits, float("-inf"))
-            ids = rule.ids(tokens[len(prompt) :])
-            left[ids] = logits[ids]
-            logits = left
+            refused |= set(range(VOCAB)) - set(rule.ids(made))
+        logits[list(refused)] = float("-inf")
         tokens.append(int(logits.argmax()))
+        if tokens[-1] in asked.get("stop_token_ids", ()):
+            break
     return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("device", [None, FakeDevice((1, 2, 4, 8), (4, 12))], ids=["cpu", "captured late"])
 @pytest.mark.parametrize("num_blocks", [512, 24], ids=["roomy", "preempting"])
-def test_masked_rows_among_free_ones(
+def test_adjusted_rows_among_others(
     device: Device | None, num_blocks: int, tmp_path: Path, start_engine: Callable[..., Any]
 ) -> None:
     import transformers
@@ -69,8 +96,9 @@ def test_masked_rows_among_free_ones(
         tmp_path, block_size=4, budget=20, max_rows=7, num_blocks=num_blocks, max_model_len=64, device=device
     )
     rng = random.Random(11)
-    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 26))] for _ in range(8)]
-    rules = [NextResidue() if number % 2 else None for number in range(len(prompts))]
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 26))] for _ in range(14)]
+    asked = [ASKED[number // 2 % len(ASKED)] for number in range(len(prompts))]
+    rules = [NextResidue() if number in {1, 3, 5} else None for number in range(len(prompts))]
 
     async def main() -> tuple[list[list[TokenChunk]], int]:
         core = Scheduler(
@@ -88,7 +116,9 @@ def test_masked_rows_among_free_ones(
                 GenerateRequest(
                     request_id=str(number),
                     prompt_token_ids=tuple(prompt),
-                    sampling=SamplingParams(max_tokens=COUNT, temperature=0.0, logprobs=2 if number in {1, 2} else -1),
+                    sampling=SamplingParams(
+                        max_tokens=COUNT, temperature=0.0, logprobs=2 if number in {1, 2} else -1, **asked[number]
+                    ),
                 )
                 for number, prompt in enumerate(prompts)
             ]
@@ -105,7 +135,7 @@ def test_masked_rows_among_free_ones(
     assert (preemptions > 0) == (num_blocks == 24)
     for number, (prompt, rule, chunks) in enumerate(zip(prompts, rules, answers, strict=True)):
         tokens = [t for chunk in chunks for t in chunk.token_ids]
-        assert tokens == reference(model, prompt, rule), f"request {number}"
+        assert tokens == reference(model, prompt, rule, asked[number]), f"request {number}"
     ruled = [p for chunk in answers[1] for p in chunk.logprobs]
     assert len(ruled) == COUNT
     assert all(p.token_id == p.top[0][0] and p.logprob > -50 for p in ruled), "log-probabilities are of what is left"

@@ -1,0 +1,30 @@
+"""The threads that an engine needs until its end: one that has ended is a fault that no request would tell of."""
+
+from __future__ import annotations
+
+import threading
+
+NAMES = frozenset(
+    {
+        *("engine", "executor", "executor-completion"),
+        *("transfer-direct", "transfer-greeter", "transfer-store", "memory-fabric"),
+    }
+)
+"""Of all threads that are started once. Those that serve one call, and pools of them, may end."""
+
+
+class LongLived:
+    """Those of `NAMES` that run when this is made, after the start of everything."""
+
+    def __init__(self) -> None:
+        self._threads = tuple(thread for thread in threading.enumerate() if thread.name in NAMES)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Whom it looks after."""
+        return tuple(thread.name for thread in self._threads)
+
+    def problem(self) -> str:
+        """Empty, or who has ended."""
+        ended = sorted({thread.name for thread in self._threads if not thread.is_alive()})
+        return f"the thread {' and '.join(ended)} has ended; the log of this process has the details" if ended else ""

@@ -1,0 +1,78 @@
+"""Parameters that change what may be drawn: from words and ids in a body to what the sampler knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from ..errors import InvalidRequest
+
+MAX_BIASES = 1024
+MAX_BAD_WORDS = 128
+_MAX_BIAS = 100.0
+_Word = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class LogitOptions(BaseModel):
+    """Parameters of both endpoints."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    logit_bias: dict[str, Annotated[float, Field(ge=-_MAX_BIAS, le=_MAX_BIAS, allow_inf_nan=False)]] | None = Field(
+        default=None, max_length=MAX_BIASES
+    )
+    """Token id, as text, to what is added to its logit."""
+    # Extensions, with the names that other servers use.
+    min_tokens: int | None = Field(default=None, ge=0)
+    allowed_token_ids: list[int] | None = Field(default=None, min_length=1, max_length=65_536)
+    bad_words: list[_Word] | None = Field(default=None, max_length=MAX_BAD_WORDS)
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _whole(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for key in value or ():
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise ValueError(f"logit_bias: {key[:40]!r} is not a token id")
+        return value
+
+    def logit_params(
+        self, encode: Callable[[str], list[int]], vocab_size: int, *, max_tokens: int, structured: bool
+    ) -> dict[str, Any]:
+        """The fields of `SamplingParams`. `encode` gives the ids of a text alone. Raises InvalidRequest."""
+        biases = sorted((int(key), bias) for key, bias in (self.logit_bias or {}).items())
+        allowed = tuple(sorted(set(self.allowed_token_ids or ())))
+        for name, ids in (("logit_bias", [i for i, _ in biases]), ("allowed_token_ids", allowed)):
+            outside = [i for i in ids if not 0 <= i < vocab_size]
+            if outside:
+                raise InvalidRequest(
+                    f"{name}: {outside[0]} is not in the vocabulary (0 to {vocab_size - 1})", param=name
+                )
+        least = self.min_tokens or 0
+        if least > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens: {least} is more than the {max_tokens} tokens that the answer may have", param="min_tokens"
+            )
+        words = {ids for word in self.bad_words or () for ids in _spellings(word, encode)}
+        if structured:
+            # Together with a grammar they could leave no token at all.
+            given = {"min_tokens": least, "allowed_token_ids": allowed, "bad_words": words}
+            for name, value in given.items():
+                if value:
+                    raise InvalidRequest(f"{name}: not with structured output; remove one of the two", param=name)
+        if allowed and set(allowed) <= {word[0] for word in words if len(word) == 1}:
+            raise InvalidRequest("bad_words: no token of allowed_token_ids is left", param="bad_words")
+        return {
+            "min_tokens": least,
+            "logit_bias": tuple(dict(biases).items()),
+            "allowed_token_ids": allowed,
+            "bad_words": tuple(sorted(words)),
+        }
+
+
+def _spellings(word: str, encode: Callable[[str], list[int]]) -> list[tuple[int, ...]]:
+    """A word as it begins a text, and as it follows a space: most tokenisers know two tokens for it."""
+    bare = word.lstrip(" ")
+    found = (tuple(encode(text)) for text in (bare, f" {bare}"))
+    return [ids for ids in found if ids]
