@@ -321,8 +321,7 @@ class Transfer(Block):
     on_failure: TransferFailure = TransferFailure.RECOMPUTE
     """Recompute: decode computes the prompt itself. Fail: the request is answered with 502."""
     verify_checksums: bool = False
-    """Checksum every prompt's KV on both sides. Direct does so by itself where KV is in host memory, and Store with
-    every block; it cannot be asked for where KV is on a GPU."""
+    """Checksum every prompt's KV on both sides, as Direct does in host memory anyway."""
     rdma: Rdma | None = None
     """RDMA devices for the engine pods. Assumed with its defaults by transport RDMA."""
     locality: Locality | None = None
@@ -350,6 +349,9 @@ class Store(Block):
     """Host memory each engine pod lends to the pool. Must fit in the pod's memory limit."""
     replicas: Annotated[int, Field(ge=1, le=16)] = 1
     """Copies of each KV object, on different engine pods."""
+    secret_ref: SecretKey | None = None
+    """A secret of 16 bytes or more. Names in the pool are then salted and values sealed with it, so that no other
+    service of the same master finds this one's KV or has its own taken for it. It encrypts nothing."""
     master: StoreMaster = Field(default_factory=StoreMaster)
     """The pool's master: managed or external."""
 
@@ -459,8 +461,7 @@ class Observability(Block):
     pod_monitor: Toggle = Toggle.AUTO
     """Auto: a PodMonitor (Prometheus Operator) for all pods. Skipped with an Event while that API is not installed."""
     scrape_namespaces: Annotated[tuple[Name, ...], Field(max_length=16)] = ()
-    """Namespaces whose pods may reach the metrics of routers, engines and store, and nothing else of engines and store,
-    through the NetworkPolicies."""
+    """Namespaces whose pods may reach the metrics of all pods through the NetworkPolicies."""
 
 
 class Spec(Block):

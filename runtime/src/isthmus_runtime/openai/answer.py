@@ -53,6 +53,8 @@ class Job:
     """Each chunk of a stream tells the tokens so far."""
     reader: Callable[[], Reader] | None = None
     """Takes the text of a choice apart. None: all of it is content."""
+    structure_param: str = "response_format"
+    """The parameter that `structure` comes from."""
     one_call: bool = False
     """The first call of a tool ends the choice."""
 
