@@ -181,6 +181,15 @@ def test_secrets_are_mounted_by_reference() -> None:
     assert "--api-key-file" in router["containers"][0]["args"]
 
 
+def test_tenants_are_mounted_by_reference() -> None:
+    auth = {"auth": {"tenantsSecretRef": {"name": "tenants", "key": "tenants.json"}}}
+    router = pod_of(render(service(router=auth), Defaults()), "router")["spec"]
+    secrets = [v["secret"] for v in router["volumes"] if "secret" in v]
+    assert [(s["secretName"], s["items"]) for s in secrets] == [("tenants", [{"key": "tenants.json", "path": "key"}])]
+    args = router["containers"][0]["args"]
+    assert "--api-key-file" not in args and args[args.index("--tenants-file") + 1] == "/etc/isthmus/auth/key"
+
+
 def test_a_role_local_change_moves_only_that_revision() -> None:
     before = service()
     after = service(roles={"prefill": {}, "decode": {"resources": {"limits": {"cpu": 2}}}})
