@@ -26,6 +26,7 @@ SERVE = {
     "--threads": "0",
     "--max-model-len": "auto",
     "--max-batched-tokens": "2048",
+    "--max-step-time": "200ms",
     "--max-num-seqs": "128",
     "--max-waiting": "1024",
     "--queue-timeout": "300s",

@@ -134,6 +134,8 @@ class SchedulerConfig:
     max_model_len: int | None = None
     """None: the model's own limit, shrunk to what the pool holds (auto-fit)."""
     max_batched_tokens: int = 2048
+    max_step_s: float = 0.2
+    """Longest step beside a request that generates: the gap that a prompt may make in another's stream."""
     max_num_seqs: int = 128
     max_waiting: int = 1024
     """More waiting requests than this are refused with 429."""
@@ -254,6 +256,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
     engine.add_argument("--threads", default="0", help="CPU threads; 0: all this process may use")
     engine.add_argument("--max-model-len", default="auto", help="tokens, or auto")
     engine.add_argument("--max-batched-tokens", default="2048")
+    engine.add_argument("--max-step-time", default="200ms", help="longest gap that prompts may make in a stream")
     engine.add_argument("--max-num-seqs", default="128")
     engine.add_argument("--max-waiting", default="1024")
     engine.add_argument("--queue-timeout", default="300s")
@@ -473,6 +476,7 @@ def _engine(
         scheduler=SchedulerConfig(
             max_model_len=None if args.max_model_len == "auto" else read.integer("max_model_len", 2),
             max_batched_tokens=read.integer("max_batched_tokens", 1),
+            max_step_s=read.duration("max_step_time"),
             max_num_seqs=read.integer("max_num_seqs", 1, 65536),
             max_waiting=read.integer("max_waiting", 1),
             queue_timeout_s=read.duration("queue_timeout"),

@@ -159,6 +159,7 @@ def serve(tokenizer):
         chat=None,
         tenants=None,
         clock=time.monotonic,
+        grammars=None,
     ):
         backend = ScriptedBackend(script)
         registry = CollectorRegistry()
@@ -179,6 +180,7 @@ def serve(tokenizer):
             metrics=RequestMetrics(registry, "tiny"),
             tenant_metrics=None if tenants is None else TenantMetrics(registry, "tiny"),
             clock=clock,
+            grammars=grammars,
         )
         add_pages(app)
         async with served(app, in_flight=in_flight) as port:

@@ -10,7 +10,9 @@ import pytest
 from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
+from isthmus_runtime.errors import InvalidRequest
 from isthmus_runtime.openai.chat import Conversation
+from isthmus_runtime.openai.forced_calls import call_structure
 from isthmus_runtime.openai.tokenizer import Tokenizer
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -61,11 +63,49 @@ def test_calls_of_tools(serve, run, caller):
             none = (await c.chat.completions.create(**ask, tool_choice="none")).choices[0]
             assert CALL in none.message.content and none.message.tool_calls is None
             assert '"look"' not in caller.decode(api.backend.requests[-1].prompt_token_ids)
-            for choice in ("required", {"type": "function", "function": {"name": "look"}}):
-                with pytest.raises(openai.BadRequestError, match="tool_choice: required and named"):
-                    await c.chat.completions.create(**ask, tool_choice=choice)
 
     run(main())
+
+
+class AnyGrammar:
+    """Finds every structure possible."""
+
+    async def check(self, structure, param) -> None:
+        assert json.loads(structure.text)
+
+
+def test_calls_that_must_be_made(serve, run, caller):
+    async def main():
+        answer = '[{"name": "look", "arguments": {"at": 1}}, {"name": "look", "arguments": {}}]'
+        async with serve(spell(caller, answer), used=caller, grammars=AnyGrammar()) as api, client(api) as c:
+            api.backend.max_model_len = 2000
+            ask = {"model": "tiny", "messages": HELLO, "tools": [LOOK]}
+            got = (await c.chat.completions.create(**ask, tool_choice="required")).choices[0].message
+            assert [t.function.arguments for t in got.tool_calls] == ['{"at": 1}', "{}"]
+            schema = json.loads(api.backend.requests[-1].structure.text)
+            assert schema["type"] == "array" and schema["items"]["properties"]["name"] == {"const": "look"}
+            named = {"type": "function", "function": {"name": "look"}}
+            await c.chat.completions.create(**ask, tool_choice=named)
+            assert json.loads(api.backend.requests[-1].structure.text)["type"] == "object"
+            for wrong in ({"type": "function", "function": {"name": "rm"}}, "some", {"type": "function"}):
+                with pytest.raises(openai.BadRequestError, match="tool_choice: "):
+                    await c.chat.completions.create(**ask, tool_choice=wrong)
+            with pytest.raises(openai.BadRequestError, match="tool_choice: required, but there are no tools"):
+                await c.chat.completions.create(model="tiny", messages=HELLO, tool_choice="required")
+
+    run(main())
+
+
+def test_definitions_of_tools_move_to_the_root():
+    def tool(name, definition):
+        parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": definition}}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    same = [tool("a", {"type": "string"}), tool("b", {"type": "string"})]
+    found = json.loads(call_structure(["a", "b"], same, several=False).text)
+    assert found["$defs"] == {"X": {"type": "string"}} and len(found["anyOf"]) == 2
+    with pytest.raises(InvalidRequest, match=r"define .defs/X differently"):
+        call_structure(["a", "b"], [same[0], tool("b", {"type": "null"})], several=False)
 
 
 def test_a_call_that_is_cut_off_is_text(serve, run, caller):

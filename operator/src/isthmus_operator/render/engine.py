@@ -96,6 +96,7 @@ def _tuning(shared: Engine, own: EngineTuning) -> list[str]:
 
     args += setting("--threads", own.threads, shared.threads)
     args += setting("--max-batched-tokens", own.max_batched_tokens, shared.max_batched_tokens)
+    args += setting("--max-step-time", own.max_step_time, shared.max_step_time)
     args += setting("--max-num-seqs", own.max_num_seqs, shared.max_num_seqs)
     args += setting("--max-waiting", own.max_waiting, shared.max_waiting)
     args += setting("--queue-timeout", own.queue_timeout, shared.queue_timeout)

@@ -186,7 +186,13 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     streams = Streams(asyncio.get_running_loop())
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)
     mover = _Mover.start(config, loaded, credentials)
-    engine = EngineLoop(scheduler, loaded.executor, streams.sink, handoff=mover.handoff)
+    engine = EngineLoop(
+        scheduler,
+        loaded.executor,
+        streams.sink,
+        handoff=mover.handoff,
+        step_timeout_s=config.server.no_progress_timeout_s,
+    )
     grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
     backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size, grammars=grammars)
     in_flight = InFlight()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from os import urandom
 from typing import Any, Protocol
 
@@ -10,10 +11,11 @@ from ..config import ChatConfig
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
 from ..interfaces.backend import Backend
 from ..request import GenerateRequest, SamplingParams
+from . import anthropic, responses
 from .answer import Job
 from .chat import Conversation
 from .output import Reader, Thinking
-from .schema import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from .schema import ChatRequest, CompletionRequest, chat_request, json_object, parse_chat, parse_completion
 from .sse import ChatFormat, CompletionFormat, Format
 from .tokenizer import Tokenizer, TooManyTokens
 from .tool_formats import FORMATS, format_of
@@ -71,6 +73,33 @@ class Planner:
         """A body of /v1/chat/completions. Raises RequestError, and where `briefly` is asked for, NeedsThread."""
         return self.chat_job(parse_chat(body), "chatcmpl-", ChatFormat, briefly=briefly)
 
+    def responses(self, body: bytes, *, briefly: bool = False) -> Job:
+        """A body of /v1/responses. Raises as `chat`."""
+        asked = json_object(body)
+        form = partial(responses.ResponsesFormat, asked=asked)
+        return self._single(responses.as_chat(asked), "resp_", form, briefly=briefly)
+
+    def messages(self, body: bytes, *, briefly: bool = False) -> Job:
+        """A body of /v1/messages. Raises as `chat`."""
+        return self._single(anthropic.as_chat(json_object(body)), "msg_", anthropic.AnthropicFormat, briefly=briefly)
+
+    def _single(self, data: dict[str, Any], prefix: str, form: MakeFormat, *, briefly: bool) -> Job:
+        request = chat_request(data)
+        for name, given, neutral in (("n", request.n, 1), ("logprobs", request.num_logprobs, -1)):
+            if given != neutral:
+                raise InvalidRequest(f"{name}: not supported here; remove it, or use /v1/chat/completions", param=name)
+        return self.chat_job(request, prefix, form, briefly=briefly)
+
+    def tokens(self, request: ChatRequest | CompletionRequest, *, special: bool) -> list[int]:
+        """Ids of the prompt of a request, however long. Raises InvalidRequest."""
+        self.check_model(request.model)
+        if isinstance(request, ChatRequest):
+            return self._tokenizer.chat(self.conversation(request, request.offered_tools())).ids
+        prompt = request.prompts()[0]
+        if not isinstance(prompt, str):
+            raise InvalidRequest("prompt: must be a string", param="prompt")
+        return self._tokenizer.encode(prompt) if special else self._tokenizer.encode_alone(prompt)
+
     def chat_job(self, request: ChatRequest, prefix: str, form: MakeFormat, *, briefly: bool) -> Job:
         """The job of a conversation, whichever endpoint it came by. Raises as `chat`."""
         limit = self._admit(request.model)
@@ -89,9 +118,8 @@ class Planner:
             raise _too_long(f"{len(ids)} tokens", limit, "truncate_prompt_tokens")
         _check_room(request.limit_name, request.output_limit, len(ids), limit)
         wanted = limit - len(ids) if request.output_limit is None else request.output_limit
-        return self._job(
-            request, [ids], wanted, prefix, form, reader=self._reader(tools, prompt.text), tools=bool(tools)
-        )
+        reader = self._reader(tools, prompt.text, forced=bool(request.forced_tools))
+        return self._job(request, [ids], wanted, prefix, form, reader=reader, tools=bool(tools))
 
     def conversation(self, request: ChatRequest, tools: list[dict[str, Any]]) -> Conversation:
         """What the template gets. Raises InvalidRequest."""
@@ -128,8 +156,11 @@ class Planner:
             param="reasoning_effort",
         )
 
-    def _reader(self, tools: list[dict[str, Any]], prompt: str) -> Callable[[], Reader] | None:
-        """What takes the answers apart; None: nothing does."""
+    def _reader(self, tools: list[dict[str, Any]], prompt: str, *, forced: bool) -> Callable[[], Reader] | None:
+        """What takes the answers apart; None: nothing does. `forced`: an answer is calls as JSON and nothing else."""
+        if forced:
+            every = [t["function"]["name"] for t in tools]
+            return lambda: Reader(FORMATS["json"].parser(every), None)
         thinks = self._tokenizer.thinks if self._config.reasoning == "auto" else self._config.reasoning == "think"
         if not thinks and not tools:
             return None
