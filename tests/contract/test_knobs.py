@@ -47,6 +47,7 @@ SERVE = {
     "--store-master": "",
     "--store-segment-size": "1Gi",
     "--store-replicas": "1",
+    "--store-secret-file": "",
     "--control-tokens": "request",
     "--tool-format": "auto",
     "--reasoning": "auto",

@@ -50,7 +50,7 @@ FULL: dict[str, Any] = {
         "onFailure": "Fail",
         "verifyChecksums": True,
     },
-    "store": {"segmentSize": "512Mi", "replicas": 2},
+    "store": {"segmentSize": "512Mi", "replicas": 2, "secretRef": {"name": "pool", "key": "k"}},
     "router": {
         "policy": "RoundRobin",
         "disaggregateAbove": 256,
@@ -121,6 +121,7 @@ def test_every_setting_arrives_at_the_engine() -> None:
     assert (transfer.timeout_s, transfer.on_failure, transfer.verify_crc) == (20, OnFailure.FAIL, True)
     assert transfer.store.master == "svc-store.ns.svc:50051"
     assert (transfer.store.segment_bytes, transfer.store.replicas) == (2**29, 2)
+    assert transfer.store.secret_file == "/etc/isthmus/store/secret"
 
 
 def test_every_setting_arrives_at_the_router() -> None:

@@ -152,6 +152,8 @@ class StoreConfig:
     segment_bytes: int = 1 << 30
     """Host memory this process lends to the pool."""
     replicas: int = 1
+    secret_file: str = ""
+    """File with a secret of the service, 16 bytes or more: salts names in the pool and seals values. Empty: neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +280,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
     transfer.add_argument("--store-master", default="", help="host:port of mooncake_master")
     transfer.add_argument("--store-segment-size", default="1Gi")
     transfer.add_argument("--store-replicas", default="1")
+    transfer.add_argument("--store-secret-file", default="", help="the service's secret: salts names, seals values")
     chat = p.add_argument_group("chat (unified, router)")
     chat.add_argument(
         "--control-tokens",
@@ -453,6 +456,7 @@ def _engine(
             master=args.store_master,
             segment_bytes=read.size("store_segment_size"),
             replicas=read.integer("store_replicas", 1),
+            secret_file=args.store_secret_file,
         ),
     )
     if transfer.mode == "store" and not transfer.store.master:

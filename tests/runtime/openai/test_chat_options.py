@@ -71,7 +71,7 @@ class AnyGrammar:
     """Finds every structure possible."""
 
     async def check(self, structure, param) -> None:
-        assert json.loads(structure.text)
+        assert json.loads(structure.text) and param == "tools"
 
 
 def test_calls_that_must_be_made(serve, run, caller):

@@ -24,7 +24,7 @@ TYPED_FLAGS = frozenset(
         *("block-size", "kv-dtype", "kv-memory", "kv-memory-fraction", "num-blocks-override", "no-prefix-caching"),
         *("kv-layout", "transfer-mode", "transfer-transport", "transfer-fallback", "transfer-timeout"),
         *("transfer-on-failure", "transfer-host", "transfer-crc"),
-        *("store-master", "store-segment-size", "store-replicas"),
+        *("store-master", "store-segment-size", "store-replicas", "store-secret-file"),
         *("prefill", "decode", "worker", "policy", "disaggregate-above", "on-prefill-unavailable", "max-queue"),
         *("request-timeout", "discovery-interval", "api-key-file", "tenants-file", "cors-origins", "peer-credentials"),
     }

@@ -349,6 +349,9 @@ class Store(Block):
     """Host memory each engine pod lends to the pool. Must fit in the pod's memory limit."""
     replicas: Annotated[int, Field(ge=1, le=16)] = 1
     """Copies of each KV object, on different engine pods."""
+    secret_ref: SecretKey | None = None
+    """A secret of 16 bytes or more. Names in the pool are then salted and values sealed with it, so that no other
+    service of the same master finds this one's KV or has its own taken for it. It encrypts nothing."""
     master: StoreMaster = Field(default_factory=StoreMaster)
     """The pool's master: managed or external."""
 

@@ -55,6 +55,8 @@ class Job:
     """Takes the text of a choice apart. None: all of it is content."""
     show_cached: bool = True
     """Usage tells what prefix caches had."""
+    structure_param: str = "response_format"
+    """The parameter that `structure` comes from."""
     one_call: bool = False
     """The first call of a tool ends the choice."""
 

@@ -328,7 +328,7 @@ class _Api:
                 job = await self._plan(plan, body)
                 del body  # megabytes, which an answer would keep as long as it streams
                 if job.structure is not None:
-                    await self._check_structure(job.structure)
+                    await self._check_structure(job.structure, job.structure_param)
                 progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
                 if progress.tenant is None:
                     await self._run(job, arrived, call)
@@ -351,8 +351,7 @@ class _Api:
         if progress.tenant is not None and self._tenant_metrics is not None:
             self._tenant_metrics.ended(progress.tenant.name, status)
 
-    async def _check_structure(self, structure: Structure) -> None:
-        param = "structured_outputs" if structure.kind in {"regex", "choice", "grammar"} else "response_format"
+    async def _check_structure(self, structure: Structure, param: str) -> None:
         if self._grammars is None:
             raise InvalidRequest(f"{param}: not available here", param=param)
         await self._grammars.check(structure, param)

@@ -257,6 +257,7 @@ class Planner:
             return_ids=request.return_token_ids,
             continuous_usage=request.continuous_usage,
             reader=reader,
+            structure_param=request.structure_param,
             one_call=isinstance(request, ChatRequest) and not request.parallel_tool_calls,
             format=form(
                 pieces,

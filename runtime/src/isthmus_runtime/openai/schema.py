@@ -161,6 +161,11 @@ class _Common(LogitOptions, _Sampling):
             return self.structured_outputs.structure()
         return None if self.response_format is None else structure_of(self.response_format)
 
+    @property
+    def structure_param(self) -> str:
+        """The parameter that `structure` comes from."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
     def sampling(self, defaults: SamplingOptions) -> dict[str, Any]:
         """The fields of `SamplingOptions`, each as given or else as in `defaults`."""
         given = {name: getattr(self, name) for name in _OPTIONS}
@@ -316,6 +321,11 @@ class ChatRequest(_Common):
         names = self.forced_tools
         several = self.parallel_tool_calls and self.tool_choice == "required"
         return call_structure(names, self.offered_tools(), several=several) if names else super().structure
+
+    @property
+    def structure_param(self) -> str:
+        """The parameter that `structure` comes from."""
+        return "tools" if self.forced_tools else super().structure_param
 
 
 _R = TypeVar("_R", CompletionRequest, ChatRequest)
