@@ -152,6 +152,7 @@ def serve(tokenizer):
         used=tokenizer,
         cors_origins=(),
         chat=None,
+        grammars=None,
     ):
         backend = ScriptedBackend(script)
         registry = CollectorRegistry()
@@ -169,6 +170,7 @@ def serve(tokenizer):
             ),
             in_flight=in_flight,
             metrics=RequestMetrics(registry, "tiny"),
+            grammars=grammars,
         )
         add_pages(app)
         async with served(app, in_flight=in_flight) as port:

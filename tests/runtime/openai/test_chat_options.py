@@ -12,6 +12,8 @@ from api_calls import HELLO, client, events, spell
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.tokenizer import Tokenizer
+from isthmus_runtime.openai.tool_grammar import calls_grammar
+from isthmus_runtime.structured.checker import Checker
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "größer"}}\n</tool_call>'
@@ -61,9 +63,6 @@ def test_calls_of_tools(serve, run, caller):
             none = (await c.chat.completions.create(**ask, tool_choice="none")).choices[0]
             assert CALL in none.message.content and none.message.tool_calls is None
             assert '"look"' not in caller.decode(api.backend.requests[-1].prompt_token_ids)
-            for choice in ("required", {"type": "function", "function": {"name": "look"}}):
-                with pytest.raises(openai.BadRequestError, match="tool_choice: required and named"):
-                    await c.chat.completions.create(**ask, tool_choice=choice)
 
     run(main())
 
@@ -233,5 +232,40 @@ def test_long_conversations_are_rendered_in_a_thread(serve, run, tokenizer):
             status, _ = await events(api, "/v1/chat/completions", json.loads(body))
             assert status == 200
             assert list(api.backend.requests[-1].prompt_token_ids) == tokenizer.chat(Conversation(messages=many)).ids
+
+    run(main())
+
+
+def test_an_answer_that_has_to_be_a_call_is_held_to_it(serve, run, caller, model_dir):
+    async def main():
+        checker = Checker(model_dir)
+        try:
+            async with serve(spell(caller, CALL), used=caller, grammars=checker) as api, client(api) as c:
+                ask = {"model": "tiny", "messages": HELLO, "tools": [LOOK]}
+                named = {"type": "function", "function": {"name": "look"}}
+                for choice, several in (("required", True), (named, False)):
+                    got = await c.chat.completions.create(**ask, tool_choice=choice)
+                    assert [t.function.name for t in got.choices[0].message.tool_calls] == ["look"]
+                    held = api.backend.requests[-1].structure
+                    assert held == calls_grammar("hermes", [LOOK["function"]], caller.control_id, several=several)
+                wrong = (
+                    ({"tool_choice": "required", "tools": []}, "tool_choice: required, but no tools"),
+                    ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "no function 'x'"),
+                    ({"tool_choice": "sometimes"}, "tool_choice: must be none, auto, required"),
+                    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "another structure"),
+                    ({"structured_outputs": {"regex": "a"}}, "regex is not supported together with tools"),
+                )
+                made = len(api.backend.requests)
+                for body, words in wrong:
+                    status, answer = await events(api, "/v1/chat/completions", {**ask, **body})
+                    assert status == 400 and words in answer["error"]["message"], answer
+                bad = {"type": "function", "function": {"name": "b", "parameters": {"not": {}}}}
+                status, answer = await events(
+                    api, "/v1/chat/completions", {**ask, "tools": [bad], "tool_choice": "required"}
+                )
+                assert status == 400 and answer["error"]["param"] == "tools"
+                assert len(api.backend.requests) == made
+        finally:
+            await checker.close()
 
     run(main())

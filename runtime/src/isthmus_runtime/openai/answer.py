@@ -41,6 +41,8 @@ class Job:
     stop: tuple[str, ...]
     structure: Structure | None
     """What the text of each choice must be."""
+    structure_param: str
+    """The parameter that says so."""
     logprobs: bool
     stream: bool
     include_usage: bool

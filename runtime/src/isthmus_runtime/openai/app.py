@@ -239,7 +239,7 @@ class _Api:
                 job = await self._plan(plan, body)
                 del body  # megabytes, which an answer would keep as long as it streams
                 if job.structure is not None:
-                    await self._check_structure(job.structure)
+                    await self._check_structure(job.structure, job.structure_param)
                 progress.stage, progress.answer_id = "generation", job.answer_id
                 if job.stream:
                     await self._runner.stream(job, arrived, call)
@@ -248,8 +248,7 @@ class _Api:
         except TimeoutError as e:
             raise DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)") from e
 
-    async def _check_structure(self, structure: Structure) -> None:
-        param = "structured_outputs" if structure.kind in {"regex", "choice", "grammar"} else "response_format"
+    async def _check_structure(self, structure: Structure, param: str) -> None:
         if self._grammars is None:
             raise InvalidRequest(f"{param}: not available here", param=param)
         await self._grammars.check(structure, param)

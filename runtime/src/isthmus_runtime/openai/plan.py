@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from os import urandom
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 from ..config import ChatConfig
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
 from ..interfaces.backend import Backend
-from ..request import GenerateRequest, SamplingParams
+from ..request import GenerateRequest, SamplingParams, Structure
 from .answer import Job
 from .chat import Conversation
 from .output import Reader, Thinking
@@ -17,6 +18,7 @@ from .schema import ChatRequest, CompletionRequest, parse_chat, parse_completion
 from .sse import ChatFormat, CompletionFormat, Format
 from .tokenizer import Tokenizer, TooManyTokens
 from .tool_formats import FORMATS, format_of
+from .tool_grammar import calls_grammar
 from .tool_prompt import in_plain_text
 
 MakeFormat = Callable[..., Format]
@@ -90,7 +92,37 @@ class Planner:
         _check_room(request.limit_name, request.output_limit, len(ids), limit)
         wanted = limit - len(ids) if request.output_limit is None else request.output_limit
         return self._job(
-            request, [ids], wanted, prefix, form, reader=self._reader(tools, prompt.text), tools=bool(tools)
+            request,
+            [ids],
+            wanted,
+            prefix,
+            form,
+            reader=self._reader(tools, prompt.text),
+            tools=bool(tools),
+            calls=self._calls(request, tools, prompt.text),
+        )
+
+    def _calls(self, request: ChatRequest, tools: list[dict[str, Any]], prompt: str) -> Structure | None:
+        """What the answer must be where tools make that another thing than the request's own structure."""
+        answer = request.structure
+        if not tools or not (request.must_call or answer is not None):
+            return None
+        # A model that may call and is held to JSON otherwise must be let do either.
+        schema = None
+        if answer is not None:
+            if answer.kind not in {"json_object", "json_schema"}:
+                raise InvalidRequest(
+                    f"structured_outputs: {answer.kind} is not supported together with tools; remove one of the two",
+                    param="structured_outputs",
+                )
+            schema = json.loads(answer.text or '{"type": "object"}')
+        return calls_grammar(
+            self._tool_format.name,
+            [tool["function"] for tool in tools],
+            self._tokenizer.control_id,
+            several=request.tool_choice in (None, "auto", "required") and request.parallel_tool_calls,
+            answer=schema,
+            thinking=Thinking.CLOSE if self._thinks and prompt.rstrip().endswith(Thinking.OPEN) else "",
         )
 
     def conversation(self, request: ChatRequest, tools: list[dict[str, Any]]) -> Conversation:
@@ -130,13 +162,18 @@ class Planner:
 
     def _reader(self, tools: list[dict[str, Any]], prompt: str) -> Callable[[], Reader] | None:
         """What takes the answers apart; None: nothing does."""
-        thinks = self._tokenizer.thinks if self._config.reasoning == "auto" else self._config.reasoning == "think"
+        thinks = self._thinks
         if not thinks and not tools:
             return None
         names = [t["function"]["name"] for t in tools]
         opened = prompt.rstrip().endswith(Thinking.OPEN)
         parser = self._tool_format.parser
         return lambda: Reader(parser(names) if names else None, Thinking(opened=opened) if thinks else None)
+
+    @property
+    def _thinks(self) -> bool:
+        """Whether the model writes its reasoning before its answer."""
+        return self._tokenizer.thinks if self._config.reasoning == "auto" else self._config.reasoning == "think"
 
     def _allows_control(self, asked: bool | None) -> bool:
         setting = self._config.control_tokens
@@ -190,6 +227,7 @@ class Planner:
         *,
         reader: Callable[[], Reader] | None = None,
         tools: bool = False,
+        calls: Structure | None = None,
     ) -> Job:
         answer_id = prefix + urandom(16).hex()
         logprobs = request.num_logprobs
@@ -197,7 +235,7 @@ class Planner:
         pieces = self._tokenizer.pieces_with(shown)
         sampling = self._sampling(request, max_tokens)
         seed = self._seeds() if request.seed is None else request.seed
-        structure = request.structure
+        structure = calls or request.structure
         requests = [
             GenerateRequest(
                 request_id=f"{answer_id}-{p * request.n + i}",
@@ -216,6 +254,7 @@ class Planner:
             requests=tuple(requests),
             n=request.n,
             structure=structure,
+            structure_param="tools" if calls is not None else request.structure_name,
             prompt_tokens=sum(map(len, prompts)),
             stop=tuple(request.stop_strings),
             logprobs=logprobs >= 0,

@@ -160,6 +160,11 @@ class _Common(LogitOptions, _Sampling):
             return self.structured_outputs.structure()
         return None if self.response_format is None else structure_of(self.response_format)
 
+    @property
+    def structure_name(self) -> str:
+        """The parameter that `structure` comes from."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
     def sampling(self, defaults: SamplingOptions) -> dict[str, Any]:
         """The fields of `SamplingOptions`, each as given or else as in `defaults`."""
         given = {name: getattr(self, name) for name in _OPTIONS}
@@ -244,7 +249,7 @@ class ChatRequest(_Common):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: Annotated[Any, WithJsonSchema(messages.TOOLS)] = None
     """Checked by `offered_tools`, which gives paths into them."""
-    tool_choice: Annotated[Any, WithJsonSchema({"enum": ["none", "auto", None]})] = None
+    tool_choice: Annotated[Any, WithJsonSchema(messages.TOOL_CHOICE)] = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = Field(default=None, max_length=32)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -257,8 +262,10 @@ class ChatRequest(_Common):
     def _check(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only allowed together with logprobs: true")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice: required and named functions are not supported; use auto or none")
+        if self.must_call and self.structure is not None:
+            raise ValueError("tool_choice: an answer that must be a call cannot have another structure; remove one")
+        if self.must_call and self.continue_final_message:
+            raise ValueError("tool_choice: an answer that must be a call cannot continue a message")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message: excludes add_generation_prompt; give one of the two")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -280,6 +287,11 @@ class ChatRequest(_Common):
         """The parameter that `output_limit` comes from."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call of a tool."""
+        return self.tool_choice not in (None, "none", "auto")
+
     def conversation(self) -> list[dict[str, Any]]:
         """Messages with plain text content, as chat templates take them. InvalidRequest names the path."""
         return messages.conversation(self.messages)
@@ -287,7 +299,7 @@ class ChatRequest(_Common):
     def offered_tools(self) -> list[dict[str, Any]]:
         """The tools that the model may call. InvalidRequest names the path."""
         found = messages.offered([] if self.tools is None else self.tools)
-        return [] if self.tool_choice == "none" else found
+        return messages.chosen(found, self.tool_choice)
 
 
 _R = TypeVar("_R", CompletionRequest, ChatRequest)
