@@ -70,14 +70,6 @@ def test_bf16_weights_lose_nothing(m: int) -> None:
     assert 2 * narrow.nbytes == wide.nbytes
 
 
-@pytest.mark.skipif(not native.available(), reason="the compiled library is not built")
-def test_rows_do_not_depend_on_the_batch() -> None:
-    packed = dispatch.pack(torch.randn(48, 300), impl="cpu")
-    x = torch.randn(50, 300)
-    together = dispatch.linear(x, packed)
-    torch.testing.assert_close(together[:7], dispatch.linear(x[:7], packed), rtol=1e-5, atol=1e-5)
-
-
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="weight: expected"):
         dispatch.pack(torch.ones(3))

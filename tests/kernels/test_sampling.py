@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus_kernels import dispatch, native
+from isthmus_kernels.device import interpreted
 from isthmus_kernels.sampling.noise import gumbel, uniform
 
 FAST = ["torch", *(["cpu"] if native.available() else [])]
@@ -53,6 +54,50 @@ def test_implementations_agree(vocab: int, coarse: bool, holes: bool, filters: s
     want = dispatch.sample(logits, impl="reference", **args).tolist()
     for impl in FAST:
         assert dispatch.sample(logits, impl=impl, **args).tolist() == want
+
+
+# Finite positive temperatures, from the smallest number there is: below 2^-126 they are subnormal.
+TEMPERATURES = [2.0**-149, 2.0**-140, 1e-40, 2.0**-126, 1e-37, 1e-30, 1e-20, 1e-6, 0.1, 1.0, 1e4, 1e30, 3.4e38]
+
+
+@settings(max_examples=25)
+@given(
+    temperatures=st.lists(
+        st.sampled_from(TEMPERATURES) | st.floats(2.0**-149, 2.0**127, width=32, allow_subnormal=True),
+        min_size=1,
+        max_size=4,
+    ),
+    shift=st.sampled_from([0.0, 5.0, -50.0, 1e-36, 1e30]),
+    filters=st.sets(st.sampled_from(["top_k", "top_p", "min_p"])),
+    holes=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_any_temperature(temperatures: list[float], shift: float, filters: set[str], holes: bool, seed: int) -> None:
+    rows = len(temperatures)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, 101, generator=generator) * 3 + shift
+    if holes:
+        logits[:, 1::3] = float("-inf")
+    args = batch(rows, **{name: {"top_k": 7, "top_p": 0.9, "min_p": 0.05}[name] for name in filters})
+    args["temperature"] = torch.tensor(temperatures)
+    args["seeds"] = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
+    impls = ["reference", *FAST, *(["triton"] if interpreted() else [])]
+    drawn = {impl: dispatch.sample(logits, impl=impl, **args).tolist() for impl in impls}
+    assert len({tuple(tokens) for tokens in drawn.values()}) == 1, drawn
+    for row, temperature in enumerate(temperatures):
+        best, second = logits[row].topk(2).values.double().tolist()
+        # The noise of two tokens differs by less than 20.
+        if (best - second) / temperature > 20:
+            assert drawn["reference"][row] == logits[row].argmax()
+
+
+@pytest.mark.parametrize("impl", ["reference", *FAST])
+@pytest.mark.parametrize("temperature", TEMPERATURES[:6])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_cold_row_is_greedy(impl: str, temperature: float, sign: float) -> None:
+    logits = sign * torch.tensor([[3.0, 1.0, 5.0, 4.0, 2.0]])
+    args = batch(1, top_p=0.5) | {"temperature": torch.tensor([temperature])}
+    assert dispatch.sample(logits, impl=impl, **args).item() == logits.argmax()
 
 
 @pytest.mark.parametrize("impl", ["reference", *FAST])

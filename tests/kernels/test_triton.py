@@ -23,6 +23,7 @@ from kernel_checks import (
     check_sample,
 )
 
+from isthmus_kernels import dispatch
 from isthmus_kernels.device import interpreted
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels are compiled here: tests/gpu has these checks")
@@ -129,6 +130,19 @@ def test_block_copy(block_dim: int, src: list[int], dst: list[int]) -> None:
 @pytest.mark.parametrize(("vocab", "coarse", "holes"), [(1, False, False), (257, True, True), (257, False, False)])
 def test_sample(filters: tuple[str, ...], vocab: int, coarse: bool, holes: bool) -> None:
     check_sample("triton", "cpu", 6, vocab, filters, coarse=coarse, holes=holes, seed=vocab)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 9}, {"top_p": 0.9, "min_p": 0.05}])
+@pytest.mark.parametrize("shift", [0.0, -50.0])
+def test_cold_rows_in_several_programs(filters: dict[str, float], shift: float) -> None:
+    temperatures = [2.0**-149, 1e-40, 1e-38, 1e-30, 0.5, 3e38]
+    logits = torch.randn(len(temperatures), 5000) + shift
+    args = {"temperature": torch.tensor(temperatures), "seeds": torch.arange(6), "positions": torch.arange(6)}
+    for name, value in filters.items():
+        args[name] = torch.full((6,), value, dtype=torch.int32 if name == "top_k" else torch.float32)
+    drawn = dispatch.sample(logits, impl="triton", **args).tolist()
+    assert drawn[:4] == logits[:4].argmax(dim=-1).tolist()
+    assert drawn == dispatch.sample(logits, impl="torch", **args).tolist()
 
 
 @pytest.mark.parametrize("filters", [(), ("top_k", "top_p")])

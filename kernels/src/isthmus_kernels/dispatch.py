@@ -321,9 +321,8 @@ def pack(
         raise ValueError(f"bias: expected [{weight.shape[0]}], got shape {tuple(bias.shape)}")
     dtype = dtype or weight.dtype
     device = weight.device.type
-    # oneDNN on hardware that multiplies bf16 natively beats fp32 arithmetic.
-    compiled = weight.dtype in native.DTYPES and dtype in native.DTYPES
-    if impl is None and device == "cpu" and (not compiled or (dtype == torch.bfloat16 and _native_bf16())):
+    # Not oneDNN either where it is the faster one: it chooses kernels, and with them a row's bits, by the batch.
+    if impl is None and device == "cpu" and not (weight.dtype in native.DTYPES and dtype in native.DTYPES):
         impl = "torch"
     held: Weight = _select("pack", device, impl)(weight, bias, dtype)
     return PackedLinear(
@@ -334,11 +333,6 @@ def pack(
 def linear(x: Tensor, packed: PackedLinear, *, out: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``, in x's dtype, for `x` ``[T, K]``; accumulation is fp32."""
     return packed.weight.apply(x, out)
-
-
-@cache
-def _native_bf16() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def moe_route(

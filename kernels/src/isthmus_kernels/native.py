@@ -47,7 +47,10 @@ def library() -> ctypes.CDLL | None:
     folder = Path(__file__).parent
     path = find(folder, "_cpu")
     if path is None:
-        _LOG.warning("CPU kernels are not compiled: the slower PyTorch implementations are used")
+        _LOG.warning(
+            "CPU kernels are not compiled: the slower PyTorch implementations are used, and answers may depend on what "
+            "shares their batch"
+        )
         return None
     try:
         lib = ctypes.CDLL(str(path))
@@ -88,6 +91,13 @@ def level() -> str | None:
     """Name of the instruction set in use (base, avx2, avx512), or None without the library."""
     lib = library()
     return None if lib is None else _LEVELS[int(lib.isthmus_cpu_level())]
+
+
+@cache
+def multiplies_bf16() -> bool:
+    """Whether the library and this CPU multiply pairs of bf16 in one instruction (AVX512-BF16)."""
+    lib = library()
+    return lib is not None and bool(lib.isthmus_cpu_bf16())
 
 
 def available() -> bool:

@@ -19,6 +19,15 @@ extern "C" __attribute__((visibility("default"))) int64_t isthmus_cpu_level() {
 #endif
 }
 
+// Whether it multiplies pairs of bf16 as well (AVX512-BF16), in the form of the widest instruction set.
+extern "C" __attribute__((visibility("default"))) int64_t isthmus_cpu_bf16() {
+#if ISTHMUS_LEVELS > 1
+    return isthmus_cpu_level() == 2 && __builtin_cpu_supports("avx512bf16");
+#else
+    return 0;
+#endif
+}
+
 // Run a recorded program; the first failing call ends it. Returns its code, and its index in `failed`.
 extern "C" __attribute__((visibility("default"))) int isthmus_run(int64_t (*const *functions)(const uint64_t *),
                                                                   const uint64_t *const *arguments, int64_t count,

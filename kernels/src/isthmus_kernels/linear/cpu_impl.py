@@ -16,7 +16,8 @@ class PanelWeight:
     bias: Tensor | None
     rows: int
     columns: int
-    weight_code: int
+    paired: bool
+    """Neighbouring columns share a word: bf16 rows are multiplied by AVX512-BF16."""
 
     @property
     def nbytes(self) -> int:
@@ -32,8 +33,8 @@ class PanelWeight:
             out = torch.empty((tokens, self.rows), dtype=x.dtype)
         elif out.shape != (tokens, self.rows) or out.dtype != x.dtype or out.stride(1) != 1:
             raise ValueError(f"out: expected {x.dtype} [{tokens}, {self.rows}], got {out.dtype} {tuple(out.shape)}")
-        native.entry("linear", "11q")(
-            (out, x, self.panels, self.bias),
+        kept = (out, x, self.panels, self.bias)
+        shape = (
             out.data_ptr(),
             x.data_ptr(),
             self.panels.data_ptr(),
@@ -43,20 +44,31 @@ class PanelWeight:
             self.columns,
             x.stride(0),
             out.stride(0),
-            native.dtype_code(x.dtype, "x"),
-            self.weight_code,
         )
+        if self.paired:
+            if x.dtype != torch.bfloat16:
+                raise ValueError(f"x: the weight was packed for bfloat16, got {x.dtype}")
+            native.entry("linear_pairs", "9q")(kept, *shape)
+        else:
+            codes = native.dtype_code(x.dtype, "x"), native.dtype_code(self.panels.dtype, "weight")
+            native.entry("linear", "11q")(kept, *shape, *codes)
         return out
 
 
 def pack(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PanelWeight:
-    """Cut `weight` into panels; any activation dtype can use them."""
+    """Cut `weight` into panels for activations of `dtype`."""
     native.dtype_code(dtype, "dtype")
     code = native.dtype_code(weight.dtype, "weight")
     rows, columns = weight.shape
     width = native.entry("linear_panel_width", "").query()
-    count = -(-rows // width)
-    panels = torch.empty(count * width * columns, dtype=weight.dtype)
+    padded = -(-rows // width) * width
     source = weight.contiguous()
-    native.entry("linear_pack", "5q")((panels, source), panels.data_ptr(), source.data_ptr(), rows, columns, code)
-    return PanelWeight(panels, None if bias is None else bias.float().contiguous(), rows, columns, code)
+    bias = None if bias is None else bias.float().contiguous()
+    paired = weight.dtype == dtype == torch.bfloat16 and native.multiplies_bf16()
+    panels = torch.empty(padded * (columns + columns % 2 if paired else columns), dtype=weight.dtype)
+    kept, addresses = (panels, source), (panels.data_ptr(), source.data_ptr())
+    if paired:
+        native.entry("linear_pairs_pack", "4q")(kept, *addresses, rows, columns)
+    else:
+        native.entry("linear_pack", "5q")(kept, *addresses, rows, columns, code)
+    return PanelWeight(panels, bias, rows, columns, paired)

@@ -22,12 +22,15 @@ def sample(
     if out is None:
         out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     for row in range(rows):
-        heat = 0.0 if temperature is None else float(temperature[row])
-        if heat == 0.0:
+        if temperature is None or float(temperature[row]) == 0.0:
             out[row] = logits[row].argmax()
             continue
         assert seeds is not None and positions is not None
-        z = logits[row].float() / heat
+        z = logits[row].float() / temperature[row]
+        if not torch.isfinite(z.max()):
+            # So cold that scores overflow: all but the largest logit are out of reach of any noise.
+            out[row] = logits[row].argmax()
+            continue
         keep = torch.isfinite(z)
         if min_p is not None and float(min_p[row]) > 0.0:
             keep &= z >= z.max() + torch.log(min_p[row])

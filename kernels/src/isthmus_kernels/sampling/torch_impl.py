@@ -25,6 +25,8 @@ def sample(
     vocab = logits.shape[1]
     z = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
     keep = torch.isfinite(z)
+    # So cold that scores overflow: all but the largest logit are out of reach of any noise.
+    random = (temperature > 0) & torch.isfinite(z.amax(dim=-1))
     if min_p is not None:
         # log(0) = -inf switches the filter off for that row.
         keep &= z >= z.amax(dim=-1, keepdim=True) + min_p.log()[:, None]
@@ -44,5 +46,5 @@ def sample(
             inside |= (top_p >= 1.0)[:, None]
             keep &= z >= ranked.masked_fill(~inside, float("inf")).amin(dim=-1, keepdim=True)
     noisy = (z + gumbel(seeds, positions, vocab)).masked_fill(~keep, float("-inf"))
-    choice = torch.where(temperature > 0, noisy.argmax(dim=-1), greedy)
+    choice = torch.where(random, noisy.argmax(dim=-1), greedy)
     return choice if out is None else out.copy_(choice)

@@ -1,6 +1,6 @@
 """Draws from rows with filters: exact thresholds, found among the few tokens that can matter.
 
-1. `_peak`: the largest score of each part of a row.
+1. `_peak`: the largest logit of each part of a row.
 2. `_count`: how many tokens, and how much probability, lie within each of eight distances of the row's peak. The last
    program of a row picks the nearest distance that surely holds all that the filters may keep.
 3. `_gather`: the tokens within that distance, in the order of the vocabulary.
@@ -56,22 +56,27 @@ def _edges(peak, EDGES: tl.constexpr):
 
 
 @triton.jit
-def _peak(peaks, logits, temperature, vocab, span, row_stride, PARTS_PAD: tl.constexpr, PIECE: tl.constexpr):
+def _peak(peaks, logits, vocab, span, row_stride, PARTS_PAD: tl.constexpr, PIECE: tl.constexpr):
     row, part = tl.program_id(0), tl.program_id(1)
-    heat = tl.load(temperature + row)
     source = logits + row.to(tl.int64) * row_stride
     end = tl.minimum(part * span + span, vocab)
     best = tl.full([PIECE], float("-inf"), tl.float32)
     for base in range(part * span, end, PIECE):
         token = base + tl.arange(0, PIECE)
-        best = tl.maximum(best, _scores(source, token, token < end, heat))
+        best = tl.maximum(best, _scores(source, token, token < end, 0.0))
     tl.store(peaks + row * PARTS_PAD + part, tl.max(best, axis=0))
 
 
 @triton.jit
-def _row_peak(peaks, row, parts, PARTS_PAD: tl.constexpr):
+def _row_peak(peaks, temperature, row, parts, PARTS_PAD: tl.constexpr):
+    """The row's largest score and its temperature, which is 0 where scores overflow: so cold that all but the largest
+    logit are out of reach of any noise."""
     index = tl.arange(0, PARTS_PAD)
-    return tl.max(tl.load(peaks + row * PARTS_PAD + index, mask=index < parts, other=float("-inf")), axis=0)
+    logit = tl.max(tl.load(peaks + row * PARTS_PAD + index, mask=index < parts, other=float("-inf")), axis=0)
+    heat = tl.load(temperature + row)
+    score = tl.div_rn(logit, tl.where(heat > 0.0, heat, 1.0))
+    cold = tl.abs(score) == float("inf")
+    return tl.where(cold, logit, score), tl.where(cold, 0.0, heat)
 
 
 @triton.jit
@@ -99,9 +104,8 @@ def _count(
 ):
     row, part = tl.program_id(0), tl.program_id(1)
     parts = tl.num_programs(1)
-    heat = tl.load(temperature + row)
     source = logits + row.to(tl.int64) * row_stride
-    peak = _row_peak(peaks, row, parts, PARTS_PAD)
+    peak, heat = _row_peak(peaks, temperature, row, parts, PARTS_PAD)
     edge = _edges(peak, EDGES)
     end = tl.minimum(part * span + span, vocab)
     count = tl.zeros([EDGES, PIECE], tl.int32)
@@ -165,10 +169,10 @@ def _gather(
 ):
     row, part = tl.program_id(0), tl.program_id(1)
     parts = tl.num_programs(1)
-    heat = tl.load(temperature + row)
     source = logits + row.to(tl.int64) * row_stride
     nearest = tl.load(chosen + row)
-    edges = _edges(_row_peak(peaks, row, parts, PARTS_PAD), EDGES)
+    peak, heat = _row_peak(peaks, temperature, row, parts, PARTS_PAD)
+    edges = _edges(peak, EDGES)
     edge = tl.min(tl.where(tl.arange(0, EDGES) == nearest, edges, float("inf")), axis=0)
     piece = tl.arange(0, PARTS_PAD)
     number = tl.load(counts + (row * PARTS_PAD + piece) * EDGES + nearest, mask=piece < parts, other=0)
@@ -249,11 +253,10 @@ def _draw(
     MIN_P: tl.constexpr,
 ):
     row = tl.program_id(0)
-    heat = tl.load(temperature + row)
     source = logits + row.to(tl.int64) * row_stride
     own = kept + row.to(tl.int64) * vocab
     number = tl.load(numbers + row)
-    peak = _row_peak(peaks, row, parts, PARTS_PAD)
+    peak, heat = _row_peak(peaks, temperature, row, parts, PARTS_PAD)
     lane = tl.arange(0, PIECE)
     least = tl.minimum(peak, float("-inf"))
     if heat > 0.0:
@@ -330,7 +333,7 @@ def filtered(
     ks, ps, ms = (logits if tensor is None else tensor for tensor in (top_k, top_p, min_p))
     on = {"TOP_K": top_k is not None, "TOP_P": top_p is not None, "MIN_P": min_p is not None}
     grid, stride = (rows, parts), logits.stride(0)
-    _peak[grid](peaks, logits, temperature, vocab, span, stride, PARTS_PAD=MOST_PARTS, PIECE=_PIECE, num_warps=_WARPS)
+    _peak[grid](peaks, logits, vocab, span, stride, PARTS_PAD=MOST_PARTS, PIECE=_PIECE, num_warps=_WARPS)
     _count[grid](
         counts,
         masses,

@@ -46,31 +46,42 @@ def _choose(
     lane = tl.arange(0, PIECE)
     best = tl.full([PIECE], float("-inf"), tl.float32)
     best_token = begin + lane
+    best_logit = best
     bar = tl.max(best, axis=0)
     for base in range(begin, end, PIECE):
         token = base + lane
-        score = tl.load(source + token, mask=token < end, other=float("-inf")).to(tl.float32)
+        logit = tl.load(source + token, mask=token < end, other=float("-inf")).to(tl.float32)
+        score = logit
         promising = 1
         if RANDOM:  # noqa: SIM102 - decided when the kernel is compiled
             if heat > 0.0:
                 score = tl.div_rn(score, tl.zeros_like(score) + heat)
-                score = tl.where(tl.abs(score) < float("inf"), score, float("-inf"))
                 u = uniform(key, token)
                 # The noise is -log(-log u) and -log u >= 1 - u: once a good token is known, hardly any other needs
                 # its logarithms. The factor is for rounding.
                 chance = (1.0 - u) <= tl.exp(score - bar) * 1.001
+                # So cold that scores overflow: no noise reaches the largest logit, which is not to be missed.
+                chance = chance | (score == float("inf")) | (score - bar != score - bar)
                 promising = tl.max(chance.to(tl.int32), axis=0)
                 if promising > 0:
                     score = score + gumbel(u)
         if promising > 0:
             better = score > best
+            if RANDOM:
+                better = better | ((score == best) & (tl.abs(score) == float("inf")) & (logit > best_logit))
+                best_logit = tl.where(better, logit, best_logit)
             best = tl.where(better, score, best)
             best_token = tl.where(better, token, best_token)
             if RANDOM:
                 bar = tl.max(best, axis=0)
     # Equal scores: the first token wins, whichever lane or program read it.
     most = tl.max(best, axis=0)
-    winner = tl.min(tl.where(best == most, best_token, vocab), axis=0)
+    ahead = best == most
+    if RANDOM:
+        # Scores that overflowed are told apart by their logits.
+        level = tl.where(ahead & (tl.abs(best) == float("inf")), best_logit, float("-inf"))
+        ahead = ahead & (level == tl.max(level, axis=0))
+    winner = tl.min(tl.where(ahead, best_token, vocab), axis=0)
     tl.store(values + row * PARTS_PAD + part, most)
     tl.store(tokens + row * PARTS_PAD + part, winner)
     tl.debug_barrier()
@@ -81,7 +92,12 @@ def _choose(
         value = tl.load(values + spot, mask=index < parts, other=float("-inf"), cache_modifier=".cg")
         candidate = tl.load(tokens + spot, mask=index < parts, other=vocab, cache_modifier=".cg")
         top = tl.max(value, axis=0)
-        tl.store(out + row, tl.min(tl.where(value == top, candidate, vocab), axis=0).to(tl.int64))
+        leading = (value == top) & (index < parts)
+        if RANDOM:
+            overflowed = leading & (tl.abs(value) == float("inf"))
+            height = tl.load(source + candidate, mask=overflowed, other=float("-inf")).to(tl.float32)
+            leading = leading & (height == tl.max(height, axis=0))
+        tl.store(out + row, tl.min(tl.where(leading, candidate, vocab), axis=0).to(tl.int64))
         tl.store(arrived + row, 0)
 
 
@@ -151,12 +167,12 @@ def _normalise(chosen, rank, totals, logits, tokens, vocab, row_stride, PIECE: t
         score = tl.load(source + base + lane, mask=base + lane < vocab, other=float("-inf")).to(tl.float32)
         above += (score > own).to(tl.int32)
         higher = tl.maximum(peak, score)
-        level = tl.where(higher == float("-inf"), 0.0, higher)
-        total = total * tl.exp(peak - level) + tl.exp(score - level)
+        height = tl.where(higher == float("-inf"), 0.0, higher)
+        total = total * tl.exp(peak - height) + tl.exp(score - height)
         peak = higher
     most = tl.max(peak, axis=0)
-    level = tl.where(most == float("-inf"), 0.0, most)
-    log_total = level + tl.log(tl.sum(total * tl.exp(peak - level), axis=0))
+    height = tl.where(most == float("-inf"), 0.0, most)
+    log_total = height + tl.log(tl.sum(total * tl.exp(peak - height), axis=0))
     tl.store(totals + row, log_total)
     tl.store(chosen + row, own - log_total)
     # The best token has rank 1; equal logits share the better rank.

@@ -1,327 +1,73 @@
 // Causal attention of a mixed batch over a paged pool: online softmax over tiles of keys (../README.md).
 //
 // Work unit: one request, a tile of queries (all q heads of a kv head together, so that each key and value is
-// read once for the group) and one partition of the context. Partial results of partitions are merged at the
-// end. Few query rows (decode) take all kv heads in one unit and read keys and values in place, which walks
-// the pool in long runs. Many rows (prefill) take one kv head and compute the scores transposed, [keys][rows]:
-// the queries are laid out as [D][rows] once, keys are broadcast, and the softmax and the weighted sum need no
-// transposition and no horizontal operation.
-#include "common.h"
+// read once for the group) and its context, or one partition of it. Few query rows (decode) take all kv heads in one
+// unit and read keys and values in place, which walks the pool in long runs. Many rows (prefill) take one kv head and
+// compute the scores transposed, [keys][rows]: the queries are laid out as [D][rows] once, keys are broadcast, and the
+// softmax and the weighted sum need no transposition and no horizontal operation.
+//
+// A query's result is the same bits in either form, in any batch and any chunk. Tiles and partitions begin at multiples
+// of their size in the context, not in the chunk; both forms add in the same order (the scores as a register of partial
+// sums along D that is folded by halves, so do the totals of a tile; the weighted sums key by key); keys that a query
+// does not see weigh exactly nothing; partitions are folded from the first to the last, by whoever computed them.
+#include "../tiles.h"
 
 namespace {
-
-constexpr int KEYS = 64;      // keys of a tile
-constexpr int ROW_TILE = 48;  // wanted query rows of a prefill unit
-constexpr int FEW = 8;        // at most this many rows take the in-place form
-constexpr int MAX_ROWS = 64;  // rows of a unit, padded: ROW_TILE or one token's group
-constexpr int MAX_DIM = 576;
-constexpr int64_t SPLIT_MIN = KEYS;  // fewest keys worth a partition of their own
-constexpr float LOWEST = -3.0e38f;
-
-#if defined(__AVX512F__)
-constexpr int MR = 12;
-#else
-constexpr int MR = 6;
-#endif
-
-struct Args {
-    const int32_t *tables, *starts, *lens;
-    int64_t heads, kv_heads, dim, block_size, table_stride, window;
-    int64_t q_token, q_head, out_token, out_head, block, half, token, head;
-    float scale, cap;    // cap: 0 for none
-    const float *sinks;  // of each q head, or null
-};
 
 struct Unit {
     int32_t row, first, count;  // queries [first, first + count) of the request's chunk
     int32_t head, heads;        // kv heads [head, head + heads)
     int64_t begin, end;         // keys
     int32_t splits, part;       // this is partition `part` of `splits`
-    int64_t partial;            // its place in the partial buffer, in query rows
+    int64_t partial;            // its place in the partial buffer, in floats
 };
-
-// Of one thread. Decode units use all kv heads of `q`, `sum`, `top` and `total`, head by head.
-struct Scratch {
-    float *q;                       // few: [rows][D]; many: [D][padded rows]
-    float *sum, *top, *total;       // [rows][D], [rows], [rows]
-    float *shrink, *keys, *values;  // many rows only
-    float *scores;                  // few: [rows][KEYS]; many: [KEYS][padded rows]
-};
-
-INLINE int64_t smaller(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-INLINE int64_t larger(int64_t a, int64_t b) {
-    return a > b ? a : b;
-}
-
-// c[M][2 VW] = (c or 0) + a b, with a(m, k) = a[m * a_row + k * a_col] and b [depth][2 VW].
-template <int M>
-INLINE void product_tile(float *c, int64_t c_step, bool resume, const float *a, int64_t a_row, int64_t a_col,
-                         const float *b, int64_t b_step, int64_t depth) {
-    vf lo[M], hi[M];
-    for (int m = 0; m < M; m++) {
-        lo[m] = resume ? load(c + m * c_step) : vf{};
-        hi[m] = resume ? load(c + m * c_step + VW) : vf{};
-    }
-    for (int64_t k = 0; k < depth; k++) {
-        const vf x = load(b + k * b_step), y = load(b + k * b_step + VW);
-#pragma GCC unroll 12
-        for (int m = 0; m < M; m++) {
-            const float s = a[m * a_row + k * a_col];
-            lo[m] += x * s;
-            hi[m] += y * s;
-        }
-    }
-    for (int m = 0; m < M; m++) {
-        store(c + m * c_step, lo[m]);
-        store(c + m * c_step + VW, hi[m]);
-    }
-}
-
-void product(float *c, int64_t c_step, bool resume, const float *a, int64_t a_row, int64_t a_col, const float *b,
-             int64_t b_step, int64_t rows, int64_t columns, int64_t depth) {
-    for (int64_t j = 0; j < columns; j += 2 * VW) {
-        if (columns - j < 2 * VW) {  // one last column of VW
-            for (int64_t m = 0; m < rows; m++) {
-                vf acc = resume ? load(c + m * c_step + j) : vf{};
-                for (int64_t k = 0; k < depth; k++) acc += load(b + k * b_step + j) * a[m * a_row + k * a_col];
-                store(c + m * c_step + j, acc);
-            }
-            return;
-        }
-        int64_t m = 0;
-#define TILES(M)                  \
-    for (; m + M <= rows; m += M) \
-    product_tile<M>(c + m * c_step + j, c_step, resume, a + m * a_row, a_row, a_col, b + j, b_step, depth)
-        TILES(MR);
-        TILES(4);
-        TILES(1);
-#undef TILES
-    }
-}
-
-// Scores s to cap tanh(s / cap), in the form that does not overflow.
-INLINE void soft_cap(const Args &a, float *scores, int64_t count) {
-    const float twice = 2.0f / a.cap;
-    for (int64_t i = 0; i < count; i += VW) {
-        const vf e = vexp(load(scores + i) * twice);
-        store(scores + i, splat(a.cap) - splat(2.0f * a.cap) / (e + 1.0f));
-    }
-}
-
-// Scores of M rows against four keys read in place, D in steps of VW.
-template <int M, class C>
-INLINE void dots(float *scores, const float *q, const C *const *keys, int64_t shift, int64_t dim) {
-    vf acc[M][4] = {};
-    for (int64_t d = 0; d < dim; d += VW) {
-        vf x[4];
-        for (int k = 0; k < 4; k++) x[k] = load(keys[k] + shift + d);
-#pragma GCC unroll 4
-        for (int m = 0; m < M; m++) {
-            const vf y = load(q + m * dim + d);
-#pragma GCC unroll 4
-            for (int k = 0; k < 4; k++) acc[m][k] += x[k] * y;
-        }
-    }
-    for (int m = 0; m < M; m++) {
-        const v4 four = hsum4(acc[m][0], acc[m][1], acc[m][2], acc[m][3]);
-        memcpy(scores + m * KEYS, &four, sizeof four);
-    }
-}
-
-// sum[m][0..N VW) += weights[m][k] value[k], values read in place.
-template <int M, int N, class C>
-INLINE void weigh(float *sum, const float *weights, const C *const *values, int64_t at, int64_t keys, int64_t dim) {
-    vf acc[M][N];
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) acc[m][n] = load(sum + m * dim + n * VW);
-    for (int64_t k = 0; k < keys; k++) {
-        vf x[N];
-        for (int n = 0; n < N; n++) x[n] = load(values[k] + at + n * VW);
-#pragma GCC unroll 4
-        for (int m = 0; m < M; m++) {
-            const float w = weights[m * KEYS + k];
-#pragma GCC unroll 4
-            for (int n = 0; n < N; n++) acc[m][n] += x[n] * w;
-        }
-    }
-    for (int m = 0; m < M; m++)
-        for (int n = 0; n < N; n++) store(sum + m * dim + n * VW, acc[m][n]);
-}
-
-constexpr int STEP = VW == 16 ? 4 : 3;  // rows of the in-place forms: what the register file holds
-
-// FORM(M) for groups of at most STEP of the rows.
-#define EACH_FEW(FORM)                              \
-    int64_t m = 0;                                  \
-    for (; m + STEP <= rows; m += STEP) FORM(STEP); \
-    if (rows - m == 3) FORM(3);                     \
-    if (rows - m == 2) FORM(2);                     \
-    if (rows - m == 1) FORM(1);
-
-// The keys of one tile: where each key and value of kv head 0 lies.
-template <class C>
-struct Tile {
-    int64_t first, count;
-    const C *keys[KEYS], *values[KEYS];
-
-    void locate(const Args &a, const C *pool, const int32_t *table, int64_t begin, int64_t end) {
-        first = begin;
-        count = smaller(KEYS, end - begin);
-        int64_t block = begin / a.block_size, offset = begin % a.block_size;
-        for (int64_t k = 0; k < count; block++, offset = 0) {
-            const C *at = pool + int64_t(table[block]) * a.block + offset * a.token;
-            for (; offset < a.block_size && k < count; offset++, k++, at += a.token) {
-                keys[k] = at;
-                values[k] = at + a.half;
-            }
-        }
-        // Keys are taken by fours; the surplus repeats the last one and is masked.
-        for (int64_t k = count; k % 4; k++) keys[k] = keys[count - 1];
-    }
-};
-
-INLINE void prefetch(const void *at, int64_t bytes) {
-    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)at + b, 0, 2);
-}
-
-// Fold one tile into the running maximum, sum and weighted sum of the few query rows of one kv head, while the
-// next tile (or head) is on its way from memory.
-template <class C>
-void few_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shift, const Tile<C> *next,
-              int64_t next_shift, int64_t rows, int64_t position, int64_t group) {
-    const int64_t dim = a.dim, count = tile.count, padded = (count + VW - 1) / VW * VW;
-    for (int64_t k = 0; k < count; k += 4) {
-        if (next)
-            for (int64_t i = k; i < smaller(k + 4, next->count); i++) {
-                prefetch(next->keys[i] + next_shift, dim * sizeof(C));
-                prefetch(next->values[i] + next_shift, dim * sizeof(C));
-            }
-#define FORM(M) dots<M>(s.scores + m * KEYS + k, s.q + m * dim, tile.keys + k, shift, dim)
-        EACH_FEW(FORM)
-#undef FORM
-    }
-    for (int64_t m = 0; m < rows; m++) {
-        float *row = s.scores + m * KEYS;
-        const int64_t last = position + m / group;
-        if (a.cap > 0.0f) soft_cap(a, row, padded);
-        // Keys [from, to) of this tile are visible to the row; the rest weigh nothing.
-        const int64_t to = smaller(count, larger(0, last + 1 - tile.first));
-        const int64_t from = a.window ? smaller(to, larger(0, last + 1 - a.window - tile.first)) : 0;
-        for (int64_t k = 0; k < from; k++) row[k] = -INFINITY;
-        for (int64_t k = to; k < padded; k++) row[k] = -INFINITY;
-        vf best = splat(s.top[m]);
-        for (int64_t k = 0; k < padded; k += VW) best = vmax(best, load(row + k));
-        const float peak = hmax(best);
-        if (peak > s.top[m]) {
-            const float shrink = expf(s.top[m] - peak);
-            s.total[m] *= shrink;
-            for (int64_t d = 0; d < dim; d += VW) store(s.sum + m * dim + d, load(s.sum + m * dim + d) * shrink);
-            s.top[m] = peak;
-        }
-        vf added = {};
-        for (int64_t k = 0; k < padded; k += VW) {
-            const vf p = vexp(load(row + k) - peak);
-            store(row + k, p);
-            added += p;
-        }
-        s.total[m] += hsum(added);
-    }
-    int64_t d = 0;
-#define FORM(M) weigh<M, 4>(s.sum + m * dim + d, s.scores + m * KEYS, tile.values, shift + d, count, dim)
-    for (; d + 4 * VW <= dim; d += 4 * VW) {
-        EACH_FEW(FORM)
-    }
-#undef FORM
-#define FORM(M) weigh<M, 1>(s.sum + m * dim + d, s.scores + m * KEYS, tile.values, shift + d, count, dim)
-    for (; d < dim; d += VW) {
-        EACH_FEW(FORM)
-    }
-#undef FORM
-}
-
-// The tile's keys or values as fp32 [count][D].
-template <class C>
-INLINE void widen(float *to, const C *const *from, int64_t shift, int64_t count, int64_t dim) {
-    for (int64_t k = 0; k < count; k++)
-        for (int64_t d = 0; d < dim; d += VW) store(to + k * dim + d, load(from[k] + shift + d));
-}
-
-// As few_rows, with scores [keys][padded rows].
-template <class C>
-void many_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shift, int64_t rows, int64_t padded,
-               int64_t position, int64_t group) {
-    const int64_t dim = a.dim, first = tile.first, count = tile.count;
-    widen(s.keys, tile.keys, shift, count, dim);
-    product(s.scores, padded, false, s.keys, dim, 1, s.q, padded, count, padded, dim);
-    if (a.cap > 0.0f) soft_cap(a, s.scores, count * padded);
-    for (int64_t k = 0; k < count; k++) {
-        // Key first + k is visible to the query rows [from, to).
-        const int64_t from = smaller(padded, larger(0, first + k - position) * group);
-        const int64_t to = a.window ? smaller(padded, larger(0, first + k - position + a.window) * group) : padded;
-        for (int64_t m = 0; m < from; m++) s.scores[k * padded + m] = -INFINITY;
-        for (int64_t m = larger(from, to); m < padded; m++) s.scores[k * padded + m] = -INFINITY;
-    }
-    for (int64_t m = 0; m < padded; m += VW) {
-        const vf old = load(s.top + m);
-        vf peak = old, added = {};
-        for (int64_t k = 0; k < count; k++) peak = vmax(peak, load(s.scores + k * padded + m));
-        for (int64_t k = 0; k < count; k++) {
-            const vf p = vexp(load(s.scores + k * padded + m) - peak);
-            store(s.scores + k * padded + m, p);
-            added += p;
-        }
-        const vf shrink = vexp(old - peak);
-        store(s.total + m, load(s.total + m) * shrink + added);
-        store(s.top + m, peak);
-        store(s.shrink + m, shrink);
-    }
-    for (int64_t m = 0; m < rows; m++) {
-        if (s.shrink[m] == 1.0f) continue;
-        for (int64_t d = 0; d < dim; d += VW) store(s.sum + m * dim + d, load(s.sum + m * dim + d) * s.shrink[m]);
-    }
-    widen(s.values, tile.values, shift, count, dim);
-    product(s.sum, dim, true, s.scores, 1, padded, s.values, dim, rows, dim, count);
-}
 
 INLINE int64_t padded_rows(int64_t rows) {
     return (rows + 2 * VW - 1) / (2 * VW) * (2 * VW);
 }
 
-// The scratch of the unit's kv head number h.
-INLINE Scratch of_head(const Args &a, const Scratch &s, int64_t h, int64_t rows) {
-    Scratch own = s;
-    own.q += h * rows * a.dim;
-    own.sum += h * rows * a.dim;
-    own.top += h * rows;
-    own.total += h * rows;
-    return own;
+INLINE State state_at(const State &s, int64_t row, int64_t dim) {
+    return {s.top + row, s.total + row, s.sum + row * dim};
 }
 
+// Leaves the softmax over the unit's keys in `before`.
 template <class C>
-void attend(const Args &a, const C *pool, const Unit &u, const Scratch &s, int64_t rows, int64_t group) {
+void attend(const Args &a, const C *pool, const Unit &u, Scratch &s, int64_t rows, int64_t group) {
     const int64_t position = a.lens[u.row] - (a.starts[u.row + 1] - a.starts[u.row]) + u.first;
-    const int64_t padded = padded_rows(rows);
+    const int64_t padded = padded_rows(rows), all = u.heads * rows;
     const int32_t *table = a.tables + u.row * a.table_stride;
     const bool few = rows <= FEW;
-    for (int64_t m = 0; m < (few ? u.heads * rows : padded); m++) s.top[m] = LOWEST, s.total[m] = 0.0f;
-    memset(s.sum, 0, u.heads * rows * a.dim * sizeof(float));
     Tile<C> tiles[2];
     tiles[0].locate(a, pool, table, u.begin, u.end);
-    for (int64_t i = 0, first = u.begin; first < u.end; first += KEYS, i ^= 1) {
-        const bool more = first + KEYS < u.end;
-        if (more) tiles[i ^ 1].locate(a, pool, table, first + KEYS, u.end);
-        if (!few) {
-            many_rows(a, s, tiles[i], u.head * a.head, rows, padded, position, group);
-            continue;
+    bool fresh = true, first = true;
+    for (int i = 0;; i ^= 1) {
+        if (fresh) {
+            for (int64_t m = 0; m < (few ? all : padded); m++) s.now.top[m] = LOWEST, s.now.total[m] = 0.0f;
+            memset(s.now.sum, 0, all * a.dim * sizeof(float));
         }
-        for (int64_t h = 0; h < u.heads; h++) {
+        const int64_t end = tiles[i].first + KEYS;
+        const bool more = end < u.end;
+        if (more) tiles[i ^ 1].locate(a, pool, table, end, u.end);
+        if (!few) many_rows(a, s, tiles[i], u.head * a.head, rows, padded, position, group);
+        for (int64_t h = 0; few && h < u.heads; h++) {
             const bool last = h == u.heads - 1;
             const Tile<C> *next = !last ? &tiles[i] : more ? &tiles[i ^ 1] : nullptr;
-            few_rows(a, of_head(a, s, h, rows), tiles[i], (u.head + h) * a.head, next,
-                     (u.head + (last ? 0 : h + 1)) * a.head, rows, position, group);
+            Scratch own = s;
+            own.q += h * rows * a.dim;
+            own.now = state_at(s.now, h * rows, a.dim);
+            few_rows(a, own, tiles[i], (u.head + h) * a.head, next, (u.head + (last ? 0 : h + 1)) * a.head, rows,
+                     position, group);
         }
+        fresh = !more || end % PARTITION == 0;
+        if (fresh && first) {
+            const State swapped = s.before;
+            s.before = s.now;
+            s.now = swapped;
+        } else if (fresh) {
+            fold_in(s.before, s.now, all, a.dim);
+        }
+        first = first && !fresh;
+        if (!more) return;
     }
 }
 
@@ -353,7 +99,7 @@ INLINE float sink(const Args &a, int64_t head, float top) {
 }
 
 template <class T>
-void write_out(const Args &a, T *out, const Unit &u, const Scratch &s, int64_t rows, int64_t group) {
+void write_out(const Args &a, T *out, const Unit &u, const State &s, int64_t rows, int64_t group) {
     for (int64_t h = 0; h < u.heads; h++)
         for (int64_t m = 0; m < rows; m++) {
             T *to = query_row(a, out, a.out_token, a.out_head, u, h, m, group);
@@ -363,28 +109,21 @@ void write_out(const Args &a, T *out, const Unit &u, const Scratch &s, int64_t r
         }
 }
 
-// Partial buffer: per query row of a partition, top, total, then the unnormalised sum [D].
-template <class T>
-void merge(const Args &a, T *out, const Unit &u, const float *partial, int64_t group) {
-    const int64_t rows = u.count * group, all = u.heads * rows, width = a.dim + 2;
-    for (int64_t m = 0; m < all; m++) {
-        float top = LOWEST, total = 0.0f, sum[MAX_DIM] = {};
-        for (int p = 0; p < u.splits; p++) top = fmaxf(top, partial[(u.partial + p * all + m) * width]);
-        for (int p = 0; p < u.splits; p++) {
-            const float *from = partial + (u.partial + p * all + m) * width;
-            const float factor = expf(from[0] - top);
-            total += from[1] * factor;
-            for (int64_t d = 0; d < a.dim; d++) sum[d] += from[2 + d] * factor;
-        }
-        total += sink(a, (u.head + m / rows) * group + m % rows % group, top);
-        T *to = query_row(a, out, a.out_token, a.out_head, u, m / rows, m % rows, group);
-        for (int64_t d = 0; d < a.dim; d++) put(to + d, sum[d] / total);
-    }
+INLINE int64_t whole_vectors(int64_t rows) {
+    return (rows + VW - 1) / VW * VW;
+}
+
+// The partial buffer holds the states of partitions, one after another.
+INLINE int64_t state_floats(int64_t rows, int64_t dim) {
+    return 2 * whole_vectors(rows) + rows * dim;
+}
+INLINE State state_in(float *at, int64_t rows) {
+    return {at, at + whole_vectors(rows), at + 2 * whole_vectors(rows)};
 }
 
 struct Plan {
     Unit *units;
-    int64_t count, partial_rows;
+    int64_t count, partial_floats;
 };
 
 // Cut the batch into units; with `to` null only count them.
@@ -395,8 +134,8 @@ Plan plan(const Args &a, int64_t requests, int64_t group, int64_t threads, Unit 
         const int64_t queries = a.starts[r + 1] - a.starts[r];
         whole += queries * group <= FEW ? queries > 0 : (queries + tokens_per_tile - 1) / tokens_per_tile * a.kv_heads;
     }
-    // With plenty of units every thread is busy anyway, and partitions only cost their merge.
-    const int64_t wanted = whole >= 8 * threads || threads == 1 ? 1 : (8 * threads + whole - 1) / larger(1, whole);
+    // With plenty of units every thread is busy anyway. The bits are the same either way.
+    const bool split = threads > 1 && whole < 8 * threads;
     Plan plan = {to, 0, 0};
     for (int64_t r = 0; r < requests; r++) {
         const int64_t queries = a.starts[r + 1] - a.starts[r], start = a.lens[r] - queries;
@@ -404,27 +143,26 @@ Plan plan(const Args &a, int64_t requests, int64_t group, int64_t threads, Unit 
         for (int64_t tile = (queries + tokens_per_tile - 1) / tokens_per_tile - 1; tile >= 0; tile--) {
             const int64_t first = tile * tokens_per_tile, count = smaller(tokens_per_tile, queries - first);
             const int64_t begin = a.window ? larger(0, start + first + 1 - a.window) : 0, end = start + first + count;
-            const int64_t parts = larger(1, smaller(wanted, (end - begin) / SPLIT_MIN));
-            // Whole tiles to each partition, so that none has a ragged tile inside the context.
-            const int64_t size = ((end - begin + parts - 1) / parts + KEYS - 1) / KEYS * KEYS;
-            const int64_t splits = (end - begin + size - 1) / size;
+            const int64_t start_of = begin / PARTITION * PARTITION;
+            const int64_t splits = split ? (end - start_of + PARTITION - 1) / PARTITION : 1;
             const int64_t heads = count * group <= FEW ? a.kv_heads : 1;
             for (int64_t h = 0; h < a.kv_heads; h += heads) {
                 for (int64_t p = 0; p < splits; p++) {
+                    const int64_t next = start_of + (p + 1) * PARTITION;
                     if (to)
                         to[plan.count] = {int32_t(r),
                                           int32_t(first),
                                           int32_t(count),
                                           int32_t(h),
                                           int32_t(heads),
-                                          begin + p * size,
-                                          smaller(begin + (p + 1) * size, end),
+                                          larger(begin, start_of + p * PARTITION),
+                                          p == splits - 1 ? end : next,
                                           int32_t(splits),
                                           int32_t(p),
-                                          plan.partial_rows};
+                                          plan.partial_floats};
                     plan.count++;
                 }
-                if (splits > 1) plan.partial_rows += splits * heads * count * group;
+                if (splits > 1) plan.partial_floats += splits * state_floats(heads * count * group, a.dim);
             }
         }
     }
@@ -437,20 +175,25 @@ INLINE int64_t scratch_rows(const Args &a) {
 }
 INLINE int64_t scratch_floats(const Args &a) {
     const int64_t rows = scratch_rows(a);
-    return 2 * rows * a.dim + 2 * rows + MAX_ROWS + 2 * KEYS * a.dim + MAX_ROWS * KEYS;
+    return rows * a.dim + 2 * state_floats(rows, a.dim) + MAX_ROWS + 2 * KEYS * a.dim + MAX_ROWS * KEYS;
 }
 INLINE Scratch lay_out(const Args &a, float *at) {
     const int64_t rows = scratch_rows(a);
     Scratch s;
     s.q = at, at += rows * a.dim;
-    s.sum = at, at += rows * a.dim;
+    s.now = state_in(at, rows), at += state_floats(rows, a.dim);
+    s.before = state_in(at, rows), at += state_floats(rows, a.dim);
     s.keys = at, at += KEYS * a.dim;
     s.values = at, at += KEYS * a.dim;
     s.scores = at, at += MAX_ROWS * KEYS;
-    s.shrink = at, at += MAX_ROWS;
-    s.top = at, at += rows;
-    s.total = at;
+    s.shrink = at;
     return s;
+}
+
+INLINE void copy_state(const State &to, const State &from, int64_t rows, int64_t dim) {
+    memcpy(to.top, from.top, rows * sizeof(float));
+    memcpy(to.total, from.total, rows * sizeof(float));
+    memcpy(to.sum, from.sum, rows * dim * sizeof(float));
 }
 
 template <class T, class C>
@@ -458,35 +201,32 @@ int64_t run(const Args &a, T *out, const T *q, const C *pool, int64_t requests) 
     const int64_t group = a.heads / a.kv_heads, threads = omp_get_max_threads();
     const Plan size = plan(a, requests, group, threads, nullptr);
     if (size.count == 0) return 0;
-    const int64_t width = a.dim + 2, floats = (scratch_floats(a) + 15) / 16 * 16;
+    const int64_t floats = (scratch_floats(a) + 15) / 16 * 16;
     Unit *units = (Unit *)malloc(size.count * sizeof(Unit));
-    float *partial = size.partial_rows ? (float *)malloc(size.partial_rows * width * sizeof(float)) : nullptr;
+    float *partial = size.partial_floats ? (float *)malloc(size.partial_floats * sizeof(float)) : nullptr;
     float *scratch = (float *)aligned_alloc(64, threads * floats * sizeof(float));
-    if (!units || !scratch || (size.partial_rows && !partial)) {
+    if (!units || !scratch || (size.partial_floats && !partial)) {
         free(units), free(partial), free(scratch);
         return 1;
     }
     plan(a, requests, group, threads, units);
     parallel(size.count, [&](int64_t i, int thread) {
-        const Scratch s = lay_out(a, scratch + thread * floats);
+        Scratch s = lay_out(a, scratch + thread * floats);
         const Unit &u = units[i];
         const int64_t rows = u.count * group, all = u.heads * rows;
         load_queries(a, q, u, s, rows, group);
         attend(a, pool, u, s, rows, group);
-        if (u.splits == 1) {
-            write_out(a, out, u, s, rows, group);
-            return;
-        }
-        for (int64_t m = 0; m < all; m++) {
-            float *to = partial + (u.partial + u.part * all + m) * width;
-            to[0] = s.top[m];
-            to[1] = s.total[m];
-            memcpy(to + 2, s.sum + m * a.dim, a.dim * sizeof(float));
-        }
+        if (u.splits == 1) write_out(a, out, u, s.before, rows, group);
+        else copy_state(state_in(partial + u.partial + u.part * state_floats(all, a.dim), all), s.before, all, a.dim);
     });
     if (partial)
         parallel(size.count, [&](int64_t i, int) {
-            if (units[i].splits > 1 && units[i].part == 0) merge(a, out, units[i], partial, group);
+            const Unit &u = units[i];
+            if (u.splits == 1 || u.part > 0) return;
+            const int64_t rows = u.count * group, all = u.heads * rows, step = state_floats(all, a.dim);
+            const State sum = state_in(partial + u.partial, all);
+            for (int p = 1; p < u.splits; p++) fold_in(sum, state_in(partial + u.partial + p * step, all), all, a.dim);
+            write_out(a, out, u, sum, rows, group);
         });
     free(units), free(partial), free(scratch);
     return 0;

@@ -89,6 +89,8 @@ int64_t choose(const float *logits, int64_t vocab, const Row &r, float *z, float
     for (int64_t i = 0; i < vocab; i++) z[i] = logits[i] / r.temperature;
     for (int64_t i = vocab; i < vocab + VW; i++) z[i] = -INFINITY;
     const float peak = z[peak_token];
+    // So cold that scores overflow: all but the largest logit are out of reach of any noise.
+    if (!isfinite(peak)) return peak_token;
     float floor = -3.4028235e38f;  // all finite logits
     if (r.min_p > 0.0f) floor = fmaxf(floor, peak + logf(r.min_p));
     if (r.top_k > 0 && r.top_k < vocab) floor = fmaxf(floor, cut(z, nullptr, vocab, floor, double(r.top_k)));

@@ -1,0 +1,276 @@
+// y = x W^T + b with W packed into panels of NR output channels, each stored along K (README.md).
+//
+// Every output is one chain of multiply-adds: the bias, then the columns in order, whatever the number of rows, the
+// tile they fall into and the threads. A row's result is therefore the same bits alone and in any batch.
+//
+// An activation and a weight are 32-bit words here, of one of three kinds:
+//   float x float   fp32 multiply-add
+//   float x bf16    a word holds channels j and j + VW of one column; expanded to fp32, two integer operations
+//   pair x pair     a word holds columns 2 i and 2 i + 1 in bf16; AVX512-BF16's dot product of two
+#pragma once
+#include "common.h"
+
+namespace {
+
+constexpr int NR = 2 * VW;                    // output channels of a panel
+constexpr int MR = VW == 16 ? 12 : 6;         // rows of a register tile: 2 MR accumulators fit the register file
+constexpr int64_t ROWS = 16;                  // row tiles of one task at most
+constexpr int64_t PANELS = VW == 16 ? 2 : 4;  // panels of one task at most
+// The rows of a task are read once for each of its panels: this much of them stays in L2.
+constexpr int64_t ROW_BYTES = VW == 16 ? 640 << 10 : 320 << 10;
+
+// Bytes that a streamed weight is requested ahead of its use; the hardware's own prefetch stops at each page.
+constexpr int AHEAD = 4096;
+
+struct pair {
+    uint32_t bits;
+};
+
+// What each kind of weight is multiplied with, and how deep one pass over it is at most: a panel slice and a row tile
+// fit L1.
+template <class W>
+struct Kind {
+    typedef float Row;
+    static constexpr int64_t COLUMNS = 1;  // of a word
+    static constexpr int64_t KC = VW == 16 ? 384 : 512;
+};
+template <>
+struct Kind<pair> {
+    typedef pair Row;
+    static constexpr int64_t COLUMNS = 2;
+    static constexpr int64_t KC = 192;
+};
+
+struct Floats {
+    vf lo, hi;
+};
+struct Pairs {
+    vu lo, hi;
+};
+INLINE Floats panel_row(const float *w) {
+    return {load(w), load(w + VW)};
+}
+INLINE Floats panel_row(const bf16 *w) {
+    vu words;
+    memcpy(&words, w, sizeof words);
+    return {(vf)(words << 16), (vf)(words & 0xffff0000u)};
+}
+INLINE Pairs panel_row(const pair *w) {
+    Pairs row;
+    memcpy(&row.lo, w, sizeof row.lo);
+    memcpy(&row.hi, w + VW, sizeof row.hi);
+    return row;
+}
+INLINE vf multiply_add(vf sum, vf w, float x) {
+    return sum + w * x;
+}
+#if defined(ISTHMUS_PAIRS)
+INLINE vf multiply_add(vf sum, vu w, pair x) {
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)(vu{} + x.bits));
+}
+#endif
+
+// One register tile: c[m] = start + sum over k of a(m, k) * panel[k], with start = c[m], the bias or zero.
+// `row_step` and `k_step` place a(m, k). STREAM: the panel comes from memory and is used once.
+template <int M, bool STREAM, class A, class W>
+void tile(float *c, int64_t c_step, const float *bias, bool resume, const A *a, int64_t row_step, int64_t k_step,
+          const W *w, int64_t depth) {
+    vf lo[M], hi[M];
+    for (int m = 0; m < M; m++) {
+        lo[m] = resume ? load(c + m * c_step) : bias ? load(bias) : vf{};
+        hi[m] = resume ? load(c + m * c_step + VW) : bias ? load(bias + VW) : vf{};
+    }
+#pragma GCC unroll 4
+    for (int64_t k = 0; k < depth; k++) {
+        const auto row = panel_row(w + k * NR);
+        if (STREAM)
+            for (size_t at = 0; at < NR * sizeof(W); at += 64)
+                __builtin_prefetch((const char *)(w + k * NR) + AHEAD + at, 0, 2);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) {
+            const A x = a[m * row_step + k * k_step];
+            lo[m] = multiply_add(lo[m], row.lo, x);
+            hi[m] = multiply_add(hi[m], row.hi, x);
+        }
+    }
+    for (int m = 0; m < M; m++) {
+        store(c + m * c_step, lo[m]);
+        store(c + m * c_step + VW, hi[m]);
+    }
+}
+
+template <bool STREAM, class A, class W>
+void any_tile(int64_t rows, float *c, int64_t c_step, const float *bias, bool resume, const A *a, int64_t row_step,
+              int64_t k_step, const W *w, int64_t depth) {
+#define CASE(M) \
+    case M:     \
+        return tile<M, STREAM>(c, c_step, bias, resume, a, row_step, k_step, w, depth)
+    switch (rows) {
+        CASE(1);
+        CASE(2);
+        CASE(3);
+        CASE(4);
+        CASE(5);
+        CASE(6);
+#if defined(__AVX512F__)
+        CASE(7);
+        CASE(8);
+        CASE(9);
+        CASE(10);
+        CASE(11);
+        CASE(12);
+#endif
+    }
+#undef CASE
+}
+
+INLINE int64_t smaller(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+// The bias of panel p with zeros after the last channel, or null.
+INLINE const float *panel_bias(const float *bias, int64_t p, int64_t n, float *buffer) {
+    if (!bias || (p + 1) * NR <= n) return bias ? bias + p * NR : nullptr;
+    memset(buffer, 0, NR * sizeof(float));
+    memcpy(buffer, bias + p * NR, (n - p * NR) * sizeof(float));
+    return buffer;
+}
+
+template <class O>
+INLINE void copy_rows(O *out, int64_t out_step, const float *c, int64_t rows, int64_t width) {
+    if (width == NR) {
+        for (int64_t r = 0; r < rows; r++)
+            for (int j = 0; j < NR; j += VW) store(out + r * out_step + j, load(c + r * NR + j));
+        return;
+    }
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t j = 0; j < width; j++) put(out + r * out_step + j, c[r * NR + j]);
+}
+
+// A tile can be written straight to the output when it is fp32 and whole.
+INLINE float *direct(float *out, bool whole) {
+    return whole ? out : nullptr;
+}
+INLINE float *direct(bf16 *, bool) {
+    return nullptr;
+}
+
+// Up to MR rows: every panel is read once, straight from memory, so this is the weight-bandwidth path.
+// `k` counts words of a row, here and below.
+template <class W, class A, class O>
+void skinny(O *out, const A *x, const W *w, const float *bias, int64_t m, int64_t n, int64_t k, int64_t x_step,
+            int64_t out_step) {
+    parallel_ranges((n + NR - 1) / NR, n * k, [&](int64_t begin, int64_t end) {
+        for (int64_t p = begin; p < end; p++) {
+            float c[MR * NR], edge[NR];
+            const int64_t width = smaller(NR, n - p * NR);
+            float *to = direct(out + p * NR, width == NR);
+            any_tile<true>(m, to ? to : c, to ? out_step : NR, panel_bias(bias, p, n, edge), false, x, x_step, 1,
+                           w + p * NR * k, k);
+            if (!to) copy_rows(out + p * NR, out_step, c, m, width);
+        }
+    });
+}
+
+// First row of tile t when m rows are cut into `tiles` nearly equal ones.
+INLINE int64_t tile_start(int64_t t, int64_t m, int64_t tiles) {
+    return t * (m / tiles) + smaller(t, m % tiles);
+}
+
+// Word i of a row of `columns` values.
+template <class X>
+INLINE void take_word(float *to, const X *row, int64_t i, int64_t) {
+    *to = to_float(row[i]);
+}
+INLINE void take_word(pair *to, const bf16 *row, int64_t i, int64_t columns) {
+    to->bits = row[2 * i].bits | (2 * i + 1 < columns ? uint32_t(row[2 * i + 1].bits) << 16 : 0);
+}
+
+// `packed` holds the rows as words, tile by tile, each [K][rows of the tile]: the inner loop walks one stream.
+template <class A, class X>
+void pack_rows(A *packed, const X *x, int64_t m, int64_t k, int64_t columns, int64_t x_step, int64_t tiles) {
+    parallel_ranges(tiles, m * k, [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; t++) {
+            const int64_t start = tile_start(t, m, tiles), rows = tile_start(t + 1, m, tiles) - start;
+            A *to = packed + start * k;
+            for (int64_t r = 0; r < rows; r++)
+                for (int64_t i = 0; i < k; i++) take_word(to + i * rows + r, x + (start + r) * x_step, i, columns);
+        }
+    });
+}
+
+template <class W, class A, class O>
+void blocked(O *out, const A *packed, const W *w, const float *bias, int64_t m, int64_t n, int64_t k, int64_t out_step,
+             int64_t tiles) {
+    const int64_t most = Kind<W>::KC, panels = (n + NR - 1) / NR;
+    const int64_t passes = (k + most - 1) / most, depth = (k + passes - 1) / passes;
+    const int64_t fit = ROW_BYTES / (MR * k * int64_t(sizeof(A))), group = fit < 1 ? 1 : smaller(fit, ROWS);
+    const int64_t row_tasks = (tiles + group - 1) / group;
+    // At least eight tasks a thread, as far as there are panels: the last ones to finish are then short.
+    const int64_t spread = panels * row_tasks / (8 * omp_get_max_threads());
+    const int64_t together = spread < 1 ? 1 : smaller(spread, PANELS);
+    const int64_t panel_tasks = (panels + together - 1) / together;
+    parallel(row_tasks * panel_tasks, [&](int64_t task, int) {
+        float sums[ROWS * MR * NR], edge[NR];
+        const int64_t first = task / panel_tasks * group, last = smaller(first + group, tiles);
+        const int64_t panel = task % panel_tasks * together;
+        for (int64_t p = panel; p < smaller(panel + together, panels); p++)
+            for (int64_t pass = 0; pass < passes; pass++)
+                for (int64_t t = first; t < last; t++) {
+                    const int64_t start = tile_start(t, m, tiles), rows = tile_start(t + 1, m, tiles) - start;
+                    const int64_t width = smaller(NR, n - p * NR);
+                    float *own = sums + (t - first) * MR * NR;
+                    float *to = direct(out + start * out_step + p * NR, width == NR);
+                    // The first tile brings the panel from memory.
+                    const auto multiply = t == first ? any_tile<true, A, W> : any_tile<false, A, W>;
+                    multiply(rows, to ? to : own, to ? out_step : NR, panel_bias(bias, p, n, edge), pass > 0,
+                             packed + start * k + pass * depth * rows, 1, rows, w + (p * k + pass * depth) * NR,
+                             smaller(depth, k - pass * depth));
+                    if (!to && pass == passes - 1)
+                        copy_rows(out + start * out_step + p * NR, out_step, own, rows, width);
+                }
+    });
+}
+
+// Rows whose words are as they are needed, or null: nothing is copied then.
+INLINE const float *words_of(const float *x, float *, int64_t, int64_t *) {
+    return x;
+}
+INLINE const float *words_of(const bf16 *, float *, int64_t, int64_t *) {
+    return nullptr;
+}
+INLINE const pair *words_of(const bf16 *x, pair *, int64_t columns, int64_t *x_step) {
+    if (columns % 2 || *x_step % 2) return nullptr;
+    *x_step /= 2;
+    return (const pair *)x;
+}
+
+// m rows of `columns` values, n channels. Returns 0, or 1 when memory is short.
+template <class X, class W>
+int64_t run(X *out, const X *x, const W *w, const float *bias, int64_t m, int64_t n, int64_t columns, int64_t x_step,
+            int64_t out_step) {
+    typedef typename Kind<W>::Row A;
+    if (m == 0 || n == 0) return 0;
+    const int64_t k = (columns + Kind<W>::COLUMNS - 1) / Kind<W>::COLUMNS;
+    int64_t step = x_step;
+    const A *words = m <= MR ? words_of(x, (A *)nullptr, columns, &step) : nullptr;
+    if (words) {
+        skinny(out, words, w, bias, m, n, k, step, out_step);
+        return 0;
+    }
+    A *packed = (A *)aligned_alloc(64, (size_t(m * k) * sizeof(A) + 63) / 64 * 64);
+    if (!packed) return 1;
+    if (m <= MR) {
+        for (int64_t r = 0; r < m; r++)
+            for (int64_t i = 0; i < k; i++) take_word(packed + r * k + i, x + r * x_step, i, columns);
+        skinny(out, (const A *)packed, w, bias, m, n, k, k, out_step);
+    } else {
+        const int64_t tiles = (m + MR - 1) / MR;
+        pack_rows(packed, x, m, k, columns, x_step, tiles);
+        blocked(out, (const A *)packed, w, bias, m, n, k, out_step, tiles);
+    }
+    free(packed);
+    return 0;
+}
+
+}  // namespace

@@ -1,0 +1,78 @@
+"""What a request is answered depends neither on what shares its steps nor on how its prompt is cut: to the last bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from isthmus_kernels import native
+from isthmus_runtime.models.registry import read_model_spec
+from isthmus_runtime.request import SamplingParams
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="promised of the compiled kernels alone")
+
+BASE = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"]},
+    "windows": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "use_sliding_window": True,
+        "sliding_window": 40,
+        "max_window_layers": 1,
+    },
+}
+
+
+def model_dir(folder: Path, name: str) -> Path:
+    (folder / "config.json").write_text(json.dumps(BASE | MODELS[name]))
+    generator = torch.Generator().manual_seed(1)
+    shapes = read_model_spec(folder).tensor_shapes()
+    weights = {n: torch.randn(s, generator=generator) / s[-1] ** 0.5 for n, s in shapes.items()}
+    save_file({n: w.bfloat16() for n, w in weights.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32")])
+def test_alone_and_in_any_batch(
+    name: str, dtype: str, kv_dtype: str, tmp_path: Path, start_engine: Callable[..., Any], job: Any
+) -> None:
+    directory = model_dir(tmp_path, name)
+
+    def jobs() -> list[Any]:
+        generator = torch.Generator().manual_seed(5)
+        found = []
+        for number, length in enumerate([1, 3, 64, 65, 130, 190, 17, 90]):
+            prompt = torch.randint(0, BASE["vocab_size"], (length,), generator=generator).tolist()
+            sampling = SamplingParams(max_tokens=1, temperature=number % 3 * 0.7, seed=number, logprobs=4)
+            found.append(job(prompt, 12, sampling))
+        return found
+
+    options = {"max_model_len": 256, "dtype": dtype, "kv_dtype": kv_dtype}
+    whole = start_engine(directory, max_rows=1, budget=256, **options)
+    want = jobs()
+    for one in want:
+        whole.driver(0, preempt=0.0).run([one])
+    for seed, budget in ((1, 256), (2, 19), (3, 64)):
+        engine = start_engine(directory, max_rows=8, budget=budget, **options)
+        got = jobs()
+        engine.driver(seed).run(got)
+        for one, alone in zip(got, want, strict=True):
+            assert one.generated == alone.generated, f"seed {seed}"
+            assert one.logprobs == alone.logprobs, f"seed {seed}"
