@@ -23,6 +23,7 @@ FULL: dict[str, Any] = {
         "threads": 2,
         "maxModelLen": 4096,
         "maxBatchedTokens": 1024,
+        "maxStepTime": "150ms",
         "maxNumSeqs": 8,
         "maxWaiting": 9,
         "queueTimeout": "1m30s",
@@ -38,7 +39,7 @@ FULL: dict[str, Any] = {
         "extraArgs": {"executor": "fake"},
     },
     "roles": {
-        "prefill": {"engine": {"maxBatchedTokens": 2048, "kvCache": {"gpuMemoryFraction": 0.25}}},
+        "prefill": {"engine": {"maxBatchedTokens": 2048, "maxStepTime": "1s", "kvCache": {"gpuMemoryFraction": 0.25}}},
         "decode": {},
     },
     "transfer": {
@@ -49,7 +50,7 @@ FULL: dict[str, Any] = {
         "onFailure": "Fail",
         "verifyChecksums": True,
     },
-    "store": {"segmentSize": "512Mi", "replicas": 2},
+    "store": {"segmentSize": "512Mi", "replicas": 2, "secretRef": {"name": "pool", "key": "k"}},
     "router": {
         "policy": "RoundRobin",
         "disaggregateAbove": 256,
@@ -110,6 +111,7 @@ def test_every_setting_arrives_at_the_engine() -> None:
     assert (decode.kv.dtype, decode.kv.layout, decode.kv.prefix_caching) == ("float32", "layer-major", False)
     assert (prefill.kv.memory_bytes, prefill.kv.memory_fraction) == (None, 0.25)
     assert (prefill.scheduler.max_batched_tokens, decode.scheduler.max_batched_tokens) == (2048, 1024)
+    assert (prefill.scheduler.max_step_s, decode.scheduler.max_step_s) == (1.0, 0.15)
     assert decode.scheduler.max_model_len == 4096
     assert (decode.scheduler.max_num_seqs, decode.scheduler.max_waiting) == (8, 9)
     assert decode.scheduler.queue_timeout_s == 90
@@ -119,6 +121,7 @@ def test_every_setting_arrives_at_the_engine() -> None:
     assert (transfer.timeout_s, transfer.on_failure, transfer.verify_crc) == (20, OnFailure.FAIL, True)
     assert transfer.store.master == "svc-store.ns.svc:50051"
     assert (transfer.store.segment_bytes, transfer.store.replicas) == (2**29, 2)
+    assert transfer.store.secret_file == "/etc/isthmus/store/secret"
 
 
 def test_every_setting_arrives_at_the_router() -> None:

@@ -66,6 +66,7 @@ def test_the_document_names_what_is_served(service: dict[str, str]) -> None:
     router, engine = (get_json(service[role] + "/openapi.json")["paths"] for role in ("router", "engine"))
     assert isinstance(router, dict) and isinstance(engine, dict)
     shared = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/version"}
+    shared |= {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"}
     shared |= {"/health", "/ping", "/ready", "/info", "/metrics"}
     assert set(router) == shared | {"/accepting"}
     internal = {f"/internal/{name}" for name in ("generate", "prefill", "commit", "abort", "drained", "kv-events")}

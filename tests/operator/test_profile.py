@@ -133,6 +133,13 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         engine(env=[{"name": "A", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]),
         [f"{ENGINE}.containers[0].env[0].valueFrom.secretKeyRef"],
     ),
+    # The folder of a node is read-only by its mount alone.
+    (engine(volumeMounts=[{"name": "model", "mountPath": "/again"}]), [f"{ENGINE}.containers[0].volumeMounts[0].name"]),
+    (
+        engine(volumeMounts=[{"mountPath": "/models", "readOnly": False}]),
+        [f"{ENGINE}.containers[0].volumeMounts[0].name"],
+    ),
+    (pod(volumes=[{"name": "model", "emptyDir": {}}]), [f"{ENGINE}.volumes[0].name"]),
     (engine(ports=[{"containerPort": 1, "hostPort": 1}]), [f"{ENGINE}.containers[0].ports"]),
     (engine(lifecycle={"preStop": {"httpGet": {"host": "10.0.0.1"}}}), [f"{ENGINE}.containers[0].lifecycle"]),
     (
@@ -204,6 +211,37 @@ def test_the_examples_need_their_folder_and_nothing_else(example: str) -> None:
     manifest = yaml.safe_load((EXAMPLES / f"{example}.yaml").read_text())
     assert paths(manifest) == ["spec.model.source.hostPath.path"]
     assert paths(manifest, Profile(host_paths=("/var/lib/isthmus/models",))) == []
+
+
+@pytest.mark.parametrize("key", ["serving.isthmus.dev/role", "sidecar.istio.io/inject", "pod-template-hash", "a.b/c"])
+def test_labels_that_others_act_on_are_refused_and_plain_ones_pass(key: str) -> None:
+    label = {"metadata": {"labels": {key: "x"}}}
+    assert paths(changed(router__podPatch=label)) == [f"spec.router.podPatch.metadata.labels.{key}"]
+    assert paths(changed(router__podPatch={"metadata": {"labels": {"team": "x"}}})) == []
+
+
+def test_a_patch_may_bring_and_mount_volumes_of_its_own() -> None:
+    patch = pod(
+        volumes=[{"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}}],
+        containers=[{"name": "engine", "volumeMounts": [{"name": "scratch", "mountPath": "/scratch"}]}],
+    )
+    assert paths(changed(**patch)) == []
+
+
+def test_no_other_volume_is_rendered() -> None:
+    sources: list[dict[str, Any]] = [
+        {"source": {"hostPath": {"path": "/m"}}},
+        {"source": {"oci": {"image": "x"}}},
+        {"source": {"huggingFace": {"repo": "a/b", "tokenSecretRef": {"name": "s", "key": "k"}}}},
+        {"source": {"s3": {"uri": "s3://b/p", "credentialsSecretRef": {"name": "s"}}}},
+    ]
+    found = set()
+    for model in sources:
+        manifest = changed(model=model, router__auth={"apiKeySecretRef": {"name": "s", "key": "k"}})
+        for made in render(parse(manifest), Defaults()):
+            template = made["spec"].get("template", {}) if "spec" in made else {}
+            found |= {volume["name"] for volume in template.get("spec", {}).get("volumes", ())}
+    assert found == allowed_patch.RENDERED_VOLUMES
 
 
 def test_the_documented_patch_for_openshift_passes() -> None:

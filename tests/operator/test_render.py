@@ -12,7 +12,7 @@ from isthmus_operator.api.v1alpha1 import InferenceService, parse
 from isthmus_operator.render import router
 from isthmus_operator.render.names import Component, Defaults, child_name
 from isthmus_operator.render.pod import merge
-from isthmus_operator.render.revision import role_revision, service_revision
+from isthmus_operator.render.revision import pairing, role_revision, service_revision
 from isthmus_operator.render.service import render
 
 ROOT = Path(__file__).parents[2]
@@ -179,6 +179,23 @@ def test_secrets_are_mounted_by_reference() -> None:
     router = pod_of(manifests, "router")["spec"]
     assert {v["secret"]["secretName"] for v in router["volumes"] if "secret" in v} == {"hf", "keys"}
     assert "--api-key-file" in router["containers"][0]["args"]
+
+
+def test_the_secret_of_a_pool_is_mounted_in_engines_and_moves_their_revision() -> None:
+    plain = service(transfer={"mode": "Store"}, store={})
+    keyed = service(transfer={"mode": "Store"}, store={"secretRef": {"name": "pool", "key": "k"}})
+    manifests = render(keyed, Defaults())
+    assert not by_kind(manifests, "Secret")
+    for component in (Component.PREFILL, Component.DECODE):
+        spec = pod_of(manifests, component.value)["spec"]
+        (volume,) = (v for v in spec["volumes"] if v["name"] == "store-secret")
+        assert volume["secret"]["secretName"] == "pool" and volume["secret"]["items"][0]["key"] == "k"
+        (mount,) = (m for m in spec["containers"][0]["volumeMounts"] if m["name"] == "store-secret")
+        args = spec["containers"][0]["args"]
+        assert args[args.index("--store-secret-file") + 1].startswith(mount["mountPath"])
+        assert role_revision(plain, component) != role_revision(keyed, component)
+    assert pairing(plain) != pairing(keyed)
+    assert "--store-secret-file" not in str(render(plain, Defaults()))
 
 
 def test_a_role_local_change_moves_only_that_revision() -> None:

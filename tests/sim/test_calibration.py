@@ -15,6 +15,7 @@ from aiohttp import web
 from isthmus_runtime.commands.bench_client import BenchFailed, Target, replay
 from isthmus_runtime.commands.bench_steps import Sweep, measure_steps
 from isthmus_runtime.commands.simulate import simulate_main
+from isthmus_runtime.engine.pace import plan_ahead_s
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.sim.measured import Calibration, MeasuredSteps, calibrate, read_steps
 from isthmus_runtime.sim.planner import Cluster, Slo, simulate
@@ -47,10 +48,10 @@ def bench(unified: bool) -> list[Mapping[str, object]]:
     for new, seconds in TRUTH.stall:
         step = TRUTH.decode_s(4, 336)
         if unified:
-            first = OUTSIDE_S + 1.5 * step + TRUTH.mixed_s(new, new * new / 2, 4, 336)
+            first = OUTSIDE_S + step / 2 + plan_ahead_s(step) + TRUTH.mixed_s(new, new * new / 2, 4, 336)
         else:
             prompt = TRUTH.prefill_s(new, new * new / 2) * (1 + TRUTH.prefill_slowed)
-            first = OUTSIDE_S + TOKEN_S * new + 2 * step + prompt
+            first = OUTSIDE_S + TOKEN_S * new + prompt
         points.append({"kind": "first", "new": new, "batch": 4, "context": 336, "seconds": first})
         points.append({"kind": "stall", "new": new, "batch": 4, "context": 336, "seconds": seconds})
     return points

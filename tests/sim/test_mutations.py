@@ -332,13 +332,14 @@ def salt_is_ignored(p: Patch) -> None:
 
 
 def lose_wake_up(p: Patch) -> None:
-    real = EngineLoop.collect
+    real = EngineLoop._take_results
 
-    def collect(self: EngineLoop) -> None:
-        real(self)
+    def take(self: EngineLoop, now: float) -> list[Effect]:
+        effects = real(self, now)
         self._wake = False
+        return effects
 
-    p.setattr(EngineLoop, "collect", collect)
+    p.setattr(EngineLoop, "_take_results", take)
 
 
 def end_twice(p: Patch) -> None:

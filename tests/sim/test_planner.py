@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from isthmus_runtime.commands.simulate import simulate_main
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.sim.hardware import GPUS, MODELS, StepModel, find_gpu, find_model
+from isthmus_runtime.sim.measured import MeasuredSteps
 from isthmus_runtime.sim.planner import Cluster, Slo, simulate
 from isthmus_runtime.sim.search import search
 from isthmus_runtime.sim.traces import TraceRequest, generate_trace, read_trace, write_trace
@@ -58,20 +59,16 @@ def test_prompts_that_come_while_one_is_computed_share_the_next_step() -> None:
     one = cluster(cache="none", link_latency_s=0.0, link_bytes_per_s=1e30)
     report = simulate(one, [TraceRequest(at, 500, 1, ()) for at in (0.0, 0.001, 0.002)], SLO)
     both = STEPS.prefill_s(1000, 2 * 500 * 250)
-    # The engine tells that the first one was sent when it next reads its messages: after the second step.
-    assert report.ttft == [pytest.approx(alone(500) + both - at) for at in (0.0, 0.001, 0.002)]
+    assert report.ttft == [pytest.approx(alone(500) + (both if at else 0.0) - at) for at in (0.0, 0.001, 0.002)]
 
 
-def test_a_busy_decode_engine_reads_its_messages_when_steps_end() -> None:
-    """The request is read after half a step here, word of its KV one step later, its result one more step later."""
+def test_a_busy_decode_engine_reads_its_messages_while_a_step_runs() -> None:
     one = cluster(cache="none", link_latency_s=0.0, link_bytes_per_s=1e30)
     step = STEPS.decode_s(1, 1001)
     begins = alone(1000)
     at = begins + 10.5 * step
     report = simulate(one, [TraceRequest(0.0, 1000, 2000, ()), TraceRequest(at, 10, 1, ())], SLO)
-    prompt = alone(10)
-    whole = -(-prompt // step) * step  # the prompt ends within this many steps
-    assert report.ttft[0] == pytest.approx(0.5 * step + whole + step, rel=0.02)
+    assert report.ttft[0] == pytest.approx(alone(10), rel=0.02)
 
 
 def test_a_unified_engine_puts_a_prompt_into_the_step_that_is_not_planned_yet() -> None:
@@ -84,6 +81,38 @@ def test_a_unified_engine_puts_a_prompt_into_the_step_that_is_not_planned_yet() 
     assert ttft["long"] == pytest.approx(begins)
     assert ttft["short"] == pytest.approx(0.5 * step + step + mixed, rel=0.01)
     assert report.itl == [pytest.approx((98 * step + mixed) / 99, rel=0.01)]
+
+
+SLOW = MeasuredSteps(
+    name="slow",
+    kv_tokens=100_000,
+    kv_bytes_per_token=46_080,
+    decode=((1, 0.100), (2, 0.110)),
+    context_s=0.0,
+    prefill=((100, 0.2), (1100, 2.2)),
+    attention_s=0.0,
+    stall=((100, 0.2), (1100, 2.2)),
+)
+
+
+@pytest.mark.parametrize(("late", "steps"), [(0.2, 0.8), (0.9, 1.1)])
+def test_a_prompt_goes_into_the_next_step_unless_that_is_planned_already(late: float, steps: float) -> None:
+    """Of a step of 100 ms the last 20 ms are too late."""
+    one = Cluster(steps=SLOW, unified=1, cache="none")
+    at = SLOW.prefill_s(100, 5000) + (10 + late) * 0.1
+    report = simulate(one, [TraceRequest(0.0, 100, 100, ()), TraceRequest(at, 50, 1, ())], SLO)
+    assert report.ttft[0] == pytest.approx(steps * 0.1 + SLOW.mixed_s(50, 1250, 1, 0), rel=0.01)
+
+
+def test_a_long_prompt_is_computed_in_steps_of_the_longest_time() -> None:
+    for bound in (0.3, 0.6):
+        one = Cluster(steps=SLOW, unified=1, cache="none", max_step_s=bound)
+        report = simulate(one, [TraceRequest(0.0, 100, 200, ()), TraceRequest(2.0, 1000, 1, ())], SLO)
+        # 2 ms a token; the stream's own step leaves the rest of the bound to the prompt.
+        steps = 2.0 / (bound - 0.1)
+        assert max(report.ttft) == pytest.approx(steps * bound, rel=0.15)
+    (alone_s,) = simulate(one, [TraceRequest(0.0, 1000, 1, ())], SLO).ttft
+    assert alone_s == pytest.approx(SLOW.prefill_s(1000, 500_000), rel=0.01), "nobody waits: not slowed"
 
 
 def test_default_efficiencies_give_the_measured_peer() -> None:

@@ -134,6 +134,8 @@ class SchedulerConfig:
     max_model_len: int | None = None
     """None: the model's own limit, shrunk to what the pool holds (auto-fit)."""
     max_batched_tokens: int = 2048
+    max_step_s: float = 0.2
+    """Longest step beside a request that generates: the gap that a prompt may make in another's stream."""
     max_num_seqs: int = 128
     max_waiting: int = 1024
     """More waiting requests than this are refused with 429."""
@@ -150,6 +152,8 @@ class StoreConfig:
     segment_bytes: int = 1 << 30
     """Host memory this process lends to the pool."""
     replicas: int = 1
+    secret_file: str = ""
+    """File with a secret of the service, 16 bytes or more: salts names in the pool and seals values. Empty: neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,6 +256,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
     engine.add_argument("--threads", default="0", help="CPU threads; 0: all this process may use")
     engine.add_argument("--max-model-len", default="auto", help="tokens, or auto")
     engine.add_argument("--max-batched-tokens", default="2048")
+    engine.add_argument("--max-step-time", default="200ms", help="longest gap that prompts may make in a stream")
     engine.add_argument("--max-num-seqs", default="128")
     engine.add_argument("--max-waiting", default="1024")
     engine.add_argument("--queue-timeout", default="300s")
@@ -273,6 +278,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
     transfer.add_argument("--store-master", default="", help="host:port of mooncake_master")
     transfer.add_argument("--store-segment-size", default="1Gi")
     transfer.add_argument("--store-replicas", default="1")
+    transfer.add_argument("--store-secret-file", default="", help="the service's secret: salts names, seals values")
     chat = p.add_argument_group("chat (unified, router)")
     chat.add_argument(
         "--control-tokens",
@@ -442,6 +448,7 @@ def _engine(
             master=args.store_master,
             segment_bytes=read.size("store_segment_size"),
             replicas=read.integer("store_replicas", 1),
+            secret_file=args.store_secret_file,
         ),
     )
     if transfer.mode == "store" and not transfer.store.master:
@@ -465,6 +472,7 @@ def _engine(
         scheduler=SchedulerConfig(
             max_model_len=None if args.max_model_len == "auto" else read.integer("max_model_len", 2),
             max_batched_tokens=read.integer("max_batched_tokens", 1),
+            max_step_s=read.duration("max_step_time"),
             max_num_seqs=read.integer("max_num_seqs", 1, 65536),
             max_waiting=read.integer("max_waiting", 1),
             queue_timeout_s=read.duration("queue_timeout"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from engine_world import World, request
+from timed_engine import TimedEngine
 
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.sequence import Kind, SendBlocks
@@ -78,16 +79,17 @@ def test_an_abort_whose_caller_is_gone_says_nothing_to_the_next_user_of_the_id(a
 
 
 def test_the_loop_knows_when_it_must_wake() -> None:
-    world = World()
-    loop = EngineLoop(world.scheduler, world.executor, lambda replies: None, clock=lambda: world.now)
+    engine = TimedEngine(lambda plan: 0.001)
+    loop = engine.loop
     assert loop.wakes_at() is None
     loop.generate(request("r", [1, 2, 3], 2))
-    assert loop.wakes_at() == world.now
-    for _ in range(10):
-        if loop.turn():
-            loop.collect()
-        if not world.scheduler.has_work:
-            break
-        assert loop.wakes_at() == world.now
+    assert loop.wakes_at() == engine.now
+    loop.turn()
+    assert loop.wakes_at() == engine.now, "there may be a second step to plan"
+    loop.turn()
+    deadline = engine.scheduler.next_deadline()
+    assert loop.wakes_at() == min(deadline, engine.now + 120.0), "two steps are in flight"
+    engine.executor.finish()
+    assert loop.wakes_at() == engine.now, "a step has ended"
+    engine.run()
     assert loop.wakes_at() is None
-    world.executor.close()

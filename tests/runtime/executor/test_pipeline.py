@@ -168,3 +168,32 @@ def test_a_failed_warm_up_is_raised_where_the_executor_is_made() -> None:
     device = GatedDevice()
     with pytest.raises(torch.OutOfMemoryError, match="no memory for graphs"):
         StepPipeline(device, Refusing(), [StagingSlot(device, capacity=8, max_rows=2)])
+
+
+def test_a_step_is_taken_back_until_it_is_launched(pipeline: Callable[..., object]) -> None:
+    steps, device, runner = pipeline()  # type: ignore[misc]
+    futures = [steps.submit(plan(number)) for number in range(4)]
+    gates = [device.gates.get(timeout=DEADLINE_S) for _ in range(2)]
+    launched = [runner.launched.get(timeout=DEADLINE_S)[0] for _ in range(2)]
+    assert launched == [0, 1]
+    assert [future.cancel() for future in futures] == [False, False, True, True]
+    after = steps.submit(plan(4))
+    for gate in gates:
+        gate.open()
+    device.gates.get(timeout=DEADLINE_S).open()
+    assert [future.result(DEADLINE_S).step for future in (*futures[:2], after)] == [0, 1, 4]
+    assert runner.launched.get(timeout=DEADLINE_S)[0] == 4
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_step_that_was_taken_back_is_not_failed_as_well(pipeline: Callable[..., object], closes: bool) -> None:
+    steps, device, _ = pipeline()  # type: ignore[misc]
+    futures = [steps.submit(plan(number)) for number in range(4)]
+    gates = [device.gates.get(timeout=DEADLINE_S) for _ in range(2)]
+    assert futures[3].cancel()
+    if closes:
+        assert steps.close(0.0) is False
+    for gate in gates:
+        gate.open(None if closes else RuntimeError("lost"))
+    assert isinstance(futures[2].exception(DEADLINE_S), EngineFailed)
+    assert futures[3].cancelled()

@@ -17,12 +17,18 @@ from isthmus_runtime.openai.tool_grammar import MAX_CALLS, calls_grammar
 from isthmus_runtime.structured.grammars import Grammars
 
 EOS = (2, 0)
+DAYS = {"type": "integer", "maximum": 9, "minimum": 1}
 FUNCTIONS: list[dict[str, Any]] = [
     {
         "name": "weather",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "maximum": 9, "minimum": 1}},
+            "$defs": {"place": {"enum": ["Rome", "Oslo"]}, "more": {"$ref": "#/properties/city"}},
+            "properties": {
+                "city": {"$ref": "#/$defs/place"},
+                "via": {"$ref": "#/$defs/more"},
+                "days": {"type": "integer", "maximum": 9, "minimum": 1},
+            },
             "required": ["city"],
             "additionalProperties": False,
         },

@@ -6,12 +6,16 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from isthmus_runtime.config import StoreConfig
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.interfaces.transport import KvRegion
+from isthmus_runtime.kv.keys import pool_secret
+from isthmus_runtime.transfer.factory import store_secret
 from isthmus_runtime.transfer.pool_codes import explain
 from isthmus_runtime.transfer.store import StoreTransfer, is_scoped
 
@@ -362,6 +366,18 @@ def test_setup_against_a_silent_master_is_given_up(start_engine: Start) -> None:
 def test_a_segment_that_is_too_small_is_refused(start_engine: Start, master: Any) -> None:
     engine = start_engine("store", master=master.address, segment=1 << 20)
     assert "smallest segment is 16Mi" in engine.hello["failed"]
+
+
+def test_a_secret_that_is_missing_or_short_is_refused(tmp_path: Path) -> None:
+    assert store_secret(StoreConfig()) == b""
+    file = tmp_path / "secret"
+    with pytest.raises(ConfigError, match=r"--store-secret-file .*No such file"):
+        store_secret(StoreConfig(secret_file=str(file)))
+    file.write_text("too short\n")
+    with pytest.raises(ConfigError, match="holds 9 bytes; give 16 or more"):
+        store_secret(StoreConfig(secret_file=str(file)))
+    file.write_text("sixteen bytes...\n")
+    assert store_secret(StoreConfig(secret_file=str(file))) == pool_secret(b"sixteen bytes...")
 
 
 def test_scoped_keys_are_told_from_shared_ones() -> None:

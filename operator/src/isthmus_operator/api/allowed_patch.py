@@ -33,10 +33,23 @@ class Items(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """A mapping of texts to scalars. only: beginnings of keys that are allowed, empty for all; never: that are not."""
+    """A mapping of texts to scalars. only: beginnings of keys that are allowed, empty for all; never: keys that are
+    not; plain: keys have no prefix, as in `team`."""
 
     only: tuple[str, ...] = ()
     never: tuple[str, ...] = ()
+    plain: bool = False
+
+    def takes(self, key: str) -> bool:
+        """Whether a mapping may have this key."""
+        return key not in self.never and not (self.plain and "/" in key) and key.startswith(self.only or "")
+
+    @property
+    def described(self) -> str:
+        """For people."""
+        if self.only:
+            return f"keys that begin with {', '.join(self.only)}"
+        return f"keys without a prefix, but for {', '.join(self.never)}"
 
 
 class OneOf(NamedTuple):
@@ -103,10 +116,8 @@ def _container(name: str) -> Node:
     )
 
 
-_NOT_OURS = (
-    *("serving.isthmus.dev/", "app.kubernetes.io/", "llm-d.ai/", "pod-template-hash"),
-    *("kubernetes.io/", "k8s.io/", "node.kubernetes.io/", "topology.kubernetes.io/", "batch.kubernetes.io/"),
-)
+_LABELS = Keys(plain=True, never=("pod-template-hash", "controller-revision-hash"))
+"""Labels with a prefix are read by controllers and webhooks, ours among them: they inject sidecars and identities."""
 _ANNOTATIONS = (
     *("prometheus.io/", "karpenter.sh/", "cluster-autoscaler.kubernetes.io/"),
     "kubectl.kubernetes.io/default-container",
@@ -118,7 +129,7 @@ def allowed_patch(container: str) -> Node:
     """What a `podPatch` may hold. `container`: name of the main one."""
     return Fields(
         {
-            "metadata": Fields({"labels": Keys(never=_NOT_OURS), "annotations": Keys(only=_ANNOTATIONS)}),
+            "metadata": Fields({"labels": _LABELS, "annotations": Keys(only=_ANNOTATIONS)}),
             "spec": Fields(
                 {
                     "containers": Items(_container(container)),
@@ -160,10 +171,8 @@ def beyond(node: Node, value: Any, path: str) -> Iterator[Problem]:
             yield from beyond(node.each, inner, f"{path}[{index}]")
     elif isinstance(node, Keys) and isinstance(value, Mapping):
         for name, inner in value.items():
-            if name.startswith(node.never) or (node.only and not name.startswith(node.only)):
-                none = f"none that begins with {', '.join(node.never)}"
-                only = f"those that begin with {', '.join(node.only)}"
-                yield refused_field(f"{path}.{name}", "is not allowed", only if node.only else none)
+            if not node.takes(name):
+                yield refused_field(f"{path}.{name}", "is not allowed", node.described)
             else:
                 yield from beyond(_S, inner, f"{path}.{name}")
     elif not _fits(node, value):
@@ -186,3 +195,33 @@ def _described(node: Node) -> str:
     if isinstance(node, OneOf):
         return " or ".join(show(one) for one in node.values)
     return node.value if isinstance(node, Leaf) else "a list" if isinstance(node, Items) else "a mapping"
+
+
+RENDERED_VOLUMES = frozenset({"model", "model-credentials", "api-key", "peers", "tmp"})
+"""Names of the volumes that pods have without a patch."""
+
+
+def foreign_mounts(patch: Mapping[str, Any], path: str) -> Iterator[Problem]:
+    """Mounts and volumes of a patch that has allowed fields alone and that would change those that pods have anyway.
+
+    A folder of the node is read-only by its mount, so a second mount of the same volume would let a pod write to it.
+    """
+    spec = patch.get("spec")
+    spec = spec if isinstance(spec, Mapping) else {}
+    volumes = [str(volume.get("name")) for volume in _mappings(spec.get("volumes"))]
+    for index, name in enumerate(volumes):
+        if name in RENDERED_VOLUMES:
+            names = f"a name other than {', '.join(sorted(RENDERED_VOLUMES))}"
+            yield refused_field(
+                f"{path}.spec.volumes[{index}].name", f"{show(name)} is not allowed", names, "rename it"
+            )
+    own = set(volumes) - RENDERED_VOLUMES
+    for number, container in enumerate(_mappings(spec.get("containers"))):
+        for index, mount in enumerate(_mappings(container.get("volumeMounts"))):
+            if str(mount.get("name")) not in own:
+                where = f"{path}.spec.containers[{number}].volumeMounts[{index}].name"
+                yield refused_field(where, f"{show(mount.get('name'))} is not allowed", "a volume of the same patch")
+
+
+def _mappings(items: Any) -> list[Mapping[str, Any]]:
+    return [one for one in items if isinstance(one, Mapping)] if isinstance(items, list | tuple) else []

@@ -14,7 +14,7 @@ from posixpath import normpath
 from typing import Any
 
 from ..errors import Problem
-from .allowed_patch import allowed_patch, beyond, refused_field
+from .allowed_patch import allowed_patch, beyond, foreign_mounts, refused_field
 from .choices import ServiceType, Transport
 from .pod_patch import DIRECTIVE
 from .problems import show
@@ -65,6 +65,7 @@ def refused(spec: Spec, profile: Profile, namespace: str) -> Iterator[Problem]:
             yield refused_field(path, f"{show(ref.namespace)} is not allowed", allowed, "name a Gateway there")
     for path, container, settings in _pods(spec):
         yield from beyond(allowed_patch(container), settings.pod_patch, f"{path}.podPatch")
+        yield from foreign_mounts(settings.pod_patch, f"{path}.podPatch")
         if _replaces_security(settings.pod_patch):
             where = f"{path}.podPatch.spec.securityContext.{DIRECTIVE}"
             need = "with runAsNonRoot: true and seccompProfile: {type: RuntimeDefault} beside it"

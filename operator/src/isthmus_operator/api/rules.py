@@ -19,12 +19,12 @@ HOSTNAME_KEY = "kubernetes.io/hostname"
 TYPED_FLAGS = frozenset(
     {
         *("role", "host", "port", "model", "served-model-name", "log-level", "drain-timeout", "no-progress-timeout"),
-        *("device", "dtype", "threads", "max-model-len", "max-batched-tokens", "max-num-seqs", "max-waiting"),
-        "queue-timeout",
+        *("device", "dtype", "threads", "max-model-len", "max-batched-tokens", "max-step-time"),
+        *("max-num-seqs", "max-waiting", "queue-timeout"),
         *("block-size", "kv-dtype", "kv-memory", "kv-memory-fraction", "num-blocks-override", "no-prefix-caching"),
         *("kv-layout", "transfer-mode", "transfer-transport", "transfer-fallback", "transfer-timeout"),
         *("transfer-on-failure", "transfer-host", "transfer-crc"),
-        *("store-master", "store-segment-size", "store-replicas"),
+        *("store-master", "store-segment-size", "store-replicas", "store-secret-file"),
         *("prefill", "decode", "worker", "policy", "disaggregate-above", "on-prefill-unavailable", "max-queue"),
         *("request-timeout", "discovery-interval", "api-key-file", "cors-origins", "peer-credentials"),
     }

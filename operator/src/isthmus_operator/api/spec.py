@@ -165,6 +165,9 @@ class EngineTuning(Block):
     """CPU threads of the executor; 0 or absent: all CPUs the container may use."""
     max_batched_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Most tokens in one step, prefill and decode together. Absent: the engine's default."""
+    max_step_time: Duration | None = None
+    """Longest gap that other requests' prompts may make between two tokens of a stream: prompts are computed in chunks
+    that keep a step below it. Longer: a little more prompt throughput. Absent: the engine's default."""
     max_num_seqs: Annotated[int, Field(ge=1, le=65536)] | None = None
     """Most requests that run at once. Absent: the engine's default."""
     max_waiting: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -346,6 +349,9 @@ class Store(Block):
     """Host memory each engine pod lends to the pool. Must fit in the pod's memory limit."""
     replicas: Annotated[int, Field(ge=1, le=16)] = 1
     """Copies of each KV object, on different engine pods."""
+    secret_ref: SecretKey | None = None
+    """A secret of 16 bytes or more. Names in the pool are then salted and values sealed with it, so that no other
+    service of the same master finds this one's KV or has its own taken for it. It encrypts nothing."""
     master: StoreMaster = Field(default_factory=StoreMaster)
     """The pool's master: managed or external."""
 

@@ -16,6 +16,7 @@ Object = Mapping[str, Any]
 
 Maker = tuple[str, str]
 """What makes pods: the kind of a workload, and its name or uid."""
+MOST_MAKERS = 16
 TEMPLATE_HASH = "pod-template-hash"
 
 _STARTING = ("ContainerCreating", "PodInitializing")
@@ -75,13 +76,13 @@ def is_child(service: InferenceService, child: Object) -> bool:
 
 def unknown_makers(service: InferenceService, children: Iterable[Object]) -> list[dict[str, Any]]:
     """Deployments that have made pods with the service's labels and are not among `children`, as far as their names
-    say: kind, name and namespace."""
+    say: kind, name and namespace. At most MOST_MAKERS, as each is asked for, and anybody may make pods."""
     children = list(children)
     known = {_maker(child) for child in children if child["kind"] in ("Deployment", "StatefulSet")}
     found = {_maker_of(child) for child in children if child["kind"] == "Pod"} - known
     return [
         {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": maker[1], "namespace": service.namespace}}
-        for maker in sorted(maker for maker in found if maker is not None and maker[0] == "Deployment")
+        for maker in sorted(maker for maker in found if maker is not None and maker[0] == "Deployment")[:MOST_MAKERS]
     ]
 
 

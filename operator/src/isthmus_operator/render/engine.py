@@ -33,6 +33,7 @@ from .pod import GRACE_AFTER_DRAIN_S, http_probes, pod_env, pod_template, resour
 from .revision import pairing, role_revision
 
 _RUNTIME_ROLES = {Component.PREFILL: "prefill", Component.DECODE: "decode", Component.WORKER: "unified"}
+_SECRET_FOLDER = "/etc/isthmus/store"
 _TRANSPORTS = {Transport.AUTO: "auto", Transport.RDMA: "rdma", Transport.NVLINK: "nvlink", Transport.TCP: "tcp"}
 
 
@@ -96,6 +97,7 @@ def _tuning(shared: Engine, own: EngineTuning) -> list[str]:
 
     args += setting("--threads", own.threads, shared.threads)
     args += setting("--max-batched-tokens", own.max_batched_tokens, shared.max_batched_tokens)
+    args += setting("--max-step-time", own.max_step_time, shared.max_step_time)
     args += setting("--max-num-seqs", own.max_num_seqs, shared.max_num_seqs)
     args += setting("--max-waiting", own.max_waiting, shared.max_waiting)
     args += setting("--queue-timeout", own.queue_timeout, shared.queue_timeout)
@@ -131,6 +133,8 @@ def _transfer(service: InferenceService) -> list[str]:
         args += ["--store-master", master_address(service)]
         args += ["--store-segment-size", str(int(store.segment_size.value))]
         args += ["--store-replicas", str(store.replicas)]
+        if store.secret_ref:
+            args += ["--store-secret-file", f"{_SECRET_FOLDER}/secret"]
     return args
 
 
@@ -142,6 +146,11 @@ def deployment(
     revision = role_revision(service, component)
     image = spec.engine.image or defaults.engine_image
     model = model_parts(service, image=image, deadline=spec.availability.startup_timeout.canonical)
+    volumes, mounts = list(model.volumes), list(model.mounts)
+    if spec.store and (ref := spec.store.secret_ref) and component is not Component.WORKER:
+        secret = {"secretName": ref.name, "items": [{"key": ref.key, "path": "secret"}], "defaultMode": 0o440}
+        volumes.append({"name": "store-secret", "secret": secret})
+        mounts.append({"name": "store-secret", "mountPath": _SECRET_FOLDER, "readOnly": True})
     rdma = _rdma(service) if component is not Component.WORKER else None
     container = {
         "name": "engine",
@@ -152,7 +161,7 @@ def deployment(
         "ports": [{"name": "http", "containerPort": ENGINE_PORT}],
         "resources": resources(role.resources, extra={rdma.resource_name: str(rdma.resource_count)} if rdma else None),
         **http_probes(startup_timeout_s=spec.availability.startup_timeout.seconds),
-        "volumeMounts": model.mounts,
+        "volumeMounts": mounts,
         # RDMA pins memory, which needs IPC_LOCK: the one exception from Pod Security "restricted".
         "securityContext": security_context(capabilities=("IPC_LOCK",) if rdma else ()),
     }
@@ -163,7 +172,7 @@ def deployment(
         role,
         container=container,
         init_containers=model.init_containers,
-        volumes=model.volumes,
+        volumes=volumes,
         grace_s=spec.rollout.drain_timeout.seconds + GRACE_AFTER_DRAIN_S,
         affinity=_locality(service, component),
         host_network=rdma is not None and rdma.host_network,

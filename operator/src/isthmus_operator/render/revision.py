@@ -100,6 +100,8 @@ def _store_as_engines_see_it(service: InferenceService) -> object:
         "segmentSize": store.segment_size.canonical,
         "replicas": store.replicas,
         "external": canonical(store.master.external),
+        # Absent, it says nothing: services of before keep their revision.
+        **({"secretRef": canonical(store.secret_ref)} if store.secret_ref else {}),
     }
 
 

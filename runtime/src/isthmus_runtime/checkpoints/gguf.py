@@ -30,14 +30,13 @@ from .gguf_tokenizer import Tokenizer, read_tokenizer
 from .provenance import MARKER, sha256_of
 
 # Raise it when the import writes something else for the same file: earlier imports are then redone.
-_FORMAT = 2
+_FORMAT = 3
 # safetensors files of at most this size, so that a large model loads and uploads in parts.
 _SHARD_BYTES = 5 << 30
 
-# Tensors that only llama.cpp's own run time uses; rope_freqs would change the mathematics and is refused.
-_ROPE_FREQS = "rope_freqs.weight"
-
 Progress = Callable[[str], None]
+Place = tuple[str, int | None]
+"""A tensor's name in a file, and which of the stacked ones it is."""
 
 
 def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
@@ -71,13 +70,13 @@ def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
             "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
             "pad_token_id": tokenizer.pad,
         }
-        for name, value in (
+        for file, content in (
             ("config.json", config),
             ("generation_config.json", {key: value for key, value in generation.items() if value is not None}),
             ("tokenizer.json", tokenizer.tokenizer),
             ("tokenizer_config.json", tokenizer.tokenizer_config),
         ):
-            _write_json(partial / name, value)
+            _write_json(partial / file, content)
         _write_json(partial / MARKER, {**marker, "files": {path.name: _size(path) for path in partial.iterdir()}})
         for path in partial.iterdir():
             path.chmod(0o644)
@@ -91,8 +90,8 @@ def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
 
 def _judge(
     source: Path,
-) -> tuple[dict[str, Any], GgufFormat, Tokenizer, dict[str, Any], ModelSpec, dict[str, str]]:
-    """Tensors, format, tokenizer, config.json, its model, and the GGUF name of each of its tensors.
+) -> tuple[dict[str, Any], GgufFormat, Tokenizer, dict[str, Any], ModelSpec, dict[str, Place]]:
+    """Tensors, format, tokenizer, config.json, its model, and where each of its tensors is.
 
     Raises WeightsError when the file's header describes no model that can be imported.
     """
@@ -102,6 +101,7 @@ def _judge(
         source=str(source),
         metadata={name: field.contents() for name, field in reader.fields.items()},
         tensors=frozenset(tensors),
+        numbers=lambda name: [float(value) for value in np.array(tensors[name].data, np.float32)],
     )
     architecture, form = _family(header)
     tokenizer, config = _describe(header, architecture, form, tensors)
@@ -173,11 +173,6 @@ def _family(header: GgufHeader) -> tuple[str, GgufFormat]:
         raise WeightsError(
             f"{header.source}: general.architecture {arch!r} is not supported; known: {', '.join(known)}"
         )
-    if _ROPE_FREQS in header.tensors:
-        raise WeightsError(
-            f"{header.source}: tensor {_ROPE_FREQS} (rotary scaling of the Llama 3.1 kind) is not supported in a GGUF "
-            "file; fetch the original safetensors model instead"
-        )
     return known[arch]
 
 
@@ -188,12 +183,7 @@ def _describe(
     meta, source, value, arch = header.metadata, header.source, header.value, form.architecture
     heads, hidden = value("attention.head_count"), value("embedding_length")
     head_dim = meta.get(f"{arch}.attention.key_length") or hidden // heads
-    rotary = meta.get(f"{arch}.rope.dimension_count", head_dim)
-    if rotary != head_dim:
-        raise WeightsError(f"{source}: {arch}.rope.dimension_count {rotary} differs from the head size {head_dim}")
-    scaling = meta.get(f"{arch}.rope.scaling.type", "none")
-    if scaling not in ("none", "linear"):
-        raise WeightsError(f"{source}: {arch}.rope.scaling.type {scaling!r} is not supported; known: none, linear")
+    rope_scaling = None if form.own_rope else _rope_scaling(header, head_dim)
     context = value("context_length")
     tokenizer = read_tokenizer(meta, source=source, max_length=context)
     embedding = tensors.get("token_embd.weight")
@@ -214,7 +204,7 @@ def _describe(
         # GGUF keeps it as fp32; the shortest text that gives the same fp32 is what was meant.
         "rms_norm_eps": float(str(np.float32(value("attention.layer_norm_rms_epsilon")))),
         "rope_theta": float(value("rope.freq_base", 10000.0)),
-        "rope_scaling": None,
+        "rope_scaling": rope_scaling,
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": tokenizer.bos,
         "eos_token_id": tokenizer.eos[0] if len(tokenizer.eos) == 1 else list(tokenizer.eos) or None,
@@ -222,37 +212,58 @@ def _describe(
         "use_cache": True,
         **form.config(header),
     }
-    if scaling == "linear":
-        config["rope_scaling"] = {"rope_type": "linear", "factor": float(value("rope.scaling.factor"))}
     return tokenizer, config
 
 
-def _match(spec: ModelSpec, form: GgufFormat, tensors: Mapping[str, Any], source: str) -> dict[str, str]:
-    """GGUF name of every tensor that config.json asks for. WeightsError lists what is missing, misshapen or left."""
-    names: dict[str, str] = {}
-    problems: list[str] = []
+def _rope_scaling(header: GgufHeader, head_dim: int) -> dict[str, Any] | None:
+    """`rope_scaling` of a family without rules of its own. WeightsError for what nothing here reads."""
+    source, arch = header.source, header.metadata["general.architecture"]
+    rotary = header.value("rope.dimension_count", head_dim)
+    if rotary != head_dim:
+        raise WeightsError(f"{source}: {arch}.rope.dimension_count {rotary} differs from the head size {head_dim}")
+    kind, factor = header.value("rope.scaling.type", "none"), header.value("rope.scaling.attn_factor", 1.0)
+    if kind not in ("none", "linear", "yarn"):
+        raise WeightsError(f"{source}: {arch}.rope.scaling.type {kind!r} is not supported; known: none, linear, yarn")
+    if factor != 1.0:
+        raise WeightsError(f"{source}: {arch}.rope.scaling.attn_factor {factor} is not supported; known: 1")
+    if kind == "none":
+        return None
+    scaling = {"rope_type": kind, "factor": float(header.value("rope.scaling.factor"))}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = header.value("rope.scaling.original_context_length")
+    return scaling
+
+
+def _match(spec: ModelSpec, form: GgufFormat, tensors: Mapping[str, Any], source: str) -> dict[str, Place]:
+    """Where every tensor is that config.json asks for. WeightsError lists what is missing, misshapen or left."""
+    places = {name: form.place(name) for name in spec.tensor_shapes()}
+    wanted: dict[str, tuple[int, ...]] = {}
     for name, shape in spec.tensor_shapes().items():
-        names[name] = form.tensor_name(name)
-        tensor = tensors.get(names[name])
+        theirs, index = places[name]
+        # Of stacked experts the last says how many there are.
+        wanted[theirs] = shape if index is None else (index + 1, *shape)
+    problems: list[str] = []
+    for theirs, shape in wanted.items():
+        tensor = tensors.get(theirs)
         if tensor is None:
-            problems.append(f"{source}: tensor {names[name]} {list(shape)} is missing")
+            problems.append(f"{source}: tensor {theirs} {list(shape)} is missing")
             continue
         # GGUF lists the innermost dimension first.
         found = tuple(int(size) for size in reversed(tensor.shape))
         if found != shape:
-            problems.append(f"{source}: tensor {names[name]} has shape {list(found)}, expected {list(shape)}")
-    for name in sorted(tensors.keys() - set(names.values())):
+            problems.append(f"{source}: tensor {theirs} has shape {list(found)}, expected {list(shape)}")
+    for name in sorted(tensors.keys() - wanted.keys() - set(form.extra_tensors)):
         problems.append(f"{source}: tensor {name} is not part of {form.architecture}")
     if problems:
         raise WeightsError(problems[:8])
-    return names
+    return places
 
 
 def _write_weights(
     folder: Path,
     spec: ModelSpec,
     form: GgufFormat,
-    names: Mapping[str, str],
+    names: Mapping[str, Place],
     tensors: Mapping[str, Any],
     source: str,
     progress: Progress,
@@ -270,8 +281,8 @@ def _write_weights(
         save_file(shards[-1], written[-1], metadata={"format": "pt"})
         shards[-1] = {}
 
-    for number, (name, gguf_name) in enumerate(names.items()):
-        tensor = form.restore(spec, name, _tensor(tensors[gguf_name], source)).contiguous()
+    for number, (name, (theirs, index)) in enumerate(names.items()):
+        tensor = form.restore(spec, name, _tensor(tensors[theirs], index, source)).contiguous()
         if tensor.dim() == 2:
             matrices = torch.promote_types(matrices, tensor.dtype) if tensor.dtype != torch.float16 else tensor.dtype
         if size and size + tensor.nbytes > _SHARD_BYTES:
@@ -290,25 +301,28 @@ def _write_weights(
     final = [f"model-{number + 1:05}-of-{len(written):05}.safetensors" for number in range(len(written))]
     for path, target in zip(written, final, strict=True):
         path.rename(folder / target)
-    index = {
+    listing = {
         "metadata": {"total_size": total},
         "weight_map": {name: final[number] for name, number in where.items()},
     }
-    _write_json(folder / "model.safetensors.index.json", index)
+    _write_json(folder / "model.safetensors.index.json", listing)
     return matrices
 
 
-def _tensor(tensor: Any, source: str) -> Tensor:
-    kind = tensor.tensor_type
+def _tensor(tensor: Any, index: int | None, source: str) -> Tensor:
+    kind, data = tensor.tensor_type, tensor.data
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    if index is not None:
+        data, shape = data[index], shape[1:]
     kinds = gguf.GGMLQuantizationType
     if kind == kinds.F16:
-        values = torch.from_numpy(np.array(tensor.data, np.float16))
+        values = torch.from_numpy(np.array(data, np.float16))
     elif kind == kinds.F32:
-        values = torch.from_numpy(np.array(tensor.data, np.float32))
+        values = torch.from_numpy(np.array(data, np.float32))
     else:
         try:
-            expanded: npt.NDArray[np.float32] = gguf.dequantize(tensor.data, kind)
+            expanded: npt.NDArray[np.float32] = gguf.dequantize(data, kind)
         except NotImplementedError as e:
             raise WeightsError(f"{source}: tensor {tensor.name} has type {kind.name}, which cannot be read: {e}") from e
         values = torch.from_numpy(np.ascontiguousarray(expanded)).to(torch.bfloat16)
-    return values.reshape(tuple(int(size) for size in reversed(tensor.shape)))
+    return values.reshape(shape)

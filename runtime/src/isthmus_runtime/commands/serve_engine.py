@@ -35,7 +35,7 @@ from ..errors import ConfigError, EngineFailed, IsthmusError
 from ..interfaces.handoff import HandoffEvent, KvHandoff
 from ..interfaces.steps import Executor
 from ..kv.groups import LayerSpec
-from ..kv.keys import layout_digest
+from ..kv.keys import layout_digest, pool_name
 from ..kv.plan import KvPlan, plan
 from ..kv.plan_input import KvPlanInput
 from ..kv.pool import BlockPool
@@ -186,7 +186,13 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     streams = Streams(asyncio.get_running_loop())
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)
     mover = _Mover.start(config, loaded, credentials)
-    engine = EngineLoop(scheduler, loaded.executor, streams.sink, handoff=mover.handoff)
+    engine = EngineLoop(
+        scheduler,
+        loaded.executor,
+        streams.sink,
+        handoff=mover.handoff,
+        step_timeout_s=config.server.no_progress_timeout_s,
+    )
     grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
     backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size, grammars=grammars)
     in_flight = InFlight()
@@ -201,7 +207,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         layout_digest=loaded.digest,
     )
     revision = pinned_revision(Path(config.model.path))
-    fingerprint = sha256(f"{loaded.digest}:{KV_ABI}".encode()).hexdigest()[:16]
+    fingerprint = sha256(f"{loaded.digest}:{KV_ABI}:{mover.shares}".encode()).hexdigest()[:16]
 
     def info() -> EngineInfo:
         stats = engine.snapshot.stats
@@ -288,9 +294,11 @@ def _grammars(model: str, vocab_size: int) -> Grammars:
 class _Mover:
     """The transfer side of an engine, or its absence."""
 
-    def __init__(self, info: TransferInfo, handoff: HandoffFactory | None = None) -> None:
+    def __init__(self, info: TransferInfo, handoff: HandoffFactory | None = None, shares: str = "") -> None:
+        """`shares`: equal for engines that find each other's values in a pool."""
         self.info = info
         self.handoff = handoff
+        self.shares = shares
 
     @staticmethod
     def start(config: EngineConfig, loaded: _Loaded, credentials: Credentials | None) -> _Mover:
@@ -298,12 +306,13 @@ class _Mover:
         if config.transfer.mode == "none":
             return _Mover(TransferInfo(epoch=uuid.uuid4().hex))
         from ..transfer.agent import TransferAgent
-        from ..transfer.factory import make_transfer
+        from ..transfer.factory import make_transfer, store_secret
 
         memory = replace(loaded.executor.kv_region(), layout_digest=loaded.digest)
         settings = config.transfer
         epoch = uuid.uuid4().hex
-        transfer = make_transfer(settings, epoch=epoch, credentials=credentials)
+        secret = store_secret(settings.store)
+        transfer = make_transfer(settings, epoch=epoch, credentials=credentials, secret=secret)
         transfer.prepare(memory, PREPARE_TIMEOUT_S)
         effective = transfer.effective()
         log.info("KV transfer: %s over %s, %.2f GB/s", config.transfer.mode, effective.transport, effective.gbps)
@@ -317,4 +326,4 @@ class _Mover:
         def handoff(notify: Callable[[HandoffEvent], None]) -> KvHandoff:
             return TransferAgent(transfer, memory, settings, notify, time.monotonic, epoch=info.epoch)
 
-        return _Mover(info, handoff)
+        return _Mover(info, handoff, pool_name(secret, "fingerprint") if secret else "")

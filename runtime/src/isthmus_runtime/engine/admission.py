@@ -6,6 +6,7 @@ from ..interfaces.steps import RowStart
 from .blocks import Hits, SequenceBlocks
 from .handoffs import Handoffs
 from .in_flight import StepDraft
+from .pace import Pace
 from .preemption import Preemption, Room
 from .queues import Queues
 from .sequence import Phase, Sequence
@@ -14,11 +15,14 @@ from .sequence import Phase, Sequence
 class Admission:
     """Gives rows to arrived and waiting requests, and reserves blocks for prompts that a peer computes."""
 
-    def __init__(self, queues: Queues, blocks: SequenceBlocks, handoffs: Handoffs, preemption: Preemption) -> None:
+    def __init__(
+        self, queues: Queues, blocks: SequenceBlocks, handoffs: Handoffs, preemption: Preemption, pace: Pace
+    ) -> None:
         self._queues = queues
         self._blocks = blocks
         self._handoffs = handoffs
         self._preemption = preemption
+        self._pace = pace
         self._pool = blocks.pool
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -48,13 +52,13 @@ class Admission:
                 if room is not Room.FOUND:
                     return False
             queues.withdraw(seq)
-            self._start(seq, draft)
+            self._start(seq, min(seq.known - seq.scheduled, draft.budget), draft)
         return True
 
     def _admit_waiting(self, draft: StepDraft) -> None:
         queues = self._queues
         for seq in list(queues.waiting):
-            if not seq.receives and (draft.budget == 0 or not queues.rows):
+            if not seq.receives and (draft.full or not queues.rows):
                 if not queues.receivers:
                     return
                 continue
@@ -73,11 +77,23 @@ class Admission:
         fresh = max(0, self._blocks.peak(len(seq.tokens) + 1) - hits.held)
         if self.free() < fresh + hits.evictable:
             return False
+        count = self.chunk(hits.tokens, len(seq.tokens) - hits.tokens, draft)
+        if count == 0:
+            return True  # the draft is full; requests that a peer computes may still be reserved for
         self._queues.withdraw(seq)
         self._take_hits(seq, hits)
         self._queues.promise(seq, fresh)
-        self._start(seq, draft)
+        self._start(seq, count, draft)
         return True
+
+    def chunk(self, start: int, wanted: int, draft: StepDraft) -> int:
+        """How many of the next `wanted` tokens of a request the draft takes: as many as tokens and time allow."""
+        count = min(wanted, draft.budget)
+        if count <= 1:
+            return count
+        if draft.prompts is None:
+            draft.prompts = self._pace.prompts(self._queues.running)
+        return draft.prompts.take(start, count)
 
     def _admit_receiver(self, seq: Sequence, draft: StepDraft) -> bool:
         """Reserve the blocks that a peer will write. False: it must wait.
@@ -112,13 +128,12 @@ class Admission:
         lost = self._pool.counts().quarantined + self._handoffs.receiving_blocks()
         return need + lost + largest <= self._pool.usable
 
-    def _start(self, seq: Sequence, draft: StepDraft) -> None:
-        """Give the request a row and its first chunk."""
+    def _start(self, seq: Sequence, count: int, draft: StepDraft) -> None:
+        """Give the request a row and its first chunk, of `count` tokens."""
         seq.row = self._queues.rows.pop()
         seq.started = True
         seq.run += 1
         self._queues.enter(seq, Phase.RUNNING)
-        count = min(seq.known - seq.scheduled, draft.budget)
         self.grow(seq, seq.scheduled + count)
         table = tuple(tuple(ids) for ids in seq.blocks)
         sampling = seq.request.sampling

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 
 from ..errors import InvalidRequest
 from ..interfaces.backend import Backend
@@ -75,9 +76,11 @@ class EngineBackend(Backend):
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream the answer; closing the generator aborts the request."""
-        async for reply in self.stream(request):
-            assert isinstance(reply, TokenChunk)
-            yield reply
+        # Closed with this generator: left to the collector, the request would run on until that comes by.
+        async with aclosing(self.stream(request)) as stream:
+            async for reply in stream:
+                assert isinstance(reply, TokenChunk)
+                yield reply
 
     async def stream(
         self,

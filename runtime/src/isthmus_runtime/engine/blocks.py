@@ -40,6 +40,8 @@ class SequenceBlocks:
         self.groups = plan.groups
         self._windowed = any(group.window is not None for group in plan.groups)
         self._caching = prefix_caching
+        self._found: tuple[tuple[Sequence, int, int, int], Hits] | None = None
+        """The newest lookup and its answer: a request that must wait repeats it at each step."""
 
     # --------------------------------------------------------------------------------------------- hashes and hits
 
@@ -54,10 +56,15 @@ class SequenceBlocks:
         """Longest agreed prefix of at most `most_tokens` tokens that is cached in every group."""
         if not self._caching or most_tokens < self.block_size or not seq.hashes:
             return Hits(0, tuple(() for _ in self.groups), 0)
+        asked = (seq, most_tokens, len(seq.hashes), self.pool.version)
+        if self._found is not None and self._found[0] == asked:
+            return self._found[1]
         per_group = [seq.hashes] * len(self.groups)
         # lookup_groups leaves one token to compute; the caller's limit already says how many may hit.
         tokens, tables = self.pool.lookup_groups(self.groups, per_group, most_tokens + 1, token_ids=seq.tokens)
-        return self._hits(tokens, tables)
+        hits = self._hits(tokens, tables)
+        self._found = asked, hits
+        return hits
 
     def find_hits_of_receiver(self, seq: Sequence) -> Hits:
         """The same for a prompt that arrives whole: without what every window has passed at its end."""

@@ -83,6 +83,7 @@ class Completion:
         effects: list[Effect] = []
         if seq.attempt and self._handoffs.open(seq.attempt):
             effects.append(CancelAttempt(seq.attempt, error.message))
+        self._in_flight.ended_early(seq)
         self.forget(seq)
         effects.append(Emit(seq.sid, TokenChunk(finish_reason=reason, error=error)))
         return effects

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from ..errors import RequestError
 from ..interfaces.steps import Chunk, Later, RowBlocks, RowMask, RowStart, StepPlan
 from ..kv.pool import BlockPool
+from .pace import PromptBudget
 from .sequence import Effect, Phase, Sequence
 
 Work = list[tuple[Sequence, int, Chunk]]
@@ -21,6 +22,8 @@ class StepDraft:
 
     budget: int
     """Tokens that may still be added."""
+    prompts: PromptBudget | None = None
+    """What prompts may still take of its time; None: none has asked yet."""
     work: Work = field(default_factory=list)
     starts: list[RowStart] = field(default_factory=list)
     grown: list[RowBlocks] = field(default_factory=list)
@@ -47,6 +50,11 @@ class StepDraft:
         self._allowed[seq.sid] = allowed
         return True
 
+    @property
+    def full(self) -> bool:
+        """Whether no further prompt may start."""
+        return self.budget == 0 or (self.prompts is not None and self.prompts.spent)
+
     def add(self, seq: Sequence, count: int) -> None:
         """Plan the next `count` tokens of the request, which has a row and the blocks for them.
 
@@ -71,6 +79,7 @@ class StepDraft:
         rows = {seq.row for seq, _, _ in work}
         return StepDraft(
             self.budget,
+            self.prompts,
             work,
             [start for start in self.starts if start.row in rows],
             [blocks for blocks in self.grown if blocks.row in rows],
@@ -94,10 +103,13 @@ class StepsInFlight:
         self.fenced: deque[tuple[int, list[int]]] = deque()
         """(last step that may write them, block ids)."""
         self.fenced_blocks = 0
+        self.stale = False
+        """Whether a request ended early that the newest step, which may not have begun, still computes."""
 
     def submit(self, draft: StepDraft) -> StepPlan:
         """Number the step and note what it computes."""
         self._newest = step = self._newest + 1
+        self.stale = False
         tokens = 0
         chunks: list[Chunk] = []
         for seq, _, chunk in draft.work:
@@ -114,6 +126,34 @@ class StepsInFlight:
             chunks=tuple(chunks),
             num_tokens=tokens,
             masks=tuple(draft.masks),
+        )
+
+    def ended_early(self, seq: Sequence) -> None:
+        """The request has ended before its time: it may leave a step that has not begun."""
+        self.stale = self.stale or (len(self.steps) > 1 and seq.last_step == self._newest)
+
+    def without_ended(self, plan: StepPlan) -> StepPlan | None:
+        """The newest step, which has not begun, without the requests that have ended; None: nothing is left of it.
+
+        What they held stays fenced until the step completes, or where nothing is left, the one before it.
+        """
+        self.stale = False
+        step, work = self.steps.pop()
+        assert step == plan.step == self._newest and self.steps, f"step {step} is not the newest of several"
+        left = [w for w in work if w[0].phase is Phase.RUNNING and w[1] == w[0].run]
+        if not left:
+            before = self.steps[-1][0]
+            self.fenced = deque((min(last, before), ids) for last, ids in self.fenced)
+            return None
+        self.steps.append((step, left))
+        rows = {seq.row for seq, _, _ in left}
+        return StepPlan(
+            step=step,
+            starts=tuple(start for start in plan.starts if start.row in rows),
+            grown=tuple(grown for grown in plan.grown if grown.row in rows),
+            chunks=tuple(chunk for _, _, chunk in left),
+            num_tokens=sum(chunk.num_tokens for _, _, chunk in left),
+            masks=tuple(mask for mask in plan.masks if mask.row in rows),
         )
 
     def release(self, seq: Sequence, ids: list[int]) -> None:

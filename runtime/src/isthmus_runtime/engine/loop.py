@@ -1,7 +1,8 @@
 """The engine thread: takes commands and transfer events, plans a step while another runs, hands out results.
 
-Everything enters through one inbox, so that the scheduler has one caller. With nothing to run the thread blocks on
-the inbox until the next deadline: an idle engine costs nothing.
+Everything enters through one inbox, so that the scheduler has one caller; the word that a step has ended does too. The
+thread waits for the inbox alone, until the next deadline or the time to plan the next step: commands are obeyed while
+a step runs, and an idle engine costs nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ..interfaces.handoff import (
     SendJob,
     Sent,
 )
-from ..interfaces.steps import Constraint, Executor, StepOutput
+from ..interfaces.steps import Constraint, Executor, StepOutput, StepPlan
 from ..kv.pool import PoolCounts
 from ..protocol import CommitCall, PrefillAnswer, PrefillCall, Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
@@ -63,14 +64,19 @@ class EngineLoop:
         *,
         handoff: Callable[[Callable[[HandoffEvent], None]], KvHandoff] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        step_timeout_s: float = 120.0,
     ) -> None:
-        """`sink` receives batches of (scheduler id, reply) on the engine thread and must not block."""
+        """`sink` receives batches of (scheduler id, reply) on the engine thread and must not block.
+
+        `step_timeout_s`: a step that has not ended for so long never will; every request is told.
+        """
         self.scheduler = scheduler
         self._executor = executor
         self._sink = sink
         self._clock = clock
+        self._step_timeout_s = step_timeout_s
         self._inbox: queue.SimpleQueue[Callable[[float], list[Effect]] | None] = queue.SimpleQueue()
-        self._in_flight: deque[Future[StepOutput]] = deque()
+        self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
         self._handoff = None if handoff is None else handoff(self._on_handoff)
         self._masks = MaskThread(lambda: self._inbox.put(lambda now: []))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -81,7 +87,7 @@ class EngineLoop:
         """Failed transfers by stage."""
         self.failure: str = ""
         """Why the engine is broken; empty while it works."""
-        self.last_progress_s = clock()
+        self.last_progress_s = self._step_since_s = clock()
         self.steps = 0
         self.snapshot = Snapshot(scheduler.stats(), scheduler.pool.counts())
         """Counts as of the last turn; replaced whole, so any thread may read it."""
@@ -234,72 +240,98 @@ class EngineLoop:
     def _run(self) -> None:
         while not self._stopping:
             try:
-                self.step()
+                self.turn()
             except Exception as error:  # the last line of defence: no request may wait for a dead thread
                 log.exception("engine step failed")
                 self._break(f"{type(error).__name__}: {error}")
 
-    def step(self) -> None:
-        """One turn: inbox, deadlines, plan, submit, collect."""
-        if self.turn():
-            self.collect()
-
-    def turn(self) -> bool:
-        """Inbox, deadlines, plan, submit. True: nothing is left to do before the oldest step in flight ends."""
-        effects = self._take_inbox(wait=not self._in_flight and not self._can_plan())
+    def turn(self) -> None:
+        """One turn: wait until `wakes_at`, then commands, results, deadlines, and the next step."""
+        effects = self._take_inbox()
         now = self._clock()
+        effects += self._take_results(now)
         effects += self.scheduler.tick(now)
         if self._handoff is not None:
             self._handoff.tick(now)
-        planned = False
-        if len(self._in_flight) < STEPS_IN_FLIGHT and not self.failure:
+        self._wake |= bool(effects)
+        if self.scheduler.stale and len(self._in_flight) == STEPS_IN_FLIGHT:
+            self._withdraw(now)
+        plan_at = self._plan_at()
+        if plan_at is not None and plan_at <= now:
             plan, more = self.scheduler.schedule(now)
             effects += more
+            self._wake = plan is not None
             if plan is not None:
-                self._in_flight.append(self._executor.submit(plan))
-                planned = True
-        self._wake = planned
+                self._submit(plan)
         self._apply(effects, now)
-        self.snapshot = Snapshot(self.scheduler.stats(), self.scheduler.pool.counts())
-        return bool(self._in_flight) and (len(self._in_flight) == STEPS_IN_FLIGHT or not planned)
-
-    def collect(self) -> None:
-        """Take the result of the oldest step in flight, waiting for it."""
-        output = self._in_flight.popleft().result()
-        now = self._clock()
-        self.last_progress_s = now
-        self.steps += 1
-        self._wake = True
-        self._apply(self.scheduler.complete(output, now), now)
         self.snapshot = Snapshot(self.scheduler.stats(), self.scheduler.pool.counts())
 
     def wakes_at(self) -> float | None:
-        """When the next turn has something to do: now, at a deadline, or (None) only after a new command."""
-        if self._in_flight or self._can_plan() or not self._inbox.empty():
+        """When the next turn has something to do: now, at a time, or (None) only after a new command."""
+        if not self._inbox.empty():
             return self._clock()
-        deadlines = [self.scheduler.next_deadline()]
+        times = [self.scheduler.next_deadline(), self._plan_at()]
         if self._handoff is not None:
-            deadlines.append(self._handoff.next_deadline())
-        return min((d for d in deadlines if d is not None), default=None)
+            times.append(self._handoff.next_deadline())
+        if self._in_flight:
+            times.append(self._step_since_s + self._step_timeout_s)
+        wake = min((t for t in times if t is not None), default=None)
+        return None if wake is None else max(wake, self._clock())
 
-    def _can_plan(self) -> bool:
-        return self._wake and self.scheduler.has_work
+    def _plan_at(self) -> float | None:
+        """When the next step is planned; None: not before something else happens."""
+        if self.failure or not self._wake or len(self._in_flight) == STEPS_IN_FLIGHT or not self.scheduler.has_work:
+            return None
+        return self.scheduler.pace.plan_at()
 
-    def _take_inbox(self, *, wait: bool) -> list[Effect]:
+    def _submit(self, plan: StepPlan) -> None:
+        if not self._in_flight:
+            self._step_since_s = self._clock()
+        future = self._executor.submit(plan)
+        self._in_flight.append((plan, future))
+        future.add_done_callback(lambda _: self._inbox.put(_step_ended))
+
+    def _withdraw(self, now: float) -> None:
+        """Take who has ended out of the step after the running one, unless it has begun too."""
+        plan, future = self._in_flight[-1]
+        if future.cancel():
+            self._in_flight.pop()
+            left = self.scheduler.without_ended(plan, now)
+            if left is not None:
+                self._submit(left)
+
+    def _take_results(self, now: float) -> list[Effect]:
+        """The results of the steps that have ended, oldest first. Raises what broke the executor."""
+        effects: list[Effect] = []
+        while self._in_flight and self._in_flight[0][1].done():
+            output = self._in_flight.popleft()[1].result()
+            self.last_progress_s = self._step_since_s = now
+            self.steps += 1
+            self._wake = True
+            effects += self.scheduler.complete(output, now)
+        if self._in_flight and now >= self._step_since_s + self._step_timeout_s:
+            raise TimeoutError(f"a step has not ended for {self._step_timeout_s:g} s (--no-progress-timeout)")
+        return effects
+
+    def _take_inbox(self) -> list[Effect]:
+        """Wait until there is something to do, and obey the commands that are there; those to come wait a turn."""
         effects: list[Effect] = []
         try:
-            command = self._inbox.get(timeout=self._patience()) if wait else self._inbox.get_nowait()
-            while True:
+            command = self._inbox.get(timeout=self._patience())
+            for left in range(self._inbox.qsize(), -1, -1):
                 if command is None:
                     self._stopping = True
-                    return effects
+                    break
+                self._wake = True
                 effects += command(self._clock())
-                command = self._inbox.get_nowait()
+                if left:
+                    command = self._inbox.get_nowait()
         except queue.Empty:
-            return effects
+            pass  # a time has come
+        return effects
 
     def _patience(self) -> float | None:
-        """How long the inbox may stay empty before a deadline needs us; None: forever."""
+        """How long the inbox may stay empty before a time comes that needs us; None: forever."""
         wake = self.wakes_at()
         return None if wake is None else max(0.0, wake - self._clock())
 
@@ -362,6 +394,11 @@ class EngineLoop:
         self.failure = f"the engine failed and must be restarted: {reason}"
         self._in_flight.clear()
         self._apply(self.scheduler.abort_all(EngineFailed(self.failure)), self._clock())
+
+
+def _step_ended(now: float) -> list[Effect]:
+    """The command that a step which ends puts into the inbox: `turn` then finds its result."""
+    return []
 
 
 def _refused(sid: str, error: RequestError) -> Emit:

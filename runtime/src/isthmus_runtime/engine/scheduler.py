@@ -1,6 +1,7 @@
 """Continuous batching as a pure state machine: requests and results in, step plans and effects out.
 
-One token budget serves prefill chunks and decode tokens alike. No clock, no I/O, no randomness: time is an argument.
+One token budget serves prefill chunks and decode tokens alike, and the time that a step may take bounds the chunks of
+prompts (`pace`). No clock, no I/O, no randomness: time is an argument.
 
 Why nothing hangs:
 1. a request whose peak can never fit the pool is refused by `add`;
@@ -31,6 +32,7 @@ from .completion import Completion
 from .handoffs import Handoffs
 from .in_flight import StepDraft, StepsInFlight
 from .intake import Intake
+from .pace import Pace
 from .preemption import Preemption, Room
 from .queues import Queues
 from .sequence import Effect, Kind, Phase, SchedulerStats, Sequence
@@ -56,9 +58,10 @@ class Scheduler:
         self.handoffs = Handoffs(self.blocks, layout_digest, kv_heads)
         self.steps = StepsInFlight(pool)
         self.queues = Queues(config.max_num_seqs, self.blocks, self.handoffs, self.steps)
+        self.pace = Pace(config.max_step_s)
         self._intake = Intake(config, plan.max_model_len, self.blocks)
         self._preemption = Preemption(self.queues, self.blocks, self.handoffs, self.steps)
-        self._admission = Admission(self.queues, self.blocks, self.handoffs, self._preemption)
+        self._admission = Admission(self.queues, self.blocks, self.handoffs, self._preemption, self.pace)
         self._completion = Completion(self.queues, self.blocks, self.handoffs, self.steps)
         self._recompute = recompute
         self._timers: list[tuple[float, str]] = []
@@ -159,7 +162,11 @@ class Scheduler:
             effects = draft.effects
             draft = self._draft()
             draft.effects[:0] = effects
-        return self.steps.submit(draft) if draft.work else None, draft.effects
+        if not draft.work:
+            return None, draft.effects
+        plan = self.steps.submit(draft)
+        self.pace.submitted(plan, now)
+        return plan, draft.effects
 
     def _draft(self) -> StepDraft:
         draft = StepDraft(self.config.max_batched_tokens)
@@ -185,12 +192,14 @@ class Scheduler:
         for seq in tuple(self.queues.running):
             known = len(seq.tokens) + seq.unseen
             count = known - seq.scheduled
-            if count > budget:
-                count = budget
-            if count <= 0 or known >= seq.end_len or seq.phase is not running:
+            if count <= 0 or budget <= 0 or known >= seq.end_len or seq.phase is not running:
                 continue
             if seq.constraint is not None and (seq.unseen or not draft.may_draw(seq)):
                 continue  # what it may draw next depends on a token that nobody has seen yet, or is not known yet
+            if count > 1:
+                count = self._admission.chunk(seq.scheduled, count, draft)
+                if count == 0:
+                    continue
             upto = seq.scheduled + count
             if (upto > seq.room or seq.promised) and not self._give_room(seq, upto, draft):
                 continue
@@ -207,8 +216,22 @@ class Scheduler:
             self._admission.grow(seq, upto, draft)
         return room is Room.FOUND
 
+    @property
+    def stale(self) -> bool:
+        """Whether somebody ended whom the newest of several steps in flight still computes."""
+        return self.steps.stale
+
+    def without_ended(self, plan: StepPlan, now: float) -> StepPlan | None:
+        """The newest step, which the executor gave back unbegun, without who has ended; None: it is not needed."""
+        self.pace.withdrawn()
+        left = self.steps.without_ended(plan)
+        if left is not None:
+            self.pace.submitted(left, now)
+        return left
+
     def complete(self, output: StepOutput, now: float) -> list[Effect]:
-        """Take the result of the oldest step in flight."""
+        """Take the result of the oldest step in flight, which ended at `now`."""
+        self.pace.completed(now)
         return self._completion.complete(output, now)
 
     # --------------------------------------------------------------------------------------------- handoff results

@@ -82,7 +82,6 @@ class StepPipeline(Generic[Launched]):
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         """Queue a step. The future fails with EngineFailed once the executor is broken or closed."""
         future: Future[StepOutput] = Future()
-        future.set_running_or_notify_cancel()
         with self._changed:
             refusal = self._broken or ("the executor is closed" if self._closed else "")
             if not refusal:
@@ -101,7 +100,8 @@ class StepPipeline(Generic[Launched]):
             self._queue.clear()
             self._changed.notify_all()
         for plan, future in waiting:
-            future.set_exception(EngineFailed(f"step {plan.step} was not run: the executor is closed"))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineFailed(f"step {plan.step} was not run: the executor is closed"))
         for thread in self._threads:
             thread.join(max(0.0, deadline - monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
@@ -138,11 +138,13 @@ class StepPipeline(Generic[Launched]):
 
     def _next(self) -> tuple[StepPlan, Future[StepOutput], StagingSlot] | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._broken or (self._queue and self._free))
-            if self._closed or self._broken:
-                return None
-            plan, future = self._queue.popleft()
-            return plan, future, self._free.popleft()
+            while True:
+                self._changed.wait_for(lambda: self._closed or self._broken or (self._queue and self._free))
+                if self._closed or self._broken:
+                    return None
+                plan, future = self._queue.popleft()
+                if future.set_running_or_notify_cancel():  # else it was taken back
+                    return plan, future, self._free.popleft()
 
     def _stop_launching(self) -> None:
         with self._changed:
@@ -191,10 +193,10 @@ class StepPipeline(Generic[Launched]):
         reason = f"step {step} failed: {self._device.explain(error)}"
         with self._changed:
             self._broken = self._broken or reason
-            failed += self._queue
+            waiting = [(plan, future) for plan, future in self._queue if future.set_running_or_notify_cancel()]
             self._queue.clear()
             self._changed.notify_all()
-        for plan, future in failed:
+        for plan, future in failed + waiting:
             future.set_exception(
                 EngineFailed(reason if plan.step == step else f"step {plan.step} was not run: {reason}")
             )

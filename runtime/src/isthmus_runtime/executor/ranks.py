@@ -75,7 +75,12 @@ class LeadingExecutor:
             failed: Future[StepOutput] = Future()
             failed.set_exception(EngineFailed(f"step {plan.step} was not run: {self._broken}"))
             return failed
-        return self._local.submit(plan)
+        # The other ranks have the step: it cannot be taken back any more.
+        mine = self._local.submit(plan)
+        theirs: Future[StepOutput] = Future()
+        theirs.set_running_or_notify_cancel()
+        mine.add_done_callback(lambda done: _pass_on(done, theirs))
+        return theirs
 
     def kv_region(self) -> KvRegion:
         """This rank's pool."""
@@ -89,6 +94,14 @@ class LeadingExecutor:
             except RuntimeError as e:
                 _LOG.warning("a rank was lost before the end: %s", str(e).splitlines()[0])
         self._local.close()
+
+
+def _pass_on(done: Future[StepOutput], to: Future[StepOutput]) -> None:
+    error = done.exception()
+    if error is None:
+        to.set_result(done.result())
+    else:
+        to.set_exception(error)
 
 
 def follow(local: Executor, group: distributed.ProcessGroup | None = None) -> None:

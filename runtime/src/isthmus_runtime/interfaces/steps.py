@@ -145,7 +145,10 @@ class Executor(Protocol):
     """Runs steps in submission order, at most a few in flight. Owns the KV tensors."""
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
-        """Queue a step; returns at once. The future fails only when the executor is broken for good."""
+        """Queue a step; returns at once. The future fails only when the executor is broken for good.
+
+        The newest step may be taken back by `Future.cancel`, as long as nothing of it has begun.
+        """
 
     def kv_region(self) -> KvRegion:
         """The pool; valid until close."""

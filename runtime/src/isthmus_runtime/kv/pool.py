@@ -112,6 +112,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.num_groups = num_groups
         self.prefix_caching = prefix_caching
+        self.version = 0
+        """Changes when a lookup, or what it says about eviction, may."""
         self._refs = array("i", bytes(4 * num_blocks))
         self._readers = array("i", bytes(4 * num_blocks))
         self._writers = array("i", bytes(4 * num_blocks))
@@ -231,6 +233,7 @@ class BlockPool:
             return False
         current = self._index.key_of(block_id)
         if current is None:
+            self.version += 1
             return self._index.add(block_id, block_hash, group, token_ids)
         if current != (block_hash, group):
             raise PoolError(f"block {block_id} is already published under another hash")
@@ -275,6 +278,7 @@ class BlockPool:
             block, _none = self._lru.popitem(last=False)
             evicted.append(Evicted(block, *self._index.remove(block)))
             blocks.append(block)
+        self.version += len(evicted)
         for block in blocks:
             self._refs[block] = 1
             self._state[block] = BlockState.OWNED
@@ -475,11 +479,13 @@ class BlockPool:
         self._count[old] -= 1
         self._count[new] += 1
         if old == BlockState.CACHED:
+            self.version += 1
             del self._lru[block]
         if new is BlockState.FREE:
             self._failed.discard(block)
             self._blank.append(block)
         elif new is BlockState.CACHED:
+            self.version += 1
             self._lru[block] = None
 
     def _check_holds(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import pi
 from typing import TYPE_CHECKING, Any
 
+from ..errors import WeightsError
 from ..layers.rope_spec import RopeSpec
 from .base import ModelSpec, Shapes, TensorSource
 from .config_reader import ConfigReader
@@ -54,8 +56,31 @@ def parse(read: ConfigReader) -> LlamaSpec:
     return spec
 
 
+# What llama.cpp's converter makes of the rotary scaling of Llama 3.1 and later: a divisor for each channel pair.
+_ROPE_FREQS = "rope_freqs.weight"
+# As all releases have it; they differ in the factor.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
 def _gguf_config(header: GgufHeader) -> dict[str, Any]:
-    return {"hidden_act": "silu", "attention_bias": "blk.0.attn_q.bias" in header.tensors}
+    config = {"hidden_act": "silu", "attention_bias": "blk.0.attn_q.bias" in header.tensors}
+    return {**config, "rope_scaling": _llama3(header)} if _ROPE_FREQS in header.tensors else config
+
+
+def _llama3(header: GgufHeader) -> dict[str, Any]:
+    """The scaling that gives the divisors of the file. WeightsError where none of Llama 3's kind does."""
+    found = header.numbers(_ROPE_FREQS)
+    factor, theta = max(found), float(header.value("rope.freq_base", 10000.0))
+    low, high, original = _LLAMA3.values()
+    for pair, divisor in enumerate(found):
+        turns = original / (2 * pi * theta ** (pair / len(found)))
+        blend = min(1.0, max(0.0, (turns - low) / (high - low)))
+        if abs(divisor * ((1 - blend) / factor + blend) - 1) > 1e-3:
+            raise WeightsError(
+                f"{header.source}: {_ROPE_FREQS}[{pair}] is {divisor:.5g}, which no scaling of Llama 3's kind gives; "
+                "fetch the original safetensors model instead"
+            )
+    return {"rope_type": "llama3", "factor": round(factor, 4), **_LLAMA3}
 
 
 def _unpermute(spec: ModelSpec, name: str, weight: Tensor) -> Tensor:
@@ -68,4 +93,4 @@ def _unpermute(spec: ModelSpec, name: str, weight: Tensor) -> Tensor:
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-GGUF = GgufFormat(architecture="llama", config=_gguf_config, restore=_unpermute)
+GGUF = GgufFormat(architecture="llama", extra_tensors=(_ROPE_FREQS,), config=_gguf_config, restore=_unpermute)

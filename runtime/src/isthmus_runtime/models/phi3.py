@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from ..layers.rope_spec import RopeSpec
 from .base import ModelSpec, Shapes, TensorSource
 from .config_reader import ConfigReader
+from .gguf_format import LAYER_NAMES, GgufFormat, GgufHeader
 from .shapes import decoder_shapes
 
 if TYPE_CHECKING:
@@ -48,3 +50,33 @@ def parse(read: ConfigReader) -> Phi3Spec:
     # longrope alone.
     read.finish("auto_map", "original_max_position_embeddings")
     return spec
+
+
+_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
+
+
+def _gguf_config(header: GgufHeader) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "hidden_act": "silu",
+        "sliding_window": header.value("attention.sliding_window", 0) or None,
+    }
+    head_dim = header.value("embedding_length") // header.value("attention.head_count")
+    config["partial_rotary_factor"] = header.value("rope.dimension_count", head_dim) / head_dim
+    if header.tensors.isdisjoint(_FACTORS.values()):
+        return config
+    scaling: dict[str, Any] = {key: header.numbers(name) for key, name in _FACTORS.items()}
+    original = header.value("rope.scaling.original_context_length")
+    return {
+        **config,
+        "rope_scaling": {"type": "longrope", **scaling},
+        "original_max_position_embeddings": original,
+    }
+
+
+GGUF = GgufFormat(
+    architecture="phi3",
+    layer_names=MappingProxyType({**LAYER_NAMES, "mlp.gate_up_proj": "ffn_up"}),
+    own_rope=True,
+    extra_tensors=tuple(_FACTORS.values()),
+    config=_gguf_config,
+)

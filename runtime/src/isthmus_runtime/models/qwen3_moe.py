@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..layers.rope_spec import RopeSpec
 from .base import ModelSpec, Shapes, TensorSource
 from .config_reader import ConfigReader
+from .gguf_format import GgufFormat, GgufHeader
 from .shapes import decoder_shapes
 
 if TYPE_CHECKING:
@@ -94,3 +95,18 @@ def parse(read: ConfigReader) -> Qwen3MoeSpec:
     # For training.
     read.finish("router_aux_loss_coef", "output_router_logits")
     return spec
+
+
+def _gguf_config(header: GgufHeader) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "num_experts": header.value("expert_count"),
+        "num_experts_per_tok": header.value("expert_used_count"),
+        "moe_intermediate_size": header.value("expert_feed_forward_length"),
+        # llama.cpp computes it so whatever the release was.
+        "norm_topk_prob": True,
+    }
+
+
+GGUF = GgufFormat(architecture="qwen3moe", config=_gguf_config)

@@ -152,7 +152,7 @@ class Runner:
             if job.return_ids and (more := choice.take_more()) is not None:
                 answer.ids += more.ids or ()
             answer.logprobs += choice.text.take_logprobs()
-            answer.finish_reason = choice.finish
+            answer.finish_reason, answer.stop = choice.finish, choice.text.met
 
         usage = await self._run(job, sink, arrived)
         headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
@@ -173,7 +173,8 @@ class Runner:
             logprobs, more = choice.text.take_logprobs(), choice.take_more()
             data = form.delta(choice.index, delta, logprobs, more) if delta != _NOTHING or logprobs else b""
             if choice.finish:
-                data += form.finish(choice.index, choice.finish, more if not data else choice.take_more())
+                more = choice.take_more() if data else more
+                data += form.finish(choice.index, choice.finish, more, choice.text.met)
             await call.write(data)
 
         usage = await self._run(job, sink, arrived)

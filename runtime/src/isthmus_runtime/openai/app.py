@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import random
 import time
@@ -11,8 +12,10 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 
 from ..config import ChatConfig
 from ..errors import (
@@ -30,13 +33,17 @@ from ..serving.app import errors, json_body
 from ..serving.call import Call, Cut, add_call_route, authorization, error_answer
 from ..serving.in_flight import InFlight
 from ..structured.checker import Checker
+from . import anthropic
 from .answer import Job, Runner
+from .anthropic import AnthropicMessage, CountRequest, MessagesRequest, TokenCount
 from .chat import NeedsThread
 from .plan import Plan, Planner
 from .reference import Chat, Completion, Model, ModelList
-from .schema import ChatRequest, CompletionRequest
-from .sse import error_event
+from .responses import Response, ResponsesRequest
+from .schema import ChatRequest, CompletionRequest, chat_request, json_object
+from .sse import Format
 from .tokenizer import Tokenizer
+from .tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, detokenized, tokenized
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +54,15 @@ _DEADLINE_MARGIN_S = 1.0
 _LAST_WORDS_S = 1.0
 """How long a client that does not read may hold up its own error event."""
 
-BODIES = (ChatRequest, CompletionRequest)
+BODIES: tuple[type[BaseModel], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+)
 """What `make_app` has to know for the document."""
 
 
@@ -94,7 +109,7 @@ def add_openai_routes(
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> None:
-    """Add /v1/chat/completions, /v1/completions and /v1/models to `app`.
+    """Add the routes under /v1/, /tokenize and /detokenize to `app`.
 
     `grammars` None: requests for structured output are refused.
     `seeds` gives the seed of a request that names none: drawn here, so that prefill, decode and a recompute agree.
@@ -110,11 +125,17 @@ def add_openai_routes(
         clock=clock,
         wall_clock=wall_clock,
     )
-    for path, endpoint, body, answer in (
-        ("/v1/chat/completions", api.chat, ChatRequest, Chat),
-        ("/v1/completions", api.completions, CompletionRequest, Completion),
+    streamed = {"text/event-stream": {"schema": {"type": "string"}}}
+    named: dict[str, Any] = {"text/event-stream": {"schema": {}}}  # of events with names
+    for path, endpoint, body, answer, content in (
+        ("/v1/chat/completions", api.chat, ChatRequest, Chat, streamed),
+        ("/v1/completions", api.completions, CompletionRequest, Completion, streamed),
+        ("/v1/responses", api.responses, ResponsesRequest, Response, named),
+        ("/v1/messages", api.messages, MessagesRequest, AnthropicMessage, named),
+        ("/v1/messages/count_tokens", api.count_tokens, CountRequest, TokenCount, {}),
+        ("/tokenize", api.tokenize, TokenizeRequest, Tokenized, {}),
+        ("/detokenize", api.detokenize, DetokenizeRequest, Detokenized, {}),
     ):
-        stream = {"text/event-stream": {"schema": {"type": "string"}}}
         add_call_route(
             app,
             path,
@@ -122,7 +143,7 @@ def add_openai_routes(
             "POST",
             tags=["openai"],
             openapi_extra=json_body(body),
-            responses={**errors(401, 404, 429, 499, 502, 504), 200: {"model": answer, "content": stream}},
+            responses={**errors(401, 404, 429, 499, 502, 504), 200: {"model": answer, "content": content}},
         )
     app.add_api_route("/v1/models", api.models, tags=["openai"], responses=errors(401))
     app.add_api_route("/v1/models/{name:path}", api.model, tags=["openai"], responses=errors(401, 404))
@@ -139,6 +160,21 @@ class _Progress:
 
     stage: str = "admission"
     answer_id: str = ""
+    format: Format | None = None
+
+
+Describe = Callable[[RequestError], dict[str, Any]]
+"""An error as the body of an answer."""
+
+
+def openai_error(error: RequestError) -> dict[str, Any]:
+    """As OpenAI's clients read it."""
+    return {"error": error.to_json()}
+
+
+def _described(error: RequestError, describe: Describe) -> tuple[int, dict[str, str], bytes]:
+    status, headers, _ = error_answer(error)
+    return status, headers, json.dumps(describe(error)).encode()
 
 
 class _Api:
@@ -172,7 +208,7 @@ class _Api:
             wall_clock=wall_clock,
         )
         self._runner = Runner(backend, metrics, clock)
-        self._model_limit = tokenizer.model_limit
+        self._tokenizer = tokenizer
         self._key = config.api_key.encode()
 
     async def models(self, request: Request) -> ModelList:
@@ -194,9 +230,46 @@ class _Api:
         """Answer a conversation. With `stream` the answer is a stream of server-sent events."""
         await self._serve(call, self._planner.chat)
 
+    async def responses(self, call: Call) -> None:
+        """Answer in OpenAI's newer form. Nothing is kept: the input holds all that came before."""
+        await self._serve(call, self._planner.responses)
+
+    async def messages(self, call: Call) -> None:
+        """Answer in Anthropic's form, errors included."""
+        await self._serve(call, self._planner.messages, anthropic.error_body)
+
+    async def count_tokens(self, call: Call) -> None:
+        """How many tokens a request to /v1/messages has."""
+
+        def count(body: bytes) -> BaseModel:
+            data = anthropic.as_chat(json_object(body), counting=True)
+            return TokenCount(input_tokens=len(self._planner.tokens(chat_request(data), special=True)))
+
+        await self._compute(call, count, anthropic.error_body)
+
+    async def tokenize(self, call: Call) -> None:
+        """Ids of a text, or of a conversation."""
+        await self._compute(call, lambda body: tokenized(body, self._planner, self._tokenizer, self._limit()))
+
+    async def detokenize(self, call: Call) -> None:
+        """The text of ids."""
+        await self._compute(call, lambda body: detokenized(body, self._planner, self._tokenizer))
+
+    async def _compute(self, call: Call, make: Callable[[bytes], BaseModel], describe: Describe = openai_error) -> None:
+        """Answer with what `make` makes of the body, in a thread: it may take long, and no engine is asked."""
+        try:
+            with self._in_flight.track():
+                self._authorise(call)
+                answer = await asyncio.to_thread(make, await call.read())
+        except RequestError as error:
+            self._count(error)
+            await call.reply(*_described(error, describe))
+            return
+        await call.reply(200, {"Content-Type": "application/json"}, answer.model_dump_json().encode())
+
     # ------------------------------------------------------------------------------------------------- one request
 
-    async def _serve(self, call: Call, plan: Plan) -> None:
+    async def _serve(self, call: Call, plan: Plan, describe: Describe = openai_error) -> None:
         arrived = self._clock()
         progress = _Progress()
         try:
@@ -225,9 +298,9 @@ class _Api:
         if error.attempt and not progress.answer_id:
             _log.info("%s, %s: %s", call.path, error.attempt, error.message)
         if call.begun:
-            await self._last_words(call, error)
+            await self._last_words(call, error, progress)
         else:
-            await call.reply(*error_answer(error))
+            await call.reply(*_described(error, describe))
 
     async def _answer(self, call: Call, plan: Plan, arrived: float, progress: _Progress) -> None:
         limit = self._config.request_timeout_s
@@ -240,7 +313,7 @@ class _Api:
                 del body  # megabytes, which an answer would keep as long as it streams
                 if job.structure is not None:
                     await self._check_structure(job.structure, job.structure_param)
-                progress.stage, progress.answer_id = "generation", job.answer_id
+                progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
                 if job.stream:
                     await self._runner.stream(job, arrived, call)
                 else:
@@ -263,10 +336,11 @@ class _Api:
                 pass
         return await asyncio.to_thread(plan, body)
 
-    async def _last_words(self, call: Call, error: RequestError) -> None:
+    async def _last_words(self, call: Call, error: RequestError, progress: _Progress) -> None:
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
-                await call.write(error_event(error))
+                assert progress.format is not None  # it has written what is there
+                await call.write(progress.format.error(error))
                 await call.end()
         except (TimeoutError, ConnectionResetError) as e:
             raise Cut from e
@@ -275,6 +349,9 @@ class _Api:
         if not self._key:
             return
         scheme, _, token = authorization(request.scope).partition(" ")
+        own = request.headers.get("x-api-key", "")  # as clients of /v1/messages send it
+        if own:
+            scheme, token = "bearer", own
         given = token.strip().encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._key) or scheme.lower() != "bearer":
             raise _Unauthorised("Authorization: send a valid API key as `Bearer KEY`", param="Authorization")
@@ -284,6 +361,7 @@ class _Api:
             self._metrics.failed(error.status, error.code)
 
     def _model(self, name: str) -> Model:
-        return Model(
-            id=name, created=self._started, max_model_len=self._backend.max_model_len or self._model_limit or None
-        )
+        return Model(id=name, created=self._started, max_model_len=self._limit())
+
+    def _limit(self) -> int | None:
+        return self._backend.max_model_len or self._tokenizer.model_limit or None

@@ -65,6 +65,8 @@ class TextStream:
         self._released: list[TokenLogprobs] = []
         self.stopped = False
         """A stop string was met; `push` must not be called again."""
+        self.met = ""
+        """Which."""
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> str:
         """Add tokens; returns the text that is now certain, often all of it, sometimes none."""
@@ -119,9 +121,10 @@ class TextStream:
         end = len(self._held)
         for char in text:
             end += 1
-            complete = [len(m.pattern) for m in self._stop if m.step(char)]
+            complete = [m.pattern for m in self._stop if m.step(char)]
             if complete:
-                return end if self._include_stop else end - max(complete)
+                self.met = max(complete, key=len)
+                return end if self._include_stop else end - len(self.met)
         return None
 
     def _release(self, *, final: bool) -> None:

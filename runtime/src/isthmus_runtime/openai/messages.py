@@ -216,9 +216,7 @@ def _content(value: object, path: str) -> str:
 
 def chosen(tools: list[dict[str, Any]], choice: object) -> list[dict[str, Any]]:
     """The tools that `tool_choice` leaves. InvalidRequest for one that cannot be."""
-    if choice == "none":
-        return []
-    if choice in (None, "auto"):
+    if choice in (None, "none", "auto"):
         return tools
     if choice == "required":
         if not tools:

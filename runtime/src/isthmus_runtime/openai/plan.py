@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from os import urandom
 from typing import Any, Protocol
 
@@ -11,10 +12,11 @@ from ..config import ChatConfig
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
 from ..interfaces.backend import Backend
 from ..request import GenerateRequest, SamplingParams, Structure
+from . import anthropic, responses
 from .answer import Job
 from .chat import Conversation
 from .output import Reader, Thinking
-from .schema import ChatRequest, CompletionRequest, parse_chat, parse_completion
+from .schema import ChatRequest, CompletionRequest, chat_request, json_object, parse_chat, parse_completion
 from .sse import ChatFormat, CompletionFormat, Format
 from .tokenizer import Tokenizer, TooManyTokens
 from .tool_formats import FORMATS, format_of
@@ -73,6 +75,33 @@ class Planner:
         """A body of /v1/chat/completions. Raises RequestError, and where `briefly` is asked for, NeedsThread."""
         return self.chat_job(parse_chat(body), "chatcmpl-", ChatFormat, briefly=briefly)
 
+    def responses(self, body: bytes, *, briefly: bool = False) -> Job:
+        """A body of /v1/responses. Raises as `chat`."""
+        asked = json_object(body)
+        form = partial(responses.ResponsesFormat, asked=asked)
+        return self._single(responses.as_chat(asked), "resp_", form, briefly=briefly)
+
+    def messages(self, body: bytes, *, briefly: bool = False) -> Job:
+        """A body of /v1/messages. Raises as `chat`."""
+        return self._single(anthropic.as_chat(json_object(body)), "msg_", anthropic.AnthropicFormat, briefly=briefly)
+
+    def _single(self, data: dict[str, Any], prefix: str, form: MakeFormat, *, briefly: bool) -> Job:
+        request = chat_request(data)
+        for name, given, neutral in (("n", request.n, 1), ("logprobs", request.num_logprobs, -1)):
+            if given != neutral:
+                raise InvalidRequest(f"{name}: not supported here; remove it, or use /v1/chat/completions", param=name)
+        return self.chat_job(request, prefix, form, briefly=briefly)
+
+    def tokens(self, request: ChatRequest | CompletionRequest, *, special: bool) -> list[int]:
+        """Ids of the prompt of a request, however long. Raises InvalidRequest."""
+        self.check_model(request.model)
+        if isinstance(request, ChatRequest):
+            return self._tokenizer.chat(self.conversation(request, request.offered_tools())).ids
+        prompt = request.prompts()[0]
+        if not isinstance(prompt, str):
+            raise InvalidRequest("prompt: must be a string", param="prompt")
+        return self._tokenizer.encode(prompt) if special else self._tokenizer.encode_alone(prompt)
+
     def chat_job(self, request: ChatRequest, prefix: str, form: MakeFormat, *, briefly: bool) -> Job:
         """The job of a conversation, whichever endpoint it came by. Raises as `chat`."""
         limit = self._admit(request.model)
@@ -105,6 +134,7 @@ class Planner:
     def _calls(self, request: ChatRequest, tools: list[dict[str, Any]], prompt: str) -> Structure | None:
         """What the answer must be where tools make that another thing than the request's own structure."""
         answer = request.structure
+        callable_tools = request.callable_tools()
         if not tools or not (request.must_call or answer is not None):
             return None
         # A model that may call and is held to JSON otherwise must be let do either.
@@ -118,7 +148,7 @@ class Planner:
             schema = json.loads(answer.text or '{"type": "object"}')
         return calls_grammar(
             self._tool_format.name,
-            [tool["function"] for tool in tools],
+            [tool["function"] for tool in callable_tools],
             self._tokenizer.control_id,
             several=request.tool_choice in (None, "auto", "required") and request.parallel_tool_calls,
             answer=schema,

@@ -299,7 +299,11 @@ class ChatRequest(_Common):
     def offered_tools(self) -> list[dict[str, Any]]:
         """The tools that the model may call. InvalidRequest names the path."""
         found = messages.offered([] if self.tools is None else self.tools)
-        return messages.chosen(found, self.tool_choice)
+        return [] if self.tool_choice == "none" else found
+
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Those of them that `tool_choice` lets it call. InvalidRequest names `tool_choice`."""
+        return messages.chosen(self.offered_tools(), self.tool_choice)
 
 
 _R = TypeVar("_R", CompletionRequest, ChatRequest)
@@ -307,7 +311,12 @@ _R = TypeVar("_R", CompletionRequest, ChatRequest)
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """A checked request. InvalidRequest tells every problem and names the parameter of the first."""
-    return _parse(CompletionRequest, json_object(body), _NEUTRAL_COMPLETION)
+    return completion_request(json_object(body))
+
+
+def completion_request(data: Mapping[str, Any]) -> CompletionRequest:
+    """The same of a body that is parsed."""
+    return _parse(CompletionRequest, data, _NEUTRAL_COMPLETION)
 
 
 def parse_chat(body: bytes) -> ChatRequest:

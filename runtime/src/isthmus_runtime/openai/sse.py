@@ -60,6 +60,8 @@ class Answer:
     prompt_ids: Sequence[int] | None = None
     """None: the request did not ask for ids."""
     finish_reason: str = ""
+    stop: str = ""
+    """The stop string that has ended it."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
@@ -107,8 +109,8 @@ class Format:
         """A chunk with something new."""
         raise AssertionError("defined by each format")
 
-    def finish(self, index: int, reason: str, more: More | None) -> bytes:
-        """The one chunk that ends a choice."""
+    def finish(self, index: int, reason: str, more: More | None, stop: str = "") -> bytes:
+        """What ends a choice; `stop`: the stop string that has."""
         raise AssertionError("defined by each format")
 
     def end(self, usage: Usage, *, tell: bool) -> bytes:
@@ -182,7 +184,7 @@ class ChatFormat(Format):
         told = f'{self._open}{index},"delta":{{{inner}}},"logprobs":'
         return f'{told}{self._logprob_json(index, logprobs)},"finish_reason":null'.encode() + self._closed(more)
 
-    def finish(self, index: int, reason: str, more: More | None) -> bytes:
+    def finish(self, index: int, reason: str, more: More | None, stop: str = "") -> bytes:
         """The end."""
         told = f'{self._open}{index},"delta":{{}},"logprobs":null,"finish_reason":"{reason}"'
         return told.encode() + self._closed(more)
@@ -242,7 +244,7 @@ class CompletionFormat(Format):
         body = f'{self._open}{index},"text":{encode_basestring_ascii(delta.content)},"logprobs":'
         return f'{body}{self._logprob_json(index, logprobs)},"finish_reason":null'.encode() + self._closed(more)
 
-    def finish(self, index: int, reason: str, more: More | None) -> bytes:
+    def finish(self, index: int, reason: str, more: More | None, stop: str = "") -> bytes:
         """The end."""
         told = f'{self._open}{index},"text":"","logprobs":null,"finish_reason":"{reason}"'
         return told.encode() + self._closed(more)

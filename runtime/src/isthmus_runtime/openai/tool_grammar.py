@@ -15,6 +15,8 @@ MAX_CALLS = 16
 """Most calls in one answer that must call: a model that is held to a list may go on with it."""
 _WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,8}"}
 
+_DATA = frozenset({"const", "enum", "default", "examples"})
+
 TokenId = Callable[[str], int | None]
 """Id of a control token; None where the text is no token of its own."""
 
@@ -64,7 +66,7 @@ def _llama3(functions: Sequence[Mapping[str, Any]], token_id: TokenId, several: 
 def _mistral(functions: Sequence[Mapping[str, Any]], token_id: TokenId, several: bool) -> list[str]:
     opening = _tag("[TOOL_CALLS]", token_id)
     if token_id("[ARGS]") is None:
-        return [f"calls: {opening} list", _list(functions, several)]
+        return [f"calls: {opening} list", _list(several), _object(functions, "arguments")]
     ends = _tag("[ARGS]", token_id)
     named = [
         f"call_{number}: {opening} {json.dumps(function['name'])} {ends} {_json(_arguments(function))}"
@@ -77,7 +79,7 @@ def _mistral(functions: Sequence[Mapping[str, Any]], token_id: TokenId, several:
 def _plain(functions: Sequence[Mapping[str, Any]], token_id: TokenId, several: bool) -> list[str]:
     if not several:
         return ["calls: object", _object(functions, "arguments")]
-    return ["calls: object | list", _object(functions, "arguments"), _list(functions, True)]
+    return ["calls: object | list", _list(True), _object(functions, "arguments")]
 
 
 _FORMATS: Mapping[str, Callable[[Sequence[Mapping[str, Any]], TokenId, bool], list[str]]] = {
@@ -95,19 +97,20 @@ def _tag(text: str, token_id: TokenId) -> str:
 
 
 def _object(functions: Sequence[Mapping[str, Any]], arguments: str) -> str:
-    return f"object: {_json({'anyOf': [_call(function, arguments) for function in functions]})}"
+    """Each function by a rule of its own, so that references within its schema have a root."""
+    rules = [f"object_{number}: {_json(_call(function, arguments))}" for number, function in enumerate(functions)]
+    return "\n".join(["object: " + " | ".join(f"object_{number}" for number in range(len(functions))), *rules])
 
 
-def _list(functions: Sequence[Mapping[str, Any]], several: bool) -> str:
-    calls = {"anyOf": [_call(function, "arguments") for function in functions]}
-    most = MAX_CALLS if several else 1
-    return f"list: {_json({'type': 'array', 'items': calls, 'minItems': 1, 'maxItems': most})}"
+def _list(several: bool) -> str:
+    more = f' ("," BLANK? object BLANK?){{0,{MAX_CALLS - 1}}}' if several else ""
+    return f'list: "[" BLANK? object BLANK?{more} "]"\nBLANK: /[ \\n]{{1,8}}/'
 
 
 def _call(function: Mapping[str, Any], arguments: str) -> dict[str, Any]:
     return {
         "type": "object",
-        "properties": {"name": {"const": function["name"]}, arguments: _arguments(function)},
+        "properties": {"name": {"const": function["name"]}, arguments: _under(_arguments(function), arguments)},
         "required": ["name", arguments],
         "additionalProperties": False,
     }
@@ -115,6 +118,19 @@ def _call(function: Mapping[str, Any], arguments: str) -> dict[str, Any]:
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     return dict(function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False})
+
+
+def _under(schema: Any, name: str) -> Any:
+    """A schema that has become the property `name` of another: its references begin at that one's root."""
+    if isinstance(schema, list):
+        return [_under(item, name) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: value if key in _DATA else _under(value, name) for key, value in schema.items()}
+    ref = found.get("$ref")
+    if isinstance(ref, str) and ref.startswith("#"):
+        found["$ref"] = f"#/properties/{name}{ref[1:]}"
+    return found
 
 
 def _json(schema: Mapping[str, Any]) -> str:

@@ -1,8 +1,9 @@
 """One engine process: the real loop, scheduler, pool, agent and fake executor, under the virtual clock.
 
-`EngineLoop.turn` and `collect` are the two halves of the real `step`: the second runs when the oldest submitted plan
-ends in virtual time, so that other processes act in between. What `engine/backend.py` and `engine/server.py` do over
-asyncio and HTTP (claim an id, frame replies, abort when the caller hangs up) is mirrored here in `serve`.
+A turn of the loop runs when a command has come, when a submitted step ends in virtual time (a command like any other),
+or when the time has come that the loop waits for; other processes act in between. What `engine/backend.py` and
+`engine/server.py` do over asyncio and HTTP (claim an id, frame replies, abort when the caller hangs up) is mirrored
+here in `serve`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..transfer.agent import TransferAgent
 from ..transfer.backend import TransferBackend
 from .clock import Clock, Violation
 from .faults import Scenario
-from .network import Exchange
+from .network import Exchange, peer_name
 
 TURNS_AT_ONCE = 200
 """More turns than this at one instant is a busy loop."""
@@ -46,31 +47,32 @@ class VirtualExecutor:
         self.fake = FakeExecutor(num_blocks, block_size, layout_digest=layout, windows=windows)
         self._clock = clock
         self._step_s = step_s
-        self._free_at = 0.0
+        self._ahead: deque[tuple[float, Future[StepOutput]]] = deque(maxlen=STEPS_IN_FLIGHT)
+        """(end, result) of the newest steps."""
         self.dead = False
-        self.ends: deque[float] = deque()
-        """When each step in flight ends."""
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         """Queue a step behind those in flight."""
         future: Future[StepOutput] = Future()
-        start = max(self._clock.now, self._free_at)
+        while self._ahead and self._ahead[-1][1].cancelled():
+            self._ahead.pop()
+        start = max(self._clock.now, self._ahead[-1][0]) if self._ahead else self._clock.now
         took = self._step_s * (0.5 + self._clock.random.random()) * (1 + plan.num_tokens / 16)
-        self._free_at = start + took
-        self.ends.append(self._free_at)
+        ends = start + took
+        self._ahead.append((ends, future))
         early = self._clock.chance(0.5)
         output: list[StepOutput] = []
 
         def begin() -> None:
-            if early and not self.dead:
+            if future.set_running_or_notify_cancel() and early and not self.dead:
                 output.append(self.fake.run(plan))
 
         def end() -> None:
-            if not self.dead:
+            if not self.dead and not future.cancelled():
                 future.set_result(output[0] if output else self.fake.run(plan))
 
         self._clock.at(start, begin)
-        self._clock.at(self._free_at, end)
+        self._clock.at(ends, end)
         return future
 
     def kv_region(self) -> KvRegion:
@@ -142,6 +144,7 @@ class VirtualEngine:
         )
         config = SchedulerConfig(
             max_batched_tokens=scenario.budget,
+            max_step_s=scenario.max_step_s,
             max_num_seqs=scenario.rows,
             max_waiting=scenario.max_waiting,
             queue_timeout_s=scenario.queue_timeout_s,
@@ -177,7 +180,6 @@ class VirtualEngine:
         self._claims: Counter[str] = Counter()
         self._over: set[str] = set()
         """Ids whose last reply is out."""
-        self._collecting = False
         self._timer: float | None = None
         self._burst = (0.0, 0)
 
@@ -200,8 +202,8 @@ class VirtualEngine:
 
     @property
     def called(self) -> bool:
-        """Whether a command waits and the thread is free to take it."""
-        return self.up and not self._collecting and not self.loop._inbox.empty()
+        """Whether a command waits."""
+        return self.up and not self.loop._inbox.empty()
 
     @property
     def busy(self) -> bool:
@@ -212,7 +214,7 @@ class VirtualEngine:
 
     def poll(self) -> None:
         """Give the loop its thread: after a command, or when the deadline has come that it went to sleep with."""
-        while self.up and not self._collecting:
+        while self.up:
             wake = self.loop.wakes_at()
             if wake is None:
                 self._timer = None
@@ -226,19 +228,8 @@ class VirtualEngine:
             self._burst = (self.clock.now, turns + 1 if at == self.clock.now else 0)
             if self._burst[1] > TURNS_AT_ONCE:
                 raise Violation(f"{self.name} spins: {TURNS_AT_ONCE} turns at one instant")
-            if self.loop.turn():
-                self._collecting = True
-                self.clock.at(self.executor.ends[0], self._collect)
+            self.loop.turn()
             self._on_step(self)
-
-    def _collect(self) -> None:
-        if not self.up:
-            return
-        self.executor.ends.popleft()
-        self._collecting = False
-        self.loop.collect()
-        self._on_step(self)
-        self.poll()
 
     def _wake_at(self, when: float) -> None:
         if self._timer == when:
@@ -255,7 +246,7 @@ class VirtualEngine:
 
     def _idle(self) -> None:
         """The thread sleeps: whoever waits must wait for something that a deadline bounds."""
-        if not self.scheduler.has_work:
+        if not self.scheduler.has_work or self.scheduler.in_flight:
             return
         waits = [seq for seq in self.scheduler.live() if seq.phase.value in ("waiting", "ready", "running")]
         if not waits or self.scheduler.handoffs._holds:
@@ -275,7 +266,7 @@ class VirtualEngine:
                         body.request.to_request(),
                         attempt=body.attempt,
                         local_attempt=body.local_attempt,
-                        peer_url=body.prefill_url,
+                        peer_url=peer_name(body.prefill_url),
                         peer_epoch=body.prefill_epoch,
                     )
             case PrefillCall():
@@ -367,7 +358,7 @@ class VirtualEngine:
         def leave() -> None:
             if not self.up:
                 return
-            if self._collecting:
+            if self.scheduler.in_flight:
                 self.clock.after(0.01, leave)
                 return
             self.agent.close()

@@ -32,6 +32,8 @@ class Scenario:
     max_model_len: int = 64
     rows: int = 3
     budget: int = 16
+    max_step_s: float = 0.02
+    """Beside `step_s`, short enough to bound chunks in some runs and not in others."""
     max_waiting: int = 64
     queue_timeout_s: float = 10.0
     transfer_timeout_s: float = 1.0

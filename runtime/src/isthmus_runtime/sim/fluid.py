@@ -2,10 +2,10 @@
 
 V counts the steps an engine has run; dV/dt = 1 / step time. Its batch changes only where V is whole, so between two
 such milestones nothing needs to be simulated, however many tokens pass: a request that joins at V ends at
-V + its output length. What it keeps of `engine/scheduler.py` and `engine/loop.py`: messages are read when a step ends;
-one step is planned while another runs, so that what is read then goes into the step after next if the next one is
-planned already; prompts go first come, first served, as many into one step as the token budget takes, beside all that
-decodes.
+V + its output length. What it keeps of `engine/scheduler.py`, `engine/pace.py` and `engine/loop.py`: messages are read
+at once; a step is planned some time before the one that runs ends, so that what comes later goes into the step after
+next; prompts go first come, first served, as many into one step as the token budget and the step's time take, beside
+all that decodes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import floor
 
+from ..engine.pace import LEAST_TOKENS, plan_ahead_s, prompt_seconds
 from .hardware import Steps
 from .traces import TraceRequest
 
@@ -48,6 +49,7 @@ class FluidEngine:
         "_context",
         "_ends",
         "_joins",
+        "_max_step_s",
         "_on_end",
         "_on_first",
         "_order",
@@ -75,6 +77,7 @@ class FluidEngine:
         number: int,
         steps: Steps,
         budget: int,
+        max_step_s: float,
         on_first: Callable[[Job, float], None],
         on_end: Callable[[Job, float], None],
     ) -> None:
@@ -101,6 +104,7 @@ class FluidEngine:
         self.slowed = 0.0
         """How much longer prompts take while the engine they go to is busy (a share)."""
         self._steps = steps
+        self._max_step_s = max_step_s
         self._on_first = on_first
         self._on_end = on_end
         self._context = 0.0
@@ -131,35 +135,29 @@ class FluidEngine:
                 self.busy += passed
             self.at = now
 
-    def looks_at(self, now: float) -> float:
-        """When the engine next takes note of the world: at once when idle, else when the running step ends."""
-        self.advance(now)
-        if not (self.batch or self._chunk):
-            return now
-        return self.at + (floor(self.v) + 1 - self.v) * self.step
-
     def prompt(self, job: Job, now: float) -> None:
         """A prompt to compute."""
         self.advance(now)
         self._prompts.append((self._next(), job, 0))
 
     def receive(self, job: Job, now: float, taking_s: float) -> None:
-        """Word that all KV of a request was sent here. The engine reads it when its step ends and has the transfer
-        checked; at the end of the next step it reads the result, tells the first token, and plans the request into
-        the step after that one. `taking_s`: lost by taking the KV in."""
+        """All KV of a request is here: the first token is told, and the request goes on in the next step that is not
+        planned yet. `taking_s`: lost by taking the KV in."""
         self.advance(now)
-        self._order += 1
+        if job.request.output_tokens > 1:
+            self._order += 1
+            heapq.heappush(self._joins, (self._next(), self._order, job))
         if self.batch or self._chunk:
-            heapq.heappush(self._joins, (floor(self.v) + 3.0, self._order, job))
             self.at += taking_s
             self.busy += taking_s
-        else:
-            heapq.heappush(self._joins, (self.v, self._order, job))
+        self._on_first(job, now)
 
     def _next(self) -> float:
         """The first step that is not planned yet."""
         if not (self.batch or self._chunk):
             return self.v
+        if (floor(self.v) + 1 - self.v) * self.step > plan_ahead_s(self.step):
+            return floor(self.v) + 1
         ahead = self.batch or (self._prompts and self._prompts[0][0] <= self.v)
         ahead = ahead or any(not whole or job.generates for job, whole in self._chunk)
         return floor(self.v) + (2 if ahead else 1)
@@ -182,7 +180,6 @@ class FluidEngine:
         """The milestone that `due` announced: a step ended, another one begins."""
         self.advance(now)
         v = self.v = float(round(self.v))
-        busy = self.batch > 0
         chunk, self._chunk = self._chunk, []
         for job, whole in chunk:
             if not whole:
@@ -198,11 +195,7 @@ class FluidEngine:
         if not self.batch:
             self._context = 0.0
         while self._joins and (self._joins[0][0] <= v or not self.batch):
-            job = heapq.heappop(self._joins)[2]
-            # It was told one step ago, unless nothing was running.
-            self._on_first(job, now - self.step if busy else now)
-            if job.request.output_tokens > 1:
-                self._begin(job, v)
+            self._begin(heapq.heappop(self._joins)[2], v)
         if self._prompts and not self.batch:
             v = self.v = max(v, self._prompts[0][0])
         if self._prompts and self._prompts[0][0] <= v:
@@ -216,14 +209,33 @@ class FluidEngine:
         self._order += 1
         heapq.heappush(self._ends, (v + job.request.output_tokens - 1, self._order, job))
 
+    def _fits(self, count: int, before: float) -> int:
+        """How many of `count` prompt tokens, each with `before` ahead of it, the time of one step takes.
+
+        Where nobody generates, shorter steps change nothing that is modelled here, and what was measured of whole
+        prompts has their fixed costs in it.
+        """
+        steps, batch = self._steps, self.batch
+        if not batch:
+            return count
+        rest = steps.decode_s(batch, self._context)
+        full = steps.mixed_s(count, count * before, batch, self._context)
+        seconds = prompt_seconds(self._max_step_s, rest, generating=True)
+        if full - rest <= seconds:
+            return count
+        return min(count, max(LEAST_TOKENS, int(count * seconds / (full - rest))))
+
     def _compose(self, v: float) -> None:
         """The prompts of the next step, and how long it takes."""
         steps, prompts, batch = self._steps, self._prompts, self.batch
         since, job, done = prompts[0]
-        whole = (job.request.input_tokens - job.cached - done) // self.budget
+        left = job.request.input_tokens - job.cached - done
+        room = max(1, self.budget - batch)
+        room = self._fits(room, job.cached + done + min(left, room) / 2)
+        whole = left // room
         if whole and not batch:
             # Steps that one prompt fills alone, as one.
-            count = min(whole * self.budget, job.request.input_tokens - job.cached - done - 1)
+            count = min(whole * room, left - 1)
             prompts[0] = (since, job, done + count)
             self._until = v + whole
             self._chunk.append((job, False))
@@ -231,7 +243,6 @@ class FluidEngine:
             self.step = took / whole * (1 + self.slowed * (job.engine.batch > 0))
             return
         self._until = v + 1
-        room = max(1, self.budget - batch)
         new, attended, slow = 0, 0.0, False
         while prompts and room and prompts[0][0] <= v:
             since, job, done = prompts.popleft()

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from ..engine.pace import plan_ahead_s
 from ..errors import ConfigError
 from .planner import Cluster
 
@@ -152,10 +153,10 @@ def calibrate(
             return outside + alone
         step = steps.decode_s(p.batch, p.context)
         if unified:
-            # Half a step until the engine reads the request, the step that is planned, the step with the prompt.
-            return outside + 1.5 * step + steps.mixed_s(p.first, p.first**2 / 2, p.batch, p.context)
-        # Decode reads the request and then the commit at the end of a step, and the transfer's result one step later.
-        return outside + 2 * step + alone * (1 + slowed)
+            # Half of the step that runs, another one if the next is planned already, the step with the prompt.
+            wait = step / 2 + plan_ahead_s(step)
+            return outside + wait + steps.mixed_s(p.first, p.first**2 / 2, p.batch, p.context)
+        return outside + alone * (1 + slowed)
 
     beside = [p for p in points["first"] if p.batch]
     slowed = 0.0

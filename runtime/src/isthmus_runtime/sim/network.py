@@ -154,3 +154,13 @@ class Network:
         # A hang-up never overtakes its own request.
         exchange._up_at = self.clock.now + self.latency()
         self.clock.at(exchange._up_at, arrive)
+
+
+def peer_url(name: str) -> str:
+    """A process's name as the address of a peer, as calls between engines must have it; empty for none."""
+    return f"http://[{name.encode().hex()}]:1" if name else ""
+
+
+def peer_name(url: str) -> str:
+    """The name in such an address."""
+    return bytes.fromhex(url[len("http://[") : -len("]:1")]).decode()

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ..config import SchedulerConfig
 from .fluid import NEVER, FluidEngine, Job
 from .hardware import Steps
 from .traces import HASH_BLOCK, TraceRequest
@@ -34,6 +35,8 @@ class Cluster:
     link_latency_s: float = 0.002
     chunk_tokens: int = 2048
     """Most tokens of one step. What is computed last is also sent last: it is not hidden behind compute."""
+    max_step_s: float = SchedulerConfig().max_step_s
+    """Longest step beside a request that generates (`engine.maxStepTime`)."""
     cache: str = "local"
     """Where prefixes are kept: none, local (each engine's own pool) or pool (shared)."""
     pool_tokens: int = 50_000_000
@@ -118,7 +121,7 @@ class _Lru:
             known.popitem(last=False)
 
 
-_PROMPT, _CHANGE, _SENT, _TOLD = range(4)
+_PROMPT, _CHANGE, _SENT = range(3)
 _SAME_S = 1e-9
 """Times this close are one."""
 
@@ -129,12 +132,14 @@ class _Run:
     def __init__(self, cluster: Cluster, slo: Slo) -> None:
         self.cluster, self.slo, self.report = cluster, slo, Report()
         self._steps = steps = cluster.steps
-        budget = cluster.chunk_tokens
+        budget, longest = cluster.chunk_tokens, cluster.max_step_s
         self._kv_tokens, self._kv_bytes = steps.kv_tokens, steps.kv_bytes_per_token
         generating = range(cluster.decodes or cluster.unified)
-        self.engines = [FluidEngine(n, steps, budget, self._first, self._end) for n in generating]
+        self.engines = [FluidEngine(n, steps, budget, longest, self._first, self._end) for n in generating]
         """Those that generate."""
-        self.prefills = [FluidEngine(n, steps, budget, self._computed, self._end) for n in range(cluster.prefills)]
+        self.prefills = [
+            FluidEngine(n, steps, budget, longest, self._computed, self._end) for n in range(cluster.prefills)
+        ]
         for engine in self.prefills:
             engine.slowed = steps.prefill_slowed
         self._prefill_free = [(0.0, n) for n in range(cluster.prefills)]
@@ -183,9 +188,8 @@ class _Run:
         if not self.prefills:
             self._at(now + self._look_up(job, engine.number), _PROMPT, engine, job)
             return
-        at = engine.looks_at(now)
         free_at, number = heapq.heappop(self._prefill_free)
-        at += self._look_up(job, number)
+        at = now + self._look_up(job, number)
         length, new = request.input_tokens, request.input_tokens - job.cached
         took = self._steps.prefill_s(new, new * (job.cached + new / 2))
         heapq.heappush(self._prefill_free, (max(at, free_at) + took, number))
@@ -221,9 +225,6 @@ class _Run:
                 assert isinstance(what, Job)
                 if kind == _PROMPT:
                     engine.prompt(what, now)
-                elif kind == _SENT and (known := self.prefills[what.prefill].looks_at(now)) > now:
-                    self._at(known, _TOLD, engine, what)  # prefill tells so when its step ends
-                    continue
                 else:
                     engine.receive(what, now, self._steps.received_s(what.request.input_tokens))
             self.report.span_s = now

@@ -15,7 +15,7 @@ from ..request import FinishReason, GenerateRequest, TokenChunk
 from ..router import policy
 from ..router.policy import Choice, Endpoint, Facts, Fleet, Load, Rules
 from .clock import Clock, Violation
-from .network import Exchange, Network
+from .network import Exchange, Network, peer_url
 
 PROBE_S = 0.2
 PROBE_AGAIN_S = 0.05
@@ -122,7 +122,7 @@ class Flight:
             request=self._wire,
             attempt=attempt,
             local_attempt="" if attempt else name,
-            prefill_url=prefill.url if prefill else "",
+            prefill_url=peer_url(prefill.url) if prefill else "",
             prefill_epoch=prefill.epoch if prefill else "",
         )
         self._decode = router.net.call(

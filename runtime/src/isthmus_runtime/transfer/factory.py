@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from ..config import TransferConfig
+from pathlib import Path
+
+from ..config import StoreConfig, TransferConfig
 from ..credentials import Credentials
 from ..errors import ConfigError
+from ..kv.keys import pool_secret
 from .backend import TransferBackend
 from .memory import MemoryFabric
+
+SECRET_BYTES = 16
+"""Fewer could be found by trying."""
 
 
 def make_transfer(
@@ -23,7 +29,7 @@ def make_transfer(
     Args:
         epoch: of this process; peers know it from `/info` and from tickets.
         credentials: shown to peers.
-        secret: of the service, from `kv.keys.pool_secret`: mode `store` salts its names and seals its values with it.
+        secret: of the service, from `store_secret`: mode `store` salts its names and seals its values with it.
         fabric, name: for mode `memory`: the network to join, and as whom.
 
     Raises:
@@ -60,3 +66,22 @@ def make_transfer(
             )
         return fabric.connect(name, epoch)
     raise ConfigError(f"--transfer-mode {cfg.mode!r} moves no KV; allowed: direct, store, memory")
+
+
+def store_secret(cfg: StoreConfig) -> bytes:
+    """What the file of the service's secret gives (`kv.keys.pool_secret`); empty without one.
+
+    Raises:
+        ConfigError: the file cannot be read, or is too short to be a secret.
+    """
+    if not cfg.secret_file:
+        return b""
+    try:
+        credential = Path(cfg.secret_file).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"--store-secret-file {cfg.secret_file}: {error.strerror}") from error
+    if len(credential) < SECRET_BYTES:
+        raise ConfigError(
+            f"--store-secret-file {cfg.secret_file} holds {len(credential)} bytes; give {SECRET_BYTES} or more, random"
+        )
+    return pool_secret(credential)

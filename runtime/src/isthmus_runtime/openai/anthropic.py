@@ -1,0 +1,275 @@
+"""/v1/messages, Anthropic's format: a body in terms of a chat, and the answer as content blocks and their events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from secrets import token_hex
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from ..errors import InvalidRequest, RequestError
+from ..request import GenerateRequest, TokenLogprobs
+from .output import Delta
+from .sse import Answer, Format, More, Usage
+from .tool_formats.base import ToolCall
+
+_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "context_management": ()}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class MessagesRequest(BaseModel):
+    """POST /v1/messages. Other parameters are those of /v1/chat/completions, with the same names."""
+
+    model: str = ""
+    max_tokens: int = Field(ge=1)
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    stream: bool | None = None
+
+
+class CountRequest(MessagesRequest):
+    """POST /v1/messages/count_tokens."""
+
+    max_tokens: int | None = Field(default=None, ge=1)  # type: ignore[assignment]
+
+
+class AnthropicMessage(BaseModel):
+    """Answer of /v1/messages."""
+
+    id: str
+    type: str
+    role: str
+    content: list[dict[str, Any]]
+    stop_reason: str
+
+
+class TokenCount(BaseModel):
+    """Answer of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+def as_chat(data: Mapping[str, Any], *, counting: bool = False) -> dict[str, Any]:
+    """The body of a chat that asks for the same. InvalidRequest names the parameter as the client knows it.
+    `counting`: max_tokens may be missing."""
+    given = {name: value for name, value in data.items() if value is not None}
+    for name, accepted in _NEUTRAL.items():
+        if name in given and given.pop(name) not in accepted:
+            raise InvalidRequest(f"{name}: not supported; remove it", param=name)
+    if "max_tokens" not in given and not counting:
+        raise InvalidRequest("max_tokens: required", param="max_tokens")
+    messages: list[dict[str, Any]] = []
+    if "system" in given:
+        messages.append({"role": "system", "content": _text(given.pop("system"), "system")})
+    items = given.get("messages")
+    if not isinstance(items, list) or not items:
+        raise InvalidRequest("messages: must be a list with at least one message", param="messages")
+    for i, item in enumerate(items):
+        messages += _messages(item, f"messages[{i}]")
+    given["messages"] = messages
+    if "stop_sequences" in given:
+        given["stop"] = given.pop("stop_sequences")
+    if "tools" in given:
+        tools = given["tools"]
+        if not isinstance(tools, list):
+            raise InvalidRequest("tools: must be a list", param="tools")
+        given["tools"] = [_tool(t, f"tools[{i}]") for i, t in enumerate(tools)]
+    if "tool_choice" in given:
+        given.update(_choice(_object(given.pop("tool_choice"), "tool_choice")))
+    if "thinking" in given:
+        kind = _object(given.pop("thinking"), "thinking").get("type")
+        if kind not in ("enabled", "disabled", "adaptive"):
+            raise InvalidRequest(f"thinking.type: {kind!r} is not supported", param="thinking.type")
+        given["reasoning_effort"] = "none" if kind == "disabled" else "medium"
+    return given
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name}: must be an object", param=name)
+    return value
+
+
+def _text(value: Any, path: str) -> str:
+    """Text, or text blocks joined by newlines; `cache_control` is a hint."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{path}: must be a string or a list of text blocks", param=path)
+    texts = []
+    for i, block in enumerate(value):
+        where = f"{path}[{i}]"
+        if _object(block, where).get("type") != "text" or not isinstance(block.get("text"), str):
+            raise InvalidRequest(f"{where}.type: {block.get('type')!r} is not supported; only text is", param=where)
+        texts.append(block["text"])
+    return "\n".join(texts)
+
+
+def _messages(item: Any, path: str) -> list[dict[str, Any]]:
+    """One message of theirs: the results of tools in it are messages of their own, and come first."""
+    role = _object(item, path).get("role")
+    if role not in ("user", "assistant"):
+        raise InvalidRequest(
+            f"{path}.role: {role!r} is not supported; supported: user, assistant", param=f"{path}.role"
+        )
+    content = item.get("content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise InvalidRequest(f"{path}.content: must be a string or a list of blocks", param=f"{path}.content")
+    results: list[dict[str, Any]] = []
+    texts, calls, thoughts = [], [], []
+    for i, block in enumerate(content):
+        where = f"{path}.content[{i}]"
+        kind = _object(block, where).get("type")
+        if kind == "text":
+            texts.append(_text([block], f"{path}.content"))
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": block.get("input")}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            text = _text(block.get("content") or "", f"{where}.content")
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
+        elif kind == "thinking" and role == "assistant":
+            thoughts.append(str(block.get("thinking", "")))
+        elif kind != "redacted_thinking":
+            raise InvalidRequest(f"{where}.type: {kind!r} is not supported here", param=f"{where}.type")
+    message: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    return [*results, message] if texts or calls or not results else results
+
+
+def _tool(tool: Any, path: str) -> dict[str, Any]:
+    tool = _object(tool, path)
+    if tool.get("type", "custom") != "custom":
+        raise InvalidRequest(f"{path}.type: only tools of your own are supported", param=f"{path}.type")
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description"),
+        "parameters": tool.get("input_schema"),
+    }
+    return {"type": "function", "function": function}
+
+
+def _choice(choice: dict[str, Any]) -> dict[str, Any]:
+    kind = choice.get("type")
+    parallel = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
+    if kind == "tool":
+        return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}, **parallel}
+    if kind not in _CHOICES:
+        raise InvalidRequest(f"tool_choice.type: {kind!r} is not supported", param="tool_choice.type")
+    return {"tool_choice": _CHOICES[kind], **parallel}
+
+
+def error_body(error: RequestError) -> dict[str, Any]:
+    """An error in their form. Where it is known, the stage and the attempt are beside it."""
+    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    kind = "overloaded_error" if error.status == 503 else kind
+    return {"type": "error", "error": {**error.to_json(), "type": kind}}
+
+
+class AnthropicFormat(Format):
+    """Answers of /v1/messages: one choice, whose reasoning, text and calls are blocks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _, answer_id, _, model = args
+        self._about = {"id": answer_id, "type": "message", "role": "assistant", "model": model}
+        self._blocks = 0
+        self._kind = ""
+        """Of the block that is open."""
+        self._ended: dict[str, Any] = {}
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        """A non-streamed answer."""
+        answer = answers[0]
+        content: list[dict[str, Any]] = []
+        if answer.reasoning:
+            content.append({"type": "thinking", "thinking": answer.reasoning, "signature": ""})
+        if answer.text or not answer.calls:
+            content.append({"type": "text", "text": answer.text})
+        content += [{**self._use(c), "input": json.loads(c.arguments)} for c in answer.calls]
+        ended = _ended(answer.finish_reason, answer.stop)
+        return json.dumps({**self._about, "content": content, **ended, "usage": _usage(usage)}).encode()
+
+    def first(self, index: int, request: GenerateRequest) -> bytes:
+        """The message, without content yet."""
+        usage = _usage(Usage(len(request.prompt_token_ids)))
+        message = {**self._about, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return _event("message_start", message=message)
+
+    def delta(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs], more: More | None) -> bytes:
+        """New text, reasoning or calls."""
+        data = b""
+        if delta.reasoning:
+            thought = {"type": "thinking", "thinking": "", "signature": ""}
+            data += self._grow(thought, {"type": "thinking_delta", "thinking": delta.reasoning})
+        if delta.content:
+            data += self._grow({"type": "text", "text": ""}, {"type": "text_delta", "text": delta.content})
+        for call in delta.calls:
+            data += self._close_block()
+            block: dict[str, Any] = {**self._use(call), "input": {}}
+            data += self._grow(block, {"type": "input_json_delta", "partial_json": call.arguments})
+            data += self._close_block()
+        return data
+
+    def finish(self, index: int, reason: str, more: More | None, stop: str = "") -> bytes:
+        """The last block ends."""
+        self._ended = _ended(reason, stop)
+        return self._close_block()
+
+    def end(self, usage: Usage, *, tell: bool) -> bytes:
+        """Why it ended, and the usage."""
+        return _event("message_delta", delta=self._ended, usage=_usage(usage)) + _event("message_stop")
+
+    def error(self, error: RequestError) -> bytes:
+        """What ends a stream that fails."""
+        return f"event: error\ndata: {json.dumps(error_body(error))}\n\n".encode()
+
+    def _use(self, call: ToolCall) -> dict[str, Any]:
+        return {"type": "tool_use", "id": f"toolu_{token_hex(12)}", "name": call.name}
+
+    def _grow(self, block: dict[str, Any], delta: dict[str, Any]) -> bytes:
+        data = b""
+        if self._kind != block["type"]:
+            data += self._close_block()
+            self._kind = block["type"]
+            data += _event("content_block_start", index=self._blocks, content_block=block)
+        return data + _event("content_block_delta", index=self._blocks, delta=delta)
+
+    def _close_block(self) -> bytes:
+        if not self._kind:
+            return b""
+        self._kind = ""
+        self._blocks += 1
+        return _event("content_block_stop", index=self._blocks - 1)
+
+
+def _ended(reason: str, stop: str) -> dict[str, Any]:
+    if stop:
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": _REASONS[reason], "stop_sequence": None}
+
+
+def _usage(usage: Usage) -> dict[str, int]:
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+    }
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()

@@ -1,0 +1,338 @@
+"""/v1/responses, stateless: a body in terms of a chat, and the answer as output items and their events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from secrets import token_hex
+from typing import Any
+
+from pydantic import BaseModel
+
+from ..errors import InvalidRequest, RequestError
+from ..request import GenerateRequest, TokenLogprobs
+from .output import Delta
+from .sse import Answer, Format, More, Usage
+from .tool_formats.base import ToolCall
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "background": (False,),
+    "conversation": (),
+    "max_tool_calls": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "store": (False,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""Not implemented, with the values that ask for nothing: no response is kept."""
+_INCLUDED = ("reasoning.encrypted_content",)
+"""What `include` may ask for: there is none of it."""
+
+
+class ResponsesRequest(BaseModel):
+    """POST /v1/responses. Other parameters are those of /v1/chat/completions, with the same names."""
+
+    input: str | list[dict[str, Any]]
+    model: str = ""
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_output_tokens: int | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    stream: bool | None = None
+
+
+class Response(BaseModel):
+    """Answer of /v1/responses."""
+
+    id: str
+    object: str
+    status: str
+    output: list[dict[str, Any]]
+
+
+def as_chat(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The body of a chat that asks for the same. InvalidRequest names the parameter as the client knows it."""
+    given = {name: value for name, value in data.items() if value is not None}
+    for name, accepted in _NEUTRAL.items():
+        if name in given and given.pop(name) not in accepted:
+            raise InvalidRequest(f"{name}: not supported, for no response is kept; remove it", param=name)
+    if "messages" in given:
+        raise InvalidRequest("messages: unknown parameter; give input", param="messages")
+    for item in _list(given.pop("include", []), "include"):
+        if item not in _INCLUDED:
+            raise InvalidRequest(f"include: {item!r} is not supported; remove it", param="include")
+    messages: list[dict[str, Any]] = []
+    if "instructions" in given:
+        messages.append({"role": "system", "content": _text(given.pop("instructions"), "instructions")})
+    messages += _messages(given.pop("input", None))
+    given["messages"] = messages
+    if "tools" in given:
+        given["tools"] = [_tool(t, f"tools[{i}]") for i, t in enumerate(_list(given["tools"], "tools"))]
+    choice = given.get("tool_choice")
+    if isinstance(choice, dict) and "name" in choice:
+        given["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+    if "max_output_tokens" in given:
+        given["max_tokens"] = given.pop("max_output_tokens")
+    if "text" in given:
+        given.update(_structure(_object(given.pop("text"), "text")))
+    if "reasoning" in given:
+        reasoning = _object(given.pop("reasoning"), "reasoning")
+        if reasoning.get("effort") is not None:
+            given["reasoning_effort"] = reasoning["effort"]
+    if "stream_options" in given and not _object(given["stream_options"], "stream_options").get("include_obfuscation"):
+        del given["stream_options"]  # the usage is always told
+    return given
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise InvalidRequest(f"{name}: must be a list", param=name)
+    return value
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{name}: must be an object", param=name)
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"{name}: must be a string", param=name)
+    return value
+
+
+def _tool(tool: Any, path: str) -> dict[str, Any]:
+    tool = dict(_object(tool, path))
+    if tool.pop("type", None) != "function":
+        raise InvalidRequest(f"{path}.type: only function is supported", param=f"{path}.type")
+    return {"type": "function", "function": tool}
+
+
+def _structure(text: dict[str, Any]) -> dict[str, Any]:
+    form = text.get("format")
+    if form is None:
+        return {}
+    form = dict(_object(form, "text.format"))
+    if form.get("type") == "json_schema":
+        kind = form.pop("type")
+        return {"response_format": {"type": kind, kind: form}}
+    return {"response_format": form}
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("input: must be a string or a list of items, not empty", param="input")
+    messages: list[dict[str, Any]] = []
+    for i, item in enumerate(value):
+        path = f"input[{i}]"
+        kind = _object(item, path).get("type", "message")
+        if kind == "message":
+            content = item.get("content")
+            if isinstance(content, list):
+                content = [_part(p, f"{path}.content[{j}]") for j, p in enumerate(content)]
+            messages.append({"role": item.get("role"), "content": content})
+        elif kind == "function_call":
+            call = {
+                "id": item.get("call_id"),
+                "type": "function",
+                "function": {"name": item.get("name"), "arguments": item.get("arguments")},
+            }
+            if messages and messages[-1]["role"] == "assistant":
+                messages[-1].setdefault("tool_calls", []).append(call)
+            else:
+                messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+        elif kind == "function_call_output":
+            output = item.get("output")
+            if isinstance(output, list):
+                output = [_part(p, f"{path}.output[{j}]") for j, p in enumerate(output)]
+            messages.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
+        elif kind != "reasoning":  # reasoning of earlier turns is for servers that keep it
+            raise InvalidRequest(f"{path}.type: {kind!r} is not supported", param=f"{path}.type")
+    return messages
+
+
+def _part(part: Any, path: str) -> dict[str, Any]:
+    kind = _object(part, path).get("type")
+    if kind not in ("input_text", "output_text", "text"):
+        raise InvalidRequest(f"{path}.type: {kind!r} is not supported; only text is", param=f"{path}.type")
+    return {"type": "text", "text": part.get("text")}
+
+
+class ResponsesFormat(Format):
+    """Answers of /v1/responses: one choice, whose reasoning, text and calls are items."""
+
+    def __init__(self, *args: Any, asked: Mapping[str, Any], **kwargs: Any) -> None:
+        """`asked`: the body, of which the answer repeats some."""
+        super().__init__(*args, **kwargs)
+        _, answer_id, created, model = args
+        self._about = {
+            "id": answer_id,
+            "object": "response",
+            "created_at": created,
+            "model": model,
+            "error": None,
+            "instructions": asked.get("instructions"),
+            "max_output_tokens": asked.get("max_output_tokens"),
+            "metadata": asked.get("metadata") or {},
+            "parallel_tool_calls": asked.get("parallel_tool_calls") is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": (asked.get("reasoning") or {}).get("effort"), "summary": None},
+            "store": False,
+            "temperature": asked.get("temperature"),
+            "text": asked.get("text") or {"format": {"type": "text"}},
+            "tool_choice": asked.get("tool_choice") or "auto",
+            "tools": asked.get("tools") or [],
+            "top_p": asked.get("top_p"),
+            "truncation": "disabled",
+            "user": asked.get("user"),
+        }
+        self._number = 0
+        self._items: list[dict[str, Any]] = []
+        """Of a stream: the items so far; the last may be open."""
+        self._growing = False
+        self._reason = ""
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
+        """A non-streamed answer."""
+        answer = answers[0]
+        items = [_reasoning(answer.reasoning)] if answer.reasoning else []
+        items += [_message(answer.text)] if answer.text or not answer.calls else []
+        items += [self._called(c) for c in answer.calls]
+        return json.dumps(self._response(items, answer.finish_reason, usage)).encode()
+
+    def first(self, index: int, request: GenerateRequest) -> bytes:
+        """The response, without output yet."""
+        begun = self._response([], "", None)
+        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+
+    def delta(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs], more: More | None) -> bytes:
+        """New text, reasoning or calls."""
+        data = b""
+        if delta.reasoning:
+            data += self._grow("reasoning", "response.reasoning_text", delta.reasoning)
+        if delta.content:
+            data += self._grow("message", "response.output_text", delta.content)
+        for call in delta.calls:
+            data += self._close_item() + self._call_events(call)
+        return data
+
+    def finish(self, index: int, reason: str, more: More | None, stop: str = "") -> bytes:
+        """The last item ends."""
+        self._reason = reason
+        empty = b"" if self._items else self._grow("message", "response.output_text", "")
+        return empty + self._close_item()
+
+    def end(self, usage: Usage, *, tell: bool) -> bytes:
+        """The whole response."""
+        done = self._response(self._items, self._reason, usage)
+        return self._event(f"response.{done['status']}", response=done)
+
+    def error(self, error: RequestError) -> bytes:
+        """What ends a stream that fails."""
+        told = error.to_json()
+        return self._event("error", code=error.code, message=error.message, param=error.param, error=told)
+
+    # ----------------------------------------------------------------------------------------------------- internals
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = json.dumps({"type": kind, "sequence_number": self._number, **fields})
+        self._number += 1
+        return f"event: {kind}\ndata: {data}\n\n".encode()
+
+    def _response(self, items: list[dict[str, Any]], reason: str, usage: Usage | None) -> dict[str, Any]:
+        status = "in_progress" if usage is None else "incomplete" if reason == "length" else "completed"
+        told = (
+            None
+            if usage is None
+            else {
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+            }
+        )
+        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {**self._about, "status": status, "incomplete_details": why, "output": items, "usage": told}
+
+    def _grow(self, kind: str, events: str, text: str) -> bytes:
+        data = b""
+        if not self._growing or self._items[-1]["type"] != kind:
+            data += self._close_item()
+            item = _message("") if kind == "message" else _reasoning("")
+            item["status"] = "in_progress"
+            self._items.append(item)
+            self._growing = True
+            data += self._event("response.output_item.added", output_index=self._place, item={**item, "content": []})
+            data += self._event("response.content_part.added", **self._where(item), part=dict(item["content"][0]))
+        item = self._items[-1]
+        item["content"][0]["text"] += text
+        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        return data + (self._event(f"{events}.delta", **self._where(item), delta=text, **logprobs) if text else b"")
+
+    def _close_item(self) -> bytes:
+        if not self._growing:
+            return b""
+        self._growing = False
+        item = self._items[-1]
+        item["status"] = "completed"
+        part = item["content"][0]
+        events = "response.output_text" if item["type"] == "message" else "response.reasoning_text"
+        logprobs: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        return (
+            self._event(f"{events}.done", **self._where(item), text=part["text"], **logprobs)
+            + self._event("response.content_part.done", **self._where(item), part=part)
+            + self._event("response.output_item.done", output_index=self._place, item=item)
+        )
+
+    def _call_events(self, call: ToolCall) -> bytes:
+        item = self._called(call)
+        self._items.append(item)
+        where = {"item_id": item["id"], "output_index": self._place}
+        begun = {**item, "arguments": "", "status": "in_progress"}
+        done = "response.function_call_arguments.done"
+        return (
+            self._event("response.output_item.added", output_index=self._place, item=begun)
+            + self._event("response.function_call_arguments.delta", **where, delta=call.arguments)
+            + self._event(done, **where, name=call.name, arguments=call.arguments)
+            + self._event("response.output_item.done", output_index=self._place, item=item)
+        )
+
+    @property
+    def _place(self) -> int:
+        return len(self._items) - 1
+
+    def _where(self, item: Mapping[str, Any]) -> dict[str, Any]:
+        return {"item_id": item["id"], "output_index": self._place, "content_index": 0}
+
+    def _called(self, call: ToolCall) -> dict[str, Any]:
+        return {
+            "id": f"fc_{token_hex(12)}",
+            "type": "function_call",
+            "call_id": self._call_id(),
+            "name": call.name,
+            "arguments": call.arguments,
+            "status": "completed",
+        }
+
+
+def _message(text: str) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {
+        "id": f"msg_{token_hex(12)}",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": [part],
+    }
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    content = [{"type": "reasoning_text", "text": text}]
+    return {"id": f"rs_{token_hex(12)}", "type": "reasoning", "summary": [], "status": "completed", "content": content}

@@ -1,0 +1,239 @@
+"""/v1/responses and /v1/messages with the clients that users have; /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import aiohttp
+import anthropic
+import openai
+import pytest
+from api_calls import HELLO, client, events, spell
+
+from isthmus_runtime.errors import EngineFailed
+from isthmus_runtime.openai.chat import Conversation
+from isthmus_runtime.openai.tokenizer import Tokenizer
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "größer"}}\n</tool_call>'
+ANSWER = f"<think>hm</think>\n\nI look. {CALL}"
+TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
+)
+
+
+@pytest.fixture
+def caller(model_dir, tmp_path) -> Tokenizer:
+    root = tmp_path / "copy"
+    shutil.copytree(model_dir, root)
+    (root / "chat_template.jinja").write_text(TEMPLATE)
+    return Tokenizer.load(root)
+
+
+def claude(api, key="any"):
+    return anthropic.AsyncAnthropic(base_url=api.url, api_key=key, max_retries=0, timeout=20)
+
+
+def shown(tokenizer, api):
+    return tokenizer.pieces_with(None).join(api.backend.requests[-1].prompt_token_ids)
+
+
+TOOL = {"type": "function", "name": "look", "description": "d", "parameters": {"type": "object"}, "strict": True}
+THEIR_TOOL = {"name": "look", "description": "d", "input_schema": {"type": "object"}}
+
+
+def test_responses(serve, run, caller):
+    async def main():
+        async with serve(spell(caller, ANSWER), used=caller) as api, client(api) as c:
+            api.backend.max_model_len = 4000
+            got = await c.responses.create(model="tiny", input="hi", instructions="Be kind.", tools=[TOOL], store=False)
+            assert [item.type for item in got.output] == ["reasoning", "message", "function_call"]
+            assert (got.status, got.output_text, got.id[:5]) == ("completed", "I look.", "resp_")
+            assert json.loads(got.output[2].arguments) == {"at": "größer"}
+            assert got.usage.output_tokens == len(caller.encode(ANSWER)) + 1
+            prompt = shown(caller, api)
+            assert "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nhi<|im_end|>" in prompt
+            # Stateless: what was said goes in again.
+            said = [item.model_dump(exclude_none=True) for item in got.output]
+            result = {"type": "function_call_output", "call_id": got.output[2].call_id, "output": "seen"}
+            first = {"role": "user", "content": [{"type": "input_text", "text": "hi"}]}
+            again = await c.responses.create(model="tiny", input=[first, *said, result], max_output_tokens=3)
+            assert (again.status, again.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+            assert "I look.{" in shown(caller, api) and "<|im_start|>tool\nseen<|im_end|>" in shown(caller, api)
+
+    run(main())
+
+
+def test_a_stream_of_a_response(serve, run, caller):
+    async def main():
+        async with serve(spell(caller, ANSWER), used=caller) as api, client(api) as c:
+            api.backend.max_model_len = 4000
+            seen = []
+            async with c.responses.stream(model="tiny", input="hi", tools=[TOOL]) as stream:
+                async for event in stream:
+                    seen.append(event)
+                final = await stream.get_final_response()
+            assert [e.sequence_number for e in seen] == list(range(len(seen)))
+            kinds = [e.type for e in seen]
+            assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+            assert "".join(e.delta for e in seen if e.type == "response.output_text.delta") == "I look."
+            assert "".join(e.delta for e in seen if e.type == "response.reasoning_text.delta") == "hm"
+            assert [item.type for item in final.output] == ["reasoning", "message", "function_call"]
+            assert final.output_text == "I look." and json.loads(final.output[2].arguments) == {"at": "größer"}
+            assert final.usage.total_tokens > 0
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"previous_response_id": "r"}, "previous_response_id"),
+        ({"store": True}, "store"),
+        ({"background": True}, "background"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"n": 2}, "n"),
+        ({"messages": HELLO}, "messages"),
+        ({"nothing": 1}, "nothing"),
+        ({"text": {"format": {"type": "xml"}}}, "response_format"),
+    ],
+)
+def test_responses_refuses_by_name(serve, run, tokenizer, more, param):
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api:
+            status, answer = await events(api, "/v1/responses", {"input": "hi", **more})
+            assert (status, answer["error"]["param"]) == (400, param)
+            assert api.backend.requests == []
+
+    run(main())
+
+
+def test_messages(serve, run, caller):
+    async def main():
+        async with serve(spell(caller, ANSWER), used=caller, api_key="k") as api, claude(api, "k") as c:
+            api.backend.max_model_len = 4000
+            system = [{"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}]
+            ask = {"model": "tiny", "max_tokens": 300, "tools": [THEIR_TOOL]}
+            got = await c.messages.create(**ask, messages=HELLO, system=system)
+            assert [b.type for b in got.content] == ["thinking", "text", "tool_use"]
+            assert (got.stop_reason, got.content[1].text, got.content[2].input) == (
+                "tool_use",
+                "I look.",
+                {"at": "größer"},
+            )
+            assert "<|im_start|>system\nBe kind.<|im_end|>" in shown(caller, api)
+            prompt = len(api.backend.requests[-1].prompt_token_ids)
+            assert got.usage.input_tokens + got.usage.cache_read_input_tokens == prompt
+            count = await c.messages.count_tokens(model="tiny", messages=HELLO, system=system, tools=[THEIR_TOOL])
+            assert count.input_tokens == prompt
+            back = [
+                *HELLO,
+                {"role": "assistant", "content": [b.model_dump(exclude_none=True) for b in got.content]},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "tool_result", "tool_use_id": got.content[2].id, "content": "seen"},
+                        {"type": "text", "text": "and?"},
+                    ],
+                },
+            ]
+            await c.messages.create(**ask, messages=back, thinking={"type": "disabled"})
+            prompt = shown(caller, api)
+            assert "<think>hm</think>I look." in prompt and prompt.endswith("assistant\n<think></think>")
+            assert "<|im_start|>tool\nseen<|im_end|>\n<|im_start|>user\nand?<|im_end|>" in prompt
+            short = await c.messages.create(model="tiny", max_tokens=2, messages=HELLO)
+            assert short.stop_reason == "max_tokens"
+            stopped = await c.messages.create(**ask, messages=HELLO, stop_sequences=["look"])
+            assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[1].text) == (
+                "stop_sequence",
+                "look",
+                "I ",
+            )
+        async with serve(spell(caller, "a"), used=caller, api_key="k") as api, claude(api, "wrong") as c:
+            with pytest.raises(anthropic.AuthenticationError):
+                await c.messages.create(model="tiny", max_tokens=2, messages=HELLO)
+
+    run(main())
+
+
+def test_a_stream_of_a_message(serve, run, caller):
+    async def main():
+        async with serve(spell(caller, ANSWER), used=caller) as api, claude(api) as c:
+            api.backend.max_model_len = 4000
+            ask = {"model": "tiny", "max_tokens": 300, "tools": [THEIR_TOOL], "messages": HELLO}
+            text = ""
+            async with c.messages.stream(**ask) as stream:
+                async for event in stream:
+                    text += event.text if event.type == "text" else ""
+                final = await stream.get_final_message()
+            assert text == "I look."
+            assert [b.type for b in final.content] == ["thinking", "text", "tool_use"]
+            assert (final.content[0].thinking, final.content[2].input) == ("hm", {"at": "größer"})
+            assert final.stop_reason == "tool_use"
+            assert final.usage.output_tokens == len(caller.encode(ANSWER)) + 1
+
+    run(main())
+
+
+def test_errors_in_their_form(serve, run, tokenizer):
+    async def main():
+        first = tokenizer.encode("a")[0]
+        async with serve(lambda _: [first, EngineFailed("decode died", attempt="a1")]) as api, claude(api) as c:
+            ask = {"model": "tiny", "max_tokens": 5, "messages": HELLO}
+            with pytest.raises(anthropic.NotFoundError, match="not_found_error"):
+                await c.messages.create(**{**ask, "model": "gone"})
+            with pytest.raises(anthropic.APIStatusError, match="decode died"):
+                async with c.messages.stream(**ask) as stream:
+                    async for _ in stream:
+                        pass
+            for more, message in (
+                ({"messages": []}, "messages: "),
+                ({"messages": [{"role": "system", "content": "x"}]}, "messages.0..role"),
+                ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content.0..type"),
+                ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools.0..type"),
+                ({"thinking": {"type": "much"}}, "thinking.type"),
+            ):
+                with pytest.raises(anthropic.BadRequestError, match=message):
+                    await c.messages.create(**{**ask, **more})
+            async with client(api) as o:
+                with pytest.raises(openai.APIError, match="decode died"):
+                    async for _ in await o.responses.create(model="tiny", input="hi", stream=True):
+                        pass
+
+    run(main())
+
+
+def test_tokenize_and_detokenize(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api, aiohttp.ClientSession() as session:
+
+            async def call(path, **body):
+                async with session.post(api.url + path, json=body) as answer:
+                    return answer.status, await answer.json()
+
+            ids = tokenizer.encode("größer 🙂")
+            status, found = await call("/tokenize", model="tiny", prompt="größer 🙂", return_token_strs=True)
+            assert status == 200 and (found["tokens"], found["count"], found["max_model_len"]) == (ids, len(ids), 256)
+            assert len(found["token_strs"]) == len(ids)
+            chat = tokenizer.chat(Conversation(messages=HELLO))
+            assert (await call("/tokenize", messages=HELLO))[1]["tokens"] == chat.ids
+            assert (await call("/detokenize", tokens=chat.ids))[1] == {"prompt": chat.text}
+            for path, body, param in (
+                ("/tokenize", {"prompt": [1]}, "prompt"),
+                ("/tokenize", {"prompt": "x", "add_special_tokens": "y"}, "add_special_tokens"),
+                ("/tokenize", {"model": "gone", "prompt": "x"}, "model"),
+                ("/detokenize", {"tokens": [10**6]}, "tokens"),
+                ("/detokenize", {"tokens": [1], "x": 1}, "x"),
+            ):
+                status, answer = await call(path, **body)
+                assert (status in (400, 404), answer["error"]["param"]) == (True, param)
+            assert len(api.in_flight) == 0
+
+    run(main())
