@@ -61,7 +61,7 @@ def measure(rows: int, steps: int) -> list[tuple[float, float]]:
     times: list[tuple[float, float]] = []
     while len(times) < steps:
         began = time.perf_counter()
-        plan, _ = scheduler.schedule(0.0)
+        plan, _ = scheduler.schedule(began)
         planned = time.perf_counter()
         assert plan is not None
         in_flight.append(answer(plan))
@@ -69,7 +69,7 @@ def measure(rows: int, steps: int) -> list[tuple[float, float]]:
             continue
         output = in_flight.popleft()
         resumed = time.perf_counter()
-        scheduler.complete(output, 0.0)
+        scheduler.complete(output, resumed)
         ended = time.perf_counter()
         if len(plan.chunks) == rows == plan.num_tokens:
             times.append((planned - began, ended - resumed))

@@ -318,9 +318,10 @@ def test_auto_scaling_follows_the_target_within_its_bounds() -> None:
     for _ in rehearse(target, world):
         pass
 
-    def count(queued: float, now: float = 5000.0) -> int:
+    def count(queued: float, now: float = 5000.0, *, stale: bool = False) -> int:
         pods = world.seen.of(Component.DECODE)[0].pods
-        facts = Facts(engines={pod.name: EngineFacts(fingerprint="f", queued=queued) for pod in pods})
+        said = EngineFacts(fingerprint="f", queued=queued, stale=stale)
+        facts = Facts(engines={pod.name: said for pod in pods})
         seen = replace(world.seen, facts=facts)
         return autoscale.decide(target, seen, plan(target, seen, now), now)[Component.DECODE].count
 
@@ -330,6 +331,7 @@ def test_auto_scaling_follows_the_target_within_its_bounds() -> None:
     assert count(6) == 3
     assert count(100) == 5
     assert count(0) == 1
+    assert count(100, stale=True) == count(0, stale=True) == 2, "what a pod said before is no load of now"
     assert count(0, now=1100.0) == 2, "just started pods stay"
 
 

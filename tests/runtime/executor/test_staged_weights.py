@@ -10,9 +10,11 @@ import torch
 from fake_device import FakeDevice
 from safetensors.torch import save_file
 
+from isthmus_runtime.checkpoints.quantized import scheme_of
 from isthmus_runtime.checkpoints.safetensors import Checkpoint
 from isthmus_runtime.errors import WeightsError
 from isthmus_runtime.executor.weights import StagedWeights
+from isthmus_runtime.models.quantization import Quantization
 
 EXPECTED = {"a.weight": (3, 4), "b.weight": (2, 4)}
 
@@ -39,6 +41,33 @@ def test_staged_weights_are_the_checkpoints(piece: int, mixed: bool, tmp_path: P
         assert got.dtype == want.dtype
         if not mixed:
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("settings", [Quantization(method="fp8"), Quantization(method="gptq", bits=4, group_size=8)])
+def test_parts_of_quantised_weights_are_staged_as_they_are(settings: Quantization, tmp_path: Path) -> None:
+    """Whole numbers, 8-bit floats, and a single number."""
+    if settings.method == "fp8":
+        made = {"a.weight": torch.randn(16, 8).to(torch.float8_e4m3fn), "a.weight_scale": torch.tensor(0.5)}
+    else:
+        made = {
+            "a.qweight": torch.arange(16, dtype=torch.int32).view(1, 16) * 12345,
+            "a.qzeros": torch.tensor([[-7, 9]], dtype=torch.int32),
+            "a.scales": torch.rand(1, 16),
+        }
+    save_file(made, tmp_path / "model.safetensors")
+    shapes = {"a.weight": (16, 8)}
+    with (
+        Checkpoint(tmp_path, shapes, scheme=scheme_of(settings)) as checkpoint,
+        ThreadPoolExecutor(3) as readers,
+    ):
+        assert list(checkpoint.parts["a.weight"]) == list(made)
+        device = FakeDevice()
+        staged = StagedWeights(checkpoint, device, readers, 16)
+        taken = {name: staged.take(name) for name in made}
+        device.record().wait()
+    for name, part in made.items():
+        assert taken[name].dtype == part.dtype
+        assert torch.equal(taken[name].float(), part.reshape(taken[name].shape).float()), name
 
 
 def test_a_file_that_shrinks_is_an_error_in_staged_reads_too(tmp_path: Path) -> None:

@@ -192,13 +192,13 @@ class Scheduler:
         for seq in tuple(self.queues.running):
             known = len(seq.tokens) + seq.unseen
             count = known - seq.scheduled
-            if count <= 0 or budget <= 0 or known >= seq.end_len or seq.phase is not running:
+            if known >= seq.end_len or seq.phase is not running:
                 continue
             if seq.constraint is not None and (seq.unseen or not draft.may_draw(seq)):
                 continue  # what it may draw next depends on a token that nobody has seen yet, or is not known yet
-            if count > 1:
+            if count != 1 or not budget:
                 count = self._admission.chunk(seq.scheduled, count, draft)
-                if count == 0:
+                if count <= 0:
                     continue
             upto = seq.scheduled + count
             if (upto > seq.room or seq.promised) and not self._give_room(seq, upto, draft):

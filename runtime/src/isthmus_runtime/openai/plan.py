@@ -284,7 +284,7 @@ class Planner:
             requests=tuple(requests),
             n=request.n,
             structure=structure,
-            structure_param="tools" if calls is not None else request.structure_name,
+            structure_param="tools" if calls is not None else request.structure_param,
             prompt_tokens=sum(map(len, prompts)),
             stop=tuple(request.stop_strings),
             logprobs=logprobs >= 0,

@@ -161,7 +161,7 @@ class _Common(LogitOptions, _Sampling):
         return None if self.response_format is None else structure_of(self.response_format)
 
     @property
-    def structure_name(self) -> str:
+    def structure_param(self) -> str:
         """The parameter that `structure` comes from."""
         return "response_format" if self.structured_outputs is None else "structured_outputs"
 

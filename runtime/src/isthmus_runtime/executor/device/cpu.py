@@ -12,16 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch, native
 
 from ...errors import ConfigError
 from .base import Body, choose_dtype
 
 _LOG = logging.getLogger(__name__)
 _CGROUP = Path("/sys/fs/cgroup")
-# As torch.cpu.get_capabilities names it: tiles of x86. Vectors (`avx512_bf16`) multiply bf16 too, and are faster for
-# prompts and slower for all else (ADR 13); Arm's `bf16` was not measured.
-_BF16_ARITHMETIC = ("amx_bf16",)
 
 
 class CpuDevice:
@@ -152,10 +149,9 @@ def free_memory_bytes() -> int:
 
 
 def _native_dtype() -> torch.dtype:
-    found = torch.cpu.get_capabilities()
-    fast = [name for name in _BF16_ARITHMETIC if found.get(name)]
+    fast = native.multiplies_bf16()
     chosen = torch.bfloat16 if fast else torch.float32
-    _LOG.info("compute dtype %s: this CPU has %s for bfloat16", chosen, ", ".join(fast) or "no tiles")
+    _LOG.info("compute dtype %s: bfloat16 has %s here", chosen, "AVX512-BF16" if fast else "no compiled arithmetic")
     return chosen
 
 
