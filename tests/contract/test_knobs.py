@@ -61,6 +61,7 @@ SERVE = {
     "--request-timeout": "600s",
     "--discovery-interval": "1s",
     "--api-key-file": "",
+    "--tenants-file": "",
     "--cors-origins": "",
 }
 BENCH = {

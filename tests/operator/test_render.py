@@ -181,6 +181,15 @@ def test_secrets_are_mounted_by_reference() -> None:
     assert "--api-key-file" in router["containers"][0]["args"]
 
 
+def test_tenants_are_mounted_by_reference() -> None:
+    auth = {"auth": {"tenantsSecretRef": {"name": "tenants", "key": "tenants.json"}}}
+    router = pod_of(render(service(router=auth), Defaults()), "router")["spec"]
+    secrets = [v["secret"] for v in router["volumes"] if "secret" in v]
+    assert [(s["secretName"], s["items"]) for s in secrets] == [("tenants", [{"key": "tenants.json", "path": "key"}])]
+    args = router["containers"][0]["args"]
+    assert "--api-key-file" not in args and args[args.index("--tenants-file") + 1] == "/etc/isthmus/auth/key"
+
+
 def test_the_secret_of_a_pool_is_mounted_in_engines_and_moves_their_revision() -> None:
     plain = service(transfer={"mode": "Store"}, store={})
     keyed = service(transfer={"mode": "Store"}, store={"secretRef": {"name": "pool", "key": "k"}})

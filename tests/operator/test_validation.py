@@ -67,6 +67,12 @@ BAD: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"spec/model/cache": {"emptyDir": {}}}, "spec.model.cache", ["mounted, not downloaded", "remove it"]),
     ({"spec/model/servedNames": ["a", "a"]}, "spec.model.servedNames[1]", ['"a"', "twice"]),
     ({"spec/model/servedNames": "a"}, "spec.model.servedNames", ["a list"]),
+    ({"spec/router/auth": {}}, "spec.router.auth", ["no keys", "apiKeySecretRef, tenantsSecretRef"]),
+    (
+        {"spec/router/auth": {f"{kind}SecretRef": {"name": "n", "key": "k"} for kind in ("apiKey", "tenants")}},
+        "spec.router.auth",
+        ["two kinds of keys", "exactly one"],
+    ),
     ({"spec/roles/decode": None}, "spec.roles.decode", ["missing", "add decode"]),
     ({"spec/roles/worker": {}}, "spec.roles.worker", ["mode Disaggregated", "mode: Unified"]),
     ({"spec/roles/decode/scaling": {"replicas": -1}}, "spec.roles.decode.scaling.replicas", ["-1", "0 or more"]),

@@ -210,6 +210,8 @@ class RouterConfig:
     """Most requests in flight; more are refused with 429."""
     request_timeout_s: float = 600.0
     discovery_interval_s: float = 1.0
+    tenants_file: str = ""
+    """Path of a mounted JSON file with tenants, their keys and limits (docs/tenants.md), read again when it changes."""
     api_key_file: str = ""
     """Path of a mounted file holding the key clients must send; empty: no key."""
     cors_origins: tuple[str, ...] = ()
@@ -301,6 +303,9 @@ def build_serve_parser() -> argparse.ArgumentParser:
     router.add_argument("--request-timeout", default="600s")
     router.add_argument("--discovery-interval", default="1s")
     router.add_argument("--api-key-file", default="")
+    router.add_argument(
+        "--tenants-file", default="", help="JSON: tenants, their keys and limits; not with a single key"
+    )
     router.add_argument("--cors-origins", default="", help="comma-separated; web pages that may call the API, or *")
     return p
 
@@ -414,6 +419,7 @@ def _router(
         max_queue=read.integer("max_queue", 1),
         request_timeout_s=read.duration("request_timeout"),
         discovery_interval_s=read.duration("discovery_interval"),
+        tenants_file=args.tenants_file,
         api_key_file=args.api_key_file,
         cors_origins=_items(args.cors_origins),
     )
@@ -423,6 +429,8 @@ def _router(
         )
     if config.worker and (config.decode or config.prefill):
         read.problems.append("--worker (unified) and --prefill/--decode exclude each other; give one of the two")
+    if config.tenants_file and config.api_key_file:
+        read.problems.append("--tenants-file and --api-key-file exclude each other; make the key that of a tenant")
     if config.prefill and not config.decode:
         read.problems.append("--prefill needs --decode: no engine would generate")
     for flag in ("prefill", "decode", "worker"):

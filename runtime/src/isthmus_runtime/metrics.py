@@ -136,6 +136,24 @@ class RequestMetrics:
         self._failures.inc(str(status), code or "")
 
 
+class TenantMetrics:
+    """What each tenant asks for, by the name in the tenants' file: its keys are in no metric."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        names = _Names(registry, model_name, "isthmus_router_tenant_", vllm_names=False)
+        self._requests = names.counter_by("requests", "Requests by tenant and status.", ("tenant", "status"))
+        self._tokens = names.counter_by("tokens", "Tokens by tenant: prompt, or generation.", ("tenant", "kind"))
+
+    def ended(self, tenant: str, status: int) -> None:
+        """Count a request that ended; 200 is an answer, 499 a client that left."""
+        self._requests.inc(tenant, str(status))
+
+    def used(self, tenant: str, prompt: int, generation: int) -> None:
+        """Count the tokens of an answer."""
+        self._tokens.inc(tenant, "prompt", amount=prompt)
+        self._tokens.inc(tenant, "generation", amount=generation)
+
+
 class EngineMetrics:
     """The scheduler and KV pool of one engine."""
 

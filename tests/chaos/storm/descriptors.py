@@ -57,6 +57,8 @@ def descriptors_of(pid: int, names: Mapping[str, str]) -> Descriptors:
             target = os.readlink(folder / name)
         except FileNotFoundError:
             continue  # just closed
+        if target == "/":
+            continue  # libuv's reserve, from the first time without descriptors on: it closes it to accept and refuse
         found = table.get(target)
         if found is None:
             # An event loop's own pair of sockets, a pipe, a file.

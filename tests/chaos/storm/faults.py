@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -141,6 +144,18 @@ class Injector:
         member.writable.clear()
         await asyncio.sleep(fault.seconds)
         member.writable.set()
+
+    async def _few_descriptors(self, fault: Fault, event: Event) -> None:
+        pid = self._fleet.member[fault.target].popen.pid
+        before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        # The bound is on the number that a descriptor gets, the lowest free one: a closed one may be opened again.
+        highest = max(int(name) for name in os.listdir(f"/proc/{pid}/fd"))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(highest + 1, before[1]), before[1]))
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            with suppress(ProcessLookupError):  # the victim of another fault meanwhile
+                resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
     async def _slow_disk(self, fault: Fault, event: Event) -> None:
         assert self._disk is not None

@@ -59,6 +59,8 @@ KINDS = (
     Kind("throttle", _ENGINES, (2.0, 6.0), needs_network=True),
     Kind("delay", _ENGINES, (2.0, 6.0), needs_network=True),
     Kind("log disk", ("router", *_ENGINES), (0.5, 3.0)),
+    # As many files as it has open: what it opens meanwhile fails.
+    Kind("few descriptors", ("router", *_ENGINES), (0.5, 3.0)),
     Kind("slow disk", ("router", *_ENGINES), (2.0, 6.0), needs_disk=True),
     # Killed, and started again with its model on a slow disk.
     Kind("slow start", ("router",), (0.2, 0.5), needs_disk=True),

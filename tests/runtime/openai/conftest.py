@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from isthmus_runtime.config import ChatConfig
-from isthmus_runtime.metrics import RequestMetrics, render
+from isthmus_runtime.metrics import RequestMetrics, TenantMetrics, render
 from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
@@ -132,6 +133,10 @@ class Api:
         self.in_flight = in_flight
         self._registry = registry
 
+    def text(self) -> str:
+        """All metrics."""
+        return render(self._registry).decode()
+
     def metric(self, start: str) -> float:
         """The sum of all series whose line begins with `start`."""
         lines = render(self._registry).decode().splitlines()
@@ -152,6 +157,8 @@ def serve(tokenizer):
         used=tokenizer,
         cors_origins=(),
         chat=None,
+        tenants=None,
+        clock=time.monotonic,
         grammars=None,
     ):
         backend = ScriptedBackend(script)
@@ -167,9 +174,12 @@ def serve(tokenizer):
                 chat=chat or ChatConfig(),
                 api_key=api_key,
                 request_timeout_s=timeout_s,
+                tenants=tenants,
             ),
             in_flight=in_flight,
             metrics=RequestMetrics(registry, "tiny"),
+            tenant_metrics=None if tenants is None else TenantMetrics(registry, "tiny"),
+            clock=clock,
             grammars=grammars,
         )
         add_pages(app)

@@ -26,7 +26,7 @@ TYPED_FLAGS = frozenset(
         *("transfer-on-failure", "transfer-host", "transfer-crc"),
         *("store-master", "store-segment-size", "store-replicas", "store-secret-file"),
         *("prefill", "decode", "worker", "policy", "disaggregate-above", "on-prefill-unavailable", "max-queue"),
-        *("request-timeout", "discovery-interval", "api-key-file", "cors-origins", "peer-credentials"),
+        *("request-timeout", "discovery-interval", "api-key-file", "tenants-file", "cors-origins", "peer-credentials"),
     }
 )
 """Flags that the rendered arguments own; `engine.extraArgs` may not repeat them."""
@@ -93,6 +93,14 @@ def _one_source(spec: Spec) -> Iterator[Problem]:
             else f"keep one of {', '.join(given)}"
         )
         yield Problem("spec.model.source", found, f"exactly one of {', '.join(kinds)}", fix)
+
+
+def _one_kind_of_keys(spec: Spec) -> Iterator[Problem]:
+    auth = spec.router.auth
+    if auth is not None and (auth.api_key_secret_ref is None) == (auth.tenants_secret_ref is None):
+        found = "names two kinds of keys" if auth.api_key_secret_ref else "names no keys"
+        allowed = "exactly one of apiKeySecretRef, tenantsSecretRef"
+        yield Problem("spec.router.auth", found, allowed, "keep or add one of the two")
 
 
 def _cache_is_used(spec: Spec) -> Iterator[Problem]:
@@ -325,6 +333,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_roles_fit_mode, asks_for=("mode", "roles.prefill", "roles.decode", "roles.worker")),
     Rule(_unified_moves_nothing, asks_for=("mode", "transfer", "store")),
     Rule(_one_source, reads=("model.source",)),
+    Rule(_one_kind_of_keys, reads=("router.auth",)),
     Rule(_cache_is_used, reads=("model.source", "model.cache")),
     Rule(_names_differ, reads=("model.servedNames",)),
     Rule(_extra_args_are_extra, reads=("engine.extraArgs",)),

@@ -361,8 +361,13 @@ Origin = Annotated[str, StringConstraints(max_length=280, pattern=r"^(\*|https?:
 
 
 class RouterAuth(Block):
-    api_key_secret_ref: SecretKey
+    """Who may call the API: exactly one of the two."""
+
+    api_key_secret_ref: SecretKey | None = None
     """Key that clients must send as a bearer token."""
+    tenants_secret_ref: SecretKey | None = None
+    """JSON document with tenants, their keys, and limits of priority, rate and concurrency. Routers read it again when
+    the Secret changes."""
 
 
 class ExposeService(Block):

@@ -56,7 +56,8 @@ def router_args(service: InferenceService, model_path: str) -> list[str]:
     args += ["--policy", _POLICIES[router.policy]]
     args += ["--max-queue", str(router.max_queue), "--request-timeout", router.request_timeout.canonical]
     if router.auth:
-        args += ["--api-key-file", f"{KEY_FOLDER}/key"]
+        flag = "--api-key-file" if router.auth.api_key_secret_ref else "--tenants-file"
+        args += [flag, f"{KEY_FOLDER}/key"]
     if router.cors_origins:
         args += ["--cors-origins", ",".join(router.cors_origins)]
     return args
@@ -71,7 +72,8 @@ def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
     model = model_parts(service, image=image, deadline=f"{_STARTUP_S:.0f}s", tokenizer_only=True)
     volumes, mounts = list(model.volumes), list(model.mounts)
     if router.auth:
-        ref = router.auth.api_key_secret_ref
+        ref = router.auth.api_key_secret_ref or router.auth.tenants_secret_ref
+        assert ref is not None, "a rule asks for one of the two"
         secret = {"secretName": ref.name, "items": [{"key": ref.key, "path": "key"}], "defaultMode": 0o440}
         volumes.append({"name": "api-key", "secret": secret})
         mounts.append({"name": "api-key", "mountPath": KEY_FOLDER, "readOnly": True})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from pathlib import Path
 
 import uvloop
@@ -12,8 +13,9 @@ from prometheus_client import CollectorRegistry
 from ..checkpoints.provenance import verify_files
 from ..config import RouterConfig
 from ..credentials import peer_credentials
-from ..metrics import RequestMetrics
+from ..metrics import RequestMetrics, TenantMetrics
 from ..openai.app import BODIES, ApiConfig, add_openai_routes, read_api_key
+from ..openai.tenants_file import TenantsFile
 from ..openai.tokenizer import Tokenizer
 from ..router.app import make_router
 from ..serving.app import add_pages, make_app
@@ -37,13 +39,14 @@ def serve_router(config: RouterConfig) -> int:
     verify_files(Path(config.model.path))
     tokenizer = Tokenizer.load(config.model.path)
     api_key = read_api_key(config.api_key_file)
+    tenants = TenantsFile(config.tenants_file, time.monotonic()) if config.tenants_file else None
     # What is there now stays, and a request leaves hardly a cycle behind: the collector need not look that often.
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
-    return uvloop.run(_serve(config, tokenizer, api_key))
+    return uvloop.run(_serve(config, tokenizer, api_key, tenants))
 
 
-async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> int:
+async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenants: TenantsFile | None) -> int:
     in_flight, registry = InFlight(), CollectorRegistry()
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)
     router = make_router(config, registry, in_flight, credentials=credentials)
@@ -65,9 +68,11 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str) -> in
             chat=config.chat,
             request_timeout_s=config.request_timeout_s,
             api_key=api_key,
+            tenants=tenants,
         ),
         in_flight=in_flight,
         metrics=metrics,
+        tenant_metrics=None if tenants is None else TenantMetrics(registry, config.model.served_names[0]),
         grammars=grammars,
     )
     router.add_routes(app)

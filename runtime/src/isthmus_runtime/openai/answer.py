@@ -55,6 +55,8 @@ class Job:
     """Each chunk of a stream tells the tokens so far."""
     reader: Callable[[], Reader] | None = None
     """Takes the text of a choice apart. None: all of it is content."""
+    show_cached: bool = True
+    """Usage tells what prefix caches had."""
     one_call: bool = False
     """The first call of a tool ends the choice."""
 
@@ -84,7 +86,8 @@ class _Choice:
         if self._ids is not None:
             ids, self._ids = self._ids, []
         if self._job.continuous_usage:
-            usage = Usage(len(self.request.prompt_token_ids), self.tokens, self.cached)
+            cached = self.cached if self._job.show_cached else 0
+            usage = Usage(len(self.request.prompt_token_ids), self.tokens, cached)
         return More(ids, usage)
 
     def feed(self, chunk: TokenChunk) -> Delta:
@@ -140,7 +143,7 @@ class Runner:
         self._metrics = metrics
         self._clock = clock
 
-    async def whole(self, job: Job, arrived: float, call: Call) -> None:
+    async def whole(self, job: Job, arrived: float, call: Call) -> Usage:
         """The answer in one piece. Raises RequestError."""
         answers = [Answer(prompt_ids=r.prompt_token_ids if job.return_ids else None) for r in job.requests]
 
@@ -157,8 +160,9 @@ class Runner:
         usage = await self._run(job, sink, arrived)
         headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
         await call.reply(200, headers, job.format.whole(answers, usage))
+        return usage
 
-    async def stream(self, job: Job, arrived: float, call: Call) -> None:
+    async def stream(self, job: Job, arrived: float, call: Call) -> Usage:
         """The answer as server-sent events, begun when the first text is there: until then a failure still gets its
         own HTTP status. Raises RequestError."""
         opening = asyncio.Lock()
@@ -180,6 +184,7 @@ class Runner:
         usage = await self._run(job, sink, arrived)
         await call.write(form.end(usage, tell=job.include_usage))
         await call.end()
+        return usage
 
     async def _run(self, job: Job, sink: Sink, arrived: float) -> Usage:
         choices = [_Choice(i, r, job) for i, r in enumerate(job.requests)]
@@ -193,7 +198,8 @@ class Runner:
             except BaseExceptionGroup as errors:
                 # The first error has cancelled the others; what they raise while ending is its echo.
                 raise _first(errors) from errors
-        usage = Usage(job.prompt_tokens, sum(c.tokens for c in choices), sum(c.cached for c in choices[:: job.n]))
+        cached = sum(c.cached for c in choices[:: job.n]) if job.show_cached else 0
+        usage = Usage(job.prompt_tokens, sum(c.tokens for c in choices), cached)
         if self._metrics is not None:
             self._metrics.prompt_tokens.inc(usage.prompt_tokens)
             self._metrics.generation_tokens.inc(usage.completion_tokens)

@@ -27,7 +27,7 @@ from ..errors import (
     RequestError,
 )
 from ..interfaces.backend import Backend
-from ..metrics import RequestMetrics
+from ..metrics import RequestMetrics, TenantMetrics
 from ..request import Structure
 from ..serving.app import errors, json_body
 from ..serving.call import Call, Cut, add_call_route, authorization, error_answer
@@ -41,7 +41,9 @@ from .plan import Plan, Planner
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
 from .schema import ChatRequest, CompletionRequest, chat_request, json_object
-from .sse import Format
+from .sse import Format, Usage
+from .tenants import Tenant
+from .tenants_file import TenantsFile
 from .tokenizer import Tokenizer
 from .tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, detokenized, tokenized
 
@@ -81,6 +83,8 @@ class ApiConfig:
     request_timeout_s: float = 600.0
     api_key: str = ""
     """What clients must send as bearer token; empty: nothing is asked."""
+    tenants: TenantsFile | None = None
+    """Instead of one key: those of tenants, each with limits of its own."""
 
 
 def read_api_key(path: str) -> str:
@@ -104,6 +108,7 @@ def add_openai_routes(
     *,
     in_flight: InFlight,
     metrics: RequestMetrics | None = None,
+    tenant_metrics: TenantMetrics | None = None,
     grammars: Checker | None = None,
     seeds: Callable[[], int] | None = None,
     clock: Callable[[], float] = time.monotonic,
@@ -120,6 +125,7 @@ def add_openai_routes(
         config,
         in_flight=in_flight,
         metrics=metrics,
+        tenant_metrics=tenant_metrics,
         grammars=grammars,
         seeds=seeds or _seed_source(),
         clock=clock,
@@ -160,6 +166,7 @@ class _Progress:
 
     stage: str = "admission"
     answer_id: str = ""
+    tenant: Tenant | None = None
     format: Format | None = None
 
 
@@ -186,6 +193,7 @@ class _Api:
         *,
         in_flight: InFlight,
         metrics: RequestMetrics | None,
+        tenant_metrics: TenantMetrics | None,
         grammars: Checker | None,
         seeds: Callable[[], int],
         clock: Callable[[], float],
@@ -210,6 +218,8 @@ class _Api:
         self._runner = Runner(backend, metrics, clock)
         self._tokenizer = tokenizer
         self._key = config.api_key.encode()
+        self._tenants = config.tenants
+        self._tenant_metrics = tenant_metrics
 
     async def models(self, request: Request) -> ModelList:
         """The names that are served."""
@@ -274,14 +284,18 @@ class _Api:
         progress = _Progress()
         try:
             with self._in_flight.track():
-                self._authorise(call)
+                progress.tenant = self._authorise(call)
+                if progress.tenant is not None and self._tenants is not None:
+                    self._tenants.tenants.admit(progress.tenant, self._clock())
                 await self._answer(call, plan, arrived, progress)
+                self._count_tenant(progress, 200)
                 return
         except RequestError as e:
             error = e
         except asyncio.CancelledError:
             if not self._in_flight.aborting:
                 self._count(Cancelled("the client left"))
+                self._count_tenant(progress, Cancelled.status)
                 raise
             task = asyncio.current_task()
             assert task is not None
@@ -289,11 +303,13 @@ class _Api:
             error = self._in_flight.refusal()
         except ConnectionResetError:
             self._count(Cancelled("the client left"))
+            self._count_tenant(progress, Cancelled.status)
             return
         except Exception:
             _log.exception("%s failed", call.path)
             error = EngineFailed("internal error; the log of this process has the details")
         self._count(error)
+        self._count_tenant(progress, error.status)
         error = error.located(progress.stage, progress.answer_id or uuid.uuid4().hex)
         if error.attempt and not progress.answer_id:
             _log.info("%s, %s: %s", call.path, error.attempt, error.message)
@@ -314,12 +330,26 @@ class _Api:
                 if job.structure is not None:
                     await self._check_structure(job.structure, job.structure_param)
                 progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
-                if job.stream:
-                    await self._runner.stream(job, arrived, call)
+                if progress.tenant is None:
+                    await self._run(job, arrived, call)
                 else:
-                    await self._runner.whole(job, arrived, call)
+                    await self._run_of(progress.tenant, job, arrived, call)
         except TimeoutError as e:
             raise DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)") from e
+
+    async def _run(self, job: Job, arrived: float, call: Call) -> Usage:
+        return await (self._runner.stream if job.stream else self._runner.whole)(job, arrived, call)
+
+    async def _run_of(self, tenant: Tenant, job: Job, arrived: float, call: Call) -> None:
+        assert self._tenants is not None
+        with self._tenants.tenants.running(tenant, len(job.requests)):
+            usage = await self._run(tenant.own(job), arrived, call)
+        if self._tenant_metrics is not None:
+            self._tenant_metrics.used(tenant.name, usage.prompt_tokens, usage.completion_tokens)
+
+    def _count_tenant(self, progress: _Progress, status: int) -> None:
+        if progress.tenant is not None and self._tenant_metrics is not None:
+            self._tenant_metrics.ended(progress.tenant.name, status)
 
     async def _check_structure(self, structure: Structure, param: str) -> None:
         if self._grammars is None:
@@ -345,16 +375,23 @@ class _Api:
         except (TimeoutError, ConnectionResetError) as e:
             raise Cut from e
 
-    def _authorise(self, request: Request) -> None:
-        if not self._key:
-            return
+    def _authorise(self, request: Request) -> Tenant | None:
+        """Whose request it is, where there are tenants."""
+        if not self._key and self._tenants is None:
+            return None
         scheme, _, token = authorization(request.scope).partition(" ")
         own = request.headers.get("x-api-key", "")  # as clients of /v1/messages send it
         if own:
             scheme, token = "bearer", own
         given = token.strip().encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._key) or scheme.lower() != "bearer":
-            raise _Unauthorised("Authorization: send a valid API key as `Bearer KEY`", param="Authorization")
+        if self._tenants is not None:
+            self._tenants.refresh(self._clock())
+            tenant = self._tenants.tenants.of_key(given) if scheme.lower() == "bearer" else None
+            if tenant is not None:
+                return tenant
+        elif hmac.compare_digest(given, self._key) and scheme.lower() == "bearer":
+            return None
+        raise _Unauthorised("Authorization: send a valid API key as `Bearer KEY`", param="Authorization")
 
     def _count(self, error: RequestError) -> None:
         if self._metrics is not None:

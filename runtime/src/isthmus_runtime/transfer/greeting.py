@@ -24,6 +24,8 @@ _SAY_S = 1.0
 """From connecting to the last byte of what a peer has to say."""
 _MAX_PEERS = 256
 """More at once are strangers: a peer says its line at once. The one that has waited longest gives way."""
+_QUIET_S = 30.0
+"""Between two messages in the log that no peer can be greeted: there would be ten a second."""
 _REFUSED = "refused: "
 _log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class Greeter:
         self._socket.setblocking(False)
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         self._closing = threading.Event()
+        self._quiet_until = 0.0
         self._peers: dict[socket.socket, tuple[float, bytes]] = {}
         """By when each must have said its line, and what it said so far; the longest there first."""
         self._selector = selectors.DefaultSelector()
@@ -78,8 +81,10 @@ class Greeter:
         except BlockingIOError:
             return
         except OSError as error:
-            if not self._closing.wait(0.1):  # descriptors are short: others give some back
-                _log.warning("a peer could not be greeted: %s", error)
+            # Descriptors are short: others give some back.
+            if not self._closing.wait(0.1) and (now := time.monotonic()) > self._quiet_until:
+                self._quiet_until = now + _QUIET_S
+                _log.warning("a peer could not be greeted: %s; told once in %g s", error, _QUIET_S)
             return
         if len(self._peers) >= _MAX_PEERS:
             self._drop(next(iter(self._peers)))
