@@ -10,10 +10,10 @@ import pytest
 from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
-from isthmus_runtime.errors import InvalidRequest
 from isthmus_runtime.openai.chat import Conversation
-from isthmus_runtime.openai.forced_calls import call_structure
 from isthmus_runtime.openai.tokenizer import Tokenizer
+from isthmus_runtime.openai.tool_grammar import calls_grammar
+from isthmus_runtime.structured.checker import Checker
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "größer"}}\n</tool_call>'
@@ -65,47 +65,6 @@ def test_calls_of_tools(serve, run, caller):
             assert '"look"' not in caller.decode(api.backend.requests[-1].prompt_token_ids)
 
     run(main())
-
-
-class AnyGrammar:
-    """Finds every structure possible."""
-
-    async def check(self, structure, param) -> None:
-        assert json.loads(structure.text) and param == "tools"
-
-
-def test_calls_that_must_be_made(serve, run, caller):
-    async def main():
-        answer = '[{"name": "look", "arguments": {"at": 1}}, {"name": "look", "arguments": {}}]'
-        async with serve(spell(caller, answer), used=caller, grammars=AnyGrammar()) as api, client(api) as c:
-            api.backend.max_model_len = 2000
-            ask = {"model": "tiny", "messages": HELLO, "tools": [LOOK]}
-            got = (await c.chat.completions.create(**ask, tool_choice="required")).choices[0].message
-            assert [t.function.arguments for t in got.tool_calls] == ['{"at": 1}', "{}"]
-            schema = json.loads(api.backend.requests[-1].structure.text)
-            assert schema["type"] == "array" and schema["items"]["properties"]["name"] == {"const": "look"}
-            named = {"type": "function", "function": {"name": "look"}}
-            await c.chat.completions.create(**ask, tool_choice=named)
-            assert json.loads(api.backend.requests[-1].structure.text)["type"] == "object"
-            for wrong in ({"type": "function", "function": {"name": "rm"}}, "some", {"type": "function"}):
-                with pytest.raises(openai.BadRequestError, match="tool_choice: "):
-                    await c.chat.completions.create(**ask, tool_choice=wrong)
-            with pytest.raises(openai.BadRequestError, match="tool_choice: required, but there are no tools"):
-                await c.chat.completions.create(model="tiny", messages=HELLO, tool_choice="required")
-
-    run(main())
-
-
-def test_definitions_of_tools_move_to_the_root():
-    def tool(name, definition):
-        parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/X"}}, "$defs": {"X": definition}}
-        return {"type": "function", "function": {"name": name, "parameters": parameters}}
-
-    same = [tool("a", {"type": "string"}), tool("b", {"type": "string"})]
-    found = json.loads(call_structure(["a", "b"], same, several=False).text)
-    assert found["$defs"] == {"X": {"type": "string"}} and len(found["anyOf"]) == 2
-    with pytest.raises(InvalidRequest, match=r"define .defs/X differently"):
-        call_structure(["a", "b"], [same[0], tool("b", {"type": "null"})], several=False)
 
 
 def test_a_call_that_is_cut_off_is_text(serve, run, caller):
@@ -273,5 +232,40 @@ def test_long_conversations_are_rendered_in_a_thread(serve, run, tokenizer):
             status, _ = await events(api, "/v1/chat/completions", json.loads(body))
             assert status == 200
             assert list(api.backend.requests[-1].prompt_token_ids) == tokenizer.chat(Conversation(messages=many)).ids
+
+    run(main())
+
+
+def test_an_answer_that_has_to_be_a_call_is_held_to_it(serve, run, caller, model_dir):
+    async def main():
+        checker = Checker(model_dir)
+        try:
+            async with serve(spell(caller, CALL), used=caller, grammars=checker) as api, client(api) as c:
+                ask = {"model": "tiny", "messages": HELLO, "tools": [LOOK]}
+                named = {"type": "function", "function": {"name": "look"}}
+                for choice, several in (("required", True), (named, False)):
+                    got = await c.chat.completions.create(**ask, tool_choice=choice)
+                    assert [t.function.name for t in got.choices[0].message.tool_calls] == ["look"]
+                    held = api.backend.requests[-1].structure
+                    assert held == calls_grammar("hermes", [LOOK["function"]], caller.control_id, several=several)
+                wrong = (
+                    ({"tool_choice": "required", "tools": []}, "tool_choice: required, but no tools"),
+                    ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "no function 'x'"),
+                    ({"tool_choice": "sometimes"}, "tool_choice: must be none, auto, required"),
+                    ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "another structure"),
+                    ({"structured_outputs": {"regex": "a"}}, "regex is not supported together with tools"),
+                )
+                made = len(api.backend.requests)
+                for body, words in wrong:
+                    status, answer = await events(api, "/v1/chat/completions", {**ask, **body})
+                    assert status == 400 and words in answer["error"]["message"], answer
+                bad = {"type": "function", "function": {"name": "b", "parameters": {"not": {}}}}
+                status, answer = await events(
+                    api, "/v1/chat/completions", {**ask, "tools": [bad], "tool_choice": "required"}
+                )
+                assert status == 400 and answer["error"]["param"] == "tools"
+                assert len(api.backend.requests) == made
+        finally:
+            await checker.close()
 
     run(main())

@@ -69,7 +69,6 @@ REFUSED_BOTH = {
     "priority": 0.5,
 }
 REFUSED_CHAT = {
-    "tool_choice": "required",
     "reasoning_effort": 5,
     "continue_final_message": "yes",
     "chat_template_kwargs": [],

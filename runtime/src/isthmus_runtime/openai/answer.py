@@ -41,6 +41,8 @@ class Job:
     stop: tuple[str, ...]
     structure: Structure | None
     """What the text of each choice must be."""
+    structure_param: str
+    """The parameter that says so."""
     logprobs: bool
     stream: bool
     include_usage: bool
@@ -55,8 +57,6 @@ class Job:
     """Takes the text of a choice apart. None: all of it is content."""
     show_cached: bool = True
     """Usage tells what prefix caches had."""
-    structure_param: str = "response_format"
-    """The parameter that `structure` comes from."""
     one_call: bool = False
     """The first call of a tool ends the choice."""
 

@@ -81,6 +81,26 @@ TOOLS = {
 }
 """JSON schemas of what `conversation` and `offered` take."""
 
+TOOL_CHOICE: dict[str, Any] = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required", None]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}},
+                    "required": ["name"],
+                    "additionalProperties": False,
+                },
+            },
+            "required": ["type", "function"],
+            "additionalProperties": False,
+        },
+    ]
+}
+
 
 def conversation(messages: object) -> list[dict[str, Any]]:
     """Messages with plain text content; arguments of tool calls are objects, as templates expect them."""
@@ -192,3 +212,24 @@ def _content(value: object, path: str) -> str:
             raise InvalidRequest(f"{where}: must hold type and text (a string), and nothing else", param=where)
         texts.append(text)
     return "\n".join(texts)
+
+
+def chosen(tools: list[dict[str, Any]], choice: object) -> list[dict[str, Any]]:
+    """The tools that `tool_choice` leaves. InvalidRequest for one that cannot be."""
+    if choice in (None, "none", "auto"):
+        return tools
+    if choice == "required":
+        if not tools:
+            raise InvalidRequest("tool_choice: required, but no tools are given", param="tool_choice")
+        return tools
+    named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = named.get("name") if isinstance(named, dict) else None
+    if not isinstance(choice, dict) or set(choice) != {"type", "function"} or not isinstance(name, str):
+        raise InvalidRequest(
+            'tool_choice: must be none, auto, required or {"type": "function", "function": {"name": ...}}',
+            param="tool_choice",
+        )
+    found = [tool for tool in tools if tool["function"]["name"] == name]
+    if not found:
+        raise InvalidRequest(f"tool_choice: no function {name[:64]!r} is among the tools", param="tool_choice")
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from os import urandom
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 from ..config import ChatConfig
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
 from ..interfaces.backend import Backend
-from ..request import GenerateRequest, SamplingParams
+from ..request import GenerateRequest, SamplingParams, Structure
 from . import anthropic, responses
 from .answer import Job
 from .chat import Conversation
@@ -19,6 +20,7 @@ from .schema import ChatRequest, CompletionRequest, chat_request, json_object, p
 from .sse import ChatFormat, CompletionFormat, Format
 from .tokenizer import Tokenizer, TooManyTokens
 from .tool_formats import FORMATS, format_of
+from .tool_grammar import calls_grammar
 from .tool_prompt import in_plain_text
 
 MakeFormat = Callable[..., Format]
@@ -118,8 +120,40 @@ class Planner:
             raise _too_long(f"{len(ids)} tokens", limit, "truncate_prompt_tokens")
         _check_room(request.limit_name, request.output_limit, len(ids), limit)
         wanted = limit - len(ids) if request.output_limit is None else request.output_limit
-        reader = self._reader(tools, prompt.text, forced=bool(request.forced_tools))
-        return self._job(request, [ids], wanted, prefix, form, reader=reader, tools=bool(tools))
+        return self._job(
+            request,
+            [ids],
+            wanted,
+            prefix,
+            form,
+            reader=self._reader(tools, prompt.text),
+            tools=bool(tools),
+            calls=self._calls(request, tools, prompt.text),
+        )
+
+    def _calls(self, request: ChatRequest, tools: list[dict[str, Any]], prompt: str) -> Structure | None:
+        """What the answer must be where tools make that another thing than the request's own structure."""
+        answer = request.structure
+        callable_tools = request.callable_tools()
+        if not tools or not (request.must_call or answer is not None):
+            return None
+        # A model that may call and is held to JSON otherwise must be let do either.
+        schema = None
+        if answer is not None:
+            if answer.kind not in {"json_object", "json_schema"}:
+                raise InvalidRequest(
+                    f"structured_outputs: {answer.kind} is not supported together with tools; remove one of the two",
+                    param="structured_outputs",
+                )
+            schema = json.loads(answer.text or '{"type": "object"}')
+        return calls_grammar(
+            self._tool_format.name,
+            [tool["function"] for tool in callable_tools],
+            self._tokenizer.control_id,
+            several=request.tool_choice in (None, "auto", "required") and request.parallel_tool_calls,
+            answer=schema,
+            thinking=Thinking.CLOSE if self._thinks and prompt.rstrip().endswith(Thinking.OPEN) else "",
+        )
 
     def conversation(self, request: ChatRequest, tools: list[dict[str, Any]]) -> Conversation:
         """What the template gets. Raises InvalidRequest."""
@@ -156,18 +190,20 @@ class Planner:
             param="reasoning_effort",
         )
 
-    def _reader(self, tools: list[dict[str, Any]], prompt: str, *, forced: bool) -> Callable[[], Reader] | None:
-        """What takes the answers apart; None: nothing does. `forced`: an answer is calls as JSON and nothing else."""
-        if forced:
-            every = [t["function"]["name"] for t in tools]
-            return lambda: Reader(FORMATS["json"].parser(every), None)
-        thinks = self._tokenizer.thinks if self._config.reasoning == "auto" else self._config.reasoning == "think"
+    def _reader(self, tools: list[dict[str, Any]], prompt: str) -> Callable[[], Reader] | None:
+        """What takes the answers apart; None: nothing does."""
+        thinks = self._thinks
         if not thinks and not tools:
             return None
         names = [t["function"]["name"] for t in tools]
         opened = prompt.rstrip().endswith(Thinking.OPEN)
         parser = self._tool_format.parser
         return lambda: Reader(parser(names) if names else None, Thinking(opened=opened) if thinks else None)
+
+    @property
+    def _thinks(self) -> bool:
+        """Whether the model writes its reasoning before its answer."""
+        return self._tokenizer.thinks if self._config.reasoning == "auto" else self._config.reasoning == "think"
 
     def _allows_control(self, asked: bool | None) -> bool:
         setting = self._config.control_tokens
@@ -221,6 +257,7 @@ class Planner:
         *,
         reader: Callable[[], Reader] | None = None,
         tools: bool = False,
+        calls: Structure | None = None,
     ) -> Job:
         answer_id = prefix + urandom(16).hex()
         logprobs = request.num_logprobs
@@ -228,7 +265,7 @@ class Planner:
         pieces = self._tokenizer.pieces_with(shown)
         sampling = self._sampling(request, max_tokens)
         seed = self._seeds() if request.seed is None else request.seed
-        structure = request.structure
+        structure = calls or request.structure
         requests = [
             GenerateRequest(
                 request_id=f"{answer_id}-{p * request.n + i}",
@@ -247,6 +284,7 @@ class Planner:
             requests=tuple(requests),
             n=request.n,
             structure=structure,
+            structure_param="tools" if calls is not None else request.structure_param,
             prompt_tokens=sum(map(len, prompts)),
             stop=tuple(request.stop_strings),
             logprobs=logprobs >= 0,
@@ -257,7 +295,6 @@ class Planner:
             return_ids=request.return_token_ids,
             continuous_usage=request.continuous_usage,
             reader=reader,
-            structure_param=request.structure_param,
             one_call=isinstance(request, ChatRequest) and not request.parallel_tool_calls,
             format=form(
                 pieces,

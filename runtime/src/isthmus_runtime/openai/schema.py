@@ -16,7 +16,6 @@ from pydantic_core import from_json
 from ..errors import InvalidRequest
 from ..request import SamplingOptions, Structure
 from . import messages
-from .forced_calls import call_structure, forced_names
 from .logit_options import LogitOptions
 from .problems import MAX_NAME, MAX_PROBLEMS, invalid
 from .structured import ResponseFormat, StructuredOutputs, structure_of
@@ -238,21 +237,6 @@ class CompletionRequest(_Common):
         return found
 
 
-_TOOL_CHOICE = {
-    "anyOf": [
-        {"enum": ["none", "auto", "required", None]},
-        {
-            "type": "object",
-            "properties": {
-                "type": {"const": "function"},
-                "function": {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]},
-            },
-            "required": ["type", "function"],
-        },
-    ]
-}
-
-
 class ChatRequest(_Common):
     """POST /v1/chat/completions."""
 
@@ -265,7 +249,7 @@ class ChatRequest(_Common):
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: Annotated[Any, WithJsonSchema(messages.TOOLS)] = None
     """Checked by `offered_tools`, which gives paths into them."""
-    tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = None
+    tool_choice: Annotated[Any, WithJsonSchema(messages.TOOL_CHOICE)] = None
     parallel_tool_calls: bool = True
     reasoning_effort: str | None = Field(default=None, max_length=32)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -278,8 +262,10 @@ class ChatRequest(_Common):
     def _check(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only allowed together with logprobs: true")
-        if self.forced_tools and (self.response_format is not None or self.structured_outputs is not None):
-            raise ValueError("tool_choice: an answer that must be a call has no other structure; remove one of the two")
+        if self.must_call and self.structure is not None:
+            raise ValueError("tool_choice: an answer that must be a call cannot have another structure; remove one")
+        if self.must_call and self.continue_final_message:
+            raise ValueError("tool_choice: an answer that must be a call cannot continue a message")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError("continue_final_message: excludes add_generation_prompt; give one of the two")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -301,6 +287,11 @@ class ChatRequest(_Common):
         """The parameter that `output_limit` comes from."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call of a tool."""
+        return self.tool_choice not in (None, "none", "auto")
+
     def conversation(self) -> list[dict[str, Any]]:
         """Messages with plain text content, as chat templates take them. InvalidRequest names the path."""
         return messages.conversation(self.messages)
@@ -310,22 +301,9 @@ class ChatRequest(_Common):
         found = messages.offered([] if self.tools is None else self.tools)
         return [] if self.tool_choice == "none" else found
 
-    @property
-    def forced_tools(self) -> list[str]:
-        """The tools of which one must be called; none: the model is free."""
-        return forced_names(self.tool_choice, self.offered_tools())
-
-    @property
-    def structure(self) -> Structure | None:
-        """What the answer's text must be; None: any text."""
-        names = self.forced_tools
-        several = self.parallel_tool_calls and self.tool_choice == "required"
-        return call_structure(names, self.offered_tools(), several=several) if names else super().structure
-
-    @property
-    def structure_param(self) -> str:
-        """The parameter that `structure` comes from."""
-        return "tools" if self.forced_tools else super().structure_param
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Those of them that `tool_choice` lets it call. InvalidRequest names `tool_choice`."""
+        return messages.chosen(self.offered_tools(), self.tool_choice)
 
 
 _R = TypeVar("_R", CompletionRequest, ChatRequest)

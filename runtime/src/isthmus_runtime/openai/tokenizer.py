@@ -64,6 +64,7 @@ class Tokenizer:
         """Tokens of prompt and answer that the model is made for; 0: config.json does not say."""
         raw = json.loads(tokenizer.to_str())
         added = tokenizer.get_added_tokens_decoder()
+        self._control_ids = {t.content: i for i, t in added.items()}
         self._special = {t.content: i for i, t in added.items() if t.special}
         self._decoder = raw.get("decoder")
         self.pieces = Pieces(tokenizer, self._decoder, frozenset(self._special.values()))
@@ -136,6 +137,10 @@ class Tokenizer:
         if not self._add_bos or self._bos is None:
             return self._ids(text, special=False, most=most)
         return [self._bos, *self._ids(text, special=False, most=None if most is None else most - 1)]
+
+    def control_id(self, text: str) -> int | None:
+        """The id of a token that is added to the vocabulary as a whole; None: the text is no such token."""
+        return self._control_ids.get(text)
 
     def encode_alone(self, text: str) -> list[int]:
         """Ids of a text without special tokens around it."""
