@@ -37,9 +37,9 @@ def test_committed_file_is_what_the_types_generate() -> None:
 
 
 def test_size_leaves_room_for_plain_kubectl_apply() -> None:
-    # Client-side apply keeps a copy in an annotation of at most 256 KiB; we promise 96 KiB: the bounds of every value take their room.
-    assert len(COMMITTED.read_bytes()) < 96 * KIB
-    assert len(json.dumps(crd())) < 96 * KIB
+    # Client-side apply keeps a copy in an annotation of at most 256 KiB; we promise 64 KiB.
+    assert len(COMMITTED.read_bytes()) < 64 * KIB
+    assert len(json.dumps(crd())) < 64 * KIB
 
 
 def test_names_scope_and_columns() -> None:
