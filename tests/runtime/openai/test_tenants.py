@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 
+import aiohttp
 import openai
 import pytest
 from api_calls import HELLO, client, spell
@@ -112,6 +113,20 @@ def test_rate_is_that_of_the_tenant_and_not_of_a_key(tenants, run):
             assert (
                 api.metric('isthmus_router_tenant_requests_total{model_name="tiny",status="429",tenant="team-a"}') == 2
             )
+
+    run(main())
+
+
+def test_counting_tokens_is_a_request_too(tenants, run):
+    body = {"/tokenize": {"prompt": "x"}, "/v1/messages/count_tokens": {"messages": HELLO}}
+
+    async def main():
+        async with tenants(a(requestsPerSecond=1, burst=2), clock=Clock()) as api:
+            async with aiohttp.ClientSession(api.url, headers={"Authorization": f"Bearer {A}"}) as session:
+                for wanted in (200, 429):
+                    for path, asked in body.items():
+                        async with session.post(path, json={"max_tokens": 1, **asked}) as answer:
+                            assert answer.status == wanted, await answer.text()
 
     run(main())
 
