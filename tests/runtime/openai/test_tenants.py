@@ -121,12 +121,14 @@ def test_counting_tokens_is_a_request_too(tenants, run):
     body = {"/tokenize": {"prompt": "x"}, "/v1/messages/count_tokens": {"messages": HELLO}}
 
     async def main():
-        async with tenants(a(requestsPerSecond=1, burst=2), clock=Clock()) as api:
-            async with aiohttp.ClientSession(api.url, headers={"Authorization": f"Bearer {A}"}) as session:
-                for wanted in (200, 429):
-                    for path, asked in body.items():
-                        async with session.post(path, json={"max_tokens": 1, **asked}) as answer:
-                            assert answer.status == wanted, await answer.text()
+        async with (
+            tenants(a(requestsPerSecond=1, burst=2), clock=Clock()) as api,
+            aiohttp.ClientSession(api.url, headers={"Authorization": f"Bearer {A}"}) as session,
+        ):
+            for wanted in (200, 429):
+                for path, asked in body.items():
+                    async with session.post(path, json={"max_tokens": 1, **asked}) as answer:
+                        assert answer.status == wanted, await answer.text()
 
     run(main())
 

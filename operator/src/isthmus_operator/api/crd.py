@@ -39,7 +39,8 @@ _DESCRIBED_ONCE: tuple[cel.Place, ...] = (
     ("spec", "store", "master", "managed"),
     *(("status", "roles", role) for role in ("decode", "worker", "router", "store")),
 )
-"""Blocks whose fields are described under spec.engine or roles.prefill; repeating that would take a third of the size."""
+"""Blocks whose fields are described under spec.engine or roles.prefill: repeating that would take a third of the
+size."""
 
 
 def crd() -> dict[str, Any]:

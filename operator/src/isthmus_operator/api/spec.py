@@ -146,8 +146,8 @@ class KvMemory(Block):
     memory: Quantity | None = None
     """Bytes of the KV pool, for example 2Gi. Absent: gpuMemoryFraction decides."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of memory for the KV pool. On a GPU: of all its memory, weights included. On a CPU: of what is free after the
-    weights are loaded. Absent: the engine's default. Excludes memory."""
+    """Share of memory for the KV pool. On a GPU: of all its memory, weights included. On a CPU: of what is free after
+    the weights are loaded. Absent: the engine's default. Excludes memory."""
     num_blocks_override: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None
     """Exact number of KV blocks, whatever the memory allows. For tests and tuning."""
 

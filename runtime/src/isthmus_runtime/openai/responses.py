@@ -83,8 +83,9 @@ def as_chat(data: Mapping[str, Any]) -> dict[str, Any]:
         reasoning = object_at(given.pop("reasoning"), "reasoning")
         if reasoning.get("effort") is not None:
             given["reasoning_effort"] = reasoning["effort"]
-    if "stream_options" in given and not object_at(given["stream_options"], "stream_options").get("include_obfuscation"):
-        del given["stream_options"]  # the usage is always told
+    options = object_at(given.get("stream_options", {}), "stream_options")
+    if not options.get("include_obfuscation"):
+        given.pop("stream_options", None)  # the usage is always told
     return given
 
 
