@@ -254,6 +254,8 @@ def test_an_answer_that_has_to_be_a_call_is_held_to_it(serve, run, caller, model
                     ({"tool_choice": "sometimes"}, "tool_choice: must be none, auto, required"),
                     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "another structure"),
                     ({"structured_outputs": {"regex": "a"}}, "regex is not supported together with tools"),
+                    ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos: an answer that must be a call"),
+                    ({"tool_choice": "required", "allowed_token_ids": [1]}, "allowed_token_ids: not with structured"),
                 )
                 made = len(api.backend.requests)
                 for body, words in wrong:

@@ -6,7 +6,7 @@ import threading
 
 NAMES = frozenset(
     {
-        *("engine", "executor", "executor-completion"),
+        *("engine", "masks", "executor", "executor-completion"),
         *("transfer-direct", "transfer-greeter", "transfer-store", "memory-fabric"),
     }
 )

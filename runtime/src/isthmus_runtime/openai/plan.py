@@ -263,9 +263,9 @@ class Planner:
         logprobs = request.num_logprobs
         shown = None if not request.skip_special_tokens else self._tool_format.shown if tools else ()
         pieces = self._tokenizer.pieces_with(shown)
-        sampling = self._sampling(request, max_tokens)
-        seed = self._seeds() if request.seed is None else request.seed
         structure = calls or request.structure
+        sampling = self._sampling(request, max_tokens, structured=structure is not None)
+        seed = self._seeds() if request.seed is None else request.seed
         requests = [
             GenerateRequest(
                 request_id=f"{answer_id}-{p * request.n + i}",
@@ -308,7 +308,9 @@ class Planner:
             ),
         )
 
-    def _sampling(self, request: CompletionRequest | ChatRequest, max_tokens: int) -> Callable[[int], SamplingParams]:
+    def _sampling(
+        self, request: CompletionRequest | ChatRequest, max_tokens: int, *, structured: bool
+    ) -> Callable[[int], SamplingParams]:
         size = self._tokenizer.vocab_size
         outside = [i for i in request.stop_token_ids if not 0 <= i < size]
         if outside:
@@ -319,7 +321,7 @@ class Planner:
         stop_ids = tuple(dict.fromkeys((*eos, *request.stop_token_ids)))
         options = request.sampling(self._tokenizer.defaults)
         options |= request.logit_params(
-            self._tokenizer.encode_alone, size, max_tokens=max_tokens, structured=request.structure is not None
+            self._tokenizer.encode_alone, size, max_tokens=max_tokens, structured=structured, stops=stop_ids
         )
 
         def with_seed(seed: int) -> SamplingParams:

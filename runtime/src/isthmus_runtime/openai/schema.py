@@ -264,6 +264,8 @@ class ChatRequest(_Common):
             raise ValueError("top_logprobs: only allowed together with logprobs: true")
         if self.must_call and self.structure is not None:
             raise ValueError("tool_choice: an answer that must be a call cannot have another structure; remove one")
+        if self.must_call and self.ignore_eos:
+            raise ValueError("ignore_eos: an answer that must be a call ends with it; remove one of the two")
         if self.must_call and self.continue_final_message:
             raise ValueError("tool_choice: an answer that must be a call cannot continue a message")
         if self.continue_final_message and self.add_generation_prompt:
