@@ -42,7 +42,7 @@ $(STAMP): constraints.txt pyproject.toml operator/pyproject.toml runtime/pyproje
 	@PYTHON=$(PYTHON) .ci/venv $(VENV)
 	@touch $@
 
-native: ## Install the system library that Mooncake loads (Debian: libibverbs1)
+native: ## Install the system libraries that Mooncake loads (Debian, as root), or name those that are missing
 	@.ci/native
 
 model: $(MODEL_DIR)/.imported ## Unpack the small default model into ISTHMUS_CACHE

@@ -237,7 +237,8 @@ def test_no_other_volume_is_rendered() -> None:
     ]
     found = set()
     for model in sources:
-        manifest = changed(model=model, router__auth={"apiKeySecretRef": {"name": "s", "key": "k"}})
+        secret = {"name": "s", "key": "k"}
+        manifest = changed(model=model, router__auth={"apiKeySecretRef": secret}, store__secretRef=secret)
         for made in render(parse(manifest), Defaults()):
             template = made["spec"].get("template", {}) if "spec" in made else {}
             found |= {volume["name"] for volume in template.get("spec", {}).get("volumes", ())}

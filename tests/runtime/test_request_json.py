@@ -1,12 +1,14 @@
-"""The short way to a request's JSON gives what the long one does."""
+"""The short way to a request's JSON gives what the long one does, and routers get on with engines of other versions."""
 
 from __future__ import annotations
+
+import json
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus_runtime.protocol import WireRequest, request_json
-from isthmus_runtime.request import GenerateRequest, SamplingParams
+from isthmus_runtime.protocol import EngineInfo, KvInfo, TransferInfo, WireRequest, request_json
+from isthmus_runtime.request import GenerateRequest, SamplingParams, Structure
 
 sampling = st.builds(
     SamplingParams,
@@ -27,10 +29,38 @@ requests = st.builds(
     priority=st.integers(-(2**31), 2**31 - 1),
     cache_salt=st.text(max_size=5),
     timeout_s=st.floats(0.001, 1e6),
+    structure=st.none() | st.builds(Structure, kind=st.just("regex"), text=st.text(max_size=5)),
 )
 
 
 @given(request=requests)
 def test_request_json(request):
-    assert request_json(request).decode() == WireRequest.of(request).model_dump_json()
+    assert request_json(request).decode() == WireRequest.of(request).model_dump_json(exclude_defaults=True)
     assert WireRequest.model_validate_json(request_json(request)).to_request() == request
+
+
+def test_a_plain_request_has_no_field_that_an_older_engine_would_refuse():
+    sampling = SamplingParams(max_tokens=3, seed=5, stop_token_ids=(2,))
+    request = GenerateRequest(request_id="r", prompt_token_ids=(1,), sampling=sampling)
+    assert json.loads(request_json(request)) == {
+        "request_id": "r",
+        "prompt_token_ids": [1],
+        "sampling": {"max_tokens": 3, "seed": 5, "stop_token_ids": [2]},
+    }
+
+
+def test_what_a_newer_engine_tells_beyond_what_we_know_is_passed_over():
+    info = EngineInfo(
+        role="decode",
+        model="/m",
+        served_names=("m",),
+        fingerprint="f",
+        kv=KvInfo(
+            block_size=4, physical_blocks=9, usable_blocks=8, bytes_per_block=32, max_model_len=64, layout_digest="d"
+        ),
+        transfer=TransferInfo(),
+        version="9",
+    )
+    told = info.model_dump() | {"new": 1}
+    told["kv"]["new"] = told["transfer"]["new"] = {"a": 1}
+    assert EngineInfo.model_validate(told) == info

@@ -2,7 +2,7 @@
 
 serve --role prefill|decode|unified|router    run one role
 kv-plan FILE                                  the KV arithmetic on a JSON file
-model import|fetch                            put a model directory in place
+model import|fetch|verify                     put a model directory in place, or check it
 bench                                         load one endpoint and report
 simulate                                      proof runs and capacity planning
 """

@@ -81,11 +81,22 @@ _REQUEST = TypeAdapter(GenerateRequest).serializer
 
 
 def request_json(request: GenerateRequest) -> bytes:
-    """`WireRequest.of(request)` as JSON, at half the cost: both have the same fields."""
-    return _REQUEST.to_json(request)
+    """`WireRequest.of(request)` as JSON, at half the cost: both have the same fields.
+
+    What has its default is left out. During a rollout routers call engines of an older version, which refuse a field
+    that they do not know: only requests that use a new one must fail there. So no default may change between versions.
+    """
+    return _REQUEST.to_json(request, exclude_defaults=True)
 
 
-class KvInfo(_Wire):
+class _Reading(_Wire):
+    """What an engine tells of itself. A router reads it before it knows the engine's version, and passes over what it
+    has no name for: an engine that is newer serves as well."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class KvInfo(_Reading):
     """KV numbers of one engine, both counts named (kv.md)."""
 
     block_size: int
@@ -96,7 +107,7 @@ class KvInfo(_Wire):
     layout_digest: str
 
 
-class TransferInfo(_Wire):
+class TransferInfo(_Reading):
     """What this engine really moves KV with."""
 
     mode: Literal["none", "direct", "store", "memory"] = "none"
@@ -110,7 +121,7 @@ class TransferInfo(_Wire):
     reason: str = ""
 
 
-class EngineInfo(_Wire):
+class EngineInfo(_Reading):
     """Answer of GET /info. The router pairs only engines of equal `fingerprint`."""
 
     role: Literal["prefill", "decode", "unified"]

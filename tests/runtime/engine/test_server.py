@@ -262,6 +262,17 @@ def test_a_thread_that_has_ended_makes_the_process_unhealthy() -> None:
     asyncio.run(main())
 
 
+def test_the_end_of_the_thread_of_masks_makes_the_process_unhealthy() -> None:
+    async def main() -> None:
+        with engine() as backend:
+            threads = LongLived()
+            backend.engine._masks.stop(DEADLINE_S)
+            assert backend.engine.call(lambda: True), "the engine itself goes on"
+            assert "masks has ended" in threads.problem()
+
+    asyncio.run(main())
+
+
 def test_refusals_are_plain_http_errors_that_name_the_field() -> None:
     async def main() -> None:
         async with served() as (session, _, _):

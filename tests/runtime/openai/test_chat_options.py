@@ -255,7 +255,9 @@ def test_an_answer_that_has_to_be_a_call_is_held_to_it(serve, run, caller, model
                     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "another structure"),
                     ({"structured_outputs": {"regex": "a"}}, "regex is not supported together with tools"),
                     ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos: an answer that must be a call"),
-                    ({"tool_choice": "required", "allowed_token_ids": [1]}, "allowed_token_ids: not with structured"),
+                    ({"tool_choice": "required", "min_tokens": 2}, "min_tokens: not with"),
+                    ({"tool_choice": named, "allowed_token_ids": [1]}, "allowed_token_ids: not with"),
+                    ({"tool_choice": "required", "bad_words": ["look"]}, "bad_words: not with"),
                 )
                 made = len(api.backend.requests)
                 for body, words in wrong:

@@ -173,7 +173,7 @@ def to_yaml(manifest: object, *, dense: bool = False) -> str:
             return True
 
     # Deep down in a schema, a broken line is indented by more than it says.
-    flow, width = (None, 160) if dense else (False, 120)
+    flow, width = (None, 1000) if dense else (False, 120)
     return yaml.dump(manifest, Dumper=Plain, sort_keys=False, allow_unicode=True, width=width, default_flow_style=flow)
 
 

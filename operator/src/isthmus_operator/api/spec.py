@@ -166,8 +166,8 @@ class EngineTuning(Block):
     max_batched_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Most tokens in one step, prefill and decode together. Absent: the engine's default."""
     max_step_time: Duration | None = None
-    """Longest gap that other requests' prompts may make between two tokens of a stream: prompts are computed in chunks
-    that keep a step below it. Longer: a little more prompt throughput. Absent: the engine's default."""
+    """Longest gap that other requests' prompts may make between two tokens of a stream. Longer: a little more prompt
+    throughput. Absent: the engine's default."""
     max_num_seqs: Annotated[int, Field(ge=1, le=65536)] | None = None
     """Most requests that run at once. Absent: the engine's default."""
     max_waiting: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None

@@ -50,11 +50,6 @@ class MaskThread:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
-    @property
-    def alive(self) -> bool:
-        """Whether masks are being computed."""
-        return self._thread.is_alive()
-
     def beside(self, constraint: Constraint) -> Constraint:
         """`constraint`, whose masks are computed on this thread."""
         return _Beside(constraint, self._jobs.put)

@@ -74,7 +74,10 @@ class LogitOptions(BaseModel):
             given = {"min_tokens": least, "allowed_token_ids": allowed, "bad_words": words}
             for name, value in given.items():
                 if value:
-                    raise InvalidRequest(f"{name}: not with structured output; remove one of the two", param=name)
+                    raise InvalidRequest(
+                        f"{name}: not with structured output, nor with a tool_choice that demands a call; remove one",
+                        param=name,
+                    )
         if allowed and set(allowed) <= {word[0] for word in words if len(word) == 1}:
             raise InvalidRequest("bad_words: no token of allowed_token_ids is left", param="bad_words")
         if allowed and least and set(allowed) <= set(stops):

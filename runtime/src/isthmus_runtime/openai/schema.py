@@ -265,7 +265,7 @@ class ChatRequest(_Common):
         if self.must_call and self.structure is not None:
             raise ValueError("tool_choice: an answer that must be a call cannot have another structure; remove one")
         if self.must_call and self.ignore_eos:
-            raise ValueError("ignore_eos: an answer that must be a call ends with it; remove one of the two")
+            raise ValueError("ignore_eos: an answer that must be a call ends where that ends; remove one of the two")
         if self.must_call and self.continue_final_message:
             raise ValueError("tool_choice: an answer that must be a call cannot continue a message")
         if self.continue_final_message and self.add_generation_prompt:
