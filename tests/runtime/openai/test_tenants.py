@@ -117,18 +117,19 @@ def test_rate_is_that_of_the_tenant_and_not_of_a_key(tenants, run):
     run(main())
 
 
-def test_counting_tokens_is_a_request_too(tenants, run):
-    body = {"/tokenize": {"prompt": "x"}, "/v1/messages/count_tokens": {"messages": HELLO}}
-
+def test_what_needs_no_engine_counts_against_the_rate_too(tenants, run):
     async def main():
-        async with (
-            tenants(a(requestsPerSecond=1, burst=2), clock=Clock()) as api,
-            aiohttp.ClientSession(api.url, headers={"Authorization": f"Bearer {A}"}) as session,
+        ask = {"messages": HELLO}
+        headers = {"x-api-key": A}
+        for path, body in (
+            ("/tokenize", ask),
+            ("/detokenize", {"tokens": [1]}),
+            ("/v1/messages/count_tokens", ask),
         ):
-            for wanted in (200, 429):
-                for path, asked in body.items():
-                    async with session.post(path, json={"max_tokens": 1, **asked}) as answer:
-                        assert answer.status == wanted, await answer.text()
+            async with tenants(a(requestsPerSecond=0.5, burst=1), clock=Clock()) as api:
+                async with aiohttp.ClientSession(api.url, headers=headers) as http:
+                    answers = [(await http.post(path, json=body)).status for _ in range(2)]
+                assert answers == [200, 429], path
 
     run(main())
 

@@ -393,7 +393,7 @@ class _Api:
         raise _Unauthorised("Authorization: send a valid API key as `Bearer KEY`", param="Authorization")
 
     def _admit(self, tenant: Tenant | None) -> None:
-        """Raises Overloaded above the rate of its requests."""
+        """Count a request against its tenant's rate: also those that no engine is asked for cost others something."""
         if tenant is not None and self._tenants is not None:
             self._tenants.tenants.admit(tenant, self._clock())
 
