@@ -425,6 +425,21 @@ def test_shutdown_answers_what_is_left(serve, run, tokenizer, streamed):
     run(main())
 
 
+def test_shutdown_answers_who_counts_tokens(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api:
+            reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
+            writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+            while not len(api.in_flight):
+                await asyncio.sleep(0)
+            api.in_flight.start_drain()
+            api.in_flight.abort()
+            assert b" 503 " in await reader.readline()
+            writer.close()
+
+    run(main())
+
+
 def test_models_key_and_routes(serve, run, tokenizer):
     async def main():
         async with serve(spell(tokenizer, "a"), api_key="sécret") as api, client(api, "wrong") as c:

@@ -271,11 +271,18 @@ class _Api:
             with self._in_flight.track():
                 self._admit(self._authorise(call))
                 answer = await asyncio.to_thread(make, await call.read())
-        except RequestError as error:
-            self._count(error)
-            await call.reply(*_described(error, describe))
+        except RequestError as e:
+            error = e
+        except asyncio.CancelledError:
+            refusal = self._in_flight.cancelled()
+            if refusal is None:
+                raise
+            error = refusal
+        else:
+            await call.reply(200, {"Content-Type": "application/json"}, answer.model_dump_json().encode())
             return
-        await call.reply(200, {"Content-Type": "application/json"}, answer.model_dump_json().encode())
+        self._count(error)
+        await call.reply(*_described(error, describe))
 
     # ------------------------------------------------------------------------------------------------- one request
 
@@ -292,14 +299,12 @@ class _Api:
         except RequestError as e:
             error = e
         except asyncio.CancelledError:
-            if not self._in_flight.aborting:
+            refusal = self._in_flight.cancelled()
+            if refusal is None:
                 self._count(Cancelled("the client left"))
                 self._count_tenant(progress, Cancelled.status)
                 raise
-            task = asyncio.current_task()
-            assert task is not None
-            task.uncancel()  # ours, from InFlight.abort: the client is still there and gets an answer
-            error = self._in_flight.refusal()
+            error = refusal
         except ConnectionResetError:
             self._count(Cancelled("the client left"))
             self._count_tenant(progress, Cancelled.status)
