@@ -59,6 +59,7 @@ FULL: dict[str, Any] = {
         "requestTimeout": "5m",
         "auth": {"apiKeySecretRef": {"name": "s", "key": "k"}},
         "corsOrigins": ["https://chat.example", "http://localhost:3000"],
+        "extraArgs": {"tool-format": "mistral", "control-tokens": "never", "max-body-memory": "1Gi"},
     },
     "rollout": {"drainTimeout": "90s"},
     "observability": {"logLevel": "debug"},
@@ -133,6 +134,8 @@ def test_every_setting_arrives_at_the_router() -> None:
     assert (router.max_queue, router.request_timeout_s) == (17, 300)
     assert router.api_key_file == "/etc/isthmus/auth/key"
     assert router.cors_origins == ("https://chat.example", "http://localhost:3000")
+    assert (router.chat.tool_format, router.chat.control_tokens) == ("mistral", "never")
+    assert router.server.max_body_memory_bytes == 1 << 30
     assert router.model.served_names == ("a", "b")
 
 
@@ -163,7 +166,7 @@ def test_an_engine_that_computes_one_step_for_ninety_seconds_is_not_killed() -> 
 
 
 LIMITS = {"max-connections", "max-connections-per-address", "max-body-memory"}
-"""Of a port: their defaults hold in a pod; `engine.extraArgs` may change them."""
+"""Of a port: their defaults hold in a pod; `extraArgs` of engine and router may change them."""
 
 
 def test_extra_args_may_hold_only_flags_that_no_field_sets() -> None:

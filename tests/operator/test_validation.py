@@ -134,6 +134,8 @@ BAD: list[tuple[dict[str, Any], str, list[str]]] = [
     ),
     ({"spec/engine/extraArgs": {"block-size": "32"}}, "spec.engine.extraArgs.block-size", ["flags that have no field"]),
     ({"spec/engine/extraArgs": {"--x": "1"}}, "spec.engine.extraArgs.--x", ["without dashes"]),
+    ({"spec/router/extraArgs": {"--x": "1"}}, "spec.router.extraArgs.--x", ["without dashes"]),
+    ({"spec/router/extraArgs": {"max-queue": "9"}}, "spec.router.extraArgs.max-queue", ["flags that have no field"]),
     ({"spec/engine/queueTimeout": 30}, "spec.engine.queueTimeout", ["90s or 1h30m"]),
     ({"spec/transfer/timeout": "0s"}, "spec.transfer.timeout", ['"0s"', "above zero"]),
     ({"spec/transfer/mode": "Store"}, "spec.store", ["transfer mode Store", "add store"]),

@@ -27,6 +27,7 @@ BEYOND_CEL = {
     "spec.engine.kvCache.memory": "arithmetic on quantities",
     "spec.engine.kvCache.numBlocksOverride": "only known with the block size",
     "spec.engine.extraArgs.block-size": "the list of typed flags",
+    "spec.router.extraArgs.max-queue": "the list of typed flags",
     "spec.transfer.timeout": "durations",
     "spec.rollout.drainTimeout": "durations",
     "spec.store.replicas": "pods in total",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from engine_stack import engine
 from engine_world import request
 
 from isthmus_runtime.engine.backend import EngineBackend
-from isthmus_runtime.errors import EngineFailed
+from isthmus_runtime.errors import EngineFailed, InvalidRequest
 from isthmus_runtime.executor.fake import expected_tokens
 from isthmus_runtime.request import FinishReason, TokenChunk
 
@@ -22,7 +24,7 @@ ODD = b"\xaa" * 124
 class Rule:
     """Odd tokens only; from the third on it waits for the gate, and fails if it is told to."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         self.gate = threading.Event()
         self.error = error
         self.threads: set[str] = set()
@@ -51,8 +53,8 @@ async def ask(backend: EngineBackend, rid: str, rule: Rule | None) -> list[Token
         backend._streams.close(rid)
 
 
-@pytest.mark.parametrize("error", [None, EngineFailed("too complex"), ValueError("a flaw")])
-def test_others_go_on_while_a_mask_is_computed(error: Exception | None) -> None:
+@pytest.mark.parametrize("error", [None, EngineFailed("too complex"), ValueError("a flaw"), BaseException("panic")])
+def test_others_go_on_while_a_mask_is_computed(error: BaseException | None) -> None:
     async def main() -> None:
         with engine() as backend:
             rule = Rule(error)
@@ -74,5 +76,27 @@ def test_others_go_on_while_a_mask_is_computed(error: Exception | None) -> None:
             assert rule.threads == {"masks"}
             backend.engine.call(backend.engine.scheduler.check)
             assert not backend.engine.call(lambda: backend.engine.scheduler.has_work)
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"stop_token_ids": (99, 100)},
+        {"logit_bias": ((-1, 1.0),)},
+        {"allowed_token_ids": (1, 100)},
+        {"bad_words": ((1,), (2, 100))},
+        {"bad_words": ((),)},
+    ],
+)
+def test_ids_that_the_model_does_not_have_never_reach_it(asked: dict[str, Any]) -> None:
+    async def main() -> None:
+        with engine() as stack:
+            backend = EngineBackend(stack.engine, stack._streams, vocab_size=100)
+            wanted = request("r", [1, 2, 3], 6)
+            wrong = replace(wanted, sampling=replace(wanted.sampling, **asked))
+            with pytest.raises(InvalidRequest, match=f"{next(iter(asked))}: token id"):
+                await anext(backend.stream(wrong))
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))

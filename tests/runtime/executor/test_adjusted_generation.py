@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fake_device import FakeDevice
@@ -16,6 +18,7 @@ from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.backend import EngineBackend, Streams
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
+from isthmus_runtime.executor.adjustments import AdjustedRows
 from isthmus_runtime.executor.device.base import Device
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.request import GenerateRequest, SamplingParams, TokenChunk
@@ -143,3 +146,24 @@ def test_adjusted_rows_among_others(
 
 async def collect(backend: EngineBackend, request: GenerateRequest) -> list[TokenChunk]:
     return [chunk async for chunk in backend.generate(request)]
+
+
+def test_a_step_does_not_go_through_what_requests_list() -> None:
+    """One request with n = 128 and long lists must not cost every step of the others half a second."""
+    rows = AdjustedRows()
+    asked = SamplingParams(
+        max_tokens=9,
+        min_tokens=9,
+        stop_token_ids=tuple(range(256)),
+        logit_bias=tuple((i, 1.0) for i in range(1024)),
+        bad_words=tuple(tuple(range(i, i + 8)) for i in range(256)),
+    )
+    for row in range(128):
+        rows.set(row, asked, 10)
+    took = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        found = rows.of(np.arange(128), np.full(128, 12))
+        took.append(time.perf_counter() - begin)
+    assert found is not None and len(found.biases[0]) == 128 * (1024 + 256) and found.words[-1].shape == (128 * 256, 7)
+    assert min(took) < 0.1, took

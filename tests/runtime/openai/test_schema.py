@@ -311,6 +311,8 @@ def test_wrong_structures_are_named(given, words):
         ({"min_tokens": 4}, {"min_tokens": 4}),
         ({"allowed_token_ids": [7, 2, 7]}, {"allowed_token_ids": (2, 7)}),
         ({"bad_words": ["ab", " c"]}, {"bad_words": ((32, 97, 98), (32, 99), (97, 98), (99,))}),
+        # A tokenizer may know ids that the model does not have, and so never draws.
+        ({"bad_words": ["zz", "a"]}, {"bad_words": ((32, 97), (97,))}),
     ],
 )
 def test_logit_options(given, want):
@@ -330,11 +332,15 @@ def test_logit_options(given, want):
         ({"allowed_token_ids": [1]}, True, "allowed_token_ids: not with structured output"),
         ({"bad_words": ["a"]}, True, "bad_words: not with structured output"),
         ({"bad_words": ["a"], "allowed_token_ids": [97]}, False, "bad_words: no token of allowed_token_ids is left"),
+        ({"bad_words": ["a" * 40]}, False, "has 41 tokens, at most 32"),
+        ({"min_tokens": 2, "allowed_token_ids": [7]}, False, "min_tokens: every token of allowed_token_ids ends"),
     ],
 )
 def test_logit_options_that_cannot_be(given, structured, words):
     with pytest.raises(InvalidRequest, match=words):
-        completion(**given).logit_params(lambda t: [ord(c) for c in t], 100, max_tokens=4, structured=structured)
+        completion(**given).logit_params(
+            lambda t: [ord(c) for c in t], 100, max_tokens=4, structured=structured, stops=(7, 8)
+        )
 
 
 @pytest.mark.parametrize("key", ["x", "-1", "1.5", "", "12345678901"])

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 
+import aiohttp
 import openai
 import pytest
 from api_calls import HELLO, client, spell
@@ -112,6 +113,23 @@ def test_rate_is_that_of_the_tenant_and_not_of_a_key(tenants, run):
             assert (
                 api.metric('isthmus_router_tenant_requests_total{model_name="tiny",status="429",tenant="team-a"}') == 2
             )
+
+    run(main())
+
+
+def test_what_needs_no_engine_counts_against_the_rate_too(tenants, run):
+    async def main():
+        ask = {"messages": HELLO}
+        headers = {"x-api-key": A}
+        for path, body in (
+            ("/tokenize", ask),
+            ("/detokenize", {"tokens": [1]}),
+            ("/v1/messages/count_tokens", ask),
+        ):
+            async with tenants(a(requestsPerSecond=0.5, burst=1), clock=Clock()) as api:
+                async with aiohttp.ClientSession(api.url, headers=headers) as http:
+                    answers = [(await http.post(path, json=body)).status for _ in range(2)]
+                assert answers == [200, 429], path
 
     run(main())
 

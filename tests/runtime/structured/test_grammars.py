@@ -133,3 +133,17 @@ def test_what_cannot_be_held_to_is_refused(grammars: Grammars, structure: Struct
         grammars.guide(structure)
     assert all(word in str(caught.value) for word in words), caught.value
     assert len(str(caught.value)) < 600
+
+
+def test_a_grammar_is_compiled_once_for_all_choices_of_a_request(grammars: Grammars) -> None:
+    structure = Structure("choice", '["once", "only"]')
+    assert grammars.known(structure) is None
+    first = grammars.guide(structure)
+    second = grammars.known(structure)
+    assert second is not None
+    begin = first.allowed([])
+    drawn = next(i for i in allowed_ids(begin) if i not in EOS)
+    assert first.allowed([drawn]) != begin
+    assert second.allowed([]) == begin, "each is at a place of its own"
+    third = grammars.guide(Structure("choice", '["once", "only"]'))
+    assert third.allowed([]) == begin

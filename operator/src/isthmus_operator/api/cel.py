@@ -43,6 +43,9 @@ _RATIO_RULES = [
     ),
 ]
 _KV_RULES = [("!(has(self.memory) && has(self.gpuMemoryFraction))", "give one of memory and gpuMemoryFraction")]
+_FLAG_RULES = [
+    ("self.all(flag, flag.matches('^[a-z][a-z0-9-]{0,62}$'))", "give flags without dashes in front, in lower case")
+]
 
 _ROLES = ("prefill", "decode", "worker")
 _ROLE_RULES = [
@@ -111,9 +114,8 @@ RULES: dict[Place, list[tuple[str, str]]] = {
     ("spec", "model", "cache"): [
         (_one_of("pvc", "hostPath", "emptyDir"), "give exactly one of pvc, hostPath, emptyDir")
     ],
-    ("spec", "engine", "extraArgs"): [
-        ("self.all(flag, flag.matches('^[a-z][a-z0-9-]{0,62}$'))", "give flags without dashes in front, in lower case")
-    ],
+    ("spec", "engine", "extraArgs"): _FLAG_RULES,
+    ("spec", "router", "extraArgs"): _FLAG_RULES,
     ("spec", "engine", "kvCache"): _KV_RULES,
     ("spec", "transfer"): [
         (

@@ -31,6 +31,7 @@ _LIST_TYPES: dict[cel.Place, dict[str, Any]] = {
 
 
 _DESCRIBED_ONCE: tuple[cel.Place, ...] = (
+    ("spec", "roles", "prefill", "engine"),
     ("spec", "roles", "decode"),
     ("spec", "roles", "worker"),
     ("spec", "router", "resources"),
@@ -38,7 +39,8 @@ _DESCRIBED_ONCE: tuple[cel.Place, ...] = (
     ("spec", "store", "master", "managed"),
     *(("status", "roles", role) for role in ("decode", "worker", "router", "store")),
 )
-"""Blocks whose fields are described under roles.prefill; repeating that would take a third of the size."""
+"""Blocks whose fields are described under spec.engine or roles.prefill: repeating that would take a third of the
+size."""
 
 
 def crd() -> dict[str, Any]:

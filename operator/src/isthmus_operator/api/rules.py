@@ -30,7 +30,7 @@ TYPED_FLAGS = frozenset(
         "metrics-port",
     }
 )
-"""Flags that the rendered arguments own; `engine.extraArgs` may not repeat them."""
+"""Flags that the rendered arguments own; `extraArgs` may not repeat them."""
 
 
 def engine_roles(spec: Spec) -> list[tuple[str, Role]]:
@@ -129,13 +129,14 @@ def _names_differ(spec: Spec) -> Iterator[Problem]:
 
 
 def _extra_args_are_extra(spec: Spec) -> Iterator[Problem]:
-    for name in sorted(spec.engine.extra_args.keys() & TYPED_FLAGS):
-        yield Problem(
-            f"spec.engine.extraArgs.{name}",
-            "is set by the resource itself",
-            "flags that have no field",
-            "use the field of that name, or remove it",
-        )
+    for path, given in (("spec.engine", spec.engine.extra_args), ("spec.router", spec.router.extra_args)):
+        for name in sorted(given.keys() & TYPED_FLAGS):
+            yield Problem(
+                f"{path}.extraArgs.{name}",
+                "is set by the resource itself",
+                "flags that have no field",
+                "use the field of that name, or remove it",
+            )
 
 
 def _kv_size(spec: Spec) -> Iterator[Problem]:
@@ -337,7 +338,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_one_kind_of_keys, reads=("router.auth",)),
     Rule(_cache_is_used, reads=("model.source", "model.cache")),
     Rule(_names_differ, reads=("model.servedNames",)),
-    Rule(_extra_args_are_extra, reads=("engine.extraArgs",)),
+    Rule(_extra_args_are_extra, reads=("engine.extraArgs", "router.extraArgs")),
     Rule(_kv_size, reads=("engine.kvCache", "roles"), asks_for=("engine.maxModelLen",)),
     Rule(_scaling, reads=("roles",)),
     Rule(ratio, reads=("scalingPolicy", "roles"), asks_for=("mode",)),

@@ -38,6 +38,11 @@ Open = Annotated[dict[str, Any], WithJsonSchema(_OPEN)]
 """A Kubernetes object passed through unread; the API server checks it when the pods are made. `limits` bounds it."""
 
 
+ExtraArgs = Annotated[
+    dict[Annotated[str, StringConstraints(max_length=63, pattern=r"^[a-z][a-z0-9-]*$")], Text], Field(max_length=32)
+]
+
+
 class SecretKey(Block):
     name: Name
     """Name of a Secret in the service's namespace. Pods mount it; the operator never reads it."""
@@ -141,8 +146,8 @@ class KvMemory(Block):
     memory: Quantity | None = None
     """Bytes of the KV pool, for example 2Gi. Absent: gpuMemoryFraction decides."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of the memory left after loading the weights (device memory, or host memory on a CPU) that the KV pool
-    takes. Absent: the engine's default. Excludes memory."""
+    """Share of memory for the KV pool. On a GPU: of all its memory, weights included. On a CPU: of what is free after
+    the weights are loaded. Absent: the engine's default. Excludes memory."""
     num_blocks_override: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None
     """Exact number of KV blocks, whatever the memory allows. For tests and tuning."""
 
@@ -196,10 +201,7 @@ class Engine(EngineTuning):
     """Most tokens of prompt and answer together. Absent: the model's limit, or what the KV pool holds if less."""
     kv_cache: KvCache = Field(default_factory=KvCache)
     """The KV pool."""
-    extra_args: Annotated[
-        dict[Annotated[str, StringConstraints(max_length=63, pattern=r"^[a-z][a-z0-9-]*$")], Text],
-        Field(max_length=32),
-    ] = Field(default_factory=dict)
+    extra_args: ExtraArgs = Field(default_factory=dict)
     """Further engine flags without their dashes. Flags that have a field cannot be given here; one that the engine
     does not know makes it refuse to start."""
 
@@ -429,6 +431,8 @@ class Router(PodSettings):
     """Absent: no key is asked for."""
     cors_origins: Annotated[tuple[Origin, ...], Field(max_length=16)] = ()
     """Origins of web pages that may call the API from a browser. Absent: none."""
+    extra_args: ExtraArgs = Field(default_factory=dict)
+    """Further router flags without their dashes, for example tool-format or control-tokens; as engine.extraArgs."""
     expose: Expose = Field(default_factory=Expose)
     """How clients reach the router."""
 

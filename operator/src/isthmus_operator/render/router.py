@@ -60,6 +60,8 @@ def router_args(service: InferenceService, model_path: str) -> list[str]:
         args += [flag, f"{KEY_FOLDER}/key"]
     if router.cors_origins:
         args += ["--cors-origins", ",".join(router.cors_origins)]
+    for flag, value in sorted(router.extra_args.items()):
+        args += [f"--{flag}", value]
     return args
 
 

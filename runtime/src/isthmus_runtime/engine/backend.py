@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from itertools import chain
 
 from ..errors import InvalidRequest
 from ..interfaces.backend import Backend
@@ -56,12 +58,16 @@ class EngineBackend(Backend):
         vocab_size: int = 0,
         grammars: Callable[[], Grammars] | None = None,
     ) -> None:
-        """`vocab_size`: prompts with other ids are refused; one would break the executor for everybody. 0: unknown.
+        """`vocab_size`: requests with other ids are refused; one would break the executor for everybody. 0: unknown.
 
         `grammars` reads the tokenizer at the first request that is structured; None: there is none to read.
         """
         self.engine = engine
         self._grammars = grammars
+        self._loaded: Grammars | None = None
+        # One thread, of its own: a request with n = 128 finds compiled what its first choice has waited for, and
+        # what else is done in threads (large bodies) does not wait for any of it.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._streams = streams
         self._vocab_size = vocab_size
 
@@ -95,7 +101,7 @@ class EngineBackend(Backend):
 
         Raises the RequestError that ends the request when nothing was yielded before it.
         """
-        self._check_ids(request.prompt_token_ids)
+        self._check_ids(request)
         constraint = await self._constraint(request)
         name = attempt or local_attempt
         sid = name or request.request_id
@@ -126,8 +132,9 @@ class EngineBackend(Backend):
 
     async def prefill(self, call: PrefillCall) -> PrefillAnswer:
         """Compute and send one prompt. Raises the RequestError that ended it; cancellation aborts it."""
-        self._check_ids(call.request.prompt_token_ids)
-        constraint = await self._constraint(call.request.to_request())
+        request = call.request.to_request()
+        self._check_ids(request)
+        constraint = await self._constraint(request)
         queue = self._claim(call.attempt)
         ended = False
         try:
@@ -149,23 +156,37 @@ class EngineBackend(Backend):
             return None
         if self._grammars is None:
             raise InvalidRequest("structure: this engine has no tokenizer to build masks with", param="structure")
+        known = None if self._loaded is None else self._loaded.known(request.structure)
+        if known is not None:
+            return known
         # The API layer has seen it compiled within its limits; it is still more than the event loop has time for.
-        return await asyncio.to_thread(_guide, self._grammars, request.structure)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._compiler, self._guide, self._grammars, request.structure
+        )
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        low, high = min(ids, default=0), max(ids, default=0)
-        if self._vocab_size and (low < 0 or high >= self._vocab_size):
-            raise InvalidRequest(
-                f"prompt: token id {low if low < 0 else high} is not in the model's vocabulary "
-                f"(0 to {self._vocab_size - 1}); tokenise with the engine's own model",
-                param="prompt",
-            )
+    def _guide(self, grammars: Callable[[], Grammars], structure: Structure) -> Guide:
+        self._loaded = grammars()
+        return self._loaded.guide(structure)
+
+    def _check_ids(self, request: GenerateRequest) -> None:
+        sampling = request.sampling
+        words = chain.from_iterable(sampling.bad_words)
+        for name, ids in (
+            ("prompt", request.prompt_token_ids),
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", [i for i, _ in sampling.logit_bias]),
+            ("allowed_token_ids", sampling.allowed_token_ids),
+            ("bad_words", tuple(words) if all(sampling.bad_words) else (-1,)),
+        ):
+            low, high = min(ids, default=0), max(ids, default=0)
+            if self._vocab_size and (low < 0 or high >= self._vocab_size):
+                raise InvalidRequest(
+                    f"{name}: token id {low if low < 0 else high} is not in the model's vocabulary "
+                    f"(0 to {self._vocab_size - 1}); tokenise with the engine's own model",
+                    param=name,
+                )
 
     def _claim(self, sid: str) -> asyncio.Queue[Reply]:
         if self._streams.busy(sid):
             raise InvalidRequest(f"request id {sid!r} is already in progress; use a new one", param="request_id")
         return self._streams.open(sid)
-
-
-def _guide(grammars: Callable[[], Grammars], structure: Structure) -> Guide:
-    return grammars().guide(structure)

@@ -69,7 +69,7 @@ class MaskThread:
                 job.answer = job.constraint.allowed(job.generated)
             except RequestError as error:
                 job.answer = error
-            except Exception as error:  # one request ends, the thread goes on
+            except BaseException as error:  # one request ends, the thread goes on; Rust's panics are no Exception
                 log.exception("a mask of structured output failed")
                 job.answer = EngineFailed(f"structured output failed: {error}")
             if not unsaid:

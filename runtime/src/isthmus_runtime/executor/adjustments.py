@@ -21,6 +21,7 @@ from ..request import SamplingParams
 from .device.base import Device
 
 Longs = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
 _NEVER = -np.inf
 
 
@@ -42,11 +43,45 @@ class Adjustments:
     """Draws that may take some ids only."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """What a request asks for, in the form of a step's: a step has no time to go through it item by item."""
+
+    sampling: SamplingParams
+    prompt_len: int
+    biased: Longs
+    by: Floats
+    ends: Longs
+    last: Longs
+    """Of each forbidden sequence."""
+    before: Longs
+    """int64 [words, K]; -1 in front of shorter ones."""
+    mask: bytes
+
+    @staticmethod
+    def of(sampling: SamplingParams, prompt_len: int) -> _Row:
+        words = sampling.bad_words
+        width = max((len(word) - 1 for word in words), default=0)
+        before = np.full((len(words), width), -1, np.int64)
+        for at, word in enumerate(words):
+            before[at, width - len(word) + 1 :] = word[:-1]
+        return _Row(
+            sampling=sampling,
+            prompt_len=prompt_len,
+            biased=np.array([token for token, _ in sampling.logit_bias], np.int64),
+            by=np.array([value for _, value in sampling.logit_bias], np.float32),
+            ends=np.array(sampling.stop_token_ids if sampling.min_tokens else (), np.int64),
+            last=np.array([word[-1] for word in words], np.int64),
+            before=before,
+            mask=_mask(sampling.allowed_token_ids),
+        )
+
+
 class AdjustedRows:
     """The rows whose requests adjust anything."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, tuple[SamplingParams, int, bytes]] = {}
+        self._rows: dict[int, _Row] = {}
 
     def set(self, row: int, sampling: SamplingParams, prompt_len: int) -> None:
         """What the row's request asks for."""
@@ -58,7 +93,7 @@ class AdjustedRows:
             or sampling.bad_words
         )
         if asks:
-            self._rows[row] = (sampling, prompt_len, _mask(sampling.allowed_token_ids))
+            self._rows[row] = _Row.of(sampling, prompt_len)
         else:
             self._rows.pop(row, None)
 
@@ -67,28 +102,31 @@ class AdjustedRows:
         if not self._rows:
             return None
         penalties: list[tuple[float, ...]] = []
-        biases: list[tuple[int, int, float]] = []
-        words: list[tuple[int, int, int, int, tuple[int, ...]]] = []
+        biases: list[tuple[int, Longs, Floats]] = []
+        words: list[tuple[tuple[int, int, int, int], _Row]] = []
         masks: list[tuple[int, bytes]] = []
         for draw, (row, length) in enumerate(zip(rows.tolist(), known.tolist(), strict=True)):
             if row not in self._rows:
                 continue
-            sampling, prompt_len, mask = self._rows[row]
+            asked = self._rows[row]
+            sampling, prompt_len = asked.sampling, asked.prompt_len
             if penalised(sampling):
                 factors = (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
                 penalties.append((draw, row, prompt_len, length, *factors))
-            biases += [(draw, token, value) for token, value in sampling.logit_bias]
-            if length - prompt_len < sampling.min_tokens:
-                biases += [(draw, token, _NEVER) for token in sampling.stop_token_ids]
-            words += [(draw, row, prompt_len, length, word) for word in sampling.bad_words]
-            if mask:
-                masks.append((draw, mask))
+            if len(asked.biased):
+                biases.append((draw, asked.biased, asked.by))
+            if len(asked.ends) and length - prompt_len < sampling.min_tokens:
+                biases.append((draw, asked.ends, np.full(len(asked.ends), _NEVER, np.float32)))
+            if len(asked.last):
+                words.append(((draw, row, prompt_len, length), asked))
+            if asked.mask:
+                masks.append((draw, asked.mask))
         if not (penalties or biases or words or masks):
             return None
         return Adjustments(
             penalties=_columns(penalties, 4, 3),
             most=max((int(entry[3]) for entry in penalties), default=0),
-            biases=_columns(biases, 2, 1),
+            biases=_biases(biases),
             words=_words(words),
             masks=tuple(masks),
         )
@@ -164,15 +202,25 @@ def _columns(entries: Sequence[tuple[float, ...]], longs: int, floats: int) -> t
     )
 
 
-def _words(entries: Sequence[tuple[int, int, int, int, tuple[int, ...]]]) -> tuple[npt.NDArray[Any], ...]:
+def _biases(entries: Sequence[tuple[int, Longs, Floats]]) -> tuple[npt.NDArray[Any], ...]:
     if not entries:
         return ()
-    width = max(1, *(len(word) - 1 for *_, word in entries))
-    before = np.full((len(entries), width), -1, np.int64)
-    for at, (*_, word) in enumerate(entries):
-        before[at, width - len(word) + 1 :] = word[:-1]
-    last = [(draw, row, start, end, word[-1]) for draw, row, start, end, word in entries]
-    return (*_columns(last, 5, 0), before)
+    draws, ids, values = zip(*entries, strict=True)
+    return np.repeat(np.array(draws, np.int64), list(map(len, ids))), np.concatenate(ids), np.concatenate(values)
+
+
+def _words(entries: Sequence[tuple[tuple[int, int, int, int], _Row]]) -> tuple[npt.NDArray[Any], ...]:
+    if not entries:
+        return ()
+    counts = [len(asked.last) for _, asked in entries]
+    where = np.repeat(np.array([at for at, _ in entries], np.int64), counts, axis=0)
+    before = np.full((sum(counts), max(1, *(asked.before.shape[1] for _, asked in entries))), -1, np.int64)
+    begin = 0
+    for count, (_, asked) in zip(counts, entries, strict=True):
+        before[begin : begin + count, before.shape[1] - asked.before.shape[1] :] = asked.before
+        begin += count
+    last = np.concatenate([asked.last for _, asked in entries])
+    return (*(np.ascontiguousarray(column) for column in where.T), last, before)
 
 
 def _mask(allowed: Sequence[int]) -> bytes:

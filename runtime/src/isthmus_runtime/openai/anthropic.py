@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from ..errors import InvalidRequest, RequestError
 from ..request import GenerateRequest, TokenLogprobs
 from .output import Delta
+from .problems import object_at
 from .sse import Answer, Format, More, Usage
 from .tool_formats.base import ToolCall
 
@@ -83,19 +84,13 @@ def as_chat(data: Mapping[str, Any], *, counting: bool = False) -> dict[str, Any
             raise InvalidRequest("tools: must be a list", param="tools")
         given["tools"] = [_tool(t, f"tools[{i}]") for i, t in enumerate(tools)]
     if "tool_choice" in given:
-        given.update(_choice(_object(given.pop("tool_choice"), "tool_choice")))
+        given.update(_choice(object_at(given.pop("tool_choice"), "tool_choice")))
     if "thinking" in given:
-        kind = _object(given.pop("thinking"), "thinking").get("type")
+        kind = object_at(given.pop("thinking"), "thinking").get("type")
         if kind not in ("enabled", "disabled", "adaptive"):
             raise InvalidRequest(f"thinking.type: {kind!r} is not supported", param="thinking.type")
         given["reasoning_effort"] = "none" if kind == "disabled" else "medium"
     return given
-
-
-def _object(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{name}: must be an object", param=name)
-    return value
 
 
 def _text(value: Any, path: str) -> str:
@@ -107,7 +102,7 @@ def _text(value: Any, path: str) -> str:
     texts = []
     for i, block in enumerate(value):
         where = f"{path}[{i}]"
-        if _object(block, where).get("type") != "text" or not isinstance(block.get("text"), str):
+        if object_at(block, where).get("type") != "text" or not isinstance(block.get("text"), str):
             raise InvalidRequest(f"{where}.type: {block.get('type')!r} is not supported; only text is", param=where)
         texts.append(block["text"])
     return "\n".join(texts)
@@ -115,7 +110,7 @@ def _text(value: Any, path: str) -> str:
 
 def _messages(item: Any, path: str) -> list[dict[str, Any]]:
     """One message of theirs: the results of tools in it are messages of their own, and come first."""
-    role = _object(item, path).get("role")
+    role = object_at(item, path).get("role")
     if role not in ("user", "assistant"):
         raise InvalidRequest(
             f"{path}.role: {role!r} is not supported; supported: user, assistant", param=f"{path}.role"
@@ -129,7 +124,7 @@ def _messages(item: Any, path: str) -> list[dict[str, Any]]:
     texts, calls, thoughts = [], [], []
     for i, block in enumerate(content):
         where = f"{path}.content[{i}]"
-        kind = _object(block, where).get("type")
+        kind = object_at(block, where).get("type")
         if kind == "text":
             texts.append(_text([block], f"{path}.content"))
         elif kind == "tool_use" and role == "assistant":
@@ -151,7 +146,7 @@ def _messages(item: Any, path: str) -> list[dict[str, Any]]:
 
 
 def _tool(tool: Any, path: str) -> dict[str, Any]:
-    tool = _object(tool, path)
+    tool = object_at(tool, path)
     if tool.get("type", "custom") != "custom":
         raise InvalidRequest(f"{path}.type: only tools of your own are supported", param=f"{path}.type")
     function = {

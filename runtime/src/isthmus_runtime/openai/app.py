@@ -269,7 +269,7 @@ class _Api:
         """Answer with what `make` makes of the body, in a thread: it may take long, and no engine is asked."""
         try:
             with self._in_flight.track():
-                self._authorise(call)
+                self._admit(self._authorise(call))
                 answer = await asyncio.to_thread(make, await call.read())
         except RequestError as error:
             self._count(error)
@@ -285,8 +285,7 @@ class _Api:
         try:
             with self._in_flight.track():
                 progress.tenant = self._authorise(call)
-                if progress.tenant is not None and self._tenants is not None:
-                    self._tenants.tenants.admit(progress.tenant, self._clock())
+                self._admit(progress.tenant)
                 await self._answer(call, plan, arrived, progress)
                 self._count_tenant(progress, 200)
                 return
@@ -392,6 +391,11 @@ class _Api:
         elif hmac.compare_digest(given, self._key) and scheme.lower() == "bearer":
             return None
         raise _Unauthorised("Authorization: send a valid API key as `Bearer KEY`", param="Authorization")
+
+    def _admit(self, tenant: Tenant | None) -> None:
+        """Count a request against its tenant's rate: also those that no engine is asked for cost others something."""
+        if tenant is not None and self._tenants is not None:
+            self._tenants.tenants.admit(tenant, self._clock())
 
     def _count(self, error: RequestError) -> None:
         if self._metrics is not None:

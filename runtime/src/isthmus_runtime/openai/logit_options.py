@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -11,6 +11,8 @@ from ..errors import InvalidRequest
 
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 128
+MAX_WORD_TOKENS = 32
+"""Each step compares every word with what came before."""
 _MAX_BIAS = 100.0
 _Word = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -38,9 +40,18 @@ class LogitOptions(BaseModel):
         return value
 
     def logit_params(
-        self, encode: Callable[[str], list[int]], vocab_size: int, *, max_tokens: int, structured: bool
+        self,
+        encode: Callable[[str], list[int]],
+        vocab_size: int,
+        *,
+        max_tokens: int,
+        structured: bool,
+        stops: Collection[int] = (),
     ) -> dict[str, Any]:
-        """The fields of `SamplingParams`. `encode` gives the ids of a text alone. Raises InvalidRequest."""
+        """The fields of `SamplingParams`. `encode` gives the ids of a text alone. `stops`: ids that end the answer.
+
+        Raises InvalidRequest.
+        """
         biases = sorted((int(key), bias) for key, bias in (self.logit_bias or {}).items())
         allowed = tuple(sorted(set(self.allowed_token_ids or ())))
         for name, ids in (("logit_bias", [i for i, _ in biases]), ("allowed_token_ids", allowed)):
@@ -54,7 +65,10 @@ class LogitOptions(BaseModel):
             raise InvalidRequest(
                 f"min_tokens: {least} is more than the {max_tokens} tokens that the answer may have", param="min_tokens"
             )
-        words = {ids for word in self.bad_words or () for ids in _spellings(word, encode)}
+        # Nobody draws an id that the model does not have, though a tokenizer may: Gemma's knows one of images.
+        words = {
+            ids for word in self.bad_words or () for ids in _spellings(word, encode) if all(i < vocab_size for i in ids)
+        }
         if structured:
             # Together with a grammar they could leave no token at all.
             given = {"min_tokens": least, "allowed_token_ids": allowed, "bad_words": words}
@@ -66,6 +80,10 @@ class LogitOptions(BaseModel):
                     )
         if allowed and set(allowed) <= {word[0] for word in words if len(word) == 1}:
             raise InvalidRequest("bad_words: no token of allowed_token_ids is left", param="bad_words")
+        if allowed and least and set(allowed) <= set(stops):
+            raise InvalidRequest(
+                "min_tokens: every token of allowed_token_ids ends the answer; allow another one", param="min_tokens"
+            )
         return {
             "min_tokens": least,
             "logit_bias": tuple(dict(biases).items()),
@@ -77,5 +95,9 @@ class LogitOptions(BaseModel):
 def _spellings(word: str, encode: Callable[[str], list[int]]) -> list[tuple[int, ...]]:
     """A word as it begins a text, and as it follows a space: most tokenisers know two tokens for it."""
     bare = word.lstrip(" ")
-    found = (tuple(encode(text)) for text in (bare, f" {bare}"))
-    return [ids for ids in found if ids]
+    found = [ids for text in (bare, f" {bare}") if (ids := tuple(encode(text)))]
+    if (longest := max(map(len, found), default=0)) > MAX_WORD_TOKENS:
+        raise InvalidRequest(
+            f"bad_words: {word[:40]!r} has {longest} tokens, at most {MAX_WORD_TOKENS} are allowed", param="bad_words"
+        )
+    return found

@@ -321,7 +321,7 @@ class Planner:
         stop_ids = tuple(dict.fromkeys((*eos, *request.stop_token_ids)))
         options = request.sampling(self._tokenizer.defaults)
         options |= request.logit_params(
-            self._tokenizer.encode_alone, size, max_tokens=max_tokens, structured=structured
+            self._tokenizer.encode_alone, size, max_tokens=max_tokens, structured=structured, stops=stop_ids
         )
 
         def with_seed(seed: int) -> SamplingParams:

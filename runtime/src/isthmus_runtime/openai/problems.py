@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ..errors import InvalidRequest
 
@@ -18,3 +19,10 @@ def invalid(problems: Sequence[tuple[str, str]], *, more: int = 0) -> InvalidReq
     more += max(0, len(texts) - MAX_PROBLEMS)
     texts = [*texts[:MAX_PROBLEMS], *([f"and {more} more problems"] if more else [])]
     return InvalidRequest("; ".join(texts), param=problems[0][0])
+
+
+def object_at(value: Any, path: str) -> dict[str, Any]:
+    """`value`, which must be a JSON object. InvalidRequest names `path`."""
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{path}: must be an object", param=path)
+    return value

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from ..errors import InvalidRequest, RequestError
 from ..request import GenerateRequest, TokenLogprobs
 from .output import Delta
+from .problems import object_at
 from .sse import Answer, Format, More, Usage
 from .tool_formats.base import ToolCall
 
@@ -77,25 +78,20 @@ def as_chat(data: Mapping[str, Any]) -> dict[str, Any]:
     if "max_output_tokens" in given:
         given["max_tokens"] = given.pop("max_output_tokens")
     if "text" in given:
-        given.update(_structure(_object(given.pop("text"), "text")))
+        given.update(_structure(object_at(given.pop("text"), "text")))
     if "reasoning" in given:
-        reasoning = _object(given.pop("reasoning"), "reasoning")
+        reasoning = object_at(given.pop("reasoning"), "reasoning")
         if reasoning.get("effort") is not None:
             given["reasoning_effort"] = reasoning["effort"]
-    if "stream_options" in given and not _object(given["stream_options"], "stream_options").get("include_obfuscation"):
-        del given["stream_options"]  # the usage is always told
+    options = object_at(given.get("stream_options", {}), "stream_options")
+    if not options.get("include_obfuscation"):
+        given.pop("stream_options", None)  # the usage is always told
     return given
 
 
 def _list(value: Any, name: str) -> list[Any]:
     if not isinstance(value, list):
         raise InvalidRequest(f"{name}: must be a list", param=name)
-    return value
-
-
-def _object(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InvalidRequest(f"{name}: must be an object", param=name)
     return value
 
 
@@ -106,7 +102,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def _tool(tool: Any, path: str) -> dict[str, Any]:
-    tool = dict(_object(tool, path))
+    tool = dict(object_at(tool, path))
     if tool.pop("type", None) != "function":
         raise InvalidRequest(f"{path}.type: only function is supported", param=f"{path}.type")
     return {"type": "function", "function": tool}
@@ -116,7 +112,7 @@ def _structure(text: dict[str, Any]) -> dict[str, Any]:
     form = text.get("format")
     if form is None:
         return {}
-    form = dict(_object(form, "text.format"))
+    form = dict(object_at(form, "text.format"))
     if form.get("type") == "json_schema":
         kind = form.pop("type")
         return {"response_format": {"type": kind, kind: form}}
@@ -131,7 +127,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(value):
         path = f"input[{i}]"
-        kind = _object(item, path).get("type", "message")
+        kind = object_at(item, path).get("type", "message")
         if kind == "message":
             content = item.get("content")
             if isinstance(content, list):
@@ -158,7 +154,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
 
 
 def _part(part: Any, path: str) -> dict[str, Any]:
-    kind = _object(part, path).get("type")
+    kind = object_at(part, path).get("type")
     if kind not in ("input_text", "output_text", "text"):
         raise InvalidRequest(f"{path}.type: {kind!r} is not supported; only text is", param=f"{path}.type")
     return {"type": "text", "text": part.get("text")}

@@ -22,7 +22,7 @@ TOOL_CALLS = "tool_calls"
 """The finish reason of an answer that stopped for its calls."""
 DONE = b"data: [DONE]\n\n"
 _LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot carry."""
+"""Stands for minus infinity, which JSON cannot carry; first in `max`, also for what is not a number."""
 
 
 @dataclass(slots=True)
@@ -220,8 +220,8 @@ class ChatFormat(Format):
             top = []
             for token_id, logprob in entry.top[: self._logprobs]:
                 other, other_raw = shown(token_id)
-                top.append({"token": other, "logprob": max(logprob, _LOWEST_LOGPROB), "bytes": other_raw})
-            logprob = max(entry.logprob, _LOWEST_LOGPROB)
+                top.append({"token": other, "logprob": max(_LOWEST_LOGPROB, logprob), "bytes": other_raw})
+            logprob = max(_LOWEST_LOGPROB, entry.logprob)
             content.append({"token": token, "logprob": logprob, "bytes": raw, "top_logprobs": top})
         return {"content": content, "refusal": None}
 
@@ -266,11 +266,11 @@ class CompletionFormat(Format):
         for entry in entries:
             token, raw = shown(entry.token_id)
             tokens.append(token)
-            logprobs.append(max(entry.logprob, _LOWEST_LOGPROB))
+            logprobs.append(max(_LOWEST_LOGPROB, entry.logprob))
             # Different tokens may look alike (incomplete characters): the likeliest keeps the name.
             top: dict[str, float] = {}
             for token_id, logprob in entry.top[: self._logprobs]:
-                top.setdefault(shown(token_id)[0], max(logprob, _LOWEST_LOGPROB))
+                top.setdefault(shown(token_id)[0], max(_LOWEST_LOGPROB, logprob))
             top.setdefault(token, logprobs[-1])
             tops.append(top)
             offsets.append(offset)

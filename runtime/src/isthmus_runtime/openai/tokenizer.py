@@ -116,11 +116,13 @@ class Tokenizer:
         text_model = model.get("text_config") or model
         if not isinstance(text_model, dict):
             raise ConfigError(f"{root / 'config.json'}: text_config is {text_model!r}, expected an object")
+        size = _vocab_size(root, text_model, tokenizer)
+        ends = _eos_ids(tokenizer, generation, model, text_model, config)
         return Tokenizer(
             tokenizer,
             config=config,
-            eos_token_ids=_eos_ids(tokenizer, generation, model, text_model, config),
-            vocab_size=_vocab_size(root, text_model, tokenizer),
+            eos_token_ids=[i for i in ends if 0 <= i < size],  # -1 where a model has none
+            vocab_size=size,
             chat_template=_template_source(root, config),
             defaults=_defaults(root, generation),
             model_limit=limit if type(limit := text_model.get("max_position_embeddings")) is int else 0,

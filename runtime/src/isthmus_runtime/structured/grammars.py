@@ -8,6 +8,8 @@ sees it, an engine makes the masks.
 from __future__ import annotations
 
 import json
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -35,6 +37,8 @@ _LIMITS = LLParserLimits(
 # Between JSON's tokens a model may put white space, but not without end: small models do.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 _ERROR_TEXT = 400
+_KEPT = 32
+"""Compiled grammars; the largest take 30 MB."""
 
 
 class Grammars:
@@ -42,6 +46,9 @@ class Grammars:
 
     def __init__(self, tokenizer_json: str, *, eos_token_ids: Sequence[int], vocab_size: int | None) -> None:
         """`tokenizer_json`: the text of the model's tokenizer.json. ConfigError for one that cannot be read."""
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[Structure, LLMatcher] = OrderedDict()
+        """At the start of their grammars; a request with n = 128 asks for one as often."""
         try:
             self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         except ValueError as e:
@@ -58,6 +65,26 @@ class Grammars:
 
         A grammar that nobody has checked (`checker.Checker`) may take very long.
         """
+        found = self.known(structure)
+        if found is None:
+            matcher = self._compile(structure)
+            with self._lock:
+                self._compiled[structure] = matcher
+                if len(self._compiled) > _KEPT:
+                    self._compiled.popitem(last=False)
+                found = Guide(matcher.deep_copy())
+        return found
+
+    def known(self, structure: Structure) -> Guide | None:
+        """The same at once, where the grammar was compiled not long ago."""
+        with self._lock:
+            matcher = self._compiled.get(structure)
+            if matcher is None:
+                return None
+            self._compiled.move_to_end(structure)
+            return Guide(matcher.deep_copy())
+
+    def _compile(self, structure: Structure) -> LLMatcher:
         param = "structure"
         check_size(structure, param)
         try:
@@ -70,7 +97,7 @@ class Grammars:
             matcher.compute_bitmask()
         if matcher.is_error():
             raise InvalidRequest(f"{param}: {_first_line(matcher)}", param=param)
-        return Guide(matcher)
+        return matcher
 
 
 def check_size(structure: Structure, param: str) -> None:
