@@ -429,9 +429,8 @@ def test_shutdown_answers_who_counts_tokens(serve, run, tokenizer):
     async def main():
         async with serve(spell(tokenizer, "a")) as api:
             reader, writer = await asyncio.open_connection("127.0.0.1", api.port)
-            writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
-            while not len(api.in_flight):
-                await asyncio.sleep(0)
+            writer.write(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n")
+            assert b" 100 " in await reader.readuntil(b"\r\n\r\n")  # the body is waited for
             api.in_flight.start_drain()
             api.in_flight.abort()
             assert b" 503 " in await reader.readline()
