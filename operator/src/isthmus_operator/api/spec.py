@@ -323,7 +323,8 @@ class Transfer(Block):
     on_failure: TransferFailure = TransferFailure.RECOMPUTE
     """Recompute: decode computes the prompt itself. Fail: the request is answered with 502."""
     verify_checksums: bool = False
-    """Checksum every prompt's KV on both sides, as Direct does in host memory anyway."""
+    """Changes nothing: Direct checksums KV in host memory always, Store seals every value. Engines with KV on a GPU
+    refuse it in Direct."""
     rdma: Rdma | None = None
     """RDMA devices for the engine pods. Assumed with its defaults by transport RDMA."""
     locality: Locality | None = None
