@@ -129,6 +129,9 @@ RULES: dict[Place, list[tuple[str, str]]] = {
             "fallback AllowTCP is only for transport Auto: an explicit transport is never replaced",
         ),
     ],
+    ("spec", "router", "auth"): [
+        (_one_of("apiKeySecretRef", "tenantsSecretRef"), "give exactly one of apiKeySecretRef, tenantsSecretRef")
+    ],
     ("spec", "store", "master"): [("!(has(self.managed) && has(self.external))", "give one of managed and external")],
     ("spec", "rollout"): [
         (

@@ -241,8 +241,8 @@ class ScalingRatio(Block):
 
 class ScalingPolicy(Block):
     ratio: ScalingRatio | None = None
-    """Bounds between roles, kept by the roles with scaling mode Auto: one that lags behind the other is scaled up, and
-    only what its max does not allow takes the other down. Not while either role has no pods."""
+    """Bounds between roles, kept by those with scaling mode Auto: one that lags is scaled up; only what its max does
+    not allow takes the other down. Not while a role has no pods."""
 
 
 class Resources(Block):
@@ -275,8 +275,8 @@ class PodSettings(Block):
     placement: Placement = Field(default_factory=Placement)
     """Where the pods may run."""
     pod_patch: Open = Field(default_factory=dict)
-    """Strategic merge patch on the pod template (metadata and spec), applied last. The main container is `engine`,
-    `router` or `master`. `$patch: replace` and `$patch: delete` take away what is there."""
+    """Strategic merge patch on the pod template, applied last. The main container is `engine`, `router` or `master`.
+    `$patch: replace` and `$patch: delete` remove."""
 
 
 class Role(PodSettings):
@@ -368,8 +368,7 @@ class RouterAuth(Block):
     api_key_secret_ref: SecretKey | None = None
     """Key that clients must send as a bearer token."""
     tenants_secret_ref: SecretKey | None = None
-    """JSON document with tenants, their keys, and limits of priority, rate and concurrency. Routers read it again when
-    the Secret changes."""
+    """JSON document of tenants, their keys and limits; read again when the Secret changes."""
 
 
 class ExposeService(Block):
