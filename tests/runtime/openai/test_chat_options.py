@@ -236,6 +236,11 @@ def test_long_conversations_are_rendered_in_a_thread(serve, run, tokenizer):
     run(main())
 
 
+def deep_call(levels):
+    function = {"name": "look", "arguments": '{"a":' * levels + "1" + "}" * levels}
+    return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
 def test_an_answer_that_has_to_be_a_call_is_held_to_it(serve, run, caller, model_dir):
     async def main():
         checker = Checker(model_dir)
@@ -254,6 +259,9 @@ def test_an_answer_that_has_to_be_a_call_is_held_to_it(serve, run, caller, model
                     ({"tool_choice": "sometimes"}, "tool_choice: must be none, auto, required"),
                     ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "another structure"),
                     ({"structured_outputs": {"regex": "a"}}, "regex is not supported together with tools"),
+                    ({"structured_outputs": {"json": "{"}}, "structured_outputs: json is no JSON"),
+                    ({"structured_outputs": {"json": "[]"}}, "a JSON schema is an object"),
+                    ({"messages": [*HELLO, deep_call(400)]}, "arguments: must be the text of a JSON object"),
                     ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos: an answer that must be a call"),
                     ({"tool_choice": "required", "min_tokens": 2}, "min_tokens: not with"),
                     ({"tool_choice": named, "allowed_token_ids": [1]}, "allowed_token_ids: not with"),

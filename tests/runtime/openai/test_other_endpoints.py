@@ -14,6 +14,7 @@ from api_calls import HELLO, client, events, spell
 from isthmus_runtime.errors import EngineFailed
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.tokenizer import Tokenizer
+from isthmus_runtime.openai.tokens import Tokenized, written
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "größer"}}\n</tool_call>'
 ANSWER = f"<think>hm</think>\n\nI look. {CALL}"
@@ -237,3 +238,9 @@ def test_tokenize_and_detokenize(serve, run, tokenizer):
             assert len(api.in_flight) == 0
 
     run(main())
+
+
+def test_lists_of_millions_are_written_in_parts():
+    for count in (0, 1, 1 << 14, (1 << 14) + 1, 100_000):
+        made = Tokenized(count=count, max_model_len=None, tokens=list(range(count)), token_strs=['é"\n'] * count)
+        assert Tokenized.model_validate_json(written(made)) == made

@@ -133,6 +133,7 @@ def test_all_problems_at_once():
         (b'{"model": "m", "prompt": "p", "temperature": NaN}', "NaN, which is not JSON"),
         (b'{"model": "m", "prompt": "\\ud83d"}', "half of a surrogate pair"),
         (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 400 + b"1" + b"}" * 400, "nested too deeply"),
         (b'{"model": "m", "prompt": "p", "max_tokens": ' + b"9" * 5000 + b"}", "number of several thousand digits"),
         (b'{"model": "m"}', "prompt: required"),
     ],

@@ -45,7 +45,7 @@ from .sse import Format, Usage
 from .tenants import Tenant
 from .tenants_file import TenantsFile
 from .tokenizer import Tokenizer
-from .tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, detokenized, tokenized
+from .tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, detokenized, tokenized, written
 
 _log = logging.getLogger(__name__)
 
@@ -270,7 +270,8 @@ class _Api:
         try:
             with self._in_flight.track():
                 self._admit(self._authorise(call))
-                answer = await asyncio.to_thread(make, await call.read())
+                body = await call.read()
+                answer = await asyncio.to_thread(lambda: written(make(body)))
         except RequestError as e:
             error = e
         except asyncio.CancelledError:
@@ -279,7 +280,7 @@ class _Api:
                 raise
             error = refusal
         else:
-            await call.reply(200, {"Content-Type": "application/json"}, answer.model_dump_json().encode())
+            await call.reply(200, {"Content-Type": "application/json"}, answer)
             return
         self._count(error)
         await call.reply(*_described(error, describe))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from pydantic_core import from_json
 
 from ..errors import InvalidRequest
 from .problems import invalid
@@ -182,8 +183,8 @@ def _call(call: object, path: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
+            arguments = from_json(arguments or "{}")
+        except ValueError:
             arguments = None
     if not isinstance(arguments, dict):
         where = f"{path}.function.arguments"

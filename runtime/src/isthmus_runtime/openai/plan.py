@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from os import urandom
 from typing import Any, Protocol
+
+from pydantic_core import from_json
 
 from ..config import ChatConfig
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
@@ -145,7 +146,7 @@ class Planner:
                     f"structured_outputs: {answer.kind} is not supported together with tools; remove one of the two",
                     param="structured_outputs",
                 )
-            schema = json.loads(answer.text or '{"type": "object"}')
+            schema = _schema(answer.text or '{"type": "object"}')
         return calls_grammar(
             self._tool_format.name,
             [tool["function"] for tool in callable_tools],
@@ -349,6 +350,17 @@ def _check_room(name: str, wanted: int | None, prompt: int, limit: int) -> None:
             f"ask for at most {limit - prompt}",
             param=name,
         )
+
+
+def _schema(text: str) -> dict[str, Any]:
+    try:
+        found = from_json(text)
+    except ValueError as e:
+        raise InvalidRequest(f"structured_outputs: json is no JSON: {e}", param="structured_outputs") from e
+    found = {} if found is True else found
+    if not isinstance(found, dict):
+        raise InvalidRequest("structured_outputs: a JSON schema is an object", param="structured_outputs")
+    return found
 
 
 def _last(ids: Sequence[int], keep: int | None, limit: int) -> Sequence[int]:

@@ -366,7 +366,9 @@ def json_object(body: bytes) -> dict[str, Any]:
     body = body.removeprefix(codecs.BOM_UTF8)
     try:
         fast = from_json(body, allow_inf_nan=False)
-    except ValueError:
+    except ValueError as e:
+        if "recursion limit exceeded" in str(e):  # 200 levels; what looks at a body goes down by calling itself
+            raise InvalidRequest("the body is nested too deeply") from e
         fast = None  # what follows is slower, and says what is wrong
     if isinstance(fast, dict):
         return fast

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Protocol
 
 from pydantic import BaseModel
@@ -9,6 +10,8 @@ from pydantic import BaseModel
 from ..errors import InvalidRequest
 from .schema import ChatRequest, CompletionRequest, chat_request, completion_request, json_object
 from .tokenizer import Tokenizer
+
+_PART = 1 << 14
 
 
 class TokenizeRequest(BaseModel):
@@ -44,6 +47,18 @@ class Detokenized(BaseModel):
     prompt: str
 
 
+def written(answer: BaseModel) -> bytes:
+    """As JSON. Lists of millions are written in parts, between which other threads run."""
+    parts = (f"{json.dumps(name)}:{_value(value)}" for name, value in answer)
+    return f"{{{','.join(parts)}}}".encode()
+
+
+def _value(value: Any) -> str:
+    if not isinstance(value, list):
+        return json.dumps(value)
+    return f"[{','.join(json.dumps(value[at : at + _PART])[1:-1] for at in range(0, len(value), _PART))}]"
+
+
 class Tokens(Protocol):
     """Checks a request and tokenises its prompt."""
 
@@ -70,7 +85,7 @@ def tokenized(body: bytes, planner: Tokens, tokenizer: Tokenizer, limit: int | N
         request = completion_request(data)
     ids = planner.tokens(request, special=flags["add_special_tokens"] is not False)
     strings = tokenizer.token_strings(ids) if flags["return_token_strs"] else None
-    return Tokenized(count=len(ids), max_model_len=limit, tokens=ids, token_strs=strings)
+    return Tokenized.model_construct(count=len(ids), max_model_len=limit, tokens=ids, token_strs=strings)
 
 
 def detokenized(body: bytes, planner: Tokens, tokenizer: Tokenizer) -> Detokenized:
