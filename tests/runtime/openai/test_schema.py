@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 
 import pytest
 
 from isthmus_runtime.errors import InvalidRequest
+from isthmus_runtime.openai.messages import conversation
 from isthmus_runtime.openai.problems import MAX_PROBLEMS
 from isthmus_runtime.openai.schema import parse_chat, parse_completion
 from isthmus_runtime.request import Structure
@@ -342,6 +344,44 @@ def test_logit_options_that_cannot_be(given, structured, words):
         completion(**given).logit_params(
             lambda t: [ord(c) for c in t], 100, max_tokens=4, structured=structured, stops=(7, 8)
         )
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        # Work and memory for each choice, on the event loop.
+        ({"stop": "a" * 1025, "n": 128}, "stop: string should have at most 1024 characters"),
+        # A megabyte of mistakes is not to become a gigabyte of what is wrong with each.
+        ({"structured_outputs": {"choice": [1] * 200_000}}, "at most 4096 items"),
+        ({"structured_outputs": {f"u{i}": 1 for i in range(100_000)}}, "more than 1024 fields"),
+        ({"response_format": {"type": "text", **{f"u{i}": 1 for i in range(100_000)}}}, "more than 1024 fields"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {f"u{i}": 1 for i in range(100_000)}}},
+            "more than 1024 fields",
+        ),
+        ({"logit_bias": {str(i): "a" for i in range(100_000)}}, "more than 1024 fields"),
+    ],
+)
+def test_what_is_large_and_wrong_is_refused_by_its_size(given, words):
+    for parse in (completion, chat):
+        tracemalloc.start()
+        try:
+            with pytest.raises(InvalidRequest, match=words):
+                parse(**given)
+            assert tracemalloc.get_traced_memory()[1] < 30 << 20
+        finally:
+            tracemalloc.stop()
+
+
+def test_no_more_unknown_fields_of_a_message_are_kept_than_are_told():
+    message = {"role": "user", "content": "x", **{f"u{i}": 1 for i in range(100_000)}}
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="u0: unknown parameter"):
+            conversation([message])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("key", ["x", "-1", "1.5", "", "12345678901"])

@@ -5,11 +5,25 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 from ..request import TokenLogprobs
 from .pieces import Pieces
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+@lru_cache(256)
+def _fallback(pattern: str) -> tuple[int, ...]:
+    """For each beginning of `pattern`, how long a beginning it ends with. Kept: a request may have 128 choices."""
+    found = [0] * len(pattern)
+    length = 0
+    for i in range(1, len(pattern)):
+        while length and pattern[i] != pattern[length]:
+            length = found[length - 1]
+        length += pattern[i] == pattern[length]
+        found[i] = length
+    return tuple(found)
 
 
 class _Matcher:
@@ -22,13 +36,7 @@ class _Matcher:
         self.pattern = pattern
         self.matched = 0
         """Length of the longest end of the text so far that begins the pattern."""
-        self._fallback = [0] * len(pattern)
-        length = 0
-        for i in range(1, len(pattern)):
-            while length and pattern[i] != pattern[length]:
-                length = self._fallback[length - 1]
-            length += pattern[i] == pattern[length]
-            self._fallback[i] = length
+        self._fallback = _fallback(pattern)
 
     def step(self, char: str) -> bool:
         """Add a character; True when the pattern is complete. Not to be called after that."""

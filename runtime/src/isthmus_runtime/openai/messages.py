@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from ..errors import InvalidRequest
-from .problems import invalid
+from .problems import MAX_PROBLEMS, invalid
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 MAX_TOOLS = 512
@@ -168,6 +168,8 @@ def _message(value: object, path: str) -> dict[str, Any]:
                 problems.append((where, f"{where}: not supported; remove it"))
         else:
             problems.append((where, f"{where}: unknown parameter; remove it"))
+        if len(problems) > MAX_PROBLEMS:
+            break  # of a million
     if problems:
         raise invalid(problems)
     return message

@@ -16,7 +16,7 @@ from pydantic_core import from_json
 from ..errors import InvalidRequest
 from ..request import SamplingOptions, Structure
 from . import messages
-from .logit_options import LogitOptions
+from .logit_options import MAX_BIASES, LogitOptions
 from .problems import MAX_NAME, MAX_PROBLEMS, invalid
 from .structured import ResponseFormat, StructuredOutputs, structure_of
 
@@ -86,6 +86,8 @@ def _beside(neutral: Mapping[str, tuple[object, ...]]) -> Callable[[dict[str, An
 
 
 _StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+_OneStop = Annotated[str, Field(max_length=1024)]
+_WITH_FIELDS = ("logit_bias", "response_format", "stream_options", "structured_outputs")
 
 
 class StreamOptions(BaseModel):
@@ -123,7 +125,7 @@ class _Common(LogitOptions, _Sampling):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: str | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop: _OneStop | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     # Extensions, with the names that other servers use.
     ignore_eos: bool = False
     stop_token_ids: list[int] = Field(default_factory=list, max_length=256)
@@ -343,6 +345,8 @@ def _parse(model: type[_R], data: Mapping[str, Any], neutral: Mapping[str, tuple
                 problems.append((name, f"{name}: must be a {'string' if _HINTS[name] is str else 'JSON object'}"))
         elif name in neutral:
             _check_neutral(name, value, neutral[name], problems)
+        elif name in _WITH_FIELDS and _has_too_many_fields(value):
+            problems.append((name, f"{name}: has more than {MAX_BIASES} fields"))
         elif name in model.model_fields:
             given[name] = value
         else:
@@ -359,6 +363,14 @@ def _parse(model: type[_R], data: Mapping[str, Any], neutral: Mapping[str, tuple
     if problems:
         raise invalid(problems, more=max(0, unknown - MAX_PROBLEMS))
     return request
+
+
+def _has_too_many_fields(value: object) -> bool:
+    """Of which each that is wrong would cost a kilobyte: all are looked at before they are counted."""
+    if not isinstance(value, dict):
+        return False
+    inner = value.get("json_schema")
+    return len(value) > MAX_BIASES or (isinstance(inner, dict) and len(inner) > MAX_BIASES)
 
 
 def json_object(body: bytes) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..request import Structure
+from ..structured.grammars import MAX_CHOICES
 
 
 class _Strict(BaseModel):
@@ -53,7 +54,7 @@ class StructuredOutputs(_Strict):
     """A JSON schema, or its text."""
     json_object: Literal[True] | None = None
     regex: str | None = Field(default=None, min_length=1)
-    choice: list[str] | None = Field(default=None, min_length=1)
+    choice: list[str] | None = Field(default=None, min_length=1, max_length=MAX_CHOICES)
     grammar: str | None = Field(default=None, min_length=1)
     """In Lark's syntax; the start rule is `start`."""
 

@@ -129,8 +129,8 @@ class DirectTransfer:
         self._reserved: dict[str, int] = {}
         self._greeted: dict[_Peer, float] = {}
         """When the process last said so."""
-        self._shown: set[str] = set()
-        """Attempts of which the peer knew its ticket."""
+        self._shown: dict[str, bool] = {}
+        """Of each attempt that writes, whether the peer knew its ticket."""
         self._signer = TicketSigner()
         self._greeter: Greeter | None = None
         self._broken: dict[str, str] = {}
@@ -300,6 +300,7 @@ class DirectTransfer:
                 op.slot = self._slots.take()
                 self._slots.write(op.slot, record)
                 op.record = (op.slot, len(record))
+            self._shown.setdefault(attempt, False)
             self._new.append(op)
             self._wake.notify()
 
@@ -345,12 +346,14 @@ class DirectTransfer:
         self._call(look)
 
     def expect(self, ticket: Ticket) -> None:
+        with self._wake:
+            self._shown.setdefault(ticket.attempt, False)
         self._helpers.submit(self._greet, _peer(ticket), claim(ticket), ticket.attempt)
 
     def forget(self, attempt: str) -> None:
         with self._wake:
             self._broken.pop(attempt, None)
-            self._shown.discard(attempt)
+            self._shown.pop(attempt, None)
             address = self._reserved.pop(attempt, None)
             if address is not None:
                 self._slots.give(address)
@@ -377,7 +380,7 @@ class DirectTransfer:
     def _may_write(self, op: _Op) -> bool:
         with self._wake:
             fresh = self._clock() - self._greeted.get(op.peer, float("-inf")) < FRESH_S
-            return fresh and op.attempt in self._shown
+            return fresh and self._shown.get(op.attempt, False)
 
     def _greet(self, peer: _Peer, claimed: bytes, attempt: str) -> str:
         """Ask who is there, and whether it knows the ticket. A dead host, too, would hold up the transfer thread inside
@@ -388,7 +391,8 @@ class DirectTransfer:
             self._greeted = {p: t for p, t in self._greeted.items() if p != peer and asked - t < FRESH_S}
             if not problem:
                 self._greeted[peer] = asked
-                self._shown.add(attempt)
+                if attempt in self._shown:  # else it is over
+                    self._shown[attempt] = True
         return f"decode's TransferEngine at {peer.session} {problem}" if problem else ""
 
     def _check_peer(self, op: _Op) -> None:
