@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tracemalloc
 
 import pytest
@@ -84,3 +85,24 @@ def test_long_texts_may_be_copied_often():
         len(ChatTemplate(source, {}).render(Conversation(messages=[{"role": "user", "content": text}] * 3)))
         > 14_000_000
     )
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{% macro g() %}{{ caller() }}{% endmacro %}"
+        "{% macro f() %}{% call g() %}{{ f() }}{% endcall %}{% endmacro %}{{ f() }}",
+        "{% for x in [1] recursive %}{{ loop([x]) }}{% endfor %}",
+        "{% block b %}{{ self.b() }}{% endblock %}",
+    ],
+)
+def test_calls_within_calls_end_long_before_the_stack_does(source):
+    """Libraries raise the interpreter's own limit, and past the stack's end there is no exception."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1_000_000)
+    try:
+        with pytest.raises((InvalidRequest, ValueError), match="within each other"):
+            ChatTemplate(source, {}).render(X, steps=50_000)
+    finally:
+        sys.setrecursionlimit(before)

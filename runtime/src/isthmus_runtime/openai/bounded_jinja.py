@@ -39,6 +39,7 @@ _METHODS = {
 _ALLOWED = {kind: frozenset(names.split()) for kind, names in _METHODS.items()}
 _SCAN = 4096
 """Characters that one step looks at."""
+_MOST_DEPTH = 64
 _MOST_BITS = 4096
 _MOST_INDENT = 64
 _WIDE = re.compile(r"\d{3}|\*|\{[^}]*\{")
@@ -52,13 +53,15 @@ class TemplateTooCostly(Exception):
 class Budget:
     """What one rendering may still use."""
 
-    __slots__ = ("characters", "steps")
+    __slots__ = ("characters", "depth", "steps")
 
     def __init__(self, steps: int, characters: int) -> None:
         self.steps = steps
         """Operations; each looks at no more than 4096 characters."""
         self.characters = characters
         """Characters of text, and elements of lists, that may be made."""
+        self.depth = 0
+        """Calls within calls."""
 
     def step(self, count: int = 1) -> None:
         """Pay for work. Raises TemplateTooCostly."""
@@ -323,7 +326,15 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 return _replace(owner, *args, **kwargs)
             if name == "join":
                 return _join(args[0], owner)
-        return _made(super().call(__context, __obj, *args, **kwargs))
+        # Not left to the interpreter: a call of a macro takes the C stack, which ends before its limit where a library
+        # has raised that.
+        if budget.depth >= _MOST_DEPTH:
+            raise TemplateTooCostly(f"it calls more than {_MOST_DEPTH} macros within each other")
+        budget.depth += 1
+        try:
+            return _made(super().call(__context, __obj, *args, **kwargs))
+        finally:
+            budget.depth -= 1
 
 
 def _filter_replace(text: Any, old: str, new: str, count: int | None = None) -> str:
