@@ -172,7 +172,7 @@ def test_last_words_are_said_by_the_one_holder_of_the_lease(tmp_path: Path, monk
 
             monkeypatch.setattr(one, "_unread", unread)
             running = asyncio.create_task(handlers.be(one))
-            await until(lambda: server.watches == 8 and one.metrics.leader._value.get() == 1)
+            await until(lambda: server.watches == len(WATCHED) and one.metrics.leader._value.get() == 1)
             server.refuse = 401
             server.break_off()
             with pytest.raises(ApiError, match="401"):

@@ -193,7 +193,7 @@ def test_t15_no_prefill_pod_left(service: Deployed, client: Client, answers: dic
         generation = service.get()["metadata"]["generation"]
         return (reason["reason"], reason["observedGeneration"]) == ("NoEngine", generation) and len(
             service.pods("router")
-        ) == 1
+        ) == 2
 
     until(said_so, 180, service.describe, every=0.5)
     with loaded(client, service, answers) as load:
