@@ -101,6 +101,18 @@ def test_a_cold_row_is_greedy(impl: str, temperature: float, sign: float) -> Non
 
 
 @pytest.mark.parametrize("impl", ["reference", *FAST])
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0, float("inf")])
+def test_a_row_of_no_numbers_draws_some_token(impl: str, value: float, temperature: float) -> None:
+    logits = torch.full((1, 7), value)
+    args = batch(1, top_k=3, top_p=0.5, min_p=0.1) | {"temperature": torch.tensor([temperature])}
+    assert 0 <= dispatch.sample(logits, impl=impl, **args).item() < 7
+    logits[0, 5] = 1.0
+    if value == float("-inf"):
+        assert dispatch.sample(logits, impl=impl, **args).item() == 5
+
+
+@pytest.mark.parametrize("impl", ["reference", *FAST])
 def test_greedy_takes_the_first_of_equals(impl: str) -> None:
     logits = torch.zeros(3, 40)
     logits[1, 7] = logits[1, 9] = 2.0

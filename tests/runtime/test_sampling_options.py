@@ -73,3 +73,10 @@ def test_the_executor_keeps_each_penalty_that_is_not_off() -> None:
     assert [column.tolist() for column in found.penalties] == [[0], [1], [4], [9], [1.25], [-0.5], [0.5]]
     rows.set(1, replace(PARAMS, **{name: getattr(SamplingOptions(), name) for name in PENALTIES}), 4)
     assert rows.of(*at) is None
+
+
+def test_a_temperature_beyond_fp32_is_as_hot_as_fp32_gets() -> None:
+    rows = SamplingRows(1)
+    rows.set(0, replace(PARAMS, temperature=1e300))
+    found, _ = rows.of(np.array([0]))
+    assert np.isfinite(found["temperature"]).all() and found["temperature"][0] > 1e38

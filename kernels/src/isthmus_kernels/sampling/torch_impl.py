@@ -24,6 +24,7 @@ def sample(
     assert seeds is not None and positions is not None
     vocab = logits.shape[1]
     z = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    z = z.masked_fill(z.isnan(), float("-inf"))  # what is no number has no place in an order, nor an index there
     keep = torch.isfinite(z)
     # So cold that scores overflow: all but the largest logit are out of reach of any noise.
     random = (temperature > 0) & torch.isfinite(z.amax(dim=-1))

@@ -29,6 +29,8 @@ from .staging import Packer, StagingSlot
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+_HOTTEST = 3e38
+"""Of what fp32 holds. Divided by infinity, what is masked would be no number."""
 _LEAST_INT64, _UINT64 = -(2**63), 2**64
 # Per row and step: tokens, slots and draws, with room for the roundings of `Packer`.
 _WORDS_PER_ROW = 16
@@ -317,7 +319,7 @@ class SamplingRows:
 
     def set(self, row: int, sampling: SamplingParams) -> None:
         """What the row's request asks for."""
-        self._temperature[row] = sampling.temperature
+        self._temperature[row] = min(sampling.temperature, _HOTTEST)
         # Any whole number is a seed: it is taken modulo 2^64.
         self._seeds[row] = (sampling.seed - _LEAST_INT64) % _UINT64 + _LEAST_INT64
         self._logprobs[row] = sampling.logprobs
