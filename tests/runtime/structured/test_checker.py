@@ -87,6 +87,32 @@ def test_a_client_that_leaves_does_not_mix_up_the_answers(model: Path) -> None:
     run(work, model)
 
 
+def test_a_client_that_leaves_ends_nothing(model: Path) -> None:
+    async def work(checker: Checker) -> None:
+        await checker.check(GOOD, "x")
+        first = pid_of(checker)
+        leaving = asyncio.create_task(checker.check(Structure("regex", "(["), "x"))
+        staying = asyncio.create_task(checker.check(Structure("regex", "(["), "x"))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(InvalidRequest):
+            await staying
+        assert pid_of(checker) == first and not checker._asking
+
+    run(work, model)
+
+
+def test_a_process_that_dies_unseen_is_replaced(model: Path) -> None:
+    """Killed between two requests, before anybody has noticed: not the fault of the next grammar."""
+
+    async def work(checker: Checker) -> None:
+        await checker.check(GOOD, "x")
+        os.kill(pid_of(checker), signal.SIGKILL)
+        await checker.check(Structure("regex", "abc"), "x")
+
+    run(work, model)
+
+
 def test_a_killed_process_is_replaced(model: Path) -> None:
     async def work(checker: Checker) -> None:
         await checker.check(GOOD, "x")

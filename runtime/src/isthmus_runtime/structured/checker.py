@@ -43,64 +43,79 @@ class Checker:
         self._model = str(model)
         self._timeout_s = compile_timeout_s
         self._turn = asyncio.Lock()
-        self._waiting = 0
+        self._asking: dict[str, asyncio.Task[str]] = {}
         self._process: asyncio.subprocess.Process | None = None
         self._known: OrderedDict[str, str] = OrderedDict()
 
     async def check(self, structure: Structure, param: str) -> None:
         """Raise InvalidRequest, naming `param`, for a grammar that is wrong, impossible or too costly.
 
-        Overloaded when too many wait for their turn.
+        Overloaded when too many wait for their turn. A caller that leaves does not end the work: its answer is kept.
         """
         check_size(structure, param)
         key = sha256(f"{structure.kind}\0{structure.text}".encode("utf-8", "surrogatepass")).hexdigest()
-        if key in self._known:
-            self._known.move_to_end(key)
+        problem = self._known.get(key)
+        if problem is None:
+            task = self._asking.get(key)
+            if task is None:
+                if len(self._asking) >= _MAX_WAITING:
+                    raise Overloaded(
+                        f"{param}: {len(self._asking)} other grammars are being checked; retry later", status=429
+                    )
+                task = self._asking[key] = asyncio.create_task(self._in_turn(key, structure))
+                task.add_done_callback(lambda done: self._asked(key, done))
+            problem = await asyncio.shield(task)
         else:
-            if self._waiting >= _MAX_WAITING:
-                raise Overloaded(f"{param}: {self._waiting} other grammars are being checked; retry later", status=429)
-            self._waiting += 1
-            try:
-                async with self._turn:
-                    if key not in self._known:
-                        self._known[key] = await self._ask(structure)
-            finally:
-                self._waiting -= 1
-            while len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-        problem = self._known.get(key, "")
+            self._known.move_to_end(key)
         if problem:
             raise InvalidRequest(f"{param}: {problem}", param=param)
 
     async def close(self) -> None:
-        """End the process."""
+        """End the process, and what waits for it."""
+        for task in self._asking.values():
+            task.cancel()
+        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        await self._end()
+
+    def _asked(self, key: str, done: asyncio.Task[str]) -> None:
+        del self._asking[key]
+        if not done.cancelled():
+            done.exception()  # whoever asked may have left
+
+    async def _in_turn(self, key: str, structure: Structure) -> str:
+        """What is wrong with it; empty: nothing."""
+        async with self._turn:
+            problem = await self._ask(structure)
+        self._known[key] = problem
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return problem
+
+    async def _ask(self, structure: Structure) -> str:
+        for _ in range(2):
+            process = await self._started()
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    answer = await _answer(process, structure)
+            except TimeoutError:
+                await self._end()
+                return f"takes more than {self._timeout_s:g} s to compile; simplify it"
+            except asyncio.CancelledError:
+                await self._end()
+                raise
+            if answer:
+                problem: str = json.loads(answer)
+                return problem
+            # It ended: by this grammar, or before it was asked. A new one tells.
+            await self._end()
+        return f"takes more than {_MAX_BYTES >> 20} MiB to compile; simplify it"
+
+    async def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             if process.returncode is None:
                 process.kill()
             await process.wait()
-
-    async def _ask(self, structure: Structure) -> str:
-        """What is wrong with it; empty: nothing."""
-        process = await self._started()
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                process.stdin.write(json.dumps(asdict(structure)).encode() + b"\n")
-                await process.stdin.drain()
-                answer = await process.stdout.readline()
-        except TimeoutError:
-            await self.close()
-            return f"takes more than {self._timeout_s:g} s to compile; simplify it"
-        except (ConnectionError, asyncio.CancelledError):
-            # An answer that is not waited for must not be taken for the next one's.
-            await self.close()
-            raise
-        if not answer:
-            await self.close()
-            return f"takes more than {_MAX_BYTES >> 20} MiB to compile; simplify it"
-        problem: str = json.loads(answer)
-        return problem
 
     async def _started(self) -> asyncio.subprocess.Process:
         if self._process is not None and self._process.returncode is None:
@@ -120,13 +135,24 @@ class Checker:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 line = await process.stdout.readline()
         except BaseException:
-            await self.close()
+            await self._end()
             raise
         if line != _READY:
-            await self.close()
+            await self._end()
             raise Overloaded("structured output: its checker did not start; the log of this process has the details")
         _log.info("started the checker of grammars, process %d", process.pid)
         return process
+
+
+async def _answer(process: asyncio.subprocess.Process, structure: Structure) -> bytes:
+    """Its line; empty: it has ended."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(asdict(structure)).encode() + b"\n")
+        await process.stdin.drain()
+        return await process.stdout.readline()
+    except ConnectionError:
+        return b""
 
 
 def main() -> None:
