@@ -11,7 +11,7 @@ from engine_world import request
 from executors import Breaking, Gated
 
 from isthmus_runtime.engine.backend import EngineBackend
-from isthmus_runtime.errors import EngineFailed, NeverFits
+from isthmus_runtime.errors import EngineFailed, InvalidRequest, NeverFits
 from isthmus_runtime.executor.fake import expected_tokens
 from isthmus_runtime.request import FinishReason, TokenChunk
 
@@ -94,6 +94,40 @@ def test_a_broken_executor_ends_every_request_and_refuses_new_ones() -> None:
                 await asyncio.wait_for(collect(backend, "new", [1], 1), DEADLINE_S)
 
     asyncio.run(main())
+
+
+def test_what_breaks_again_while_it_ends_strands_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        with engine(executor=Breaking(65, 4)) as backend:
+
+            def broken(error: object) -> list[object]:
+                raise AssertionError("again")
+
+            monkeypatch.setattr(backend.engine.scheduler, "abort_all", broken)
+            with pytest.raises(EngineFailed, match="device lost"):
+                async for chunk in backend.generate(request("a", [1] * 5, 50)):
+                    if chunk.error is not None:
+                        raise chunk.error
+            with pytest.raises(EngineFailed, match="device lost"):
+                await collect(backend, "new", [1], 1)
+            monkeypatch.undo()
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+def test_an_attempt_on_an_engine_that_moves_no_kv_is_refused_and_breaks_nothing() -> None:
+    async def main() -> None:
+        with engine() as backend:
+            stream = backend.stream(request("a", [1, 2, 3], 4), attempt="t1", peer_url="http://127.0.0.1:1")
+            with pytest.raises(InvalidRequest, match="no KV transfer"):
+                await anext(stream)
+            assert backend.ready() == ""
+            assert await collect(backend, "b", [1, 2, 3], 4) == expected_tokens(
+                [1, 2, 3], request("x", [1], 1).sampling, 4
+            )
+            backend.engine.call(backend.engine.scheduler.check)
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 
 
 def test_the_next_step_is_planned_while_one_runs_and_a_stall_is_visible() -> None:

@@ -115,6 +115,8 @@ class EngineLoop:
         name = attempt or local_attempt
 
         def command(now: float) -> list[Effect]:
+            if kind is Kind.RECEIVE:
+                self._check_moves_kv()
             self.scheduler.add(
                 request,
                 now,
@@ -134,8 +136,7 @@ class EngineLoop:
         request = call.request.to_request()
 
         def command(now: float) -> list[Effect]:
-            if self._handoff is None:
-                raise InvalidRequest("this engine has no KV transfer; start it with --transfer-mode direct or store")
+            handoff = self._check_moves_kv()
             skip = call.ticket.skip_blocks
             self.scheduler.add(request, now, kind=Kind.SEND, attempt=call.attempt, skip_blocks=skip, constraint=beside)
             self.scheduler.handoffs.open_send(call.attempt)
@@ -145,7 +146,7 @@ class EngineLoop:
                 ticket=call.ticket,
                 deadline_s=now + request.timeout_s,
             )
-            self._handoff.open_send(job, now)
+            handoff.open_send(job, now)
             return []
 
         self._add(call.attempt, call.attempt, command)
@@ -215,6 +216,11 @@ class EngineLoop:
     def stalled_s(self) -> float:
         """Seconds with work and no progress; 0 when idle."""
         return self._clock() - self.last_progress_s if self.scheduler.has_work else 0.0
+
+    def _check_moves_kv(self) -> KvHandoff:
+        if self._handoff is None:
+            raise InvalidRequest("this engine has no KV transfer; start it with --transfer-mode direct or store")
+        return self._handoff
 
     def _beside(self, constraint: Constraint | None) -> Constraint | None:
         return None if constraint is None else self._masks.beside(constraint)
@@ -393,7 +399,15 @@ class EngineLoop:
         """The executor or the loop itself failed: end every request, refuse new ones, keep answering."""
         self.failure = f"the engine failed and must be restarted: {reason}"
         self._in_flight.clear()
-        self._apply(self.scheduler.abort_all(EngineFailed(self.failure)), self._clock())
+        error = EngineFailed(self.failure)
+        # The answers first: what broke once may break again, and nobody is to wait for it.
+        live = list(self.scheduler.live())
+        self._sink([(seq.sid, _refused(seq.sid, error.located(seq.phase.value, seq.attempt)).chunk) for seq in live])
+        try:
+            effects = self.scheduler.abort_all(error)
+            self._apply([effect for effect in effects if not isinstance(effect, Emit)], self._clock())
+        except Exception:
+            log.exception("the broken engine could not let go of what it held")
 
 
 def _step_ended(now: float) -> list[Effect]:
