@@ -63,7 +63,7 @@ NOW = int(time.time())
     ("token", "status", "says"),
     [
         (CLUSTER.token(exp=NOW - SKEW_S - 5), 401, "expired"),
-        (CLUSTER.token(nbf=NOW + SKEW_S + 600), 401, "not yet valid"),
+        (CLUSTER.token(nbf=NOW + SKEW_S + 86_400), 401, "not yet valid"),
         (CLUSTER.token(exp=None), 401, "exp"),
         (CLUSTER.token(iss="https://elsewhere.example"), 401, "issuer"),
         (CLUSTER.token(aud=["serving.isthmus.dev/team/other"]), 403, "another service"),
