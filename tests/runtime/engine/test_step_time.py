@@ -106,7 +106,7 @@ def test_one_slow_step_does_not_stop_prompts(
     assert times.tokens_in(bound, 0) >= before // 4
     for _ in range(20):
         times.learn(size, device(size))
-    assert times.tokens_in(bound, 0) >= 0.8 * before
+    assert times.tokens_in(bound, 0) >= 0.7 * before
 
 
 @given(costs=DEVICES, faster=st.sampled_from((1e-3, 0.1, 0.5, 2.0, 10.0, 1000.0)))
