@@ -441,8 +441,7 @@ class Router(PodSettings):
 class Rollout(Block):
     strategy: RolloutStrategy = RolloutStrategy.COORDINATED
     """Coordinated: prefill and decode change in step, so that pairs of one KV layout exist at any time.
-    Recreate: all old pods stop first. Independent: each role by itself, where the KV layout stays as it is; otherwise
-    as Coordinated."""
+    Recreate: all old pods stop first. Independent: each role by itself while the KV layout stays, else Coordinated."""
     max_unavailable: CountOrPercent = CountOrPercent("25%")
     """Pods of a role that may be missing during a rollout (a percentage is rounded up)."""
     max_surge: CountOrPercent = CountOrPercent("0")

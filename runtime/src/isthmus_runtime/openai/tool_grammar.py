@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..request import Structure
+from ..structured.grammars import WHITESPACE
 
 MAX_CALLS = 16
 """Most calls in one answer that must call: a model that is held to a list may go on with it."""
-_WHITESPACE = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,8}"}
 
 _DATA = frozenset({"const", "enum", "default", "examples"})
 
@@ -134,4 +134,4 @@ def _under(schema: Any, name: str) -> Any:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": _WHITESPACE})
+    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})

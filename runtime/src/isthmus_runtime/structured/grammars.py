@@ -35,7 +35,8 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 # Between JSON's tokens a model may put white space, but not without end: small models do.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""llguidance's `whitespace_pattern`, wherever a schema is compiled."""
 _ERROR_TEXT = 400
 _KEPT = 32
 """Compiled grammars; the largest take 30 MB."""
@@ -149,7 +150,7 @@ def _json_schema(text: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
-    grammar: str = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITESPACE})
+    grammar: str = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
     return grammar
 
 

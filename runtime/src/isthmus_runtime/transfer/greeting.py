@@ -56,7 +56,7 @@ class Greeter:
         self._closing.set()
         with contextlib.suppress(OSError):  # not connected, which a listening socket never is
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._thread.join()
+        self._thread.join(_SAY_S)
         self._socket.close()
 
     def _serve(self) -> None:
