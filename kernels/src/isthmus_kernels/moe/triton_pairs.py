@@ -1,0 +1,128 @@
+"""Experts on so few pairs that each pair reads its expert's weights: scalar products, every thread streams its share."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isthmus_kernels.device import power_of_two
+from isthmus_kernels.moe.triton_product import activated
+
+
+@triton.jit
+def _up(out, x, weight, bias, experts, alpha, most, inner, columns, x_row, weight_expert, weight_row,
+        TOP_K: tl.constexpr, PIECE: tl.constexpr, EVEN: tl.constexpr, BIASED: tl.constexpr,
+        CLAMPED: tl.constexpr):  # fmt: skip
+    """One program a pair and channel: gate and up of its expert, and their product."""
+    channel, pair = tl.program_id(0), tl.program_id(1)
+    expert = tl.load(experts + pair).to(tl.int64)
+    row = weight + expert * weight_expert + channel.to(tl.int64) * weight_row
+    step = inner.to(tl.int64) * weight_row
+    source = x + (pair // TOP_K).to(tl.int64) * x_row
+    gate = tl.zeros([PIECE], tl.float32)
+    up = tl.zeros([PIECE], tl.float32)
+    for base in range(0, columns, PIECE):
+        column = base + tl.arange(0, PIECE)
+        if EVEN:
+            first = tl.load(row + column)
+            second = tl.load(row + step + column)
+            value = tl.load(source + column)
+        else:
+            first = tl.load(row + column, mask=column < columns, other=0.0)
+            second = tl.load(row + step + column, mask=column < columns, other=0.0)
+            value = tl.load(source + column, mask=column < columns, other=0.0)
+        gate += first.to(tl.float32) * value.to(tl.float32)
+        up += second.to(tl.float32) * value.to(tl.float32)
+    left, right = tl.sum(gate, axis=0), tl.sum(up, axis=0)
+    if BIASED:
+        added = bias + expert * (2 * inner) + channel
+        left += tl.load(added).to(tl.float32)
+        right += tl.load(added + inner).to(tl.float32)
+    result = activated(left, right, alpha, most, CLAMPED)
+    tl.store(out + pair.to(tl.int64) * inner + channel, result.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _down(out, between, weight, bias, weights, experts, inner, out_row, weight_expert, weight_row, bias_row,
+          TOP_K: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr, EVEN: tl.constexpr,
+          BIASED: tl.constexpr):  # fmt: skip
+    """One program a token and channel: the products of all its experts, weighted and added."""
+    channel, token = tl.program_id(0), tl.program_id(1)
+    slot = tl.arange(0, SLOTS)
+    real = slot < TOP_K
+    pair = token * TOP_K + slot
+    expert = tl.load(experts + pair, mask=real, other=0).to(tl.int64)
+    share = tl.load(weights + pair, mask=real, other=0.0)
+    rows = weight + expert * weight_expert + channel.to(tl.int64) * weight_row
+    sources = between + pair.to(tl.int64) * inner
+    acc = tl.zeros([SLOTS, PIECE], tl.float32)
+    for base in range(0, inner, PIECE):
+        column = base + tl.arange(0, PIECE)
+        inside = real[:, None]
+        if not EVEN:
+            inside = inside & (column < inner)[None, :]
+        factor = tl.load(rows[:, None] + column[None, :], mask=inside, other=0.0)
+        value = tl.load(sources[:, None] + column[None, :], mask=inside, other=0.0)
+        acc += factor.to(tl.float32) * value.to(tl.float32)
+    result = tl.sum(acc, axis=1)
+    if BIASED:
+        result += tl.load(bias + expert * bias_row + channel, mask=real, other=0.0).to(tl.float32)
+    total = tl.sum(result * share, axis=0)
+    tl.store(out + token.to(tl.int64) * out_row + channel, total.to(out.dtype.element_ty))
+
+
+def moe_pairs(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    clamp: tuple[float, float] | None,
+    out: Tensor,
+) -> None:
+    """The mixture by two launches that need no list of pairs."""
+    tokens, top_k = experts.shape
+    _, hidden, inner = down.shape
+    between = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
+    piece = min(2048, power_of_two(hidden, 128))
+    _up[(inner, tokens * top_k)](
+        between,
+        x,
+        gate_up,
+        gate_up if gate_up_bias is None else gate_up_bias,
+        experts,
+        *(clamp or (1.0, 0.0)),
+        inner,
+        hidden,
+        x.stride(0),
+        gate_up.stride(0),
+        gate_up.stride(1),
+        TOP_K=top_k,
+        PIECE=piece,
+        EVEN=hidden % piece == 0,
+        BIASED=gate_up_bias is not None,
+        CLAMPED=clamp is not None,
+        num_warps=4,
+    )
+    piece = min(256, power_of_two(inner, 32))
+    _down[(hidden, tokens)](
+        out,
+        between,
+        down,
+        down if down_bias is None else down_bias,
+        weights,
+        experts,
+        inner,
+        out.stride(0),
+        down.stride(0),
+        down.stride(1),
+        hidden,
+        TOP_K=top_k,
+        SLOTS=power_of_two(top_k),
+        PIECE=piece,
+        EVEN=inner % piece == 0,
+        BIASED=down_bias is not None,
+        num_warps=4,
+    )
