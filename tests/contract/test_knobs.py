@@ -24,6 +24,7 @@ SERVE = {
     "--executor": "torch",
     "--device": "auto",
     "--dtype": "auto",
+    "--quantization": "auto",
     "--threads": "0",
     "--max-model-len": "auto",
     "--max-batched-tokens": "2048",

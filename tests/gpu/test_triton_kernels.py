@@ -10,10 +10,12 @@ from kernel_checks import (
     check_block_copy,
     check_draws,
     check_embedding,
+    check_fp8,
     check_gated,
     check_linear,
     check_logprobs,
     check_moe,
+    check_moe_of_8_bits,
     check_norms,
     check_rope,
     check_sample,
@@ -164,10 +166,23 @@ def test_embedding() -> None:
     check_embedding("triton", "cuda", 151_936, 4096, BF16, BF16)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 64, 700, 2100])
+@pytest.mark.parametrize("tokens", [1, 3, 64, 300, 700, 2100, 9000])
 @pytest.mark.parametrize(("count", "top_k", "hidden", "inner"), [(128, 8, 2048, 768), (8, 2, 512, 256)])
 def test_moe(tokens: int, count: int, top_k: int, hidden: int, inner: int) -> None:
     check_moe("triton", "cuda", tokens, count, top_k, hidden, inner, BF16)
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 64, 300, 1100, 4100])
+@pytest.mark.parametrize(("count", "top_k", "hidden", "inner"), [(128, 8, 2048, 768), (8, 2, 512, 256)])
+def test_moe_of_8_bits(tokens: int, count: int, top_k: int, hidden: int, inner: int) -> None:
+    check_moe_of_8_bits("triton", "cuda", tokens, count, top_k, hidden, inner)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 300])
+@pytest.mark.parametrize(("outputs", "columns"), [(6144, 4096), (4096, 12_288), (2048, 768), (48, 80)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_fp8(rows: int, outputs: int, columns: int, with_bias: bool) -> None:
+    check_fp8("triton", "cuda", rows, outputs, columns, with_bias=with_bias)
 
 
 @pytest.fixture(params=[2**31, 2**32], ids=["int32", "uint32"])

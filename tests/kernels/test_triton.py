@@ -14,10 +14,12 @@ from kernel_checks import (
     check_attention,
     check_block_copy,
     check_embedding,
+    check_fp8,
     check_gated,
     check_linear,
     check_logprobs,
     check_moe,
+    check_moe_of_8_bits,
     check_norms,
     check_rope,
     check_sample,
@@ -164,11 +166,31 @@ def test_linear(rows: int, outputs: int, columns: int) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "count", "top_k", "hidden", "inner"),
-    [(0, 4, 2, 32, 16), (1, 8, 3, 64, 48), (9, 5, 2, 70, 40), (40, 3, 1, 32, 130)],
+    [
+        (0, 4, 2, 32, 16),
+        (1, 8, 3, 64, 48),  # without a list
+        (9, 5, 4, 70, 40),  # rows that the copy engine cannot read
+        (40, 3, 1, 32, 130),
+        (30, 8, 4, 64, 48),  # tiles of 16, 32 and 128 rows, full and at most half full
+        (150, 3, 1, 64, 32),
+        (330, 3, 1, 32, 16),
+        (2100, 3, 2, 16, 8),  # a list that two programs an expert make
+    ],
 )
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_moe(tokens: int, count: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
     check_moe("triton", "cpu", tokens, count, top_k, hidden, inner, dtype)
+
+
+@pytest.mark.parametrize(("tokens", "count", "hidden", "inner"), [(1, 8, 64, 48), (40, 3, 64, 128), (140, 3, 80, 32)])
+def test_moe_of_8_bits(tokens: int, count: int, hidden: int, inner: int) -> None:
+    check_moe_of_8_bits("triton", "cpu", tokens, count, 2, hidden, inner)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 16])
+@pytest.mark.parametrize(("outputs", "columns"), [(64, 1024), (48, 80), (144, 704)])
+def test_fp8(rows: int, outputs: int, columns: int) -> None:
+    check_fp8("triton", "cpu", rows, outputs, columns, with_bias=outputs == 48)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from triton.runtime import driver, jit
 
 from isthmus_kernels.block_copy import triton_impl as block_copy
 from isthmus_kernels.embedding import triton_impl as embedding
+from isthmus_kernels.fp8_linear import triton_impl as fp8
 from isthmus_kernels.linear import triton_impl as linear
 from isthmus_kernels.moe import triton_impl as moe
 from isthmus_kernels.paged_attention import triton_impl as attention
@@ -25,7 +26,7 @@ from isthmus_kernels.sampling import triton_impl as sampling
 from isthmus_kernels.silu_mul import triton_impl as silu
 from isthmus_kernels.testing import paged_case
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, E4M3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 LIMIT = 227 << 10  # bytes of shared memory that one program may have
 
 
@@ -99,14 +100,16 @@ def everything() -> None:
     sampling.sample(logits, **noise)
     sampling.sample(logits, top_k=ids.int(), top_p=ones, min_p=ones, **noise)
     sampling.logprobs(logits, ids, 5)
-    weights, experts = moe.moe_route(some(16, 128), 8)
-    moe.moe(
-        some(16, 2048),
-        weights,
-        experts,
-        some(128, 1536, 1).expand(-1, -1, 2048),
-        some(128, 2048, 1).expand(-1, -1, 768),
-    )
+    for dtype in (BF16, E4M3):
+        # Memory that is reserved and never touched.
+        gate_up, down = torch.empty(128, 1536, 2048, dtype=dtype), torch.empty(128, 2048, 768, dtype=dtype)
+        scales = {"gate_up_scale": some(128, 1536, dtype=F32), "down_scale": some(128, 2048, dtype=F32)}
+        for tokens in (1, 16, 256, 1024, 4096):
+            weights, experts = moe.moe_route(some(tokens, 128), 8)
+            moe.moe(some(tokens, 2048), weights, experts, gate_up, down, **(scales if dtype == E4M3 else {}))
+    for rows in (1, 4):
+        packed = fp8.pack_fp8(torch.empty(512, 4096, dtype=E4M3), some(512, dtype=F32), None, BF16)
+        packed.apply(some(rows, 4096), None)
 
 
 def main() -> int:

@@ -38,6 +38,7 @@ class FakeDevice:
     name = "cpu"
     torch_device = torch.device("cpu")
     dtype_varies = False
+    multiplies_fp8 = False
 
     def __init__(self, sizes: tuple[int, ...] = (1, 2, 4, 8), token_sizes: tuple[int, ...] = ()) -> None:
         self._sizes = sizes

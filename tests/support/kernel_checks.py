@@ -267,6 +267,28 @@ def check_linear(
     assert torch.equal(again[:, :outputs], wide[:, :outputs])
 
 
+def check_fp8(impl: str, device: str, rows: int, outputs: int, columns: int, *, with_bias: bool) -> None:
+    """Rounding of rows, and a product of 8-bit factors."""
+    bf16 = torch.bfloat16
+    x = (torch.randn(rows, columns + 8) * torch.rand(rows, 1)).to(device, bf16)[:, :columns]
+    x[:1] = 0
+    rounded, scales = dispatch.quantize(x, impl=impl)
+    want, want_scales = dispatch.quantize(x, impl="reference")
+    assert torch.equal(scales, want_scales)
+    # A device may divide by a reciprocal: one that lies between two numbers may fall to either.
+    assert (rounded.float() != want.float()).sum() <= 1e-3 * rows * columns
+    weight, scale = dispatch.quantize((torch.randn(outputs, columns) / columns**0.5).to(device), impl="reference")
+    bias = torch.randn(outputs).to(device, bf16) if with_bias else None
+    packed = dispatch.pack_fp8(weight, scale, bias, dtype=bf16, impl=impl)
+    wide = poisoned(rows, outputs + 8, dtype=bf16, device=device)
+    dispatch.linear(x, packed, out=wide[:, :outputs])
+    assert wide[:, outputs:].isnan().all(), "columns past the output were written"
+    rows_as_they_are = weight.float() * scale[:, None]
+    definition = dispatch.linear(x, dispatch.pack_fp8(weight, scale, bias, dtype=bf16, impl="reference"))
+    # One row is not rounded.
+    assert_close(wide[:, :outputs], reference_linear(x, rows_as_they_are, bias) if rows == 1 else definition)
+
+
 def check_moe(
     impl: str, device: str, tokens: int, count: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype
 ) -> None:
@@ -293,3 +315,26 @@ def check_moe(
         dispatch.moe(x, weights, experts, gate_up, down, out=out, impl=impl, **given)
         # Two products with a rounding between them: twice the tolerance of one.
         assert_close(out / 2, dispatch.moe(x, weights, experts, gate_up, down, impl="reference", **given) / 2)
+
+
+def check_moe_of_8_bits(impl: str, device: str, tokens: int, count: int, top_k: int, hidden: int, inner: int) -> None:
+    weights, experts = dispatch.moe_route(torch.randn(tokens, count).to(device, torch.bfloat16), top_k, impl=impl)
+    x = torch.randn(tokens, hidden).to(device, torch.bfloat16)
+    factors = {}
+    for name, shape in (("gate_up", (count, 2 * inner, hidden)), ("down", (count, hidden, inner))):
+        rounded, scale = dispatch.quantize((torch.randn(shape) / shape[2] ** 0.5).flatten(0, 1).to(device), impl=impl)
+        factors |= {name: rounded.view(shape), f"{name}_scale": scale.view(shape[:2])}
+    out = poisoned(tokens, hidden, dtype=torch.bfloat16, device=device)
+    dispatch.moe(x, weights, experts, **factors, out=out, impl=impl)
+    want = dispatch.moe(x, weights, experts, **factors, impl="reference")
+    exact = dispatch.moe(
+        x,
+        weights,
+        experts,
+        *(factors[name].float() * factors[f"{name}_scale"][..., None] for name in ("gate_up", "down")),
+        impl="reference",
+    )
+    # Either what the definition rounds is rounded, or, for few pairs, not. Rounding to 8 bits turns a difference in the
+    # last bit of bf16 into one of a sixteenth, in few numbers.
+    apart = min(float((out.float() - other.float()).norm() / other.float().norm()) for other in (want, exact))
+    assert apart <= 1e-2, apart

@@ -41,8 +41,10 @@ __all__ = [
     "moe",
     "moe_route",
     "pack",
+    "pack_fp8",
     "paged_attention",
     "penalize",
+    "quantize",
     "record",
     "rms_norm",
     "rope_kv_write",
@@ -66,6 +68,8 @@ _OPS = MappingProxyType(
         "moe_route": ("moe", ("triton", "reference")),
         "moe": ("moe", ("triton", "reference")),
         "pack": ("linear", ("cpu", "triton", "torch")),
+        "pack_fp8": ("fp8_linear", ("triton", "reference")),
+        "quantize": ("fp8_linear", ("triton", "reference")),
         "block_copy": ("block_copy", ("triton", "torch", "reference")),
         "kv_swap": ("kv_swap", ("cuda", "cpu", "reference")),
         "penalize": ("penalties", ("torch", "reference")),
@@ -330,6 +334,30 @@ def pack(
     )
 
 
+def quantize(x: Tensor, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
+    """Round `x` ``[T, K]`` to E4M3, each row with a scale: what is stored, and fp32 scales ``[T]``."""
+    result: tuple[Tensor, Tensor] = _select("quantize", x.device.type, impl)(x)
+    return result
+
+
+def pack_fp8(
+    weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype, impl: str | None = None
+) -> PackedLinear:
+    """Prepare an E4M3 `weight` ``[N, K]`` with the fp32 scales ``[N]`` of its rows for `linear`.
+
+    `dtype` is that of the activations, which are rounded to E4M3 row by row for the product (`quantize`).
+    """
+    if weight.dim() != 2 or weight.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"weight: expected E4M3 [out_features, in_features], got {weight.dtype} {tuple(weight.shape)}")
+    for name, vector in (("scale", scale), ("bias", bias)):
+        if vector is not None and vector.shape != weight.shape[:1]:
+            raise ValueError(f"{name}: expected [{weight.shape[0]}], got shape {tuple(vector.shape)}")
+    held: Weight = _select("pack_fp8", weight.device.type, impl)(weight, scale, bias, dtype)
+    return PackedLinear(
+        in_features=weight.shape[1], out_features=weight.shape[0], weight_dtype=weight.dtype, weight=held
+    )
+
+
 def linear(x: Tensor, packed: PackedLinear, *, out: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``, in x's dtype, for `x` ``[T, K]``; accumulation is fp32."""
     return packed.weight.apply(x, out)
@@ -380,6 +408,8 @@ def moe(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
     clamp: tuple[float, float] | None = None,
     out: Tensor | None = None,
     impl: str | None = None,
@@ -389,8 +419,11 @@ def moe(
     Args:
         x: ``[T, H]``, contiguous.
         weights, experts: of `moe_route`, contiguous.
-        gate_up: ``[E, 2 I, H]``, gate rows first; `down`: ``[E, H, I]``; both in x's dtype with contiguous rows.
+        gate_up: ``[E, 2 I, H]``, gate rows first; `down`: ``[E, H, I]``; both in x's dtype (but see the scales)
+            with contiguous rows.
         gate_up_bias, down_bias: ``[E, 2 I]`` and ``[E, H]``, contiguous, both or neither.
+        gate_up_scale, down_scale: fp32 ``[E, 2 I]`` and ``[E, H]``, both or neither: gate_up and down are E4M3 with
+            these scales of their rows, and the rows they are multiplied with are rounded to E4M3 (`quantize`).
         clamp: (α, c): instead of ``silu(g) · u``, with ``g' = min(g, c)`` and u' = u within ±c:
             ``g' · σ(α g') · (u' + 1)`` (GPT-OSS).
     """
@@ -401,6 +434,10 @@ def moe(
         )
     if (gate_up_bias is None) != (down_bias is None):
         raise ValueError("gate_up_bias, down_bias: expected both or neither")
+    if (gate_up_scale is None) != (down_scale is None):
+        raise ValueError("gate_up_scale, down_scale: expected both or neither")
+    if gate_up_scale is not None and (gate_up.dtype, down.dtype) != (torch.float8_e4m3fn,) * 2:
+        raise ValueError(f"gate_up, down: scales are of float8_e4m3fn, got {gate_up.dtype} and {down.dtype}")
     result: Tensor = _select("moe", x.device.type, impl)(
         x,
         weights,
@@ -409,6 +446,8 @@ def moe(
         down,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
+        gate_up_scale=gate_up_scale,
+        down_scale=down_scale,
         clamp=clamp,
         out=out,
     )

@@ -94,6 +94,9 @@ class ModelConfig:
     """auto | cpu | cuda; auto picks a usable GPU, else the CPU."""
     dtype: str = "auto"
     """auto | float32 | bfloat16; auto picks what the device computes fast."""
+    quantization: str = "auto"
+    """auto | fp8 | none: whether matrices are multiplied as 8-bit floats (ADR 32). auto: those that the checkpoint
+    holds so, where the device can; fp8: all, else the engine does not start; none: never."""
     threads: int = 0
     """CPU threads for the executor; 0: what the scheduler affinity or cgroup gives."""
 
@@ -258,6 +261,12 @@ def build_serve_parser() -> argparse.ArgumentParser:
         "--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a usable GPU, else CPU"
     )
     engine.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    engine.add_argument(
+        "--quantization",
+        default="auto",
+        choices=["auto", "fp8", "none"],
+        help="multiply 8-bit floats; auto: those of an fp8 checkpoint, where the device can; fp8: round all weights",
+    )
     engine.add_argument("--threads", default="0", help="CPU threads; 0: all this process may use")
     engine.add_argument("--max-model-len", default="auto", help="tokens, or auto")
     engine.add_argument("--max-batched-tokens", default="2048")
@@ -396,6 +405,7 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         served_names=tuple(args.served_model_name) or (os.path.basename(path),),
         device=args.device,
         dtype=args.dtype,
+        quantization=args.quantization,
         threads=read.integer("threads", 0, 4096),
     )
     chat = ChatConfig(control_tokens=args.control_tokens, tool_format=args.tool_format, reasoning=args.reasoning)

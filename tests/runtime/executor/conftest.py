@@ -224,9 +224,11 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
         dtype: str = "float32",
         kv_dtype: str = "auto",
         device: Device | None = None,
+        quantization: str = "auto",
     ) -> Engine:
         scheduler = SchedulerConfig(max_batched_tokens=budget, max_num_seqs=max_rows, max_model_len=max_model_len)
-        loaded = load(ModelConfig(path=str(directory), device="cpu", dtype=dtype, threads=2), scheduler, device=device)
+        model = ModelConfig(path=str(directory), device="cpu", dtype=dtype, quantization=quantization, threads=2)
+        loaded = load(model, scheduler, device=device)
         specs = loaded.layer_specs(block_size, kv_dtype)
         kv_plan = plan(
             KvPlanInput(

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from isthmus_kernels.fp8_linear.reference import quantize
+
 
 def moe_route(
     logits: Tensor,
@@ -42,6 +44,14 @@ def gated(both: Tensor, clamp: tuple[float, float] | None) -> Tensor:
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
+def _multiply(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+    """``x @ weight.T`` in fp32; of an 8-bit weight with x rounded to 8 bits, too."""
+    if scale is None:
+        return x.float() @ weight.float().T
+    rounded, own = quantize(x)
+    return rounded.float() @ weight.float().T * own[:, None] * scale
+
+
 def moe(
     x: Tensor,
     weights: Tensor,
@@ -51,6 +61,8 @@ def moe(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
     clamp: tuple[float, float] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -58,11 +70,11 @@ def moe(
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
         token, slot = (experts == expert).nonzero(as_tuple=True)
-        both = x[token].float() @ gate_up[expert].float().T
+        both = _multiply(x[token], gate_up[expert], None if gate_up_scale is None else gate_up_scale[expert])
         if gate_up_bias is not None:
             both += gate_up_bias[expert].float()
-        inner = gated(both, clamp).to(x.dtype).float()
-        result = inner @ down[expert].float().T
+        inner = gated(both, clamp).to(x.dtype)
+        result = _multiply(inner, down[expert], None if down_scale is None else down_scale[expert])
         if down_bias is not None:
             result += down_bias[expert].float()
         total.index_add_(0, token, result * weights[token, slot, None])

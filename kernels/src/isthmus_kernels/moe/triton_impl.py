@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from isthmus_kernels.device import power_of_two
+from isthmus_kernels.fp8_linear.triton_impl import quantize
 from isthmus_kernels.moe.triton_pairs import moe_pairs
 from isthmus_kernels.moe.triton_product import ProductPlan, combine, grouped_product
 from isthmus_kernels.moe.triton_routing import arrange, moe_route
@@ -59,6 +60,8 @@ def moe(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
+    gate_up_scale: Tensor | None = None,
+    down_scale: Tensor | None = None,
     clamp: tuple[float, float] | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -71,13 +74,25 @@ def moe(
         return out
     pairs = tokens * top_k
     if pairs <= _FEW_PAIRS:
-        moe_pairs(x, weights, experts, gate_up, down, gate_up_bias, down_bias, clamp, out)
+        moe_pairs(x, weights, experts, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale, clamp, out)
         return out
-    first, second = plans(pairs, count, x.dtype)
+    first, second = plans(pairs, count, gate_up.dtype)
     order, places, tiles = arrange(experts, count, first.tile)
     between = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
-    grouped_product(between, x, gate_up, gate_up_bias, order, tiles, first, top_k=top_k, gated=True, clamp=clamp)
+    source, scales = _factors(x, gate_up_scale)
+    grouped_product(
+        between, source, gate_up, gate_up_bias, order, tiles, first, top_k=top_k, gated=True, clamp=clamp, scales=scales
+    )
     y = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    grouped_product(y, between, down, down_bias, order, tiles, second, top_k=top_k, gated=False)
+    source, scales = _factors(between, down_scale)
+    grouped_product(y, source, down, down_bias, order, tiles, second, top_k=top_k, gated=False, scales=scales)
     combine(out, y, weights, places, min(1024, power_of_two(hidden)))
     return out
+
+
+def _factors(x: Tensor, scale: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """What is multiplied with a weight of the scales `scale`, and both sides' scales."""
+    if scale is None:
+        return x, None
+    rounded, own = quantize(x)
+    return rounded, (own, scale)

@@ -1,4 +1,4 @@
-"""Experts on so few pairs that each pair reads its expert's weights: scalar products, every thread streams its share."""
+"""Experts on so few pairs that each pair reads its expert's weights: scalar products, each thread streams its share."""
 
 import torch
 import triton
@@ -10,8 +10,8 @@ from isthmus_kernels.moe.triton_product import activated
 
 
 @triton.jit
-def _up(out, x, weight, bias, experts, alpha, most, inner, columns, x_row, weight_expert, weight_row,
-        TOP_K: tl.constexpr, PIECE: tl.constexpr, EVEN: tl.constexpr, BIASED: tl.constexpr,
+def _up(out, x, weight, scales, bias, experts, alpha, most, inner, columns, x_row, weight_expert, weight_row,
+        TOP_K: tl.constexpr, PIECE: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr,
         CLAMPED: tl.constexpr):  # fmt: skip
     """One program a pair and channel: gate and up of its expert, and their product."""
     channel, pair = tl.program_id(0), tl.program_id(1)
@@ -34,17 +34,20 @@ def _up(out, x, weight, bias, experts, alpha, most, inner, columns, x_row, weigh
         gate += first.to(tl.float32) * value.to(tl.float32)
         up += second.to(tl.float32) * value.to(tl.float32)
     left, right = tl.sum(gate, axis=0), tl.sum(up, axis=0)
+    added = expert * (2 * inner) + channel
+    if SCALED:
+        left *= tl.load(scales + added)
+        right *= tl.load(scales + added + inner)
     if BIASED:
-        added = bias + expert * (2 * inner) + channel
-        left += tl.load(added).to(tl.float32)
-        right += tl.load(added + inner).to(tl.float32)
+        left += tl.load(bias + added).to(tl.float32)
+        right += tl.load(bias + added + inner).to(tl.float32)
     result = activated(left, right, alpha, most, CLAMPED)
     tl.store(out + pair.to(tl.int64) * inner + channel, result.to(out.dtype.element_ty))
 
 
 @triton.jit
-def _down(out, between, weight, bias, weights, experts, inner, out_row, weight_expert, weight_row, bias_row,
-          TOP_K: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr, EVEN: tl.constexpr,
+def _down(out, between, weight, scales, bias, weights, experts, inner, out_row, weight_expert, weight_row, bias_row,
+          TOP_K: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr,
           BIASED: tl.constexpr):  # fmt: skip
     """One program a token and channel: the products of all its experts, weighted and added."""
     channel, token = tl.program_id(0), tl.program_id(1)
@@ -65,6 +68,8 @@ def _down(out, between, weight, bias, weights, experts, inner, out_row, weight_e
         value = tl.load(sources[:, None] + column[None, :], mask=inside, other=0.0)
         acc += factor.to(tl.float32) * value.to(tl.float32)
     result = tl.sum(acc, axis=1)
+    if SCALED:
+        result *= tl.load(scales + expert * bias_row + channel, mask=real, other=0.0)
     if BIASED:
         result += tl.load(bias + expert * bias_row + channel, mask=real, other=0.0).to(tl.float32)
     total = tl.sum(result * share, axis=0)
@@ -79,10 +84,12 @@ def moe_pairs(
     down: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    gate_up_scale: Tensor | None,
+    down_scale: Tensor | None,
     clamp: tuple[float, float] | None,
     out: Tensor,
 ) -> None:
-    """The mixture by two launches that need no list of pairs."""
+    """The mixture by two launches that need no list of pairs. With 8-bit weights, x stays as it is."""
     tokens, top_k = experts.shape
     _, hidden, inner = down.shape
     between = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
@@ -91,6 +98,7 @@ def moe_pairs(
         between,
         x,
         gate_up,
+        gate_up if gate_up_scale is None else gate_up_scale,
         gate_up if gate_up_bias is None else gate_up_bias,
         experts,
         *(clamp or (1.0, 0.0)),
@@ -102,6 +110,7 @@ def moe_pairs(
         TOP_K=top_k,
         PIECE=piece,
         EVEN=hidden % piece == 0,
+        SCALED=gate_up_scale is not None,
         BIASED=gate_up_bias is not None,
         CLAMPED=clamp is not None,
         num_warps=4,
@@ -111,6 +120,7 @@ def moe_pairs(
         out,
         between,
         down,
+        down if down_scale is None else down_scale,
         down if down_bias is None else down_bias,
         weights,
         experts,
@@ -123,6 +133,7 @@ def moe_pairs(
         SLOTS=power_of_two(top_k),
         PIECE=piece,
         EVEN=inner % piece == 0,
+        SCALED=down_scale is not None,
         BIASED=down_bias is not None,
         num_warps=4,
     )

@@ -23,6 +23,7 @@ class ProductPlan:
         outputs: channels a program; in the gated product of each of gate and up.
         depth: columns a stage.
         halves: tiles that are at most half full take half the work.
+        listed: the copy engine reads x, which is in the list's order.
     """
 
     tile: int
@@ -31,6 +32,7 @@ class ProductPlan:
     warps: int
     stages: int
     halves: bool = False
+    listed: bool = False
 
 
 @triton.jit
@@ -44,18 +46,19 @@ def activated(gate, up, alpha, most, CLAMPED: tl.constexpr):
 
 
 @triton.jit
-def _tile(out, x, weight, bias, alpha, most, order, expert, begin, end, output, outputs, columns, out_row, x_row,
-          weight_expert, weight_row, TOP_K: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr,
-          DEPTH: tl.constexpr, EVEN: tl.constexpr, DESCRIBED: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
-          CLAMPED: tl.constexpr):  # fmt: skip
+def _tile(out, x, x_scales, weight, scales, bias, alpha, most, order, expert, begin, end, output, outputs, columns,
+          out_row, x_row, weight_expert, weight_row, TOP_K: tl.constexpr, TILE: tl.constexpr, OUTPUTS: tl.constexpr,
+          DEPTH: tl.constexpr, EVEN: tl.constexpr, DESCRIBED: tl.constexpr, LISTED: tl.constexpr, GATED: tl.constexpr,
+          SCALED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr):  # fmt: skip
     place = begin + tl.arange(0, TILE)
     live = place < end
     # The first product reads tokens and writes in the list's order; the second reads and writes that order.
     source = place
-    if GATED:
+    if GATED and not LISTED:
         source = tl.load(order + place, mask=live, other=0) // TOP_K
     lane = tl.arange(0, DEPTH)
-    rows = x + source.to(tl.int64)[:, None] * x_row + lane[None, :]
+    if not LISTED:
+        rows = x + source.to(tl.int64)[:, None] * x_row + lane[None, :]
     channel = output + tl.arange(0, OUTPUTS)
     inside = channel < outputs
     first = expert * outputs * (2 if GATED else 1) + output
@@ -65,7 +68,10 @@ def _tile(out, x, weight, bias, alpha, most, order, expert, begin, end, output, 
     acc = tl.zeros([OUTPUTS, TILE], tl.float32)
     up = tl.zeros([OUTPUTS, TILE], tl.float32)
     for base in range(0, columns, DEPTH):
-        if EVEN:
+        if LISTED:
+            # Rows past the tile's end are other experts', and their results are not written.
+            value = x.load([begin, base])
+        elif EVEN:
             value = tl.load(rows + base, mask=live[:, None], other=0.0)
         else:
             rest = base + lane < columns
@@ -83,11 +89,16 @@ def _tile(out, x, weight, bias, alpha, most, order, expert, begin, end, output, 
                 second = outputs.to(tl.int64) * weight_row
                 factor = tl.load(factors + second + base, mask=inside[:, None] & rest[None, :], other=0.0)
             up = tl.dot(factor, tl.trans(value), up)
-    if BIASED:
-        added = bias + expert.to(tl.int64) * (outputs * (2 if GATED else 1)) + channel
-        acc += tl.load(added, mask=inside, other=0.0).to(tl.float32)[:, None]
+    added = expert.to(tl.int64) * (outputs * (2 if GATED else 1)) + channel
+    if SCALED:
+        own = tl.load(x_scales + source, mask=live, other=0.0)[None, :]
+        acc *= tl.load(scales + added, mask=inside, other=0.0)[:, None] * own
         if GATED:
-            up += tl.load(added + outputs, mask=inside, other=0.0).to(tl.float32)[:, None]
+            up *= tl.load(scales + added + outputs, mask=inside, other=0.0)[:, None] * own
+    if BIASED:
+        acc += tl.load(bias + added, mask=inside, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(bias + added + outputs, mask=inside, other=0.0).to(tl.float32)[:, None]
     if GATED:
         acc = activated(acc, up, alpha, most, CLAMPED)
     spots = out + place.to(tl.int64)[:, None] * out_row + channel[None, :]
@@ -97,8 +108,11 @@ def _tile(out, x, weight, bias, alpha, most, order, expert, begin, end, output, 
 @triton.jit
 def _product(
     out,  # [pairs, outputs], in the list's order
-    x,  # [T, columns] where GATED, else [pairs, columns] in the list's order
+    x,  # [T, columns] where GATED, else [pairs, columns] in the list's order; if LISTED a descriptor over the latter
+    x_half,  # the same with half the rows, for tiles at most half full
+    x_scales,  # [T] or [pairs]; not read unless SCALED
     weight,  # [experts, outputs (twice where GATED), columns]; a descriptor over [experts * ..., columns] if DESCRIBED
+    scales,  # [experts, outputs (twice where GATED)]; not read unless SCALED
     bias,  # [experts, outputs (twice where GATED)]; not read unless BIASED
     alpha,
     most,
@@ -117,7 +131,9 @@ def _product(
     HALVES: tl.constexpr,
     EVEN: tl.constexpr,
     DESCRIBED: tl.constexpr,
+    LISTED: tl.constexpr,
     GATED: tl.constexpr,
+    SCALED: tl.constexpr,
     BIASED: tl.constexpr,
     CLAMPED: tl.constexpr,
 ):
@@ -127,21 +143,27 @@ def _product(
     entry = tiles + (1 + tile) * 4
     expert, begin, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     output = tl.program_id(0) * OUTPUTS
-    if HALVES:
+    if HALVES:  # noqa: SIM102 - settled when the kernel is compiled
         if end - begin <= TILE // 2:
-            _tile(out, x, weight, bias, alpha, most, order, expert, begin, end, output, outputs, columns, out_row,
-                  x_row, weight_expert, weight_row, TOP_K, TILE // 2, OUTPUTS, DEPTH, EVEN, DESCRIBED, GATED, BIASED,
-                  CLAMPED)  # fmt: skip
+            _tile(out, x_half, x_scales, weight, scales, bias, alpha, most, order, expert, begin, end, output, outputs,
+                  columns, out_row, x_row, weight_expert, weight_row, TOP_K, TILE // 2, OUTPUTS, DEPTH, EVEN, DESCRIBED,
+                  LISTED, GATED, SCALED, BIASED, CLAMPED)  # fmt: skip
             return
-    _tile(out, x, weight, bias, alpha, most, order, expert, begin, end, output, outputs, columns, out_row, x_row,
-          weight_expert, weight_row, TOP_K, TILE, OUTPUTS, DEPTH, EVEN, DESCRIBED, GATED, BIASED,
-          CLAMPED)  # fmt: skip
+    _tile(out, x, x_scales, weight, scales, bias, alpha, most, order, expert, begin, end, output, outputs, columns,
+          out_row, x_row, weight_expert, weight_row, TOP_K, TILE, OUTPUTS, DEPTH, EVEN, DESCRIBED, LISTED, GATED,
+          SCALED, BIASED, CLAMPED)  # fmt: skip
 
 
-def describable(weight: Tensor) -> bool:
-    """Say whether the copy engine can read `weight`: 16-byte rows, and experts that follow each other."""
-    row = weight.stride(1)
-    return row * weight.itemsize % 16 == 0 and weight.stride(0) == weight.shape[1] * row and weight.data_ptr() % 16 == 0
+def describable(matrix: Tensor) -> bool:
+    """Say whether the copy engine can read a matrix, or a stack of matrices that follow each other."""
+    row = matrix.stride(-2)
+    follow = matrix.dim() == 2 or matrix.stride(0) == matrix.shape[1] * row
+    return follow and row * matrix.itemsize % 16 == 0 and matrix.data_ptr() % 16 == 0
+
+
+def _describe(matrix: Tensor, block: list[int]) -> TensorDescriptor:
+    rows, columns = matrix.numel() // matrix.shape[-1], matrix.shape[-1]
+    return TensorDescriptor(matrix, [rows, columns], [matrix.stride(-2), 1], block)
 
 
 def grouped_product(
@@ -156,25 +178,29 @@ def grouped_product(
     top_k: int,
     gated: bool,
     clamp: tuple[float, float] | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Write the products of `weight` ``[E, N, K]`` with the rows of each tile's expert to `out`, in the list's order.
 
     Where `gated`, `x` is ``[T, K]``, N is twice out's width and `out` gets the activation of both halves; otherwise
-    `x` is in the list's order, as `out` is.
+    `x` is in the list's order, as `out` is. `scales`, of 8-bit factors: of x's rows, and of the weight's ``[E, N]``.
     """
     pairs, outputs = out.shape
     columns = x.shape[1]
-    experts = weight.shape[0]
     described = describable(weight)
-    held: Tensor | TensorDescriptor = weight
-    if described:
-        flat = weight.view(-1, columns)
-        held = TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [plan.outputs, plan.depth])
-    grid = (triton.cdiv(outputs, plan.outputs), most_tiles(pairs, experts, plan.tile))
+    listed = plan.listed and described and describable(x)
+    tall, half = (x, x)
+    if listed:
+        tall, half = (_describe(x, [rows, plan.depth]) for rows in (plan.tile, plan.tile // 2))
+    x_scales, weight_scales = scales or (x, weight)
+    grid = (triton.cdiv(outputs, plan.outputs), most_tiles(pairs, weight.shape[0], plan.tile))
     _product[grid](
         out,
-        x,
-        held,
+        tall,
+        half,
+        x_scales,
+        _describe(weight, [plan.outputs, plan.depth]) if described else weight,
+        weight_scales,
         weight if bias is None else bias,
         *(clamp or (1.0, 0.0)),
         order,
@@ -192,7 +218,9 @@ def grouped_product(
         HALVES=plan.halves,
         EVEN=columns % plan.depth == 0,
         DESCRIBED=described,
+        LISTED=listed,
         GATED=gated,
+        SCALED=scales is not None,
         BIASED=bias is not None,
         CLAMPED=clamp is not None,
         num_warps=plan.warps,
@@ -220,4 +248,3 @@ def combine(out: Tensor, y: Tensor, weights: Tensor, places: Tensor, piece: int)
     _combine[(tokens, triton.cdiv(y.shape[1], piece))](
         out, y, weights, places, y.shape[1], out.stride(0), TOP_K=top_k, PIECE=piece, num_warps=4
     )
-

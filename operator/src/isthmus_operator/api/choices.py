@@ -27,6 +27,12 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Quantization(StrEnum):
+    AUTO = "auto"
+    FP8 = "fp8"
+    NONE = "none"
+
+
 class KvLayout(StrEnum):
     BLOCK_MAJOR = "BlockMajor"
     LAYER_MAJOR = "LayerMajor"

@@ -19,7 +19,7 @@ HOSTNAME_KEY = "kubernetes.io/hostname"
 TYPED_FLAGS = frozenset(
     {
         *("role", "host", "port", "model", "served-model-name", "log-level", "drain-timeout", "no-progress-timeout"),
-        *("device", "dtype", "threads", "max-model-len", "max-batched-tokens", "max-step-time"),
+        *("device", "dtype", "quantization", "threads", "max-model-len", "max-batched-tokens", "max-step-time"),
         *("max-num-seqs", "max-waiting", "queue-timeout"),
         *("block-size", "kv-dtype", "kv-memory", "kv-memory-fraction", "num-blocks-override", "no-prefix-caching"),
         *("kv-layout", "transfer-mode", "transfer-transport", "transfer-fallback", "transfer-timeout"),

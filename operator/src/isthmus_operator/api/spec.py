@@ -19,6 +19,7 @@ from .choices import (
     Mode,
     PrefillUnavailable,
     PullPolicy,
+    Quantization,
     RolloutFailure,
     RolloutStrategy,
     RouterPolicy,
@@ -197,6 +198,9 @@ class Engine(EngineTuning):
     """Secrets for pulling images, for all pods of the service."""
     dtype: Dtype = Dtype.AUTO
     """Compute format; auto: bfloat16 where the hardware has instructions for it, else float32."""
+    quantization: Quantization = Quantization.AUTO
+    """Products of 8-bit floats. auto: with the weights of an fp8 checkpoint, where the GPU can; fp8: with all weights,
+    rounded at load, on GPUs of capability 8.9 or newer; none: never."""
     max_model_len: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Most tokens of prompt and answer together. Absent: the model's limit, or what the KV pool holds if less."""
     kv_cache: KvCache = Field(default_factory=KvCache)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..api.choices import Enforcement, KvLayout, ScalingMode, TransferMode, Transport
+from ..api.choices import Enforcement, KvLayout, Quantization, ScalingMode, TransferMode, Transport
 from ..api.rules import kv_memory, on_gpu
 from ..api.spec import Engine, EngineTuning, Locality, Rdma, Role
 from ..api.v1alpha1 import InferenceService
@@ -88,6 +88,8 @@ def engine_args(service: InferenceService, component: Component, model_path: str
 
 def _tuning(shared: Engine, own: EngineTuning) -> list[str]:
     args = ["--dtype", shared.dtype.value]
+    if shared.quantization is not Quantization.AUTO:
+        args += ["--quantization", shared.quantization.value]
     if shared.max_model_len is not None:
         args += ["--max-model-len", str(shared.max_model_len)]
 

@@ -2,7 +2,7 @@
 
 Weights are expanded as they are loaded, in fp32, and rounded to bf16, as those of a GGUF file are: whatever the engine
 computes in, prefill and decode hold the same numbers. The arithmetic is the one of unquantised weights; what is lost is
-the smaller size.
+the smaller size. Where the device multiplies 8-bit floats, those with a scale a row are kept (`fp8`).
 """
 
 from __future__ import annotations
@@ -55,6 +55,13 @@ class Scheme(ABC):
     def expand(self, name: str, shape: tuple[int, ...], parts: Mapping[str, Stored], take: Take) -> Tensor:
         """The weight, in fp32 or bf16."""
 
+    def as_fp8(
+        self, name: str, shape: tuple[int, ...], parts: Mapping[str, Stored], take: Take
+    ) -> tuple[Tensor, Tensor] | None:
+        """The weight as E4M3 and fp32 scales of its rows, where it is stored so; None: expand it."""
+        del name, shape, parts, take
+        return None
+
 
 class Fp8(Scheme):
     """8-bit floats times one scale for the tensor, for each row, or for each block."""
@@ -80,6 +87,16 @@ class Fp8(Scheme):
         elif scale.dim() == 1 and len(scale) > 1:
             scale = scale[:, None]
         return weight * scale
+
+    def as_fp8(
+        self, name: str, shape: tuple[int, ...], parts: Mapping[str, Stored], take: Take
+    ) -> tuple[Tensor, Tensor] | None:
+        if self.settings.block is not None:
+            return None
+        weight, scale = (take(part) for part in parts)
+        if weight.dtype != torch.float8_e4m3fn:
+            return None
+        return weight, scale.float().reshape(-1).expand(shape[0]).contiguous()
 
 
 class Grouped(Scheme):
@@ -176,6 +193,11 @@ class Expanded:
         weight = self._scheme.expand(name, shape, parts, self._source.take)
         assert weight.shape == shape, (name, weight.shape, shape)
         return weight.to(torch.bfloat16).contiguous()
+
+    def as_fp8(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """The weight `name` as E4M3 and fp32 scales of its rows, where it is stored so."""
+        parts = self._parts.get(name)
+        return None if parts is None else self._scheme.as_fp8(name, self._shapes[name], parts, self._source.take)
 
     def cost(self, sizes: Callable[[str], int]) -> str:
         """What expanding costs, in words; `sizes` are the bytes of a stored tensor."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoints.fp8 import Fp8Weights
 from ..checkpoints.quantized import Expanded, scheme_of
 from ..checkpoints.safetensors import Checkpoint
 from ..config import KvConfig, ModelConfig, SchedulerConfig
@@ -90,25 +91,27 @@ def load(
     device = device or open_device(config.device, threads=config.threads)
     device.enter()
     dtype = device.dtype(config.dtype)
+    _check_quantization(config, device, dtype)
     scheduler = scheduler or SchedulerConfig()
     try:
         with torch.inference_mode():
             if source is not None:
-                model = spec.build(source(spec, device.torch_device), dtype)
+                model, fp8 = _build(spec, config, device, dtype, source(spec, device.torch_device))
             else:
-                model = _build(spec, config.path, device, dtype)
+                model, fp8 = _read(spec, config, device, dtype)
             most = max((scheduler.max_batched_tokens, *device.graph_sizes(scheduler.max_num_seqs)[-1:]))
             max_len = min(spec.max_position, scheduler.max_model_len or spec.max_position)
             workspace = model.workspace(most, max_len)
     except torch.OutOfMemoryError as e:
         raise ConfigError(f"{config.path} does not fit: {device.explain(e)}") from e
     _LOG.info(
-        "loaded %s from %s to %s: %.0f MB of weights, %s, %.2f s",
+        "loaded %s from %s to %s: %.0f MB of weights, %s%s, %.2f s",
         spec.architecture,
         config.path,
         device.name,
         model.weight_bytes / 1e6,
         dtype,
+        " and 8-bit floats" if fp8 else "",
         perf_counter() - start,
     )
     # A compute dtype that was asked for is the same in every engine of a service. One that the machine decided need
@@ -120,21 +123,54 @@ def load(
         device=device,
         workspace=workspace,
         kv_auto=kv_auto,
-        kv_variants=spec.kv_variants(max_len),
+        kv_variants=(*spec.kv_variants(max_len), *(("weights:fp8",) if fp8 else ())),
     )
 
 
-def _build(spec: ModelSpec, path: str, device: Device, dtype: torch.dtype) -> Model:
+def _check_quantization(config: ModelConfig, device: Device, dtype: torch.dtype) -> None:
+    if config.quantization != "fp8":
+        return
+    problems = []
+    if not device.multiplies_fp8:
+        problems.append(f"{device.name} has no products of 8-bit floats (a GPU of compute capability 8.9 or more has)")
+    if dtype != torch.bfloat16:
+        problems.append(f"activations are bfloat16 then, but --dtype {config.dtype} is {dtype} here")
+    if problems:
+        raise ConfigError(f"--quantization fp8: {'; '.join(problems)}; leave it at auto")
+
+
+def _build(
+    spec: ModelSpec, config: ModelConfig, device: Device, dtype: torch.dtype, source: TensorSource
+) -> tuple[Model, bool]:
+    """The model, and whether some of its matrices are 8-bit floats."""
+    if config.quantization == "none" or not device.multiplies_fp8 or dtype != torch.bfloat16:
+        return spec.build(source, dtype), False
+    weights = Fp8Weights(source, rounding=config.quantization == "fp8")
+    model = spec.build(weights, dtype)
+    if weights.kept or weights.rounded:
+        _LOG.info(
+            "8-bit floats: %d matrices as they are stored, %d rounded at load, %d left in %s",
+            weights.kept,
+            weights.rounded,
+            weights.left,
+            dtype,
+        )
+    return model, weights.kept + weights.rounded > 0
+
+
+def _read(spec: ModelSpec, config: ModelConfig, device: Device, dtype: torch.dtype) -> tuple[Model, bool]:
     shapes, scheme = spec.tensor_shapes(), scheme_of(spec.quantization)
     with (
-        Checkpoint(path, shapes, scheme=scheme, unused=spec.unused_tensors) as checkpoint,
+        Checkpoint(config.path, shapes, scheme=scheme, unused=spec.unused_tensors) as checkpoint,
         on_device(checkpoint, device) as weights,
     ):
         if scheme is None:
-            return spec.build(weights, dtype)
+            return _build(spec, config, device, dtype, weights)
         expanded = Expanded(weights, scheme, shapes, checkpoint.parts)
-        _LOG.warning("%s: %s", path, expanded.cost(checkpoint.nbytes))
-        return spec.build(expanded, dtype)
+        model, fp8 = _build(spec, config, device, dtype, expanded)
+        if not fp8:
+            _LOG.warning("%s: %s", config.path, expanded.cost(checkpoint.nbytes))
+        return model, fp8
 
 
 @dataclass(frozen=True, slots=True)

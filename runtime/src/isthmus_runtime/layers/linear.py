@@ -27,9 +27,12 @@ class Linear:
 
     __slots__ = ("_packed", "nbytes")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
-        stored = weight.to(storage_dtype(weight, dtype))
-        self._packed = dispatch.pack(stored, bias, dtype=dtype)
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, scale: Tensor | None = None) -> None:
+        """`scale`, fp32 [out]: of the rows of a `weight` of 8-bit floats."""
+        if scale is None:
+            self._packed = dispatch.pack(weight.to(storage_dtype(weight, dtype)), bias, dtype=dtype)
+        else:
+            self._packed = dispatch.pack_fp8(weight, scale, bias, dtype=dtype)
         self.nbytes = self._packed.nbytes
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:

@@ -12,16 +12,33 @@ from .linear import Linear
 from .mlp import GatedMlp
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The matrices of all experts of a mixture."""
+
+    gate_up: Tensor
+    """[E, 2 I, H], gate rows first."""
+    down: Tensor
+    """[E, H, I]."""
+    gate_up_scale: Tensor | None = None
+    """fp32 [E, 2 I]: of the rows of 8-bit floats; None: the matrices are in the dtype of the computation."""
+    down_scale: Tensor | None = None
+    """fp32 [E, H]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        scales = [scale.nbytes for scale in (self.gate_up_scale, self.down_scale) if scale is not None]
+        return self.gate_up.nbytes + self.down.nbytes + sum(scales)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeMlp:
     """``sum_e w_e down_e(silu(gate_e(x)) * up_e(x))`` over the `top_k` experts that the router finds likeliest."""
 
     router: Linear
     """H to E."""
-    gate_up: Tensor
-    """[E, 2 I, H], gate rows first."""
-    down: Tensor
-    """[E, H, I]."""
+    weights: ExpertWeights
     top_k: int
     renormalize: bool
     """The chosen experts' weights are scaled to a sum of 1."""
@@ -46,7 +63,7 @@ class MoeMlp:
     def nbytes(self) -> int:
         """Bytes of the weights."""
         shared = 0 if self.shared is None else self.shared.nbytes
-        return self.router.nbytes + self.gate_up.nbytes + self.down.nbytes + shared
+        return self.router.nbytes + self.weights.nbytes + shared
 
     def __call__(self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor) -> Tensor:
         """x [T, H] to `out` [T, H]. The scratch of a dense MLP is not used."""
@@ -64,10 +81,12 @@ class MoeMlp:
             x,
             weights,
             experts,
-            self.gate_up,
-            self.down,
+            self.weights.gate_up,
+            self.weights.down,
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,
+            gate_up_scale=self.weights.gate_up_scale,
+            down_scale=self.weights.down_scale,
             clamp=self.clamp,
             out=out,
         )

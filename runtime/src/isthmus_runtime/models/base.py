@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from ..kv.groups import LayerSpec
 from ..layers.rope_spec import RopeSpec
@@ -106,6 +106,14 @@ class TensorSource(Protocol):
 
         Their shapes were checked against `tensor_shapes` before.
         """
+
+
+@runtime_checkable
+class ScaledSource(TensorSource, Protocol):
+    """A source some of whose matrices are to be multiplied as 8-bit floats with a scale for each row."""
+
+    def scaled(self, *names: str) -> tuple[Tensor, Tensor] | None:
+        """The matrices joined along their rows, E4M3 [N, K], and the rows' scales, fp32 [N]. None: `take` them."""
 
 
 class Model(Protocol):

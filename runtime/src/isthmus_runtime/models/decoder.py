@@ -18,10 +18,11 @@ from ..layers.embedding import Embedding
 from ..layers.latent_attention import LatentAttention
 from ..layers.linear import Linear
 from ..layers.mlp import Activation, GatedMlp, Mlp
+from ..layers.moe import ExpertWeights
 from ..layers.norm import RmsNorm
 from ..layers.rope import cos_sin_tables
 from ..layers.rope_spec import RopeSpec
-from .base import ModelSpec, TensorSource
+from .base import ModelSpec, ScaledSource, TensorSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +79,34 @@ class Parts:
     def linear(self, *names: str, rows: Callable[[Tensor], Tensor] | None = None) -> Linear:
         """Projections of one input as one layer, their rows joined: one product instead of two or three. `rows` puts
         the rows of weight and bias in another order."""
-        weight = self._source.take(*(f"{name}.weight" for name in names))
-        biases = [f"{name}.bias" for name in names]
+        weights, biases = [f"{name}.weight" for name in names], [f"{name}.bias" for name in names]
+        weight, scale = self._scaled(*weights) or (self._source.take(*weights), None)
         bias = self._source.take(*biases) if biases[0] in self._shapes else None
         if rows is not None:
-            weight, bias = rows(weight), None if bias is None else rows(bias)
-        return Linear(weight, bias, self.dtype)
+            # By bytes: few operations know 8-bit floats.
+            weight = rows(weight) if scale is None else rows(weight.view(torch.uint8)).view(weight.dtype)
+            bias, scale = (None if part is None else rows(part) for part in (bias, scale))
+        return Linear(weight, bias, self.dtype, scale)
+
+    def router(self, name: str) -> Linear:
+        """The product that chooses experts, in the dtype of the computation: small, and a near tie would turn."""
+        bias = self._source.take(f"{name}.bias") if f"{name}.bias" in self._shapes else None
+        return Linear(self._source.take(f"{name}.weight"), bias, self.dtype)
+
+    def experts(self, name: str, count: int) -> ExpertWeights:
+        """The weights of a mixture whose experts `name`.0, `name`.1, ... are gated MLPs."""
+        names = [f"{name}.{expert}" for expert in range(count)]
+        halves = [f"{expert}.{part}_proj.weight" for expert in names for part in ("gate", "up")]
+        downs = [f"{expert}.down_proj.weight" for expert in names]
+        first, second = self._scaled(*halves), self._scaled(*downs)
+        if first is None or second is None:
+            gate_up, down = self.take(*halves), self.take(*downs)
+            return ExpertWeights(gate_up.unflatten(0, (count, -1)), down.unflatten(0, (count, -1)))
+        return ExpertWeights(*(part.unflatten(0, (count, -1)) for part in (first[0], second[0], first[1], second[1])))
+
+    def _scaled(self, *names: str) -> tuple[Tensor, Tensor] | None:
+        """Matrices that are to be multiplied as 8-bit floats, and their rows' scales; None: they are not."""
+        return self._source.scaled(*names) if isinstance(self._source, ScaledSource) else None
 
     def take(self, *names: str) -> Tensor:
         """Plain weights in the dtype of the computation, their rows joined."""

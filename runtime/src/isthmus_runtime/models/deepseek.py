@@ -162,14 +162,9 @@ class DeepseekSpec(ModelSpec):
     def _mixture(self, parts: Parts, at: str) -> MoeMlp:
         from ..layers.moe import MoeMlp
 
-        count, inner, hidden = self.num_experts, self.moe_intermediate_size, self.hidden_size
-        experts = [f"{at}.experts.{expert}" for expert in range(count)]
-        gate_up = parts.take(*(f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")))
-        down = parts.take(*(f"{expert}.down_proj.weight" for expert in experts))
         return MoeMlp(
-            router=parts.linear(f"{at}.gate"),
-            gate_up=gate_up.view(count, 2 * inner, hidden),
-            down=down.view(count, hidden, inner),
+            router=parts.router(f"{at}.gate"),
+            weights=parts.experts(f"{at}.experts", self.num_experts),
             top_k=self.num_experts_per_tok,
             renormalize=self.norm_topk_prob,
             sigmoid=self.sigmoid,

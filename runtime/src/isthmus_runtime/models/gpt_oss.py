@@ -65,14 +65,16 @@ class GptOssSpec(ModelSpec):
         return Decoder(parts, layers, ropes=[self.rope])
 
     def _mixture(self, parts: Parts, number: int) -> MoeMlp:
-        from ..layers.moe import MoeMlp
+        from ..layers.moe import ExpertWeights, MoeMlp
 
         at = f"model.layers.{number}.mlp"
         return MoeMlp(
-            router=parts.linear(f"{at}.router"),
-            gate_up=_gate_first(parts.take(f"{at}.experts.gate_up_proj").transpose(1, 2)),
+            router=parts.router(f"{at}.router"),
+            weights=ExpertWeights(
+                _gate_first(parts.take(f"{at}.experts.gate_up_proj").transpose(1, 2)),
+                parts.take(f"{at}.experts.down_proj").transpose(1, 2).contiguous(),
+            ),
             gate_up_bias=_gate_first(parts.take(f"{at}.experts.gate_up_proj_bias")),
-            down=parts.take(f"{at}.experts.down_proj").transpose(1, 2).contiguous(),
             down_bias=parts.take(f"{at}.experts.down_proj_bias"),
             top_k=self.num_experts_per_tok,
             # The softmax over the chosen alone is the softmax over all, scaled.

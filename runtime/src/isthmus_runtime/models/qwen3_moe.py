@@ -61,13 +61,9 @@ class Qwen3MoeSpec(ModelSpec):
         from ..layers.moe import MoeMlp
 
         at = f"model.layers.{number}.mlp"
-        experts = [f"{at}.experts.{expert}" for expert in range(self.num_experts)]
-        gate_up = parts.take(*(f"{expert}.{part}_proj.weight" for expert in experts for part in ("gate", "up")))
-        down = parts.take(*(f"{expert}.down_proj.weight" for expert in experts))
         return MoeMlp(
-            router=parts.linear(f"{at}.gate"),
-            gate_up=gate_up.view(self.num_experts, 2 * self.moe_intermediate_size, self.hidden_size),
-            down=down.view(self.num_experts, self.hidden_size, self.moe_intermediate_size),
+            router=parts.router(f"{at}.gate"),
+            weights=parts.experts(f"{at}.experts", self.num_experts),
             top_k=self.num_experts_per_tok,
             renormalize=self.norm_topk_prob,
         )

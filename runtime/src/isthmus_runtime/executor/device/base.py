@@ -39,6 +39,8 @@ class Device(Protocol):
     torch_device: torch.device
     dtype_varies: bool
     """Whether `auto` may be another dtype on another machine of the same service."""
+    multiplies_fp8: bool
+    """Whether products of 8-bit floats (E4M3) run on it, and fast."""
 
     def enter(self) -> None:
         """Make it the calling thread's device, with the threads and the stream of this process. Once a thread."""

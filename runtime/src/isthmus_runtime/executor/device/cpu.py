@@ -27,6 +27,7 @@ class CpuDevice:
     name = "cpu"
     torch_device = torch.device("cpu")
     dtype_varies = True
+    multiplies_fp8 = False
 
     def __init__(self, threads: int = 0) -> None:
         self.threads = usable_threads(threads)

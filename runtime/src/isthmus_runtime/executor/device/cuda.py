@@ -15,6 +15,8 @@ _LOG = logging.getLogger(__name__)
 
 LEAST_CAPABILITY = (8, 0)
 """Ampere: the first with bf16 arithmetic and asynchronous copies to shared memory, which the kernels use."""
+_FP8_CAPABILITY = (8, 9)
+"""Ada: the first with products of 8-bit floats."""
 _ALIGN = 4096
 _HEADROOM = 1 << 30
 """Left free beside the KV pool: captured graphs, scratch of cuBLAS and of the kernels, logits."""
@@ -55,6 +57,7 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
         self._stream = torch.cuda.Stream(self.torch_device)
         self._graph_memory = torch.cuda.graph_pool_handle()
+        self.multiplies_fp8 = torch.cuda.get_device_capability(self.torch_device) >= _FP8_CAPABILITY
         properties = torch.cuda.get_device_properties(self.torch_device)
         _LOG.info(
             "%s: %s, %.1f GiB, compute capability %d.%d, %d multiprocessors, CUDA %s",

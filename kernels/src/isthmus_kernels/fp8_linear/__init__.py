@@ -1,0 +1,1 @@
+"""Matrix product with a weight of 8-bit floats (E4M3) and one scale a row."""

@@ -1,0 +1,62 @@
+"""Weights as 8-bit floats, for a device that multiplies them: as a checkpoint holds them, or rounded at load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isthmus_kernels import dispatch
+
+from ..models.base import TensorSource
+from .quantized import Expanded
+
+_MULTIPLE = 16
+"""Of both sides of a matrix that the kernels multiply."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    weight: Tensor
+    scale: Tensor
+    kept: bool
+    """As it was stored."""
+
+
+class Fp8Weights:
+    """`models.base.ScaledSource` over another source."""
+
+    def __init__(self, source: TensorSource, *, rounding: bool) -> None:
+        """`rounding`: matrices that are not stored as 8-bit floats are rounded to them, each row with its scale."""
+        self._source = source
+        self._rounding = rounding
+        self.kept, self.rounded, self.left = 0, 0, 0
+        """Matrices so far: as they were stored, rounded here, and not made of 8-bit floats."""
+
+    def take(self, *names: str) -> Tensor:
+        """The weights joined along their first dimension, in no smaller a dtype than they would have without this."""
+        return self._source.take(*names)
+
+    def scaled(self, *names: str) -> tuple[Tensor, Tensor] | None:
+        """The matrices joined along their rows and their rows' scales. None where one is not to be rounded, or where a
+        side does not fit the kernels."""
+        parts = [self._one(name) for name in names]
+        found = [part for part in parts if part is not None]
+        if len(found) < len(names):
+            self.left += len(names)
+            return None
+        kept = sum(part.kept for part in found)
+        self.kept += kept
+        self.rounded += len(names) - kept
+        # By bytes: few operations know 8-bit floats.
+        weight = torch.cat([part.weight.view(torch.uint8) for part in found]).view(torch.float8_e4m3fn)
+        return weight, torch.cat([part.scale for part in found])
+
+    def _one(self, name: str) -> _Matrix | None:
+        stored = self._source.as_fp8(name) if isinstance(self._source, Expanded) else None
+        if stored is None and not self._rounding:
+            return None
+        weight, scale = stored or dispatch.quantize(self._source.take(name))
+        fits = all(side % _MULTIPLE == 0 for side in weight.shape)
+        return _Matrix(weight, scale, kept=stored is not None) if fits else None
