@@ -286,7 +286,14 @@ def say(text: str) -> None:
 
 
 def open_model(
-    config: dict[str, Any], scheduler: SchedulerConfig, *, device: str, dtype: str, seed: int, on: str
+    config: dict[str, Any],
+    scheduler: SchedulerConfig,
+    *,
+    device: str,
+    dtype: str,
+    seed: int,
+    on: str,
+    quantization: str = "auto",
 ) -> LoadedModel:
     """Random weights for `config`, generated on the device `on` (`cpu`: alike everywhere)."""
     with tempfile.TemporaryDirectory() as folder:
@@ -298,7 +305,8 @@ def open_model(
             weights = RandomTensors(spec.tensor_shapes(), device=made, dtype=kind, seed=seed)
             return weights if made == where else _Moved(weights, where)
 
-        return load(ModelConfig(path=folder, device=device, dtype=dtype), scheduler, source=source)
+        model = ModelConfig(path=folder, device=device, dtype=dtype, quantization=quantization)
+        return load(model, scheduler, source=source)
 
 
 @dataclass
@@ -336,7 +344,15 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
         max_num_seqs=256,
         max_waiting=4096,
     )
-    loaded = open_model(MODELS[name], scheduler, device=args.device, dtype="auto", seed=0, on="device")
+    loaded = open_model(
+        MODELS[name],
+        scheduler,
+        device=args.device,
+        dtype="auto",
+        seed=0,
+        on="device",
+        quantization=args.quantization,
+    )
     say(f"bench: {name} loaded {time.perf_counter() - began:.1f} s after its start")
     bench = Bench(loaded, scheduler=scheduler, kv=KvConfig(memory_fraction=args.kv_memory_fraction))
     ready = time.perf_counter() - began
@@ -457,6 +473,7 @@ def main() -> int:
     parser.add_argument("--parity", action="store_true", help="first compare the GPU's tokens with the CPU's")
     parser.add_argument("--profile", action="store_true", help="last a table of kernels by time")
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--quantization", default="auto", choices=["auto", "fp8"], help="fp8: 8-bit products")
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
     parser.add_argument("--kv-memory-fraction", type=float, default=0.9)

@@ -27,6 +27,7 @@ from kernel_checks import (
 
 from isthmus_kernels import dispatch
 from isthmus_kernels.device import interpreted
+from isthmus_kernels.moe.triton_routing import arrange
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels are compiled here: tests/gpu has these checks")
 
@@ -174,12 +175,29 @@ def test_linear(rows: int, outputs: int, columns: int) -> None:
         (30, 8, 4, 64, 48),  # tiles of 16, 32 and 128 rows, full and at most half full
         (150, 3, 1, 64, 32),
         (330, 3, 1, 32, 16),
-        (2100, 3, 2, 16, 8),  # a list that two programs an expert make
     ],
 )
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_moe(tokens: int, count: int, top_k: int, hidden: int, inner: int, dtype: torch.dtype) -> None:
     check_moe("triton", "cpu", tokens, count, top_k, hidden, inner, dtype)
+
+
+@pytest.mark.parametrize("pairs", [1, 3000, 9000])  # of which an expert's are found by one program, or by three
+def test_pairs_are_listed_by_expert(pairs: int) -> None:
+    chosen = torch.randint(0, 6, (pairs, 1)).int()
+    chosen[chosen == 4] = 1
+    order, places, tiles = arrange(chosen, 6, 64)
+    assert torch.equal(order.long(), chosen.view(-1).argsort(stable=True))
+    assert torch.equal(order[places.long()].long(), torch.arange(pairs))
+    counts = chosen.view(-1).bincount(minlength=6)
+    starts = counts.cumsum(0) - counts
+    want = [
+        (expert, start + at, start + min(at + 64, count))
+        for expert, (start, count) in enumerate(zip(starts.tolist(), counts.tolist(), strict=True))
+        for at in range(0, count, 64)
+    ]
+    assert tiles[0, 0] == len(want)
+    assert [tuple(row) for row in tiles[1 : 1 + len(want), :3].tolist()] == want
 
 
 @pytest.mark.parametrize(("tokens", "count", "hidden", "inner"), [(1, 8, 64, 48), (40, 3, 64, 128), (140, 3, 80, 32)])

@@ -7,15 +7,15 @@ from torch import Tensor
 
 LARGEST = 448.0
 """Of E4M3."""
-# Scale of a row of zeros, whose numbers are 0 with any scale.
+# Of a row's largest number: a row of zeros, whose numbers are 0 with any scale.
 _LEAST = 1e-12
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round `x` ``[T, K]`` to E4M3 by rows: what is stored, and fp32 scales ``[T]``."""
     wide = x.float()
-    scale = wide.abs().amax(dim=-1).clamp_min(_LEAST) / LARGEST
-    return (wide / scale[:, None]).to(torch.float8_e4m3fn), scale
+    most = wide.abs().amax(dim=-1).clamp_min(_LEAST)
+    return (wide * (LARGEST / most)[:, None]).to(torch.float8_e4m3fn), most / LARGEST
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isthmus_kernels.device import power_of_two, scratch
+from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.fp8_linear import reference
 from isthmus_kernels.fp8_linear.reference import LARGEST, ScaledWeight
 
 MOST_ROWS = 16
+# Outputs per multiprocessor up to which a weight is short.
+_SHORT = 128
 _E4M3 = torch.float8_e4m3fn
 
 
@@ -21,10 +23,11 @@ def _quantize(out, scales, x, width, x_row, WIDTH_PAD: tl.constexpr, LARGEST: tl
     column = tl.arange(0, WIDTH_PAD)
     inside = column < width
     value = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(value), axis=0), 1e-12) / LARGEST
-    rounded = tl.div_rn(value, scale + tl.zeros_like(value))
-    tl.store(out + row * width + column, rounded.to(out.dtype.element_ty), mask=inside)
-    tl.store(scales + row, scale)
+    most = tl.maximum(tl.max(tl.abs(value), axis=0), 1e-12)
+    # Rounded as the definition's divisions are; those of one number a row cost nothing.
+    factor = tl.div_rn(LARGEST + tl.zeros_like(most), most)
+    tl.store(out + row * width + column, (value * factor).to(out.dtype.element_ty), mask=inside)
+    tl.store(scales + row, tl.div_rn(most, LARGEST + tl.zeros_like(most)))
 
 
 @triton.jit
@@ -144,11 +147,16 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return rounded, scales
 
 
+def _tall(held: ScaledWeight, device: torch.device) -> bool:
+    """Say whether there are programs enough without splitting the columns."""
+    return held.weight.shape[0] > _SHORT * multiprocessors(device)
+
+
 def multiply_one(x: Tensor, held: ScaledWeight, out: Tensor) -> None:
     """Write the product of one row, which stays unrounded: every thread streams its share of the weight."""
     outputs, columns = held.weight.shape
-    piece = min(4096, power_of_two(columns, 16))
-    _one_row[(outputs,)](
+    piece = min(2048, power_of_two(columns, 16))
+    _one_row[(triton.cdiv(outputs, 4),)](
         out,
         x,
         held.weight,
@@ -156,7 +164,7 @@ def multiply_one(x: Tensor, held: ScaledWeight, out: Tensor) -> None:
         held.scale if held.bias is None else held.bias,
         outputs,
         columns,
-        OUTPUTS=1,
+        OUTPUTS=4,
         PIECE=piece,
         EVEN=columns % piece == 0,
         BIAS=held.bias is not None,
@@ -167,9 +175,11 @@ def multiply_one(x: Tensor, held: ScaledWeight, out: Tensor) -> None:
 def multiply_few(x: Tensor, held: ScaledWeight, out: Tensor) -> None:
     """Write the product of up to 16 rows by tensor cores, the columns shared among several programs."""
     outputs, columns = held.weight.shape
-    per_program, piece = 32, 256
+    # Measured on an H200 (runtime/bench/LOG.md), as are the stages below.
+    tall = _tall(held, x.device)
+    per_program, piece = 64, 128 if tall else 256
     groups = triton.cdiv(outputs, per_program)
-    parts = 2 if columns > 2 * piece else 1
+    parts = 2 if columns > 2 * piece and not tall else 1
     span = triton.cdiv(triton.cdiv(columns, parts), piece) * piece
     parts = triton.cdiv(columns, span)
     rounded, x_scales = quantize(x)
@@ -194,7 +204,7 @@ def multiply_few(x: Tensor, held: ScaledWeight, out: Tensor) -> None:
         EVEN=columns % piece == 0 and outputs % per_program == 0,
         BIAS=held.bias is not None,
         num_warps=4,
-        num_stages=4,
+        num_stages=6 if tall else 4,
     )
 
 
@@ -233,9 +243,10 @@ class Fp8Weight:
             raise ValueError(f"out: expected {x.dtype} {shape}, got {out.dtype} {tuple(out.shape)}")
         if x.stride(1) != 1:
             raise ValueError(f"x: expected contiguous rows, got strides {x.stride()}")
-        if rows == 1:
+        # One row of x against a tall weight is bound by the conversion of 8-bit floats, which tensor cores do not need.
+        if rows == 1 and not _tall(self.held, x.device):
             multiply_one(x, self.held, out)
-        elif 1 < rows <= MOST_ROWS:
+        elif 0 < rows <= MOST_ROWS:
             multiply_few(x, self.held, out)
         elif rows > 0:
             multiply_many(x, self.held, out)

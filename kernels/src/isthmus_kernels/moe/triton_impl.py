@@ -21,23 +21,46 @@ _FEW_PAIRS = 32
 _PLANS = (
     (
         6,
-        ProductPlan(tile=16, outputs=64, depth=128, warps=4, stages=4),
-        ProductPlan(tile=16, outputs=64, depth=128, warps=4, stages=4),
+        ProductPlan(tile=16, outputs=64, depth=128, warps=4, stages=3),
+        ProductPlan(tile=16, outputs=128, depth=128, warps=4, stages=3),
     ),
     (
         24,
-        ProductPlan(tile=32, outputs=64, depth=128, warps=4, stages=3),
-        ProductPlan(tile=32, outputs=128, depth=128, warps=4, stages=3),
+        ProductPlan(tile=32, outputs=128, depth=128, warps=8, stages=3),
+        ProductPlan(tile=32, outputs=64, depth=128, warps=4, stages=4, listed=True),
     ),
     (
         100,
-        ProductPlan(tile=128, outputs=64, depth=64, warps=4, stages=4, halves=True),
-        ProductPlan(tile=128, outputs=128, depth=64, warps=4, stages=4, halves=True),
+        ProductPlan(tile=64, outputs=64, depth=64, warps=4, stages=3),
+        ProductPlan(tile=64, outputs=128, depth=64, warps=4, stages=4, listed=True),
     ),
     (
         1 << 62,
         ProductPlan(tile=128, outputs=128, depth=64, warps=8, stages=4, halves=True),
-        ProductPlan(tile=128, outputs=256, depth=64, warps=8, stages=4, halves=True),
+        ProductPlan(tile=128, outputs=256, depth=64, warps=8, stages=4, halves=True, listed=True),
+    ),
+)
+# The same of 8-bit factors.
+_PLANS_8 = (
+    (
+        6,
+        ProductPlan(tile=16, outputs=64, depth=256, warps=4, stages=3),
+        ProductPlan(tile=16, outputs=128, depth=128, warps=4, stages=4),
+    ),
+    (
+        24,
+        ProductPlan(tile=32, outputs=64, depth=128, warps=4, stages=4),
+        ProductPlan(tile=32, outputs=128, depth=128, warps=4, stages=4),
+    ),
+    (
+        100,
+        ProductPlan(tile=128, outputs=64, depth=128, warps=4, stages=3, halves=True),
+        ProductPlan(tile=128, outputs=128, depth=128, warps=4, stages=3, halves=True, listed=True),
+    ),
+    (
+        1 << 62,
+        ProductPlan(tile=128, outputs=128, depth=128, warps=8, stages=4, halves=True),
+        ProductPlan(tile=128, outputs=128, depth=128, warps=4, stages=3, halves=True, listed=True),
     ),
 )
 # fp32, whose tiles take twice the memory, for parity with CPUs only.
@@ -48,7 +71,8 @@ def plans(pairs: int, experts: int, dtype: torch.dtype) -> tuple[ProductPlan, Pr
     """How the two products are cut; measured on an H200 (runtime/bench/LOG.md)."""
     if dtype == torch.float32:
         return _WIDE, _WIDE
-    return next((first, second) for bound, first, second in _PLANS if pairs <= bound * experts)
+    known = _PLANS_8 if dtype == torch.float8_e4m3fn else _PLANS
+    return next((first, second) for bound, first, second in known if pairs <= bound * experts)
 
 
 def moe(

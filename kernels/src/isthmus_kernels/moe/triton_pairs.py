@@ -8,41 +8,48 @@ from torch import Tensor
 from isthmus_kernels.device import power_of_two
 from isthmus_kernels.moe.triton_product import activated
 
+# Of gate and of up, a program.
+_CHANNELS = 2
+
 
 @triton.jit
 def _up(out, x, weight, scales, bias, experts, alpha, most, inner, columns, x_row, weight_expert, weight_row,
-        TOP_K: tl.constexpr, PIECE: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr,
-        CLAMPED: tl.constexpr):  # fmt: skip
-    """One program a pair and channel: gate and up of its expert, and their product."""
-    channel, pair = tl.program_id(0), tl.program_id(1)
+        TOP_K: tl.constexpr, CHANNELS: tl.constexpr, PIECE: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr,
+        BIASED: tl.constexpr, CLAMPED: tl.constexpr):  # fmt: skip
+    """One program a pair and few channels: gate and up of its expert, and their product."""
+    pair = tl.program_id(1)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    real = channel < inner
     expert = tl.load(experts + pair).to(tl.int64)
-    row = weight + expert * weight_expert + channel.to(tl.int64) * weight_row
+    rows = (weight + expert * weight_expert + channel.to(tl.int64) * weight_row)[:, None]
     step = inner.to(tl.int64) * weight_row
     source = x + (pair // TOP_K).to(tl.int64) * x_row
-    gate = tl.zeros([PIECE], tl.float32)
-    up = tl.zeros([PIECE], tl.float32)
+    gate = tl.zeros([CHANNELS, PIECE], tl.float32)
+    up = tl.zeros([CHANNELS, PIECE], tl.float32)
     for base in range(0, columns, PIECE):
         column = base + tl.arange(0, PIECE)
         if EVEN:
-            first = tl.load(row + column)
-            second = tl.load(row + step + column)
+            first = tl.load(rows + column[None, :], mask=real[:, None], other=0.0)
+            second = tl.load(rows + step + column[None, :], mask=real[:, None], other=0.0)
             value = tl.load(source + column)
         else:
-            first = tl.load(row + column, mask=column < columns, other=0.0)
-            second = tl.load(row + step + column, mask=column < columns, other=0.0)
+            inside = real[:, None] & (column < columns)[None, :]
+            first = tl.load(rows + column[None, :], mask=inside, other=0.0)
+            second = tl.load(rows + step + column[None, :], mask=inside, other=0.0)
             value = tl.load(source + column, mask=column < columns, other=0.0)
-        gate += first.to(tl.float32) * value.to(tl.float32)
-        up += second.to(tl.float32) * value.to(tl.float32)
-    left, right = tl.sum(gate, axis=0), tl.sum(up, axis=0)
+        wide = value.to(tl.float32)[None, :]
+        gate += first.to(tl.float32) * wide
+        up += second.to(tl.float32) * wide
+    left, right = tl.sum(gate, axis=1), tl.sum(up, axis=1)
     added = expert * (2 * inner) + channel
     if SCALED:
-        left *= tl.load(scales + added)
-        right *= tl.load(scales + added + inner)
+        left *= tl.load(scales + added, mask=real, other=0.0)
+        right *= tl.load(scales + added + inner, mask=real, other=0.0)
     if BIASED:
-        left += tl.load(bias + added).to(tl.float32)
-        right += tl.load(bias + added + inner).to(tl.float32)
+        left += tl.load(bias + added, mask=real, other=0.0).to(tl.float32)
+        right += tl.load(bias + added + inner, mask=real, other=0.0).to(tl.float32)
     result = activated(left, right, alpha, most, CLAMPED)
-    tl.store(out + pair.to(tl.int64) * inner + channel, result.to(out.dtype.element_ty))
+    tl.store(out + pair.to(tl.int64) * inner + channel, result.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit
@@ -94,7 +101,7 @@ def moe_pairs(
     _, hidden, inner = down.shape
     between = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
     piece = min(2048, power_of_two(hidden, 128))
-    _up[(inner, tokens * top_k)](
+    _up[(triton.cdiv(inner, _CHANNELS), tokens * top_k)](
         between,
         x,
         gate_up,
@@ -108,6 +115,7 @@ def moe_pairs(
         gate_up.stride(0),
         gate_up.stride(1),
         TOP_K=top_k,
+        CHANNELS=_CHANNELS,
         PIECE=piece,
         EVEN=hidden % piece == 0,
         SCALED=gate_up_scale is not None,

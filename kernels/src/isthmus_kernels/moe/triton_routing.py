@@ -47,7 +47,7 @@ def _count(counts, experts, pairs, PIECE: tl.constexpr, EXPERTS_PAD: tl.constexp
 
 @triton.jit(do_not_specialize=["pairs", "pieces"])
 def _arrange(order, places, tiles, experts, counts, pairs, pieces, PIECE: tl.constexpr, EXPERTS: tl.constexpr,
-             EXPERTS_PAD: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr):  # fmt: skip
+             EXPERTS_PAD: tl.constexpr, TILE: tl.constexpr, ALONE: tl.constexpr, PIECES: tl.constexpr):  # fmt: skip
     """One program an expert and piece: where the expert's pairs of the piece stand in the list. The first piece's
     program also cuts the expert's part of the list into tiles."""
     expert, piece = tl.program_id(0), tl.program_id(1)
@@ -59,10 +59,12 @@ def _arrange(order, places, tiles, experts, counts, pairs, pieces, PIECE: tl.con
         total = tl.histogram(chosen, EXPERTS_PAD, mask=index < pairs)
     else:
         total = tl.zeros([EXPERTS_PAD], tl.int32)
-        for other in range(pieces):
-            found = tl.load(counts + other * EXPERTS_PAD + bins)
-            total += found
-            earlier += tl.where(other < piece, found, 0)
+        # Several pieces' counts at a time: each load waits for memory once.
+        for base in range(0, pieces, PIECES):
+            other = base + tl.arange(0, PIECES)[:, None]
+            found = tl.load(counts + other * EXPERTS_PAD + bins[None, :], mask=other < pieces, other=0)
+            total += tl.sum(found, axis=0)
+            earlier += tl.sum(tl.where(other < piece, found, 0), axis=0)
     begin = tl.sum(tl.where(bins < expert, total, 0), axis=0)
     count = tl.sum(tl.where(bins == expert, total, 0), axis=0)
     own = (chosen == expert).to(tl.int32)
@@ -137,6 +139,7 @@ def arrange(experts: Tensor, count: int, tile: int) -> tuple[Tensor, Tensor, Ten
         EXPERTS_PAD=pad,
         TILE=tile,
         ALONE=pieces == 1,
-        num_warps=4,
+        PIECES=min(16, power_of_two(pieces)),
+        num_warps=8 if piece > 1024 else 4,
     )
     return order, places, tiles
