@@ -77,16 +77,27 @@ class RouterBackend:
 
     def ready(self) -> str:
         """Empty when a prompt could be served now, else why not."""
+        refusal = self._refusal()
+        if refusal is None:
+            return ""
+        problems = "; ".join(f"{s.url} {s.reason}" for s in self._pool.statuses() if s.reason)
+        return f"{_REFUSALS[refusal]} ({problems or 'none was found yet'})"
+
+    def lacking(self) -> str:
+        """`ready` for clients: it names no address."""
+        refusal = self._refusal()
+        return "" if refusal is None else _REFUSALS[refusal]
+
+    def _refusal(self) -> Refusal | None:
         fleet = self._pool.fleet
         if self._able is fleet:  # load does not decide whether anybody can
-            return ""
+            return None
         long_prompt = Facts(prompt_tokens=self._rules.disaggregate_above + 1, max_tokens=1, turn=0)
         choice = choose(self._rules, fleet, self._pool.loads, long_prompt)
         if isinstance(choice, Choice):
             self._able = fleet
-            return ""
-        problems = "; ".join(f"{s.url} {s.reason}" for s in self._pool.statuses() if s.reason)
-        return f"{_REFUSALS[choice]} ({problems or 'none was found yet'})"
+            return None
+        return choice
 
     def accepting(self) -> str:
         """Empty once prompts were servable, or when a decode engine is known and none is on its way that would change
