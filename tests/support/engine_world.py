@@ -13,7 +13,7 @@ from isthmus_runtime.interfaces.steps import StepOutput
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.kv.plan import KvPlan
 from isthmus_runtime.kv.pool import BlockPool
-from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 
 POISON = 0xA5
 
@@ -57,6 +57,7 @@ class World:
     now: float = 0.0
     tokens: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, list[TokenChunk]] = field(default_factory=dict)
+    scores: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     effects: list[Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -77,7 +78,7 @@ class World:
 
     def add(self, req: GenerateRequest, **kwargs: object) -> str:
         sid = self.scheduler.add(req, self.now, **kwargs)  # type: ignore[arg-type]
-        self.tokens[sid], self.ends[sid] = [], []
+        self.tokens[sid], self.ends[sid], self.scores[sid] = [], [], []
         return sid
 
     def turn(self) -> bool:
@@ -112,6 +113,7 @@ class World:
         for effect in effects:
             if isinstance(effect, Emit):
                 self.tokens[effect.sid].extend(effect.chunk.token_ids)
+                self.scores[effect.sid].extend(effect.chunk.prompt_logprobs)
                 if effect.chunk.finish_reason is not None:
                     self.ends[effect.sid].append(effect.chunk)
             else:

@@ -28,6 +28,8 @@ class Completion:
         step, work = self._in_flight.steps.popleft()
         assert output.step == step, f"result of step {output.step}, expected {step}"
         effects: list[Effect] = []
+        for number, found in output.scores:
+            work[number][0].scored(work[number][2].start, found)
         emit, append = self.emit, effects.append
         ended, sends = Phase.ENDED, Kind.SEND  # an attribute of an enum costs as much as the rest of a test
         for (seq, run, chunk), (tokens, logprobs) in zip(work, output.rows, strict=True):
@@ -70,12 +72,13 @@ class Completion:
             reason = FinishReason.LENGTH
         elif length > seq.prompt_len + 1:
             # One per row and step: without the class's own `__new__` it costs half.
-            return _new(Emit, (seq.sid, _new(TokenChunk, (tokens, logprobs, None, None, 0, ""))))
+            return _new(Emit, (seq.sid, _new(TokenChunk, (tokens, logprobs, None, None, 0, "", ()))))
         else:
-            return Emit(seq.sid, TokenChunk(tokens, logprobs, None, None, seq.cached_tokens, seq.note))
+            return Emit(seq.sid, _first(seq, tokens, logprobs, None))
         self.forget(seq)
-        cached, note = (seq.cached_tokens, seq.note) if length == seq.prompt_len + 1 else (0, "")
-        return Emit(seq.sid, TokenChunk(tokens, logprobs, reason, None, cached, note))
+        if length == seq.prompt_len + 1:
+            return Emit(seq.sid, _first(seq, tokens, logprobs, reason))
+        return Emit(seq.sid, TokenChunk(tokens, logprobs, reason))
 
     def end(self, seq: Sequence, reason: FinishReason, error: RequestError) -> list[Effect]:
         """End a request early, from any phase."""
@@ -93,3 +96,10 @@ class Completion:
         self._queues.leave(seq)
         self._queues.enter(seq, Phase.ENDED)
         del self._queues.live[seq.sid]
+
+
+def _first(
+    seq: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...], reason: FinishReason | None
+) -> TokenChunk:
+    """The chunk of a request's first token, which tells of its prompt."""
+    return TokenChunk(tokens, logprobs, reason, None, seq.cached_tokens, seq.note, seq.take_scores())

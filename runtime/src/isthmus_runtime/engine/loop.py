@@ -373,12 +373,14 @@ class EngineLoop:
             case Sent(attempt=attempt, sent_bytes=sent_bytes):
                 seq = self.scheduler.sent(attempt)
                 if seq is not None:
-                    answer = PrefillAnswer(
+                    # Not checked again: the scores of a long prompt would hold the engine up.
+                    answer = PrefillAnswer.model_construct(
                         attempt=attempt,
                         num_tokens=seq.prompt_len,
                         cached_tokens=seq.cached_tokens,
                         sent_bytes=sent_bytes,
                         transfer_s=max(0.0, now - seq.prompt_done_s),
+                        prompt_logprobs=seq.take_scores(),
                     )
                     self._sink([(attempt, answer)])
             case Failed(attempt=attempt, stage=stage, reason=reason, given_up=given_up):

@@ -265,6 +265,7 @@ class Scheduler:
         self.queues.leave(seq)
         self._recomputes += 1
         seq.kind, seq.note, seq.started = Kind.LOCAL, "recomputed", True
+        seq.want_scores()
         self.queues.enter(seq, Phase.WAITING)
         return []
 
