@@ -50,7 +50,7 @@ def test_a_missing_or_old_driver_is_named(message: str, card: pytest.MonkeyPatch
 
 def test_a_machine_without_a_c_compiler_is_told_before_a_kernel_needs_it(card: pytest.MonkeyPatch) -> None:
     card.setattr(cuda, "which", lambda _: None)
-    with pytest.raises(ConfigError, match="--device cuda: .* neither gcc nor clang"):
+    with pytest.raises(ConfigError, match="neither gcc nor clang is on the PATH"):
         open_device("cuda")
     card.setattr(cuda, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
     assert cuda.unusable() == ""
