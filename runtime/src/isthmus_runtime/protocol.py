@@ -78,6 +78,7 @@ class WireRequest(_Wire):
 
 
 _REQUEST = TypeAdapter(GenerateRequest).serializer
+_ROUTERS_OWN = {"prompt_group"}
 
 
 def request_json(request: GenerateRequest) -> bytes:
@@ -86,7 +87,7 @@ def request_json(request: GenerateRequest) -> bytes:
     What has its default is left out. During a rollout routers call engines of an older version, which refuse a field
     that they do not know: only requests that use a new one must fail there. So no default may change between versions.
     """
-    return _REQUEST.to_json(request, exclude_defaults=True)
+    return _REQUEST.to_json(request, exclude_defaults=True, exclude=_ROUTERS_OWN)
 
 
 class _Reading(_Wire):
