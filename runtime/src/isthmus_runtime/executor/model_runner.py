@@ -33,6 +33,7 @@ from .device.select import open_device
 from .graphs import Graphs
 from .input_batch import Draws, InputBatch, StepInputs
 from .kv_cache import KvCache
+from .late_masks import take
 from .pipeline import StepPipeline
 from .sampler import StagedLogprobs, outputs, sample, stage_logprobs
 from .staging import StagingSlot
@@ -143,6 +144,8 @@ class _Launched:
 
     draws: Draws | None
     logprobs: list[StagedLogprobs]
+    undrawn: set[int]
+    """Rows whose masks did not come in time."""
 
 
 class ModelRunner:
@@ -167,7 +170,7 @@ class ModelRunner:
         first = perf_counter() - start
         for prompts, sizes in ((True, self._graphs.token_sizes), (False, self._graphs.sizes)):
             for size in reversed(sizes):
-                self._enqueue(self._batch.dummies(size, slot, prompts=prompts), slot, [])
+                self._launch(self._batch.dummies(size, slot, prompts=prompts), slot)
                 self._device.record().wait()
         _LOG.info(
             "warmed up in %.2f s: the first steps %.2f s, %d captured graphs",
@@ -180,22 +183,27 @@ class ModelRunner:
         """Describe the step and enqueue it."""
         assert not (plan.copies or plan.adapters), "copies and adapters are not in this executor"
         assert not any(chunk.drafts for chunk in plan.chunks), "drafts are not in this executor"
-        inputs = self._batch.build(plan, slot)
-        logprobs: list[StagedLogprobs] = []
-        self._enqueue(inputs, slot, logprobs)
-        return _Launched(inputs.draws, logprobs)
+        return self._launch(self._batch.build(plan, slot), slot)
 
     def collect(self, plan: StepPlan, launched: _Launched, slot: StagingSlot) -> StepOutput:
         """One RowOutput a chunk."""
         if launched.draws is None:
             return StepOutput(plan.step, (NOTHING_DRAWN,) * len(plan.chunks))
         drawn = iter(outputs(launched.draws, slot, launched.logprobs[0] if launched.logprobs else None))
-        return StepOutput(plan.step, tuple(next(drawn) if chunk.draws else NOTHING_DRAWN for chunk in plan.chunks))
+        rows = [next(drawn) if chunk.draws else NOTHING_DRAWN for chunk in plan.chunks]
+        if launched.undrawn:
+            undrawn = launched.undrawn
+            rows = [
+                NOTHING_DRAWN if chunk.row in undrawn else row for chunk, row in zip(plan.chunks, rows, strict=True)
+            ]
+        return StepOutput(plan.step, tuple(rows))
 
-    def _enqueue(self, inputs: StepInputs, slot: StagingSlot, logprobs: list[StagedLogprobs]) -> None:
-        self._device.enqueue(lambda: self._run(inputs, slot, logprobs))
+    def _launch(self, inputs: StepInputs, slot: StagingSlot) -> _Launched:
+        launched = _Launched(inputs.draws, [], set())
+        self._device.enqueue(lambda: self._run(inputs, slot, launched))
+        return launched
 
-    def _run(self, inputs: StepInputs, slot: StagingSlot, logprobs: list[StagedLogprobs]) -> None:
+    def _run(self, inputs: StepInputs, slot: StagingSlot, launched: _Launched) -> None:
         """The device's part of a step, in its order."""
         copy = self._device.copy
         for row, tokens in inputs.starts:
@@ -221,17 +229,23 @@ class ModelRunner:
         if draws.graph:
             self._graphs.run("draw", draws.graph, lambda: self._draw(draws))
         else:
-            logits = self._draw(draws)
+            logits = self._draw(draws, launched)
             staged = stage_logprobs(self._device, logits, self._drawn, draws)
-            logprobs.extend([] if staged is None else [staged])
+            launched.logprobs.extend([] if staged is None else [staged])
         copy(slot.drawn[: draws.count], self._drawn[: draws.count])
 
-    def _draw(self, draws: Draws) -> Tensor:
+    def _draw(self, draws: Draws, launched: _Launched | None = None) -> Tensor:
         """Draw, and keep what was drawn as the rows' next inputs: a step may start there before anybody has seen it."""
         logits = self._model.logits(draws.logit_rows, self._workspace)
         drawn, ids = self._drawn[: len(logits)], self._drawn_ids[: len(logits)]
-        if draws.adjustments is not None or draws.masks:
-            adjustments.apply(self._device, logits, self._batch.tokens, draws.adjustments, draws.masks)
+        masks = draws.masks
+        if draws.late_masks and launched is not None:
+            # By now the device computes, or has computed, everything that the masks do not touch.
+            late, undrawn = take([mask for _, mask in draws.late_masks])
+            launched.undrawn.update(undrawn)
+            masks += tuple((draw, late[mask.row]) for draw, mask in draws.late_masks if mask.row in late)
+        if draws.adjustments is not None or masks:
+            adjustments.apply(self._device, logits, self._batch.tokens, draws.adjustments, masks)
         sample(logits, draws, drawn)
         ids.copy_(drawn)
         self._flat_tokens.index_copy_(0, draws.targets, ids)
