@@ -568,6 +568,44 @@ def test_a_constrained_row_waits_for_its_token_and_the_others_do_not() -> None:
     assert world.tokens["free"] == expected_tokens([4, 5, 6], params, 9)
 
 
+class InTime(Sync):
+    """The same, and a late one is there once its token was seen."""
+
+    def late(self, count: int) -> Late:
+        return Late(self, count)
+
+
+class Late:
+    def __init__(self, masks: Sync, count: int) -> None:
+        self.masks, self.count = masks, count
+
+    def wait(self, patience_s: float) -> bytes | None:
+        assert self.masks.newest[0] == self.count, "the mask was not asked for before its step"
+        return self.masks.newest[1]
+
+
+def test_a_row_with_late_masks_is_in_every_step() -> None:
+    world = World(late_masks=True)
+    masks = InTime(EvenAfterOdd())
+    world.add(request("masked", [1, 2, 3], 9), masks=masks)
+    world.add(request("free", [4, 5, 6], 9))
+    plans = []
+    while world.scheduler.has_work:
+        if len(plans) < 2:
+            plan, effects = world.scheduler.schedule(world.now)
+            world.take(effects)
+            if plan is not None:
+                plans.append(plan)
+                assert len(plan.chunks) == 2 and len(plan.masks) + len(plan.late_masks) <= 1
+                continue
+        # Each step draws when the one before it was seen, as a device does that computes ahead.
+        world.take(world.scheduler.complete(world.executor.run(plans.pop(0)), world.now))
+    tokens = world.tokens["masked"]
+    assert len(tokens) == 9 and all((a + b) % 2 for a, b in itertools.pairwise(tokens))
+    assert masks.rule.asked == list(range(9))
+    assert world.tokens["free"] == expected_tokens([4, 5, 6], SamplingParams(max_tokens=9, temperature=0.0), 9)
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_a_draw_whose_mask_did_not_come_is_repeated(prefix_caching: bool) -> None:
     world = World(late_masks=True, max_model_len=128, num_blocks=65, prefix_caching=prefix_caching)

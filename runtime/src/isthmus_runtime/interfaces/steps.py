@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..request import SamplingParams, TokenLogprobs
 from .transport import KvRegion
@@ -72,6 +72,7 @@ class Later(Enum):
     MASK = "the mask is being computed"
 
 
+@runtime_checkable
 class LateMask(Protocol):
     """The mask of a draw whose step is planned before the token ahead of it was seen."""
 
