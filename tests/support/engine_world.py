@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.scheduler import Scheduler
-from isthmus_runtime.engine.sequence import Effect, Emit
+from isthmus_runtime.engine.sequence import Effect
 from isthmus_runtime.executor.fake import ENTRY_BYTES, FakeExecutor, Windows
 from isthmus_runtime.interfaces.steps import StepOutput
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.kv.plan import KvPlan
 from isthmus_runtime.kv.pool import BlockPool
-from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 
 POISON = 0xA5
 
@@ -58,6 +58,7 @@ class World:
     now: float = 0.0
     tokens: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, list[TokenChunk]] = field(default_factory=dict)
+    scores: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     effects: list[Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -78,7 +79,7 @@ class World:
 
     def add(self, req: GenerateRequest, **kwargs: object) -> str:
         sid = self.scheduler.add(req, self.now, **kwargs)  # type: ignore[arg-type]
-        self.tokens[sid], self.ends[sid] = [], []
+        self.tokens[sid], self.ends[sid], self.scores[sid] = [], [], []
         return sid
 
     def turn(self) -> bool:
@@ -111,10 +112,12 @@ class World:
 
     def take(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Emit):
-                self.tokens[effect.sid].extend(effect.chunk.token_ids)
-                if effect.chunk.finish_reason is not None:
-                    self.ends[effect.sid].append(effect.chunk)
+            if isinstance(effect, tuple):
+                sid, chunk = effect
+                self.tokens[sid].extend(chunk.token_ids)
+                self.scores[sid].extend(chunk.prompt_logprobs)
+                if chunk.finish_reason is not None:
+                    self.ends[sid].append(chunk)
             else:
                 self.effects.append(effect)
 

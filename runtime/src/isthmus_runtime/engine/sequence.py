@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 
 from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
 from ..interfaces.steps import Masks
-from ..request import GenerateRequest, TokenChunk
+from ..request import GenerateRequest, TokenChunk, TokenLogprobs
 
 
 class Kind(StrEnum):
@@ -98,6 +97,9 @@ class Sequence:
     note: str = "local"
     started: bool = False
     prompt_done_s: float = 0.0
+    scores: list[TokenLogprobs] | None = None
+    """Log-probabilities of the prompt's tokens from the second on, as far as they are known; None: nobody waits for
+    them. They survive a preemption."""
     rank: tuple[int, float, str] = field(init=False)
     """Scheduling order: lower goes first, the highest is preempted first."""
     prompt_len: int = field(init=False)
@@ -107,6 +109,28 @@ class Sequence:
         self.rank = (self.request.priority, self.arrival_s, self.sid)
         self.prompt_len = len(self.request.prompt_token_ids)
         self.stop_token_ids = self.request.sampling.stop_token_ids
+        if self.kind is not Kind.RECEIVE:
+            self.want_scores()
+
+    def want_scores(self) -> None:
+        """The prompt is computed here: with log-probabilities if the request asks for them."""
+        if self.request.sampling.prompt_logprobs >= 0:
+            self.scores = []
+
+    def scored(self, start: int, found: tuple[TokenLogprobs, ...]) -> None:
+        """A chunk from position `start` on has told `found`, of which a recompute may repeat what is known."""
+        if self.scores is not None:
+            known = len(self.scores)
+            assert start <= known, f"{self.sid}: scores from {start} on, known up to {known}"
+            self.scores += found[known - start :]
+
+    def take_scores(self) -> tuple[TokenLogprobs, ...]:
+        """All of them, once: the prompt is computed."""
+        if self.scores is None:
+            return ()
+        assert len(self.scores) == self.prompt_len - 1, f"{self.sid}: {len(self.scores)} of {self.prompt_len - 1}"
+        found, self.scores = tuple(self.scores), None
+        return found
 
     @property
     def known(self) -> int:
@@ -119,11 +143,11 @@ class Sequence:
         return self.kind is Kind.RECEIVE and not self.started
 
 
-class Emit(NamedTuple):
-    """Give this chunk to whoever waits for `sid`. A chunk with a finish reason is the request's one ending."""
+Emit = tuple[str, TokenChunk]
+"""(sid, chunk): give this chunk to whoever waits for `sid`. A chunk with a finish reason is the request's one ending.
 
-    sid: str
-    chunk: TokenChunk
+A plain pair: there is one per row and step, and it costs a fifth of a named tuple.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from zlib import crc32
 
 from ..errors import ConfigError
-from ..interfaces.steps import NOTHING_DRAWN, RowBlocks, RowOutput, RowStart, StepOutput, StepPlan
+from ..interfaces.steps import (
+    NOTHING_DRAWN,
+    PromptScores,
+    RowBlocks,
+    RowOutput,
+    RowStart,
+    StepOutput,
+    StepPlan,
+)
 from ..interfaces.transport import KvRegion
 from ..request import SamplingParams, TokenLogprobs
 from . import late_masks
@@ -73,6 +81,22 @@ def expected_tokens(
     return tokens[len(prompt) :]
 
 
+def expected_scores(prompt: Sequence[int], alternatives: int) -> list[TokenLogprobs]:
+    """What is told of `prompt`, from its second token on, when every KV byte is right (one group, no window)."""
+    found, state = [], 0
+    for position, token in enumerate(prompt[:-1]):
+        state = crc32(entry_bytes(0, token, position), state)
+        found.append(_score(state, prompt[position + 1], alternatives))
+    return found
+
+
+def _score(state: int, token: int, alternatives: int) -> TokenLogprobs:
+    """Values that depend on all KV that the token's predecessor sees, and on the token."""
+    seen = crc32(struct.pack("<q", token), state)
+    top = tuple(((seen + i) % VOCAB_SIZE, -0.25 * i) for i in range(alternatives))
+    return TokenLogprobs(token, -(seen % 4096) / 256, top, seen % 64 + 1)
+
+
 def _first_allowed(token: int, bits: bytes) -> int:
     """The token, or the next higher id that the mask allows, from 0 on again after the last."""
     ids = [i for i in range(8 * len(bits)) if bits[i // 8] >> i % 8 & 1]
@@ -83,12 +107,14 @@ def _first_allowed(token: int, bits: bytes) -> int:
 class _Row:
     """One row of the persistent batch."""
 
-    __slots__ = ("blocks", "sampling", "tokens")
+    __slots__ = ("blocks", "prompt_len", "sampling", "tokens", "wanted")
 
     def __init__(self, start: RowStart) -> None:
         self.tokens = list(start.token_ids)
         self.blocks = [list(ids) for ids in start.block_ids]
         self.sampling = start.sampling
+        self.prompt_len = start.prompt_len
+        self.wanted = start.prompt_logprobs
 
 
 class FakeExecutor:
@@ -134,12 +160,17 @@ class FakeExecutor:
         late, missing = late_masks.take(plan.late_masks)
         masks = {mask.row: mask.allowed[0] for mask in plan.masks} | late
         drawn: list[RowOutput] = []
-        for chunk in plan.chunks:
+        scores: list[PromptScores] = []
+        for number, chunk in enumerate(plan.chunks):
             row = self._rows[chunk.row]
             for group in range(len(self._windows)):
                 for position in range(chunk.start, chunk.start + chunk.num_tokens):
                     at = self._at(row, group, position)
                     self._view[at : at + ENTRY_BYTES] = entry_bytes(group, row.tokens[position], position)
+            if row.wanted >= 0 and chunk.start < row.prompt_len - 1:
+                lengths = range(chunk.start + 1, min(chunk.start + chunk.num_tokens, row.prompt_len - 1) + 1)
+                told = [_score(self._state(row, n), row.tokens[n], row.wanted) for n in lengths]
+                scores.append(PromptScores(number, tuple(told)))
             if not chunk.draws:
                 drawn.append(NOTHING_DRAWN)
                 continue
@@ -155,7 +186,7 @@ class FakeExecutor:
             # The next token is certain, so it is its own only alternative.
             logprobs = (TokenLogprobs(token, 0.0, ((token, 0.0),)),) if row.sampling.logprobs >= 0 else ()
             drawn.append(RowOutput((token,), logprobs))
-        return StepOutput(plan.step, tuple(drawn))
+        return StepOutput(plan.step, tuple(drawn), tuple(scores))
 
     def _grow(self, grown: RowBlocks) -> None:
         table = self._rows[grown.row].blocks[grown.group]

@@ -25,6 +25,7 @@ from .adjustments import AdjustedRows, Adjustments
 from .device.base import Device
 from .graphs import Graphs
 from .kv_cache import NULL_BLOCK
+from .prompt_scores import ScoredChunk, ScoredRows
 from .staging import Packer, StagingSlot
 
 Ints = npt.NDArray[np.int32]
@@ -81,6 +82,8 @@ class StepInputs:
     graph: tuple[str, int] | None
     """Name and size of the captured forward pass; None: there is none."""
     draws: Draws | None
+    scored: tuple[ScoredChunk, ...] = ()
+    """Parts of prompts whose log-probabilities are wanted."""
 
 
 class InputBatch:
@@ -106,6 +109,7 @@ class InputBatch:
         self._tables: list[Ints] = [np.zeros((max_rows, width), np.int32) for width in widths]
         self._parameters = SamplingRows(max_rows)
         self._adjusted = AdjustedRows()
+        self._scored = ScoredRows()
 
         most_rows = graphs.most_rows
         most_tokens = max(max_tokens, most_rows)
@@ -234,6 +238,7 @@ class InputBatch:
             forward=forward,
             graph=graph,
             draws=drawn,
+            scored=self._scored.of(columns),
         )
 
     def _slots(self, number: int, token_rows: Longs, positions: Longs, here: Longs, there: Tensor) -> Tensor:
@@ -315,6 +320,7 @@ class InputBatch:
             table[row.row, len(ids) :] = NULL_BLOCK
         self._parameters.set(row.row, row.sampling)
         self._adjusted.set(row.row, row.sampling, row.prompt_len)
+        self._scored.set(row)
         return self.tokens[row.row, : len(row.token_ids)], slot.tokens(row.token_ids)
 
     def _grow(self, blocks: RowBlocks) -> None:

@@ -26,6 +26,8 @@ class RowStart:
     sampling: SamplingParams
     adapter: int = 0
     """Adapter slot (LoRA) that the row computes with; 0: the base model alone."""
+    prompt_logprobs: int = -1
+    """-1 off; n >= 0: its chunks tell the log-probabilities of prompt tokens, and of the n likeliest at each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,15 @@ class RowOutput(NamedTuple):
 NOTHING_DRAWN = RowOutput(())
 
 
+class PromptScores(NamedTuple):
+    """Log-probabilities of prompt tokens, from one chunk."""
+
+    chunk: int
+    """Its place in the plan."""
+    logprobs: tuple[TokenLogprobs, ...]
+    """Of the token after each of the chunk's positions, in order, as far as that is a token of the prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """Result of one StepPlan."""
@@ -151,6 +162,8 @@ class StepOutput:
     step: int
     rows: tuple[RowOutput, ...]
     """One for each chunk of the plan, in its order."""
+    scores: tuple[PromptScores, ...] = ()
+    """Of chunks whose rows ask for them, in the order of the plan."""
 
 
 class Constraint(Protocol):
