@@ -52,6 +52,7 @@ class World:
     depth: int = 2
     prefix_caching: bool = True
     poison: bool = True
+    late_masks: bool = False
     windows: Windows = (None,)
     """Of each KV group."""
     now: float = 0.0
@@ -72,7 +73,7 @@ class World:
             for window in self.windows
         )
         plan = make_plan(self.num_blocks, self.block_size, self.max_model_len, groups)
-        self.scheduler = Scheduler(config, plan, self.pool, layout_digest="fake")
+        self.scheduler = Scheduler(config, plan, self.pool, layout_digest="fake", late_masks=self.late_masks)
         self.in_flight: deque[StepOutput] = deque()
         self.steps = 0
 

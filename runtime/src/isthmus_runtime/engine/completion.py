@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from ..errors import RequestError
 from ..interfaces.steps import StepOutput
 from ..request import FinishReason, TokenChunk, TokenLogprobs
@@ -11,6 +13,8 @@ from .in_flight import StepsInFlight
 from .queues import Queues
 from .sequence import CancelAttempt, Effect, Emit, Kind, Phase, Sequence
 
+MASKS_EARLY = 32
+"""A request that missed a draw waits with as many tokens for their masks before it is planned."""
 _new = tuple.__new__
 
 
@@ -34,7 +38,8 @@ class Completion:
         ended, sends = Phase.ENDED, Kind.SEND  # an attribute of an enum costs as much as the rest of a test
         for (seq, run, chunk), (tokens, logprobs) in zip(work, output.rows, strict=True):
             _, start, count, draws, _ = chunk
-            assert len(tokens) == draws, f"{len(tokens)} tokens were drawn of {draws}"
+            if step <= seq.void_step:
+                continue
             seq.unseen -= draws
             if seq.phase is ended:
                 continue
@@ -42,6 +47,8 @@ class Completion:
                 seq.written = written = start + count
                 if written >= seq.publish_at:
                     self._blocks.publish(seq)
+            if len(tokens) < draws:
+                self._not_drawn(seq, run)
             if seq.kind is sends:
                 if run == seq.run:
                     effects += self._handoffs.blocks_written(seq)
@@ -55,8 +62,25 @@ class Completion:
                     append((seq.sid, _new(TokenChunk, (tokens, logprobs, None, None, 0, "", ()))))
                 else:
                     append(self.emit(seq, tokens, logprobs))
+                if seq.masks is not None and seq.phase is not ended:
+                    self._ask_for_mask(seq)
         self._in_flight.lift(step)
         return effects
+
+    def _not_drawn(self, seq: Sequence, run: int) -> None:
+        """Its mask did not come in time: the last position is computed again, once the mask is known."""
+        assert seq.masks is not None, f"{seq.sid} has no mask, and no token was drawn"
+        seq.masks.drop()
+        seq.masks_late_from = len(seq.tokens) + MASKS_EARLY
+        seq.unseen, seq.void_step = 0, seq.last_step
+        if run == seq.run:
+            seq.scheduled = len(seq.tokens) - 1
+
+    def _ask_for_mask(self, seq: Sequence) -> None:
+        """Have the next mask computed, for which a step may wait already."""
+        assert seq.masks is not None
+        with suppress(RequestError):  # it fails when the request is planned next
+            seq.masks.allowed(seq.tokens[seq.prompt_len :])
 
     def _prompt_computed(self, seq: Sequence, token: int, logprob: TokenLogprobs | None, now: float) -> list[Effect]:
         if seq.phase is not Phase.RUNNING:
@@ -95,6 +119,8 @@ class Completion:
 
     def forget(self, seq: Sequence) -> None:
         """The request is no longer live; a step in flight may still name it."""
+        if seq.masks is not None:
+            seq.masks.drop()
         self._queues.leave(seq)
         self._queues.enter(seq, Phase.ENDED)
         del self._queues.live[seq.sid]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
-from ..interfaces.steps import Constraint
+from ..interfaces.steps import Masks
 from ..request import GenerateRequest, TokenChunk, TokenLogprobs
 
 
@@ -58,8 +58,10 @@ class Sequence:
     peer_epoch: str = ""
     skip_blocks: int = 0
     """SEND: leading blocks the peer already has."""
-    constraint: Constraint | None = None
+    masks: Masks | None = None
     """What it may generate; None: anything."""
+    masks_late_from: int = 0
+    """Length from which on it may be planned before its mask is known."""
     phase: Phase = Phase.WAITING
     scheduled: int = 0
     """Positions handed to the executor in this run."""
@@ -67,6 +69,8 @@ class Sequence:
     """Positions whose KV is complete in this run."""
     unseen: int = 0
     """Sampled tokens still in flight."""
+    void_step: int = 0
+    """Steps up to this one computed from a token that was not drawn: their results mean nothing."""
     run: int = 0
     """Counts starts: a step of an earlier run must not advance this one."""
     row: int = -1

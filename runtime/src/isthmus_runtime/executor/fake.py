@@ -17,7 +17,6 @@ from ..interfaces.steps import (
     NOTHING_DRAWN,
     PromptScores,
     RowBlocks,
-    RowMask,
     RowOutput,
     RowStart,
     StepOutput,
@@ -25,6 +24,7 @@ from ..interfaces.steps import (
 )
 from ..interfaces.transport import KvRegion
 from ..request import SamplingParams, TokenLogprobs
+from . import late_masks
 
 ENTRY_BYTES = 8
 """KV bytes per position: token id and position, 4 bytes each."""
@@ -97,11 +97,10 @@ def _score(state: int, token: int, alternatives: int) -> TokenLogprobs:
     return TokenLogprobs(token, -(seen % 4096) / 256, top, seen % 64 + 1)
 
 
-def _first_allowed(token: int, mask: RowMask) -> int:
+def _first_allowed(token: int, bits: bytes) -> int:
     """The token, or the next higher id that the mask allows, from 0 on again after the last."""
-    bits = mask.allowed[0]
     ids = [i for i in range(8 * len(bits)) if bits[i // 8] >> i % 8 & 1]
-    assert ids, f"row {mask.row}: its mask allows no token"
+    assert ids, "a mask allows no token"
     return next((i for i in ids if i >= token), ids[0])
 
 
@@ -158,7 +157,8 @@ class FakeExecutor:
             self._rows[start.row] = _Row(start)
         for grown in plan.grown:
             self._grow(grown)
-        masks = {mask.row: mask for mask in plan.masks}
+        late, missing = late_masks.take(plan.late_masks)
+        masks = {mask.row: mask.allowed[0] for mask in plan.masks} | late
         drawn: list[RowOutput] = []
         scores: list[PromptScores] = []
         for number, chunk in enumerate(plan.chunks):
@@ -180,6 +180,9 @@ class FakeExecutor:
                 token = _first_allowed(token, masks[chunk.row])
             del row.tokens[length:]
             row.tokens.append(token)
+            if chunk.row in missing:
+                drawn.append(NOTHING_DRAWN)
+                continue
             # The next token is certain, so it is its own only alternative.
             logprobs = (TokenLogprobs(token, 0.0, ((token, 0.0),)),) if row.sampling.logprobs >= 0 else ()
             drawn.append(RowOutput((token,), logprobs))

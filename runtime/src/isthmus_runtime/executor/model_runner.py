@@ -33,6 +33,7 @@ from .device.select import open_device
 from .graphs import Graphs
 from .input_batch import Draws, InputBatch, StepInputs
 from .kv_cache import KvCache
+from .late_masks import take
 from .pipeline import StepPipeline
 from .prompt_scores import StagedScores, scores, stage_scores
 from .sampler import StagedLogprobs, outputs, sample, stage_logprobs
@@ -144,6 +145,8 @@ class _Staged:
 
     logprobs: list[StagedLogprobs] = field(default_factory=list)
     scores: list[StagedScores] = field(default_factory=list)
+    undrawn: set[int] = field(default_factory=set)
+    """Rows whose masks did not come in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +204,11 @@ class ModelRunner:
         if launched.draws is None:
             return StepOutput(plan.step, (NOTHING_DRAWN,) * len(plan.chunks), scored)
         drawn = iter(outputs(launched.draws, slot, staged.logprobs[0] if staged.logprobs else None))
-        rows = tuple(next(drawn) if chunk.draws else NOTHING_DRAWN for chunk in plan.chunks)
-        return StepOutput(plan.step, rows, scored)
+        rows = [next(drawn) if chunk.draws else NOTHING_DRAWN for chunk in plan.chunks]
+        if staged.undrawn:
+            late = (chunk.row in staged.undrawn for chunk in plan.chunks)
+            rows = [NOTHING_DRAWN if missed else row for missed, row in zip(late, rows, strict=True)]
+        return StepOutput(plan.step, tuple(rows), scored)
 
     def _enqueue(self, inputs: StepInputs, slot: StagingSlot, staged: _Staged) -> None:
         self._device.enqueue(lambda: self._run(inputs, slot, staged))
@@ -235,9 +241,9 @@ class ModelRunner:
         if draws is None:
             return
         if draws.graph:
-            self._graphs.run("draw", draws.graph, lambda: self._draw(draws))
+            self._graphs.run("draw", draws.graph, lambda: self._draw(draws, staged))
         else:
-            logits = self._draw(draws)
+            logits = self._draw(draws, staged)
             told = stage_logprobs(self._device, logits, self._drawn, draws)
             staged.logprobs.extend([] if told is None else [told])
         copy(slot.drawn[: draws.count], self._drawn[: draws.count])
@@ -245,12 +251,18 @@ class ModelRunner:
     def _logits(self, rows: Tensor) -> Tensor:
         return self._model.logits(rows, self._workspace)
 
-    def _draw(self, draws: Draws) -> Tensor:
+    def _draw(self, draws: Draws, staged: _Staged) -> Tensor:
         """Draw, and keep what was drawn as the rows' next inputs: a step may start there before anybody has seen it."""
         logits = self._logits(draws.logit_rows)
         drawn, ids = self._drawn[: len(logits)], self._drawn_ids[: len(logits)]
-        if draws.adjustments is not None or draws.masks:
-            adjustments.apply(self._device, logits, self._batch.tokens, draws.adjustments, draws.masks)
+        masks = draws.masks
+        if draws.late_masks:
+            # By now the device computes, or has computed, everything that the masks do not touch.
+            late, undrawn = take([mask for _, mask in draws.late_masks])
+            staged.undrawn.update(undrawn)
+            masks += tuple((draw, late[mask.row]) for draw, mask in draws.late_masks if mask.row in late)
+        if draws.adjustments is not None or masks:
+            adjustments.apply(self._device, logits, self._batch.tokens, draws.adjustments, masks)
         sample(logits, draws, drawn)
         ids.copy_(drawn)
         self._flat_tokens.index_copy_(0, draws.targets, ids)
