@@ -97,7 +97,11 @@ class Turn {
 function fill(element, text) {
   const parts = text.split(/^```[^\n]*\n?/m);
   element.replaceChildren(
-    ...parts.map((part, i) => (i % 2 ? make("pre", part.replace(/\n$/, "")) : document.createTextNode(part))),
+    ...parts.map((part, i) => {
+      if (i % 2) return make("pre", part.replace(/\n$/, ""));
+      const text = i ? part.replace(/^\n+/, "") : part; // a block has space of its own around it
+      return document.createTextNode(i + 1 < parts.length ? text.replace(/\n+$/, "") : text);
+    }),
   );
 }
 
