@@ -26,8 +26,11 @@ from ..interfaces.transport import KvRegion
 from ..models.shard import Shard
 
 _LOG = logging.getLogger(__name__)
-# A plain dataclass takes the configuration of what it is in.
-_PLAN = TypeAdapter(tuple[StepPlan], config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64"))
+# A plain dataclass takes the configuration of what it is in. Late masks are the arbitrary type, and never travel.
+_PLAN = TypeAdapter(
+    tuple[StepPlan],
+    config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", arbitrary_types_allowed=True),
+)
 _END = -1
 _IDLE = timedelta(days=3650)
 """For a plan ranks wait without a limit: an engine may be idle for long. Whoever starts them ends them."""
@@ -82,6 +85,7 @@ def join(rank: int, size: int, meeting: str, device: torch.device, timeout_s: fl
 
 def encode(plan: StepPlan) -> bytes:
     """A plan as JSON. Ranks exchange text, never objects."""
+    assert not plan.late_masks, "a scheduler of several ranks plans a row after its mask"
     return _PLAN.dump_json((plan,))
 
 
