@@ -25,6 +25,7 @@ SERVE = {
     "--device": "auto",
     "--dtype": "auto",
     "--threads": "0",
+    "--tensor-parallel-size": "1",
     "--max-model-len": "auto",
     "--max-batched-tokens": "2048",
     "--max-step-time": "200ms",
