@@ -57,7 +57,7 @@ setup: venv native model ## All of the above
 
 # ---- Use -------------------------------------------------------------------------------------------------------
 
-.PHONY: run bench bench-gpu bench-kernels bench-planner bench-router bench-operator
+.PHONY: run bench bench-gpu bench-gpu-http bench-kernels bench-planner bench-router bench-operator
 run: venv native $(if $(filter $(MODEL_DIR),$(MODEL)),model) ## Serve EXAMPLE on this machine: make run [EXAMPLE=examples/direct.yaml] [MODEL=folder-or-hub-id]
 	@$(VENV)/bin/isthmus up $(EXAMPLE) --model '$(MODEL)'
 
@@ -68,6 +68,9 @@ bench: setup ## Run the benchmarks: make bench [ARGS=...]
 
 bench-gpu: setup ## The table of the GPU's bars, on a CUDA device: make bench-gpu [ARGS='--models qwen3-8b --parity --out FOLDER']
 	@$(PY) runtime/bench/gpu.py $(ARGS)
+
+bench-gpu-http: setup ## The same over HTTP, engine alone and behind a router: make bench-gpu-http [ARGS='--offline FOLDER/bench-gpu.json --out FILE']
+	@$(PY) runtime/bench/gpu_http.py $(ARGS)
 
 bench-kernels: venv ## The swap of KV blocks beside its peers and the measured link; needs a GPU: make bench-kernels [ARGS='--quick --json FILE']
 	@$(PY) kernels/bench/kv_swap.py $(ARGS)

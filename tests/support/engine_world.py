@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.scheduler import Scheduler
-from isthmus_runtime.engine.sequence import Effect, Emit
+from isthmus_runtime.engine.sequence import Effect
 from isthmus_runtime.executor.fake import ENTRY_BYTES, FakeExecutor, Windows
 from isthmus_runtime.interfaces.steps import StepOutput
 from isthmus_runtime.kv.groups import GroupPlan
@@ -110,10 +110,11 @@ class World:
 
     def take(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Emit):
-                self.tokens[effect.sid].extend(effect.chunk.token_ids)
-                if effect.chunk.finish_reason is not None:
-                    self.ends[effect.sid].append(effect.chunk)
+            if isinstance(effect, tuple):
+                sid, chunk = effect
+                self.tokens[sid].extend(chunk.token_ids)
+                if chunk.finish_reason is not None:
+                    self.ends[sid].append(chunk)
             else:
                 self.effects.append(effect)
 

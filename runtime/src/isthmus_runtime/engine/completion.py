@@ -28,7 +28,7 @@ class Completion:
         step, work = self._in_flight.steps.popleft()
         assert output.step == step, f"result of step {output.step}, expected {step}"
         effects: list[Effect] = []
-        emit, append = self.emit, effects.append
+        append = effects.append
         ended, sends = Phase.ENDED, Kind.SEND  # an attribute of an enum costs as much as the rest of a test
         for (seq, run, chunk), (tokens, logprobs) in zip(work, output.rows, strict=True):
             _, start, count, draws, _ = chunk
@@ -40,15 +40,19 @@ class Completion:
                 seq.written = written = start + count
                 if written >= seq.publish_at:
                     self._blocks.publish(seq)
-                if seq.kind is sends:
-                    effects += self._handoffs.blocks_written(seq)
-            if not tokens:
-                continue
             if seq.kind is sends:
-                effects += self._prompt_computed(seq, tokens[0], logprobs[0] if logprobs else None, now)
-            else:
-                seq.tokens.append(tokens[0])
-                append(emit(seq, tokens, logprobs))
+                if run == seq.run:
+                    effects += self._handoffs.blocks_written(seq)
+                if tokens:
+                    effects += self._prompt_computed(seq, tokens[0], logprobs[0] if logprobs else None, now)
+            elif tokens:
+                known, token = seq.tokens, tokens[0]
+                known.append(token)
+                if seq.prompt_len + 1 < len(known) < seq.end_len and token not in seq.stop_token_ids:
+                    # In the middle of an answer. One per row and step: without the class's own `__new__` it costs half.
+                    append((seq.sid, _new(TokenChunk, (tokens, logprobs, None, None, 0, ""))))
+                else:
+                    append(self.emit(seq, tokens, logprobs))
         self._in_flight.lift(step)
         return effects
 
@@ -62,20 +66,17 @@ class Completion:
         return effects
 
     def emit(self, seq: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> Emit:
-        """Give out the request's newest token, which may be its last."""
+        """Give out the request's newest token, which may be its first, or its last."""
         length = len(seq.tokens)
+        reason = None
         if tokens[0] in seq.stop_token_ids:
             reason = FinishReason.STOP
         elif length >= seq.end_len:
             reason = FinishReason.LENGTH
-        elif length > seq.prompt_len + 1:
-            # One per row and step: without the class's own `__new__` it costs half.
-            return _new(Emit, (seq.sid, _new(TokenChunk, (tokens, logprobs, None, None, 0, ""))))
-        else:
-            return Emit(seq.sid, TokenChunk(tokens, logprobs, None, None, seq.cached_tokens, seq.note))
-        self.forget(seq)
+        if reason is not None:
+            self.forget(seq)
         cached, note = (seq.cached_tokens, seq.note) if length == seq.prompt_len + 1 else (0, "")
-        return Emit(seq.sid, TokenChunk(tokens, logprobs, reason, None, cached, note))
+        return seq.sid, TokenChunk(tokens, logprobs, reason, None, cached, note)
 
     def end(self, seq: Sequence, reason: FinishReason, error: RequestError) -> list[Effect]:
         """End a request early, from any phase."""
@@ -85,7 +86,7 @@ class Completion:
             effects.append(CancelAttempt(seq.attempt, error.message))
         self._in_flight.ended_early(seq)
         self.forget(seq)
-        effects.append(Emit(seq.sid, TokenChunk(finish_reason=reason, error=error)))
+        effects.append((seq.sid, TokenChunk(finish_reason=reason, error=error)))
         return effects
 
     def forget(self, seq: Sequence) -> None:

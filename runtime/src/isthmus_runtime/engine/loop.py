@@ -173,7 +173,7 @@ class EngineLoop:
 
         def command(now: float) -> list[Effect]:
             effects = self.scheduler.abort(request_id, attempt, reason)
-            return effects if answer else [e for e in effects if not isinstance(e, Emit)]
+            return effects if answer else [e for e in effects if not isinstance(e, tuple)]
 
         self._inbox.put(command)
 
@@ -345,15 +345,15 @@ class EngineLoop:
         replies: list[tuple[str, Reply]] = []
         for effect in effects:
             match effect:
-                case Emit(sid, chunk):
-                    replies.append((sid, chunk))
+                case tuple():  # an Emit
+                    replies.append(effect)
                 case OpenReceive(job):
                     assert self._handoff is not None
                     try:
                         replies.append((job.attempt, self._handoff.open_receive(job, now)))
                     except RequestError as error:
                         refused = self.scheduler.refuse_receive(job.attempt, error)
-                        replies += [(e.sid, e.chunk) for e in refused if isinstance(e, Emit)]
+                        replies += [e for e in refused if isinstance(e, tuple)]
                 case SendBlocks(attempt, blocks):
                     assert self._handoff is not None
                     self._handoff.send_blocks(attempt, blocks, now)
@@ -402,10 +402,10 @@ class EngineLoop:
         error = EngineFailed(self.failure)
         # The answers first: what broke once may break again, and nobody is to wait for it.
         live = list(self.scheduler.live())
-        self._sink([(seq.sid, _refused(seq.sid, error.located(seq.phase.value, seq.attempt)).chunk) for seq in live])
+        self._sink([_refused(seq.sid, error.located(seq.phase.value, seq.attempt)) for seq in live])
         try:
             effects = self.scheduler.abort_all(error)
-            self._apply([effect for effect in effects if not isinstance(effect, Emit)], self._clock())
+            self._apply([effect for effect in effects if not isinstance(effect, tuple)], self._clock())
         except Exception:
             log.exception("the broken engine could not let go of what it held")
 
@@ -416,4 +416,4 @@ def _step_ended(now: float) -> list[Effect]:
 
 
 def _refused(sid: str, error: RequestError) -> Emit:
-    return Emit(sid, TokenChunk(finish_reason=FinishReason.ERROR, error=error))
+    return sid, TokenChunk(finish_reason=FinishReason.ERROR, error=error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 
 from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
 from ..interfaces.steps import Constraint
@@ -115,11 +114,11 @@ class Sequence:
         return self.kind is Kind.RECEIVE and not self.started
 
 
-class Emit(NamedTuple):
-    """Give this chunk to whoever waits for `sid`. A chunk with a finish reason is the request's one ending."""
+Emit = tuple[str, TokenChunk]
+"""(sid, chunk): give this chunk to whoever waits for `sid`. A chunk with a finish reason is the request's one ending.
 
-    sid: str
-    chunk: TokenChunk
+A plain pair: there is one per row and step, and it costs a fifth of a named tuple.
+"""
 
 
 @dataclass(frozen=True, slots=True)

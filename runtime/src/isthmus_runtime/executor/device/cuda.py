@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from shutil import which
 
 import torch
 from torch import Tensor
@@ -41,6 +42,8 @@ def unusable() -> str:
         name = torch.cuda.get_device_name(0)
         least, has = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, found))
         return f"{name} has compute capability {has}, the kernels need {least} or more; use --device cpu"
+    if which("gcc") is None and which("clang") is None:
+        return "Triton compiles a launcher in C for each kernel, and neither gcc nor clang is on the PATH; install gcc"
     return ""
 
 
