@@ -10,6 +10,10 @@ from ..interfaces.steps import Constraint
 from ..request import GenerateRequest, TokenChunk
 
 
+FIRST = -(2**31) - 1
+"""More urgent than any `priority` of a request."""
+
+
 class Kind(StrEnum):
     """Where a request's prompt KV is computed and where it goes."""
 
