@@ -9,7 +9,6 @@ from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
 from ..interfaces.steps import Constraint
 from ..request import GenerateRequest, TokenChunk
 
-
 FIRST = -(2**31) - 1
 """More urgent than any `priority` of a request."""
 

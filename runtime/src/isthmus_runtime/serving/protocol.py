@@ -34,8 +34,8 @@ _FIRST_LOOK_S, _LATER_LOOKS_S = 0.005, 1.0
 """When to look whether a client that sends no more has left: once the answer of a host nearby is here, then later and
 later, but at least this often."""
 _BEFORE_HEAD, _BEFORE_CHUNK = b"HTTP/1.1 100 Continue\r\n\r\n", b"0"
-"""Bytes that say nothing, for a client that sends no more: it has to discard an interim answer (RFC 9110, 15.2.1), and a
-chunk's size may begin with zeros (RFC 9112, 7.1). The system of a client that has left answers them with a reset."""
+"""Bytes that say nothing, for a client that sends no more: it has to discard an interim answer (RFC 9110, 15.2.1), and
+a chunk's size may begin with zeros (RFC 9112, 7.1). The system of a client that has left answers them with a reset."""
 _GONE = 7
 """TCP_CLOSE, of Linux."""
 
