@@ -13,7 +13,7 @@ from isthmus_runtime.interfaces.steps import StepOutput
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.kv.plan import KvPlan
 from isthmus_runtime.kv.pool import BlockPool
-from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 
 POISON = 0xA5
 
@@ -52,11 +52,13 @@ class World:
     depth: int = 2
     prefix_caching: bool = True
     poison: bool = True
+    late_masks: bool = False
     windows: Windows = (None,)
     """Of each KV group."""
     now: float = 0.0
     tokens: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, list[TokenChunk]] = field(default_factory=dict)
+    scores: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     effects: list[Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -71,13 +73,13 @@ class World:
             for window in self.windows
         )
         plan = make_plan(self.num_blocks, self.block_size, self.max_model_len, groups)
-        self.scheduler = Scheduler(config, plan, self.pool, layout_digest="fake")
+        self.scheduler = Scheduler(config, plan, self.pool, layout_digest="fake", late_masks=self.late_masks)
         self.in_flight: deque[StepOutput] = deque()
         self.steps = 0
 
     def add(self, req: GenerateRequest, **kwargs: object) -> str:
         sid = self.scheduler.add(req, self.now, **kwargs)  # type: ignore[arg-type]
-        self.tokens[sid], self.ends[sid] = [], []
+        self.tokens[sid], self.ends[sid], self.scores[sid] = [], [], []
         return sid
 
     def turn(self) -> bool:
@@ -113,6 +115,7 @@ class World:
             if isinstance(effect, tuple):
                 sid, chunk = effect
                 self.tokens[sid].extend(chunk.token_ids)
+                self.scores[sid].extend(chunk.prompt_logprobs)
                 if chunk.finish_reason is not None:
                     self.ends[sid].append(chunk)
             else:

@@ -218,12 +218,17 @@ class PrefillCall(_Wire):
 class PrefillAnswer(_Wire):
     """Everything was sent, the record last."""
 
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
+
     attempt: str
     num_tokens: int
     cached_tokens: int = 0
     sent_bytes: int = 0
     transfer_s: float = 0.0
     """Seconds between the end of the prompt's computation and the record's write: what was not hidden."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens from the second on, where the request asks for them: the router has them before decode
+    may start, so they need no room in the record."""
 
 
 class CommitCall(_Wire):
@@ -278,6 +283,8 @@ def token_line(chunk: TokenChunk) -> bytes:
         body["c"] = chunk.cached_tokens
     if chunk.note:
         body["n"] = chunk.note
+    if chunk.prompt_logprobs:
+        body["p"] = chunk.prompt_logprobs
     if chunk.finish_reason is not None:
         body["f"] = chunk.finish_reason.value
     if chunk.error is not None:
@@ -297,9 +304,14 @@ def parse_line(line: bytes) -> Ticket | TokenChunk:
         error = error_from_json(int(raw.get("status", 500)), raw)
     return TokenChunk(
         token_ids=tuple(body["t"]),
-        logprobs=tuple(TokenLogprobs(i, p, tuple((a, b) for a, b in top)) for i, p, top in body.get("l", ())),
+        logprobs=tuple(_logprobs(*entry) for entry in body.get("l", ())),
         finish_reason=FinishReason(body["f"]) if "f" in body else None,
         error=error,
         cached_tokens=body.get("c", 0),
         note=body.get("n", ""),
+        prompt_logprobs=tuple(_logprobs(*entry) for entry in body.get("p", ())),
     )
+
+
+def _logprobs(token_id: int, logprob: float, top: list[tuple[int, float]], rank: int = 0) -> TokenLogprobs:
+    return TokenLogprobs(token_id, logprob, tuple((other, value) for other, value in top), rank)

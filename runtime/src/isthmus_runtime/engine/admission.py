@@ -79,7 +79,9 @@ class Admission:
     def _admit_local(self, seq: Sequence, draft: StepDraft) -> bool:
         """Start a request whose prompt is computed here. False: it must wait."""
         self._blocks.hash_prompt(seq)
-        hits = self._blocks.find_hits(seq, len(seq.tokens) - 1)
+        # A hit leaves one token to compute, and where prompt tokens are to be scored, whose scores are not known.
+        most = len(seq.tokens) - 1
+        hits = self._blocks.find_hits(seq, most if seq.scores is None else min(most, len(seq.scores)))
         fresh = max(0, self._blocks.peak(len(seq.tokens) + 1) - hits.held)
         if self.free() < fresh + hits.evictable:
             return False
@@ -145,7 +147,10 @@ class Admission:
         self.grow(seq, seq.scheduled + count)
         table = tuple(tuple(ids) for ids in seq.blocks)
         sampling = seq.request.sampling
-        draft.starts.append(RowStart(seq.row, seq.sid, tuple(seq.tokens), seq.prompt_len, table, sampling))
+        scores = -1 if seq.scores is None else sampling.prompt_logprobs
+        draft.starts.append(
+            RowStart(seq.row, seq.sid, tuple(seq.tokens), seq.prompt_len, table, sampling, prompt_logprobs=scores)
+        )
         draft.add(seq, count)
 
     def grow(self, seq: Sequence, upto: int, draft: StepDraft | None = None) -> None:

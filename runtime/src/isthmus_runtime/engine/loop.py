@@ -28,7 +28,7 @@ from ..interfaces.handoff import (
     SendJob,
     Sent,
 )
-from ..interfaces.steps import Constraint, Executor, StepOutput, StepPlan
+from ..interfaces.steps import Constraint, Executor, Masks, StepOutput, StepPlan
 from ..kv.pool import PoolCounts
 from ..protocol import CommitCall, PrefillAnswer, PrefillCall, Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
@@ -124,7 +124,7 @@ class EngineLoop:
                 attempt=name,
                 peer_url=peer_url,
                 peer_epoch=peer_epoch,
-                constraint=beside,
+                masks=beside,
             )
             return []
 
@@ -138,7 +138,7 @@ class EngineLoop:
         def command(now: float) -> list[Effect]:
             handoff = self._check_moves_kv()
             skip = call.ticket.skip_blocks
-            self.scheduler.add(request, now, kind=Kind.SEND, attempt=call.attempt, skip_blocks=skip, constraint=beside)
+            self.scheduler.add(request, now, kind=Kind.SEND, attempt=call.attempt, skip_blocks=skip, masks=beside)
             self.scheduler.handoffs.open_send(call.attempt)
             job = SendJob(
                 request_id=request.request_id,
@@ -222,7 +222,7 @@ class EngineLoop:
             raise InvalidRequest("this engine has no KV transfer; start it with --transfer-mode direct or store")
         return self._handoff
 
-    def _beside(self, constraint: Constraint | None) -> Constraint | None:
+    def _beside(self, constraint: Constraint | None) -> Masks | None:
         return None if constraint is None else self._masks.beside(constraint)
 
     def _add(self, sid: str, attempt: str, add: Callable[[float], list[Effect]]) -> None:
@@ -373,12 +373,14 @@ class EngineLoop:
             case Sent(attempt=attempt, sent_bytes=sent_bytes):
                 seq = self.scheduler.sent(attempt)
                 if seq is not None:
-                    answer = PrefillAnswer(
+                    # Not checked again: the scores of a long prompt would hold the engine up.
+                    answer = PrefillAnswer.model_construct(
                         attempt=attempt,
                         num_tokens=seq.prompt_len,
                         cached_tokens=seq.cached_tokens,
                         sent_bytes=sent_bytes,
                         transfer_s=max(0.0, now - seq.prompt_done_s),
+                        prompt_logprobs=seq.take_scores(),
                     )
                     self._sink([(attempt, answer)])
             case Failed(attempt=attempt, stage=stage, reason=reason, given_up=given_up):

@@ -269,7 +269,8 @@ class EngineServer:
             raise error.located("admission", call.attempt) from error
         self._meters.transfer.seconds.observe(answer.transfer_s)
         self._meters.requests.prompt_tokens.inc(answer.num_tokens)
-        return model_response(answer)
+        # Routers of an older version refuse a field that they do not know: only who asks for it may get it.
+        return Response(answer.model_dump_json(exclude_defaults=True).encode(), media_type="application/json")
 
     async def _prefill(self, call: PrefillCall) -> PrefillAnswer:
         try:

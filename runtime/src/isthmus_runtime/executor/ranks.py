@@ -19,13 +19,17 @@ from ..interfaces.steps import Executor, StepOutput, StepPlan
 from ..interfaces.transport import KvRegion
 
 _LOG = logging.getLogger(__name__)
-# A plain dataclass takes the configuration of what it is in.
-_PLAN = TypeAdapter(tuple[StepPlan], config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64"))
+# A plain dataclass takes the configuration of what it is in. Late masks are the arbitrary type, and never travel.
+_PLAN = TypeAdapter(
+    tuple[StepPlan],
+    config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", arbitrary_types_allowed=True),
+)
 _END = -1
 
 
 def encode(plan: StepPlan) -> bytes:
     """A plan as JSON. Ranks exchange text, never objects."""
+    assert not plan.late_masks, "a scheduler of several ranks plans a row after its mask"
     return _PLAN.dump_json((plan,))
 
 
