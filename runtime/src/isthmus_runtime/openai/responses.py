@@ -76,10 +76,10 @@ def as_chat(data: Mapping[str, Any]) -> dict[str, Any]:
         given["tools"] = [_tool(t, f"tools[{i}]") for i, t in enumerate(_list(given["tools"], "tools"))]
     choice = given.get("tool_choice")
     if isinstance(choice, dict):
-        name = fields_at(choice, "tool_choice", ("type", "name")).get("name")
-        if choice.get("type") != "function":
+        called = fields_at(choice, "tool_choice", ("type", "name"))
+        if called.get("type") != "function":
             raise InvalidRequest("tool_choice.type: only function is supported", param="tool_choice.type")
-        given["tool_choice"] = {"type": "function", "function": {"name": name}}
+        given["tool_choice"] = {"type": "function", "function": {"name": called.get("name")}}
     if "max_output_tokens" in given:
         given["max_tokens"] = given.pop("max_output_tokens")
     if "text" in given:

@@ -151,7 +151,7 @@ class Protocol(HttpToolsProtocol):
         self.server_state.bodies.release(self)
         self._forsake()
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Of asyncio: the client sends no more. It has left, or has closed its side alone and still reads; what becomes
         of the next bytes to it tells the two apart. True: the connection stays open for answers."""
         running = self._running
