@@ -67,7 +67,7 @@ REFUSED_BOTH = {
     "stop_token_ids": ["a"],
     "stream": "yes",
     "stream_options": {"include_usage": True},
-    "max_tokens": 0,
+    "prompt_logprobs": -1,
     "priority": 0.5,
 }
 REFUSED_CHAT = {
@@ -80,6 +80,7 @@ REFUSED_CHAT = {
     "top_logprobs": 3,
     "logprobs": 3,
     "max_completion_tokens": -1,
+    "max_tokens": 0,
     "echo": True,
 }
 BAD_TOOLS = {
@@ -89,7 +90,7 @@ BAD_TOOLS = {
     "tools[0].x": [{"type": "function", "function": {"name": "f"}, "x": 1}],
     "tools": {"a": 1},
 }
-REFUSED_COMPLETION = {"echo": True, "suffix": "x", "best_of": 2, "logprobs": 21, "tools": []}
+REFUSED_COMPLETION = {"echo": 1, "suffix": "x", "best_of": 129, "logprobs": 21, "tools": [], "max_tokens": -1}
 
 
 @pytest.mark.parametrize(("name", "value"), NEUTRAL_BOTH.items())

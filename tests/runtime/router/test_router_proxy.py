@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ from isthmus_runtime.errors import (
     TransferFailed,
     error_from_json,
 )
-from isthmus_runtime.request import FinishReason
+from isthmus_runtime.request import FinishReason, TokenLogprobs
 from isthmus_runtime.router.attempt import Attempt
 
 
@@ -61,6 +62,35 @@ def test_tokens_pass_one_by_one(rig, run, kit):
             gates[1].set()
             assert (await anext(stream)).finish_reason is FinishReason.STOP
             assert engine.generates[0].attempt == ""
+
+    run(main())
+
+
+def test_choices_of_one_prompt_follow_the_first(rig, run, kit):
+    async def main():
+        prefill, decodes = kit.Engine("prefill"), [kit.Engine("decode") for _ in range(3)]
+        async with rig(prefill, *decodes, policy="round-robin") as r:
+            await kit.collect(r.backend)
+            for name in "abc":
+                request = replace(kit.request(request_id=name), prompt_group="g")
+                check_ended_once(await kit.collect(r.backend, request))
+            (used,) = [d for d in decodes if any(call.request.request_id == "a" for call in d.generates)]
+            mine = [call for call in used.generates if call.request.request_id in ("a", "b", "c")]
+            assert [bool(call.attempt) for call in mine] == [True, False, False]
+            assert [call.request.request_id for call in prefill.prefills] == ["r1", "a"]
+            assert r.metric('isthmus_router_choices_total{model_name="m",reason="shared-prompt"}') == 2
+
+    run(main())
+
+
+def test_log_probabilities_of_a_prompt_come_with_prefills_answer(rig, run, kit):
+    async def main():
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        prefill.prefill_scores = (TokenLogprobs(4, float("-inf"), ((9, -0.5), (4, float("-inf"))), 77),)
+        async with rig(prefill, decode) as r:
+            first, *others = await kit.collect(r.backend)
+            assert first.prompt_logprobs == prefill.prefill_scores
+            assert not any(chunk.prompt_logprobs for chunk in others)
 
     run(main())
 
