@@ -328,7 +328,8 @@ class _Api:
                 job = await self._plan(plan, body)
                 del body  # megabytes, which an answer would keep as long as it streams
                 if job.structure is not None:
-                    await self._check_structure(job.structure, job.structure_param)
+                    who = "" if progress.tenant is None else progress.tenant.name
+                    await self._check_structure(job.structure, job.structure_param, who)
                 progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
                 if progress.tenant is None:
                     await self._run(job, arrived, call)
@@ -351,10 +352,10 @@ class _Api:
         if progress.tenant is not None and self._tenant_metrics is not None:
             self._tenant_metrics.ended(progress.tenant.name, status)
 
-    async def _check_structure(self, structure: Structure, param: str) -> None:
+    async def _check_structure(self, structure: Structure, param: str, who: str) -> None:
         if self._grammars is None:
             raise InvalidRequest(f"{param}: not available here", param=param)
-        await self._grammars.check(structure, param)
+        await self._grammars.check(structure, param, who)
 
     @staticmethod
     async def _plan(plan: Plan, body: bytes) -> Job:
