@@ -1,4 +1,4 @@
-// Checks of paged_attention/prefill_layout.h, run by test_prefill_layout.py: exits with a line about the first failure.
+// Checks of paged_attention/prefill_layout.h, run by test_cuda_prefill.py: exits with a line about the first failure.
 #include <cstdio>
 #include <cstdlib>
 #include <set>

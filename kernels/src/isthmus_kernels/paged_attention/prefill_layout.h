@@ -1,5 +1,5 @@
 // Where the prefill kernel (cuda/prefill.cuh) keeps what: pure arithmetic, compiled for the GPU and for the CPU alike, so
-// that tests check it without a card (tests/kernels/test_prefill_layout.py).
+// that tests check it without a card (tests/kernels/test_cuda_prefill.py).
 #pragma once
 #include <cstdint>
 
