@@ -196,7 +196,7 @@ struct Rows {
 };
 
 // Turns scores into weights. Column 8 j + e of a thread is seen by its row h where 8 j + e <= limit[h].
-template <bool kMasked, bool kLazy>
+template <bool kMasked>
 __device__ __forceinline__ void weigh(float (&s)[64], Rows &rows, float scale, const int (&limit)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
@@ -214,7 +214,7 @@ __device__ __forceinline__ void weigh(float (&s)[64], Rows &rows, float scale, c
         peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 1));
         peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, 2));
         peak = fmaxf(peak, rows.peak[h]);
-        if (kLazy && (peak - rows.peak[h]) * scale <= kSlack) peak = rows.peak[h];
+        if ((peak - rows.peak[h]) * scale <= kSlack) peak = rows.peak[h];
         rows.fade[h] = exp2_fast((rows.peak[h] - peak) * scale);
         rows.peak[h] = peak;
         const float base = peak * scale;
@@ -301,7 +301,7 @@ __device__ __forceinline__ void release(uint64_t *empty) {
 
 // 64 rows of every tile; by a warpgroup. The products of the next keys are issued before the softmax of the present ones,
 // and the warpgroups issue in turn, so that one's softmax runs under the other's products.
-template <class T, bool kOverlap, bool kTurns, bool kLazy>
+template <class T>
 __device__ __forceinline__ void attend(const Arguments &arguments, Shared &shared, int group) {
     const int thread = threadIdx.x % 128;
     const float scale = arguments.scale;
@@ -309,7 +309,7 @@ __device__ __forceinline__ void attend(const Arguments &arguments, Shared &share
     Turn<2> slot;
     Turn<1> q_turn;
     Turn<kStages> key_turn, value_turn;
-    if (kTurns && group == 1) sync_arrive(TURN, 256);
+    if (group == 1) sync_arrive(TURN, 256);
     while (true) {
         const Tile tile = take_tile(shared, slot);
         if (tile.request < 0) return;
@@ -333,7 +333,7 @@ __device__ __forceinline__ void attend(const Arguments &arguments, Shared &share
         };
         auto weigh_tile = [&](auto masked, int index) {
             const int limit[2] = {seen[0] - index * kKeys, seen[1] - index * kKeys};
-            weigh<decltype(masked)::value, kLazy>(s, rows, scale, limit);
+            weigh<decltype(masked)::value>(s, rows, scale, limit);
         };
         auto done_with_keys = [&] {
             release(&shared.keys_empty[key_turn.index]);
@@ -359,32 +359,24 @@ __device__ __forceinline__ void attend(const Arguments &arguments, Shared &share
 
         auto step = [&](auto masked, int index) {
             wait(&shared.keys_full[key_turn.index], key_turn.phase);
-            if (kTurns) sync(TURN + group, 256);
+            sync(TURN + group, 256);
             pin(s), pin(o), pin(p);
             product_fence();
-            if (kOverlap) {
-                multiply_keys<T>(s, q, keys());
-                product_commit();
-            }
+            multiply_keys<T>(s, q, keys());
+            product_commit();
             wait(&shared.values_full[value_turn.index], value_turn.phase);
             multiply_values<T>(o, p, values());
             product_commit();
-            if (!kOverlap) {
-                multiply_keys<T>(s, q, keys());
-                product_commit();
-                product_wait<0>();
-                pin(o);
-            }
-            if (kTurns) sync_arrive(TURN + (1 - group), 256);
-            if (kOverlap) product_wait<1>();
+            sync_arrive(TURN + (1 - group), 256);
+            product_wait<1>();
             pin(s);
             done_with_keys();
             weigh_tile(masked, index);
-            if (kOverlap) product_wait<0>();
+            product_wait<0>();
             pin(o);
             done_with_values();
             to_operand<T>(p, s);
-            if (!kLazy || __any_sync(~0u, rows.fade[0] != 1.f || rows.fade[1] != 1.f)) {
+            if (__any_sync(~0u, rows.fade[0] != 1.f || rows.fade[1] != 1.f)) {
 #pragma unroll
                 for (int i = 0; i < 64; i++) o[i] *= rows.fade[i / 2 % 2];
             }
@@ -418,7 +410,7 @@ __device__ __forceinline__ void attend(const Arguments &arguments, Shared &share
     }
 }
 
-template <class T, bool kOverlap = true, bool kTurns = true, bool kLazy = true>
+template <class T>
 __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__ Arguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
@@ -442,7 +434,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
         else if (threadIdx.x / 32 == 1) load_values(arguments, shared);
     } else {
         more_registers<232>();
-        attend<T, kOverlap, kTurns, kLazy>(arguments, shared, group - 1);
+        attend<T>(arguments, shared, group - 1);
     }
 #endif
 }
