@@ -69,7 +69,7 @@ _OPS = MappingProxyType(
         "block_copy": ("block_copy", ("triton", "torch", "reference")),
         "kv_swap": ("kv_swap", ("cuda", "cpu", "reference")),
         "penalize": ("penalties", ("torch", "reference")),
-        "mask_logits": ("mask_logits", ("torch", "reference")),
+        "mask_logits": ("mask_logits", ("cpu", "torch", "reference")),
         "sample": ("sampling", ("cpu", "triton", "torch", "reference")),
         "logprobs": ("sampling", ("triton", "reference")),
     }
