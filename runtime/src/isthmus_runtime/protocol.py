@@ -78,6 +78,7 @@ class WireRequest(_Wire):
 
 
 _REQUEST = TypeAdapter(GenerateRequest).serializer
+_ROUTERS_OWN = {"prompt_group"}
 
 
 def request_json(request: GenerateRequest) -> bytes:
@@ -86,7 +87,7 @@ def request_json(request: GenerateRequest) -> bytes:
     What has its default is left out. During a rollout routers call engines of an older version, which refuse a field
     that they do not know: only requests that use a new one must fail there. So no default may change between versions.
     """
-    return _REQUEST.to_json(request, exclude_defaults=True)
+    return _REQUEST.to_json(request, exclude_defaults=True, exclude=_ROUTERS_OWN)
 
 
 class _Reading(_Wire):
@@ -121,6 +122,16 @@ class TransferInfo(_Reading):
     reason: str = ""
 
 
+class LoadInfo(_Reading):
+    """What an engine does and has done since its start (a new `transfer.epoch`)."""
+
+    kv_usage: float = 0.0
+    """Share of usable KV blocks in use, 0 to 1."""
+    generated_tokens: int = 0
+    sent_bytes: int = 0
+    """KV bytes sent to peers."""
+
+
 class EngineInfo(_Reading):
     """Answer of GET /info. The router pairs only engines of equal `fingerprint`."""
 
@@ -133,6 +144,7 @@ class EngineInfo(_Reading):
     version: str
     running: int = 0
     waiting: int = 0
+    load: LoadInfo = LoadInfo()
     draining: bool = False
     vocab_size: int = 0
     model_revision: str = ""

@@ -108,6 +108,9 @@ class GenerateRequest:
     """The whole request must end within this."""
     structure: Structure | None = None
     """None: any text."""
+    prompt_group: str = ""
+    """Shared by requests that differ in nothing but how they are drawn, the first of which has its first token before
+    the others begin. Where it ran is where the prompt's KV is; only routers look at it."""
 
 
 class TokenChunk(NamedTuple):

@@ -13,6 +13,9 @@ from ..request import GenerateRequest, TokenChunk, TokenLogprobs
 if TYPE_CHECKING:
     from .drafts import Drafter
 
+FIRST = -(2**31) - 1
+"""More urgent than any `priority` of a request."""
+
 
 class Kind(StrEnum):
     """Where a request's prompt KV is computed and where it goes."""
