@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from isthmus_kernels import dependent_launch
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.paged_attention.triton_tile import LEAST_ROWS, LOG2E, attend_tile
 
@@ -26,6 +28,7 @@ class Plan:
     programs: int  # per multiprocessor
     registers: int | None  # per thread at most
     warps: int = 4
+    merged: int = 2048  # numbers that a program holds at a time when it merges parts
 
 
 _MANY_ROWS = 128
@@ -42,10 +45,6 @@ def plan(row_bytes: int, rows: int) -> Plan:
     if row_bytes <= 512:
         return Plan(tile=32, stages=3, programs=2, registers=None)
     return Plan(tile=16, stages=3, programs=2, registers=None)
-
-
-# Numbers that a merging program holds at a time.
-_MERGED_ELEMENTS = 2048
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -86,7 +85,11 @@ def _decode(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     TO_LOG2: tl.constexpr = 1.4426950408889634
     program = tl.program_id(0)
     index = tl.arange(0, ROWS_PAD)
@@ -266,11 +269,12 @@ def decode(
         TILE=chosen.tile,
         ROWS_PAD=power_of_two(rows, LEAST_ROWS),
         MERGED_ROWS=merged_rows,
-        MERGED_PARTS=max(1, _MERGED_ELEMENTS // (merged_rows * dim_pad)),
+        MERGED_PARTS=max(1, chosen.merged // (merged_rows * dim_pad)),
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
         SINKS=sinks is not None,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
         maxnreg=chosen.registers,
+        **dependent_launch.options(q.device),
     )
