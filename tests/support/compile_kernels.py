@@ -44,9 +44,19 @@ class Hopper:
         return GPUTarget("cuda", 90, 32)
 
 
-def attend(dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None) -> None:
+def attend(
+    dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None, ones: int = 1
+) -> None:
+    """`ones`: requests with one query, beside one with many."""
     case = paged_case(
-        [1, 40], [20, 0], heads=heads, kv_heads=kv_heads, head_dim=dim, block_size=16, dtype=dtype, kv_dtype=kv_dtype
+        [*[1] * ones, 40],
+        [*[20] * ones, 0],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        block_size=16,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
     )
     # Rows enough for the widest plan, without their numbers.
     q = case.q.new_empty(1).expand(9000, heads, dim) if dtype == BF16 and dim == 128 else case.q
@@ -74,7 +84,11 @@ def everything() -> None:
         (F32, F32, 2, 1, 256),
     ):
         attend(dtype, kv_dtype, heads, kv_heads, dim, None)
+    attend(BF16, BF16, 16, 1, 576, None)
     attend(BF16, BF16, 32, 8, 128, 128)
+    # Larger batches decode by another plan.
+    for heads, dim, window in ((32, 128, None), (32, 128, 128), (64, 64, None)):
+        attend(BF16, BF16, heads, 8, dim, window, ones=40)
 
     def some(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
         return torch.ones(shape, dtype=dtype)

@@ -16,6 +16,7 @@ from isthmus_kernels.linear.torch_impl import PlainWeight
 MOST_ROWS = 16
 # Outputs per multiprocessor up to which a weight is short.
 _SHORT = 32
+_LEAST_PIECE = 1024
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -138,7 +139,9 @@ def _few_rows(
 def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Write ``x @ weight.T + bias`` of one row by scalar products: every thread streams its share of the weight."""
     outputs, columns = weight.shape
-    piece = min(2048, power_of_two(columns, 16))
+    # As much of the weight as registers hold is asked for at once, if it can be in whole pieces.
+    even = columns & -columns
+    piece = min(4096, even if even >= _LEAST_PIECE else power_of_two(columns, 16))
     _one_row[(outputs,)](
         out,
         x,

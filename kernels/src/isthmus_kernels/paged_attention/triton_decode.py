@@ -28,20 +28,25 @@ class Plan:
     programs: int  # per multiprocessor
     registers: int | None  # per thread at most
     warps: int = 4
-    merged: int = 2048  # numbers that a program holds at a time when it merges parts
+    merged: int = 2048
+    """Numbers that a program holds at a time when it merges parts."""
 
 
-_MANY_ROWS = 128
-_FEW = Plan(tile=64, stages=5, programs=2, registers=None)
+_MANY_ROWS = 16
 
 
-def plan(row_bytes: int, rows: int) -> Plan:
-    """The plan for keys of `row_bytes` and a batch of `rows`; measured on an H200 for 256 bytes
-    (runtime/bench/LOG.md), the others fit."""
+def plan(row_bytes: int, wide: bool, rows: int) -> Plan:
+    """The plan for keys of `row_bytes`, in fp32 if `wide`, and a batch of `rows`.
+
+    Measured on an H200 for 256 bytes (runtime/bench/LOG.md), the others fit.
+    """
+    if row_bytes <= 256 and not wide and rows >= _MANY_ROWS:
+        # Single warps need no barrier for the softmax, and eight of them wait for memory at different times.
+        return Plan(tile=32, stages=3, programs=8, registers=None, warps=1)
     if row_bytes <= 256:
-        # Three programs read faster where there are many requests; one long request alone is in so many parts then
-        # that merging them takes longer than reading did.
-        return Plan(tile=64, stages=5, programs=3, registers=168) if rows >= _MANY_ROWS else _FEW
+        # A long request alone is in so many parts that merging them costs more than reading did, unless they are
+        # merged all at once.
+        return Plan(tile=64, stages=5, programs=2, registers=None, merged=2048 if wide else 16_384)
     if row_bytes <= 512:
         return Plan(tile=32, stages=3, programs=2, registers=None)
     return Plan(tile=16, stages=3, programs=2, registers=None)
@@ -230,7 +235,7 @@ def decode(
     block_size, kv_heads, dim = kv.shape[2], kv.shape[3], kv.shape[4]
     group = q.shape[1] // kv_heads
     dim_pad = power_of_two(dim, 16)
-    chosen = plan(dim_pad * max(q.element_size(), kv.element_size()), rows)
+    chosen = plan(dim_pad * max(q.element_size(), kv.element_size()), q.dtype == torch.float32, rows)
     programs = chosen.programs * multiprocessors(q.device)
     merged_rows = power_of_two(group)
     partial = scratch("decode partial", q.device, (2 * programs, group, dim_pad), torch.float32)
