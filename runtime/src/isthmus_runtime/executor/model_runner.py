@@ -26,6 +26,7 @@ from ..kv.groups import LayerSpec
 from ..kv.plan import KvPlan
 from ..models.base import Model, ModelSpec, TensorSource
 from ..models.registry import read_model_spec
+from ..models.shard import WHOLE, Shard, check_shards
 from ..request import SamplingParams
 from . import adjustments
 from .device.base import DTYPES, KV_NAMES, Device
@@ -57,6 +58,8 @@ class LoadedModel:
     """The model's scratch, for the scheduler's largest step."""
     kv_auto: torch.dtype
     """The pool's element type where none is asked for."""
+    shard: Shard = WHOLE
+    """Which part of the model this is."""
     kv_variants: tuple[str, ...] = ()
     """What the keys depend on besides weights, layout and element type."""
 
@@ -69,8 +72,8 @@ class LoadedModel:
         return DTYPES[kv_dtype]
 
     def layer_specs(self, block_size: int, kv_dtype: str) -> tuple[LayerSpec, ...]:
-        """What `kv.plan` needs to know about the layers."""
-        return self.spec.layer_specs(block_size, KV_NAMES[self.kv_dtype(kv_dtype)])
+        """What `kv.plan` needs to know about the layers of one rank."""
+        return self.spec.layer_specs(block_size, KV_NAMES[self.kv_dtype(kv_dtype)], self.shard.size)
 
 
 SourceFactory = Callable[[ModelSpec, torch.device], TensorSource]
@@ -82,23 +85,25 @@ def load(
     *,
     device: Device | None = None,
     source: SourceFactory | None = None,
+    shard: Shard = WHOLE,
 ) -> LoadedModel:
-    """Read, check and pack the weights of `config.path`. Raises WeightsError or ConfigError.
+    """Read, check and pack a rank's part of the weights of `config.path`. Raises WeightsError or ConfigError.
 
     `device` instead of the one that `config` names; `source` instead of the directory's safetensors.
     """
     start = perf_counter()
     spec = read_model_spec(config.path)
-    device = device or open_device(config.device, threads=config.threads)
+    check_shards(spec, shard.size)
+    device = device or open_device(config.device, threads=config.threads, index=shard.rank)
     device.enter()
     dtype = device.dtype(config.dtype)
     scheduler = scheduler or SchedulerConfig()
     try:
         with torch.inference_mode():
             if source is not None:
-                model = spec.build(source(spec, device.torch_device), dtype)
+                model = spec.build(source(spec, device.torch_device), dtype, shard)
             else:
-                model = _build(spec, config.path, device, dtype)
+                model = _build(spec, config.path, device, dtype, shard)
             most = max((scheduler.max_batched_tokens, *device.graph_sizes(scheduler.max_num_seqs)[-1:]))
             max_len = min(spec.max_position, scheduler.max_model_len or spec.max_position)
             workspace = model.workspace(most, max_len)
@@ -122,21 +127,22 @@ def load(
         device=device,
         workspace=workspace,
         kv_auto=kv_auto,
+        shard=shard,
         kv_variants=spec.kv_variants(max_len),
     )
 
 
-def _build(spec: ModelSpec, path: str, device: Device, dtype: torch.dtype) -> Model:
+def _build(spec: ModelSpec, path: str, device: Device, dtype: torch.dtype, shard: Shard) -> Model:
     shapes, scheme = spec.tensor_shapes(), scheme_of(spec.quantization)
     with (
         Checkpoint(path, shapes, scheme=scheme, unused=spec.unused_tensors) as checkpoint,
         on_device(checkpoint, device) as weights,
     ):
         if scheme is None:
-            return spec.build(weights, dtype)
+            return spec.build(weights, dtype, shard)
         expanded = Expanded(weights, scheme, shapes, checkpoint.parts)
         _LOG.warning("%s: %s", path, expanded.cost(checkpoint.nbytes))
-        return spec.build(expanded, dtype)
+        return spec.build(expanded, dtype, shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +286,7 @@ class TorchExecutor:
             loaded.kv_dtype(kv_cfg.dtype),
             kv_cfg.layout,
             device,
+            rank=loaded.shard.rank,
         )
         graphs = Graphs(
             device,
