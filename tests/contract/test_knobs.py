@@ -65,6 +65,7 @@ SERVE = {
     "--api-key-file": "",
     "--tenants-file": "",
     "--cors-origins": "",
+    "--page": "on",
 }
 BENCH = {
     "--url": "http://127.0.0.1:8000",

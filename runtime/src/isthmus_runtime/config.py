@@ -220,6 +220,8 @@ class RouterConfig:
     """Path of a mounted file holding the key clients must send; empty: no key."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the API from a browser; "*": all. Empty: none."""
+    page: bool = True
+    """Whether `/` is a page with a chat and the state of the service, and /status what it shows."""
 
 
 def pod_ip(environ: Mapping[str, str] | None = None) -> str:
@@ -317,6 +319,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
         "--tenants-file", default="", help="JSON: tenants, their keys and limits; not with a single key"
     )
     router.add_argument("--cors-origins", default="", help="comma-separated; web pages that may call the API, or *")
+    router.add_argument("--page", default="on", choices=["on", "off"], help="a chat and the service's state at /")
     return p
 
 
@@ -435,6 +438,7 @@ def _router(
         tenants_file=args.tenants_file,
         api_key_file=args.api_key_file,
         cors_origins=_items(args.cors_origins),
+        page=args.page == "on",
     )
     if not config.worker and not config.decode:
         read.problems.append(

@@ -122,6 +122,16 @@ class TransferInfo(_Reading):
     reason: str = ""
 
 
+class LoadInfo(_Reading):
+    """What an engine does and has done since its start (a new `transfer.epoch`)."""
+
+    kv_usage: float = 0.0
+    """Share of usable KV blocks in use, 0 to 1."""
+    generated_tokens: int = 0
+    sent_bytes: int = 0
+    """KV bytes sent to peers."""
+
+
 class EngineInfo(_Reading):
     """Answer of GET /info. The router pairs only engines of equal `fingerprint`."""
 
@@ -134,6 +144,7 @@ class EngineInfo(_Reading):
     version: str
     running: int = 0
     waiting: int = 0
+    load: LoadInfo = LoadInfo()
     draining: bool = False
     vocab_size: int = 0
     model_revision: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from engine_world import World, make_plan, request
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus_runtime.config import SchedulerConfig
+from isthmus_runtime.engine.aging import EVERY
 from isthmus_runtime.engine.completion import MASKS_EARLY
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import CancelAttempt, FinishSend, Kind, OpenReceive, Phase, SendBlocks
@@ -109,6 +111,41 @@ def test_priority_goes_first() -> None:
         assert world.turn()
         order += [sid for sid, ends in world.ends.items() if ends and sid not in order]
     assert order == ["first", "soon", "late"]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_urgent_requests_that_keep_coming_starve_nobody(rows: int) -> None:
+    """Ten clients at the least priority, each with another request as soon as one ends, beside three patient ones."""
+    world = World(max_num_seqs=rows)
+    patient = [world.add(replace(request(sid, [1, 2, 3], 2), priority=p)) for sid, p in (("a", 5), ("b", 0), ("c", 5))]
+    urgent = 0
+    for _ in range(10):
+        world.now += 0.001
+        world.add(replace(request(f"u{urgent}", [4, 5], 2), priority=-(2**31)))
+        urgent += 1
+    most = EVERY * len(patient) + 2 * rows
+    while not all(world.ends[sid] for sid in patient):
+        assert sum(map(bool, world.ends.values())) <= most, f"{most} requests ended, but not all of the patient ones"
+        before = sum(map(bool, world.ends.values()))
+        assert world.turn()
+        for _ in range(sum(map(bool, world.ends.values())) - before):
+            world.add(replace(request(f"u{urgent}", [4, 5], 2), priority=-(2**31)))
+            urgent += 1
+    ended = [sid for sid, ends in world.ends.items() if ends]
+    assert len(ended) > (EVERY - 1) * len(patient), "the urgent ones had most of the turns"
+
+
+def test_a_flood_that_is_not_urgent_leaves_urgent_requests_most_turns() -> None:
+    world = World(max_num_seqs=1)
+    for number in range(50):
+        world.now += 0.01
+        world.add(replace(request(f"f{number}", [1, 2], 1), priority=1))
+    world.now += 50.0
+    for number in range(7):
+        world.add(replace(request(f"u{number}", [4, 5], 1), priority=0))
+    while not all(world.ends[f"u{number}"] for number in range(7)):
+        assert world.turn()
+    assert sum(bool(ends) for sid, ends in world.ends.items() if sid[0] == "f") <= 3
 
 
 def test_stop_token_ends_the_request_and_the_step_in_flight_is_dropped() -> None:

@@ -41,7 +41,7 @@ from ..kv.pool import BlockPool
 from ..openai.app import BODIES as OPENAI_BODIES
 from ..openai.app import ApiConfig, add_openai_routes
 from ..openai.tokenizer import Tokenizer
-from ..protocol import KV_ABI, EngineInfo, KvInfo, TransferInfo
+from ..protocol import KV_ABI, EngineInfo, KvInfo, LoadInfo, TransferInfo
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
 from ..serving.limits import limits_of
@@ -195,7 +195,8 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     fingerprint = sha256(f"{loaded.digest}:{KV_ABI}:{mover.shares}".encode()).hexdigest()[:16]
 
     def info() -> EngineInfo:
-        stats = engine.snapshot.stats
+        snapshot, moved = engine.snapshot, engine.handoff_stats()
+        stats = snapshot.stats
         return EngineInfo(
             role=config.role.value,  # type: ignore[arg-type]
             model=config.model.path,
@@ -206,6 +207,11 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             version=version("isthmus-runtime"),
             running=stats.running,
             waiting=stats.waiting + stats.receiving,
+            load=LoadInfo(
+                kv_usage=snapshot.kv_usage,
+                generated_tokens=backend.generated_tokens,
+                sent_bytes=0 if moved is None else moved.sent_bytes,
+            ),
             draining=in_flight.leaving,
             vocab_size=loaded.vocab_size,
             model_revision=revision,

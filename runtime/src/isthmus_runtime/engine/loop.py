@@ -52,6 +52,12 @@ class Snapshot:
     stats: SchedulerStats
     blocks: PoolCounts
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of usable KV blocks in use, 0 to 1; what is only cached is free."""
+        blocks = self.blocks
+        return 1 - (blocks.free + blocks.cached) / max(1, blocks.total - blocks.null)
+
 
 class EngineLoop:
     """Owns the scheduler's thread. Public methods may be called from any thread and return at once."""

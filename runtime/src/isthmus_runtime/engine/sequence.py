@@ -9,6 +9,9 @@ from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
 from ..interfaces.steps import Masks
 from ..request import GenerateRequest, TokenChunk, TokenLogprobs
 
+FIRST = -(2**31) - 1
+"""More urgent than any `priority` of a request."""
+
 
 class Kind(StrEnum):
     """Where a request's prompt KV is computed and where it goes."""

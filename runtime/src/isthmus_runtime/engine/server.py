@@ -191,10 +191,9 @@ class EngineServer:
     def _sample(self) -> None:
         engine, meters = self._backend.engine, self._meters
         stats, blocks = engine.snapshot.stats, engine.snapshot.blocks
-        usable = max(1, blocks.total - blocks.null)
         meters.engine.running.set(stats.running)
         meters.engine.waiting.set(stats.waiting)
-        meters.engine.kv_usage.set(1 - (blocks.free + blocks.cached) / usable)
+        meters.engine.kv_usage.set(engine.snapshot.kv_usage)
         meters.engine.quarantined_blocks.set(blocks.quarantined)
         meters.engine.no_progress_seconds.set(engine.stalled_s())
         meters.engine.prefix_queries.inc(meters.grown("queries", stats.prefix_queries))
