@@ -40,6 +40,7 @@ from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, lo
 from isthmus_runtime.kv.plan import KvPlanInput, plan  # noqa: E402
 from isthmus_runtime.kv.pool import BlockPool  # noqa: E402
 from isthmus_runtime.models.base import ModelSpec  # noqa: E402
+from isthmus_runtime.models.shard import Slice  # noqa: E402
 from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk  # noqa: E402
 
 DEADLINE_S = 300.0
@@ -314,8 +315,8 @@ class _Moved:
     source: RandomTensors
     device: torch.device
 
-    def take(self, *names: str) -> torch.Tensor:
-        return self.source.take(*names).to(self.device)
+    def take(self, *parts: str | Slice) -> torch.Tensor:
+        return self.source.take(*parts).to(self.device)
 
 
 @dataclass

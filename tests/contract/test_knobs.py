@@ -25,6 +25,7 @@ SERVE = {
     "--device": "auto",
     "--dtype": "auto",
     "--threads": "0",
+    "--tensor-parallel-size": "1",
     "--max-model-len": "auto",
     "--max-batched-tokens": "2048",
     "--max-step-time": "200ms",
@@ -64,6 +65,7 @@ SERVE = {
     "--api-key-file": "",
     "--tenants-file": "",
     "--cors-origins": "",
+    "--page": "on",
 }
 BENCH = {
     "--url": "http://127.0.0.1:8000",

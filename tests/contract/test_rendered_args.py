@@ -176,7 +176,7 @@ def test_extra_args_may_hold_only_flags_that_no_field_sets() -> None:
         for option in action.option_strings
         if option.startswith("--")
     }
-    free = {"help", "executor", "control-tokens", "tool-format", "reasoning", *LIMITS}
+    free = {"help", "executor", "control-tokens", "tool-format", "reasoning", "page", *LIMITS}
     assert flags - TYPED_FLAGS == free, "a new runtime flag needs a field, or a place in this list"
     assert not TYPED_FLAGS - flags
 

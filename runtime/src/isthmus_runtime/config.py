@@ -188,6 +188,8 @@ class EngineConfig:
     transfer: TransferConfig
     chat: ChatConfig = field(default_factory=ChatConfig)
     """Of the unified role, which has the API."""
+    tensor_parallel_size: int = 1
+    """Ranks that compute the model together, a process and on GPUs a device each."""
     executor: str = "torch"
     """torch | fake (no weights, no torch: protocol tests and load tests)"""
 
@@ -218,6 +220,8 @@ class RouterConfig:
     """Path of a mounted file holding the key clients must send; empty: no key."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the API from a browser; "*": all. Empty: none."""
+    page: bool = True
+    """Whether `/` is a page with a chat and the state of the service, and /status what it shows."""
 
 
 def pod_ip(environ: Mapping[str, str] | None = None) -> str:
@@ -259,6 +263,9 @@ def build_serve_parser() -> argparse.ArgumentParser:
     )
     engine.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     engine.add_argument("--threads", default="0", help="CPU threads; 0: all this process may use")
+    engine.add_argument(
+        "--tensor-parallel-size", default="1", help="ranks that compute the model together, a GPU each; unified only"
+    )
     engine.add_argument("--max-model-len", default="auto", help="tokens, or auto")
     engine.add_argument("--max-batched-tokens", default="2048")
     engine.add_argument("--max-step-time", default="200ms", help="longest gap that prompts may make in a stream")
@@ -267,7 +274,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
     engine.add_argument("--queue-timeout", default="300s")
     engine.add_argument("--block-size", default="16")
     engine.add_argument("--kv-dtype", default="auto", choices=["auto", "float32", "bfloat16"])
-    engine.add_argument("--kv-memory", default="", help="pool size, as 2Gi; default: by fraction")
+    engine.add_argument("--kv-memory", default="", help="pool size of a rank, as 2Gi; default: by fraction")
     engine.add_argument("--kv-memory-fraction", default="0.5", help="CPU: of free memory; GPU: of the whole GPU")
     engine.add_argument("--num-blocks-override", default="")
     engine.add_argument("--no-prefix-caching", action="store_true")
@@ -312,6 +319,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
         "--tenants-file", default="", help="JSON: tenants, their keys and limits; not with a single key"
     )
     router.add_argument("--cors-origins", default="", help="comma-separated; web pages that may call the API, or *")
+    router.add_argument("--page", default="on", choices=["on", "off"], help="a chat and the service's state at /")
     return p
 
 
@@ -430,6 +438,7 @@ def _router(
         tenants_file=args.tenants_file,
         api_key_file=args.api_key_file,
         cors_origins=_items(args.cors_origins),
+        page=args.page == "on",
     )
     if not config.worker and not config.decode:
         read.problems.append(
@@ -471,6 +480,14 @@ def _engine(
         read.problems.append("--transfer-mode store needs --store-master host:port of a mooncake_master")
     if role is not Role.UNIFIED and transfer.mode == "none":
         read.problems.append(f"--role {role.value} needs --transfer-mode direct or store")
+    ranks = read.integer("tensor_parallel_size", 1, 64)
+    if ranks > 1 and transfer.mode != "none":
+        read.problems.append(
+            f"--tensor-parallel-size {ranks} does not go with --transfer-mode {transfer.mode}: only the first rank's "
+            "KV would move; use --role unified without a transfer, or 1"
+        )
+    if ranks > 1 and args.executor == "fake":
+        read.problems.append(f"--tensor-parallel-size {ranks} does not go with --executor fake, which has no ranks")
     override = read.integer("num_blocks_override", 1) if args.num_blocks_override else None
     return EngineConfig(
         role=role,
@@ -495,10 +512,11 @@ def _engine(
         ),
         transfer=transfer,
         chat=chat,
+        tensor_parallel_size=ranks,
         executor=args.executor,
     )
 
 
-def apply_transport_environment(settings: Mapping[str, str]) -> None:
-    """Set what the native transport reads from the environment. Only before its first engine starts."""
+def apply_native_environment(settings: Mapping[str, str]) -> None:
+    """Set what a native library reads from the environment. Only before it is first used."""
     os.environ.update(settings)

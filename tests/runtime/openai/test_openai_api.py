@@ -340,17 +340,20 @@ def test_errors_in_mid_stream_are_an_event(serve, run, tokenizer, as_chunk):
     run(main())
 
 
-def test_one_failing_choice_cancels_the_others(serve, run, tokenizer):
+@pytest.mark.parametrize(("failing", "ended"), [("-0", []), ("-2", ["closed", "closed"])])
+def test_one_failing_choice_cancels_the_others(serve, run, tokenizer, failing, ended):
+    """Those after the first do not even begin when that fails before its first token."""
+
     async def main():
         never = asyncio.Event()
 
         def script(request):
-            return [EngineFailed("one")] if request.request_id.endswith("-1") else [never]
+            return [EngineFailed("one")] if request.request_id.endswith(failing) else [10, never]
 
         async with serve(script) as api, client(api) as c:
             with pytest.raises(openai.InternalServerError, match="one"):
                 await c.completions.create(model="tiny", prompt="x", n=3)
-            assert sorted(api.backend.ended) == ["closed", "closed", "raised"]
+            assert sorted(api.backend.ended) == [*ended, "raised"]
 
     run(main())
 

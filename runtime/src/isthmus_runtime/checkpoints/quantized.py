@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..models.base import Shapes, TensorSource
 from ..models.quantization import Quantization
+from ..models.shard import Slice
 
 PLAIN = ("F32", "F16", "BF16")
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
@@ -162,11 +163,11 @@ class Expanded:
         """`parts`: of the quantised weights among `shapes`."""
         self._source, self._scheme, self._shapes, self._parts = source, scheme, shapes, parts
 
-    def take(self, *names: str) -> Tensor:
-        """The weights joined along their first dimension."""
-        if not any(name in self._parts for name in names):
-            return self._source.take(*names)
-        weights = [self._one(name) for name in names]
+    def take(self, *parts: str | Slice) -> Tensor:
+        """The weights, or slices of them, joined along their first dimension. A weight is expanded whole, then cut."""
+        if not any((part.name if isinstance(part, Slice) else part) in self._parts for part in parts):
+            return self._source.take(*parts)
+        weights = [part.cut(self._one(part.name)) if isinstance(part, Slice) else self._one(part) for part in parts]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def _one(self, name: str) -> Tensor:

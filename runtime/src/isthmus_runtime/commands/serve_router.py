@@ -15,6 +15,7 @@ from ..config import RouterConfig
 from ..credentials import peer_credentials
 from ..metrics import RequestMetrics, TenantMetrics
 from ..openai.app import BODIES, ApiConfig, add_openai_routes, read_api_key
+from ..openai.keys import Keys
 from ..openai.tenants_file import TenantsFile
 from ..openai.tokenizer import Tokenizer
 from ..router.app import make_router
@@ -50,7 +51,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
     in_flight, registry = InFlight(), CollectorRegistry()
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)
     router = make_router(config, registry, in_flight, credentials=credentials)
-    metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_", vllm_names=False)
+    metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_")
     app = make_app(
         "Isthmus router",
         bodies=BODIES,
@@ -76,6 +77,9 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
         grammars=grammars,
     )
     router.add_probes(app)
+    if config.page:
+        # What is busy tells of other tenants.
+        router.add_page(app, Keys(api_key, tenants, time.monotonic).check, show_load=tenants is None)
     add_pages(app)
     apart = make_app("Isthmus router: metrics and probes", bodies=()) if config.server.metrics_port else None
     router.add_metrics(app if apart is None else apart)

@@ -70,6 +70,8 @@ class EngineBackend(Backend):
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._streams = streams
         self._vocab_size = vocab_size
+        self.generated_tokens = 0
+        """Given out since the start."""
 
     @property
     def max_model_len(self) -> int:
@@ -121,6 +123,7 @@ class EngineBackend(Backend):
                 assert not isinstance(reply, PrefillAnswer)
                 if isinstance(reply, TokenChunk):
                     ended = reply.finish_reason is not None
+                    self.generated_tokens += len(reply.token_ids)
                     if reply.error is not None and not first:
                         raise reply.error
                 first = True

@@ -191,10 +191,9 @@ class EngineServer:
     def _sample(self) -> None:
         engine, meters = self._backend.engine, self._meters
         stats, blocks = engine.snapshot.stats, engine.snapshot.blocks
-        usable = max(1, blocks.total - blocks.null)
         meters.engine.running.set(stats.running)
         meters.engine.waiting.set(stats.waiting)
-        meters.engine.kv_usage.set(1 - (blocks.free + blocks.cached) / usable)
+        meters.engine.kv_usage.set(engine.snapshot.kv_usage)
         meters.engine.quarantined_blocks.set(blocks.quarantined)
         meters.engine.no_progress_seconds.set(engine.stalled_s())
         meters.engine.prefix_queries.inc(meters.grown("queries", stats.prefix_queries))
@@ -269,7 +268,8 @@ class EngineServer:
             raise error.located("admission", call.attempt) from error
         self._meters.transfer.seconds.observe(answer.transfer_s)
         self._meters.requests.prompt_tokens.inc(answer.num_tokens)
-        return model_response(answer)
+        # Routers of an older version refuse a field that they do not know: only who asks for it may get it.
+        return Response(answer.model_dump_json(exclude_defaults=True).encode(), media_type="application/json")
 
     async def _prefill(self, call: PrefillCall) -> PrefillAnswer:
         try:

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..interfaces.steps import RowBlocks, RowStart, StepPlan
+from ..interfaces.steps import LateRowMask, RowBlocks, RowStart, StepPlan
 from ..kv.groups import GroupPlan
 from ..layers.batch import ForwardBatch, GroupBatch
 from ..request import SamplingParams
@@ -25,10 +25,12 @@ from .adjustments import AdjustedRows, Adjustments
 from .device.base import Device
 from .graphs import Graphs
 from .kv_cache import NULL_BLOCK
+from .prompt_scores import ScoredChunk, ScoredRows
 from .staging import Packer, StagingSlot
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+Mask = TypeVar("Mask")
 _HOTTEST = 3e38
 """Of what fp32 holds. Divided by infinity, what is masked would be no number."""
 _LEAST_INT64, _UINT64 = -(2**63), 2**64
@@ -57,7 +59,9 @@ class Draws:
     wanted: Ints
     """How many alternatives each of them wants."""
     masks: tuple[tuple[int, bytes], ...]
-    """Rows that may not draw every id, and their masks (`interfaces.steps.RowMask`), on the host."""
+    """Draws that may not take every id, and their masks (`interfaces.steps.RowMask`), on the host."""
+    late_masks: tuple[tuple[int, LateRowMask], ...]
+    """Draws whose masks are computed meanwhile."""
     adjustments: Adjustments | None
     """What changes logits before the draw; None: nothing."""
 
@@ -78,6 +82,8 @@ class StepInputs:
     graph: tuple[str, int] | None
     """Name and size of the captured forward pass; None: there is none."""
     draws: Draws | None
+    scored: tuple[ScoredChunk, ...] = ()
+    """Parts of prompts whose log-probabilities are wanted."""
 
 
 class InputBatch:
@@ -103,6 +109,7 @@ class InputBatch:
         self._tables: list[Ints] = [np.zeros((max_rows, width), np.int32) for width in widths]
         self._parameters = SamplingRows(max_rows)
         self._adjusted = AdjustedRows()
+        self._scored = ScoredRows()
 
         most_rows = graphs.most_rows
         most_tokens = max(max_tokens, most_rows)
@@ -142,7 +149,13 @@ class InputBatch:
         assert longest <= self._max_len, (plan.step, longest, self._max_len)
         masks = {mask.row: mask.allowed for mask in plan.masks}
         assert all(len(allowed) == 1 for allowed in masks.values()), "drafts are not in this executor"
-        return self._describe(columns, slot, starts, masks={row: allowed[0] for row, allowed in masks.items()})
+        return self._describe(
+            columns,
+            slot,
+            starts,
+            masks={row: allowed[0] for row, allowed in masks.items()},
+            late_masks={late.row: late for late in plan.late_masks},
+        )
 
     def dummies(self, size: int, slot: StagingSlot, *, prompts: bool = False) -> StepInputs:
         """A step of dummies alone, to capture a graph with: `size` rows, or with `prompts` as many tokens."""
@@ -158,6 +171,7 @@ class InputBatch:
         size: int = 0,
         prompts: bool = False,
         masks: Mapping[int, bytes] = MappingProxyType({}),
+        late_masks: Mapping[int, LateRowMask] = MappingProxyType({}),
     ) -> StepInputs:
         rows, begins, counts, draws = columns
         ends = begins + counts
@@ -204,7 +218,7 @@ class InputBatch:
         lengths, lengths_there = pack.take(num_rows, torch.int32)
         lengths[: len(rows)] = ends
         lengths[len(rows) :] = 1 if decode else 0
-        drawn = self._draws(rows, ends, last, draws, masks, num_rows if decode else 0)
+        drawn = self._draws(rows, ends, last, draws, masks, late_masks, num_rows if decode else 0)
         width = int(ends.max(initial=1))
         tables = [self._table(number, rows, width, num_rows) for number in range(len(self._tables))]
         forward = ForwardBatch(
@@ -224,6 +238,7 @@ class InputBatch:
             forward=forward,
             graph=graph,
             draws=drawn,
+            scored=self._scored.of(columns),
         )
 
     def _slots(self, number: int, token_rows: Longs, positions: Longs, here: Longs, there: Tensor) -> Tensor:
@@ -247,7 +262,14 @@ class InputBatch:
         return table, table[:, :width], there.view(num_rows, width)
 
     def _draws(
-        self, rows: Longs, ends: Longs, last: Longs, draws: Longs, masks: Mapping[int, bytes], size: int
+        self,
+        rows: Longs,
+        ends: Longs,
+        last: Longs,
+        draws: Longs,
+        masks: Mapping[int, bytes],
+        late_masks: Mapping[int, LateRowMask],
+        size: int,
     ) -> Draws | None:
         drawing = np.flatnonzero(draws)
         count = len(drawing)
@@ -256,10 +278,10 @@ class InputBatch:
         draw_rows, at = rows[drawing], ends[drawing]
         parameters, wanted = self._parameters.of(draw_rows)
         asking = np.flatnonzero(wanted >= 0)
-        masked = tuple((i, masks[row]) for i, row in enumerate(draw_rows.tolist()) if row in masks) if masks else ()
+        masked, late = _by_draw(draw_rows, masks), _by_draw(draw_rows, late_masks)
         adjustments = self._adjusted.of(draw_rows, at)
         # A graph draws for all its rows, without parameters.
-        plain = not parameters and not len(asking) and not masked and adjustments is None
+        plain = not parameters and not len(asking) and not masked and not late and adjustments is None
         graph = size if count == len(rows) and plain else 0
         width = graph or count
         logit_rows, logit_rows_there = self._packer.take(width, torch.int64)
@@ -287,6 +309,7 @@ class InputBatch:
             asking_rows=asking_rows,
             wanted=wanted[asking],
             masks=masked,
+            late_masks=late,
             adjustments=adjustments,
         )
 
@@ -297,10 +320,16 @@ class InputBatch:
             table[row.row, len(ids) :] = NULL_BLOCK
         self._parameters.set(row.row, row.sampling)
         self._adjusted.set(row.row, row.sampling, row.prompt_len)
+        self._scored.set(row)
         return self.tokens[row.row, : len(row.token_ids)], slot.tokens(row.token_ids)
 
     def _grow(self, blocks: RowBlocks) -> None:
         self._tables[blocks.group][blocks.row, blocks.index : blocks.index + len(blocks.block_ids)] = blocks.block_ids
+
+
+def _by_draw(rows: Longs, masks: Mapping[int, Mask]) -> tuple[tuple[int, Mask], ...]:
+    """The masks of rows as those of draws."""
+    return tuple((draw, masks[row]) for draw, row in enumerate(rows.tolist()) if row in masks) if masks else ()
 
 
 class SamplingRows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import random
@@ -30,13 +29,14 @@ from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics, TenantMetrics
 from ..request import Structure
 from ..serving.app import errors, json_body
-from ..serving.call import Call, Cut, add_call_route, authorization, error_answer
+from ..serving.call import Call, Cut, add_call_route, error_answer
 from ..serving.in_flight import InFlight
 from ..structured.checker import Checker
 from . import anthropic
 from .answer import Job, Runner
 from .anthropic import AnthropicMessage, CountRequest, MessagesRequest, TokenCount
 from .chat import NeedsThread
+from .keys import Keys
 from .plan import Plan, Planner
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
@@ -66,11 +66,6 @@ BODIES: tuple[type[BaseModel], ...] = (
     DetokenizeRequest,
 )
 """What `make_app` has to know for the document."""
-
-
-class _Unauthorised(InvalidRequest):
-    status = 401
-    code = "invalid_api_key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,18 +212,18 @@ class _Api:
         )
         self._runner = Runner(backend, metrics, clock)
         self._tokenizer = tokenizer
-        self._key = config.api_key.encode()
+        self._keys = Keys(config.api_key, config.tenants, clock)
         self._tenants = config.tenants
         self._tenant_metrics = tenant_metrics
 
     async def models(self, request: Request) -> ModelList:
         """The names that are served."""
-        self._authorise(request)
+        self._keys.check(request)
         return ModelList(data=[self._model(n) for n in self._config.served_names])
 
     async def model(self, request: Request, name: str) -> Model:
         """One of them."""
-        self._authorise(request)
+        self._keys.check(request)
         self._planner.check_model(name)
         return self._model(name)
 
@@ -269,7 +264,7 @@ class _Api:
         """Answer with what `make` makes of the body, in a thread: it may take long, and no engine is asked."""
         try:
             with self._in_flight.track():
-                self._admit(self._authorise(call))
+                self._admit(self._keys.check(call))
                 body = await call.read()
                 answer = await asyncio.to_thread(lambda: written(make(body)))
         except RequestError as e:
@@ -292,7 +287,7 @@ class _Api:
         progress = _Progress()
         try:
             with self._in_flight.track():
-                progress.tenant = self._authorise(call)
+                progress.tenant = self._keys.check(call)
                 self._admit(progress.tenant)
                 await self._answer(call, plan, arrived, progress)
                 self._count_tenant(progress, 200)
@@ -333,7 +328,8 @@ class _Api:
                 job = await self._plan(plan, body)
                 del body  # megabytes, which an answer would keep as long as it streams
                 if job.structure is not None:
-                    await self._check_structure(job.structure, job.structure_param)
+                    who = "" if progress.tenant is None else progress.tenant.name
+                    await self._check_structure(job.structure, job.structure_param, who)
                 progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
                 if progress.tenant is None:
                     await self._run(job, arrived, call)
@@ -356,10 +352,10 @@ class _Api:
         if progress.tenant is not None and self._tenant_metrics is not None:
             self._tenant_metrics.ended(progress.tenant.name, status)
 
-    async def _check_structure(self, structure: Structure, param: str) -> None:
+    async def _check_structure(self, structure: Structure, param: str, who: str) -> None:
         if self._grammars is None:
             raise InvalidRequest(f"{param}: not available here", param=param)
-        await self._grammars.check(structure, param)
+        await self._grammars.check(structure, param, who)
 
     @staticmethod
     async def _plan(plan: Plan, body: bytes) -> Job:
@@ -379,24 +375,6 @@ class _Api:
                 await call.end()
         except (TimeoutError, ConnectionResetError) as e:
             raise Cut from e
-
-    def _authorise(self, request: Request) -> Tenant | None:
-        """Whose request it is, where there are tenants."""
-        if not self._key and self._tenants is None:
-            return None
-        scheme, _, token = authorization(request.scope).partition(" ")
-        own = request.headers.get("x-api-key", "")  # as clients of /v1/messages send it
-        if own:
-            scheme, token = "bearer", own
-        given = token.strip().encode("utf-8", "surrogateescape")
-        if self._tenants is not None:
-            self._tenants.refresh(self._clock())
-            tenant = self._tenants.tenants.of_key(given) if scheme.lower() == "bearer" else None
-            if tenant is not None:
-                return tenant
-        elif hmac.compare_digest(given, self._key) and scheme.lower() == "bearer":
-            return None
-        raise _Unauthorised("Authorization: send a valid API key as `Bearer KEY`", param="Authorization")
 
     def _admit(self, tenant: Tenant | None) -> None:
         """Count a request against its tenant's rate: also those that no engine is asked for cost others something."""

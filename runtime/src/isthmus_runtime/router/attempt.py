@@ -73,8 +73,8 @@ class Attempt:
         self._rest = b""
         self._prefill_task: asyncio.Task[None] | None = None
         self._delivered = False
-        self._prefill_hits = 0
-        """Prompt tokens that prefill found in its prefix cache."""
+        self._answer: PrefillAnswer | None = None
+        """Prefill's, which comes before decode may start."""
         self.unsent = True
         """No engine has seen a byte of it."""
         self._ended = False
@@ -110,9 +110,11 @@ class Attempt:
                 raise TryElsewhere(located, self._decode.url) from error
             raise located from error
         self._delivered = True
-        if line.note == "transferred" and self._prefill_hits > line.cached_tokens:
+        if line.note == "transferred" and self._answer is not None:
             # Nobody computed these tokens. Decode's own hits are a prefix of the same prompt: the longer one counts.
-            line = line._replace(cached_tokens=self._prefill_hits)
+            cached = max(line.cached_tokens, self._answer.cached_tokens)
+            line = line._replace(cached_tokens=cached, prompt_logprobs=self._answer.prompt_logprobs)
+            self._answer = None
         return line
 
     async def next(self) -> TokenChunk:
@@ -330,7 +332,7 @@ class Attempt:
                 f"prefill engine {url} answered for attempt {answer.attempt!r}, expected {self._attempt!r}",
                 stage="prefill",
             )
-        self._prefill_hits = answer.cached_tokens
+        self._answer = answer
 
     def _count(self, leg: str, error: RequestError) -> None:
         if self._metrics is not None and not isinstance(error, Cancelled):

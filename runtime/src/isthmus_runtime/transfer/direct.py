@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from ..config import apply_transport_environment
+from ..config import apply_native_environment
 from ..credentials import Credentials
 from ..errors import ConfigError
 from ..interfaces.handoff import ReceiveJob
@@ -186,7 +186,7 @@ class DirectTransfer:
             rdma_devices=rdma,
             nvlink_built=bool(getattr(mooncake, "SUPPORT_INTRA_NVLINK", False)),
         )
-        apply_transport_environment(transport_environment(transport, self._timeout_s))
+        apply_native_environment(transport_environment(transport, self._timeout_s))
         engine = mooncake.TransferEngine()
         code = engine.initialize(self._host, "P2PHANDSHAKE", protocol, ",".join(rdma) if transport == "rdma" else "")
         if code != 0:

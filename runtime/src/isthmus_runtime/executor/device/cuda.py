@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from shutil import which
 
 import torch
 from torch import Tensor
@@ -27,22 +28,27 @@ _LOST = re.compile(
 )
 
 
-def unusable() -> str:
-    """Why no GPU can be used here; empty when one can."""
+def unusable(index: int = 0) -> str:
+    """Why GPU `index` cannot be used here; empty when it can."""
     if not torch.backends.cuda.is_built():
         return f"this PyTorch ({torch.__version__}) is built without CUDA; install one that is, or use --device cpu"
     try:
         torch.cuda.init()
         if not torch.cuda.device_count():
             return "the driver shows no GPU; give this process one (nvidia.com/gpu in Kubernetes), or use --device cpu"
-        found = torch.cuda.get_device_capability(0)
+        if torch.cuda.device_count() <= index:
+            shown = torch.cuda.device_count()
+            return f"rank {index} needs a GPU of its own and the driver shows {shown}; give this process more of them"
+        found = torch.cuda.get_device_capability(index)
     except (RuntimeError, AssertionError) as e:
         # torch's own words name the cause: no driver, one too old (with both versions), a card that does not answer.
         return f"{str(e).splitlines()[0]}; use --device cpu, or repair the driver (nvidia-smi shows its state)"
     if found < LEAST_CAPABILITY:
-        name = torch.cuda.get_device_name(0)
+        name = torch.cuda.get_device_name(index)
         least, has = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, found))
         return f"{name} has compute capability {has}, the kernels need {least} or more; use --device cpu"
+    if which("gcc") is None and which("clang") is None:
+        return "Triton compiles a launcher in C for each kernel, and neither gcc nor clang is on the PATH; install gcc"
     return ""
 
 
