@@ -66,6 +66,39 @@ def test_tokens_pass_one_by_one(rig, run, kit):
     run(main())
 
 
+def test_the_names_of_vllm_count_each_request_as_its_client_sees_it(rig, run, kit):
+    def seen(r):
+        return [int(r.metric(f"vllm:num_requests_{state}")) for state in ("waiting", "running")]
+
+    async def main():
+        reserve, gate = asyncio.Event(), asyncio.Event()
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        prefill.prefill_script = [reserve]
+        prefill.prefill_hits = 2
+        decode.script = [kit.tokens(7, note="transferred"), gate, kit.done(9)]
+        async with rig(prefill, decode) as r:
+            async with aclosing(r.backend.generate(kit.request())) as stream:
+                first = asyncio.ensure_future(anext(stream))
+                await prefill.started.wait()
+                assert seen(r) == [1, 0]
+                assert r.metric("vllm:prefix_cache_queries_total") == 0
+                reserve.set()
+                await first
+                assert seen(r) == [0, 1]
+                gate.set()
+                await anext(stream)
+            assert seen(r) == [0, 0]
+            assert r.metric("vllm:prefix_cache_queries_total") == len(kit.request().prompt_token_ids)
+            assert r.metric("vllm:prefix_cache_hits_total") == 2
+
+            decode.before = [Overloaded("full")]
+            with pytest.raises(Overloaded):
+                await kit.collect(r.backend)
+            assert seen(r) == [0, 0]
+
+    run(main())
+
+
 def test_choices_of_one_prompt_follow_the_first(rig, run, kit):
     async def main():
         prefill, decodes = kit.Engine("prefill"), [kit.Engine("decode") for _ in range(3)]

@@ -51,7 +51,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
     in_flight, registry = InFlight(), CollectorRegistry()
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)
     router = make_router(config, registry, in_flight, credentials=credentials)
-    metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_", vllm_names=False)
+    metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_")
     app = make_app(
         "Isthmus router",
         bodies=BODIES,

@@ -25,7 +25,7 @@ from .policy import PolicyName
 from .pool import EnginePool, Resolve, resolve_all
 from .prefixes import make_prefixes
 from .proxy import RouterBackend
-from .status import ServiceStatus, service_status
+from .status import ServiceStatus, kv_usage, service_status
 
 
 class RouterState(BaseModel):
@@ -62,6 +62,7 @@ class Router:
             prefixes=prefixes,
             credentials=credentials,
         )
+        metrics.kv_usage.set_function(lambda: kv_usage(v for v in self.pool.views() if v.role != "prefill"))
         self.backend = RouterBackend(config, self.pool, self._links, metrics=metrics, prefixes=prefixes)
 
     @asynccontextmanager

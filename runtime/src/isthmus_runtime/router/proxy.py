@@ -67,6 +67,8 @@ class RouterBackend:
             local_without_prefill=config.on_prefill_unavailable == "local",
         )
         self._in_flight = 0
+        self._begun = 0
+        """Of these, requests that have a token."""
         self._turn = 0
         self._holders: OrderedDict[str, str] = OrderedDict()
         """Group of requests with one prompt -> the engine that has its KV."""
@@ -74,6 +76,8 @@ class RouterBackend:
         """The last fleet that `ready` found able to serve."""
         if metrics is not None:
             metrics.in_flight.set_function(lambda: self._in_flight)
+            metrics.running.set_function(lambda: self._begun)
+            metrics.waiting.set_function(lambda: self._in_flight - self._begun)
 
     @property
     def max_model_len(self) -> int:
@@ -125,8 +129,14 @@ class RouterBackend:
             )
         self._in_flight += 1
         attempt: Attempt | None = None
+        begun = 0
         try:
             attempt, chunk = await self._begin(request)
+            begun = 1
+            self._begun += begun
+            if self._metrics is not None:
+                self._metrics.prefix_queries.inc(len(request.prompt_token_ids))
+                self._metrics.prefix_hits.inc(chunk.cached_tokens)
             while True:
                 if chunk.note and self._metrics is not None:
                     self._metrics.prompt(chunk.note)
@@ -141,6 +151,7 @@ class RouterBackend:
         finally:
             if attempt is not None:
                 attempt.close()
+            self._begun -= begun
             self._in_flight -= 1
 
     async def _begin(self, request: GenerateRequest) -> tuple[Attempt, TokenChunk]:

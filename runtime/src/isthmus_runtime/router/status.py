@@ -85,19 +85,24 @@ def service_status(
     )
 
 
+def kv_usage(views: Iterable[EngineView]) -> float:
+    """Share of the KV blocks of all these engines that is in use, 0 to 1."""
+    infos = [v.info for v in views if v.info is not None]
+    usable = sum(info.kv.usable_blocks for info in infos)
+    return sum(info.load.kv_usage * info.kv.usable_blocks for info in infos) / max(1, usable)
+
+
 def _role(role: str, views: Sequence[EngineView], show_load: bool) -> RoleStatus:
     counts = {"known": len(views), "ready": sum(v.ready for v in views)}
     if not show_load:
         return RoleStatus(role=role, **counts)
     infos = [v.info for v in views if v.info is not None]
-    usable = sum(info.kv.usable_blocks for info in infos)
-    used = sum(info.load.kv_usage * info.kv.usable_blocks for info in infos)
     return RoleStatus(
         role=role,
         **counts,
         running=sum(info.running for info in infos),
         waiting=sum(info.waiting for info in infos),
-        kv_usage=round(used / usable, 4) if usable else 0.0,
+        kv_usage=round(kv_usage(views), 4),
     )
 
 
