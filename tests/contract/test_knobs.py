@@ -32,6 +32,8 @@ SERVE = {
     "--max-batched-tokens": "2048",
     "--max-step-time": "200ms",
     "--max-num-seqs": "128",
+    "--speculative-method": "none",
+    "--speculative-tokens": "6",
     "--max-waiting": "1024",
     "--queue-timeout": "300s",
     "--block-size": "16",

@@ -36,6 +36,7 @@ FULL: dict[str, Any] = {
             "prefixCaching": False,
             "layout": "LayerMajor",
         },
+        "speculative": {"method": "NGram", "tokens": 4},
         "extraArgs": {"executor": "fake"},
     },
     "roles": {
@@ -116,6 +117,7 @@ def test_every_setting_arrives_at_the_engine() -> None:
     assert decode.scheduler.max_model_len == 4096
     assert (decode.scheduler.max_num_seqs, decode.scheduler.max_waiting) == (8, 9)
     assert decode.scheduler.queue_timeout_s == 90
+    assert (prefill.scheduler.speculative_tokens, decode.scheduler.speculative_tokens) == (0, 4)
     assert decode.executor == "fake"
     transfer = decode.transfer
     assert (transfer.mode, transfer.transport, transfer.fallback) == ("store", "auto", "allow-tcp")

@@ -55,7 +55,7 @@ _LOG = logging.getLogger(__name__)
 # Per op: its folder, and the implementations that exist, best first.
 _OPS = MappingProxyType(
     {
-        "paged_attention": ("paged_attention", ("cpu", "triton", "torch", "reference")),
+        "paged_attention": ("paged_attention", ("cpu", "cuda", "triton", "torch", "reference")),
         "rope_kv_write": ("rope_kv_write", ("cpu", "triton", "reference")),
         "latent_kv_write": ("latent_kv_write", ("reference",)),
         "rms_norm": ("rms_norm", ("cpu", "triton", "reference")),

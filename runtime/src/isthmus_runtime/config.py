@@ -151,6 +151,8 @@ class SchedulerConfig:
     max_step_s: float = 0.2
     """Longest step beside a request that generates: the gap that a prompt may make in another's stream."""
     max_num_seqs: int = 128
+    speculative_tokens: int = 0
+    """Most tokens that a row guesses from its own text (n-grams) and verifies in one step; 0: it does not."""
     max_waiting: int = 1024
     """More waiting requests than this are refused with 429."""
     queue_timeout_s: float = 300.0
@@ -284,6 +286,8 @@ def build_serve_parser() -> argparse.ArgumentParser:
     engine.add_argument("--max-batched-tokens", default="2048")
     engine.add_argument("--max-step-time", default="200ms", help="longest gap that prompts may make in a stream")
     engine.add_argument("--max-num-seqs", default="128")
+    engine.add_argument("--speculative-method", default="none", choices=["none", "ngram"], help="guess tokens ahead")
+    engine.add_argument("--speculative-tokens", default="6", help="most guesses of a row and step")
     engine.add_argument("--max-waiting", default="1024")
     engine.add_argument("--queue-timeout", default="300s")
     engine.add_argument("--block-size", default="16")
@@ -510,6 +514,7 @@ def _engine(
         read.problems.append("--transfer-mode store needs --store-master host:port of a mooncake_master")
     if role is not Role.UNIFIED and transfer.mode == "none":
         read.problems.append(f"--role {role.value} needs --transfer-mode direct or store")
+    speculative = read.integer("speculative_tokens", 1, 64)
     ranks = read.integer("tensor_parallel_size", 1, 64)
     if ranks > 1 and transfer.mode != "none":
         read.problems.append(
@@ -537,6 +542,7 @@ def _engine(
             max_batched_tokens=read.integer("max_batched_tokens", 1),
             max_step_s=read.duration("max_step_time"),
             max_num_seqs=read.integer("max_num_seqs", 1, 65536),
+            speculative_tokens=speculative if args.speculative_method == "ngram" else 0,
             max_waiting=read.integer("max_waiting", 1),
             queue_timeout_s=read.duration("queue_timeout"),
         ),

@@ -168,7 +168,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         layout_digest=loaded.digest,
         kv_heads=loaded.kv_heads,
         recompute=config.transfer.on_failure == "recompute",
-        late_masks=True,
+        late_masks=config.tensor_parallel_size == 1,
     )
     streams = Streams(asyncio.get_running_loop())
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)

@@ -297,6 +297,8 @@ class EngineLoop:
         """When the next step is planned; None: not before something else happens."""
         if self.failure or not self._wake or len(self._in_flight) == STEPS_IN_FLIGHT or not self.scheduler.has_work:
             return None
+        if self._in_flight and self.scheduler.holds:
+            return None
         return self.scheduler.pace.plan_at()
 
     def _submit(self, plan: StepPlan) -> None:
