@@ -35,7 +35,7 @@ help: ## List the targets
 STAMP := $(VENV)/.installed
 KERNEL_SOURCES := $(wildcard kernels/setup.py) $(shell find kernels/src kernels/csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' 2>/dev/null)
 
-.PHONY: venv native setup model
+.PHONY: venv native browser setup model
 venv: $(STAMP) ## Create .venv with all three distributions (editable) and the tools
 
 $(STAMP): constraints.txt pyproject.toml operator/pyproject.toml runtime/pyproject.toml kernels/pyproject.toml $(KERNEL_SOURCES)
@@ -44,6 +44,9 @@ $(STAMP): constraints.txt pyproject.toml operator/pyproject.toml runtime/pyproje
 
 native: ## Install the system libraries that Mooncake loads (Debian, as root), or name those that are missing
 	@.ci/native
+
+browser: ## Install chromium, which the tests of the router's page drive (Debian, as root)
+	@.ci/browser
 
 model: $(MODEL_DIR)/.imported ## Unpack the small default model into ISTHMUS_CACHE
 
@@ -57,17 +60,22 @@ setup: venv native model ## All of the above
 
 # ---- Use -------------------------------------------------------------------------------------------------------
 
-.PHONY: run bench bench-gpu bench-kernels bench-planner bench-router bench-operator
+.PHONY: run bench bench-gpu bench-gpu-http bench-kernels bench-planner bench-router bench-operator
 run: venv native $(if $(filter $(MODEL_DIR),$(MODEL)),model) ## Serve EXAMPLE on this machine: make run [EXAMPLE=examples/direct.yaml] [MODEL=folder-or-hub-id]
 	@$(VENV)/bin/isthmus up $(EXAMPLE) --model '$(MODEL)'
 
 bench: setup ## Run the benchmarks: make bench [ARGS=...]
 	@$(PY) runtime/bench/scheduler.py
 	@$(PY) runtime/bench/gaps.py
+	@$(PY) runtime/bench/masks.py
+	@$(PY) runtime/bench/speculation.py
 	@$(PY) runtime/bench/run.py $(ARGS)
 
 bench-gpu: setup ## The table of the GPU's bars, on a CUDA device: make bench-gpu [ARGS='--models qwen3-8b --parity --out FOLDER']
 	@$(PY) runtime/bench/gpu.py $(ARGS)
+
+bench-gpu-http: setup ## The same over HTTP, engine alone and behind a router: make bench-gpu-http [ARGS='--offline FOLDER/bench-gpu.json --out FILE']
+	@$(PY) runtime/bench/gpu_http.py $(ARGS)
 
 bench-kernels: venv ## The swap of KV blocks beside its peers and the measured link; needs a GPU: make bench-kernels [ARGS='--quick --json FILE']
 	@$(PY) kernels/bench/kv_swap.py $(ARGS)
@@ -89,10 +97,11 @@ SEED    =
 MINUTES = 10
 MODE    = direct
 
-.PHONY: test test-gpu lint type verify size chaos
+.PHONY: test test-gpu lint type verify size chaos clients
 test: setup ## Run the test suite but for what needs the full cluster, which is `make e2e` (ARGS= narrows it)
 	@status=0; $(PY) -m pytest -q -m 'not cluster' $(ARGS) || status=$$?; \
 	$(CLUSTER) find --fast || echo "make test: THE TESTS AGAINST A KUBERNETES API SERVER DID NOT RUN (the line above says why)" >&2; \
+	command -v chromium chromium-browser google-chrome >/dev/null || echo "make test: THE PAGE WAS NOT DRIVEN BY A BROWSER (make browser)" >&2; \
 	exit $$status
 
 test-gpu: setup ## Run the tests that need a CUDA device; without one they are skipped, which is said aloud (ARGS= narrows it)
@@ -100,6 +109,9 @@ test-gpu: setup ## Run the tests that need a CUDA device; without one they are s
 
 test-fast: setup ## What to run while editing: no test that starts services or a cluster, or is slow
 	@$(PY) -m pytest -q -n auto -m 'not (slow or e2e or light_cluster or cluster or gpu)' $(ARGS)
+
+clients: setup ## Users' own libraries, unchanged, against the Direct example (docs/clients.md); installs each, GBs (ARGS= chooses)
+	@$(PY) tests/clients/run.py $(ARGS)
 
 chaos: setup ## Real faults on a real service (docs/chaos.md): make chaos [SEED=..] [MINUTES=10] [MODE=direct|store] [ARGS=...]
 	@$(PY) tests/chaos/run_storm.py $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --mode $(MODE) $(ARGS)

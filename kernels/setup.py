@@ -36,7 +36,9 @@ if platform.machine() not in ("x86_64", "AMD64"):
 CPU_SOURCES = ("*/cpu/*.cpp", "cpu/*", "*/*.h")
 CUDA_SOURCES = ("*/cuda/*", "cuda/*", "*/*.h")
 CUDA = ["-std=c++17", "-O3", "-shared", "-cudart", "static", "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall"]
-CUDA += ["-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_90,code=compute_90"]
+# Hopper's own instructions (the matrix units of a warpgroup) exist for sm_90a alone. The PTX, which later devices
+# compile, leaves out what is made of them.
+CUDA += ["-gencode=arch=compute_90a,code=sm_90a", "-gencode=arch=compute_90,code=compute_90"]
 
 
 def source_digest(patterns: tuple[str, ...]) -> str:

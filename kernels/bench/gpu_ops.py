@@ -103,8 +103,8 @@ class Batch:
         self.q = torch.randn(sum(query_lens), self.heads, self.dim, device=DEVICE, dtype=BF16)
         self.out = torch.empty_like(self.q)
 
-    def calls(self) -> list[Callable[[], object]]:
-        """Our attention, once a layer."""
+    def calls(self, impl: str | None = None) -> list[Callable[[], object]]:
+        """Our attention, once a layer; the implementation that dispatch chooses, or `impl`."""
         return [
             partial(
                 dispatch.paged_attention,
@@ -117,6 +117,7 @@ class Batch:
                 max_query_len=max(self.query_lens),
                 max_seq_len=max(self.lens),
                 out=self.out,
+                impl=impl,
             )
             for index in range(self.layers)
         ]
@@ -172,11 +173,15 @@ def prefill(limits: dict[str, float], peers: bool) -> None:
         ("2048 on 8192", [2048], [8192]),
         ("512 on 32768", [512], [32_768]),
         ("16 x 128 on 1024", [128] * 16, [1024] * 16),
+        ("32 x 512", [512] * 32, [0] * 32),
+        ("1 x 32768", [32_768], [0]),
     ):
         batch = Batch(QWEN3_8B, queries, [q + c for q, c in zip(queries, contexts, strict=True)])
         work = sum(4 * batch.heads * batch.dim * q * (c + q / 2) for q, c in zip(queries, contexts, strict=True))
-        us = median_us(batch.calls()[:4], 10)
-        report("prefill", title, us, work, limits["product"], batch.peer("fa3") if peers else None)
+        peer = batch.peer("fa3") if peers else None
+        for impl in ("cuda", "triton"):
+            us = median_us(batch.calls(impl)[:4], 10)
+            report(f"prefill {impl}", title, us, work, limits["product"], peer)
 
 
 def pointwise(limits: dict[str, float], peers: bool) -> None:

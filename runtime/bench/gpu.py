@@ -40,6 +40,7 @@ from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, lo
 from isthmus_runtime.kv.plan import KvPlanInput, plan  # noqa: E402
 from isthmus_runtime.kv.pool import BlockPool  # noqa: E402
 from isthmus_runtime.models.base import ModelSpec  # noqa: E402
+from isthmus_runtime.models.shard import Slice  # noqa: E402
 from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk  # noqa: E402
 
 DEADLINE_S = 300.0
@@ -294,8 +295,10 @@ def open_model(
     seed: int,
     on: str,
     quantization: str = "auto",
+    opened: CudaDevice | None = None,
 ) -> LoadedModel:
-    """Random weights for `config`, generated on the device `on` (`cpu`: alike everywhere)."""
+    """Random weights for `config`, generated on the device `on` (`cpu`: alike everywhere); `opened` is `device` where
+    it was opened with other options than an engine's."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
 
@@ -306,7 +309,7 @@ def open_model(
             return weights if made == where else _Moved(weights, where)
 
         model = ModelConfig(path=folder, device=device, dtype=dtype, quantization=quantization)
-        return load(model, scheduler, source=source)
+        return load(model, scheduler, device=opened, source=source)
 
 
 @dataclass
@@ -314,8 +317,8 @@ class _Moved:
     source: RandomTensors
     device: torch.device
 
-    def take(self, *names: str) -> torch.Tensor:
-        return self.source.take(*names).to(self.device)
+    def take(self, *parts: str | Slice) -> torch.Tensor:
+        return self.source.take(*parts).to(self.device)
 
 
 @dataclass
@@ -344,6 +347,7 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
         max_num_seqs=256,
         max_waiting=4096,
     )
+    opened = CudaDevice(dependent_launch=False) if args.no_dependent_launch else None
     loaded = open_model(
         MODELS[name],
         scheduler,
@@ -352,6 +356,7 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
         seed=0,
         on="device",
         quantization=args.quantization,
+        opened=opened,
     )
     say(f"bench: {name} loaded {time.perf_counter() - began:.1f} s after its start")
     bench = Bench(loaded, scheduler=scheduler, kv=KvConfig(memory_fraction=args.kv_memory_fraction))
@@ -477,6 +482,7 @@ def main() -> int:
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
     parser.add_argument("--kv-memory-fraction", type=float, default=0.9)
+    parser.add_argument("--no-dependent-launch", action="store_true", help="every kernel starts after all before it")
     parser.add_argument("--no-prompt-graphs", action="store_true", help="launch steps with prompts one by one")
     parser.add_argument("--out", default="", help="folder for bench-gpu.txt and bench-gpu.json")
     args = parser.parse_args()

@@ -30,7 +30,7 @@ def exported() -> dict[str, set[str]]:
     requests = RequestMetrics(engine, "m")
     EngineMetrics(engine, "m")
     transfer = TransferMetrics(engine, "m")
-    front = RequestMetrics(router, "m", prefix="isthmus_router_", vllm_names=False)
+    front = RequestMetrics(router, "m", prefix="isthmus_router_")
     routing = RouterMetrics(router, "m")
     # A counter has no series before its labels are known.
     for each in (requests, front):

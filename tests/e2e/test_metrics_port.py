@@ -44,7 +44,7 @@ def test_who_may_scrape_may_do_nothing_else(tmp_path: Path) -> None:
     with ExitStack() as exits:
         engine = start("unified", "--executor", "fake", "--kv-memory", "256Ki")
         exits.callback(engine.stop)
-        router = start("router", "--worker", f"127.0.0.1:{ports['unified'][0]}")
+        router = start("router", "--worker", f"127.0.0.1:{ports['unified'][0]}", "--page", "off")
         exits.callback(router.stop)
         for role, process in (("unified", engine), ("router", router)):
             process.wait_http(f"http://127.0.0.1:{ports[role][1]}/ready")
@@ -61,7 +61,8 @@ def test_who_may_scrape_may_do_nothing_else(tmp_path: Path) -> None:
                 assert status(theirs + path, body) == 404
             assert status(f"{theirs}/v1/models") == 404
         assert metric(f"http://127.0.0.1:{ports['unified'][1]}", "vllm:request_success_total") == 2
-        assert status(f"http://127.0.0.1:{ports['router'][0]}/info") == 404  # not for clients
+        for path in ("/info", "/", "/page.js", "/status"):  # not for clients; switched off
+            assert status(f"http://127.0.0.1:{ports['router'][0]}{path}") == 404
         assert status(f"http://127.0.0.1:{ports['router'][1]}/accepting") == 200
         again = start("unified", "--executor", "fake")
         assert again.popen.wait(60) == 2

@@ -68,6 +68,6 @@ def test_the_document_names_what_is_served(service: dict[str, str]) -> None:
     shared = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/version"}
     shared |= {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"}
     shared |= {"/health", "/ping", "/ready", "/info", "/metrics"}
-    assert set(router) == shared | {"/accepting"}
+    assert set(router) == shared | {"/accepting", "/status"}
     internal = {f"/internal/{name}" for name in ("generate", "prefill", "commit", "abort", "drained", "kv-events")}
     assert set(engine) == shared | internal

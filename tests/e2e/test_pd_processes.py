@@ -16,7 +16,7 @@ from processes import MODEL, Stack, get_json, metric, stack
 from tokenizers import Tokenizer
 
 from isthmus_operator.render.pod import GRACE_AFTER_DRAIN_S
-from isthmus_runtime.executor.fake import expected_tokens
+from isthmus_runtime.executor.fake import expected_scores, expected_tokens
 from isthmus_runtime.request import SamplingParams
 
 pytestmark = pytest.mark.e2e
@@ -91,6 +91,46 @@ def test_many_requests_at_once_have_the_right_tokens(service: Stack, tokenizer: 
     asyncio.run(main())
     # Nothing went wrong, so nothing was computed twice: not even what many of them put into the pool at once.
     assert moved() >= 60
+
+
+def test_prompts_are_scored_where_they_are_computed(service: Stack, tokenizer: Tokenizer) -> None:
+    """As lm-evaluation-harness asks: prompts of ids in one request, the second time past full prefix caches."""
+    work = [[7 * i % 90 + 3 for i in range(length)] for length in (1, 16, 75, 33)]
+
+    async def main() -> None:
+        async with client() as session:
+            for most in (1, 0):
+                body = {"model": "test", "prompt": work, "echo": True, "logprobs": 2, "max_tokens": most,
+                        "temperature": 0, "ignore_eos": True}  # fmt: skip
+                async with session.post(service.url("router") + "/v1/completions", json=body) as response:
+                    assert response.status == 200, await response.text()
+                    choices = (await response.json())["choices"]
+                for prompt, choice in zip(work, choices, strict=True):
+                    told = choice["logprobs"]["token_logprobs"]
+                    assert told == [None, *(entry.logprob for entry in expected_scores(prompt, 2)), *[0.0] * most]
+                    assert choice["text"] == tokenizer.decode(prompt) + text_of(prompt, most, tokenizer)
+        await settled(lambda: nothing_held(service))
+
+    asyncio.run(main())
+
+
+def test_choices_of_one_prompt_take_one_transfer(service: Stack, tokenizer: Tokenizer) -> None:
+    prompt = [11 * i % 90 + 3 for i in range(75)]
+    decodes = [service.url("decode0"), service.url("decode1")]
+
+    def seen(name: str, **labels: str) -> float:
+        return sum(metric(url, name, **labels) for url in decodes)
+
+    async def main() -> list[str]:
+        body = {"model": "test", "prompt": prompt, "n": 6, "max_tokens": 9, "temperature": 0, "ignore_eos": True}
+        async with client() as session, session.post(service.url("router") + "/v1/completions", json=body) as response:
+            assert response.status == 200, await response.text()
+            return [choice["text"] for choice in (await response.json())["choices"]]
+
+    before = [seen("isthmus_xfer_prompts_total", source=source) for source in ("transferred", "local")]
+    assert asyncio.run(main()) == [text_of(prompt, 9, tokenizer)] * 6
+    after = [seen("isthmus_xfer_prompts_total", source=source) for source in ("transferred", "local")]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 5]
 
 
 def test_clients_that_leave_free_everything(service: Stack) -> None:

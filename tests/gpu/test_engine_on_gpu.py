@@ -17,6 +17,7 @@ from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, lo
 from isthmus_runtime.interfaces.steps import Chunk, RowStart, StepPlan
 from isthmus_runtime.kv.plan import KvPlanInput, plan
 from isthmus_runtime.models.base import ModelSpec
+from isthmus_runtime.models.shard import Slice
 from isthmus_runtime.request import SamplingParams
 
 pytestmark = [
@@ -47,8 +48,8 @@ class _OnGpu:
         self._source = RandomTensors(spec.tensor_shapes(), device=cpu, dtype=torch.float32, seed=2)
         self._device = device
 
-    def take(self, *names: str) -> torch.Tensor:
-        return self._source.take(*names).to(self._device)
+    def take(self, *parts: str | Slice) -> torch.Tensor:
+        return self._source.take(*parts).to(self._device)
 
 
 @pytest.fixture

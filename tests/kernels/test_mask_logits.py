@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch, native
 
 
 @settings(max_examples=60)
@@ -15,15 +15,18 @@ from isthmus_kernels import dispatch
     masked=st.sets(st.integers(0, 4)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**31),
+    impl=st.sampled_from(["cpu", "torch"] if native.available() else ["torch"]),
 )
-def test_torch_equals_the_reference(vocab: int, width: int, masked: set[int], dtype: torch.dtype, seed: int) -> None:
+def test_fast_forms_equal_the_reference(
+    vocab: int, width: int, masked: set[int], dtype: torch.dtype, seed: int, impl: str
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, vocab, generator=generator).to(dtype)
     rows = torch.tensor(sorted(masked), dtype=torch.int64)
     masks = torch.randint(0, 256, (len(rows), width), generator=generator, dtype=torch.uint8)
     want, got = logits.clone(), logits.clone()
     dispatch.mask_logits(want, rows, masks, impl="reference")
-    dispatch.mask_logits(got, rows, masks, impl="torch")
+    dispatch.mask_logits(got, rows, masks, impl=impl)
     assert torch.equal(want, got)
     for row in set(range(5)) - masked:
         assert torch.equal(got[row], logits[row])

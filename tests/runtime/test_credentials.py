@@ -166,6 +166,25 @@ def test_files_that_cannot_be_read_leave_what_was_there(folder: Path) -> None:
     assert credentials.problem() == ""
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"kty": "new", "kid": "x"},
+        {"kty": "RSA", "kid": "x"},
+        {"kty": "oct", "k": "AAAA", "kid": "x"},
+        {"kty": "EC", "crv": "P-521x", "x": "AA", "y": "AA", "kid": "x"},
+        {"kty": "OKP", "crv": "Ed25519", "x": "11qYAYKxCrfVS_7TyWQHOg7hcvPapiMlrwIaaPcHURo", "kid": "x"},
+        "no key",
+    ],
+)
+def test_a_key_that_is_not_understood_leaves_the_others_in_use(folder: Path, odd: object) -> None:
+    """RFC 7517, 5."""
+    write(folder, trust=CLUSTER.trust(keys=[odd, *json.loads(CLUSTER.trust())["keys"]]))
+    credentials = Credentials(str(folder), Clock())
+    assert credentials.problem() == ""
+    credentials.check(credentials.authorization())
+
+
 def test_while_pods_without_a_token_are_left_everybody_is_served(folder: Path) -> None:
     credentials = Credentials(str(folder), Clock())
     write(folder, trust=CLUSTER.trust(required=False))

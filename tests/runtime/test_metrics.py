@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from prometheus_client import CollectorRegistry
 
 from isthmus_runtime.metrics import EngineMetrics, RequestMetrics, RouterMetrics, TransferMetrics, render
@@ -41,9 +44,45 @@ def test_vllm_names_are_views_of_ours():
         assert line in text, line
 
 
-def test_routers_export_no_engine_names():
+def test_routers_have_the_same_names_of_what_clients_see():
     registry = CollectorRegistry()
-    RouterMetrics(registry, "m")
-    RequestMetrics(registry, "m", prefix="isthmus_router_", vllm_names=False)
-    names = {line.split()[2] for line in render(registry).decode().splitlines() if line.startswith("# TYPE")}
-    assert names and all(name.startswith("isthmus_router_") for name in names)
+    router = RouterMetrics(registry, "m")
+    front = RequestMetrics(registry, "m", prefix="isthmus_router_")
+    router.running.set(2)
+    router.prefix_hits.inc(5)
+    front.inter_token_latency.observe(0.02)
+    text = render(registry).decode()
+    for line in (
+        'vllm:num_requests_running{model_name="m"} 2.0',
+        'isthmus_router_num_requests_running{model_name="m"} 2.0',
+        'vllm:prefix_cache_hits_total{model_name="m"} 5.0',
+        'vllm:inter_token_latency_seconds_count{model_name="m"} 1.0',
+        'vllm:time_per_output_token_seconds_count{model_name="m"} 1.0',
+        'vllm:num_requests_waiting{model_name="m"} 0.0',
+        'vllm:kv_cache_usage_perc{model_name="m"} 0.0',
+        'vllm:e2e_request_latency_seconds_count{model_name="m"} 0.0',
+        'vllm:prompt_tokens_total{model_name="m"} 0.0',
+    ):
+        assert line in text, line
+    names = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    assert all(name.startswith(("isthmus_router_", "vllm:")) for name in names)
+
+
+TABLE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def test_the_documented_table_is_what_is_exported():
+    engine, router = CollectorRegistry(), CollectorRegistry()
+    EngineMetrics(engine, "m").set_cache_config(block_size="16")
+    RequestMetrics(engine, "m")
+    RouterMetrics(router, "m")
+    RequestMetrics(router, "m", prefix="isthmus_router_")
+    documented = re.findall(
+        r"^\| `vllm:([a-z0-9_]+)`(?:, `vllm:([a-z0-9_]+)`)? \| (.) \| (.) \|", TABLE.read_text(), re.M
+    )
+    for column, registry in ((2, engine), (3, router)):
+        told = {name for row in documented for name in row[:2] if name and row[column] != "–"}
+        exported = {m.name.removeprefix("vllm:") for m in registry.collect() if m.name.startswith("vllm:")}
+        suffixed = {f"{name}_total" for name in exported}
+        assert {name for name in told if name not in exported | suffixed} == set()
+        assert {name for name in exported if name not in told and f"{name}_total" not in told} == set()

@@ -23,7 +23,7 @@ from isthmus_runtime.engine.intake import Intake
 from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from isthmus_runtime.engine.preemption import Preemption
 from isthmus_runtime.engine.scheduler import Scheduler
-from isthmus_runtime.engine.sequence import Effect, Emit, Kind, Sequence
+from isthmus_runtime.engine.sequence import Effect, Kind, Sequence
 from isthmus_runtime.interfaces.handoff import BlockRef
 from isthmus_runtime.interfaces.steps import StepOutput, StepPlan
 from isthmus_runtime.interfaces.transport import TransferResult
@@ -347,7 +347,7 @@ def end_twice(p: Patch) -> None:
 
     def complete(self: Completion, output: StepOutput, now: float) -> list[Effect]:
         effects = real(self, output, now)
-        return effects + [e for e in effects if isinstance(e, Emit) and e.chunk.finish_reason is not None]
+        return effects + [e for e in effects if isinstance(e, tuple) and e[1].finish_reason is not None]
 
     p.setattr(Completion, "complete", complete)
 
@@ -357,7 +357,7 @@ def end_never(p: Patch) -> None:
     p.setattr(
         Completion,
         "end",
-        lambda self, seq, reason, error: [e for e in real(self, seq, reason, error) if not isinstance(e, Emit)],
+        lambda self, seq, reason, error: [e for e in real(self, seq, reason, error) if not isinstance(e, tuple)],
     )
 
 

@@ -34,7 +34,8 @@ def engine(
     executor = executor or FakeExecutor(num_blocks, block_size)
     config = SchedulerConfig(**{"max_batched_tokens": 32, "max_num_seqs": 8, **scheduler})  # type: ignore[arg-type]
     plan = make_plan(num_blocks, block_size, max_model_len)
-    core = Scheduler(config, plan, BlockPool(num_blocks), layout_digest=executor.kv_region().layout_digest)
+    digest = executor.kv_region().layout_digest
+    core = Scheduler(config, plan, BlockPool(num_blocks), layout_digest=digest, late_masks=True)
     streams = Streams(asyncio.get_running_loop())
     loop = EngineLoop(core, executor, streams.sink, handoff=handoff)
     loop.start()

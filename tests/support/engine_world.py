@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.scheduler import Scheduler
-from isthmus_runtime.engine.sequence import Effect, Emit
+from isthmus_runtime.engine.sequence import Effect
 from isthmus_runtime.executor.fake import ENTRY_BYTES, FakeExecutor, Windows
 from isthmus_runtime.interfaces.steps import StepOutput
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.kv.plan import KvPlan
 from isthmus_runtime.kv.pool import BlockPool
-from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
+from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
 
 POISON = 0xA5
 
@@ -52,18 +52,24 @@ class World:
     depth: int = 2
     prefix_caching: bool = True
     poison: bool = True
+    late_masks: bool = False
+    speculative_tokens: int = 0
     windows: Windows = (None,)
     """Of each KV group."""
     now: float = 0.0
     tokens: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, list[TokenChunk]] = field(default_factory=dict)
+    scores: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     effects: list[Effect] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.num_blocks, num_groups=len(self.windows), prefix_caching=self.prefix_caching)
         self.executor = FakeExecutor(self.num_blocks, self.block_size, windows=self.windows)
         config = SchedulerConfig(
-            max_batched_tokens=self.max_batched_tokens, max_num_seqs=self.max_num_seqs, queue_timeout_s=100.0
+            max_batched_tokens=self.max_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            queue_timeout_s=100.0,
+            speculative_tokens=self.speculative_tokens,
         )
         flying = self.depth * self.max_batched_tokens
         groups = tuple(
@@ -71,13 +77,13 @@ class World:
             for window in self.windows
         )
         plan = make_plan(self.num_blocks, self.block_size, self.max_model_len, groups)
-        self.scheduler = Scheduler(config, plan, self.pool, layout_digest="fake")
+        self.scheduler = Scheduler(config, plan, self.pool, layout_digest="fake", late_masks=self.late_masks)
         self.in_flight: deque[StepOutput] = deque()
         self.steps = 0
 
     def add(self, req: GenerateRequest, **kwargs: object) -> str:
         sid = self.scheduler.add(req, self.now, **kwargs)  # type: ignore[arg-type]
-        self.tokens[sid], self.ends[sid] = [], []
+        self.tokens[sid], self.ends[sid], self.scores[sid] = [], [], []
         return sid
 
     def turn(self) -> bool:
@@ -110,10 +116,12 @@ class World:
 
     def take(self, effects: list[Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, Emit):
-                self.tokens[effect.sid].extend(effect.chunk.token_ids)
-                if effect.chunk.finish_reason is not None:
-                    self.ends[effect.sid].append(effect.chunk)
+            if isinstance(effect, tuple):
+                sid, chunk = effect
+                self.tokens[sid].extend(chunk.token_ids)
+                self.scores[sid].extend(chunk.prompt_logprobs)
+                if chunk.finish_reason is not None:
+                    self.ends[sid].append(chunk)
             else:
                 self.effects.append(effect)
 

@@ -15,6 +15,7 @@ from isthmus_kernels import native
 
 _LOG = logging.getLogger(__name__)
 _CAPABILITY = (9, 0)
+_WITHOUT = "swaps run as the slower PyTorch copies, prefill attention as the slower Triton kernel"
 
 
 @cache
@@ -23,20 +24,21 @@ def library() -> ctypes.CDLL | None:
     folder = Path(__file__).parent
     path = native.find(folder, "_cuda")
     if path is None:
-        _LOG.warning("CUDA kernels are not compiled: swaps run as the slower PyTorch copies")
+        _LOG.warning("CUDA kernels are not compiled: %s", _WITHOUT)
         return None
     try:
         lib = ctypes.CDLL(str(path))
     except OSError as error:
-        _LOG.warning("CUDA kernels cannot be loaded (%s): swaps run as the slower PyTorch copies", error)
+        _LOG.warning("CUDA kernels cannot be loaded (%s): %s", error, _WITHOUT)
         return None
     lib.isthmus_cuda_sources.restype = ctypes.c_char_p
     lib.isthmus_cuda_error.restype = ctypes.c_char_p
     sources = native.source_digest(folder, native.CUDA_SOURCES)
     if sources is not None and lib.isthmus_cuda_sources().decode() != sources:
         _LOG.warning(
-            "CUDA kernels were compiled from other sources (%s; install again): swaps run as the slower PyTorch copies",
+            "CUDA kernels were compiled from other sources (%s; install again): %s",
             path,
+            _WITHOUT,
         )
         return None
     return lib

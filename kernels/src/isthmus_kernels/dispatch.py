@@ -57,7 +57,7 @@ _LOG = logging.getLogger(__name__)
 # Per op: its folder, and the implementations that exist, best first.
 _OPS = MappingProxyType(
     {
-        "paged_attention": ("paged_attention", ("cpu", "triton", "torch", "reference")),
+        "paged_attention": ("paged_attention", ("cpu", "cuda", "triton", "torch", "reference")),
         "rope_kv_write": ("rope_kv_write", ("cpu", "triton", "reference")),
         "latent_kv_write": ("latent_kv_write", ("reference",)),
         "rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
@@ -73,7 +73,7 @@ _OPS = MappingProxyType(
         "block_copy": ("block_copy", ("triton", "torch", "reference")),
         "kv_swap": ("kv_swap", ("cuda", "cpu", "reference")),
         "penalize": ("penalties", ("torch", "reference")),
-        "mask_logits": ("mask_logits", ("torch", "reference")),
+        "mask_logits": ("mask_logits", ("cpu", "torch", "reference")),
         "sample": ("sampling", ("cpu", "triton", "torch", "reference")),
         "logprobs": ("sampling", ("triton", "reference")),
     }

@@ -60,8 +60,16 @@ def _simulate(argv: Sequence[str]) -> int:
     return simulate_main(argv)
 
 
+def _rank(argv: Sequence[str]) -> int:
+    """Started by `serve --tensor-parallel-size`, not by people: not in the usage."""
+    from .commands.ranks import rank_main
+
+    return rank_main()
+
+
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _serve,
+    "rank": _rank,
     "kv-plan": _kv_plan,
     "model": _model,
     "bench": _bench,

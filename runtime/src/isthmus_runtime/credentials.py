@@ -58,9 +58,11 @@ class Trust:
         """Raises ValueError naming what is wrong."""
         try:
             raw = json.loads(text)
-            keys = [jwt.PyJWK(key) for key in raw["keys"] if key.get("use", "sig") == "sig"]
-            if unfit := {key.algorithm_name for key in keys} - set(ALGORITHMS):
-                raise ValueError(f"keys for {', '.join(sorted(unfit))} are not taken; allowed: {', '.join(ALGORITHMS)}")
+            keys, odd = _fit(raw["keys"])
+            if odd:
+                _log.warning("%d keys of the issuer are not used: %s", len(odd), "; ".join(odd))
+            if not keys:
+                raise ValueError(f"none of its keys can be used: {'; '.join(odd) or 'there are none to sign with'}")
             return Trust(
                 issuer=str(raw["issuer"]),
                 audience=str(raw["audience"]),
@@ -70,8 +72,6 @@ class Trust:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it lacks {error}") from error
-        except jwt.PyJWTError as error:
-            raise ValueError(f"a key cannot be used: {error}") from error
 
     def verify(self, token: str) -> float:
         """When the token expires, in seconds since the epoch.
@@ -101,6 +101,25 @@ class Trust:
         if not str(claims["sub"]).startswith(f"system:serviceaccount:{self.namespace}:"):
             raise AccessDenied(f"the token is of {claims['sub']!r}, not of a pod in namespace {self.namespace!r}")
         return float(claims["exp"])
+
+
+def _fit(found: list[Any]) -> tuple[list[jwt.PyJWK], list[str]]:
+    """The keys to check signatures with, and what is wrong with others: RFC 7517, 5 has one that is not understood be
+    ignored, as an issuer may have keys for other purposes."""
+    keys, odd = [], []
+    for place, raw in enumerate(found):
+        try:
+            if raw.get("use", "sig") != "sig":
+                continue
+            key = jwt.PyJWK(raw)
+        except (jwt.PyJWTError, AttributeError, TypeError, ValueError) as error:
+            odd.append(f"keys[{place}]: {error}")
+            continue
+        if key.algorithm_name in ALGORITHMS:
+            keys.append(key)
+        else:
+            odd.append(f"keys[{place}]: {key.algorithm_name} is not taken; allowed: {', '.join(ALGORITHMS)}")
+    return keys, odd
 
 
 class Credentials:

@@ -1,7 +1,8 @@
 """Prometheus metrics: one class per component, each given a registry; nothing here is global.
 
-Our names start with `isthmus_`. Engines also export the `vllm:*` names that existing dashboards, endpoint pickers and
-KEDA queries use, as views of the same numbers: a router must not (a sum over pods would count a request twice).
+Our names start with `isthmus_`. Engines and routers also export the `vllm:*` names that existing dashboards, endpoint
+pickers and KEDA queries use, as views of the same numbers: an engine of what it computes, a router of what clients see
+(docs/metrics.md). A sum over both would count a request twice: the rendered PodMonitor keeps each name of one of them.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class _Names:
         self._prefix = prefix
         self._vllm = vllm_names
 
-    def _view(self, metric: Collector, vllm: str) -> None:
-        if vllm and self._vllm:
-            self._registry.register(_Alias(metric, f"vllm:{vllm}"))
+    def _view(self, metric: Collector, *names: str) -> None:
+        for name in filter(None, names if self._vllm else ()):
+            self._registry.register(_Alias(metric, f"vllm:{name}"))
 
     def gauge(self, name: str, text: str, *, vllm: str = "") -> Gauge:
         metric = Gauge(self._prefix + name, text, ("model_name",), registry=self._registry)
@@ -68,9 +69,11 @@ class _Names:
     def counter_by(self, name: str, text: str, labels: tuple[str, ...], *, vllm: str = "") -> _LabelledCounter:
         return _LabelledCounter(self._counter(name, text, labels, vllm), self._model)
 
-    def histogram(self, name: str, text: str, buckets: tuple[float, ...], *, vllm: str = "") -> Histogram:
+    def histogram(
+        self, name: str, text: str, buckets: tuple[float, ...], *, vllm: str = "", also: str = ""
+    ) -> Histogram:
         metric = Histogram(self._prefix + name, text, ("model_name",), registry=self._registry, buckets=buckets)
-        self._view(metric, vllm)
+        self._view(metric, vllm, also)
         return metric.labels(self._model)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...], vllm: str) -> Counter:
@@ -113,6 +116,7 @@ class RequestMetrics:
             "Between two tokens of a request.",
             _ITL_BUCKETS,
             vllm="inter_token_latency_seconds",
+            also="time_per_output_token_seconds",  # what it was called before vLLM 0.11
         )
         self.e2e_latency = names.histogram(
             "e2e_request_latency_seconds", "Arrival to end.", _E2E_BUCKETS, vllm="e2e_request_latency_seconds"
@@ -175,6 +179,12 @@ class EngineMetrics:
         self.preemptions = names.counter(
             "num_preemptions", "Requests preempted and recomputed.", vllm="num_preemptions"
         )
+        self.drafted = names.counter(
+            "draft_tokens", "Tokens guessed by speculative decoding.", vllm="spec_decode_num_draft_tokens"
+        )
+        self.accepted = names.counter(
+            "accepted_draft_tokens", "Guessed tokens that were kept.", vllm="spec_decode_num_accepted_tokens"
+        )
         self.quarantined_blocks = names.gauge("quarantined_blocks", "KV blocks a peer may still write.")
         self.never_fit_rejections = names.counter(
             "never_fit_rejections", "Requests refused because they can never fit."
@@ -221,8 +231,25 @@ class RouterMetrics:
     """Choices and legs of the router."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        names = _Names(registry, model_name, "isthmus_router_", vllm_names=False)
+        names = _Names(registry, model_name, "isthmus_router_", vllm_names=True)
         self.in_flight = names.gauge("requests_in_flight", "Requests being answered; one that is still read is none.")
+        self.running = names.gauge(
+            "num_requests_running", "Requests whose first token has come.", vllm="num_requests_running"
+        )
+        self.waiting = names.gauge(
+            "num_requests_waiting", "Requests without a token so far.", vllm="num_requests_waiting"
+        )
+        self.kv_usage = names.gauge(
+            "kv_cache_usage_ratio",
+            "Share of usable KV blocks in use, 0 to 1, of all engines that generate.",
+            vllm="kv_cache_usage_perc",
+        )
+        self.prefix_queries = names.counter(
+            "prefix_cache_queries", "Prompt tokens of requests that have a token.", vllm="prefix_cache_queries"
+        )
+        self.prefix_hits = names.counter(
+            "prefix_cache_hits", "Of these, tokens found in the prefix cache of an engine.", vllm="prefix_cache_hits"
+        )
         self._choices = names.counter_by("choices", "Routing decisions by reason.", ("reason",))
         self._refusals = names.counter_by("refusals", "Requests that no engine could take, by reason.", ("reason",))
         self._leg_failures = names.counter_by("leg_failures", "Failed legs.", ("leg", "code"))

@@ -78,6 +78,7 @@ class WireRequest(_Wire):
 
 
 _REQUEST = TypeAdapter(GenerateRequest).serializer
+_ROUTERS_OWN = {"prompt_group"}
 
 
 def request_json(request: GenerateRequest) -> bytes:
@@ -86,7 +87,7 @@ def request_json(request: GenerateRequest) -> bytes:
     What has its default is left out. During a rollout routers call engines of an older version, which refuse a field
     that they do not know: only requests that use a new one must fail there. So no default may change between versions.
     """
-    return _REQUEST.to_json(request, exclude_defaults=True)
+    return _REQUEST.to_json(request, exclude_defaults=True, exclude=_ROUTERS_OWN)
 
 
 class _Reading(_Wire):
@@ -121,6 +122,16 @@ class TransferInfo(_Reading):
     reason: str = ""
 
 
+class LoadInfo(_Reading):
+    """What an engine does and has done since its start (a new `transfer.epoch`)."""
+
+    kv_usage: float = 0.0
+    """Share of usable KV blocks in use, 0 to 1."""
+    generated_tokens: int = 0
+    sent_bytes: int = 0
+    """KV bytes sent to peers."""
+
+
 class EngineInfo(_Reading):
     """Answer of GET /info. The router pairs only engines of equal `fingerprint`."""
 
@@ -133,6 +144,7 @@ class EngineInfo(_Reading):
     version: str
     running: int = 0
     waiting: int = 0
+    load: LoadInfo = LoadInfo()
     draining: bool = False
     vocab_size: int = 0
     model_revision: str = ""
@@ -218,12 +230,17 @@ class PrefillCall(_Wire):
 class PrefillAnswer(_Wire):
     """Everything was sent, the record last."""
 
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
+
     attempt: str
     num_tokens: int
     cached_tokens: int = 0
     sent_bytes: int = 0
     transfer_s: float = 0.0
     """Seconds between the end of the prompt's computation and the record's write: what was not hidden."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens from the second on, where the request asks for them: the router has them before decode
+    may start, so they need no room in the record."""
 
 
 class CommitCall(_Wire):
@@ -278,6 +295,8 @@ def token_line(chunk: TokenChunk) -> bytes:
         body["c"] = chunk.cached_tokens
     if chunk.note:
         body["n"] = chunk.note
+    if chunk.prompt_logprobs:
+        body["p"] = chunk.prompt_logprobs
     if chunk.finish_reason is not None:
         body["f"] = chunk.finish_reason.value
     if chunk.error is not None:
@@ -297,9 +316,14 @@ def parse_line(line: bytes) -> Ticket | TokenChunk:
         error = error_from_json(int(raw.get("status", 500)), raw)
     return TokenChunk(
         token_ids=tuple(body["t"]),
-        logprobs=tuple(TokenLogprobs(i, p, tuple((a, b) for a, b in top)) for i, p, top in body.get("l", ())),
+        logprobs=tuple(_logprobs(*entry) for entry in body.get("l", ())),
         finish_reason=FinishReason(body["f"]) if "f" in body else None,
         error=error,
         cached_tokens=body.get("c", 0),
         note=body.get("n", ""),
+        prompt_logprobs=tuple(_logprobs(*entry) for entry in body.get("p", ())),
     )
+
+
+def _logprobs(token_id: int, logprob: float, top: list[tuple[int, float]], rank: int = 0) -> TokenLogprobs:
+    return TokenLogprobs(token_id, logprob, tuple((other, value) for other, value in top), rank)

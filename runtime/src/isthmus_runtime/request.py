@@ -68,16 +68,19 @@ class SamplingParams(SamplingOptions):
     """Token sequences that are not generated: the last token of one is not drawn after the others."""
     logprobs: Annotated[int, Field(ge=-1, le=100)] = -1
     """-1 off; n >= 0: log-probability of the sampled token and of the n likeliest."""
+    prompt_logprobs: Annotated[int, Field(ge=-1, le=100)] = -1
+    """The same for each token of the prompt but the first, given those before it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log-probabilities at one generated position."""
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position. A named tuple: short as JSON, and a prompt has one a token."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """(token id, logprob), likeliest first."""
+    rank: int = 0
+    """Of the token, 1 for the likeliest; told of prompt tokens, else 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,9 @@ class GenerateRequest:
     """The whole request must end within this."""
     structure: Structure | None = None
     """None: any text."""
+    prompt_group: str = ""
+    """Shared by requests that differ in nothing but how they are drawn, the first of which has its first token before
+    the others begin. Where it ran is where the prompt's KV is; only routers look at it."""
 
 
 class TokenChunk(NamedTuple):
@@ -121,3 +127,5 @@ class TokenChunk(NamedTuple):
     """Prompt tokens served from a prefix cache, of whichever engine had more; meaningful on the first chunk."""
     note: str = ""
     """Where the prompt was computed: `local`, `transferred`, `recomputed` (for logs and metrics)."""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """Of the prompt's tokens from the second on, where the request asks for them; on the first chunk."""

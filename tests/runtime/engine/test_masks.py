@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,10 @@ from engine_stack import engine
 from engine_world import request
 
 from isthmus_runtime.engine.backend import EngineBackend
+from isthmus_runtime.engine.masks import MaskThread
 from isthmus_runtime.errors import EngineFailed, InvalidRequest
 from isthmus_runtime.executor.fake import expected_tokens
+from isthmus_runtime.interfaces.steps import Later
 from isthmus_runtime.request import FinishReason, TokenChunk
 
 DEADLINE_S = 20
@@ -78,6 +81,36 @@ def test_others_go_on_while_a_mask_is_computed(error: BaseException | None) -> N
             assert not backend.engine.call(lambda: backend.engine.scheduler.has_work)
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+def test_a_late_mask_comes_once_its_token_was_seen() -> None:
+    rule = Rule()
+    rule.gate.set()
+    thread = MaskThread(lambda: None)
+    thread.start()
+    try:
+        masks = thread.beside(rule)
+        with ThreadPoolExecutor(1) as executor:
+            late = executor.submit(masks.late(1).wait, DEADLINE_S)
+            assert masks.allowed([]) in (ODD, Later.MASK)
+            assert not late.done(), "nobody has seen its token"
+            assert masks.allowed([7]) in (ODD, Later.MASK)
+            assert late.result(DEADLINE_S) == ODD
+            dropped = executor.submit(masks.late(2).wait, DEADLINE_S)
+            masks.drop()
+            assert dropped.result(DEADLINE_S) is None
+            rule.gate.clear()
+            slow = masks.late(2)
+            assert masks.allowed([7, 9]) is Later.MASK
+            assert executor.submit(slow.wait, 0.0).result(DEADLINE_S) is Later.MASK
+            rule.error = EngineFailed("too complex")
+            rule.gate.set()
+            assert executor.submit(slow.wait, DEADLINE_S).result(DEADLINE_S) is Later.MASK
+            with pytest.raises(EngineFailed, match="too complex"):
+                masks.allowed([7, 9])
+    finally:
+        rule.gate.set()
+        thread.stop(DEADLINE_S)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from engine_world import World, make_plan, request
@@ -11,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus_runtime.config import SchedulerConfig
+from isthmus_runtime.engine.aging import EVERY
+from isthmus_runtime.engine.completion import MASKS_EARLY
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import CancelAttempt, FinishSend, Kind, OpenReceive, Phase, SendBlocks
 from isthmus_runtime.errors import DeadlineExceeded, InvalidRequest, NeverFits, Overloaded, TransferFailed
 from isthmus_runtime.executor.fake import Windows, expected_tokens
 from isthmus_runtime.interfaces.handoff import BlockRef
+from isthmus_runtime.interfaces.steps import Later
 from isthmus_runtime.kv.keys import keys_digest
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.protocol import PrefillRecord
@@ -107,6 +111,41 @@ def test_priority_goes_first() -> None:
         assert world.turn()
         order += [sid for sid, ends in world.ends.items() if ends and sid not in order]
     assert order == ["first", "soon", "late"]
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_urgent_requests_that_keep_coming_starve_nobody(rows: int) -> None:
+    """Ten clients at the least priority, each with another request as soon as one ends, beside three patient ones."""
+    world = World(max_num_seqs=rows)
+    patient = [world.add(replace(request(sid, [1, 2, 3], 2), priority=p)) for sid, p in (("a", 5), ("b", 0), ("c", 5))]
+    urgent = 0
+    for _ in range(10):
+        world.now += 0.001
+        world.add(replace(request(f"u{urgent}", [4, 5], 2), priority=-(2**31)))
+        urgent += 1
+    most = EVERY * len(patient) + 2 * rows
+    while not all(world.ends[sid] for sid in patient):
+        assert sum(map(bool, world.ends.values())) <= most, f"{most} requests ended, but not all of the patient ones"
+        before = sum(map(bool, world.ends.values()))
+        assert world.turn()
+        for _ in range(sum(map(bool, world.ends.values())) - before):
+            world.add(replace(request(f"u{urgent}", [4, 5], 2), priority=-(2**31)))
+            urgent += 1
+    ended = [sid for sid, ends in world.ends.items() if ends]
+    assert len(ended) > (EVERY - 1) * len(patient), "the urgent ones had most of the turns"
+
+
+def test_a_flood_that_is_not_urgent_leaves_urgent_requests_most_turns() -> None:
+    world = World(max_num_seqs=1)
+    for number in range(50):
+        world.now += 0.01
+        world.add(replace(request(f"f{number}", [1, 2], 1), priority=1))
+    world.now += 50.0
+    for number in range(7):
+        world.add(replace(request(f"u{number}", [4, 5], 1), priority=0))
+    while not all(world.ends[f"u{number}"] for number in range(7)):
+        assert world.turn()
+    assert sum(bool(ends) for sid, ends in world.ends.items() if sid[0] == "f") <= 3
 
 
 def test_stop_token_ends_the_request_and_the_step_in_flight_is_dropped() -> None:
@@ -523,10 +562,33 @@ class EvenAfterOdd:
         return None if not generated else (b"\x55" if generated[-1] % 2 else b"\xaa") * 124
 
 
+class Sync:
+    """`Masks` of a rule, computed by whoever asks; a late one never comes in time."""
+
+    def __init__(self, rule: EvenAfterOdd) -> None:
+        self.rule = rule
+        self.dropped = 0
+        self.newest: tuple[int, bytes | None] = (-1, None)
+
+    def allowed(self, generated: Sequence[int]) -> bytes | None:
+        if self.newest[0] != len(generated):
+            self.newest = len(generated), self.rule.allowed(generated)
+        return self.newest[1]
+
+    def late(self, count: int) -> Sync:
+        return self
+
+    def wait(self, patience_s: float) -> Later:
+        return Later.MASK
+
+    def drop(self) -> None:
+        self.dropped += 1
+
+
 def test_a_constrained_row_waits_for_its_token_and_the_others_do_not() -> None:
     world = World()
     rule = EvenAfterOdd()
-    world.add(request("masked", [1, 2, 3], 9), constraint=rule)
+    world.add(request("masked", [1, 2, 3], 9), masks=Sync(rule))
     world.add(request("free", [4, 5, 6], 9))
     ahead = 0
     while world.scheduler.has_work:
@@ -543,10 +605,64 @@ def test_a_constrained_row_waits_for_its_token_and_the_others_do_not() -> None:
     assert world.tokens["free"] == expected_tokens([4, 5, 6], params, 9)
 
 
-def test_a_constrained_request_goes_on_right_after_a_preemption() -> None:
-    world = World(num_blocks=10, prefix_caching=False)
+class InTime(Sync):
+    """The same, and a late one is there once its token was seen."""
+
+    def late(self, count: int) -> Late:
+        return Late(self, count)
+
+
+class Late:
+    def __init__(self, masks: Sync, count: int) -> None:
+        self.masks, self.count = masks, count
+
+    def wait(self, patience_s: float) -> bytes | None:
+        assert self.masks.newest[0] == self.count, "the mask was not asked for before its step"
+        return self.masks.newest[1]
+
+
+def test_a_row_with_late_masks_is_in_every_step() -> None:
+    world = World(late_masks=True)
+    masks = InTime(EvenAfterOdd())
+    world.add(request("masked", [1, 2, 3], 9), masks=masks)
+    world.add(request("free", [4, 5, 6], 9))
+    plans = []
+    while world.scheduler.has_work:
+        if len(plans) < 2:
+            plan, effects = world.scheduler.schedule(world.now)
+            world.take(effects)
+            if plan is not None:
+                plans.append(plan)
+                assert len(plan.chunks) == 2 and len(plan.masks) + len(plan.late_masks) <= 1
+                continue
+        # Each step draws when the one before it was seen, as a device does that computes ahead.
+        world.take(world.scheduler.complete(world.executor.run(plans.pop(0)), world.now))
+    tokens = world.tokens["masked"]
+    assert len(tokens) == 9 and all((a + b) % 2 for a, b in itertools.pairwise(tokens))
+    assert masks.rule.asked == list(range(9))
+    assert world.tokens["free"] == expected_tokens([4, 5, 6], SamplingParams(max_tokens=9, temperature=0.0), 9)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_draw_whose_mask_did_not_come_is_repeated(prefix_caching: bool) -> None:
+    world = World(late_masks=True, max_model_len=128, num_blocks=65, prefix_caching=prefix_caching)
+    masks = Sync(EvenAfterOdd())
+    world.add(request("masked", [1, 2, 3], 80), masks=masks)
+    world.add(request("free", [4, 5, 6], 100))
+    world.run()
+    tokens = world.tokens["masked"]
+    assert len(tokens) == 80 and all((a + b) % 2 for a, b in itertools.pairwise(tokens))
+    params = SamplingParams(max_tokens=100, temperature=0.0)
+    assert world.tokens["free"] == expected_tokens([4, 5, 6], params, 100)
+    # Each miss is followed by a while without late masks; the last drop is the request's end.
+    assert masks.dropped == 1 + -(-80 // (MASKS_EARLY + 1))
+
+
+@pytest.mark.parametrize("late_masks", [False, True])
+def test_a_constrained_request_goes_on_right_after_a_preemption(late_masks: bool) -> None:
+    world = World(num_blocks=10, prefix_caching=False, late_masks=late_masks)
     world.add(request("older", [7] * 8, 20))
-    world.add(request("masked", [1, 2, 3, 4], 12), constraint=EvenAfterOdd())
+    world.add(request("masked", [1, 2, 3, 4], 12), masks=Sync(EvenAfterOdd()))
     world.run()
     assert world.scheduler.stats().preemptions
     tokens = world.tokens["masked"]

@@ -130,6 +130,44 @@ def test_closing_the_connection_frees_the_request() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_peer_that_only_closes_its_side_is_answered(leaves: bool) -> None:
+    """On the wire: the whole stream, or, where nobody reads it, an end of the request."""
+
+    async def main() -> None:
+        gated = Gated()
+        async with served(gated) as (session, backend, _):
+
+            async def live(count: int) -> None:
+                scheduler = backend.engine.scheduler
+                while await asyncio.to_thread(backend.engine.call, lambda: len(list(scheduler.live()))) != count:
+                    pass
+
+            body = call("a", [1, 2, 3], 6).encode()
+            url = session._base_url
+            assert url is not None
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            head = b"POST /internal/generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            writer.write(head + body)
+            await asyncio.wait_for(live(1), DEADLINE_S)
+            if leaves:
+                writer.close()
+                await asyncio.wait_for(live(0), DEADLINE_S)
+                gated.gate.set()
+                return
+            writer.write_eof()
+            await asyncio.sleep(0.1)  # time to be taken for one that has left
+            gated.gate.set()
+            answer = await asyncio.wait_for(reader.read(), DEADLINE_S)
+            writer.close()
+            assert b"HTTP/1.1 200 OK" in answer and answer.endswith(b"\r\n0\r\n\r\n")
+            lines = [line for line in answer.split(b"\r\n") if line.startswith(b"{")]
+            tokens = [t for line in lines for t in parse_line(line).token_ids]  # type: ignore[union-attr]
+            assert tokens == expected_tokens([1, 2, 3], request("x", [1], 1).sampling, 6)
+
+    asyncio.run(main())
+
+
 def loud(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was said above debug, or with a traceback, but for the server's start and end."""
     ours = [r for r in caplog.records if r.name != "uvicorn.error" and not r.name.endswith("serving.server")]

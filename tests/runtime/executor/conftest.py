@@ -258,3 +258,9 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
 def job() -> type[Job]:
     """The driver's request."""
     return Job
+
+
+@pytest.fixture
+def driver() -> type[Driver]:
+    """The driver itself, for executors that `start_engine` does not make."""
+    return Driver

@@ -110,6 +110,7 @@ def test_adjusted_rows_among_others(
             served.plan,
             BlockPool(served.plan.num_blocks, num_groups=len(served.plan.groups), prefix_caching=False),
             layout_digest=served.executor.kv_region().layout_digest,
+            late_masks=True,
         )
         streams = Streams(asyncio.get_running_loop())
         loop = EngineLoop(core, served.executor, streams.sink)

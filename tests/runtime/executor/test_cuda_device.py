@@ -48,6 +48,14 @@ def test_a_missing_or_old_driver_is_named(message: str, card: pytest.MonkeyPatch
     assert isinstance(open_device("auto", threads=1), CpuDevice)
 
 
+def test_a_machine_without_a_c_compiler_is_told_before_a_kernel_needs_it(card: pytest.MonkeyPatch) -> None:
+    card.setattr(cuda, "which", lambda _: None)
+    with pytest.raises(ConfigError, match="neither gcc nor clang is on the PATH"):
+        open_device("cuda")
+    card.setattr(cuda, "which", lambda name: "/usr/bin/clang" if name == "clang" else None)
+    assert cuda.unusable() == ""
+
+
 def test_no_card_an_old_card_and_a_torch_without_cuda(card: pytest.MonkeyPatch) -> None:
     card.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert "NVIDIA X has compute capability 7.5, the kernels need 8.0" in cuda.unusable()

@@ -24,6 +24,7 @@ from isthmus_runtime.executor.device.cpu import CpuDevice
 from isthmus_runtime.executor.model_runner import load
 from isthmus_runtime.models.base import TensorSource
 from isthmus_runtime.models.registry import read_model_spec
+from isthmus_runtime.models.shard import Slice
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -88,7 +89,11 @@ def test_what_a_checkpoint_holds_is_what_is_multiplied(kind: str, tmp_path: Path
         assert scale.shape == weight.shape[:1]
         assert torch.equal((weight.float() * scale[:, None]).bfloat16(), expanded.take(*names))
         assert weights.scaled("lm_head.weight") is None
-    assert (weights.kept, weights.rounded, weights.left) == (3, 0, 1)
+        for dim, whole in ((0, scale[8:24]), (1, scale[:64])):
+            own, part = weights.scaled(Slice(names[0], dim, 8, 24)) or pytest.fail("expanded")
+            assert torch.equal(own.view(torch.uint8), weight[:64].narrow(dim, 8, 16).view(torch.uint8))
+            assert torch.equal(part, whole)
+    assert (weights.kept, weights.rounded, weights.left) == (5, 0, 1)
 
 
 def test_scales_of_blocks_are_expanded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

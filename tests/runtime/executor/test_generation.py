@@ -19,7 +19,7 @@ from isthmus_runtime.engine.backend import EngineBackend, Streams
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.kv.pool import BlockPool
-from isthmus_runtime.request import GenerateRequest, SamplingParams
+from isthmus_runtime.request import GenerateRequest, SamplingParams, TokenChunk
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -340,6 +340,74 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(
     truth, theirs = log_probabilities(model), log_probabilities(model.bfloat16())
     allowed = 1.5 * (theirs - truth).abs().mean() + 0.01
     assert (found - truth).abs().mean() <= allowed
+
+
+SCORED = tuple((5 * i + i * i) % 97 for i in range(150))
+
+
+def serve_at_once(served: Any, requests: list[GenerateRequest]) -> list[list[TokenChunk]]:
+    """The chunks of requests that run at once, after one whose prompt they share."""
+
+    async def main() -> list[list[TokenChunk]]:
+        core = Scheduler(
+            SchedulerConfig(max_batched_tokens=served.budget, max_num_seqs=served.max_rows),
+            served.plan,
+            BlockPool(served.plan.num_blocks, num_groups=len(served.plan.groups)),
+            layout_digest=served.executor.kv_region().layout_digest,
+        )
+        streams = Streams(asyncio.get_running_loop())
+        loop = EngineLoop(core, served.executor, streams.sink)
+        loop.start()
+        backend = EngineBackend(loop, streams, vocab_size=97)
+
+        async def run(request: GenerateRequest) -> list[TokenChunk]:
+            return [chunk async for chunk in backend.generate(request)]
+
+        try:
+            first = await run(requests[0])
+            return [first, *await asyncio.gather(*map(run, requests[1:]))]
+        finally:
+            loop.stop()
+
+    return asyncio.run(asyncio.wait_for(main(), 120))
+
+
+def asking(name: str, prompt: tuple[int, ...], alternatives: int) -> GenerateRequest:
+    sampling = SamplingParams(max_tokens=3, temperature=0.0, logprobs=alternatives, prompt_logprobs=alternatives)
+    return GenerateRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "name", ["gqa-tied", "qwen2-two-groups", "gemma3-linear-rope-softcap", "gpt-oss", "deepseek-v3"]
+)
+def test_scores_equal_transformers(name: str, late: bool, tmp_path: Path, start_engine: Callable[..., Any]) -> None:
+    model = build(TINY[name], tmp_path)
+    device = FakeDevice((1, 2, 4, 8), (4, 12)) if late else None
+    served = start_engine(tmp_path, block_size=4, budget=90, num_blocks=900, device=device)
+    requests = [
+        asking("warm", SCORED, -1),
+        asking("a", SCORED, 97),
+        asking("b", SCORED[:41], 3),
+        asking("c", SCORED[:1], 3),
+    ]
+    warm, full, few, one = serve_at_once(served, requests)
+    assert not warm[0].prompt_logprobs and not one[0].prompt_logprobs
+    assert full[0].cached_tokens == few[0].cached_tokens == 0
+    assert [c.token_ids for c in full] == [c.token_ids for c in warm]
+    with torch.no_grad():
+        expected = model(torch.tensor([SCORED])).logits[0, :-1].float().log_softmax(-1)
+    for entries, wanted in ((full[0].prompt_logprobs, 97), (few[0].prompt_logprobs, 3)):
+        assert [entry.token_id for entry in entries] == list(SCORED[1 : len(entries) + 1])
+        for entry, row in zip(entries, expected, strict=False):
+            assert abs(entry.logprob - float(row[entry.token_id])) < 2e-3
+            assert len(entry.top) == wanted
+            assert [value for _, value in entry.top] == sorted((v for _, v in entry.top), reverse=True)
+            for token, value in entry.top:
+                assert abs(value - float(row[token])) < 2e-3
+            assert 1 <= entry.rank <= 97 and (entry.rank > wanted or entry.top[entry.rank - 1][1] == entry.logprob)
+    assert len(full[0].prompt_logprobs) == 149 and len(few[0].prompt_logprobs) == 40
+    assert not any(chunk.prompt_logprobs for chunks in (full, few) for chunk in chunks[1:])
 
 
 @pytest.mark.parametrize("name", ["gqa-tied", "qwen2-two-groups", "gemma3-two-ropes", "gpt-oss", "deepseek-v3"])

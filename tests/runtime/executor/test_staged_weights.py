@@ -15,6 +15,7 @@ from isthmus_runtime.checkpoints.safetensors import Checkpoint
 from isthmus_runtime.errors import WeightsError
 from isthmus_runtime.executor.weights import StagedWeights
 from isthmus_runtime.models.quantization import Quantization
+from isthmus_runtime.models.shard import Slice
 
 EXPECTED = {"a.weight": (3, 4), "b.weight": (2, 4)}
 
@@ -41,6 +42,23 @@ def test_staged_weights_are_the_checkpoints(piece: int, mixed: bool, tmp_path: P
         assert got.dtype == want.dtype
         if not mixed:
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("piece", [7, 16, 1 << 10])
+def test_slices_are_staged_as_they_are_read(piece: int, tmp_path: Path) -> None:
+    """Rows, columns and joined rows of both kinds of source are those of the whole tensors."""
+    made = {name: torch.randn(shape) for name, shape in EXPECTED.items()}
+    save_file(made, tmp_path / "model.safetensors")
+    rows, columns = Slice("a.weight", 0, 1, 3), Slice("a.weight", 1, 1, 3)
+    expected = [made["a.weight"][1:3], made["a.weight"][:, 1:3], torch.cat([made["b.weight"], made["a.weight"][1:3]])]
+    with Checkpoint(tmp_path, EXPECTED) as checkpoint, ThreadPoolExecutor(3) as readers:
+        device = FakeDevice()
+        staged = StagedWeights(checkpoint, device, readers, piece)
+        for source in (checkpoint, staged):
+            taken = [source.take(rows), source.take(columns), source.take("b.weight", rows)]
+            device.record().wait()
+            for got, want in zip(taken, expected, strict=True):
+                assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("settings", [Quantization(method="fp8"), Quantization(method="gptq", bits=4, group_size=8)])

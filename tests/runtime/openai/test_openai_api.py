@@ -14,7 +14,7 @@ from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
 from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
-from isthmus_runtime.request import FinishReason, TokenChunk
+from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
 
 
 def test_chat(serve, run, tokenizer):
@@ -198,6 +198,24 @@ def test_stop_string_ends_the_backend(serve, run, tokenizer, streamed):
     run(main())
 
 
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_tokens_after_a_stop_string_do_not_count_when_they_come_with_it(serve, run, tokenizer, logprobs):
+    async def main():
+        ids = tokenizer.encode("The fox jumps STOP here and there")
+        entries = tuple(TokenLogprobs(i, -0.5) for i in ids) if logprobs is not None else ()
+        chunk = TokenChunk(token_ids=tuple(ids), logprobs=entries, finish_reason=FinishReason.LENGTH)
+        async with serve(lambda _: [chunk]) as api, client(api) as c:
+            got = await c.completions.create(
+                model="tiny", prompt="x", stop="STOP", logprobs=logprobs, extra_body={"return_token_ids": True}
+            )
+            told = got.choices[0]
+            assert (told.text, told.finish_reason) == ("The fox jumps ", "stop")
+            until = next(n for n in range(len(ids)) if "STOP" in tokenizer.decode(ids[:n]))
+            assert told.token_ids == ids[:until] and got.usage.completion_tokens == until < len(ids)
+
+    run(main())
+
+
 def test_length_and_ignore_eos(serve, run, tokenizer):
     async def main():
         async with serve(lambda _: [*tokenizer.encode("ab"), 2, *tokenizer.encode("cdefghijklmnop")]) as api:
@@ -340,17 +358,20 @@ def test_errors_in_mid_stream_are_an_event(serve, run, tokenizer, as_chunk):
     run(main())
 
 
-def test_one_failing_choice_cancels_the_others(serve, run, tokenizer):
+@pytest.mark.parametrize(("failing", "ended"), [("-0", []), ("-2", ["closed", "closed"])])
+def test_one_failing_choice_cancels_the_others(serve, run, tokenizer, failing, ended):
+    """Those after the first do not even begin when that fails before its first token."""
+
     async def main():
         never = asyncio.Event()
 
         def script(request):
-            return [EngineFailed("one")] if request.request_id.endswith("-1") else [never]
+            return [EngineFailed("one")] if request.request_id.endswith(failing) else [10, never]
 
         async with serve(script) as api, client(api) as c:
             with pytest.raises(openai.InternalServerError, match="one"):
                 await c.completions.create(model="tiny", prompt="x", n=3)
-            assert sorted(api.backend.ended) == ["closed", "closed", "raised"]
+            assert sorted(api.backend.ended) == [*ended, "raised"]
 
     run(main())
 

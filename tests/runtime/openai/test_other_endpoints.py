@@ -104,6 +104,22 @@ def test_a_stream_of_a_response(serve, run, caller):
         ({"messages": HELLO}, "messages"),
         ({"nothing": 1}, "nothing"),
         ({"text": {"format": {"type": "xml"}}}, "response_format"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"tone": "kind"}}, "text.tone"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"reasoning": {"depth": 1}}, "reasoning.depth"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"stream_options": {"x": 1}}, "stream_options.x"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "look", "mode": "x"}}, "tool_choice.mode"),
+        ({"tools": [TOOL], "tool_choice": {"type": "custom", "name": "look"}}, "tool_choice.type"),
+        ({"tools": [{**TOOL, "examples": []}]}, "tools[0].examples"),
+        ({"input": [{"role": "user", "content": "hi", "name": "Ann"}]}, "input[0].name"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "x", "k": 1}]}]},
+            "input[0].content[0].k",
+        ),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "k": 1}]}, "input[0].k"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x", "k": 1}]}, "input[0].k"),
     ],
 )
 def test_responses_refuses_by_name(serve, run, tokenizer, more, param):
@@ -112,6 +128,69 @@ def test_responses_refuses_by_name(serve, run, tokenizer, more, param):
             status, answer = await events(api, "/v1/responses", {"input": "hi", **more})
             assert (status, answer["error"]["param"]) == (400, param)
             assert api.backend.requests == []
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"text": {"verbosity": "medium", "format": None}},
+        {"reasoning": {"effort": None, "summary": "auto"}},
+        {"stream_options": {"include_obfuscation": False}},
+        {"input": [{"type": "message", "role": "user", "content": "hi", "id": "m", "status": None, "phase": None}]},
+        {"input": [{"role": "assistant", "content": [{"type": "output_text", "text": "x", "annotations": [{}]}]}]},
+    ],
+)
+def test_responses_takes_what_asks_for_nothing(serve, run, tokenizer, more):
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api:
+            status, answer = await events(api, "/v1/responses", {"input": "hi", **more})
+            assert status == 200, answer
+
+    run(main())
+
+
+def block(kind, **fields):
+    return {"messages": [{"role": "assistant" if kind in ("tool_use", "thinking") else "user",
+                          "content": [{"type": kind, **fields}]}]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"system": [{"type": "text", "text": "x", "k": 1}]}, "system[0].k"),
+        ({"messages": [{"role": "user", "content": "x", "name": "Ann"}]}, "messages[0].name"),
+        (block("text", text="x", citations=[{"type": "char_location"}]), "messages[0].content[0].citations"),
+        (block("tool_use", id="t", name="f", input={}, k=1), "messages[0].content[0].k"),
+        (block("tool_result", tool_use_id="t", content="x", k=1), "messages[0].content[0].k"),
+        (block("thinking", thinking="x", signature="", k=1), "messages[0].content[0].k"),
+        ({"tools": [{**THEIR_TOOL, "input_examples": [{}]}]}, "tools[0].input_examples"),
+        ({"tools": [THEIR_TOOL], "tool_choice": {"type": "auto", "name": "look"}}, "tool_choice.name"),
+        ({"tools": [THEIR_TOOL], "tool_choice": {"type": "tool", "name": "look", "k": 1}}, "tool_choice.k"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024, "k": 1}}, "thinking.k"),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+    ],
+)
+def test_messages_refuses_by_name(serve, run, tokenizer, more, param):
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api:
+            asked = {"max_tokens": 3, "messages": HELLO, **more}
+            status, answer = await events(api, "/v1/messages", asked)
+            assert (status, answer["error"]["param"]) == (400, param)
+            assert api.backend.requests == []
+
+    run(main())
+
+
+def test_a_failed_call_of_a_tool_is_told_as_one(serve, run, caller):
+    async def main():
+        async with serve(spell(caller, "a"), used=caller) as api:
+            for is_error in (True, False):
+                more = block("tool_result", tool_use_id="t", content="no such place", is_error=is_error)
+                status, answer = await events(api, "/v1/messages", {"max_tokens": 3, **more})
+                assert status == 200, answer
+                assert ("tool\nError: no such place<" if is_error else "tool\nno such place<") in shown(caller, api)
 
     run(main())
 

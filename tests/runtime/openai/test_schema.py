@@ -67,7 +67,7 @@ REFUSED_BOTH = {
     "stop_token_ids": ["a"],
     "stream": "yes",
     "stream_options": {"include_usage": True},
-    "max_tokens": 0,
+    "prompt_logprobs": -1,
     "priority": 0.5,
 }
 REFUSED_CHAT = {
@@ -80,6 +80,7 @@ REFUSED_CHAT = {
     "top_logprobs": 3,
     "logprobs": 3,
     "max_completion_tokens": -1,
+    "max_tokens": 0,
     "echo": True,
 }
 BAD_TOOLS = {
@@ -89,7 +90,7 @@ BAD_TOOLS = {
     "tools[0].x": [{"type": "function", "function": {"name": "f"}, "x": 1}],
     "tools": {"a": 1},
 }
-REFUSED_COMPLETION = {"echo": True, "suffix": "x", "best_of": 2, "logprobs": 21, "tools": []}
+REFUSED_COMPLETION = {"echo": 1, "suffix": "x", "best_of": 129, "logprobs": 21, "tools": [], "max_tokens": -1}
 
 
 @pytest.mark.parametrize(("name", "value"), NEUTRAL_BOTH.items())
@@ -314,6 +315,11 @@ def test_wrong_structures_are_named(given, words):
         ({"min_tokens": 4}, {"min_tokens": 4}),
         ({"allowed_token_ids": [7, 2, 7]}, {"allowed_token_ids": (2, 7)}),
         ({"bad_words": ["ab", " c"]}, {"bad_words": ((32, 97, 98), (32, 99), (97, 98), (99,))}),
+        # After each of the two one is left.
+        (
+            {"bad_words": ["ab", "ba"], "allowed_token_ids": [97, 98]},
+            {"bad_words": ((32, 97, 98), (32, 98, 97), (97, 98), (98, 97)), "allowed_token_ids": (97, 98)},
+        ),
         # A tokenizer may know ids that the model does not have, and so never draws.
         ({"bad_words": ["zz", "a"]}, {"bad_words": ((32, 97), (97,))}),
     ],
@@ -334,7 +340,10 @@ def test_logit_options(given, want):
         ({"min_tokens": 1}, True, "min_tokens: not with structured output"),
         ({"allowed_token_ids": [1]}, True, "allowed_token_ids: not with structured output"),
         ({"bad_words": ["a"]}, True, "bad_words: not with structured output"),
-        ({"bad_words": ["a"], "allowed_token_ids": [97]}, False, "bad_words: no token of allowed_token_ids is left"),
+        ({"bad_words": ["a"], "allowed_token_ids": [97]}, False, "bad_words: where one of them has begun"),
+        ({"bad_words": ["ab", "aa"], "allowed_token_ids": [97, 98]}, False, "bad_words: where one of them has begun"),
+        ({"bad_words": ["cab", "b", "aba"], "allowed_token_ids": [97, 98]}, False, "bad_words: where one of them has"),
+        ({"bad_words": ["b"], "min_tokens": 1, "allowed_token_ids": [7, 98]}, False, "bad_words: where one of them"),
         ({"bad_words": ["a" * 40]}, False, "has 41 tokens, at most 32"),
         ({"min_tokens": 2, "allowed_token_ids": [7]}, False, "min_tokens: every token of allowed_token_ids ends"),
     ],

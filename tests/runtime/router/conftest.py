@@ -75,6 +75,7 @@ class FakeEngine:
         self.on_failed_commit = [tokens(7, note="recomputed"), tokens(8), done(9)]
         self.prefill_script = []
         self.prefill_hits = 0
+        self.prefill_scores = ()
         """Of its prefix cache, in tokens."""
         self.commit_error = None
         self.kv_changes = None
@@ -205,8 +206,9 @@ class FakeEngine:
             attempt=call.attempt,
             num_tokens=len(call.request.prompt_token_ids),
             cached_tokens=self.prefill_hits,
+            prompt_logprobs=self.prefill_scores,
         )
-        return web.Response(text=answer.model_dump_json(), content_type="application/json")
+        return web.Response(text=answer.model_dump_json(exclude_defaults=True), content_type="application/json")
 
     async def _commit(self, request):
         call = CommitCall.model_validate_json(await request.read())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,6 +36,16 @@ rules_strategy = st.builds(
     disaggregate_above=st.sampled_from([0, 10]),
     local_without_prefill=st.booleans(),
 )
+
+
+def test_a_choice_of_a_prompt_goes_where_the_prompt_is():
+    engines = fleet([Endpoint("p0", "a", "direct")], [Endpoint(f"d{i}", "a", "direct") for i in range(3)])
+    loads = {"d1": Load(9, 9000)}
+    facts = Facts(prompt_tokens=50, max_tokens=5, turn=0, holder="d1")
+    assert choose(Rules(), engines, loads, facts) == Choice(None, engines.decode[1], Reason.SHARED_PROMPT)
+    for elsewhere in (replace(facts, excluded=frozenset({"d1"})), replace(facts, holder="gone")):
+        got = choose(Rules(), engines, loads, elsewhere)
+        assert isinstance(got, Choice) and (got.reason, got.decode.url != "d1") == (Reason.PAIR, True)
 
 
 @settings(max_examples=500)

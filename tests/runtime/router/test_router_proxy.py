@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ from isthmus_runtime.errors import (
     TransferFailed,
     error_from_json,
 )
-from isthmus_runtime.request import FinishReason
+from isthmus_runtime.request import FinishReason, TokenLogprobs
 from isthmus_runtime.router.attempt import Attempt
 
 
@@ -61,6 +62,68 @@ def test_tokens_pass_one_by_one(rig, run, kit):
             gates[1].set()
             assert (await anext(stream)).finish_reason is FinishReason.STOP
             assert engine.generates[0].attempt == ""
+
+    run(main())
+
+
+def test_the_names_of_vllm_count_each_request_as_its_client_sees_it(rig, run, kit):
+    def seen(r):
+        return [int(r.metric(f"vllm:num_requests_{state}")) for state in ("waiting", "running")]
+
+    async def main():
+        reserve, gate = asyncio.Event(), asyncio.Event()
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        prefill.prefill_script = [reserve]
+        prefill.prefill_hits = 2
+        decode.script = [kit.tokens(7, note="transferred"), gate, kit.done(9)]
+        async with rig(prefill, decode) as r:
+            async with aclosing(r.backend.generate(kit.request())) as stream:
+                first = asyncio.ensure_future(anext(stream))
+                await prefill.started.wait()
+                assert seen(r) == [1, 0]
+                assert r.metric("vllm:prefix_cache_queries_total") == 0
+                reserve.set()
+                await first
+                assert seen(r) == [0, 1]
+                gate.set()
+                await anext(stream)
+            assert seen(r) == [0, 0]
+            assert r.metric("vllm:prefix_cache_queries_total") == len(kit.request().prompt_token_ids)
+            assert r.metric("vllm:prefix_cache_hits_total") == 2
+
+            decode.before = [Overloaded("full")]
+            with pytest.raises(Overloaded):
+                await kit.collect(r.backend)
+            assert seen(r) == [0, 0]
+
+    run(main())
+
+
+def test_choices_of_one_prompt_follow_the_first(rig, run, kit):
+    async def main():
+        prefill, decodes = kit.Engine("prefill"), [kit.Engine("decode") for _ in range(3)]
+        async with rig(prefill, *decodes, policy="round-robin") as r:
+            await kit.collect(r.backend)
+            for name in "abc":
+                request = replace(kit.request(request_id=name), prompt_group="g")
+                check_ended_once(await kit.collect(r.backend, request))
+            (used,) = [d for d in decodes if any(call.request.request_id == "a" for call in d.generates)]
+            mine = [call for call in used.generates if call.request.request_id in ("a", "b", "c")]
+            assert [bool(call.attempt) for call in mine] == [True, False, False]
+            assert [call.request.request_id for call in prefill.prefills] == ["r1", "a"]
+            assert r.metric('isthmus_router_choices_total{model_name="m",reason="shared-prompt"}') == 2
+
+    run(main())
+
+
+def test_log_probabilities_of_a_prompt_come_with_prefills_answer(rig, run, kit):
+    async def main():
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        prefill.prefill_scores = (TokenLogprobs(4, float("-inf"), ((9, -0.5), (4, float("-inf"))), 77),)
+        async with rig(prefill, decode) as r:
+            first, *others = await kit.collect(r.backend)
+            assert first.prompt_logprobs == prefill.prefill_scores
+            assert not any(chunk.prompt_logprobs for chunk in others)
 
     run(main())
 

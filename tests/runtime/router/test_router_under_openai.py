@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 
 import openai
@@ -68,6 +69,32 @@ def test_client_that_leaves_frees_both_engines(rig, run, kit):
             await client.in_flight.wait_idle()
             assert r.idle()
             await asyncio.gather(work, return_exceptions=True)
+
+    run(main())
+
+
+def test_a_client_that_closes_its_side_after_the_request_is_answered(rig, run, kit):
+    """As `nc -N` does, and proxies of TCP."""
+
+    async def main():
+        go_on = asyncio.Event()
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        async with rig(prefill, decode) as r, api_over(r.backend) as client:
+            a, b = client.ids("ab")
+            decode.script = [kit.tokens(a), go_on, kit.done(b)]
+            body = b'{"model": "m", "prompt": "hello"}'
+            reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+            )
+            writer.write_eof()
+            await decode.started.wait()
+            await asyncio.sleep(0.1)  # time to be taken for one that has left
+            go_on.set()
+            interim, head, answer = (await reader.read()).split(b"\r\n\r\n")
+            writer.close()
+            assert interim == b"HTTP/1.1 100 Continue" and head.startswith(b"HTTP/1.1 200 ")
+            assert json.loads(answer)["choices"][0]["text"] == "ab" and decode.cancelled == 0
 
     run(main())
 

@@ -4,6 +4,8 @@ import asyncio
 import gzip
 import json
 import logging
+import socket
+import struct
 import threading
 import zlib
 from contextlib import asynccontextmanager, suppress
@@ -700,6 +702,135 @@ def test_a_client_that_leaves_cancels_its_call(run, streamed):
             await began.wait()
             writer.close()
             assert await asyncio.wait_for(ended, 20) is streamed
+
+    run(main())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_that_only_closes_its_side_gets_its_answer(run, streamed):
+    async def main():
+        began, go_on = asyncio.Event(), asyncio.Event()
+
+        async def serve(call):
+            await call.read()
+            if streamed:
+                await call.begin({})
+                await call.write(b"first")
+            began.set()
+            await go_on.wait()
+            if not streamed:
+                await call.begin({})
+            await call.write(b"second")
+            await call.end()
+
+        async with served(serve) as s:
+            reader, writer = await s.connect()
+            writer.write(post())
+            await began.wait()
+            (connection,) = s.connections
+            writer.write_eof()
+            await until(lambda: connection.half_closed)
+            await asyncio.sleep(0.1)  # time to be taken for one that has left
+            go_on.set()
+            answer = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+            if not streamed:
+                interim, _, answer = answer.partition(b"\r\n\r\n")
+                assert interim == b"HTTP/1.1 100 Continue"
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 ") and (streamed or b"\r\nconnection: close" in head)
+            assert dechunked(body) == ([b"first"] if streamed else []) + [b"second"]
+            await until(lambda: not s.connections)
+
+    run(main())
+
+
+def dechunked(data):
+    """Chunks up to the last one, behind which nothing may follow (RFC 9112, 7.1)."""
+    found = []
+    while True:
+        size, _, data = data.partition(b"\r\n")
+        length = int(size, 16)
+        if not length:
+            assert data == b"\r\n"
+            return found
+        found.append(data[:length])
+        assert data[length : length + 2] == b"\r\n"
+        data = data[length + 2 :]
+
+
+@pytest.mark.parametrize(
+    "rest", [b"", b"POST /v1/comp", post(b"1234")[:-1]], ids=["nothing", "half a head", "half a body"]
+)
+def test_what_came_whole_before_the_client_closed_its_side_is_answered(run, rest):
+    async def main():
+        go_on = asyncio.Event()
+
+        async def serve(call):
+            await go_on.wait()
+            await echo(call)
+
+        async with served(serve) as s:
+            reader, writer = await s.connect()
+            writer.write(post(b"first") + post(b"second") + rest)
+            writer.write_eof()
+            await until(lambda: s.connections)
+            (connection,) = s.connections
+            await until(lambda: connection.pipeline)
+            go_on.set()
+            data = await asyncio.wait_for(reader.read(), 20)
+            writer.close()
+            answers = parse(data.replace(b"HTTP/1.1 100 Continue\r\n\r\n", b""))
+            assert [json.loads(body)["body"] for _, _, body in answers] == ["first", "second"]
+            await until(lambda: not s.connections)
+
+    run(main())
+
+
+def test_a_client_that_closes_its_side_and_leaves_later_cancels_its_call(run):
+    async def main():
+        began, ended = asyncio.Event(), asyncio.Event()
+
+        async def serve(call):
+            began.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        async with served(serve) as s:
+            _, writer = await s.connect()
+            writer.write(post())
+            await began.wait()
+            (connection,) = s.connections
+            writer.write_eof()
+            await until(lambda: connection.half_closed)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+            await asyncio.wait_for(ended.wait(), 20)
+
+    run(main())
+
+
+def test_a_client_of_http_1_0_that_closes_its_side_has_left(run):
+    async def main():
+        began, ended = asyncio.Event(), asyncio.Event()
+
+        async def serve(call):
+            began.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        async with served(serve) as s:
+            reader, writer = await s.connect()
+            writer.write(post(version="1.0"))
+            await began.wait()
+            writer.write_eof()
+            await asyncio.wait_for(ended.wait(), 20)
+            assert await asyncio.wait_for(reader.read(), 20) == b""
+            writer.close()
 
     run(main())
 

@@ -33,6 +33,10 @@ class Quantization(StrEnum):
     NONE = "none"
 
 
+class SpeculativeMethod(StrEnum):
+    NGRAM = "NGram"
+
+
 class KvLayout(StrEnum):
     BLOCK_MAJOR = "BlockMajor"
     LAYER_MAJOR = "LayerMajor"

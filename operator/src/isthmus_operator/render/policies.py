@@ -9,6 +9,7 @@ from ..api.choices import Toggle
 from ..api.v1alpha1 import InferenceService
 from .names import (
     ENGINE_PORT,
+    ENGINES,
     GUARDED_LABEL,
     MASTER_RPC_PORT,
     METRICS_PORT,
@@ -102,14 +103,35 @@ def network_policies(
     ]
 
 
+_OF_ENGINES = "num_requests_(running|waiting)|kv_cache_usage_perc|prefix_cache_(queries|hits)_total"
+_OF_ROUTERS = (
+    "(time_to_first_token|inter_token_latency|time_per_output_token|e2e_request_latency)_seconds_(bucket|count|sum)"
+    "|(prompt_tokens|generation_tokens|request_success)_total"
+)
+
+
+def _each_request_once() -> list[dict[str, Any]]:
+    """Routers and engines have the same `vllm:` names, of the same requests: what clients see is kept of routers, the
+    state of engines of engines. Our own names are all kept."""
+    engines = "|".join(component.value for component in ENGINES)
+    labels = [_prometheus_label(ROLE_LABEL), "__name__"]
+    dropped = (f"{Component.ROUTER.value};vllm:({_OF_ENGINES})", f"({engines});vllm:({_OF_ROUTERS})")
+    return [{"sourceLabels": labels, "regex": regex, "action": "drop"} for regex in dropped]
+
+
+def _prometheus_label(label: str) -> str:
+    return re.sub("[^A-Za-z0-9]", "_", label)
+
+
 def pod_monitor(service: InferenceService) -> dict[str, Any] | None:
     """Scraping by the Prometheus Operator; applied only where its API is installed."""
     if service.spec.observability.pod_monitor is Toggle.DISABLED:
         return None
     # Pods of an operator that gave metrics no port of their own.
-    label = f"__meta_kubernetes_pod_label_{re.sub('[^A-Za-z0-9]', '_', GUARDED_LABEL)}"
+    label = f"__meta_kubernetes_pod_label_{_prometheus_label(GUARDED_LABEL)}"
     drop = {"sourceLabels": [label], "regex": "true", "action": "drop"}
-    before = {"port": "http", "path": "/metrics", "relabelings": [drop]}
+    once = {"metricRelabelings": _each_request_once()}
+    before = {"port": "http", "path": "/metrics", "relabelings": [drop], **once}
     return {
         "apiVersion": "monitoring.coreos.com/v1",
         "kind": "PodMonitor",
@@ -117,6 +139,6 @@ def pod_monitor(service: InferenceService) -> dict[str, Any] | None:
         "spec": {
             "selector": {"matchLabels": {SERVICE_LABEL: service.name}},
             "podTargetLabels": [SERVICE_LABEL, ROLE_LABEL],
-            "podMetricsEndpoints": [{"port": "metrics", "path": "/metrics"}, before],
+            "podMetricsEndpoints": [{"port": "metrics", "path": "/metrics", **once}, before],
         },
     }

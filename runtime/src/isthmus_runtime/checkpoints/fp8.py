@@ -10,6 +10,7 @@ from torch import Tensor
 from isthmus_kernels import dispatch
 
 from ..models.base import TensorSource
+from ..models.shard import Slice
 from .quantized import Expanded
 
 _MULTIPLE = 16
@@ -34,29 +35,28 @@ class Fp8Weights:
         self.kept, self.rounded, self.left = 0, 0, 0
         """Matrices so far: as they were stored, rounded here, and not made of 8-bit floats."""
 
-    def take(self, *names: str) -> Tensor:
+    def take(self, *parts: str | Slice) -> Tensor:
         """The weights joined along their first dimension, in no smaller a dtype than they would have without this."""
-        return self._source.take(*names)
+        return self._source.take(*parts)
 
-    def scaled(self, *names: str) -> tuple[Tensor, Tensor] | None:
+    def scaled(self, *parts: str | Slice) -> tuple[Tensor, Tensor] | None:
         """The matrices joined along their rows and their rows' scales. None where one is not to be rounded, or where a
         side does not fit the kernels."""
-        parts = [self._one(name) for name in names]
-        found = [part for part in parts if part is not None]
-        if len(found) < len(names):
-            self.left += len(names)
+        found = [part for part in map(self._one, parts) if part is not None]
+        if len(found) < len(parts):
+            self.left += len(parts)
             return None
         kept = sum(part.kept for part in found)
         self.kept += kept
-        self.rounded += len(names) - kept
+        self.rounded += len(parts) - kept
         # By bytes: few operations know 8-bit floats.
         weight = torch.cat([part.weight.view(torch.uint8) for part in found]).view(torch.float8_e4m3fn)
         return weight, torch.cat([part.scale for part in found])
 
-    def _one(self, name: str) -> _Matrix | None:
-        stored = self._source.as_fp8(name) if isinstance(self._source, Expanded) else None
+    def _one(self, part: str | Slice) -> _Matrix | None:
+        stored = self._source.as_fp8(part) if isinstance(self._source, Expanded) else None
         if stored is None and not self._rounding:
             return None
-        weight, scale = stored or dispatch.quantize(self._source.take(name))
+        weight, scale = stored or dispatch.quantize(self._source.take(part))
         fits = all(side % _MULTIPLE == 0 for side in weight.shape)
         return _Matrix(weight, scale, kept=stored is not None) if fits else None

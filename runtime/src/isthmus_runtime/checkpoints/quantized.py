@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..models.base import Shapes, TensorSource
 from ..models.quantization import Quantization
+from ..models.shard import Slice
 
 PLAIN = ("F32", "F16", "BF16")
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
@@ -179,11 +180,11 @@ class Expanded:
         """`parts`: of the quantised weights among `shapes`."""
         self._source, self._scheme, self._shapes, self._parts = source, scheme, shapes, parts
 
-    def take(self, *names: str) -> Tensor:
-        """The weights joined along their first dimension."""
-        if not any(name in self._parts for name in names):
-            return self._source.take(*names)
-        weights = [self._one(name) for name in names]
+    def take(self, *parts: str | Slice) -> Tensor:
+        """The weights, or slices of them, joined along their first dimension. A weight is expanded whole, then cut."""
+        if not any((part.name if isinstance(part, Slice) else part) in self._parts for part in parts):
+            return self._source.take(*parts)
+        weights = [part.cut(self._one(part.name)) if isinstance(part, Slice) else self._one(part) for part in parts]
         return weights[0] if len(weights) == 1 else torch.cat(weights)
 
     def _one(self, name: str) -> Tensor:
@@ -194,10 +195,17 @@ class Expanded:
         assert weight.shape == shape, (name, weight.shape, shape)
         return weight.to(torch.bfloat16).contiguous()
 
-    def as_fp8(self, name: str) -> tuple[Tensor, Tensor] | None:
-        """The weight `name` as E4M3 and fp32 scales of its rows, where it is stored so."""
+    def as_fp8(self, part: str | Slice) -> tuple[Tensor, Tensor] | None:
+        """A weight, or a slice of it, as E4M3 and fp32 scales of its rows, where it is stored so."""
+        name = part.name if isinstance(part, Slice) else part
         parts = self._parts.get(name)
-        return None if parts is None else self._scheme.as_fp8(name, self._shapes[name], parts, self._source.take)
+        found = None if parts is None else self._scheme.as_fp8(name, self._shapes[name], parts, self._source.take)
+        if found is None or not isinstance(part, Slice):
+            return found
+        weight, scale = found
+        # By bytes: few operations know 8-bit floats.
+        own = part.cut(weight.view(torch.uint8)).view(weight.dtype)
+        return own, part.cut(scale) if part.dim == 0 else scale
 
     def cost(self, sizes: Callable[[str], int]) -> str:
         """What expanding costs, in words; `sizes` are the bytes of a stored tensor."""

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..models.shard import Slice
+
 
 class RandomTensors:
     """A `models.base.TensorSource` of tensors that are made where they are wanted.
@@ -26,10 +28,10 @@ class RandomTensors:
         self._device = device
         self._dtype = dtype
 
-    def take(self, *names: str) -> Tensor:
-        """The tensors joined along their first dimension."""
-        parts = [self._make(name) for name in names]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def take(self, *parts: str | Slice) -> Tensor:
+        """The tensors, or slices of them, joined along their first dimension."""
+        made = [part.cut(self._make(part.name)) if isinstance(part, Slice) else self._make(part) for part in parts]
+        return made[0] if len(made) == 1 else torch.cat(made)
 
     def _make(self, name: str) -> Tensor:
         shape = self._shapes[name]

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..errors import WeightsError
 from ..models.base import Shapes
 from ..models.config_reader import read_json
+from ..models.shard import Slice
 from .quantized import Scheme, Stored
 
 _LOG = logging.getLogger(__name__)
@@ -99,39 +100,54 @@ class Checkpoint:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self._stack.close()
 
-    def take(self, *names: str) -> Tensor:
-        """The tensors joined along their first dimension, in memory of their own.
+    def take(self, *parts: str | Slice) -> Tensor:
+        """The tensors, or slices of them, joined along their first dimension, in memory of their own.
 
         Bytes are read, not mapped: they land where they are wanted, and a file that shrinks meanwhile is an error and
         not a signal. The dtype is the checkpoint's, except that fp16, in which nothing is computed, becomes fp32.
         """
-        if len({self.dtype(name) for name in names}) > 1:
-            return torch.cat([self.take(name).float() for name in names])
-        shapes = [self.shape(name) for name in names]
+        if len({self.dtype(part) for part in parts}) > 1:
+            return torch.cat([self.take(part).float() for part in parts])
+        shapes = [self.shape(part) for part in parts]
         rows = sum(shape[0] for shape in shapes)
-        joined = torch.empty((rows, *shapes[0][1:]), dtype=self.dtype(names[0]))
+        joined = torch.empty((rows, *shapes[0][1:]), dtype=self.dtype(parts[0]))
         target = memoryview(joined.view(torch.uint8).numpy().reshape(-1).data)
         at = 0
-        for name, shape in zip(names, shapes, strict=True):
+        for part, shape in zip(parts, shapes, strict=True):
             end = at + shape[0] * joined[0].nbytes
-            self.read_into(name, 0, target[at:end])
+            self.read_into(part, 0, target[at:end])
             at = end
         return joined.float() if joined.dtype == torch.float16 else joined
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, part: str | Slice) -> tuple[int, ...]:
         """As it is stored; a single number counts as a vector of one."""
-        return self._entries[name].shape or (1,)
+        if isinstance(part, Slice):
+            return part.shape(self.shape(part.name))
+        return self._entries[part].shape or (1,)
 
     def nbytes(self, name: str) -> int:
         """As it is stored."""
         return prod(self.shape(name)) * self.dtype(name).itemsize
 
-    def dtype(self, name: str) -> torch.dtype:
+    def dtype(self, part: str | Slice) -> torch.dtype:
         """As it is stored."""
-        return _DTYPES[self._entries[name].dtype]
+        return _DTYPES[self._entries[part.name if isinstance(part, Slice) else part].dtype]
 
-    def read_into(self, name: str, offset: int, target: memoryview) -> None:
-        """Fill `target` with the tensor's bytes from `offset` on. Any number of threads may read at once."""
+    def read_into(self, part: str | Slice, offset: int, target: memoryview) -> None:
+        """Fill `target` with the tensor's, or the slice's, bytes from `offset` on. Any number of threads may read at
+        once."""
+        if not isinstance(part, Slice):
+            self._read(part, offset, target)
+            return
+        first, run, step = part.row_bytes(self.shape(part.name), self.dtype(part).itemsize)
+        at = 0
+        while at < len(target):
+            number, within = divmod(offset + at, run)
+            end = min(len(target), at + run - within)
+            self._read(part.name, first + number * step + within, target[at:end])
+            at = end
+
+    def _read(self, name: str, offset: int, target: memoryview) -> None:
         entry = self._entries[name]
         at = 0
         while at < len(target):

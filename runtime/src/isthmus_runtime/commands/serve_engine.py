@@ -28,21 +28,21 @@ from ..credentials import Credentials, peer_credentials
 from ..engine.backend import EngineBackend, Streams
 from ..engine.kv_events import KvEventFeed
 from ..engine.long_lived import LongLived
-from ..engine.loop import STEPS_IN_FLIGHT, EngineLoop
+from ..engine.loop import EngineLoop
 from ..engine.scheduler import Scheduler
 from ..engine.server import BODIES, EngineMeters, EngineServer
+from ..engine.traces import StartTimes
 from ..errors import ConfigError, EngineFailed, IsthmusError
 from ..interfaces.handoff import HandoffEvent, KvHandoff
 from ..interfaces.steps import Executor
 from ..kv.groups import LayerSpec
 from ..kv.keys import layout_digest, pool_name
-from ..kv.plan import KvPlan, plan
-from ..kv.plan_input import KvPlanInput
+from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
 from ..openai.app import BODIES as OPENAI_BODIES
 from ..openai.app import ApiConfig, add_openai_routes
 from ..openai.tokenizer import Tokenizer
-from ..protocol import KV_ABI, EngineInfo, KvInfo, TransferInfo
+from ..protocol import KV_ABI, EngineInfo, KvInfo, LoadInfo, TransferInfo
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
 from ..serving.limits import limits_of
@@ -50,6 +50,8 @@ from ..serving.server import beside, check_port, run_app
 from ..structured.checker import Checker
 from ..structured.grammars import Grammars
 from ..transfer.sockets import probe_accepted
+from .open_tracer import open_tracer
+from .pool_plan import plan_pool
 
 log = logging.getLogger(__name__)
 
@@ -107,32 +109,13 @@ def serve_engine(config: EngineConfig) -> NoReturn:
     os._exit(status)
 
 
-def _plan(
-    config: EngineConfig, specs: tuple[LayerSpec, ...], share: Callable[[float], int], model_limit: int
-) -> KvPlan:
-    """`share`: bytes of the pool for `--kv-memory-fraction`."""
-    memory = config.kv.memory_bytes
-    auto = config.scheduler.max_model_len is None
-    return plan(
-        KvPlanInput(
-            ranks=(specs,),
-            available_bytes=(memory if memory is not None else share(config.kv.memory_fraction),),
-            max_model_len=config.scheduler.max_model_len or model_limit,
-            auto_fit=auto,
-            num_blocks_override=config.kv.num_blocks_override,
-            max_num_batched_tokens=config.scheduler.max_batched_tokens,
-            batches_in_flight=STEPS_IN_FLIGHT,
-        )
-    )
-
-
 def _load_torch(config: EngineConfig) -> _Loaded:
     from ..checkpoints.revision import weights_revision
-    from ..executor.model_runner import TorchExecutor, load
+    from .ranks import load_engine
 
-    model = load(config.model, config.scheduler)
+    loaded = load_engine(config)
+    model, kv = loaded.model, loaded.plan
     specs = model.layer_specs(config.kv.block_size, config.kv.dtype)
-    kv = _plan(config, specs, model.device.kv_bytes, model.spec.max_position)
     digest = layout_digest(
         model_revision=weights_revision(config.model.path),
         dtype=specs[0].dtype,
@@ -143,9 +126,8 @@ def _load_torch(config: EngineConfig) -> _Loaded:
         layout=config.kv.layout,
         details=[*(repr(spec) for spec in specs), *model.kv_variants],
     )
-    executor = TorchExecutor(model, kv, config.scheduler, config.kv)
     return _Loaded(
-        executor=executor,
+        executor=loaded.executor,
         plan=kv,
         digest=digest,
         kv_heads=model.spec.num_kv_heads,
@@ -159,7 +141,9 @@ def _load_fake(config: EngineConfig) -> _Loaded:
     # One head of width 1 in fp32, keys and values, takes as many bytes as a fake entry.
     spec = LayerSpec(kind="full", layers=1, block_size=config.kv.block_size, dtype="fp32", kv_heads=1, head_dim=1)
     assert spec.page_bytes == config.kv.block_size * ENTRY_BYTES
-    kv = _plan(config, (spec,), lambda fraction: int((1 << 24) * fraction), 8192)
+    memory = config.kv.memory_bytes
+    available = int((1 << 24) * config.kv.memory_fraction) if memory is None else memory
+    kv = plan_pool(config, (spec,), (available,), 8192)
     digest = layout_digest(
         model_revision=config.model.path,
         dtype="fake",
@@ -184,19 +168,23 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         layout_digest=loaded.digest,
         kv_heads=loaded.kv_heads,
         recompute=config.transfer.on_failure == "recompute",
+        late_masks=config.tensor_parallel_size == 1,
     )
     streams = Streams(asyncio.get_running_loop())
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)
     mover = _Mover.start(config, loaded, credentials)
+    tracer = open_tracer(config.server.tracing, config.role.value, model_name)
+    starts = StartTimes(time.monotonic) if config.server.tracing.endpoint else None
     engine = EngineLoop(
         scheduler,
         loaded.executor,
         streams.sink,
         handoff=mover.handoff,
         step_timeout_s=config.server.no_progress_timeout_s,
+        started=None if starts is None else starts.started,
     )
     grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
-    backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size, grammars=grammars)
+    backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size, grammars=grammars, starts=starts)
     in_flight = InFlight()
     meters = EngineMeters(CollectorRegistry(), model_name)
     meters.engine.set_cache_config(block_size=str(kv.block_size), num_gpu_blocks=str(kv.num_blocks))
@@ -212,7 +200,8 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     fingerprint = sha256(f"{loaded.digest}:{KV_ABI}:{mover.shares}".encode()).hexdigest()[:16]
 
     def info() -> EngineInfo:
-        stats = engine.snapshot.stats
+        snapshot, moved = engine.snapshot, engine.handoff_stats()
+        stats = snapshot.stats
         return EngineInfo(
             role=config.role.value,  # type: ignore[arg-type]
             model=config.model.path,
@@ -223,6 +212,11 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             version=version("isthmus-runtime"),
             running=stats.running,
             waiting=stats.waiting + stats.receiving,
+            load=LoadInfo(
+                kv_usage=snapshot.kv_usage,
+                generated_tokens=backend.generated_tokens,
+                sent_bytes=0 if moved is None else moved.sent_bytes,
+            ),
             draining=in_flight.leaving,
             vocab_size=loaded.vocab_size,
             model_revision=revision,
@@ -239,6 +233,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         kv_events=feed,
         threads=LongLived(),
         credentials=credentials,
+        tracer=tracer,
     )
     app = make_app(
         f"Isthmus {config.role.value} engine",
@@ -255,6 +250,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             in_flight=in_flight,
             metrics=meters.requests,
             grammars=checker,
+            tracer=tracer,
         )
     server.add_probes(app)  # routers ask here, too
     server.add_internal(app)
@@ -290,6 +286,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     finally:
         await checker.close()
         loaded.executor.close()
+        await asyncio.to_thread(tracer.close)
     if engine.failure:
         raise EngineFailed(engine.failure)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import time
@@ -15,6 +16,7 @@ from ..config import RouterConfig
 from ..credentials import peer_credentials
 from ..metrics import RequestMetrics, TenantMetrics
 from ..openai.app import BODIES, ApiConfig, add_openai_routes, read_api_key
+from ..openai.keys import Keys
 from ..openai.tenants_file import TenantsFile
 from ..openai.tokenizer import Tokenizer
 from ..router.app import make_router
@@ -24,6 +26,7 @@ from ..serving.limits import limits_of
 from ..serving.server import beside, run_app
 from ..structured.checker import Checker
 from ..transfer.sockets import probe_accepted
+from .open_tracer import open_tracer
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +52,9 @@ def serve_router(config: RouterConfig) -> int:
 async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenants: TenantsFile | None) -> int:
     in_flight, registry = InFlight(), CollectorRegistry()
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)
+    tracer = open_tracer(config.server.tracing, "router", config.model.served_names[0])
     router = make_router(config, registry, in_flight, credentials=credentials)
-    metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_", vllm_names=False)
+    metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_")
     app = make_app(
         "Isthmus router",
         bodies=BODIES,
@@ -74,8 +78,12 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
         metrics=metrics,
         tenant_metrics=None if tenants is None else TenantMetrics(registry, config.model.served_names[0]),
         grammars=grammars,
+        tracer=tracer,
     )
     router.add_probes(app)
+    if config.page:
+        # What is busy tells of other tenants.
+        router.add_page(app, Keys(api_key, tenants, time.monotonic).check, show_load=tenants is None)
     add_pages(app)
     apart = make_app("Isthmus router: metrics and probes", bodies=()) if config.server.metrics_port else None
     router.add_metrics(app if apart is None else apart)
@@ -100,4 +108,5 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
             )
     finally:
         await grammars.close()
+        await asyncio.to_thread(tracer.close)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..interfaces.steps import RowStart
+from .aging import Aging
 from .blocks import Hits, SequenceBlocks
 from .handoffs import Handoffs
 from .in_flight import StepDraft
@@ -24,6 +25,8 @@ class Admission:
         self._preemption = preemption
         self._pace = pace
         self._pool = blocks.pool
+        self._ready_turns = Aging(queues, queues.ready)
+        self._waiting_turns = Aging(queues, queues.waiting)
         self.prefix_queries = 0
         self.prefix_hits = 0
 
@@ -37,6 +40,7 @@ class Admission:
     def _admit_ready(self, draft: StepDraft) -> bool:
         """Requests whose KV has arrived. False: one of them must wait, and with it all that came later."""
         queues = self._queues
+        self._ready_turns.turn()
         for seq in list(queues.ready):
             if seq.phase is not Phase.READY:
                 continue  # preempted while an older arrival made room
@@ -52,11 +56,13 @@ class Admission:
                 if room is not Room.FOUND:
                     return False
             queues.withdraw(seq)
+            self._ready_turns.started()
             self._start(seq, min(seq.known - seq.scheduled, draft.budget), draft)
         return True
 
     def _admit_waiting(self, draft: StepDraft) -> None:
         queues = self._queues
+        self._waiting_turns.turn()
         for seq in list(queues.waiting):
             if not seq.receives and (draft.full or not queues.rows):
                 if not queues.receivers:
@@ -73,7 +79,9 @@ class Admission:
     def _admit_local(self, seq: Sequence, draft: StepDraft) -> bool:
         """Start a request whose prompt is computed here. False: it must wait."""
         self._blocks.hash_prompt(seq)
-        hits = self._blocks.find_hits(seq, len(seq.tokens) - 1)
+        # A hit leaves one token to compute, and where prompt tokens are to be scored, whose scores are not known.
+        most = len(seq.tokens) - 1
+        hits = self._blocks.find_hits(seq, most if seq.scores is None else min(most, len(seq.scores)))
         fresh = max(0, self._blocks.peak(len(seq.tokens) + 1) - hits.held)
         if self.free() < fresh + hits.evictable:
             return False
@@ -81,6 +89,7 @@ class Admission:
         if count == 0:
             return True  # the draft is full; requests that a peer computes may still be reserved for
         self._queues.withdraw(seq)
+        self._waiting_turns.started()
         self._take_hits(seq, hits)
         self._queues.promise(seq, fresh)
         self._start(seq, count, draft)
@@ -109,6 +118,7 @@ class Admission:
         if self.free() < fresh + hits.evictable + growth:
             return False
         self._queues.withdraw(seq)
+        self._waiting_turns.started()
         self._take_hits(seq, hits)
         draft.effects.append(self._handoffs.reserve(seq))
         self._queues.enter(seq, Phase.RECEIVING)
@@ -137,7 +147,10 @@ class Admission:
         self.grow(seq, seq.scheduled + count)
         table = tuple(tuple(ids) for ids in seq.blocks)
         sampling = seq.request.sampling
-        draft.starts.append(RowStart(seq.row, seq.sid, tuple(seq.tokens), seq.prompt_len, table, sampling))
+        scores = -1 if seq.scores is None else sampling.prompt_logprobs
+        draft.starts.append(
+            RowStart(seq.row, seq.sid, tuple(seq.tokens), seq.prompt_len, table, sampling, prompt_logprobs=scores)
+        )
         draft.add(seq, count)
 
     def grow(self, seq: Sequence, upto: int, draft: StepDraft | None = None) -> None:

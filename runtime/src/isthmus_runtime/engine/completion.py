@@ -2,55 +2,114 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from ..errors import RequestError
-from ..interfaces.steps import StepOutput
+from ..interfaces.steps import Chunk, StepOutput
 from ..request import FinishReason, TokenChunk, TokenLogprobs
 from .blocks import SequenceBlocks
+from .drafts import Speculation
 from .handoffs import Handoffs
 from .in_flight import StepsInFlight
 from .queues import Queues
 from .sequence import CancelAttempt, Effect, Emit, Kind, Phase, Sequence
 
+MASKS_EARLY = 32
+"""A request that missed a draw waits with as many tokens for their masks before it is planned."""
 _new = tuple.__new__
 
 
 class Completion:
     """Takes the results of steps, and ends requests."""
 
-    def __init__(self, queues: Queues, blocks: SequenceBlocks, handoffs: Handoffs, in_flight: StepsInFlight) -> None:
+    def __init__(
+        self,
+        queues: Queues,
+        blocks: SequenceBlocks,
+        handoffs: Handoffs,
+        in_flight: StepsInFlight,
+        speculation: Speculation,
+    ) -> None:
         self._queues = queues
         self._blocks = blocks
         self._handoffs = handoffs
         self._in_flight = in_flight
+        self._speculation = speculation
 
     def complete(self, output: StepOutput, now: float) -> list[Effect]:
         """Take the result of the oldest step in flight."""
         step, work = self._in_flight.steps.popleft()
         assert output.step == step, f"result of step {output.step}, expected {step}"
         effects: list[Effect] = []
-        emit, append = self.emit, effects.append
+        for number, found in output.scores:
+            work[number][0].scored(work[number][2].start, found)
+        append = effects.append
         ended, sends = Phase.ENDED, Kind.SEND  # an attribute of an enum costs as much as the rest of a test
         for (seq, run, chunk), (tokens, logprobs) in zip(work, output.rows, strict=True):
-            _, start, count, draws, _ = chunk
-            assert len(tokens) == draws, f"{len(tokens)} tokens were drawn of {draws}"
+            _, start, count, draws, drafts = chunk
+            if step <= seq.void_step:
+                continue
             seq.unseen -= draws
             if seq.phase is ended:
+                continue
+            if drafts:
+                append(self._verified(seq, run, chunk, tokens, logprobs))
                 continue
             if run == seq.run:
                 seq.written = written = start + count
                 if written >= seq.publish_at:
                     self._blocks.publish(seq)
-                if seq.kind is sends:
-                    effects += self._handoffs.blocks_written(seq)
-            if not tokens:
-                continue
+            if len(tokens) < draws:
+                self._not_drawn(seq, run)
             if seq.kind is sends:
-                effects += self._prompt_computed(seq, tokens[0], logprobs[0] if logprobs else None, now)
-            else:
-                seq.tokens.append(tokens[0])
-                append(emit(seq, tokens, logprobs))
+                if run == seq.run:
+                    effects += self._handoffs.blocks_written(seq)
+                if tokens:
+                    effects += self._prompt_computed(seq, tokens[0], logprobs[0] if logprobs else None, now)
+            elif tokens:
+                known, token = seq.tokens, tokens[0]
+                known.append(token)
+                if seq.prompt_len + 1 < len(known) < seq.end_len and token not in seq.stop_token_ids:
+                    # In the middle of an answer. One per row and step: without the class's own `__new__` it costs half.
+                    append((seq.sid, _new(TokenChunk, (tokens, logprobs, None, None, 0, "", ()))))
+                else:
+                    append(self.emit(seq, tokens, logprobs))
+                if seq.phase is not ended:
+                    if seq.drafter is not None:
+                        self._speculation.saw(seq)
+                    elif seq.masks is not None:
+                        self._ask_for_mask(seq)
         self._in_flight.lift(step)
         return effects
+
+    def _verified(
+        self, seq: Sequence, run: int, chunk: Chunk, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
+    ) -> Emit:
+        """As many drafts as were right, and the token after them. Only their KV counts; the rest is written again."""
+        ends = (at for at, token in enumerate(tokens, 1) if token in seq.stop_token_ids)
+        kept = next(ends, len(tokens))
+        seq.tokens += tokens[:kept]
+        self._speculation.verified(seq, len(chunk.drafts), len(tokens) - 1)
+        if run == seq.run:
+            seq.scheduled = seq.written = chunk.start + len(tokens)
+            if seq.written >= seq.publish_at:
+                self._blocks.publish(seq)
+        return self.emit(seq, tokens[:kept], logprobs[:kept])
+
+    def _not_drawn(self, seq: Sequence, run: int) -> None:
+        """Its mask did not come in time: the last position is computed again, once the mask is known."""
+        assert seq.masks is not None, f"{seq.sid} has no mask, and no token was drawn"
+        seq.masks.drop()
+        seq.masks_late_from = len(seq.tokens) + MASKS_EARLY
+        seq.unseen, seq.void_step = 0, seq.last_step
+        if run == seq.run:
+            seq.scheduled = len(seq.tokens) - 1
+
+    def _ask_for_mask(self, seq: Sequence) -> None:
+        """Have the next mask computed, for which a step may wait already."""
+        assert seq.masks is not None
+        with suppress(RequestError):  # it fails when the request is planned next
+            seq.masks.allowed(seq.tokens[seq.prompt_len :])
 
     def _prompt_computed(self, seq: Sequence, token: int, logprob: TokenLogprobs | None, now: float) -> list[Effect]:
         if seq.phase is not Phase.RUNNING:
@@ -62,20 +121,19 @@ class Completion:
         return effects
 
     def emit(self, seq: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> Emit:
-        """Give out the request's newest token, which may be its last."""
+        """Give out the request's newest tokens, the last of which may be its last."""
         length = len(seq.tokens)
-        if tokens[0] in seq.stop_token_ids:
+        reason = None
+        if tokens[-1] in seq.stop_token_ids:
             reason = FinishReason.STOP
         elif length >= seq.end_len:
             reason = FinishReason.LENGTH
-        elif length > seq.prompt_len + 1:
-            # One per row and step: without the class's own `__new__` it costs half.
-            return _new(Emit, (seq.sid, _new(TokenChunk, (tokens, logprobs, None, None, 0, ""))))
-        else:
-            return Emit(seq.sid, TokenChunk(tokens, logprobs, None, None, seq.cached_tokens, seq.note))
-        self.forget(seq)
-        cached, note = (seq.cached_tokens, seq.note) if length == seq.prompt_len + 1 else (0, "")
-        return Emit(seq.sid, TokenChunk(tokens, logprobs, reason, None, cached, note))
+        if reason is not None:
+            self.forget(seq)
+        if length > seq.prompt_len + len(tokens):
+            return seq.sid, TokenChunk(tokens, logprobs, reason)
+        # The first tells of the prompt.
+        return seq.sid, TokenChunk(tokens, logprobs, reason, None, seq.cached_tokens, seq.note, seq.take_scores())
 
     def end(self, seq: Sequence, reason: FinishReason, error: RequestError) -> list[Effect]:
         """End a request early, from any phase."""
@@ -85,11 +143,13 @@ class Completion:
             effects.append(CancelAttempt(seq.attempt, error.message))
         self._in_flight.ended_early(seq)
         self.forget(seq)
-        effects.append(Emit(seq.sid, TokenChunk(finish_reason=reason, error=error)))
+        effects.append((seq.sid, TokenChunk(finish_reason=reason, error=error)))
         return effects
 
     def forget(self, seq: Sequence) -> None:
         """The request is no longer live; a step in flight may still name it."""
+        if seq.masks is not None:
+            seq.masks.drop()
         self._queues.leave(seq)
         self._queues.enter(seq, Phase.ENDED)
         del self._queues.live[seq.sid]

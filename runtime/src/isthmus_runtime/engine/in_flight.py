@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ..errors import RequestError
-from ..interfaces.steps import Chunk, Later, RowBlocks, RowMask, RowStart, StepPlan
+from ..interfaces.steps import Chunk, LateMask, Later, LateRowMask, RowBlocks, RowMask, RowStart, StepPlan
 from ..kv.pool import BlockPool
 from .pace import PromptBudget
 from .sequence import Effect, Phase, Sequence
@@ -28,20 +28,21 @@ class StepDraft:
     starts: list[RowStart] = field(default_factory=list)
     grown: list[RowBlocks] = field(default_factory=list)
     masks: list[RowMask] = field(default_factory=list)
+    late_masks: list[LateRowMask] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
     stuck: list[Sequence] = field(default_factory=list)
     """Requests that can never grow."""
     failed: list[tuple[Sequence, RequestError]] = field(default_factory=list)
     """Requests whose constraint has failed."""
-    _allowed: dict[str, bytes | None] = field(default_factory=dict)
-    """What `may_draw` was told, for `add`."""
+    _allowed: dict[str, bytes | LateMask | None] = field(default_factory=dict)
+    """What `may_draw` and `may_draw_later` were told, for `add`."""
 
     def may_draw(self, seq: Sequence) -> bool:
         """Whether the mask of the request's next token, if it needs one, is known. False: it cannot go on now."""
-        if seq.constraint is None or seq.sid in self._allowed:
+        if seq.masks is None or seq.sid in self._allowed:
             return True
         try:
-            allowed = seq.constraint.allowed(seq.tokens[seq.prompt_len :])
+            allowed = seq.masks.allowed(seq.tokens[seq.prompt_len :])
         except RequestError as error:
             self.failed.append((seq, error))
             return False
@@ -50,27 +51,37 @@ class StepDraft:
         self._allowed[seq.sid] = allowed
         return True
 
+    def may_draw_later(self, seq: Sequence) -> bool:
+        """Whether the request, of whose tokens one is not seen yet, may draw the next by a mask that comes late."""
+        if seq.masks is None or len(seq.tokens) < seq.masks_late_from:
+            return False
+        self._allowed[seq.sid] = seq.masks.late(seq.known - seq.prompt_len)
+        return True
+
     @property
     def full(self) -> bool:
         """Whether no further prompt may start."""
         return self.budget == 0 or (self.prompts is not None and self.prompts.spent)
 
-    def add(self, seq: Sequence, count: int) -> None:
-        """Plan the next `count` tokens of the request, which has a row and the blocks for them.
+    def add(self, seq: Sequence, count: int, drafts: tuple[int, ...] = ()) -> None:
+        """Plan the next `count` tokens of the request, which has a row and the blocks for them, and verify `drafts`.
 
-        `may_draw` was asked if the request has a constraint.
+        `may_draw` or `may_draw_later` was asked if the request has masks.
         """
         start = seq.scheduled
+        count += len(drafts)
         seq.scheduled = end = start + count
-        if end < len(seq.tokens) + seq.unseen:
+        if end < len(seq.tokens) + seq.unseen + len(drafts):
             self.work.append((seq, seq.run, Chunk(seq.row, start, count, 0)))
         else:
-            if seq.constraint is not None:
+            if seq.masks is not None:
                 allowed = self._allowed[seq.sid]
-                if allowed is not None:
+                if isinstance(allowed, bytes):
                     self.masks.append(RowMask(seq.row, (allowed,)))
+                elif allowed is not None:
+                    self.late_masks.append(LateRowMask(seq.row, allowed))
             # One per row and step: without the class's own `__new__` it costs half.
-            self.work.append((seq, seq.run, _new(Chunk, (seq.row, start, count, 1, ()))))
+            self.work.append((seq, seq.run, _new(Chunk, (seq.row, start, count, 1 + len(drafts), drafts))))
         self.budget -= count
 
     def without_left(self) -> StepDraft:
@@ -84,6 +95,7 @@ class StepDraft:
             [start for start in self.starts if start.row in rows],
             [blocks for blocks in self.grown if blocks.row in rows],
             [mask for mask in self.masks if mask.row in rows],
+            [mask for mask in self.late_masks if mask.row in rows],
             self.effects,
             self.stuck,
             self.failed,
@@ -126,6 +138,7 @@ class StepsInFlight:
             chunks=tuple(chunks),
             num_tokens=tokens,
             masks=tuple(draft.masks),
+            late_masks=tuple(draft.late_masks),
         )
 
     def ended_early(self, seq: Sequence) -> None:
@@ -154,6 +167,7 @@ class StepsInFlight:
             chunks=tuple(chunk for _, _, chunk in left),
             num_tokens=sum(chunk.num_tokens for _, _, chunk in left),
             masks=tuple(mask for mask in plan.masks if mask.row in rows),
+            late_masks=tuple(mask for mask in plan.late_masks if mask.row in rows),
         )
 
     def release(self, seq: Sequence, ids: list[int]) -> None:

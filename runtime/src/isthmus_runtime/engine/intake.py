@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..config import SchedulerConfig
 from ..errors import InvalidRequest, NeverFits
-from ..interfaces.steps import Constraint
+from ..interfaces.steps import Masks
 from ..request import GenerateRequest
 from .blocks import SequenceBlocks
 from .sequence import Kind, Sequence
@@ -30,7 +30,7 @@ class Intake:
         peer_url: str,
         peer_epoch: str,
         skip_blocks: int,
-        constraint: Constraint | None,
+        masks: Masks | None,
     ) -> Sequence:
         """The request as the scheduler knows it. Raises InvalidRequest or NeverFits."""
         self.check_fits(request, kind)
@@ -49,7 +49,7 @@ class Intake:
             peer_url=peer_url,
             peer_epoch=peer_epoch,
             skip_blocks=skip_blocks,
-            constraint=constraint,
+            masks=masks,
         )
 
     def check_fits(self, request: GenerateRequest, kind: Kind) -> None:

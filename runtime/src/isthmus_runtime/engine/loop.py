@@ -28,7 +28,7 @@ from ..interfaces.handoff import (
     SendJob,
     Sent,
 )
-from ..interfaces.steps import Constraint, Executor, StepOutput, StepPlan
+from ..interfaces.steps import Constraint, Executor, Masks, RowStart, StepOutput, StepPlan
 from ..kv.pool import PoolCounts
 from ..protocol import CommitCall, PrefillAnswer, PrefillCall, Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
@@ -52,6 +52,12 @@ class Snapshot:
     stats: SchedulerStats
     blocks: PoolCounts
 
+    @property
+    def kv_usage(self) -> float:
+        """Share of usable KV blocks in use, 0 to 1; what is only cached is free."""
+        blocks = self.blocks
+        return 1 - (blocks.free + blocks.cached) / max(1, blocks.total - blocks.null)
+
 
 class EngineLoop:
     """Owns the scheduler's thread. Public methods may be called from any thread and return at once."""
@@ -65,8 +71,10 @@ class EngineLoop:
         handoff: Callable[[Callable[[HandoffEvent], None]], KvHandoff] | None = None,
         clock: Callable[[], float] = time.monotonic,
         step_timeout_s: float = 120.0,
+        started: Callable[[Sequence[RowStart]], None] | None = None,
     ) -> None:
-        """`sink` receives batches of (scheduler id, reply) on the engine thread and must not block.
+        """`sink` receives batches of (scheduler id, reply) on the engine thread and must not block; nor must `started`,
+        which is told there of the rows that begin with a step.
 
         `step_timeout_s`: a step that has not ended for so long never will; every request is told.
         """
@@ -75,6 +83,7 @@ class EngineLoop:
         self._sink = sink
         self._clock = clock
         self._step_timeout_s = step_timeout_s
+        self._started = started
         self._inbox: queue.SimpleQueue[Callable[[float], list[Effect]] | None] = queue.SimpleQueue()
         self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
         self._handoff = None if handoff is None else handoff(self._on_handoff)
@@ -124,7 +133,7 @@ class EngineLoop:
                 attempt=name,
                 peer_url=peer_url,
                 peer_epoch=peer_epoch,
-                constraint=beside,
+                masks=beside,
             )
             return []
 
@@ -138,7 +147,7 @@ class EngineLoop:
         def command(now: float) -> list[Effect]:
             handoff = self._check_moves_kv()
             skip = call.ticket.skip_blocks
-            self.scheduler.add(request, now, kind=Kind.SEND, attempt=call.attempt, skip_blocks=skip, constraint=beside)
+            self.scheduler.add(request, now, kind=Kind.SEND, attempt=call.attempt, skip_blocks=skip, masks=beside)
             self.scheduler.handoffs.open_send(call.attempt)
             job = SendJob(
                 request_id=request.request_id,
@@ -173,7 +182,7 @@ class EngineLoop:
 
         def command(now: float) -> list[Effect]:
             effects = self.scheduler.abort(request_id, attempt, reason)
-            return effects if answer else [e for e in effects if not isinstance(e, Emit)]
+            return effects if answer else [e for e in effects if not isinstance(e, tuple)]
 
         self._inbox.put(command)
 
@@ -222,7 +231,7 @@ class EngineLoop:
             raise InvalidRequest("this engine has no KV transfer; start it with --transfer-mode direct or store")
         return self._handoff
 
-    def _beside(self, constraint: Constraint | None) -> Constraint | None:
+    def _beside(self, constraint: Constraint | None) -> Masks | None:
         return None if constraint is None else self._masks.beside(constraint)
 
     def _add(self, sid: str, attempt: str, add: Callable[[float], list[Effect]]) -> None:
@@ -288,11 +297,15 @@ class EngineLoop:
         """When the next step is planned; None: not before something else happens."""
         if self.failure or not self._wake or len(self._in_flight) == STEPS_IN_FLIGHT or not self.scheduler.has_work:
             return None
+        if self._in_flight and self.scheduler.holds:
+            return None
         return self.scheduler.pace.plan_at()
 
     def _submit(self, plan: StepPlan) -> None:
         if not self._in_flight:
             self._step_since_s = self._clock()
+        if self._started is not None and plan.starts:
+            self._started(plan.starts)
         future = self._executor.submit(plan)
         self._in_flight.append((plan, future))
         future.add_done_callback(lambda _: self._inbox.put(_step_ended))
@@ -345,15 +358,15 @@ class EngineLoop:
         replies: list[tuple[str, Reply]] = []
         for effect in effects:
             match effect:
-                case Emit(sid, chunk):
-                    replies.append((sid, chunk))
+                case tuple():  # an Emit
+                    replies.append(effect)
                 case OpenReceive(job):
                     assert self._handoff is not None
                     try:
                         replies.append((job.attempt, self._handoff.open_receive(job, now)))
                     except RequestError as error:
                         refused = self.scheduler.refuse_receive(job.attempt, error)
-                        replies += [(e.sid, e.chunk) for e in refused if isinstance(e, Emit)]
+                        replies += [e for e in refused if isinstance(e, tuple)]
                 case SendBlocks(attempt, blocks):
                     assert self._handoff is not None
                     self._handoff.send_blocks(attempt, blocks, now)
@@ -373,12 +386,14 @@ class EngineLoop:
             case Sent(attempt=attempt, sent_bytes=sent_bytes):
                 seq = self.scheduler.sent(attempt)
                 if seq is not None:
-                    answer = PrefillAnswer(
+                    # Not checked again: the scores of a long prompt would hold the engine up.
+                    answer = PrefillAnswer.model_construct(
                         attempt=attempt,
                         num_tokens=seq.prompt_len,
                         cached_tokens=seq.cached_tokens,
                         sent_bytes=sent_bytes,
                         transfer_s=max(0.0, now - seq.prompt_done_s),
+                        prompt_logprobs=seq.take_scores(),
                     )
                     self._sink([(attempt, answer)])
             case Failed(attempt=attempt, stage=stage, reason=reason, given_up=given_up):
@@ -402,10 +417,10 @@ class EngineLoop:
         error = EngineFailed(self.failure)
         # The answers first: what broke once may break again, and nobody is to wait for it.
         live = list(self.scheduler.live())
-        self._sink([(seq.sid, _refused(seq.sid, error.located(seq.phase.value, seq.attempt)).chunk) for seq in live])
+        self._sink([_refused(seq.sid, error.located(seq.phase.value, seq.attempt)) for seq in live])
         try:
             effects = self.scheduler.abort_all(error)
-            self._apply([effect for effect in effects if not isinstance(effect, Emit)], self._clock())
+            self._apply([effect for effect in effects if not isinstance(effect, tuple)], self._clock())
         except Exception:
             log.exception("the broken engine could not let go of what it held")
 
@@ -416,4 +431,4 @@ def _step_ended(now: float) -> list[Effect]:
 
 
 def _refused(sid: str, error: RequestError) -> Emit:
-    return Emit(sid, TokenChunk(finish_reason=FinishReason.ERROR, error=error))
+    return sid, TokenChunk(finish_reason=FinishReason.ERROR, error=error)

@@ -1,7 +1,8 @@
 """Masks of structured output, computed beside the forward pass: a thread of its own, one for all rows of an engine.
 
-The engine thread asks for a mask when it plans, and goes on without the row when there is none yet. A row whose
-grammar is slow delays other constrained rows by at most what llguidance lets one mask cost, and the others not at all.
+The engine thread asks for a mask as soon as it has seen the token before it. The row is in a step by then, planned with
+all others, and the executor waits for the mask when it is about to draw (ADR 35). A grammar that is slow delays the
+others by the executor's patience now and then: a row that missed a draw is planned after its masks for a while.
 """
 
 from __future__ import annotations
@@ -11,24 +12,49 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ..errors import EngineFailed, RequestError
-from ..interfaces.steps import Constraint, Later
+from ..interfaces.steps import Constraint, LateMask, Later, Masks
 
 log = logging.getLogger(__name__)
 
 _PATIENCE_S = 0.005
 """Rows whose masks are ready wait this long for those of others, so that they run in one step."""
+_SEEN_S = 60.0
+"""Longest wait for a token that an earlier step draws. Only a stopped engine thread exceeds it."""
 
 
-@dataclass(slots=True)
 class _Job:
-    """One mask: asked for, then answered once."""
+    """One mask: asked for, then answered once. `LateMask` for the executor."""
 
-    constraint: Constraint
-    generated: tuple[int, ...]
-    answer: bytes | RequestError | Later | None = Later.MASK
+    __slots__ = ("_changed", "answer", "answered", "constraint", "count", "generated")
+
+    def __init__(self, constraint: Constraint, count: int, changed: threading.Condition) -> None:
+        self.constraint = constraint
+        self.count = count
+        self.generated: tuple[int, ...] | None = None
+        """None: not all tokens were seen."""
+        self.answer: bytes | RequestError | None = None
+        self.answered = False
+        self._changed = changed
+
+    def finish(self, answer: bytes | RequestError | None) -> None:
+        with self._changed:
+            self.answer, self.answered = answer, True
+            self._changed.notify_all()
+
+    def seen(self, generated: tuple[int, ...]) -> None:
+        with self._changed:
+            self.generated = generated
+            self._changed.notify_all()
+
+    def wait(self, patience_s: float) -> bytes | Later | None:
+        if not self.answered:
+            with self._changed:
+                self._changed.wait_for(lambda: self.answered or self.generated is not None, _SEEN_S)
+                self._changed.wait_for(lambda: self.answered, patience_s)
+        # An error ends the request, which is for the scheduler to do: to the step it is a mask that did not come.
+        return Later.MASK if not self.answered or isinstance(self.answer, RequestError) else self.answer
 
 
 class MaskThread:
@@ -38,6 +64,7 @@ class MaskThread:
         """`wake` is called, on this thread, when masks that were asked for are ready."""
         self._wake = wake
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="masks", daemon=True)
 
     def start(self) -> None:
@@ -50,9 +77,9 @@ class MaskThread:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
-    def beside(self, constraint: Constraint) -> Constraint:
-        """`constraint`, whose masks are computed on this thread."""
-        return _Beside(constraint, self._jobs.put)
+    def beside(self, constraint: Constraint) -> Masks:
+        """The masks of `constraint`, computed on this thread."""
+        return _Beside(constraint, self._jobs.put, self._changed)
 
     def _run(self) -> None:
         unsaid, since = False, 0.0
@@ -65,13 +92,15 @@ class MaskThread:
                 continue
             if job is None:
                 return
+            assert job.generated is not None
             try:
-                job.answer = job.constraint.allowed(job.generated)
+                answer: bytes | RequestError | None = job.constraint.allowed(job.generated)
             except RequestError as error:
-                job.answer = error
+                answer = error
             except BaseException as error:  # one request ends, the thread goes on; Rust's panics are no Exception
                 log.exception("a mask of structured output failed")
-                job.answer = EngineFailed(f"structured output failed: {error}")
+                answer = EngineFailed(f"structured output failed: {error}")
+            job.finish(answer)
             if not unsaid:
                 unsaid, since = True, time.monotonic()
             elif time.monotonic() - since > _PATIENCE_S:
@@ -80,18 +109,43 @@ class MaskThread:
 
 
 class _Beside:
-    """Asks another thread, and says `Later` meanwhile."""
+    """One request's masks: asks another thread, and says `Later` meanwhile."""
 
-    def __init__(self, constraint: Constraint, submit: Callable[[_Job], None]) -> None:
+    def __init__(self, constraint: Constraint, submit: Callable[[_Job], None], changed: threading.Condition) -> None:
         self._constraint = constraint
         self._submit = submit
+        self._changed = changed
         self._job: _Job | None = None
+        self._late: _Job | None = None
 
     def allowed(self, generated: Sequence[int]) -> bytes | Later | None:
+        count = len(generated)
         job = self._job
-        if job is None or len(job.generated) != len(generated):
-            job = self._job = _Job(self._constraint, tuple(generated))
+        if job is None or job.count != count:
+            late = self._late
+            if late is not None and late.count == count:
+                job, self._late = late, None
+            else:
+                job = self._new(count)
+            self._job = job
+            job.seen(tuple(generated))
             self._submit(job)
+        if not job.answered:
+            return Later.MASK
         if isinstance(job.answer, RequestError):
             raise job.answer
         return job.answer
+
+    def late(self, count: int) -> LateMask:
+        if self._job is not None and self._job.count == count:
+            return self._job
+        late = self._late = self._new(count)
+        return late
+
+    def drop(self) -> None:
+        if self._late is not None:
+            self._late.finish(None)
+            self._late = None
+
+    def _new(self, count: int) -> _Job:
+        return _Job(self._constraint, count, self._changed)

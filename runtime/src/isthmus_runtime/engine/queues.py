@@ -8,7 +8,7 @@ from operator import attrgetter
 from .blocks import SequenceBlocks
 from .handoffs import Handoffs
 from .in_flight import StepsInFlight
-from .sequence import Phase, Sequence
+from .sequence import FIRST, Phase, Sequence
 
 _RANK = attrgetter("rank")
 
@@ -53,6 +53,12 @@ class Queues:
             assert queue[at] is seq, f"{seq.sid} is not where its rank says"
             del queue[at]
             self.receivers -= seq.phase is Phase.WAITING and seq.receives
+
+    def put_first(self, seq: Sequence) -> None:
+        """From now on it goes before all of any priority, behind those that were put first and came earlier."""
+        self.withdraw(seq)
+        seq.rank = (FIRST, seq.arrival_s, seq.sid)
+        self.enter(seq, seq.phase)
 
     def leave(self, seq: Sequence) -> None:
         """Take the request out of its queue, row, promise and blocks."""

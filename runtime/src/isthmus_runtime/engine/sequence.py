@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
-from ..interfaces.steps import Constraint
-from ..request import GenerateRequest, TokenChunk
+from ..interfaces.steps import Masks
+from ..request import GenerateRequest, TokenChunk, TokenLogprobs
+
+if TYPE_CHECKING:
+    from .drafts import Drafter
+
+FIRST = -(2**31) - 1
+"""More urgent than any `priority` of a request."""
 
 
 class Kind(StrEnum):
@@ -59,8 +65,14 @@ class Sequence:
     peer_epoch: str = ""
     skip_blocks: int = 0
     """SEND: leading blocks the peer already has."""
-    constraint: Constraint | None = None
+    masks: Masks | None = None
     """What it may generate; None: anything."""
+    masks_late_from: int = 0
+    """Length from which on it may be planned before its mask is known."""
+    drafter: Drafter | None = None
+    """Guesses its next tokens; None: nobody does."""
+    holds: bool = False
+    """Its next step waits until its newest token was seen, to guess what follows."""
     phase: Phase = Phase.WAITING
     scheduled: int = 0
     """Positions handed to the executor in this run."""
@@ -68,6 +80,8 @@ class Sequence:
     """Positions whose KV is complete in this run."""
     unseen: int = 0
     """Sampled tokens still in flight."""
+    void_step: int = 0
+    """Steps up to this one computed from a token that was not drawn: their results mean nothing."""
     run: int = 0
     """Counts starts: a step of an earlier run must not advance this one."""
     row: int = -1
@@ -94,6 +108,9 @@ class Sequence:
     note: str = "local"
     started: bool = False
     prompt_done_s: float = 0.0
+    scores: list[TokenLogprobs] | None = None
+    """Log-probabilities of the prompt's tokens from the second on, as far as they are known; None: nobody waits for
+    them. They survive a preemption."""
     rank: tuple[int, float, str] = field(init=False)
     """Scheduling order: lower goes first, the highest is preempted first."""
     prompt_len: int = field(init=False)
@@ -103,6 +120,28 @@ class Sequence:
         self.rank = (self.request.priority, self.arrival_s, self.sid)
         self.prompt_len = len(self.request.prompt_token_ids)
         self.stop_token_ids = self.request.sampling.stop_token_ids
+        if self.kind is not Kind.RECEIVE:
+            self.want_scores()
+
+    def want_scores(self) -> None:
+        """The prompt is computed here: with log-probabilities if the request asks for them."""
+        if self.request.sampling.prompt_logprobs >= 0:
+            self.scores = []
+
+    def scored(self, start: int, found: tuple[TokenLogprobs, ...]) -> None:
+        """A chunk from position `start` on has told `found`, of which a recompute may repeat what is known."""
+        if self.scores is not None:
+            known = len(self.scores)
+            assert start <= known, f"{self.sid}: scores from {start} on, known up to {known}"
+            self.scores += found[known - start :]
+
+    def take_scores(self) -> tuple[TokenLogprobs, ...]:
+        """All of them, once: the prompt is computed."""
+        if self.scores is None:
+            return ()
+        assert len(self.scores) == self.prompt_len - 1, f"{self.sid}: {len(self.scores)} of {self.prompt_len - 1}"
+        found, self.scores = tuple(self.scores), None
+        return found
 
     @property
     def known(self) -> int:
@@ -115,11 +154,11 @@ class Sequence:
         return self.kind is Kind.RECEIVE and not self.started
 
 
-class Emit(NamedTuple):
-    """Give this chunk to whoever waits for `sid`. A chunk with a finish reason is the request's one ending."""
+Emit = tuple[str, TokenChunk]
+"""(sid, chunk): give this chunk to whoever waits for `sid`. A chunk with a finish reason is the request's one ending.
 
-    sid: str
-    chunk: TokenChunk
+A plain pair: there is one per row and step, and it costs a fifth of a named tuple.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +213,7 @@ class SchedulerStats:
     """Requests whose KV did not arrive and that computed their prompt again."""
     unknown_events: int
     """Late or duplicate handoff events."""
+    drafted: int
+    """Tokens guessed by speculative decoding."""
+    accepted: int
+    """How many of them were kept."""

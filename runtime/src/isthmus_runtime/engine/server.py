@@ -32,6 +32,7 @@ from ..request import FinishReason, TokenChunk
 from ..serving.app import errors, json_body, model_response, read_model
 from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
+from ..tracing.span import NO_TRACER, Tracer, within
 from .backend import EngineBackend
 from .kv_events import KvEventFeed
 from .long_lived import LongLived
@@ -97,10 +98,12 @@ class EngineServer:
         kv_events: KvEventFeed | None = None,
         threads: LongLived | None = None,
         credentials: Credentials | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """`kv_events` None: there is no prefix cache, so the route is not added. `threads`: without which this process
         is of no use. `credentials`: without usable ones it is not ready."""
         self._credentials = credentials
+        self._tracer = tracer
         self._backend = backend
         self._info = info
         self._meters = meters
@@ -191,15 +194,16 @@ class EngineServer:
     def _sample(self) -> None:
         engine, meters = self._backend.engine, self._meters
         stats, blocks = engine.snapshot.stats, engine.snapshot.blocks
-        usable = max(1, blocks.total - blocks.null)
         meters.engine.running.set(stats.running)
         meters.engine.waiting.set(stats.waiting)
-        meters.engine.kv_usage.set(1 - (blocks.free + blocks.cached) / usable)
+        meters.engine.kv_usage.set(engine.snapshot.kv_usage)
         meters.engine.quarantined_blocks.set(blocks.quarantined)
         meters.engine.no_progress_seconds.set(engine.stalled_s())
         meters.engine.prefix_queries.inc(meters.grown("queries", stats.prefix_queries))
         meters.engine.prefix_hits.inc(meters.grown("hits", stats.prefix_hits))
         meters.engine.preemptions.inc(meters.grown("preemptions", stats.preemptions))
+        meters.engine.drafted.inc(meters.grown("drafted", stats.drafted))
+        meters.engine.accepted.inc(meters.grown("accepted", stats.accepted))
         meters.engine.never_fit_rejections.inc(meters.grown("never_fit", stats.never_fit))
         for stage, total in list(engine.transfer_failures.items()):
             meters.transfer.failed(stage, meters.grown(f"failed {stage}", total))
@@ -215,7 +219,7 @@ class EngineServer:
         """Stream tokens as NDJSON; the connection's end is the cancellation."""
         what = await read_model(call, GenerateCall)
         try:
-            with self._in_flight.track():
+            with self._in_flight.track(), within(self._tracer.remote(call.headers)):
                 await self._stream(what, call)
         except RequestError as error:
             self._meters.requests.failed(error.status, error.code)
@@ -262,14 +266,15 @@ class EngineServer:
         """Compute and send one prompt."""
         call = await read_model(request, PrefillCall)
         try:
-            with self._in_flight.track():
+            with self._in_flight.track(), within(self._tracer.remote(request.headers)):
                 answer = await self._prefill(call)
         except RequestError as error:
             self._meters.requests.failed(error.status, error.code)
             raise error.located("admission", call.attempt) from error
         self._meters.transfer.seconds.observe(answer.transfer_s)
         self._meters.requests.prompt_tokens.inc(answer.num_tokens)
-        return model_response(answer)
+        # Routers of an older version refuse a field that they do not know: only who asks for it may get it.
+        return Response(answer.model_dump_json(exclude_defaults=True).encode(), media_type="application/json")
 
     async def _prefill(self, call: PrefillCall) -> PrefillAnswer:
         try:

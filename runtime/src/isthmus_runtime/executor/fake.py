@@ -13,9 +13,19 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from zlib import crc32
 
 from ..errors import ConfigError
-from ..interfaces.steps import NOTHING_DRAWN, RowBlocks, RowMask, RowOutput, RowStart, StepOutput, StepPlan
+from ..interfaces.steps import (
+    NOTHING_DRAWN,
+    Chunk,
+    PromptScores,
+    RowBlocks,
+    RowOutput,
+    RowStart,
+    StepOutput,
+    StepPlan,
+)
 from ..interfaces.transport import KvRegion
 from ..request import SamplingParams, TokenLogprobs
+from . import late_masks
 
 ENTRY_BYTES = 8
 """KV bytes per position: token id and position, 4 bytes each."""
@@ -72,23 +82,40 @@ def expected_tokens(
     return tokens[len(prompt) :]
 
 
-def _first_allowed(token: int, mask: RowMask) -> int:
+def expected_scores(prompt: Sequence[int], alternatives: int) -> list[TokenLogprobs]:
+    """What is told of `prompt`, from its second token on, when every KV byte is right (one group, no window)."""
+    found, state = [], 0
+    for position, token in enumerate(prompt[:-1]):
+        state = crc32(entry_bytes(0, token, position), state)
+        found.append(_score(state, prompt[position + 1], alternatives))
+    return found
+
+
+def _score(state: int, token: int, alternatives: int) -> TokenLogprobs:
+    """Values that depend on all KV that the token's predecessor sees, and on the token."""
+    seen = crc32(struct.pack("<q", token), state)
+    top = tuple(((seen + i) % VOCAB_SIZE, -0.25 * i) for i in range(alternatives))
+    return TokenLogprobs(token, -(seen % 4096) / 256, top, seen % 64 + 1)
+
+
+def _first_allowed(token: int, bits: bytes) -> int:
     """The token, or the next higher id that the mask allows, from 0 on again after the last."""
-    bits = mask.allowed[0]
     ids = [i for i in range(8 * len(bits)) if bits[i // 8] >> i % 8 & 1]
-    assert ids, f"row {mask.row}: its mask allows no token"
+    assert ids, "a mask allows no token"
     return next((i for i in ids if i >= token), ids[0])
 
 
 class _Row:
     """One row of the persistent batch."""
 
-    __slots__ = ("blocks", "sampling", "tokens")
+    __slots__ = ("blocks", "prompt_len", "sampling", "tokens", "wanted")
 
     def __init__(self, start: RowStart) -> None:
         self.tokens = list(start.token_ids)
         self.blocks = [list(ids) for ids in start.block_ids]
         self.sampling = start.sampling
+        self.prompt_len = start.prompt_len
+        self.wanted = start.prompt_logprobs
 
 
 class FakeExecutor:
@@ -124,34 +151,52 @@ class FakeExecutor:
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute one step now."""
-        assert not plan.adapters and not any(chunk.drafts for chunk in plan.chunks), "not in this executor"
+        assert not plan.adapters, "not in this executor"
         for copy in plan.copies:
             self.block_bytes(copy.target)[:] = self.block_bytes(copy.source)
         for start in plan.starts:
             self._rows[start.row] = _Row(start)
         for grown in plan.grown:
             self._grow(grown)
-        masks = {mask.row: mask for mask in plan.masks}
+        late, missing = late_masks.take(plan.late_masks)
+        masks = {mask.row: mask.allowed[0] for mask in plan.masks} | late
         drawn: list[RowOutput] = []
-        for chunk in plan.chunks:
+        scores: list[PromptScores] = []
+        for number, chunk in enumerate(plan.chunks):
             row = self._rows[chunk.row]
+            if chunk.drafts:
+                row.tokens[chunk.start + chunk.num_tokens - len(chunk.drafts) :] = chunk.drafts
             for group in range(len(self._windows)):
                 for position in range(chunk.start, chunk.start + chunk.num_tokens):
                     at = self._at(row, group, position)
                     self._view[at : at + ENTRY_BYTES] = entry_bytes(group, row.tokens[position], position)
+            if row.wanted >= 0 and chunk.start < row.prompt_len - 1:
+                lengths = range(chunk.start + 1, min(chunk.start + chunk.num_tokens, row.prompt_len - 1) + 1)
+                told = [_score(self._state(row, n), row.tokens[n], row.wanted) for n in lengths]
+                scores.append(PromptScores(number, tuple(told)))
             if not chunk.draws:
                 drawn.append(NOTHING_DRAWN)
                 continue
-            length = chunk.start + chunk.num_tokens
-            token = _next(self._state(row, length), row.sampling, length)
-            if chunk.row in masks:
-                token = _first_allowed(token, masks[chunk.row])
-            del row.tokens[length:]
-            row.tokens.append(token)
+            tokens = self._draw(row, chunk, masks.get(chunk.row))
+            if chunk.row in missing:
+                drawn.append(NOTHING_DRAWN)
+                continue
             # The next token is certain, so it is its own only alternative.
-            logprobs = (TokenLogprobs(token, 0.0, ((token, 0.0),)),) if row.sampling.logprobs >= 0 else ()
-            drawn.append(RowOutput((token,), logprobs))
-        return StepOutput(plan.step, tuple(drawn))
+            logprobs = tuple(TokenLogprobs(t, 0.0, ((t, 0.0),)) for t in tokens) if row.sampling.logprobs >= 0 else ()
+            drawn.append(RowOutput(tokens, logprobs))
+        return StepOutput(plan.step, tuple(drawn), tuple(scores))
+
+    def _draw(self, row: _Row, chunk: Chunk, mask: bytes | None) -> tuple[int, ...]:
+        """As many tokens as drafts are right, and one."""
+        first = chunk.start + chunk.num_tokens - len(chunk.drafts)
+        found: list[int] = []
+        for length, draft in zip(range(first, first + chunk.draws), (*chunk.drafts, None), strict=True):
+            token = _next(self._state(row, length), row.sampling, length)
+            found.append(token if mask is None else _first_allowed(token, mask))
+            if found[-1] != draft:
+                break
+        row.tokens[first:] = found
+        return tuple(found)
 
     def _grow(self, grown: RowBlocks) -> None:
         table = self._rows[grown.row].blocks[grown.group]

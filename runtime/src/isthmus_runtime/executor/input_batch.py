@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..interfaces.steps import RowBlocks, RowStart, StepPlan
+from ..interfaces.steps import LateRowMask, RowBlocks, RowStart, StepPlan
 from ..kv.groups import GroupPlan
 from ..layers.batch import ForwardBatch, GroupBatch
 from ..request import SamplingParams
@@ -25,15 +25,19 @@ from .adjustments import AdjustedRows, Adjustments
 from .device.base import Device
 from .graphs import Graphs
 from .kv_cache import NULL_BLOCK
+from .prompt_scores import ScoredChunk, ScoredRows
 from .staging import Packer, StagingSlot
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+Mask = TypeVar("Mask")
 _HOTTEST = 3e38
 """Of what fp32 holds. Divided by infinity, what is masked would be no number."""
 _LEAST_INT64, _UINT64 = -(2**63), 2**64
 # Per row and step: tokens, slots and draws, with room for the roundings of `Packer`.
-_WORDS_PER_ROW = 16
+_WORDS_PER_ROW, _WORDS_PER_DRAW = 16, 8
+_RECORDED_TOKENS = 32
+"""Steps with drafts up to this size are recorded where a device records each size when it is first met."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +61,9 @@ class Draws:
     wanted: Ints
     """How many alternatives each of them wants."""
     masks: tuple[tuple[int, bytes], ...]
-    """Rows that may not draw every id, and their masks (`interfaces.steps.RowMask`), on the host."""
+    """Draws that may not take every id, and their masks (`interfaces.steps.RowMask`), on the host."""
+    late_masks: tuple[tuple[int, LateRowMask], ...]
+    """Draws whose masks are computed meanwhile."""
     adjustments: Adjustments | None
     """What changes logits before the draw; None: nothing."""
 
@@ -78,6 +84,8 @@ class StepInputs:
     graph: tuple[str, int] | None
     """Name and size of the captured forward pass; None: there is none."""
     draws: Draws | None
+    scored: tuple[ScoredChunk, ...] = ()
+    """Parts of prompts whose log-probabilities are wanted."""
 
 
 class InputBatch:
@@ -103,11 +111,13 @@ class InputBatch:
         self._tables: list[Ints] = [np.zeros((max_rows, width), np.int32) for width in widths]
         self._parameters = SamplingRows(max_rows)
         self._adjusted = AdjustedRows()
+        self._scored = ScoredRows()
 
         most_rows = graphs.most_rows
         most_tokens = max(max_tokens, most_rows)
         # One column more than positions: the token drawn after the last position is stored, too. One row more than
         # rows: what dummy rows draw.
+        # Drafts may make a row of a step draw as often as it has tokens.
         self._stride = max_len + 1
         self._dummy = max_rows * self._stride
         self.tokens = device.zeros(max_rows + 1, self._stride, dtype=torch.int32)
@@ -115,19 +125,23 @@ class InputBatch:
         self.token_ids = device.zeros(most_tokens, dtype=torch.int32)
         """The inputs of the step that runs."""
         self._step_tables = [device.zeros(most_rows, width, dtype=torch.int32) for width in widths]
-        words = most_tokens * (2 + len(groups)) + most_rows * (_WORDS_PER_ROW + sum(widths)) + 64
+        words = most_tokens * (2 + len(groups) + _WORDS_PER_DRAW) + most_rows * (_WORDS_PER_ROW + sum(widths)) + 64
         self.uploaded = device.zeros(words, dtype=torch.int64)
         """What the step that runs took to the device."""
         self._packer = Packer(self.uploaded)
-        self.slots = [StagingSlot(device, capacity=words, max_rows=most_rows) for _ in range(slots)]
+        self.slots = [StagingSlot(device, capacity=words, max_draws=most_tokens) for _ in range(slots)]
         self._arange: Longs = np.arange(most_tokens + 1, dtype=np.int64)
 
     def update(self, plan: StepPlan, slot: StagingSlot) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Apply a plan's starts, then its growth; the tokens to copy to the device's table."""
-        staged = tuple(self._start(start, slot) for start in plan.starts)
+        """Apply a plan's starts, then its growth; the tokens to copy to the device's table, drafts among them."""
+        staged = [self._start(start, slot) for start in plan.starts]
         for blocks in plan.grown:
             self._grow(blocks)
-        return staged
+        for row, start, count, draws, drafts in plan.chunks:
+            if draws > 1:
+                end = start + count
+                staged.append((self.tokens[row, end - len(drafts) : end], slot.tokens(drafts)))
+        return tuple(staged)
 
     def build(self, plan: StepPlan, slot: StagingSlot) -> StepInputs:
         """Bring the rows up to date and describe the step in `slot`, whose last step is done."""
@@ -142,7 +156,13 @@ class InputBatch:
         assert longest <= self._max_len, (plan.step, longest, self._max_len)
         masks = {mask.row: mask.allowed for mask in plan.masks}
         assert all(len(allowed) == 1 for allowed in masks.values()), "drafts are not in this executor"
-        return self._describe(columns, slot, starts, masks={row: allowed[0] for row, allowed in masks.items()})
+        return self._describe(
+            columns,
+            slot,
+            starts,
+            masks={row: allowed[0] for row, allowed in masks.items()},
+            late_masks={late.row: late for late in plan.late_masks},
+        )
 
     def dummies(self, size: int, slot: StagingSlot, *, prompts: bool = False) -> StepInputs:
         """A step of dummies alone, to capture a graph with: `size` rows, or with `prompts` as many tokens."""
@@ -158,6 +178,7 @@ class InputBatch:
         size: int = 0,
         prompts: bool = False,
         masks: Mapping[int, bytes] = MappingProxyType({}),
+        late_masks: Mapping[int, LateRowMask] = MappingProxyType({}),
     ) -> StepInputs:
         rows, begins, counts, draws = columns
         ends = begins + counts
@@ -177,6 +198,8 @@ class InputBatch:
                 num_rows, num_tokens, most = self._graphs.most_rows, padded, padded
                 longest = self._graphs.bound(longest)
                 graph = ("prompts", padded)
+            elif not self._graphs.sizes and num_tokens <= _RECORDED_TOKENS and draws.max(initial=0) > 1:
+                graph = (f"{num_rows} rows with drafts", num_tokens)
         pack = self._packer
         pack.begin(slot)
 
@@ -204,7 +227,7 @@ class InputBatch:
         lengths, lengths_there = pack.take(num_rows, torch.int32)
         lengths[: len(rows)] = ends
         lengths[len(rows) :] = 1 if decode else 0
-        drawn = self._draws(rows, ends, last, draws, masks, num_rows if decode else 0)
+        drawn = self._draws(rows, ends, last, draws, masks, late_masks, num_rows if decode else 0)
         width = int(ends.max(initial=1))
         tables = [self._table(number, rows, width, num_rows) for number in range(len(self._tables))]
         forward = ForwardBatch(
@@ -224,6 +247,7 @@ class InputBatch:
             forward=forward,
             graph=graph,
             draws=drawn,
+            scored=self._scored.of(columns),
         )
 
     def _slots(self, number: int, token_rows: Longs, positions: Longs, here: Longs, there: Tensor) -> Tensor:
@@ -247,23 +271,37 @@ class InputBatch:
         return table, table[:, :width], there.view(num_rows, width)
 
     def _draws(
-        self, rows: Longs, ends: Longs, last: Longs, draws: Longs, masks: Mapping[int, bytes], size: int
+        self,
+        rows: Longs,
+        ends: Longs,
+        last: Longs,
+        draws: Longs,
+        masks: Mapping[int, bytes],
+        late_masks: Mapping[int, LateRowMask],
+        size: int,
     ) -> Draws | None:
-        drawing = np.flatnonzero(draws)
+        if draws.max(initial=0) > 1:
+            drawing = np.repeat(self._arange[: len(draws)], draws)
+            # Drafts are verified from the first on: how many tokens each draw is before the chunk's last.
+            before = np.cumsum(draws)[drawing] - 1 - self._arange[: len(drawing)]
+            ends, last = ends[drawing] - before, last[drawing] - before
+        else:
+            drawing = np.flatnonzero(draws)
+            ends, last = ends[drawing], last[drawing]
         count = len(drawing)
         if not count and not (size and not len(rows)):
             return None
-        draw_rows, at = rows[drawing], ends[drawing]
+        draw_rows, at = rows[drawing], ends
         parameters, wanted = self._parameters.of(draw_rows)
         asking = np.flatnonzero(wanted >= 0)
-        masked = tuple((i, masks[row]) for i, row in enumerate(draw_rows.tolist()) if row in masks) if masks else ()
+        masked, late = _by_draw(draw_rows, masks), _by_draw(draw_rows, late_masks)
         adjustments = self._adjusted.of(draw_rows, at)
         # A graph draws for all its rows, without parameters.
-        plain = not parameters and not len(asking) and not masked and adjustments is None
+        plain = not parameters and not len(asking) and not masked and not late and adjustments is None
         graph = size if count == len(rows) and plain else 0
         width = graph or count
         logit_rows, logit_rows_there = self._packer.take(width, torch.int64)
-        logit_rows[:count] = (last - 1)[drawing]
+        logit_rows[:count] = last - 1
         logit_rows[count:] = self._arange[count:width]
         targets, targets_there = self._packer.take(width, torch.int64)
         targets[:count] = draw_rows * self._stride + at
@@ -287,6 +325,7 @@ class InputBatch:
             asking_rows=asking_rows,
             wanted=wanted[asking],
             masks=masked,
+            late_masks=late,
             adjustments=adjustments,
         )
 
@@ -297,10 +336,16 @@ class InputBatch:
             table[row.row, len(ids) :] = NULL_BLOCK
         self._parameters.set(row.row, row.sampling)
         self._adjusted.set(row.row, row.sampling, row.prompt_len)
+        self._scored.set(row)
         return self.tokens[row.row, : len(row.token_ids)], slot.tokens(row.token_ids)
 
     def _grow(self, blocks: RowBlocks) -> None:
         self._tables[blocks.group][blocks.row, blocks.index : blocks.index + len(blocks.block_ids)] = blocks.block_ids
+
+
+def _by_draw(rows: Longs, masks: Mapping[int, Mask]) -> tuple[tuple[int, Mask], ...]:
+    """The masks of rows as those of draws."""
+    return tuple((draw, masks[row]) for draw, row in enumerate(rows.tolist()) if row in masks) if masks else ()
 
 
 class SamplingRows:

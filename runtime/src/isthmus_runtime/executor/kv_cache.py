@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..interfaces.transport import KvRegion
-from ..kv.groups import LayerSpec
+from ..kv.groups import LayerSpec, RankGroups
 from ..kv.plan import KvPlan
 from .device.base import KV_NAMES, Device
 
@@ -43,42 +43,51 @@ class KvCache:
     """
 
     def __init__(
-        self, plan: KvPlan, specs: tuple[LayerSpec, ...], dtype: torch.dtype, layout: str, device: Device
+        self,
+        plan: KvPlan,
+        specs: tuple[LayerSpec, ...],
+        dtype: torch.dtype,
+        layout: str,
+        device: Device,
+        *,
+        rank: int = 0,
     ) -> None:
+        """The pool of rank `rank` of the plan, whose layers are `specs`."""
         if layout not in LAYOUTS:
             raise ConfigError(f"--kv-layout {layout!r} is not supported; known: {', '.join(LAYOUTS)}")
-        rank = plan.ranks[0]
+        own = plan.ranks[rank]
         self.num_blocks = plan.num_blocks
-        self.block_bytes = rank.bytes_per_block
+        self.block_bytes = own.bytes_per_block
         self.block_stride = -(-self.block_bytes // _ALIGN) * _ALIGN
         self.layout = layout
         self.dtype = dtype
         self._device = device.name
+        self._rank = rank
         self._pool = device.pool(self.num_blocks * self.block_stride).view(dtype)
         first = [0]
         for spec in specs:
             first.append(first[-1] + spec.layers)
         views: dict[int, tuple[int, Tensor]] = {}
-        for place in rank.placements:
+        for place in own.placements:
             spec = specs[place.spec]
             assert KV_NAMES[dtype] == spec.dtype, (dtype, spec)
             page = _page(spec)
             view = (
                 self._block_major(place.offset, page)
                 if layout == "block-major"
-                else self._layer_major(place.slot, place.page_bytes, page, plan)
+                else self._layer_major(place.slot, place.page_bytes, page, own)
             )
             views[first[place.spec] + place.index] = (place.group, view)
         self.layers = [views[number] for number in range(first[-1])]
-        self._digest = hashlib.sha256(repr((layout, dtype, self.block_bytes, specs, rank)).encode()).hexdigest()[:16]
+        self._digest = hashlib.sha256(repr((layout, dtype, self.block_bytes, specs, own)).encode()).hexdigest()[:16]
 
     def _block_major(self, offset: int, page: tuple[int, ...]) -> Tensor:
         parts, size, heads, dim = page
         strides = (self.block_stride // self.dtype.itemsize, size * heads * dim, heads * dim, dim, 1)
         return self._pool.as_strided((self.num_blocks, parts, size, heads, dim), strides, offset // self.dtype.itemsize)
 
-    def _layer_major(self, slot: int, page_bytes: int, page: tuple[int, ...], plan: KvPlan) -> Tensor:
-        if any(place.page_bytes != page_bytes for place in plan.ranks[0].placements):
+    def _layer_major(self, slot: int, page_bytes: int, page: tuple[int, ...], own: RankGroups) -> Tensor:
+        if any(place.page_bytes != page_bytes for place in own.placements):
             raise ConfigError("--kv-layout layer-major needs layers with pages of one size; use block-major")
         parts, size, heads, dim = page
         part = self.num_blocks * size * heads * dim
@@ -98,6 +107,7 @@ class KvCache:
             block_bytes=self.block_bytes,
             block_stride=self.block_stride,
             layout_digest=self._digest,
+            rank=self._rank,
             device=self._device,
         )
 

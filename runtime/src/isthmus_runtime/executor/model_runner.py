@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -27,6 +28,7 @@ from ..kv.groups import LayerSpec
 from ..kv.plan import KvPlan
 from ..models.base import Model, ModelSpec, TensorSource
 from ..models.registry import read_model_spec
+from ..models.shard import WHOLE, Shard, check_shards
 from ..request import SamplingParams
 from . import adjustments
 from .device.base import DTYPES, KV_NAMES, Device
@@ -34,8 +36,10 @@ from .device.select import open_device
 from .graphs import Graphs
 from .input_batch import Draws, InputBatch, StepInputs
 from .kv_cache import KvCache
+from .late_masks import take
 from .pipeline import StepPipeline
-from .sampler import StagedLogprobs, outputs, sample, stage_logprobs
+from .prompt_scores import StagedScores, scores, stage_scores
+from .sampler import StagedLogprobs, outputs, sample, stage_logprobs, verified
 from .staging import StagingSlot
 from .weights import on_device
 
@@ -56,6 +60,8 @@ class LoadedModel:
     """The model's scratch, for the scheduler's largest step."""
     kv_auto: torch.dtype
     """The pool's element type where none is asked for."""
+    shard: Shard = WHOLE
+    """Which part of the model this is."""
     kv_variants: tuple[str, ...] = ()
     """What the keys depend on besides weights, layout and element type."""
 
@@ -68,8 +74,8 @@ class LoadedModel:
         return DTYPES[kv_dtype]
 
     def layer_specs(self, block_size: int, kv_dtype: str) -> tuple[LayerSpec, ...]:
-        """What `kv.plan` needs to know about the layers."""
-        return self.spec.layer_specs(block_size, KV_NAMES[self.kv_dtype(kv_dtype)])
+        """What `kv.plan` needs to know about the layers of one rank."""
+        return self.spec.layer_specs(block_size, KV_NAMES[self.kv_dtype(kv_dtype)], self.shard.size)
 
 
 SourceFactory = Callable[[ModelSpec, torch.device], TensorSource]
@@ -81,14 +87,16 @@ def load(
     *,
     device: Device | None = None,
     source: SourceFactory | None = None,
+    shard: Shard = WHOLE,
 ) -> LoadedModel:
-    """Read, check and pack the weights of `config.path`. Raises WeightsError or ConfigError.
+    """Read, check and pack a rank's part of the weights of `config.path`. Raises WeightsError or ConfigError.
 
     `device` instead of the one that `config` names; `source` instead of the directory's safetensors.
     """
     start = perf_counter()
     spec = read_model_spec(config.path)
-    device = device or open_device(config.device, threads=config.threads)
+    check_shards(spec, shard.size)
+    device = device or open_device(config.device, threads=config.threads, index=shard.rank)
     device.enter()
     dtype = device.dtype(config.dtype)
     _check_quantization(config, device, dtype)
@@ -96,9 +104,9 @@ def load(
     try:
         with torch.inference_mode():
             if source is not None:
-                model, fp8 = _build(spec, config, device, dtype, source(spec, device.torch_device))
+                model, fp8 = _build(spec, config, device, dtype, source(spec, device.torch_device), shard)
             else:
-                model, fp8 = _read(spec, config, device, dtype)
+                model, fp8 = _read(spec, config, device, dtype, shard)
             most = max((scheduler.max_batched_tokens, *device.graph_sizes(scheduler.max_num_seqs)[-1:]))
             max_len = min(spec.max_position, scheduler.max_model_len or spec.max_position)
             workspace = model.workspace(most, max_len)
@@ -123,6 +131,7 @@ def load(
         device=device,
         workspace=workspace,
         kv_auto=kv_auto,
+        shard=shard,
         kv_variants=(*spec.kv_variants(max_len), *(("weights:fp8",) if fp8 else ())),
     )
 
@@ -140,13 +149,13 @@ def _check_quantization(config: ModelConfig, device: Device, dtype: torch.dtype)
 
 
 def _build(
-    spec: ModelSpec, config: ModelConfig, device: Device, dtype: torch.dtype, source: TensorSource
+    spec: ModelSpec, config: ModelConfig, device: Device, dtype: torch.dtype, source: TensorSource, shard: Shard
 ) -> tuple[Model, bool]:
     """The model, and whether some of its matrices are 8-bit floats."""
     if config.quantization == "none" or not device.multiplies_fp8 or dtype != torch.bfloat16:
-        return spec.build(source, dtype), False
+        return spec.build(source, dtype, shard), False
     weights = Fp8Weights(source, rounding=config.quantization == "fp8")
-    model = spec.build(weights, dtype)
+    model = spec.build(weights, dtype, shard)
     if weights.kept or weights.rounded:
         _LOG.info(
             "8-bit floats: %d matrices as they are stored, %d rounded at load, %d left in %s",
@@ -158,19 +167,29 @@ def _build(
     return model, weights.kept + weights.rounded > 0
 
 
-def _read(spec: ModelSpec, config: ModelConfig, device: Device, dtype: torch.dtype) -> tuple[Model, bool]:
+def _read(spec: ModelSpec, config: ModelConfig, device: Device, dtype: torch.dtype, shard: Shard) -> tuple[Model, bool]:
     shapes, scheme = spec.tensor_shapes(), scheme_of(spec.quantization)
     with (
         Checkpoint(config.path, shapes, scheme=scheme, unused=spec.unused_tensors) as checkpoint,
         on_device(checkpoint, device) as weights,
     ):
         if scheme is None:
-            return _build(spec, config, device, dtype, weights)
+            return _build(spec, config, device, dtype, weights, shard)
         expanded = Expanded(weights, scheme, shapes, checkpoint.parts)
-        model, fp8 = _build(spec, config, device, dtype, expanded)
+        model, fp8 = _build(spec, config, device, dtype, expanded, shard)
         if not fp8:
             _LOG.warning("%s: %s", config.path, expanded.cost(checkpoint.nbytes))
         return model, fp8
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """What a step tells beside what it draws, once its work is enqueued."""
+
+    logprobs: list[StagedLogprobs] = field(default_factory=list)
+    scores: list[StagedScores] = field(default_factory=list)
+    undrawn: set[int] = field(default_factory=set)
+    """Rows whose masks did not come in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +197,7 @@ class _Launched:
     """What is needed to read a step's result."""
 
     draws: Draws | None
-    logprobs: list[StagedLogprobs]
+    staged: _Staged
 
 
 class ModelRunner:
@@ -203,7 +222,7 @@ class ModelRunner:
         first = perf_counter() - start
         for prompts, sizes in ((True, self._graphs.token_sizes), (False, self._graphs.sizes)):
             for size in reversed(sizes):
-                self._enqueue(self._batch.dummies(size, slot, prompts=prompts), slot, [])
+                self._enqueue(self._batch.dummies(size, slot, prompts=prompts), slot, _Staged())
                 self._device.record().wait()
         _LOG.info(
             "warmed up in %.2f s: the first steps %.2f s, %d captured graphs",
@@ -215,23 +234,35 @@ class ModelRunner:
     def launch(self, plan: StepPlan, slot: StagingSlot) -> _Launched:
         """Describe the step and enqueue it."""
         assert not (plan.copies or plan.adapters), "copies and adapters are not in this executor"
-        assert not any(chunk.drafts for chunk in plan.chunks), "drafts are not in this executor"
         inputs = self._batch.build(plan, slot)
-        logprobs: list[StagedLogprobs] = []
-        self._enqueue(inputs, slot, logprobs)
-        return _Launched(inputs.draws, logprobs)
+        staged = _Staged()
+        self._enqueue(inputs, slot, staged)
+        return _Launched(inputs.draws, staged)
 
     def collect(self, plan: StepPlan, launched: _Launched, slot: StagingSlot) -> StepOutput:
         """One RowOutput a chunk."""
+        staged = launched.staged
+        scored = tuple(map(scores, staged.scores))
         if launched.draws is None:
-            return StepOutput(plan.step, (NOTHING_DRAWN,) * len(plan.chunks))
-        drawn = iter(outputs(launched.draws, slot, launched.logprobs[0] if launched.logprobs else None))
-        return StepOutput(plan.step, tuple(next(drawn) if chunk.draws else NOTHING_DRAWN for chunk in plan.chunks))
+            return StepOutput(plan.step, (NOTHING_DRAWN,) * len(plan.chunks), scored)
+        drawn = iter(outputs(launched.draws, slot, staged.logprobs[0] if staged.logprobs else None))
+        rows = [
+            verified(chunk.drafts, list(islice(drawn, chunk.draws)))
+            if chunk.drafts
+            else next(drawn)
+            if chunk.draws
+            else NOTHING_DRAWN
+            for chunk in plan.chunks
+        ]
+        if staged.undrawn:
+            late = (chunk.row in staged.undrawn for chunk in plan.chunks)
+            rows = [NOTHING_DRAWN if missed else row for missed, row in zip(late, rows, strict=True)]
+        return StepOutput(plan.step, tuple(rows), scored)
 
-    def _enqueue(self, inputs: StepInputs, slot: StagingSlot, logprobs: list[StagedLogprobs]) -> None:
-        self._device.enqueue(lambda: self._run(inputs, slot, logprobs))
+    def _enqueue(self, inputs: StepInputs, slot: StagingSlot, staged: _Staged) -> None:
+        self._device.enqueue(lambda: self._run(inputs, slot, staged))
 
-    def _run(self, inputs: StepInputs, slot: StagingSlot, logprobs: list[StagedLogprobs]) -> None:
+    def _run(self, inputs: StepInputs, slot: StagingSlot, staged: _Staged) -> None:
         """The device's part of a step, in its order."""
         copy = self._device.copy
         for row, tokens in inputs.starts:
@@ -251,23 +282,36 @@ class ModelRunner:
             self._graphs.run(*inputs.graph, layers)
         else:
             layers()
+        for scored in inputs.scored:
+            staged.scores.append(
+                stage_scores(self._device, self._logits, self._batch.tokens, scored, self._model.spec.vocab_size)
+            )
         draws = inputs.draws
         if draws is None:
             return
         if draws.graph:
-            self._graphs.run("draw", draws.graph, lambda: self._draw(draws))
+            self._graphs.run("draw", draws.graph, lambda: self._draw(draws, staged))
         else:
-            logits = self._draw(draws)
-            staged = stage_logprobs(self._device, logits, self._drawn, draws)
-            logprobs.extend([] if staged is None else [staged])
+            logits = self._draw(draws, staged)
+            told = stage_logprobs(self._device, logits, self._drawn, draws)
+            staged.logprobs.extend([] if told is None else [told])
         copy(slot.drawn[: draws.count], self._drawn[: draws.count])
 
-    def _draw(self, draws: Draws) -> Tensor:
+    def _logits(self, rows: Tensor) -> Tensor:
+        return self._model.logits(rows, self._workspace)
+
+    def _draw(self, draws: Draws, staged: _Staged) -> Tensor:
         """Draw, and keep what was drawn as the rows' next inputs: a step may start there before anybody has seen it."""
-        logits = self._model.logits(draws.logit_rows, self._workspace)
+        logits = self._logits(draws.logit_rows)
         drawn, ids = self._drawn[: len(logits)], self._drawn_ids[: len(logits)]
-        if draws.adjustments is not None or draws.masks:
-            adjustments.apply(self._device, logits, self._batch.tokens, draws.adjustments, draws.masks)
+        masks = draws.masks
+        if draws.late_masks:
+            # By now the device computes, or has computed, everything that the masks do not touch.
+            late, undrawn = take([mask for _, mask in draws.late_masks])
+            staged.undrawn.update(undrawn)
+            masks += tuple((draw, late[mask.row]) for draw, mask in draws.late_masks if mask.row in late)
+        if draws.adjustments is not None or masks:
+            adjustments.apply(self._device, logits, self._batch.tokens, draws.adjustments, masks)
         sample(logits, draws, drawn)
         ids.copy_(drawn)
         self._flat_tokens.index_copy_(0, draws.targets, ids)
@@ -285,6 +329,7 @@ class TorchExecutor:
             loaded.kv_dtype(kv_cfg.dtype),
             kv_cfg.layout,
             device,
+            rank=loaded.shard.rank,
         )
         graphs = Graphs(
             device,

@@ -1,14 +1,20 @@
 """One executor over several ranks: rank 0 has the scheduler and broadcasts every frozen plan, all ranks run it.
 
 Each rank holds its shard of the weights and of the KV pool, under the same block ids; whatever a step needs of another
-rank is a collective inside the model. So a plan is all that travels between schedulers and ranks, and nothing comes
-back: rank 0's result is everybody's.
+rank is a collective inside the model (`Collected`). So a plan is all that travels between schedulers and ranks, and
+nothing comes back: rank 0's result is everybody's.
+
+Plans travel between host memories (gloo), in the order of submission and on a group of their own: a step that runs
+meanwhile has its collectives on another.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from pydantic import ConfigDict, TypeAdapter
@@ -17,15 +23,69 @@ from torch import distributed
 from ..errors import ConfigError, EngineFailed
 from ..interfaces.steps import Executor, StepOutput, StepPlan
 from ..interfaces.transport import KvRegion
+from ..models.shard import Shard
 
 _LOG = logging.getLogger(__name__)
-# A plain dataclass takes the configuration of what it is in.
-_PLAN = TypeAdapter(tuple[StepPlan], config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64"))
+# A plain dataclass takes the configuration of what it is in. Late masks are the arbitrary type, and never travel.
+_PLAN = TypeAdapter(
+    tuple[StepPlan],
+    config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", arbitrary_types_allowed=True),
+)
 _END = -1
+_IDLE = timedelta(days=3650)
+"""For a plan ranks wait without a limit: an engine may be idle for long. Whoever starts them ends them."""
+
+
+class Collected:
+    """`models.shard.Collectives` over a group: gloo between CPUs, NCCL between GPUs."""
+
+    def __init__(self, group: distributed.ProcessGroup) -> None:
+        self._group = group
+
+    def sum(self, x: torch.Tensor) -> None:
+        """In place. Both libraries reduce each element once and hand the result round: the same bits on every rank."""
+        distributed.all_reduce(x, group=self._group)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """[size, *part.shape], by rank."""
+        size = self._group.size()
+        parts = part.new_empty((size * part.shape[0], *part.shape[1:]))
+        distributed.all_gather_into_tensor(parts, part, group=self._group)
+        return parts.view(size, *part.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process among the ranks of an engine."""
+
+    shard: Shard
+    plans: distributed.ProcessGroup
+    """On which plans travel."""
+
+    def each(self, number: int) -> tuple[int, ...]:
+        """Every rank's `number`, by rank. Every rank calls it."""
+        own = torch.tensor([number], dtype=torch.int64)
+        found = [torch.empty_like(own) for _ in range(self.shard.size)]
+        distributed.all_gather(found, own, group=self.plans)
+        return tuple(int(one) for one in found)
+
+
+def join(rank: int, size: int, meeting: str, device: torch.device, timeout_s: float) -> Ranks:
+    """Meet the other ranks at the file `meeting`, which nobody used before. Every rank calls it, in any order.
+
+    `timeout_s` bounds the meeting, and later each collective of a step.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timeout)
+    steps = distributed.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    plans = distributed.new_group(backend="gloo", timeout=_IDLE)
+    assert isinstance(steps, distributed.ProcessGroup) and isinstance(plans, distributed.ProcessGroup)
+    return Ranks(Shard(rank, size, Collected(steps)), plans)
 
 
 def encode(plan: StepPlan) -> bytes:
     """A plan as JSON. Ranks exchange text, never objects."""
+    assert not plan.late_masks, "a scheduler of several ranks plans a row after its mask"
     return _PLAN.dump_json((plan,))
 
 
@@ -60,27 +120,52 @@ class LeadingExecutor:
         """Raises ConfigError when the ranks do not agree on their pools."""
         self._local = local
         self._group = group
+        self._changed = threading.Lock()
         self._broken = ""
+        self._running: dict[int, Future[StepOutput]] = {}
         agree(local.kv_region(), group)
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         """Queue a step on every rank. The future fails with EngineFailed once a rank is lost."""
+        # The other ranks get the step: it cannot be taken back any more.
+        promised: Future[StepOutput] = Future()
+        promised.set_running_or_notify_cancel()
         if not self._broken:
             try:
                 _send(encode(plan), self._group)
             except RuntimeError as e:
-                self._broken = f"a rank of this engine is lost: {str(e).splitlines()[0]}"
-                _LOG.error("%s", self._broken)
-        if self._broken:
-            failed: Future[StepOutput] = Future()
-            failed.set_exception(EngineFailed(f"step {plan.step} was not run: {self._broken}"))
-            return failed
-        # The other ranks have the step: it cannot be taken back any more.
-        mine = self._local.submit(plan)
-        theirs: Future[StepOutput] = Future()
-        theirs.set_running_or_notify_cancel()
-        mine.add_done_callback(lambda done: _pass_on(done, theirs))
-        return theirs
+                self.lost(str(e).splitlines()[0])
+        with self._changed:
+            broken = self._broken
+            if not broken:
+                self._running[plan.step] = promised
+        if broken:
+            promised.set_exception(EngineFailed(f"step {plan.step} was not run: {broken}"))
+            return promised
+        self._local.submit(plan).add_done_callback(lambda done: self._ended(plan.step, done))
+        return promised
+
+    def lost(self, reason: str) -> None:
+        """A rank is gone, and with it every step that runs: its collectives may wait for it for long. Any thread."""
+        with self._changed:
+            if self._broken:
+                return
+            self._broken = f"a rank of this engine is lost: {reason}"
+            running, self._running = self._running, {}
+        _LOG.error("%s", self._broken)
+        for step, promised in running.items():
+            promised.set_exception(EngineFailed(f"step {step} has no result: {self._broken}"))
+
+    def _ended(self, step: int, done: Future[StepOutput]) -> None:
+        with self._changed:
+            promised = self._running.pop(step, None)
+        if promised is None:
+            return  # it failed with the rank
+        error = done.exception()
+        if error is None:
+            promised.set_result(done.result())
+        else:
+            promised.set_exception(error)
 
     def kv_region(self) -> KvRegion:
         """This rank's pool."""
@@ -94,14 +179,6 @@ class LeadingExecutor:
             except RuntimeError as e:
                 _LOG.warning("a rank was lost before the end: %s", str(e).splitlines()[0])
         self._local.close()
-
-
-def _pass_on(done: Future[StepOutput], to: Future[StepOutput]) -> None:
-    error = done.exception()
-    if error is None:
-        to.set_result(done.result())
-    else:
-        to.set_exception(error)
 
 
 def follow(local: Executor, group: distributed.ProcessGroup | None = None) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..checkpoints.safetensors import Checkpoint
 from ..models.base import TensorSource
+from ..models.shard import Slice
 from .device.base import Device, Event
 
 _THREADS = 4
@@ -44,21 +45,21 @@ class StagedWeights:
         self._free = deque(device.staging(piece, dtype=torch.uint8) for _ in range(2 * _THREADS))
         self._copying: deque[tuple[Event, Tensor]] = deque()
 
-    def take(self, *names: str) -> Tensor:
-        """The tensors joined along their first dimension. fp16, in which nothing is computed, becomes fp32."""
+    def take(self, *parts: str | Slice) -> Tensor:
+        """The tensors, or slices, joined by their rows. fp16, in which nothing is computed, becomes fp32."""
         checkpoint = self._checkpoint
-        if len({checkpoint.dtype(name) for name in names}) > 1:
-            return torch.cat([self.take(name).float() for name in names])
-        shapes = [checkpoint.shape(name) for name in names]
+        if len({checkpoint.dtype(part) for part in parts}) > 1:
+            return torch.cat([self.take(part).float() for part in parts])
+        shapes = [checkpoint.shape(part) for part in parts]
         joined = torch.empty(
             (sum(shape[0] for shape in shapes), *shapes[0][1:]),
-            dtype=checkpoint.dtype(names[0]),
+            dtype=checkpoint.dtype(parts[0]),
             device=self._device.torch_device,
         )
         target = joined.view(-1).view(torch.uint8)
         reading: deque[tuple[Future[None], Tensor, Tensor]] = deque()
         at = 0
-        for name, shape in zip(names, shapes, strict=True):
+        for part, shape in zip(parts, shapes, strict=True):
             size = prod(shape) * joined.itemsize
             for offset in range(0, size, self._piece):
                 count = min(self._piece, size - offset)
@@ -66,7 +67,7 @@ class StagedWeights:
                     self._send(*reading.popleft())
                 buffer = self._buffer()
                 view = memoryview(buffer[:count].numpy().data)
-                future = self._readers.submit(checkpoint.read_into, name, offset, view)
+                future = self._readers.submit(checkpoint.read_into, part, offset, view)
                 reading.append((future, buffer, target[at : at + count]))
                 at += count
         while reading:

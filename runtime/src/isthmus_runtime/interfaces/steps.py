@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from ..request import SamplingParams, TokenLogprobs
 from .transport import KvRegion
@@ -26,6 +26,8 @@ class RowStart:
     sampling: SamplingParams
     adapter: int = 0
     """Adapter slot (LoRA) that the row computes with; 0: the base model alone."""
+    prompt_logprobs: int = -1
+    """-1 off; n >= 0: its chunks tell the log-probabilities of prompt tokens, and of the n likeliest at each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,32 @@ class RowMask:
     drawn. Ids beyond the last byte may not."""
 
 
+class Later(Enum):
+    """An answer that is being worked out."""
+
+    MASK = "the mask is being computed"
+
+
+@runtime_checkable
+class LateMask(Protocol):
+    """The mask of a draw whose step is planned before the token ahead of it was seen."""
+
+    def wait(self, patience_s: float) -> bytes | Later | None:
+        """The mask (as in `RowMask`), or None: any token, nobody will read it.
+
+        Blocks until the token ahead of it was seen, and `patience_s` longer at most; then Later: the row draws nothing
+        in this step. For the executor, once the forward pass runs and before it draws.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class LateRowMask:
+    """A row whose mask for its one draw is computed while the forward pass of this step runs."""
+
+    row: int
+    mask: LateMask
+
+
 class Chunk(NamedTuple):
     """Compute positions [start, start + num_tokens) of the row, and draw tokens after its last positions.
 
@@ -102,18 +130,29 @@ class StepPlan:
     copies: tuple[BlockCopy, ...] = ()
     adapters: tuple[AdapterSlot, ...] = ()
     masks: tuple[RowMask, ...] = ()
+    late_masks: tuple[LateRowMask, ...] = ()
+    """Of rows that are in no `masks`. A plan that has any does not leave this process."""
 
 
 class RowOutput(NamedTuple):
     """What one chunk drew."""
 
     tokens: tuple[int, ...]
-    """In position order, at most the chunk's `draws`."""
+    """In position order, at most the chunk's `draws`; none where a late mask did not come."""
     logprobs: tuple[TokenLogprobs, ...] = ()
     """Empty when the row did not ask; else aligned with tokens."""
 
 
 NOTHING_DRAWN = RowOutput(())
+
+
+class PromptScores(NamedTuple):
+    """Log-probabilities of prompt tokens, from one chunk."""
+
+    chunk: int
+    """Its place in the plan."""
+    logprobs: tuple[TokenLogprobs, ...]
+    """Of the token after each of the chunk's positions, in order, as far as that is a token of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,22 +162,34 @@ class StepOutput:
     step: int
     rows: tuple[RowOutput, ...]
     """One for each chunk of the plan, in its order."""
-
-
-class Later(Enum):
-    """An answer that is being worked out."""
-
-    MASK = "the mask is being computed"
+    scores: tuple[PromptScores, ...] = ()
+    """Of chunks whose rows ask for them, in the order of the plan."""
 
 
 class Constraint(Protocol):
     """What one request may generate (structured output): a pure function of what it has generated."""
 
-    def allowed(self, generated: Sequence[int]) -> bytes | Later | None:
+    def allowed(self, generated: Sequence[int]) -> bytes | None:
         """The mask (as in `RowMask`) for the token after these; None: any token.
 
-        Later: ask again when woken, and plan the other rows meanwhile. Raises the RequestError that ends the request.
+        Raises the RequestError that ends the request.
         """
+
+
+class Masks(Protocol):
+    """One request's masks, computed beside whoever asks."""
+
+    def allowed(self, generated: Sequence[int]) -> bytes | Later | None:
+        """As `Constraint.allowed`. Later: the work has begun; ask again when woken, and go on without meanwhile."""
+
+    def late(self, count: int) -> LateMask:
+        """The mask for the token after `count` generated ones: it comes once `allowed` was asked about them.
+
+        There is one at a time.
+        """
+
+    def drop(self) -> None:
+        """Nobody will read what the step with the late mask draws: let it draw any token."""
 
 
 class Executor(Protocol):

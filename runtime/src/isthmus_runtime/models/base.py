@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from ..kv.groups import LayerSpec
 from ..layers.rope_spec import RopeSpec
 from .quantization import Quantization
+from .shard import WHOLE, Shard, Slice
 
 if TYPE_CHECKING:
     import torch
@@ -28,6 +29,9 @@ class ModelSpec(ABC):
     A family is a module under `models/` with one such record, a function `parse(reader: ConfigReader) -> ModelSpec`,
     and where llama.cpp knows the family, its `GGUF: GgufFormat`. `registry.FAMILIES` maps architectures to modules.
     """
+
+    sharded: ClassVar[bool] = False
+    """Whether several ranks can compute it together (`shard.py`)."""
 
     architecture: str
     vocab_size: int
@@ -55,8 +59,9 @@ class ModelSpec(ABC):
         """Every tensor that the checkpoint must hold, with its shape."""
 
     @abstractmethod
-    def build(self, source: TensorSource, dtype: torch.dtype) -> Model:
-        """Take the weights out of `source` and make a model that computes in `dtype`, on the weights' device."""
+    def build(self, source: TensorSource, dtype: torch.dtype, shard: Shard = WHOLE) -> Model:
+        """Take a rank's part of the weights out of `source` and make a model that computes in `dtype`, on the weights'
+        device. `shard.check_shards` has let the number of ranks pass."""
 
     @property
     def unused_tensors(self) -> tuple[str, ...]:
@@ -74,9 +79,9 @@ class ModelSpec(ABC):
         ropes = [value for field in fields(self) if isinstance(value := getattr(self, field.name), RopeSpec)]
         return tuple(variant for rope in ropes if (variant := rope.variant(max_len)) is not None)
 
-    def layer_specs(self, block_size: int, dtype: str) -> tuple[LayerSpec, ...]:
-        """What `kv.plan` needs to know about the layers, with `dtype` the name of the pool's element type: neighbours
-        of one kind are one entry, in model order."""
+    def layer_specs(self, block_size: int, dtype: str, ranks: int = 1) -> tuple[LayerSpec, ...]:
+        """What `kv.plan` needs to know about the layers of one of `ranks` ranks, with `dtype` the name of the pool's
+        element type: neighbours of one kind are one entry, in model order."""
         specs: list[LayerSpec] = []
         run = 0
         for number, window in enumerate(self.windows):
@@ -89,7 +94,7 @@ class ModelSpec(ABC):
                     layers=run,
                     block_size=block_size,
                     dtype=dtype,
-                    kv_heads=self.num_kv_heads,
+                    kv_heads=max(1, self.num_kv_heads // ranks),
                     head_dim=self.head_dim,
                     window=window,
                 )
@@ -101,8 +106,9 @@ class ModelSpec(ABC):
 class TensorSource(Protocol):
     """Checked weights by name."""
 
-    def take(self, *names: str) -> Tensor:
-        """The tensors joined along their first dimension, in memory of their own and the dtype of the checkpoint.
+    def take(self, *parts: str | Slice) -> Tensor:
+        """Tensors by name, or slices of them, joined along their first dimension, in memory of their own and the dtype
+        of the checkpoint. Of a slice's tensor no more is kept than the slice.
 
         Their shapes were checked against `tensor_shapes` before.
         """
@@ -112,8 +118,9 @@ class TensorSource(Protocol):
 class ScaledSource(TensorSource, Protocol):
     """A source some of whose matrices are to be multiplied as 8-bit floats with a scale for each row."""
 
-    def scaled(self, *names: str) -> tuple[Tensor, Tensor] | None:
-        """The matrices joined along their rows, E4M3 [N, K], and the rows' scales, fp32 [N]. None: `take` them."""
+    def scaled(self, *parts: str | Slice) -> tuple[Tensor, Tensor] | None:
+        """The matrices, or slices of them, joined along their rows, E4M3 [N, K], and fp32 scales of the rows [N].
+        None: `take` them."""
 
 
 class Model(Protocol):

@@ -23,6 +23,7 @@ from ..layers.norm import RmsNorm
 from ..layers.rope import cos_sin_tables
 from ..layers.rope_spec import RopeSpec
 from .base import ModelSpec, ScaledSource, TensorSource
+from .shard import WHOLE, Shard, Slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,15 +54,40 @@ class Workspace:
 
 
 class Parts:
-    """Takes a model's weights out of their source. Which projections have biases or are stored as one, and which heads
-    have norms or sinks, is what `spec.tensor_shapes` says."""
+    """Takes a rank's part of a model's weights out of their source. Which projections have biases or are stored as
+    one, and which heads have norms or sinks, is what `spec.tensor_shapes` says."""
 
-    __slots__ = ("_embedding", "_shapes", "_source", "dtype", "norm_offset", "spec")
+    __slots__ = (
+        "_embedding",
+        "_shapes",
+        "_source",
+        "dtype",
+        "heads",
+        "inner",
+        "kv_heads",
+        "norm_offset",
+        "shard",
+        "spec",
+    )
 
-    def __init__(self, spec: ModelSpec, source: TensorSource, dtype: torch.dtype, *, norm_offset: float = 0.0) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        source: TensorSource,
+        dtype: torch.dtype,
+        shard: Shard = WHOLE,
+        *,
+        norm_offset: float = 0.0,
+    ) -> None:
         """`norm_offset` is added to every norm's weight: 1 where checkpoints store the difference from 1."""
+        assert shard.size == 1 or spec.sharded, f"{spec.architecture} is not split over ranks"
         self.spec = spec
         self.dtype = dtype
+        self.shard = shard
+        self.heads = shard.part(spec.num_heads)
+        self.kv_heads = shard.kv_heads(spec.num_kv_heads)
+        self.inner = shard.part(spec.intermediate_size)
+        """This rank's query heads, key and value heads, and channels of a dense MLP: [start, stop)."""
         self.norm_offset = norm_offset
         self._source = source
         self._shapes = spec.tensor_shapes()
@@ -72,15 +98,16 @@ class Parts:
         return Embedding(self._embedding, self.dtype, scale)
 
     def head(self) -> Linear:
-        """The output projection, which may be the embedding's weight."""
+        """The output projection, which may be the embedding's weight; of a shard, its part of the vocabulary."""
+        rows = Slice("lm_head.weight", 0, *self.shard.part(self.spec.vocab_size))
         tied = self.spec.tie_word_embeddings
-        return Linear(self._embedding if tied else self._source.take("lm_head.weight"), None, self.dtype)
+        return Linear(rows.of(self._embedding) if tied else self._source.take(rows), None, self.dtype)
 
     def linear(self, *names: str, rows: Callable[[Tensor], Tensor] | None = None) -> Linear:
         """Projections of one input as one layer, their rows joined: one product instead of two or three. `rows` puts
         the rows of weight and bias in another order."""
         weights, biases = [f"{name}.weight" for name in names], [f"{name}.bias" for name in names]
-        weight, scale = self._scaled(*weights) or (self._source.take(*weights), None)
+        weight, scale = self._matrix(*weights)
         bias = self._source.take(*biases) if biases[0] in self._shapes else None
         if rows is not None:
             # By bytes: few operations know 8-bit floats.
@@ -104,27 +131,60 @@ class Parts:
             return ExpertWeights(gate_up.unflatten(0, (count, -1)), down.unflatten(0, (count, -1)))
         return ExpertWeights(*(part.unflatten(0, (count, -1)) for part in (first[0], second[0], first[1], second[1])))
 
-    def _scaled(self, *names: str) -> tuple[Tensor, Tensor] | None:
+    def _scaled(self, *parts: str | Slice) -> tuple[Tensor, Tensor] | None:
         """Matrices that are to be multiplied as 8-bit floats, and their rows' scales; None: they are not."""
-        return self._source.scaled(*names) if isinstance(self._source, ScaledSource) else None
+        return self._source.scaled(*parts) if isinstance(self._source, ScaledSource) else None
+
+    def _matrix(self, *parts: str | Slice) -> tuple[Tensor, Tensor | None]:
+        """The weight of a product, its rows joined, and if it is of 8-bit floats its rows' scales."""
+        return self._scaled(*parts) or (self._source.take(*parts), None)
+
+    def split(self, *outputs: tuple[str, int, int]) -> Linear:
+        """Projections of one input, of which this rank computes some outputs: rows [start, stop) of each name."""
+        weight, scale = self._matrix(*(Slice(f"{name}.weight", 0, start, stop) for name, start, stop in outputs))
+        bias = None
+        if f"{outputs[0][0]}.bias" in self._shapes:
+            bias = self._source.take(*(Slice(f"{name}.bias", 0, start, stop) for name, start, stop in outputs))
+        return Linear(weight, bias, self.dtype, scale)
+
+    def summand(self, name: str, start: int, stop: int) -> Linear:
+        """The projection `name` of its inputs [start, stop), which this rank has: a summand of the whole one. The first
+        rank's has the bias."""
+        weight, scale = self._matrix(Slice(f"{name}.weight", 1, start, stop))
+        biased = f"{name}.bias" in self._shapes and self.shard.rank == 0
+        return Linear(weight, self._source.take(f"{name}.bias") if biased else None, self.dtype, scale)
 
     def take(self, *names: str) -> Tensor:
         """Plain weights in the dtype of the computation, their rows joined."""
         return self._source.take(*names).to(self.dtype)
 
-    def wide(self, name: str) -> Tensor:
+    def wide(self, part: str | Slice) -> Tensor:
         """A small weight in fp32."""
-        return self._source.take(name).float()
+        return self._source.take(part).float()
 
     def norm(self, name: str, eps: float | None = None) -> RmsNorm:
         """A norm; `eps` instead of the model's."""
         return RmsNorm(self._norm_weight(name), self.spec.rms_norm_eps if eps is None else eps, self.dtype)
 
-    def joined(self, name: str, whole: str, *parts: str) -> Linear:
-        """`name`'s projections `parts` as one layer: of one tensor, `whole`, where the checkpoint has that."""
-        if f"{name}.{whole}.weight" in self._shapes:
-            return self.linear(f"{name}.{whole}")
-        return self.linear(*(f"{name}.{part}" for part in parts))
+    def _joined(self, name: str, whole: str, *parts: tuple[str, int, int, int]) -> Linear:
+        """`name`'s projections (part, rows, start, stop) as one layer of this rank's rows: out of one tensor, `whole`,
+        where the checkpoint has that."""
+        outputs: list[tuple[str, int, int]] = []
+        first = 0
+        for part, rows, start, stop in parts:
+            if f"{name}.{whole}.weight" in self._shapes:
+                outputs.append((f"{name}.{whole}", first + start, first + stop))
+            else:
+                outputs.append((f"{name}.{part}", start, stop))
+            first += rows
+        return self.split(*outputs)
+
+    def _qkv(self, name: str) -> Linear:
+        dim, spec = self.spec.head_dim, self.spec
+        (q0, q1), (k0, k1) = self.heads, self.kv_heads
+        keys = spec.num_kv_heads * dim, k0 * dim, k1 * dim
+        queries = spec.num_heads * dim, q0 * dim, q1 * dim
+        return self._joined(name, "qkv_proj", ("q_proj", *queries), ("k_proj", *keys), ("v_proj", *keys))
 
     def attention(
         self,
@@ -140,13 +200,13 @@ class Parts:
         spec = self.spec
         normed = f"{name}.q_norm.weight" in self._shapes
         return Attention(
-            qkv=self.joined(name, "qkv_proj", "q_proj", "k_proj", "v_proj"),
-            output=self.linear(f"{name}.o_proj"),
-            num_heads=spec.num_heads,
+            qkv=self._qkv(name),
+            output=self.summand(f"{name}.o_proj", *(head * spec.head_dim for head in self.heads)),
+            num_heads=self.heads[1] - self.heads[0],
             scale=spec.head_dim**-0.5 if scale is None else scale,
             window=window,
             softcap=softcap,
-            sinks=self.wide(f"{name}.sinks") if f"{name}.sinks" in self._shapes else None,
+            sinks=self.wide(Slice(f"{name}.sinks", 0, *self.heads)) if f"{name}.sinks" in self._shapes else None,
             rope=rope,
             q_norm=self._norm_weight(f"{name}.q_norm").to(self.dtype) if normed else None,
             k_norm=self._norm_weight(f"{name}.k_norm").to(self.dtype) if normed else None,
@@ -155,9 +215,10 @@ class Parts:
 
     def mlp(self, name: str, activation: Activation = "silu") -> GatedMlp:
         """The gated MLP."""
-        return GatedMlp(
-            self.joined(name, "gate_up_proj", "gate_proj", "up_proj"), self.linear(f"{name}.down_proj"), activation
-        )
+        width = self._shapes[f"{name}.down_proj.weight"][1]  # shared experts have their own
+        own = self.shard.part(width)
+        gate_up = self._joined(name, "gate_up_proj", ("gate_proj", width, *own), ("up_proj", width, *own))
+        return GatedMlp(gate_up, self.summand(f"{name}.down_proj", *own), activation)
 
     def layer(self, number: int, mlp: Mlp | None = None) -> DecoderLayer:
         """A whole layer of Llama's kind; `mlp` in place of the gated one."""
@@ -181,10 +242,14 @@ class Decoder:
         "_embedding",
         "_following",
         "_head",
+        "_heads",
+        "_inner",
+        "_kv_heads",
         "_layers",
         "_norm",
         "_rope_dim",
         "_ropes",
+        "_shard",
         "_softcap",
         "device",
         "dtype",
@@ -205,6 +270,10 @@ class Decoder:
         head's); `softcap`: logits l become c tanh(l / c)."""
         self.spec = parts.spec
         self.dtype = parts.dtype
+        self._shard = parts.shard
+        self._heads, self._kv_heads, self._inner = (
+            stop - start for start, stop in (parts.heads, parts.kv_heads, parts.inner)
+        )
         self._embedding = parts.embedding(embedding_scale)
         self.device = self._embedding.device
         self._layers = list(layers)
@@ -235,10 +304,10 @@ class Decoder:
             hidden=scratch(spec.hidden_size),
             residual=scratch(spec.hidden_size),
             projected=scratch(spec.hidden_size),
-            qkv=scratch((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim),
-            context=scratch(spec.num_heads * spec.head_dim),
-            gate_up=scratch(2 * spec.intermediate_size),
-            inner=scratch(spec.intermediate_size),
+            qkv=scratch((self._heads + 2 * self._kv_heads) * spec.head_dim),
+            context=scratch(self._heads * spec.head_dim),
+            gate_up=scratch(2 * self._inner),
+            inner=scratch(self._inner),
             ropes=tuple(cos_sin_tables(rope, self._rope_dim, max_len, self.device) for rope in self._ropes),
         )
 
@@ -247,7 +316,7 @@ class Decoder:
         num = batch.token_ids.shape[0]
         residual, hidden, projected = scratch.residual[:num], scratch.hidden[:num], scratch.projected[:num]
         qkv, flat = scratch.qkv[:num], scratch.context[:num]
-        context = flat.view(num, self.spec.num_heads, self.spec.head_dim)
+        context = flat.view(num, self._heads, self.spec.head_dim)
         gate_up, inner = scratch.gate_up[:num], scratch.inner[:num]
         self._embedding(batch.token_ids, residual)
         self._layers[0].attention_norm(residual, hidden)
@@ -255,10 +324,12 @@ class Decoder:
             layer.attention(
                 hidden, batch, group, layer_kv, scratch.ropes, qkv=qkv, context=context, flat=flat, out=projected
             )
+            self._shard.sum(projected)
             if layer.after_attention is not None:
                 layer.after_attention(projected, projected)
             layer.mlp_norm.add(projected, residual, hidden)
             layer.mlp(hidden, gate_up=gate_up, inner=inner, out=projected)
+            self._shard.sum(projected)
             if layer.after_mlp is not None:
                 layer.after_mlp(projected, projected)
             if following is not None:
@@ -268,7 +339,18 @@ class Decoder:
         """Logits [S, V] of the tokens `rows` of the last forward pass."""
         hidden, residual = scratch.projected[rows], scratch.residual[rows]
         self._norm.add(hidden, residual, hidden)
-        logits = self._head(hidden)
+        logits = self._whole(self._head(hidden))
         if self._softcap is not None:
             logits.div_(self._softcap).tanh_().mul_(self._softcap)
         return logits
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """Every rank's logits [S, V of this rank] side by side: [S, V]."""
+        collectives, vocab = self._shard.collectives, self.spec.vocab_size
+        if collectives is None:
+            return logits
+        # All ranks exchange as much: the last may have fewer ids.
+        width = self._shard.part(vocab)[1] - self._shard.part(vocab)[0]
+        most = -(-vocab // self._shard.size)
+        part = logits if width == most else torch.nn.functional.pad(logits, (0, most - width))
+        return collectives.gather(part.contiguous()).transpose(0, 1).reshape(len(logits), -1)[:, :vocab].contiguous()

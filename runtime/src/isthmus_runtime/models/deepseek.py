@@ -11,6 +11,7 @@ from .base import ModelSpec, Shapes, TensorSource
 from .config_reader import ConfigReader
 from .rope_config import yarn_mscale
 from .shapes import decoder_shapes
+from .shard import WHOLE, Shard
 
 if TYPE_CHECKING:
     import torch
@@ -102,13 +103,13 @@ class DeepseekSpec(ModelSpec):
     def active_fraction(self, name: str) -> float:
         return self.num_experts_per_tok / self.num_experts if ".experts." in name else 1.0
 
-    def layer_specs(self, block_size: int, dtype: str) -> tuple[LayerSpec, ...]:
+    def layer_specs(self, block_size: int, dtype: str, ranks: int = 1) -> tuple[LayerSpec, ...]:
         return (LayerSpec(kind="mla", layers=self.num_layers, block_size=block_size, dtype=dtype, width=self.head_dim),)
 
-    def build(self, source: TensorSource, dtype: torch.dtype) -> Decoder:
+    def build(self, source: TensorSource, dtype: torch.dtype, shard: Shard = WHOLE) -> Decoder:
         from .decoder import Decoder, Parts
 
-        parts = Parts(self, source, dtype)
+        parts = Parts(self, source, dtype, shard)
         layers = [self._layer(parts, number) for number in range(self.num_layers)]
         return Decoder(parts, layers, ropes=[self.rope], rope_dim=self.qk_rope_head_dim)
 

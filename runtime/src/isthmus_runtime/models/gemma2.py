@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..layers.rope_spec import RopeSpec
 from .base import ModelSpec, Shapes, TensorSource
 from .config_reader import ConfigReader
 from .gguf_format import LAYER_NAMES, GgufFormat, GgufHeader
 from .shapes import decoder_shapes
+from .shard import WHOLE, Shard
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +33,8 @@ _LAYERS_27B = 46
 class Gemma2Spec(ModelSpec):
     """Norms before and after both branches, a gated GELU MLP, embeddings times sqrt(hidden size)."""
 
+    sharded: ClassVar[bool] = True
+
     rope: RopeSpec
     query_pre_attn_scalar: float
     """Its inverse root is the factor on q·k."""
@@ -43,11 +46,11 @@ class Gemma2Spec(ModelSpec):
         bias = self.attention_bias
         return decoder_shapes(self, qkv_bias=bias, output_bias=bias, norms=_NORMS)
 
-    def build(self, source: TensorSource, dtype: torch.dtype) -> Decoder:
+    def build(self, source: TensorSource, dtype: torch.dtype, shard: Shard = WHOLE) -> Decoder:
         from .decoder import Decoder, Parts
 
         # Checkpoints store a norm's weight as its difference from 1.
-        parts = Parts(self, source, dtype, norm_offset=1.0)
+        parts = Parts(self, source, dtype, shard, norm_offset=1.0)
         return Decoder(
             parts,
             [self._layer(parts, number) for number in range(self.num_layers)],

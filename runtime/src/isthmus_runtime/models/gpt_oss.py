@@ -9,6 +9,7 @@ from ..layers.rope_spec import RopeSpec
 from .base import ModelSpec, Shapes, TensorSource
 from .config_reader import ConfigReader
 from .shapes import decoder_shapes
+from .shard import WHOLE, Shard
 
 if TYPE_CHECKING:
     import torch
@@ -57,10 +58,10 @@ class GptOssSpec(ModelSpec):
     def active_fraction(self, name: str) -> float:
         return self.num_experts_per_tok / self.num_experts if ".experts." in name else 1.0
 
-    def build(self, source: TensorSource, dtype: torch.dtype) -> Decoder:
+    def build(self, source: TensorSource, dtype: torch.dtype, shard: Shard = WHOLE) -> Decoder:
         from .decoder import Decoder, Parts
 
-        parts = Parts(self, source, dtype)
+        parts = Parts(self, source, dtype, shard)
         layers = [parts.layer(number, self._mixture(parts, number)) for number in range(self.num_layers)]
         return Decoder(parts, layers, ropes=[self.rope])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import pi
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import WeightsError
 from ..layers.rope_spec import RopeSpec
@@ -12,6 +12,7 @@ from .base import ModelSpec, Shapes, TensorSource
 from .config_reader import ConfigReader
 from .gguf_format import GgufFormat, GgufHeader
 from .shapes import decoder_shapes
+from .shard import WHOLE, Shard
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 class LlamaSpec(ModelSpec):
     """Pre-norm decoder with grouped-query attention over the whole prefix and a gated SiLU MLP."""
 
+    sharded: ClassVar[bool] = True
+
     rope: RopeSpec
     attention_bias: bool
     """Biases of all four projections of the attention."""
@@ -34,10 +37,10 @@ class LlamaSpec(ModelSpec):
             self, qkv_bias=self.attention_bias, output_bias=self.attention_bias, mlp_bias=self.mlp_bias
         )
 
-    def build(self, source: TensorSource, dtype: torch.dtype) -> Decoder:
+    def build(self, source: TensorSource, dtype: torch.dtype, shard: Shard = WHOLE) -> Decoder:
         from .decoder import Decoder, Parts
 
-        parts = Parts(self, source, dtype)
+        parts = Parts(self, source, dtype, shard)
         return Decoder(parts, [parts.layer(number) for number in range(self.num_layers)], ropes=[self.rope])
 
 

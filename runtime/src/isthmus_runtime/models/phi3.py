@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..layers.rope_spec import RopeSpec
 from .base import ModelSpec, Shapes, TensorSource
 from .config_reader import ConfigReader
 from .gguf_format import LAYER_NAMES, GgufFormat, GgufHeader
 from .shapes import decoder_shapes
+from .shard import WHOLE, Shard
 
 if TYPE_CHECKING:
     import torch
@@ -22,15 +23,17 @@ if TYPE_CHECKING:
 class Phi3Spec(ModelSpec):
     """Pre-norm decoder with grouped-query attention, all layers windowed or none, and a gated SiLU MLP."""
 
+    sharded: ClassVar[bool] = True
+
     rope: RopeSpec
 
     def tensor_shapes(self) -> Shapes:
         return decoder_shapes(self, fused=True)
 
-    def build(self, source: TensorSource, dtype: torch.dtype) -> Decoder:
+    def build(self, source: TensorSource, dtype: torch.dtype, shard: Shard = WHOLE) -> Decoder:
         from .decoder import Decoder, Parts
 
-        parts = Parts(self, source, dtype)
+        parts = Parts(self, source, dtype, shard)
         return Decoder(parts, [parts.layer(number) for number in range(self.num_layers)], ropes=[self.rope])
 
 

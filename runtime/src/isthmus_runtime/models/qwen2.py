@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ..layers.rope_spec import RopeSpec
 from .base import ModelSpec, Shapes, TensorSource
 from .config_reader import ConfigReader
 from .gguf_format import GgufFormat
 from .shapes import decoder_shapes
+from .shard import WHOLE, Shard
 
 if TYPE_CHECKING:
     import torch
@@ -21,15 +22,17 @@ if TYPE_CHECKING:
 class Qwen2Spec(ModelSpec):
     """Pre-norm decoder with grouped-query attention and a gated SiLU MLP."""
 
+    sharded: ClassVar[bool] = True
+
     rope: RopeSpec
 
     def tensor_shapes(self) -> Shapes:
         return decoder_shapes(self, qkv_bias=True)
 
-    def build(self, source: TensorSource, dtype: torch.dtype) -> Decoder:
+    def build(self, source: TensorSource, dtype: torch.dtype, shard: Shard = WHOLE) -> Decoder:
         from .decoder import Decoder, Parts
 
-        parts = Parts(self, source, dtype)
+        parts = Parts(self, source, dtype, shard)
         return Decoder(parts, [parts.layer(number) for number in range(self.num_layers)], ropes=[self.rope])
 
 

@@ -10,6 +10,7 @@ from .base import ModelSpec, Shapes, TensorSource
 from .config_reader import ConfigReader
 from .gguf_format import GgufFormat, GgufHeader
 from .shapes import decoder_shapes
+from .shard import WHOLE, Shard
 
 if TYPE_CHECKING:
     import torch
@@ -47,10 +48,10 @@ class Qwen3MoeSpec(ModelSpec):
     def active_fraction(self, name: str) -> float:
         return self.num_experts_per_tok / self.num_experts if ".experts." in name else 1.0
 
-    def build(self, source: TensorSource, dtype: torch.dtype) -> Decoder:
+    def build(self, source: TensorSource, dtype: torch.dtype, shard: Shard = WHOLE) -> Decoder:
         from .decoder import Decoder, Parts
 
-        parts = Parts(self, source, dtype)
+        parts = Parts(self, source, dtype, shard)
         layers = [
             parts.layer(number, self._mixture(parts, number) if sparse else None)
             for number, sparse in enumerate(self.sparse)

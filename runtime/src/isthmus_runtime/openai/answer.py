@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -15,6 +15,7 @@ from ..serving.call import Call
 from .detokenizer import TextStream
 from .output import Delta, Reader
 from .pieces import Pieces
+from .prompts import Echo, Told
 from .sse import TOOL_CALLS, Answer, Format, More, Usage
 
 _STREAM_HEADERS = {
@@ -25,6 +26,8 @@ _STREAM_HEADERS = {
 
 
 _NOTHING = Delta()
+_MANY_SCORES = 2000
+"""Answers with more log-probabilities of prompts are written in a thread (about 10 ms of work)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +38,10 @@ class Job:
     requests: tuple[GenerateRequest, ...]
     """One for each choice, in the order of `index`."""
     n: int
-    """Choices per prompt."""
+    """Choices per prompt. They share its KV: the others begin when the first has a token, and so find it in the prefix
+    cache."""
+    shown: int
+    """How many of them are told, the likeliest; less than `n` for the best of several."""
     prompt_tokens: int
     """Each prompt once, whatever n is."""
     stop: tuple[str, ...]
@@ -59,6 +65,12 @@ class Job:
     """Usage tells what prefix caches had."""
     one_call: bool = False
     """The first call of a tool ends the choice."""
+    echoes: tuple[Echo, ...] = ()
+    """The prompts, where the answer repeats them."""
+    silent: bool = False
+    """The one token that engines generate at least is left out: only the prompt is of interest."""
+    tells_end: bool = False
+    """The token that ends a text has its log-probabilities told, though it is no part of the text."""
 
 
 class _Choice:
@@ -68,15 +80,33 @@ class _Choice:
         self.index = index
         self.request = request
         self.text = TextStream(job.pieces, job.stop, logprobs=job.logprobs, include_stop=job.include_stop)
+        self.begun = asyncio.Event()
+        """The prompt is computed."""
         self.tokens = 0
         self.cached = 0
         self.finish = ""
         self._job = job
         self._reader = job.reader() if job.reader is not None else None
         self._called = False
+        self.echoed = False
+        """A stream has repeated the prompt."""
         self.cut = False
         """Ended by us: what the backend would still give is not wanted."""
         self._ids: list[int] | None = [] if job.return_ids else None
+        self.prompt = Told(request.prompt_token_ids, job.echoes[index // job.n] if job.echoes else None)
+        self._end: list[TokenLogprobs] = []
+        self._likelihood = 0.0
+        """Sum of the log-probabilities of all tokens, where they are known."""
+
+    @property
+    def mean_logprob(self) -> float:
+        """By token: what the best of several candidates have most of."""
+        return self._likelihood / max(1, self.tokens)
+
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        """Entries of the tokens that made the text given since the last call."""
+        taken, self._end = self.text.take_logprobs() + self._end, []
+        return taken
 
     def take_more(self) -> More | None:
         """What a chunk of a stream tells beside its text, since the last call; None: nothing."""
@@ -112,23 +142,45 @@ class _Choice:
         if chunk.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise chunk.error or Cancelled("the request was aborted")
         self.cached = max(self.cached, chunk.cached_tokens)
+        if chunk.prompt_logprobs:
+            self.prompt.scores = chunk.prompt_logprobs
+        if self._job.silent:
+            self.finish, self.cut = FinishReason.LENGTH.value, True
+            return ""
         ids: Sequence[int] = chunk.token_ids
         logprobs: Sequence[TokenLogprobs] = chunk.logprobs
-        self.tokens += len(ids)
-        if self._ids is not None:
-            self._ids += ids
         ended = chunk.finish_reason is FinishReason.STOP and ids and ids[-1] in self.request.sampling.stop_token_ids
         if ended and not self._job.include_stop:
+            if self._job.tells_end and self.text.keeps_logprobs:
+                self._end = list(logprobs[-1:])
             ids, logprobs = ids[:-1], logprobs[:-1]  # a stop token ends the text and is no part of it
         if self.text.keeps_logprobs and len(logprobs) != len(ids):
             raise EngineFailed(f"{len(ids)} tokens came with {len(logprobs)} log-probabilities")
-        text = self.text.push(ids, logprobs)
+        text, taken = self._push_until_stop(ids, logprobs)
+        told, entries = chunk.token_ids, chunk.logprobs
+        if self.text.stopped:
+            told, entries = told[:taken], entries[:taken]
+        self.tokens += len(told)
+        self._likelihood += sum(entry.logprob for entry in entries)
+        if self._ids is not None:
+            self._ids += told
         if self.text.stopped:
             self.finish = FinishReason.STOP.value
         elif chunk.finish_reason is not None:
             text += self.text.finish()
             self.finish = chunk.finish_reason.value
         return text
+
+    def _push_until_stop(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> tuple[str, int]:
+        """The text that is certain after `ids`, and how many of them were taken: none after a stop string."""
+        if len(ids) <= 1 or not self.text.may_stop:
+            return self.text.push(ids, logprobs), len(ids)
+        text = ""
+        for taken, token in enumerate(ids, 1):
+            text += self.text.push((token,), logprobs[taken - 1 : taken])
+            if self.text.stopped:
+                return text, taken
+        return text, len(ids)
 
 
 Sink = Callable[[_Choice, Delta], Awaitable[None]]
@@ -145,21 +197,28 @@ class Runner:
 
     async def whole(self, job: Job, arrived: float, call: Call) -> Usage:
         """The answer in one piece. Raises RequestError."""
-        answers = [Answer(prompt_ids=r.prompt_token_ids if job.return_ids else None) for r in job.requests]
+        answers: dict[int, Answer] = {}
+        likelihood: dict[int, float] = {}
 
         async def sink(choice: _Choice, delta: Delta) -> None:
-            answer = answers[choice.index]
+            answer = answers.setdefault(choice.index, Answer(choice.prompt))
             answer.text += delta.content
             answer.reasoning += delta.reasoning
             answer.calls += delta.calls
             if job.return_ids and (more := choice.take_more()) is not None:
                 answer.ids += more.ids or ()
-            answer.logprobs += choice.text.take_logprobs()
+            answer.logprobs += choice.take_logprobs()
             answer.finish_reason, answer.stop = choice.finish, choice.text.met
+            likelihood[choice.index] = choice.mean_logprob
 
         usage = await self._run(job, sink, arrived)
         headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
-        await call.reply(200, headers, job.format.whole(answers, usage))
+        shown = [answers[i] for i in _best(job, likelihood)]
+        if sum(len(answer.prompt.scores) for answer in shown) > _MANY_SCORES:
+            body = await asyncio.to_thread(job.format.whole, shown, usage)
+        else:
+            body = job.format.whole(shown, usage)
+        await call.reply(200, headers, body)
         return usage
 
     async def stream(self, job: Job, arrived: float, call: Call) -> Usage:
@@ -174,8 +233,12 @@ class Runner:
                     if not call.begun:
                         await call.begin({**_STREAM_HEADERS, "X-Request-Id": job.answer_id})
                         await call.write(b"".join(form.first(i, r) for i, r in enumerate(job.requests)))
-            logprobs, more = choice.text.take_logprobs(), choice.take_more()
-            data = form.delta(choice.index, delta, logprobs, more) if delta != _NOTHING or logprobs else b""
+            data = b""
+            if choice.prompt.echo is not None and not choice.echoed:
+                choice.echoed = True
+                data = form.echo(choice.index, choice.prompt)
+            logprobs, more = choice.take_logprobs(), choice.take_more()
+            data += form.delta(choice.index, delta, logprobs, more) if delta != _NOTHING or logprobs else b""
             if choice.finish:
                 more = choice.take_more() if data else more
                 data += form.finish(choice.index, choice.finish, more, choice.text.met)
@@ -193,8 +256,8 @@ class Runner:
         else:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for choice in choices:
-                        group.create_task(self._generate(choice, sink, arrived))
+                    for i in range(0, len(choices), job.n):
+                        group.create_task(self._of_one_prompt(choices[i : i + job.n], sink, arrived))
             except BaseExceptionGroup as errors:
                 # The first error has cancelled the others; what they raise while ending is its echo.
                 raise _first(errors) from errors
@@ -208,6 +271,17 @@ class Runner:
                     "stop" if choice.finish == TOOL_CALLS else choice.finish, self._clock() - arrived
                 )
         return usage
+
+    async def _of_one_prompt(self, choices: Sequence[_Choice], sink: Sink, arrived: float) -> None:
+        """All choices of a prompt: the first computes it and what is told of it, the others find its KV."""
+        first, *others = choices
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._generate(first, sink, arrived))
+            if others:
+                await first.begun.wait()
+            for choice in others:
+                choice.prompt.scores = first.prompt.scores
+                group.create_task(self._generate(choice, sink, arrived))
 
     async def _generate(self, choice: _Choice, sink: Sink, arrived: float) -> None:
         try:
@@ -229,12 +303,21 @@ class Runner:
                         self._metrics.time_to_first_token.observe(now - arrived)
                     last = now
                 delta = choice.feed(chunk)
+                choice.begun.set()
                 if delta != _NOTHING or choice.finish:
                     await sink(choice, delta)
                 if choice.cut or choice.text.stopped:
                     break
         if not choice.finish:
             raise EngineFailed("the token stream ended without a finish reason")
+
+
+def _best(job: Job, likelihood: Mapping[int, float]) -> list[int]:
+    """Which choices are told: all, or of each prompt the likeliest, these first."""
+    if job.shown == job.n:
+        return list(range(len(job.requests)))
+    prompts = [range(i, i + job.n) for i in range(0, len(job.requests), job.n)]
+    return [i for prompt in prompts for i in sorted(prompt, key=lambda c: -likelihood[c])[: job.shown]]
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

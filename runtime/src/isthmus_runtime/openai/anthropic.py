@@ -12,13 +12,16 @@ from pydantic import BaseModel, Field
 from ..errors import InvalidRequest, RequestError
 from ..request import GenerateRequest, TokenLogprobs
 from .output import Delta
-from .problems import object_at
+from .problems import fields_at, object_at
 from .sse import Answer, Format, More, Usage
 from .tool_formats.base import ToolCall
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {"container": (), "mcp_servers": ([],), "context_management": ()}
+_BLOCK = ("type", "cache_control")
+"""Fields of any block; prefixes are cached without being told."""
+_TEXT_BLOCK: Mapping[str, tuple[object, ...]] = {"citations": ([],)}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -86,7 +89,9 @@ def as_chat(data: Mapping[str, Any], *, counting: bool = False) -> dict[str, Any
     if "tool_choice" in given:
         given.update(_choice(object_at(given.pop("tool_choice"), "tool_choice")))
     if "thinking" in given:
-        kind = object_at(given.pop("thinking"), "thinking").get("type")
+        # A budget is a wish: Anthropic's own may be exceeded, and the client demands one.
+        thinking = fields_at(given.pop("thinking"), "thinking", ("type", "budget_tokens"), {"display": ("summarized",)})
+        kind = thinking.get("type")
         if kind not in ("enabled", "disabled", "adaptive"):
             raise InvalidRequest(f"thinking.type: {kind!r} is not supported", param="thinking.type")
         given["reasoning_effort"] = "none" if kind == "disabled" else "medium"
@@ -104,6 +109,7 @@ def _text(value: Any, path: str) -> str:
         where = f"{path}[{i}]"
         if object_at(block, where).get("type") != "text" or not isinstance(block.get("text"), str):
             raise InvalidRequest(f"{where}.type: {block.get('type')!r} is not supported; only text is", param=where)
+        fields_at(block, where, (*_BLOCK, "text"), _TEXT_BLOCK)
         texts.append(block["text"])
     return "\n".join(texts)
 
@@ -115,7 +121,7 @@ def _messages(item: Any, path: str) -> list[dict[str, Any]]:
         raise InvalidRequest(
             f"{path}.role: {role!r} is not supported; supported: user, assistant", param=f"{path}.role"
         )
-    content = item.get("content")
+    content = fields_at(item, path, ("role", "content")).get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
@@ -128,12 +134,17 @@ def _messages(item: Any, path: str) -> list[dict[str, Any]]:
         if kind == "text":
             texts.append(_text([block], f"{path}.content"))
         elif kind == "tool_use" and role == "assistant":
+            fields_at(block, where, (*_BLOCK, "id", "name", "input"))
             function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            text = _text(block.get("content") or "", f"{where}.content")
+            result = fields_at(block, where, (*_BLOCK, "tool_use_id", "content", "is_error"))
+            text = _text(result.get("content", ""), f"{where}.content")
+            if result.get("is_error"):
+                text = f"Error: {text}"  # templates know no other way to tell
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
         elif kind == "thinking" and role == "assistant":
+            fields_at(block, where, ("type", "thinking", "signature"))
             thoughts.append(str(block.get("thinking", "")))
         elif kind != "redacted_thinking":
             raise InvalidRequest(f"{where}.type: {kind!r} is not supported here", param=f"{where}.type")
@@ -146,19 +157,21 @@ def _messages(item: Any, path: str) -> list[dict[str, Any]]:
 
 
 def _tool(tool: Any, path: str) -> dict[str, Any]:
-    tool = object_at(tool, path)
-    if tool.get("type", "custom") != "custom":
+    if object_at(tool, path).get("type") not in (None, "custom"):
         raise InvalidRequest(f"{path}.type: only tools of your own are supported", param=f"{path}.type")
+    fields_at(tool, path, (*_BLOCK, "name", "description", "input_schema", "strict"))
     function = {
         "name": tool.get("name"),
         "description": tool.get("description"),
         "parameters": tool.get("input_schema"),
+        "strict": tool.get("strict"),
     }
     return {"type": "function", "function": function}
 
 
 def _choice(choice: dict[str, Any]) -> dict[str, Any]:
     kind = choice.get("type")
+    fields_at(choice, "tool_choice", ("type", "disable_parallel_tool_use", *(("name",) if kind == "tool" else ())))
     parallel = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
     if kind == "tool":
         return {"tool_choice": {"type": "function", "function": {"name": choice.get("name")}}, **parallel}

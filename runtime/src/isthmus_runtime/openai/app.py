@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import random
@@ -30,13 +29,15 @@ from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics, TenantMetrics
 from ..request import Structure
 from ..serving.app import errors, json_body
-from ..serving.call import Call, Cut, add_call_route, authorization, error_answer
+from ..serving.call import Call, Cut, add_call_route, error_answer
 from ..serving.in_flight import InFlight
 from ..structured.checker import Checker
+from ..tracing.span import NO_TRACER, Span, Tracer, current, within
 from . import anthropic
 from .answer import Job, Runner
 from .anthropic import AnthropicMessage, CountRequest, MessagesRequest, TokenCount
 from .chat import NeedsThread
+from .keys import Keys
 from .plan import Plan, Planner
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
@@ -66,11 +67,6 @@ BODIES: tuple[type[BaseModel], ...] = (
     DetokenizeRequest,
 )
 """What `make_app` has to know for the document."""
-
-
-class _Unauthorised(InvalidRequest):
-    status = 401
-    code = "invalid_api_key"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +106,7 @@ def add_openai_routes(
     metrics: RequestMetrics | None = None,
     tenant_metrics: TenantMetrics | None = None,
     grammars: Checker | None = None,
+    tracer: Tracer = NO_TRACER,
     seeds: Callable[[], int] | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
@@ -127,6 +124,7 @@ def add_openai_routes(
         metrics=metrics,
         tenant_metrics=tenant_metrics,
         grammars=grammars,
+        tracer=tracer,
         seeds=seeds or _seed_source(),
         clock=clock,
         wall_clock=wall_clock,
@@ -195,6 +193,7 @@ class _Api:
         metrics: RequestMetrics | None,
         tenant_metrics: TenantMetrics | None,
         grammars: Checker | None,
+        tracer: Tracer,
         seeds: Callable[[], int],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
@@ -204,6 +203,7 @@ class _Api:
         self._in_flight = in_flight
         self._metrics = metrics
         self._grammars = grammars
+        self._tracer = tracer
         self._clock = clock
         self._started = int(wall_clock())
         self._planner = Planner(
@@ -217,18 +217,18 @@ class _Api:
         )
         self._runner = Runner(backend, metrics, clock)
         self._tokenizer = tokenizer
-        self._key = config.api_key.encode()
+        self._keys = Keys(config.api_key, config.tenants, clock)
         self._tenants = config.tenants
         self._tenant_metrics = tenant_metrics
 
     async def models(self, request: Request) -> ModelList:
         """The names that are served."""
-        self._authorise(request)
+        self._keys.check(request)
         return ModelList(data=[self._model(n) for n in self._config.served_names])
 
     async def model(self, request: Request, name: str) -> Model:
         """One of them."""
-        self._authorise(request)
+        self._keys.check(request)
         self._planner.check_model(name)
         return self._model(name)
 
@@ -269,7 +269,7 @@ class _Api:
         """Answer with what `make` makes of the body, in a thread: it may take long, and no engine is asked."""
         try:
             with self._in_flight.track():
-                self._admit(self._authorise(call))
+                self._admit(self._keys.check(call))
                 body = await call.read()
                 answer = await asyncio.to_thread(lambda: written(make(body)))
         except RequestError as e:
@@ -288,11 +288,20 @@ class _Api:
     # ------------------------------------------------------------------------------------------------- one request
 
     async def _serve(self, call: Call, plan: Plan, describe: Describe = openai_error) -> None:
+        with within(self._tracer.request("request", call.headers)) as span:
+            operation = "text_completion" if call.path == "/v1/completions" else "chat"
+            span.set({"http.request.method": call.method, "url.path": call.path, "gen_ai.operation.name": operation})
+            try:
+                await self._respond(call, plan, describe)
+            finally:
+                span.end()
+
+    async def _respond(self, call: Call, plan: Plan, describe: Describe) -> None:
         arrived = self._clock()
         progress = _Progress()
         try:
             with self._in_flight.track():
-                progress.tenant = self._authorise(call)
+                progress.tenant = self._keys.check(call)
                 self._admit(progress.tenant)
                 await self._answer(call, plan, arrived, progress)
                 self._count_tenant(progress, 200)
@@ -330,10 +339,17 @@ class _Api:
                 progress.stage = "reading"
                 body = await call.read()
                 progress.stage = "planning"
-                job = await self._plan(plan, body)
+                tokenise = current().child("tokenise")
+                try:
+                    job = await self._plan(plan, body)
+                finally:
+                    tokenise.end()
+                if (span := current()).recording:
+                    _describe_job(span, job, self._config.served_names[0])
                 del body  # megabytes, which an answer would keep as long as it streams
                 if job.structure is not None:
-                    await self._check_structure(job.structure, job.structure_param)
+                    who = "" if progress.tenant is None else progress.tenant.name
+                    await self._check_structure(job.structure, job.structure_param, who)
                 progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
                 if progress.tenant is None:
                     await self._run(job, arrived, call)
@@ -343,7 +359,10 @@ class _Api:
             raise DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)") from e
 
     async def _run(self, job: Job, arrived: float, call: Call) -> Usage:
-        return await (self._runner.stream if job.stream else self._runner.whole)(job, arrived, call)
+        usage = await (self._runner.stream if job.stream else self._runner.whole)(job, arrived, call)
+        if (span := current()).recording:
+            _describe_answer(span, usage)
+        return usage
 
     async def _run_of(self, tenant: Tenant, job: Job, arrived: float, call: Call) -> None:
         assert self._tenants is not None
@@ -356,10 +375,10 @@ class _Api:
         if progress.tenant is not None and self._tenant_metrics is not None:
             self._tenant_metrics.ended(progress.tenant.name, status)
 
-    async def _check_structure(self, structure: Structure, param: str) -> None:
+    async def _check_structure(self, structure: Structure, param: str, who: str) -> None:
         if self._grammars is None:
             raise InvalidRequest(f"{param}: not available here", param=param)
-        await self._grammars.check(structure, param)
+        await self._grammars.check(structure, param, who)
 
     @staticmethod
     async def _plan(plan: Plan, body: bytes) -> Job:
@@ -380,30 +399,13 @@ class _Api:
         except (TimeoutError, ConnectionResetError) as e:
             raise Cut from e
 
-    def _authorise(self, request: Request) -> Tenant | None:
-        """Whose request it is, where there are tenants."""
-        if not self._key and self._tenants is None:
-            return None
-        scheme, _, token = authorization(request.scope).partition(" ")
-        own = request.headers.get("x-api-key", "")  # as clients of /v1/messages send it
-        if own:
-            scheme, token = "bearer", own
-        given = token.strip().encode("utf-8", "surrogateescape")
-        if self._tenants is not None:
-            self._tenants.refresh(self._clock())
-            tenant = self._tenants.tenants.of_key(given) if scheme.lower() == "bearer" else None
-            if tenant is not None:
-                return tenant
-        elif hmac.compare_digest(given, self._key) and scheme.lower() == "bearer":
-            return None
-        raise _Unauthorised("Authorization: send a valid API key as `Bearer KEY`", param="Authorization")
-
     def _admit(self, tenant: Tenant | None) -> None:
         """Count a request against its tenant's rate: also those that no engine is asked for cost others something."""
         if tenant is not None and self._tenants is not None:
             self._tenants.tenants.admit(tenant, self._clock())
 
     def _count(self, error: RequestError) -> None:
+        current().fail(error)
         if self._metrics is not None:
             self._metrics.failed(error.status, error.code)
 
@@ -412,3 +414,31 @@ class _Api:
 
     def _limit(self) -> int | None:
         return self._backend.max_model_len or self._tokenizer.model_limit or None
+
+
+def _describe_job(span: Span, job: Job, model: str) -> None:
+    """What was asked for, by the conventions for generative AI; nothing of the prompt itself."""
+    sampling = job.requests[0].sampling
+    span.set(
+        {
+            "gen_ai.provider.name": "isthmus",
+            "gen_ai.request.model": model,
+            "gen_ai.response.id": job.answer_id,
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.choice.count": len(job.requests),
+            "gen_ai.request.stream": job.stream,
+        }
+    )
+
+
+def _describe_answer(span: Span, usage: Usage) -> None:
+    span.set(
+        {
+            "http.response.status_code": 200,
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        }
+    )

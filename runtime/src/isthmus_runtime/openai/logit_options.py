@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -78,8 +78,12 @@ class LogitOptions(BaseModel):
                         f"{name}: not with structured output, nor with a tool_choice that demands a call; remove one",
                         param=name,
                     )
-        if allowed and set(allowed) <= {word[0] for word in words if len(word) == 1}:
-            raise InvalidRequest("bad_words: no token of allowed_token_ids is left", param="bad_words")
+        left = set(allowed).difference(stops if least else ())
+        if left and any(left <= banned for banned in _banned_together(words)):
+            raise InvalidRequest(
+                "bad_words: where one of them has begun, no token of allowed_token_ids may be left; allow another one",
+                param="bad_words",
+            )
         if allowed and least and set(allowed) <= set(stops):
             raise InvalidRequest(
                 "min_tokens: every token of allowed_token_ids ends the answer; allow another one", param="min_tokens"
@@ -90,6 +94,14 @@ class LogitOptions(BaseModel):
             "allowed_token_ids": allowed,
             "bad_words": tuple(sorted(words)),
         }
+
+
+def _banned_together(words: Collection[tuple[int, ...]]) -> Iterator[set[int]]:
+    """Ids that may be banned at one position, by the longest word whose other tokens stand before it: of the rest those
+    are banned whose other tokens are the end of these."""
+    for before in {word[:-1] for word in words}:
+        ends = {before[at:] for at in range(len(before) + 1)}
+        yield {word[-1] for word in words if word[:-1] in ends}
 
 
 def _spellings(word: str, encode: Callable[[str], list[int]]) -> list[tuple[int, ...]]:

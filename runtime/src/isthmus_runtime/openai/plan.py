@@ -17,7 +17,9 @@ from . import anthropic, responses
 from .answer import Job
 from .chat import Conversation
 from .output import Reader, Thinking
-from .schema import ChatRequest, CompletionRequest, chat_request, json_object, parse_chat, parse_completion
+from .pieces import Pieces
+from .prompts import Echo, echo_of_ids, echo_of_text
+from .schema import MAX_SCORES, ChatRequest, CompletionRequest, chat_request, json_object, parse_chat, parse_completion
 from .sse import ChatFormat, CompletionFormat, Format
 from .tokenizer import Tokenizer, TooManyTokens
 from .tool_formats import FORMATS, format_of
@@ -66,11 +68,34 @@ class Planner:
         request = parse_completion(body)
         limit = self._admit(request.model)
         keep = request.truncate_prompt_tokens
-        prompts = [self._prompt_ids(p, limit, keep) for p in request.prompts()]
+        given = request.prompts()
+        prompts = [self._prompt_ids(p, limit, keep) for p in given]
         longest = max(map(len, prompts))
         _check_room("max_tokens", request.max_tokens, longest, limit)
         wanted = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-        return self._job(request, prompts, min(wanted, limit - longest), "cmpl-", CompletionFormat)
+
+        def echo(pieces: Pieces) -> tuple[Echo, ...]:
+            return tuple(map(partial(self._echo, request, pieces), given, prompts))
+
+        return self._job(
+            request,
+            prompts,
+            max(1, min(wanted, limit - longest)),
+            "cmpl-",
+            CompletionFormat,
+            echo=echo if request.echo else None,
+            silent=wanted == 0,
+            tells_end=True,
+        )
+
+    def _echo(
+        self, request: CompletionRequest, pieces: Pieces, given: str | tuple[int, ...], ids: Sequence[int]
+    ) -> Echo:
+        """What the answer repeats of a prompt: the text that came, or what is left of it."""
+        offsets = request.num_logprobs >= 0
+        if isinstance(given, str) and request.truncate_prompt_tokens is None:
+            return echo_of_text(given, ids, self._tokenizer.pieces_with(None), offsets=offsets)
+        return echo_of_ids(ids, pieces, offsets=offsets)
 
     def chat(self, body: bytes, *, briefly: bool = False) -> Job:
         """A body of /v1/chat/completions. Raises RequestError, and where `briefly` is asked for, NeedsThread."""
@@ -88,7 +113,11 @@ class Planner:
 
     def _single(self, data: dict[str, Any], prefix: str, form: MakeFormat, *, briefly: bool) -> Job:
         request = chat_request(data)
-        for name, given, neutral in (("n", request.n, 1), ("logprobs", request.num_logprobs, -1)):
+        for name, given, neutral in (
+            ("n", request.n, 1),
+            ("logprobs", request.num_logprobs, -1),
+            ("prompt_logprobs", request.num_prompt_logprobs, -1),
+        ):
             if given != neutral:
                 raise InvalidRequest(f"{name}: not supported here; remove it, or use /v1/chat/completions", param=name)
         return self.chat_job(request, prefix, form, briefly=briefly)
@@ -259,9 +288,14 @@ class Planner:
         reader: Callable[[], Reader] | None = None,
         tools: bool = False,
         calls: Structure | None = None,
+        echo: Callable[[Pieces], tuple[Echo, ...]] | None = None,
+        silent: bool = False,
+        tells_end: bool = False,
     ) -> Job:
+        """`echo`: what the answer repeats of each prompt."""
         answer_id = prefix + urandom(16).hex()
-        logprobs = request.num_logprobs
+        logprobs, candidates = request.num_logprobs, request.num_candidates
+        _check_scores(request, prompts)
         shown = None if not request.skip_special_tokens else self._tool_format.shown if tools else ()
         pieces = self._tokenizer.pieces_with(shown)
         structure = calls or request.structure
@@ -269,21 +303,23 @@ class Planner:
         seed = self._seeds() if request.seed is None else request.seed
         requests = [
             GenerateRequest(
-                request_id=f"{answer_id}-{p * request.n + i}",
+                request_id=f"{answer_id}-{p * candidates + i}",
                 prompt_token_ids=ids,
-                sampling=sampling(seed + i),
+                sampling=sampling(i, seed + i),
+                prompt_group=f"{answer_id}-{p * candidates}" if candidates > 1 else "",
                 priority=request.priority,
                 cache_salt=request.cache_salt,
                 timeout_s=self._timeout_s,
                 structure=structure,
             )
             for p, ids in enumerate(prompts)
-            for i in range(request.n)
+            for i in range(candidates)
         ]
         return Job(
             answer_id=answer_id,
             requests=tuple(requests),
-            n=request.n,
+            n=candidates,
+            shown=request.n,
             structure=structure,
             structure_param="tools" if calls is not None else request.structure_param,
             prompt_tokens=sum(map(len, prompts)),
@@ -297,12 +333,16 @@ class Planner:
             continuous_usage=request.continuous_usage,
             reader=reader,
             one_call=isinstance(request, ChatRequest) and not request.parallel_tool_calls,
+            echoes=() if echo is None else echo(pieces),
+            silent=silent,
+            tells_end=tells_end,
             format=form(
                 pieces,
                 answer_id,
                 int(self._wall_clock()),
                 request.model or self._names[0],
                 logprobs=logprobs,
+                prompt_logprobs=request.num_prompt_logprobs,
                 include_usage=request.include_usage,
                 return_ids=request.return_token_ids,
                 short_call_ids=self._tool_format.short_ids,
@@ -311,7 +351,8 @@ class Planner:
 
     def _sampling(
         self, request: CompletionRequest | ChatRequest, max_tokens: int, *, structured: bool
-    ) -> Callable[[int], SamplingParams]:
+    ) -> Callable[[int, int], SamplingParams]:
+        """Of the n-th choice of a prompt, with its seed. What is told of the prompt comes with the first."""
         size = self._tokenizer.vocab_size
         outside = [i for i in request.stop_token_ids if not 0 <= i < size]
         if outside:
@@ -325,16 +366,20 @@ class Planner:
             self._tokenizer.encode_alone, size, max_tokens=max_tokens, structured=structured, stops=stop_ids
         )
 
-        def with_seed(seed: int) -> SamplingParams:
+        # The best of several candidates are told by how likely they are.
+        logprobs = request.num_logprobs if request.num_candidates == request.n else max(0, request.num_logprobs)
+
+        def of_choice(choice: int, seed: int) -> SamplingParams:
             return SamplingParams(
                 **options,
                 max_tokens=max_tokens,
                 seed=seed % (1 << 63),
                 stop_token_ids=stop_ids,
-                logprobs=request.num_logprobs,
+                logprobs=logprobs,
+                prompt_logprobs=-1 if choice else request.num_scores,
             )
 
-        return with_seed
+        return of_choice
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModel; "" is the model that is served."""
@@ -348,6 +393,18 @@ def _check_room(name: str, wanted: int | None, prompt: int, limit: int) -> None:
         raise NeverFits(
             f"{name}: {wanted} after a prompt of {prompt} tokens, but prompt and output together may have {limit}; "
             f"ask for at most {limit - prompt}",
+            param=name,
+        )
+
+
+def _check_scores(request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]]) -> None:
+    each = request.num_scores + 1
+    tokens = sum(map(len, prompts))
+    if tokens * each > MAX_SCORES:
+        name = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
+        raise InvalidRequest(
+            f"{name}: {each} for each of {tokens} tokens of prompts are more than {MAX_SCORES} log-probabilities; "
+            "ask for fewer, or send fewer prompts in a request",
             param=name,
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ..errors import InvalidRequest
@@ -26,3 +27,25 @@ def object_at(value: Any, path: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{path}: must be an object", param=path)
     return value
+
+
+def fields_at(
+    value: Any, path: str, known: Collection[str], neutral: Mapping[str, tuple[object, ...]] | None = None
+) -> dict[str, Any]:
+    """`value`, which must be a JSON object, without what is null.
+
+    InvalidRequest names the first field that is neither in `known` nor has one of its values in `neutral`, which ask
+    for nothing.
+    """
+    given = {name: field for name, field in object_at(value, path).items() if field is not None}
+    for name, field in given.items():
+        if name in known:
+            continue
+        where = f"{path}.{name[:MAX_NAME]}"
+        accepted = (neutral or {}).get(name)
+        if accepted is None:
+            raise InvalidRequest(f"{where}: unknown parameter; remove it", param=where)
+        if field not in accepted:
+            values = " or ".join(map(json.dumps, accepted))
+            raise InvalidRequest(f"{where}: not supported; remove it or set it to {values}", param=where)
+    return given

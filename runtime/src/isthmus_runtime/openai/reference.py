@@ -28,9 +28,18 @@ class CompletionLogprobs(BaseModel):
     """One entry of each list for a token."""
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    """Both null for the first token of a prompt that is repeated."""
     text_offset: list[int]
+
+
+class PromptLogprob(BaseModel):
+    """A token that is in the prompt, or might be in its place."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
 
 
 class CompletionChoice(BaseModel):
@@ -43,6 +52,8 @@ class CompletionChoice(BaseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     """Both only with return_token_ids."""
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    """For each token of the prompt but the first, by token id; only where it is asked for."""
 
 
 class Completion(BaseModel):
@@ -126,6 +137,8 @@ class Chat(BaseModel):
     usage: UsageCounts
     prompt_token_ids: list[int] | None = None
     """Only with return_token_ids."""
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | None = None
+    """As those of completions."""
 
 
 class Model(BaseModel):

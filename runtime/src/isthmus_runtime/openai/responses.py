@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from ..errors import InvalidRequest, RequestError
 from ..request import GenerateRequest, TokenLogprobs
 from .output import Delta
-from .problems import object_at
+from .problems import fields_at, object_at
 from .sse import Answer, Format, More, Usage
 from .tool_formats.base import ToolCall
 
@@ -29,6 +29,8 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 """Not implemented, with the values that ask for nothing: no response is kept."""
 _INCLUDED = ("reasoning.encrypted_content",)
 """What `include` may ask for: there is none of it."""
+_ITEM = ("type", "id", "status")
+"""Fields of any item; the latter two say nothing to a server that keeps nothing."""
 
 
 class ResponsesRequest(BaseModel):
@@ -73,19 +75,24 @@ def as_chat(data: Mapping[str, Any]) -> dict[str, Any]:
     if "tools" in given:
         given["tools"] = [_tool(t, f"tools[{i}]") for i, t in enumerate(_list(given["tools"], "tools"))]
     choice = given.get("tool_choice")
-    if isinstance(choice, dict) and "name" in choice:
-        given["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+    if isinstance(choice, dict):
+        called = fields_at(choice, "tool_choice", ("type", "name"))
+        if called.get("type") != "function":
+            raise InvalidRequest("tool_choice.type: only function is supported", param="tool_choice.type")
+        given["tool_choice"] = {"type": "function", "function": {"name": called.get("name")}}
     if "max_output_tokens" in given:
         given["max_tokens"] = given.pop("max_output_tokens")
     if "text" in given:
-        given.update(_structure(object_at(given.pop("text"), "text")))
+        given.update(_structure(fields_at(given.pop("text"), "text", ("format",), {"verbosity": ("medium",)})))
     if "reasoning" in given:
-        reasoning = object_at(given.pop("reasoning"), "reasoning")
-        if reasoning.get("effort") is not None:
+        # No summary is made of it: it is told as it is.
+        neutral = {"summary": ("auto",), "generate_summary": ("auto",)}
+        reasoning = fields_at(given.pop("reasoning"), "reasoning", ("effort",), neutral)
+        if "effort" in reasoning:
             given["reasoning_effort"] = reasoning["effort"]
-    options = object_at(given.get("stream_options", {}), "stream_options")
-    if not options.get("include_obfuscation"):
-        given.pop("stream_options", None)  # the usage is always told
+    # The usage is always told.
+    told = {"include_obfuscation": (False,), "include_usage": (True,)}
+    fields_at(given.pop("stream_options", {}), "stream_options", (), told)
     return given
 
 
@@ -129,11 +136,13 @@ def _messages(value: Any) -> list[dict[str, Any]]:
         path = f"input[{i}]"
         kind = object_at(item, path).get("type", "message")
         if kind == "message":
+            fields_at(item, path, (*_ITEM, "role", "content"))
             content = item.get("content")
             if isinstance(content, list):
                 content = [_part(p, f"{path}.content[{j}]") for j, p in enumerate(content)]
             messages.append({"role": item.get("role"), "content": content})
         elif kind == "function_call":
+            fields_at(item, path, (*_ITEM, "call_id", "name", "arguments"))
             call = {
                 "id": item.get("call_id"),
                 "type": "function",
@@ -144,7 +153,7 @@ def _messages(value: Any) -> list[dict[str, Any]]:
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         elif kind == "function_call_output":
-            output = item.get("output")
+            output = fields_at(item, path, (*_ITEM, "call_id", "output")).get("output")
             if isinstance(output, list):
                 output = [_part(p, f"{path}.output[{j}]") for j, p in enumerate(output)]
             messages.append({"role": "tool", "content": output, "tool_call_id": item.get("call_id")})
@@ -157,6 +166,8 @@ def _part(part: Any, path: str) -> dict[str, Any]:
     kind = object_at(part, path).get("type")
     if kind not in ("input_text", "output_text", "text"):
         raise InvalidRequest(f"{path}.type: {kind!r} is not supported; only text is", param=f"{path}.type")
+    # What an earlier answer said beside its text comes back with it, and is none of the conversation.
+    fields_at(part, path, ("type", "text", *(("annotations", "logprobs") if kind == "output_text" else ())))
     return {"type": "text", "text": part.get("text")}
 
 

@@ -23,6 +23,8 @@ from .structured import ResponseFormat, StructuredOutputs, structure_of
 MAX_CHOICES = 128
 """Most generations one request may ask for: prompts times n."""
 MAX_LOGPROBS = 20
+MAX_SCORES = 1 << 18
+"""Most log-probabilities of prompts in one answer: tokens times one more than alternatives. About 60 MiB."""
 MAX_STOP_STRINGS = 16
 
 Prompt = str | tuple[int, ...]
@@ -50,7 +52,7 @@ _HINTS: Mapping[str, type | tuple[type, ...]] = {
     "request_id": str,
 }
 """Without effect on the answer, whatever their values."""
-_NEUTRAL_COMPLETION = {**_NEUTRAL_BOTH, "echo": (False,), "suffix": ("",), "add_special_tokens": (True,)}
+_NEUTRAL_COMPLETION = {**_NEUTRAL_BOTH, "suffix": ("",), "add_special_tokens": (True,)}
 _NEUTRAL_CHAT: Mapping[str, tuple[object, ...]] = {
     **_NEUTRAL_BOTH,
     "echo": (False,),
@@ -132,6 +134,7 @@ class _Common(LogitOptions, _Sampling):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=2**31)
     """Keep the last so many tokens of a prompt; -1: as many as fit."""
     cache_salt: str = Field(default="", max_length=256)
@@ -143,6 +146,8 @@ class _Common(LogitOptions, _Sampling):
     def _check_common(self) -> _Common:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only allowed together with stream: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs: not in a stream; remove stream, or use echo with logprobs")
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise ValueError(f"stop: {len(self.stop_strings)} strings, at most {MAX_STOP_STRINGS} are allowed")
         if self.truncate_prompt_tokens == 0:
@@ -192,6 +197,21 @@ class _Common(LogitOptions, _Sampling):
         """-1 off, else how many alternatives per position."""
         raise AssertionError("defined by both endpoints")
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """-1 off, else how many alternatives `prompt_logprobs` tells."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
+    def num_scores(self) -> int:
+        """-1 off, else how many alternatives are needed of each token of the prompt."""
+        return self.num_prompt_logprobs
+
+    @property
+    def num_candidates(self) -> int:
+        """Generations for each prompt, of which n are shown."""
+        return self.n
+
 
 class CompletionRequest(_Common):
     """POST /v1/completions."""
@@ -200,19 +220,34 @@ class CompletionRequest(_Common):
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
     """Checked by `prompts`: validating a long id list element by element is not pydantic's strength."""
-    best_of: int | None = None
+    max_tokens: int | None = Field(default=None, ge=0)
+    """0: nothing is generated, which leaves what is told of the prompt."""
+    echo: bool = False
+    best_of: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def _check(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of != self.n:
-            raise ValueError(f"best_of: {self.best_of} is not supported; only the value of n ({self.n}) is")
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of: {self.best_of} candidates are fewer than the n = {self.n} to choose")
+        if self.num_candidates > self.n and self.stream:
+            raise ValueError("best_of: the best are known at the end; remove stream, or give the value of n")
         return self
 
     @property
     def num_logprobs(self) -> int:
         """-1 off, else how many alternatives per position."""
         return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def num_scores(self) -> int:
+        """-1 off, else how many alternatives are needed of each token of the prompt."""
+        return max(self.num_prompt_logprobs, self.num_logprobs if self.echo else -1)
+
+    @property
+    def num_candidates(self) -> int:
+        """Generations for each prompt, of which n are shown."""
+        return self.n if self.best_of is None else self.best_of
 
     def prompts(self) -> list[Prompt]:
         """The prompts, each text or ids. InvalidRequest names `prompt` and what it may be."""
@@ -230,10 +265,11 @@ class CompletionRequest(_Common):
                 "prompt: must be a string, a list of strings, a list of token ids, or a list of such lists, none empty",
                 param="prompt",
             )
-        if len(found) * self.n > MAX_CHOICES:
+        if len(found) * self.num_candidates > MAX_CHOICES:
+            name = "n" if self.num_candidates == self.n else "best_of"
             raise InvalidRequest(
-                f"prompt: {len(found)} prompts times n = {self.n} are more than {MAX_CHOICES} generations; "
-                "send several requests",
+                f"prompt: {len(found)} prompts times {name} = {self.num_candidates} are more than {MAX_CHOICES} "
+                "generations; send several requests",
                 param="prompt",
             )
         return found

@@ -16,13 +16,12 @@ from ..errors import RequestError
 from ..request import GenerateRequest, TokenLogprobs
 from .output import Delta
 from .pieces import Pieces
+from .prompts import LOWEST_LOGPROB, Told, by_token_id
 from .tool_formats.base import ToolCall
 
 TOOL_CALLS = "tool_calls"
 """The finish reason of an answer that stopped for its calls."""
 DONE = b"data: [DONE]\n\n"
-_LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot carry; first in `max`, also for what is not a number."""
 
 
 @dataclass(slots=True)
@@ -53,12 +52,11 @@ class More(NamedTuple):
 class Answer:
     """One finished choice."""
 
+    prompt: Told
     text: str = ""
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     ids: list[int] = field(default_factory=list)
-    prompt_ids: Sequence[int] | None = None
-    """None: the request did not ask for ids."""
     finish_reason: str = ""
     stop: str = ""
     """The stop string that has ended it."""
@@ -84,15 +82,18 @@ class Format:
         model: str,
         *,
         logprobs: int,
+        prompt_logprobs: int = -1,
         include_usage: bool,
         return_ids: bool = False,
         short_call_ids: bool = False,
     ) -> None:
-        """`short_call_ids`: ids of tool calls are nine letters and digits."""
+        """`logprobs`, `prompt_logprobs`: how many alternatives are told, -1: nothing is; `short_call_ids`: ids of tool
+        calls are nine letters and digits."""
         self._pieces = pieces
         self._return_ids = return_ids
         self._short_call_ids = short_call_ids
         self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
         name = encode_basestring_ascii(model)
         self._head = f'{{"id":"{answer_id}","object":"{self.object_name}","created":{created},"model":{name}'
         head = f'{{"id":"{answer_id}","object":"{self.chunk_name}","created":{created},"model":{name}'
@@ -104,6 +105,10 @@ class Format:
     def first(self, index: int, request: GenerateRequest) -> bytes:
         """What opens a choice, before any text."""
         raise AssertionError("defined by each format")
+
+    def echo(self, index: int, prompt: Told) -> bytes:
+        """The prompt again, once it is computed, where the request asks for that."""
+        return b""
 
     def delta(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs], more: More | None) -> bytes:
         """A chunk with something new."""
@@ -137,6 +142,12 @@ class Format:
         ids = "" if more.ids is None else f',"token_ids":{json.dumps(list(more.ids))}'
         usage = "" if more.usage is None else f',"usage":{more.usage.to_json()}'
         return f"{ids}}}]{usage}}}\n\n".encode() if usage else ids.encode() + self._close
+
+    def _scores(self, prompt: Told) -> str:
+        """`prompt_logprobs` as a field, where the request asks for it."""
+        if self._prompt_logprobs < 0:
+            return ""
+        return f',"prompt_logprobs":{json.dumps(by_token_id(prompt, self._pieces, self._prompt_logprobs))}'
 
     def _call_id(self) -> str:
         return token_hex(8)[:9] if self._short_call_ids else f"call_{token_hex(12)}"
@@ -191,10 +202,9 @@ class ChatFormat(Format):
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
         """A non-streamed answer."""
-        body = super().whole(answers, usage)
-        if not self._return_ids:
-            return body
-        return body[:-1] + f',"prompt_token_ids":{json.dumps(list(answers[0].prompt_ids or ()))}}}'.encode()
+        body, prompt = super().whole(answers, usage), answers[0].prompt
+        ids = f',"prompt_token_ids":{json.dumps(list(prompt.ids))}' if self._return_ids else ""
+        return body[:-1] + f"{ids}{self._scores(prompt)}}}".encode()
 
     def _call(self, call: ToolCall, index: str = "") -> str:
         name, arguments = encode_basestring_ascii(call.name), encode_basestring_ascii(call.arguments)
@@ -220,8 +230,8 @@ class ChatFormat(Format):
             top = []
             for token_id, logprob in entry.top[: self._logprobs]:
                 other, other_raw = shown(token_id)
-                top.append({"token": other, "logprob": max(_LOWEST_LOGPROB, logprob), "bytes": other_raw})
-            logprob = max(_LOWEST_LOGPROB, entry.logprob)
+                top.append({"token": other, "logprob": max(LOWEST_LOGPROB, logprob), "bytes": other_raw})
+            logprob = max(LOWEST_LOGPROB, entry.logprob)
             content.append({"token": token, "logprob": logprob, "bytes": raw, "top_logprobs": top})
         return {"content": content, "refusal": None}
 
@@ -239,6 +249,14 @@ class CompletionFormat(Format):
         told = f'{self._open}{index},"text":"","logprobs":null,"finish_reason":null,"prompt_token_ids":{ids}'
         return told.encode() + self._close
 
+    def echo(self, index: int, prompt: Told) -> bytes:
+        """The prompt, with the log-probabilities of its tokens where those of the answer are asked for."""
+        if prompt.echo is None:
+            return b""
+        told = json.dumps(self._with_prompt(index, prompt, ())) if self._logprobs >= 0 else "null"
+        text = f'{self._open}{index},"text":{encode_basestring_ascii(prompt.echo.text)},"logprobs":{told}'
+        return f'{text},"finish_reason":null'.encode() + self._close
+
     def delta(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs], more: More | None) -> bytes:
         """New text."""
         body = f'{self._open}{index},"text":{encode_basestring_ascii(delta.content)},"logprobs":'
@@ -250,14 +268,31 @@ class CompletionFormat(Format):
         return told.encode() + self._closed(more)
 
     def _choice(self, index: int, answer: Answer) -> str:
-        ids = ""
+        ids, prompt, text = "", answer.prompt, answer.text
         if self._return_ids:
-            prompt = json.dumps(list(answer.prompt_ids or ()))
-            ids = f',"token_ids":{json.dumps(answer.ids)},"prompt_token_ids":{prompt}'
+            ids = f',"token_ids":{json.dumps(answer.ids)},"prompt_token_ids":{json.dumps(list(prompt.ids))}'
+        if prompt.echo is None:
+            logprobs = self._logprob_json(index, answer.logprobs)
+        else:
+            text = prompt.echo.text + text
+            logprobs = "null" if self._logprobs < 0 else json.dumps(self._with_prompt(index, prompt, answer.logprobs))
         return (
-            f'{{"index":{index},"text":{encode_basestring_ascii(answer.text)},'
-            f'"logprobs":{self._logprob_json(index, answer.logprobs)},"finish_reason":"{answer.finish_reason}"{ids}}}'
+            f'{{"index":{index},"text":{encode_basestring_ascii(text)},"logprobs":{logprobs},'
+            f'"finish_reason":"{answer.finish_reason}"{ids}{self._scores(prompt)}}}'
         )
+
+    def _with_prompt(self, index: int, prompt: Told, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """The log-probabilities of prompt and answer. The first token has none: nothing is before it."""
+        assert prompt.echo is not None
+        of_prompt = self._logprobs_of(index, prompt.scores)
+        self._text_offsets[index] = len(prompt.echo.text)
+        of_answer = self._logprobs_of(index, entries)
+        return {
+            "tokens": [self._pieces.shown(prompt.ids[0])[0], *of_prompt["tokens"], *of_answer["tokens"]],
+            "token_logprobs": [None, *of_prompt["token_logprobs"], *of_answer["token_logprobs"]],
+            "top_logprobs": [None, *of_prompt["top_logprobs"], *of_answer["top_logprobs"]],
+            "text_offset": [*prompt.echo.offsets, *of_answer["text_offset"]],
+        }
 
     def _logprobs_of(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         shown = self._pieces.shown
@@ -266,11 +301,11 @@ class CompletionFormat(Format):
         for entry in entries:
             token, raw = shown(entry.token_id)
             tokens.append(token)
-            logprobs.append(max(_LOWEST_LOGPROB, entry.logprob))
+            logprobs.append(max(LOWEST_LOGPROB, entry.logprob))
             # Different tokens may look alike (incomplete characters): the likeliest keeps the name.
             top: dict[str, float] = {}
             for token_id, logprob in entry.top[: self._logprobs]:
-                top.setdefault(shown(token_id)[0], max(_LOWEST_LOGPROB, logprob))
+                top.setdefault(shown(token_id)[0], max(LOWEST_LOGPROB, logprob))
             top.setdefault(token, logprobs[-1])
             tops.append(top)
             offsets.append(offset)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.responses import PlainTextResponse, Response
@@ -20,10 +20,12 @@ from ..metrics import CONTENT_TYPE, RouterMetrics, render
 from ..serving.app import errors
 from ..serving.in_flight import InFlight
 from .links import Links, new_session
+from .page import add_page
 from .policy import PolicyName
 from .pool import EnginePool, Resolve, resolve_all
 from .prefixes import make_prefixes
 from .proxy import RouterBackend
+from .status import ServiceStatus, kv_usage, service_status
 
 
 class RouterState(BaseModel):
@@ -60,6 +62,7 @@ class Router:
             prefixes=prefixes,
             credentials=credentials,
         )
+        metrics.kv_usage.set_function(lambda: kv_usage(v for v in self.pool.views() if v.role != "prefill"))
         self.backend = RouterBackend(config, self.pool, self._links, metrics=metrics, prefixes=prefixes)
 
     @asynccontextmanager
@@ -87,6 +90,11 @@ class Router:
             "/accepting", self._accepting, tags=["probes"], response_model=RouterState, responses=errors()
         )
 
+    def add_page(self, app: FastAPI, check: Callable[[Request], object], *, show_load: bool) -> None:
+        """Add the page at / and /status, which `check` guards. `show_load`: whether the service's load is for every
+        client to see."""
+        add_page(app, lambda: self._status(show_load), check)
+
     async def _health(self) -> RouterState:
         """Whether this process lives, and what runs in its background does."""
         if self.pool.failure:
@@ -108,6 +116,17 @@ class Router:
         if reason:
             raise Overloaded(f"not ready: {reason}")
         return RouterState(status="ready")
+
+    def _status(self, show_load: bool) -> ServiceStatus:
+        return service_status(
+            self.pool.views(),
+            self.pool.roles,
+            models=self._config.model.served_names,
+            version=version("isthmus-runtime"),
+            problem="this router is shutting down" if self._in_flight.leaving else self.backend.lacking(),
+            max_model_len=self.backend.max_model_len,
+            show_load=show_load,
+        )
 
     async def _info(self) -> dict[str, Any]:
         """What is known of the engines, and how many requests are held, those that are still read among them."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
@@ -13,6 +14,7 @@ from ..errors import Cancelled, DeadlineExceeded, EngineFailed, EngineLost, Over
 from ..metrics import RouterMetrics
 from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line
 from ..request import FinishReason, GenerateRequest, TokenChunk
+from ..tracing.span import current
 from .links import LOST, Links, lost, refusal
 from .policy import Choice, Facts
 from .pool import EnginePool, Hold
@@ -65,6 +67,9 @@ class Attempt:
         self._links = links
         self._other_prefill = other_prefill
         self._metrics = metrics
+        self._span = current().child("attempt")
+        if self._span.recording:
+            self._span.set(_place(choice, attempt))
         self._loop = asyncio.get_running_loop()
         self._failure: RequestError | TryElsewhere | None = None
         self._timer: asyncio.Timeout | None = None
@@ -73,8 +78,8 @@ class Attempt:
         self._rest = b""
         self._prefill_task: asyncio.Task[None] | None = None
         self._delivered = False
-        self._prefill_hits = 0
-        """Prompt tokens that prefill found in its prefix cache."""
+        self._answer: PrefillAnswer | None = None
+        """Prefill's, which comes before decode may start."""
         self.unsent = True
         """No engine has seen a byte of it."""
         self._ended = False
@@ -110,9 +115,11 @@ class Attempt:
                 raise TryElsewhere(located, self._decode.url) from error
             raise located from error
         self._delivered = True
-        if line.note == "transferred" and self._prefill_hits > line.cached_tokens:
+        if line.note == "transferred" and self._answer is not None:
             # Nobody computed these tokens. Decode's own hits are a prefix of the same prompt: the longer one counts.
-            line = line._replace(cached_tokens=self._prefill_hits)
+            cached = max(line.cached_tokens, self._answer.cached_tokens)
+            line = line._replace(cached_tokens=cached, prompt_logprobs=self._answer.prompt_logprobs)
+            self._answer = None
         return line
 
     async def next(self) -> TokenChunk:
@@ -133,6 +140,7 @@ class Attempt:
         if self._closed:
             return
         self._closed = True
+        self._span.end()
         self._expiry.cancel()
         del self._expiry  # it refers back to this attempt, which would have to wait for the collector
         self._hold.release()
@@ -169,7 +177,7 @@ class Attempt:
             self._response = response  # from here on `_interrupt` ends every wait by closing it
             self.unsent = False
             body = b'{"request":%b%b}' % (self._body, pairing.encode())
-            await self._links.send(response, url, "/internal/generate", body)
+            await self._links.send(response, url, "/internal/generate", body, self._span.headers())
             if response.status == 200:
                 return
             raw = await response.read()
@@ -304,7 +312,7 @@ class Attempt:
         try:
             async with timer:
                 self._prefill_timer = timer
-                response = await self._links.open(url, "/internal/prefill", body)
+                response = await self._links.open(url, "/internal/prefill", body, self._span.headers())
                 try:
                     raw = await response.read()
                 except BaseException:
@@ -330,8 +338,17 @@ class Attempt:
                 f"prefill engine {url} answered for attempt {answer.attempt!r}, expected {self._attempt!r}",
                 stage="prefill",
             )
-        self._prefill_hits = answer.cached_tokens
+        self._answer = answer
 
     def _count(self, leg: str, error: RequestError) -> None:
+        self._span.fail(error)
         if self._metrics is not None and not isinstance(error, Cancelled):
             self._metrics.leg_failed(leg, error.code)
+
+
+def _place(choice: Choice, attempt: str) -> dict[str, str | int]:
+    """Where an attempt runs, as attributes of its span."""
+    decode = urlsplit(choice.decode.url)
+    place: dict[str, str | int] = {"isthmus.attempt.id": attempt, "isthmus.choice": choice.reason.value}
+    place |= {"server.address": decode.hostname or "", "server.port": decode.port or 0}
+    return place if choice.prefill is None else place | {"isthmus.prefill.url": choice.prefill.url}

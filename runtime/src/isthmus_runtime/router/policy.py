@@ -41,6 +41,7 @@ class Reason(StrEnum):
     SHORT_PROMPT = "short-prompt"
     NO_PREFILL = "prefill-unavailable"
     UNIFIED = "unified"
+    SHARED_PROMPT = "shared-prompt"
 
 
 class Refusal(StrEnum):
@@ -115,6 +116,8 @@ class Facts:
     """Engines that failed this request already."""
     cached: Mapping[str, int] = field(default_factory=dict)
     """Engine URL -> leading prompt tokens in its prefix cache; absent: none."""
+    holder: str = ""
+    """The engine that generates another choice of the same prompt, and so has its KV."""
 
     @property
     def decode_tokens(self) -> int:
@@ -151,6 +154,9 @@ def choose(rules: Rules, engines: Fleet, loads: Mapping[str, Load], facts: Facts
     decode = _allowed(engines.decode, facts)
     if not decode:
         return Refusal.NO_DECODE
+    for engine in decode if facts.holder else ():
+        if engine.url == facts.holder:
+            return Choice(None, engine, Reason.SHARED_PROMPT)
     if engines.unified:
         return Choice(None, _pick(rules, decode, loads, facts), Reason.UNIFIED)
     if facts.prompt_tokens <= rules.disaggregate_above:

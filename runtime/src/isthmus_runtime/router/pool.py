@@ -20,6 +20,7 @@ from ..protocol import EngineInfo
 from .kv_events import follow
 from .policy import UNPAIRED, Endpoint, Fleet, Load, fleet
 from .prefixes import Prefixes, StoredBlocks
+from .rates import Rates
 
 _log = logging.getLogger(__name__)
 
@@ -62,6 +63,18 @@ class EngineStatus:
     reason: str
     requests: int
     fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What the last probe of one engine said."""
+
+    role: FleetRole
+    ready: bool
+    info: EngineInfo | None
+    """None: it has not answered yet."""
+    tokens_per_s: float
+    sent_bytes_per_s: float
 
 
 def _nobody_waits(reason: str) -> None:
@@ -112,6 +125,7 @@ class _RemoteEngine:
         self.follower: asyncio.Task[None] | None = None
         """Follows its KV events."""
         self.has_events = True
+        self.rates = Rates()
         self._loads = loads
 
     @property
@@ -194,6 +208,11 @@ class EnginePool:
         return self._loads
 
     @property
+    def roles(self) -> list[FleetRole]:
+        """Those of the service, in the order of a request's way."""
+        return list(dict.fromkeys(role for role, _ in self._addresses))
+
+    @property
     def expecting(self) -> bool:
         """Whether an engine is listed that takes no requests yet, or not at present."""
         return any(e.listed and not e.routable for e in self._engines.values())
@@ -245,6 +264,15 @@ class EnginePool:
                 fingerprint=e.info.fingerprint if e.info else "",
             )
             for e in self._engines.values()
+        ]
+
+    def views(self) -> list[EngineView]:
+        """Every listed engine as of its last probe."""
+        now = asyncio.get_running_loop().time()
+        return [
+            EngineView(e.role, e.routable, e.info, e.rates.tokens_per_s(now), e.rates.sent_bytes_per_s(now))
+            for e in self._engines.values()
+            if e.listed
         ]
 
     # --------------------------------------------------------------------------------------------------- discovery
@@ -346,6 +374,7 @@ class EnginePool:
         if engine.info is not None and engine.info.transfer.epoch != info.transfer.epoch:
             self._forget(engine)
         engine.info = info
+        engine.rates.add(engine.last_answer, info.transfer.epoch, info.load)
         if info.role != engine.role:
             return f"is a {info.role} engine, but is listed as {engine.role}"
         if info.draining:

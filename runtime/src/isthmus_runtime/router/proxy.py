@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from os import urandom
 from types import MappingProxyType
@@ -24,6 +25,8 @@ _RETRY_AFTER_S = 1.0
 _GAP_S = 10.0
 """How long a request waits while engines are there and none takes requests: the only one restarts, or a rollout has
 stopped the last of the old before the first of the new is ready."""
+_GROUPS = 4096
+"""Prompts with several choices whose engine is remembered: the choices after the first follow it at once."""
 _OFF_LOOP_TOKENS = 8192
 """Longer prompts are hashed in a thread (about 0.1 ms per thousand tokens)."""
 
@@ -64,11 +67,17 @@ class RouterBackend:
             local_without_prefill=config.on_prefill_unavailable == "local",
         )
         self._in_flight = 0
+        self._begun = 0
+        """Of these, requests that have a token."""
         self._turn = 0
+        self._holders: OrderedDict[str, str] = OrderedDict()
+        """Group of requests with one prompt -> the engine that has its KV."""
         self._able: Fleet | None = None
         """The last fleet that `ready` found able to serve."""
         if metrics is not None:
             metrics.in_flight.set_function(lambda: self._in_flight)
+            metrics.running.set_function(lambda: self._begun)
+            metrics.waiting.set_function(lambda: self._in_flight - self._begun)
 
     @property
     def max_model_len(self) -> int:
@@ -77,16 +86,27 @@ class RouterBackend:
 
     def ready(self) -> str:
         """Empty when a prompt could be served now, else why not."""
+        refusal = self._refusal()
+        if refusal is None:
+            return ""
+        problems = "; ".join(f"{s.url} {s.reason}" for s in self._pool.statuses() if s.reason)
+        return f"{_REFUSALS[refusal]} ({problems or 'none was found yet'})"
+
+    def lacking(self) -> str:
+        """`ready` for clients: it names no address."""
+        refusal = self._refusal()
+        return "" if refusal is None else _REFUSALS[refusal]
+
+    def _refusal(self) -> Refusal | None:
         fleet = self._pool.fleet
         if self._able is fleet:  # load does not decide whether anybody can
-            return ""
+            return None
         long_prompt = Facts(prompt_tokens=self._rules.disaggregate_above + 1, max_tokens=1, turn=0)
         choice = choose(self._rules, fleet, self._pool.loads, long_prompt)
         if isinstance(choice, Choice):
             self._able = fleet
-            return ""
-        problems = "; ".join(f"{s.url} {s.reason}" for s in self._pool.statuses() if s.reason)
-        return f"{_REFUSALS[choice]} ({problems or 'none was found yet'})"
+            return None
+        return choice
 
     def accepting(self) -> str:
         """Empty once prompts were servable, or when a decode engine is known and none is on its way that would change
@@ -109,8 +129,14 @@ class RouterBackend:
             )
         self._in_flight += 1
         attempt: Attempt | None = None
+        begun = 0
         try:
             attempt, chunk = await self._begin(request)
+            begun = 1
+            self._begun += begun
+            if self._metrics is not None:
+                self._metrics.prefix_queries.inc(len(request.prompt_token_ids))
+                self._metrics.prefix_hits.inc(chunk.cached_tokens)
             while True:
                 if chunk.note and self._metrics is not None:
                     self._metrics.prompt(chunk.note)
@@ -125,6 +151,7 @@ class RouterBackend:
         finally:
             if attempt is not None:
                 attempt.close()
+            self._begun -= begun
             self._in_flight -= 1
 
     async def _begin(self, request: GenerateRequest) -> tuple[Attempt, TokenChunk]:
@@ -166,6 +193,8 @@ class RouterBackend:
             try:
                 chunk = await attempt.first()
                 self._placed(choice, facts, hashes)
+                if request.prompt_group:
+                    self._hold(request.prompt_group, choice.decode.url)
                 return attempt, chunk
             except TryElsewhere as e:
                 attempt.close()
@@ -196,6 +225,11 @@ class RouterBackend:
         engine = choice.prefill or choice.decode
         if self._metrics is not None and (blocks := len(hashes.get(engine.block_size, ()))):
             self._metrics.placed(facts.cached.get(engine.url, 0) // engine.block_size, blocks)
+
+    def _hold(self, group: str, url: str) -> None:
+        self._holders[group] = url
+        if len(self._holders) > _GROUPS:
+            self._holders.popitem(last=False)
 
     def _could_pair(self, request: GenerateRequest, without: str) -> bool:
         facts = self._facts(request, frozenset((without,)))
@@ -231,6 +265,7 @@ class RouterBackend:
             turn=self._turn,
             excluded=excluded,
             cached=cached,
+            holder=self._holders.get(request.prompt_group, ""),
         )
 
     def _refuse(self, reason: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from enum import Enum
 from typing import Any
 
@@ -29,6 +30,14 @@ _MAX_AHEAD = 64
 """Requests that may wait behind the one that is answered. Reading stops at the first; these came with it."""
 _LINGER_S = 2.0
 """How long a client that still sends may take to read an answer: closing at once would reset it unread."""
+_FIRST_LOOK_S, _LATER_LOOKS_S = 0.005, 1.0
+"""When to look whether a client that sends no more has left: once the answer of a host nearby is here, then later and
+later, but at least this often."""
+_BEFORE_HEAD, _BEFORE_CHUNK = b"HTTP/1.1 100 Continue\r\n\r\n", b"0"
+"""Bytes that say nothing, for a client that sends no more: it has to discard an interim answer (RFC 9110, 15.2.1), and
+a chunk's size may begin with zeros (RFC 9112, 7.1). The system of a client that has left answers them with a reset."""
+_GONE = 7
+"""TCP_CLOSE, of Linux."""
 
 
 class PortState(ServerState):
@@ -122,6 +131,8 @@ class Protocol(HttpToolsProtocol):
         """The answer that is due to what has arrived last."""
         self._deaf = False
         """Nothing more is understood; what comes is dropped."""
+        self.half_closed = False
+        """The client sends no more, and waits for the answers to what it has sent."""
 
     # ------------------------------------------------------------------------------------------------------- arriving
 
@@ -139,6 +150,24 @@ class Protocol(HttpToolsProtocol):
         self.server_state.table.remove(self)
         self.server_state.bodies.release(self)
         self._forsake()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Of asyncio: the client sends no more. It has left, or has closed its side alone and still reads; what becomes
+        of the next bytes to it tells the two apart. True: the connection stays open for answers."""
+        running = self._running
+        if running is None or self._reads_body() or running.scope["http_version"] == "1.0":
+            # Nothing is owed, or never can be; and HTTP/1.0 has no bytes that say nothing.
+            return False
+        if not self.half_closed:
+            self.half_closed = self.flow.held = True
+            if not self.pipeline:
+                running.keep_alive = False
+            if not running.response_started or isinstance(running.transport, _Opening):
+                self.transport.write(_BEFORE_HEAD)
+            elif running.chunked_encoding:
+                self.transport.write(_BEFORE_CHUNK)
+            self.loop.call_later(_FIRST_LOOK_S, self._look, _FIRST_LOOK_S)
+        return True
 
     def data_received(self, data: bytes) -> None:
         """Of asyncio."""
@@ -269,9 +298,16 @@ class Protocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         following = self.pipeline.pop() if self.pipeline else None
+        if self.half_closed and following is not None:
+            following[0].keep_alive = bool(self.pipeline)
+            if following[0].more_body:
+                following = None  # the rest of it never arrives
+        if self.half_closed and following is None and self._refusal is None:
+            self.transport.close()
+            return
         if following is None or following[0].more_body:
             self.server_state.table.waits(self)
-        self.flow.held = bool(self.pipeline)
+        self.flow.held = self.half_closed or bool(self.pipeline)
         self.flow.resume_reading()
         if following is not None:
             self._start_asgi_task(*following)
@@ -360,6 +396,17 @@ class Protocol(HttpToolsProtocol):
             self.transport.close()  # there is no room to wait
         else:
             self._linger()
+
+    def _look(self, waited: float) -> None:
+        """Whether a client that sends no more has left. Reading has ended, so nobody else notices before the next
+        write."""
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _GONE:
+            self.transport.abort()
+            return
+        pause = min(2 * waited, _LATER_LOOKS_S)
+        self.loop.call_later(pause, self._look, pause)
 
     def _cut_short(self, cycle: RequestResponseCycle) -> None:
         """A handler that was told should have answered by now."""

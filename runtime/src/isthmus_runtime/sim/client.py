@@ -39,7 +39,7 @@ def draw_requests(scenario: Scenario) -> list[tuple[float, GenerateRequest]]:
             request_id=f"r{number}",
             prompt_token_ids=tuple(prompt),
             sampling=sampling,
-            priority=r.choice((0, 0, 0, 1)),
+            priority=r.choice((0, 0, -(2**31), 1)),
             cache_salt=r.choice(("", "", "", "tenant")),
             timeout_s=r.choice(scenario.timeouts_s),
         )

@@ -20,6 +20,7 @@ from pathlib import Path
 from ..errors import InvalidRequest, Overloaded
 from ..request import Structure
 from .grammars import MAX_TEXT, Grammars, check_size
+from .turns import Turns
 
 _log = logging.getLogger(__name__)
 
@@ -42,28 +43,26 @@ class Checker:
         """`model`: a directory with a tokenizer.json."""
         self._model = str(model)
         self._timeout_s = compile_timeout_s
-        self._turn = asyncio.Lock()
-        self._asking: dict[str, asyncio.Task[str]] = {}
+        self._turns = Turns(_MAX_WAITING, "other grammars wait to be checked")
+        self._asking: dict[tuple[str, str], asyncio.Task[str]] = {}
+        """By client and grammar: one client's place in the line is none for another."""
         self._process: asyncio.subprocess.Process | None = None
         self._known: OrderedDict[str, str] = OrderedDict()
 
-    async def check(self, structure: Structure, param: str) -> None:
+    async def check(self, structure: Structure, param: str, who: str = "") -> None:
         """Raise InvalidRequest, naming `param`, for a grammar that is wrong, impossible or too costly.
 
-        Overloaded when too many wait for their turn. A caller that leaves does not end the work: its answer is kept.
+        Clients have turns, each by its name `who`. Overloaded when too many wait for theirs. A caller that leaves does
+        not end the work: its answer is kept.
         """
         check_size(structure, param)
         key = sha256(f"{structure.kind}\0{structure.text}".encode("utf-8", "surrogatepass")).hexdigest()
         problem = self._known.get(key)
         if problem is None:
-            task = self._asking.get(key)
+            task = self._asking.get((who, key))
             if task is None:
-                if len(self._asking) >= _MAX_WAITING:
-                    raise Overloaded(
-                        f"{param}: {len(self._asking)} other grammars are being checked; retry later", status=429
-                    )
-                task = self._asking[key] = asyncio.create_task(self._in_turn(key, structure))
-                task.add_done_callback(lambda done: self._asked(key, done))
+                task = self._asking[who, key] = asyncio.create_task(self._in_turn(who, key, structure))
+                task.add_done_callback(lambda done: self._asked((who, key), done))
             problem = await asyncio.shield(task)
         else:
             self._known.move_to_end(key)
@@ -77,15 +76,16 @@ class Checker:
         await asyncio.gather(*self._asking.values(), return_exceptions=True)
         await self._end()
 
-    def _asked(self, key: str, done: asyncio.Task[str]) -> None:
+    def _asked(self, key: tuple[str, str], done: asyncio.Task[str]) -> None:
         del self._asking[key]
         if not done.cancelled():
             done.exception()  # whoever asked may have left
 
-    async def _in_turn(self, key: str, structure: Structure) -> str:
+    async def _in_turn(self, who: str, key: str, structure: Structure) -> str:
         """What is wrong with it; empty: nothing."""
-        async with self._turn:
-            problem = await self._ask(structure)
+        async with self._turns.turn(who):
+            known = self._known.get(key)  # by now, for another client
+            problem = await self._ask(structure) if known is None else known
         self._known[key] = problem
         while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..config import apply_transport_environment
+from ..config import apply_native_environment
 from ..interfaces.handoff import ReceiveJob
 from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
 from ..kv.keys import record_key
@@ -147,7 +147,7 @@ class StoreTransfer:
     def prepare(self, region: KvRegion, timeout_s: float) -> None:
         """As in `KvTransfer`; also puts values into the pool and reads them back."""
         check_memory("store", region.device, built_for_cpus=built_for_cpus())
-        apply_transport_environment(transport_environment("tcp", self._timeout_s))
+        apply_native_environment(transport_environment("tcp", self._timeout_s))
         regions = {
             "the KV pool": (region.base, region.num_blocks * region.block_stride),
             "records": (self._slots.base, self._slots.nbytes),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+from shutil import which
 
 import torch
 from torch import Tensor
+
+from isthmus_kernels import dependent_launch as launches
 
 from ...errors import ConfigError
 from .base import Body, choose_dtype
@@ -27,22 +30,27 @@ _LOST = re.compile(
 )
 
 
-def unusable() -> str:
-    """Why no GPU can be used here; empty when one can."""
+def unusable(index: int = 0) -> str:
+    """Why GPU `index` cannot be used here; empty when it can."""
     if not torch.backends.cuda.is_built():
         return f"this PyTorch ({torch.__version__}) is built without CUDA; install one that is, or use --device cpu"
     try:
         torch.cuda.init()
         if not torch.cuda.device_count():
             return "the driver shows no GPU; give this process one (nvidia.com/gpu in Kubernetes), or use --device cpu"
-        found = torch.cuda.get_device_capability(0)
+        if torch.cuda.device_count() <= index:
+            shown = torch.cuda.device_count()
+            return f"rank {index} needs a GPU of its own and the driver shows {shown}; give this process more of them"
+        found = torch.cuda.get_device_capability(index)
     except (RuntimeError, AssertionError) as e:
         # torch's own words name the cause: no driver, one too old (with both versions), a card that does not answer.
         return f"{str(e).splitlines()[0]}; use --device cpu, or repair the driver (nvidia-smi shows its state)"
     if found < LEAST_CAPABILITY:
-        name = torch.cuda.get_device_name(0)
+        name = torch.cuda.get_device_name(index)
         least, has = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, found))
         return f"{name} has compute capability {has}, the kernels need {least} or more; use --device cpu"
+    if which("gcc") is None and which("clang") is None:
+        return "Triton compiles a launcher in C for each kernel, and neither gcc nor clang is on the PATH; install gcc"
     return ""
 
 
@@ -51,9 +59,12 @@ class CudaDevice:
 
     dtype_varies = False
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, *, dependent_launch: bool = True) -> None:
+        """`dependent_launch`: kernels may start before those before them have ended, where the GPU can do that
+        (`isthmus_kernels.dependent_launch`); off is for measurements."""
         self.name = f"cuda:{index}"
         self.torch_device = torch.device(self.name)
+        launches.switch(self.torch_device, dependent_launch)
         torch.cuda.set_device(self.torch_device)
         self._stream = torch.cuda.Stream(self.torch_device)
         self._graph_memory = torch.cuda.graph_pool_handle()

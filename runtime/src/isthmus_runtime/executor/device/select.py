@@ -12,15 +12,16 @@ from .cuda import CudaDevice, unusable
 _LOG = logging.getLogger(__name__)
 
 
-def open_device(requested: str, *, threads: int = 0) -> Device:
-    """The device for `--device`. `auto` is a usable GPU where there is one. ConfigError when it cannot be used."""
+def open_device(requested: str, *, threads: int = 0, index: int = 0) -> Device:
+    """The device for `--device`, of GPUs number `index`. `auto` is a usable GPU where there is one. ConfigError when it
+    cannot be used."""
     if requested == "cpu":
         return CpuDevice(threads)
     if requested not in ("auto", "cuda"):
         raise ConfigError(f"--device {requested!r} is not supported; known: auto, cpu, cuda")
-    reason = unusable()
+    reason = unusable(index)
     if not reason:
-        return CudaDevice()
+        return CudaDevice(index)
     if requested == "cuda":
         raise ConfigError(f"--device cuda: {reason}")
     _LOG.info("computing on the CPU: %s", reason)

@@ -1,0 +1,77 @@
+"""An engine in the benchmark's own process: the real loop, scheduler and executor, without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
+from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop
+from isthmus_runtime.engine.scheduler import Scheduler
+from isthmus_runtime.executor.model_runner import TorchExecutor, load
+from isthmus_runtime.kv.plan import KvPlanInput, plan
+from isthmus_runtime.kv.pool import BlockPool
+from isthmus_runtime.openai.tokenizer import Tokenizer
+from isthmus_runtime.request import GenerateRequest
+from isthmus_runtime.structured.grammars import Grammars
+
+
+class Engine:
+    """What a benchmark asks."""
+
+    def __init__(self, backend: EngineBackend, loop: EngineLoop) -> None:
+        self.loop = loop
+        self._backend = backend
+
+    async def tokens(self, request: GenerateRequest) -> list[int]:
+        """Everything that the request generates."""
+        return [token async for chunk in self._backend.generate(request) for token in chunk.token_ids]
+
+    async def count(self, request: GenerateRequest) -> int:
+        """How much it generates."""
+        return len(await self.tokens(request))
+
+
+@contextmanager
+def running(
+    model: str,
+    *,
+    max_num_seqs: int,
+    dtype: str = "auto",
+    max_model_len: int = 2048,
+    kv_bytes: int = 1 << 30,
+    speculative_tokens: int = 0,
+) -> Iterator[Engine]:
+    """A unified engine without prefix caching; must be entered inside a running event loop."""
+    kv_config = KvConfig()
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs, max_model_len=max_model_len, speculative_tokens=speculative_tokens
+    )
+    loaded = load(ModelConfig(path=model, device="cpu", dtype=dtype), config)
+    kv = plan(
+        KvPlanInput(
+            ranks=(loaded.layer_specs(kv_config.block_size, kv_config.dtype),),
+            available_bytes=(kv_bytes,),
+            max_model_len=max_model_len,
+            max_num_batched_tokens=config.max_batched_tokens,
+            batches_in_flight=STEPS_IN_FLIGHT,
+        )
+    )
+    executor = TorchExecutor(loaded, kv, config, kv_config)
+    pool = BlockPool(kv.num_blocks, num_groups=len(kv.groups), prefix_caching=False)
+    streams = Streams(asyncio.get_running_loop())
+    loop = EngineLoop(Scheduler(config, kv, pool, late_masks=True), executor, streams.sink)
+    grammars = cache(
+        lambda: Grammars.load(
+            model, eos_token_ids=Tokenizer.load(model).eos_token_ids, vocab_size=loaded.spec.vocab_size
+        )
+    )
+    loop.start()
+    try:
+        yield Engine(EngineBackend(loop, streams, vocab_size=loaded.spec.vocab_size, grammars=grammars), loop)
+    finally:
+        loop.stop()
+        executor.close()

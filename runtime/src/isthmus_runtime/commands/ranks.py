@@ -1,0 +1,192 @@
+"""The ranks of a tensor-parallel engine: one process each. The first serves, starts the others and ends with them.
+
+`load_engine` starts `isthmus-runtime rank` for each other rank. All load their part of the weights, agree on the KV
+plan and make an executor; then the first sends its plans (`executor/ranks.py`), and the others follow.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from ..config import EngineConfig, apply_native_environment
+from ..executor.device.base import Device
+from ..executor.device.cpu import usable_threads
+from ..executor.device.select import open_device
+from ..executor.model_runner import LoadedModel, TorchExecutor, load
+from ..executor.ranks import LeadingExecutor, Ranks, follow, join
+from ..interfaces.steps import Executor, StepOutput, StepPlan
+from ..interfaces.transport import KvRegion
+from ..kv.plan import KvPlan
+from ..models.registry import read_model_spec
+from ..models.shard import check_shards
+from .pool_plan import plan_pool
+
+log = logging.getLogger(__name__)
+
+_END_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What a rank is told."""
+
+    config: EngineConfig
+    rank: int
+    meeting: str
+
+
+_ORDERS = TypeAdapter(_Order)
+
+
+class Followers:
+    """The processes of ranks 1 and up. They end with this one: their standard input is a pipe that it holds."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Start them."""
+        self._folder = tempfile.TemporaryDirectory(prefix="isthmus-ranks-")
+        self.meeting = str(Path(self._folder.name) / "meeting")
+        self._on_lost: Callable[[str], None] = _end_process
+        self._ending = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(1, config.tensor_parallel_size):
+            command = [sys.executable, "-m", "isthmus_runtime", "rank"]
+            # A session of its own: Ctrl-C is for the first, which lets requests finish.
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            assert process.stdin is not None
+            process.stdin.write(_ORDERS.dump_json(_Order(config, rank, self.meeting)) + b"\n")
+            process.stdin.flush()
+            self._processes.append(process)
+            threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+
+    def watch(self, on_lost: Callable[[str], None]) -> None:
+        """Call this from now on, from any thread, when one has ended too early. Until then this process ends too."""
+        self._on_lost = on_lost
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Within, they are told to end; then wait for it, or end them."""
+        self._ending = True
+        yield
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(_END_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                log.error("rank process %d did not end within %.0f s and is killed", process.pid, _END_TIMEOUT_S)
+                process.kill()
+        self._folder.cleanup()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if not self._ending:
+            self._on_lost(f"the process of rank {rank} ended with status {status}; its log lines say why")
+
+
+class RankedExecutor:
+    """`interfaces.steps.Executor` over the ranks: this process's, and the others' processes."""
+
+    def __init__(self, leader: LeadingExecutor, followers: Followers) -> None:
+        self._leader, self._followers = leader, followers
+        followers.watch(leader.lost)
+
+    def submit(self, plan: StepPlan) -> Future[StepOutput]:
+        """Queue a step on every rank."""
+        return self._leader.submit(plan)
+
+    def kv_region(self) -> KvRegion:
+        """This rank's pool."""
+        return self._leader.kv_region()
+
+    def close(self) -> None:
+        """End all ranks."""
+        with self._followers.ending():
+            self._leader.close()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """A model with its KV plan and what runs its steps."""
+
+    model: LoadedModel
+    plan: KvPlan
+    executor: Executor
+
+
+def load_engine(config: EngineConfig) -> LoadedEngine:
+    """The model on all its ranks. Raises WeightsError or ConfigError where this rank cannot have its part."""
+    if config.tensor_parallel_size == 1:
+        model = load(config.model, config.scheduler)
+        return _with_pool(config, model, (_available(config, model.device, config.kv.memory_fraction),))
+    check_shards(read_model_spec(config.model.path), config.tensor_parallel_size)
+    followers = Followers(config)
+    own, ranks = _load_rank(_Order(config, 0, followers.meeting))
+    return replace(own, executor=RankedExecutor(LeadingExecutor(own.executor, ranks.plans), followers))
+
+
+def rank_main() -> int:
+    """`isthmus-runtime rank`: compute what the first rank says, until it says the end or is gone."""
+    order = _ORDERS.validate_json(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_first, name="first-rank", daemon=True).start()
+    logging.basicConfig(
+        level=order.config.server.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s rank {order.rank} %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    own, ranks = _load_rank(order)
+    follow(own.executor, ranks.plans)
+    own.executor.close()
+    return 0
+
+
+def _load_rank(order: _Order) -> tuple[LoadedEngine, Ranks]:
+    config, size = order.config, order.config.tensor_parallel_size
+    # They are on one host, and talk to nobody else.
+    apply_native_environment({"GLOO_SOCKET_IFNAME": "lo"})
+    threads = config.model.threads or max(1, usable_threads(0) // size)
+    device = open_device(config.model.device, threads=threads, index=order.rank)
+    device.enter()
+    ranks = join(order.rank, size, order.meeting, device.torch_device, config.server.no_progress_timeout_s)
+    model = load(config.model, config.scheduler, device=device, shard=ranks.shard)
+    # Ranks on CPUs share the memory of their host.
+    share = config.kv.memory_fraction / (size if device.name == "cpu" else 1)
+    return _with_pool(config, model, ranks.each(_available(config, device, share))), ranks
+
+
+def _available(config: EngineConfig, device: Device, fraction: float) -> int:
+    """Bytes for the pool of one rank."""
+    return device.kv_bytes(fraction) if config.kv.memory_bytes is None else config.kv.memory_bytes
+
+
+def _with_pool(config: EngineConfig, model: LoadedModel, available: tuple[int, ...]) -> LoadedEngine:
+    """`available`: what each rank has for its pool."""
+    specs = model.layer_specs(config.kv.block_size, config.kv.dtype)
+    kv = plan_pool(config, specs, available, model.spec.max_position)
+    return LoadedEngine(model, kv, TorchExecutor(model, kv, config.scheduler, config.kv))
+
+
+def _end_process(reason: str) -> None:
+    log.critical("%s", reason)
+    logging.shutdown()
+    # The main thread may wait for the rank that is gone.
+    os._exit(1)
+
+
+def _end_with_first() -> None:
+    """Nothing comes after the order: the end of the pipe is the end of the first rank's process, or its word to end."""
+    while os.read(sys.stdin.fileno(), 1024):  # not by `sys.stdin`, whose lock would be held at the end
+        pass
+    logging.shutdown()
+    os._exit(1)

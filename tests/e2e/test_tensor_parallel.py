@@ -1,0 +1,104 @@
+"""An engine of three ranks, a process each: the tokens of one rank, and all of them end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from processes import BIN, Process, free_port
+from real_models import smollm2_135m_instruct
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time, in a village far away, there lived")
+DEADLINE_S = 60.0
+
+
+def engine(tmp: Path, ranks: int) -> tuple[Process, str]:
+    """SmolLM2, whose nine heads three ranks share."""
+    port = free_port()
+    argv = [str(BIN / "isthmus-runtime"), "serve", "--role", "unified", "--port", str(port)]
+    argv += ["--model", str(smollm2_135m_instruct()), "--served-model-name", "test", "--device", "cpu"]
+    argv += ["--dtype", "float32", "--threads", "1", "--kv-memory", "64Mi", "--max-model-len", "512"]
+    argv += ["--tensor-parallel-size", str(ranks)]
+    return Process(f"tp{ranks}", argv, tmp / f"tp{ranks}.log").start(), f"http://127.0.0.1:{port}"
+
+
+def complete(url: str, prompt: str, tokens: int = 24) -> str:
+    body = {"model": "test", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+    request.add_header("content-type", "application/json")
+    with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
+        return str(json.load(response)["choices"][0]["text"])
+
+
+def children(pid: int) -> list[int]:
+    """The rank processes of an engine."""
+    found = []
+    for pid_of in Path(f"/proc/{pid}/task").glob("*/children"):
+        found += [int(child) for child in pid_of.read_text().split()]
+    return [child for child in found if b"\0rank\0" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def test_three_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
+    answers = []
+    for ranks in (1, 3):
+        process, url = engine(tmp_path, ranks)
+        try:
+            process.wait_http(f"{url}/ready")
+            followers = children(process.pid)
+            assert len(followers) == ranks - 1
+            # Steps of the same sizes come again: what was captured of the first must not leave the exchange out.
+            answers.append([complete(url, prompt) for prompt in PROMPTS for _ in range(2)])
+        finally:
+            status = process.stop()
+        assert status == 0, process.tail()
+        until(lambda pids=followers: not any(map(running, pids)), "ranks outlived their engine")
+    assert answers[0] == answers[1]
+    assert len(set(answers[0])) == len(PROMPTS)
+
+
+@pytest.mark.parametrize("lost", ["follower", "first"])
+def test_a_lost_rank_ends_the_engine(lost: str, tmp_path: Path) -> None:
+    """A follower's death fails what runs, and health; the first rank's death ends the others."""
+    process, url = engine(tmp_path, 3)
+    try:
+        process.wait_http(f"{url}/ready")
+        followers = children(process.pid)
+        os.kill(followers[0] if lost == "follower" else process.pid, signal.SIGKILL)
+        if lost == "first":
+            until(lambda: not any(map(running, followers)), "ranks outlived the first")
+            return
+        with pytest.raises(urllib.error.HTTPError) as answer:
+            complete(url, PROMPTS[0])
+        with answer.value:
+            assert answer.value.code >= 500
+        with pytest.raises(urllib.error.HTTPError) as health:
+            urllib.request.urlopen(f"{url}/health", timeout=DEADLINE_S)
+        with health.value:
+            text = health.value.read().decode()
+        assert health.value.code == 503 and "a rank of this engine is lost" in text, text
+    finally:
+        process.stop()
+    until(lambda: not any(map(running, followers)), "ranks outlived their engine")

@@ -1,0 +1,89 @@
+"""Turns are given in a circle of clients, whoever leaves and whenever."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isthmus_runtime.errors import Overloaded
+from isthmus_runtime.structured.turns import Turns
+
+
+async def take(turns: Turns, who: str, order: list[str]) -> None:
+    async with turns.turn(who):
+        order.append(who)
+        await asyncio.sleep(0)
+
+
+def run(crowd: str, most: int = 64) -> tuple[str, list[object]]:
+    """Who has turns one after another when all ask at once, by a letter each, and what becomes of each."""
+
+    async def main() -> tuple[str, list[object]]:
+        turns, order = Turns(most, "wait"), []
+        ends = await asyncio.gather(*(take(turns, who, order) for who in crowd), return_exceptions=True)
+        return "".join(order), list(ends)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("crowd", "order"),
+    [("a", "a"), ("aaaa", "aaaa"), ("aaaabb", "aababa"), ("aaabc", "aabca"), ("abab", "abab"), ("aaaab", "aabaa")],
+)
+def test_clients_have_turns_in_a_circle(crowd: str, order: str) -> None:
+    assert run(crowd)[0] == order
+
+
+def test_the_last_of_who_has_most_gives_way() -> None:
+    order, ends = run("aaaaab", most=4)  # one has the turn, four wait
+    assert order == "aabaa" and [isinstance(end, Overloaded) for end in ends] == [False] * 4 + [True, False]
+    order, ends = run("aaaaaa", most=4)
+    assert order == "aaaaa" and isinstance(ends[5], Overloaded)
+    order, ends = run("aababb", most=4)  # two of each wait: the next of either is refused
+    assert isinstance(ends[5], Overloaded) and sum(end is None for end in ends) == 5
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    crowd=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), max_size=12),
+    most=st.integers(1, 6),
+)
+def test_nobody_waits_for_who_has_left(crowd: list[tuple[str, int, bool]], most: int) -> None:
+    """Each asks after some turns of the loop, and some leave after as many more: the others come to their turn, one at
+    a time, and at the end the next one has it at once."""
+
+    async def main() -> None:
+        turns, inside, most_inside = Turns(most, "wait"), 0, 0
+
+        async def ask(who: str, after: int) -> None:
+            nonlocal inside, most_inside
+            for _ in range(after):
+                await asyncio.sleep(0)
+            async with turns.turn(who):
+                inside += 1
+                most_inside = max(most_inside, inside)
+                await asyncio.sleep(0)
+                inside -= 1
+
+        async def leaving(who: str, after: int) -> None:
+            task = asyncio.create_task(ask(who, after))
+            for _ in range(2 * after + 1):
+                await asyncio.sleep(0)
+            task.cancel()
+            try:
+                await task
+            except asyncio.CancelledError:
+                nonlocal inside
+                inside = min(inside, 0)
+
+        works = [leaving(who, after) if leaves else ask(who, after) for who, after, leaves in crowd]
+        async with asyncio.timeout(10):
+            ends = await asyncio.gather(*works, return_exceptions=True)
+            assert all(end is None or isinstance(end, Overloaded) for end in ends), ends
+            async with turns.turn("z"):
+                assert not turns._waiting
+
+    asyncio.run(main())
