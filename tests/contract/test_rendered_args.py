@@ -160,6 +160,14 @@ def test_a_role_that_gets_a_gpu_computes_on_it() -> None:
     assert (prefill.model.device, decode.model.device) == ("cuda", "auto")
 
 
+def test_products_of_8_bit_floats_reach_every_engine() -> None:
+    roles = {"prefill": {}, "decode": {}}
+    found = configs({"model": FULL["model"], "engine": {"quantization": "fp8"}, "roles": roles})
+    assert [found[role].model.quantization for role in roles] == ["fp8", "fp8"]
+    plain = configs({"model": FULL["model"], "roles": roles})
+    assert [plain[role].model.quantization for role in roles] == ["auto", "auto"]
+
+
 def test_an_engine_that_computes_one_step_for_ninety_seconds_is_not_killed() -> None:
     """As when it compiles a kernel. /health is fine for so long, and only its failures count for the liveness probe."""
     decode = configs({"model": FULL["model"], "roles": {"prefill": {}, "decode": {}}})["decode"]

@@ -9,7 +9,7 @@ from isthmus_kernels.device import power_of_two
 from isthmus_kernels.moe.triton_product import activated
 
 # Of gate and of up, a program.
-_CHANNELS = 2
+_CHANNELS = 4
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def moe_pairs(
     tokens, top_k = experts.shape
     _, hidden, inner = down.shape
     between = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
-    piece = min(2048, power_of_two(hidden, 128))
+    piece = min(512, power_of_two(hidden, 128))
     _up[(triton.cdiv(inner, _CHANNELS), tokens * top_k)](
         between,
         x,
