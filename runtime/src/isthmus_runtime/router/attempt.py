@@ -6,11 +6,13 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from ..errors import Cancelled, DeadlineExceeded, EngineFailed, EngineLost, Overloaded, RequestError
 from ..metrics import RouterMetrics
 from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line, parse_prefill_answer
 from ..request import FinishReason, GenerateRequest, TokenChunk
+from ..tracing.span import current
 from .links import LOST, Links, lost, refusal
 from .policy import Choice, Facts
 from .pool import EnginePool, Hold
@@ -65,6 +67,9 @@ class Attempt:
         self._links = links
         self._other_prefill = other_prefill
         self._metrics = metrics
+        self._span = current().child("attempt")
+        if self._span.recording:
+            self._span.set(_place(choice, attempt))
         self._loop = asyncio.get_running_loop()
         self._failure: RequestError | TryElsewhere | None = None
         self._timer: asyncio.Timeout | None = None
@@ -135,6 +140,7 @@ class Attempt:
         if self._closed:
             return
         self._closed = True
+        self._span.end()
         self._expiry.cancel()
         del self._expiry  # it refers back to this attempt, which would have to wait for the collector
         self._hold.release()
@@ -171,7 +177,7 @@ class Attempt:
             self._response = response  # from here on `_interrupt` ends every wait by closing it
             self.unsent = False
             body = b'{"request":%b%b}' % (self._body, pairing.encode())
-            await self._links.send(response, url, "/internal/generate", body)
+            await self._links.send(response, url, "/internal/generate", body, self._span.headers())
             if response.status == 200:
                 return
             raw = await response.read()
@@ -306,7 +312,7 @@ class Attempt:
         try:
             async with timer:
                 self._prefill_timer = timer
-                response = await self._links.open(url, "/internal/prefill", body)
+                response = await self._links.open(url, "/internal/prefill", body, self._span.headers())
                 try:
                     raw = await response.read()
                 except BaseException:
@@ -336,5 +342,14 @@ class Attempt:
         self._answer = answer
 
     def _count(self, leg: str, error: RequestError) -> None:
+        self._span.fail(error)
         if self._metrics is not None and not isinstance(error, Cancelled):
             self._metrics.leg_failed(leg, error.code)
+
+
+def _place(choice: Choice, attempt: str) -> dict[str, str | int]:
+    """Where an attempt runs, as attributes of its span."""
+    decode = urlsplit(choice.decode.url)
+    place: dict[str, str | int] = {"isthmus.attempt.id": attempt, "isthmus.choice": choice.reason.value}
+    place |= {"server.address": decode.hostname or "", "server.port": decode.port or 0}
+    return place if choice.prefill is None else place | {"isthmus.prefill.url": choice.prefill.url}
