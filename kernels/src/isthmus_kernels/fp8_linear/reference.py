@@ -15,7 +15,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Round `x` ``[T, K]`` to E4M3 by rows: what is stored, and fp32 scales ``[T]``."""
     wide = x.float()
     most = wide.abs().amax(dim=-1).clamp_min(_LEAST)
-    return (wide * (LARGEST / most)[:, None]).to(torch.float8_e4m3fn), most / LARGEST
+    return (wide * (most.reciprocal() * LARGEST)[:, None]).to(torch.float8_e4m3fn), most * (1 / LARGEST)
 
 
 @dataclass(frozen=True, slots=True)

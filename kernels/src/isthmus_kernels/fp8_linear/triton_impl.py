@@ -24,10 +24,10 @@ def _quantize(out, scales, x, width, x_row, WIDTH_PAD: tl.constexpr, LARGEST: tl
     inside = column < width
     value = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
     most = tl.maximum(tl.max(tl.abs(value), axis=0), 1e-12)
-    # Rounded as the definition's divisions are; those of one number a row cost nothing.
-    factor = tl.div_rn(LARGEST + tl.zeros_like(most), most)
+    # Rounded as the definition's reciprocal is: one number a row costs nothing.
+    factor = tl.div_rn(1.0 + tl.zeros_like(most), most) * LARGEST
     tl.store(out + row * width + column, (value * factor).to(out.dtype.element_ty), mask=inside)
-    tl.store(scales + row, tl.div_rn(most, LARGEST + tl.zeros_like(most)))
+    tl.store(scales + row, most * (1.0 / LARGEST))
 
 
 @triton.jit
