@@ -18,6 +18,8 @@ SERVE = {
     "--max-connections": "16384",
     "--max-connections-per-address": "8192",
     "--max-body-memory": "256Mi",
+    "--trace-endpoint": "",
+    "--trace-sampling": "1",
     "--log-level": "info",
     "--model": None,
     "--served-model-name": [],

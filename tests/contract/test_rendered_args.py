@@ -171,6 +171,9 @@ LIMITS = {"max-connections", "max-connections-per-address", "max-body-memory"}
 """Of a port: their defaults hold in a pod; `extraArgs` of engine and router may change them."""
 
 
+TRACES = {"trace-endpoint", "trace-sampling"}
+
+
 def test_extra_args_may_hold_only_flags_that_no_field_sets() -> None:
     flags = {
         option.removeprefix("--")
@@ -178,7 +181,8 @@ def test_extra_args_may_hold_only_flags_that_no_field_sets() -> None:
         for option in action.option_strings
         if option.startswith("--")
     }
-    free = {"help", "executor", "control-tokens", "tool-format", "reasoning", "page", *LIMITS}
+    free = {"help", "executor", "control-tokens", "tool-format", "reasoning", "page", *TRACES, *LIMITS}
+    free.add("tensor-parallel-size")  # of workers, which have it by extraArgs
     assert flags - TYPED_FLAGS == free, "a new runtime flag needs a field, or a place in this list"
     assert not TYPED_FLAGS - flags
 
