@@ -8,11 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from urllib.parse import urlsplit
 
-from pydantic import ValidationError
-
 from ..errors import Cancelled, DeadlineExceeded, EngineFailed, EngineLost, Overloaded, RequestError
 from ..metrics import RouterMetrics
-from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line
+from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line, parse_prefill_answer
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from ..tracing.span import current
 from .links import LOST, Links, lost, refusal
@@ -21,6 +19,8 @@ from .pool import EnginePool, Hold
 from .wire import Exchange
 
 _log = logging.getLogger(__name__)
+_LONG = 1 << 16
+"""Bytes of an engine's words above which they are read in a thread: a prompt's scores may be megabytes."""
 _PLAIN = b'{"t":['
 """Most lines are this, one token id and `]}`: they need no JSON parser."""
 
@@ -211,7 +211,7 @@ class Attempt:
             more = self._more_tokens() if self._lines else ()
             return TokenChunk(token_ids=(int(number), *more))
         try:
-            line = parse_line(raw)
+            line = parse_line(raw) if len(raw) <= _LONG else await asyncio.to_thread(parse_line, raw)
         except (ValueError, KeyError, TypeError) as e:
             raise EngineFailed(f"decode engine {self._decode.url} sent a line that is not a valid chunk: {e}") from e
         if isinstance(line, TokenChunk) and line.finish_reason is not None:
@@ -330,8 +330,9 @@ class Attempt:
         if response.status != 200:
             raise refusal(response.status, raw, "prefill", url)
         try:
-            answer = PrefillAnswer.model_validate_json(raw)
-        except ValidationError as e:
+            brief = len(raw) <= _LONG
+            answer = parse_prefill_answer(raw) if brief else await asyncio.to_thread(parse_prefill_answer, raw)
+        except ValueError as e:
             raise EngineFailed(f"prefill engine {url} sent an answer that cannot be read: {e}", stage="prefill") from e
         if answer.attempt != self._attempt:
             raise EngineFailed(
