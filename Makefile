@@ -68,6 +68,7 @@ bench: setup ## Run the benchmarks: make bench [ARGS=...]
 	@$(PY) runtime/bench/scheduler.py
 	@$(PY) runtime/bench/gaps.py
 	@$(PY) runtime/bench/masks.py
+	@$(PY) runtime/bench/speculation.py
 	@$(PY) runtime/bench/run.py $(ARGS)
 
 bench-gpu: setup ## The table of the GPU's bars, on a CUDA device: make bench-gpu [ARGS='--models qwen3-8b --parity --out FOLDER']
@@ -96,7 +97,7 @@ SEED    =
 MINUTES = 10
 MODE    = direct
 
-.PHONY: test test-gpu lint type verify size chaos
+.PHONY: test test-gpu lint type verify size chaos clients
 test: setup ## Run the test suite but for what needs the full cluster, which is `make e2e` (ARGS= narrows it)
 	@status=0; $(PY) -m pytest -q -m 'not cluster' $(ARGS) || status=$$?; \
 	$(CLUSTER) find --fast || echo "make test: THE TESTS AGAINST A KUBERNETES API SERVER DID NOT RUN (the line above says why)" >&2; \
@@ -108,6 +109,9 @@ test-gpu: setup ## Run the tests that need a CUDA device; without one they are s
 
 test-fast: setup ## What to run while editing: no test that starts services or a cluster, or is slow
 	@$(PY) -m pytest -q -n auto -m 'not (slow or e2e or light_cluster or cluster or gpu)' $(ARGS)
+
+clients: setup ## Users' own libraries, unchanged, against the Direct example (docs/clients.md); installs each, GBs (ARGS= chooses)
+	@$(PY) tests/clients/run.py $(ARGS)
 
 chaos: setup ## Real faults on a real service (docs/chaos.md): make chaos [SEED=..] [MINUTES=10] [MODE=direct|store] [ARGS=...]
 	@$(PY) tests/chaos/run_storm.py $(if $(SEED),--seed $(SEED)) --minutes $(MINUTES) --mode $(MODE) $(ARGS)

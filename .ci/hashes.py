@@ -23,7 +23,7 @@ def needs() -> dict[str, list[str]]:
         tomllib.loads((ROOT / name / "pyproject.toml").read_text())["project"] for name in ("operator", "runtime")
     )
     engine = [need for need in runtime["optional-dependencies"]["engine"] if not need.startswith("isthmus")]
-    router = runtime["dependencies"]
+    router = [*runtime["dependencies"], *runtime["optional-dependencies"]["tracing"]]
     return {**TOOLS, "operator": operator["dependencies"], "router": router, "engine": [*router, *engine]}
 
 

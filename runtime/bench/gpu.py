@@ -287,9 +287,17 @@ def say(text: str) -> None:
 
 
 def open_model(
-    config: dict[str, Any], scheduler: SchedulerConfig, *, device: str, dtype: str, seed: int, on: str
+    config: dict[str, Any],
+    scheduler: SchedulerConfig,
+    *,
+    device: str,
+    dtype: str,
+    seed: int,
+    on: str,
+    opened: CudaDevice | None = None,
 ) -> LoadedModel:
-    """Random weights for `config`, generated on the device `on` (`cpu`: alike everywhere)."""
+    """Random weights for `config`, generated on the device `on` (`cpu`: alike everywhere); `opened` is `device` where
+    it was opened with other options than an engine's."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
 
@@ -299,7 +307,7 @@ def open_model(
             weights = RandomTensors(spec.tensor_shapes(), device=made, dtype=kind, seed=seed)
             return weights if made == where else _Moved(weights, where)
 
-        return load(ModelConfig(path=folder, device=device, dtype=dtype), scheduler, source=source)
+        return load(ModelConfig(path=folder, device=device, dtype=dtype), scheduler, device=opened, source=source)
 
 
 @dataclass
@@ -337,7 +345,8 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
         max_num_seqs=256,
         max_waiting=4096,
     )
-    loaded = open_model(MODELS[name], scheduler, device=args.device, dtype="auto", seed=0, on="device")
+    opened = CudaDevice(dependent_launch=True) if args.dependent_launch else None
+    loaded = open_model(MODELS[name], scheduler, device=args.device, dtype="auto", seed=0, on="device", opened=opened)
     say(f"bench: {name} loaded {time.perf_counter() - began:.1f} s after its start")
     bench = Bench(loaded, scheduler=scheduler, kv=KvConfig(memory_fraction=args.kv_memory_fraction))
     ready = time.perf_counter() - began
@@ -461,6 +470,9 @@ def main() -> int:
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
     parser.add_argument("--kv-memory-fraction", type=float, default=0.9)
+    parser.add_argument(
+        "--dependent-launch", action="store_true", help="kernels start before the last one ends (ADR 31)"
+    )
     parser.add_argument("--no-prompt-graphs", action="store_true", help="launch steps with prompts one by one")
     parser.add_argument("--out", default="", help="folder for bench-gpu.txt and bench-gpu.json")
     args = parser.parse_args()

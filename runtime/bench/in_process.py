@@ -37,11 +37,19 @@ class Engine:
 
 @contextmanager
 def running(
-    model: str, *, max_num_seqs: int, dtype: str = "auto", max_model_len: int = 2048, kv_bytes: int = 1 << 30
+    model: str,
+    *,
+    max_num_seqs: int,
+    dtype: str = "auto",
+    max_model_len: int = 2048,
+    kv_bytes: int = 1 << 30,
+    speculative_tokens: int = 0,
 ) -> Iterator[Engine]:
     """A unified engine without prefix caching; must be entered inside a running event loop."""
     kv_config = KvConfig()
-    config = SchedulerConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+    config = SchedulerConfig(
+        max_num_seqs=max_num_seqs, max_model_len=max_model_len, speculative_tokens=speculative_tokens
+    )
     loaded = load(ModelConfig(path=model, device="cpu", dtype=dtype), config)
     kv = plan(
         KvPlanInput(

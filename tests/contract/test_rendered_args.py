@@ -36,6 +36,7 @@ FULL: dict[str, Any] = {
             "prefixCaching": False,
             "layout": "LayerMajor",
         },
+        "speculative": {"method": "NGram", "tokens": 4},
         "extraArgs": {"executor": "fake"},
     },
     "roles": {
@@ -116,6 +117,7 @@ def test_every_setting_arrives_at_the_engine() -> None:
     assert decode.scheduler.max_model_len == 4096
     assert (decode.scheduler.max_num_seqs, decode.scheduler.max_waiting) == (8, 9)
     assert decode.scheduler.queue_timeout_s == 90
+    assert (prefill.scheduler.speculative_tokens, decode.scheduler.speculative_tokens) == (0, 4)
     assert decode.executor == "fake"
     transfer = decode.transfer
     assert (transfer.mode, transfer.transport, transfer.fallback) == ("store", "auto", "allow-tcp")
@@ -169,6 +171,9 @@ LIMITS = {"max-connections", "max-connections-per-address", "max-body-memory"}
 """Of a port: their defaults hold in a pod; `extraArgs` of engine and router may change them."""
 
 
+TRACES = {"trace-endpoint", "trace-sampling"}
+
+
 def test_extra_args_may_hold_only_flags_that_no_field_sets() -> None:
     flags = {
         option.removeprefix("--")
@@ -176,7 +181,8 @@ def test_extra_args_may_hold_only_flags_that_no_field_sets() -> None:
         for option in action.option_strings
         if option.startswith("--")
     }
-    free = {"help", "executor", "control-tokens", "tool-format", "reasoning", "page", *LIMITS}
+    free = {"help", "executor", "control-tokens", "tool-format", "reasoning", "page", *TRACES, *LIMITS}
+    free.add("tensor-parallel-size")  # of workers, which have it by extraArgs
     assert flags - TYPED_FLAGS == free, "a new runtime flag needs a field, or a place in this list"
     assert not TYPED_FLAGS - flags
 

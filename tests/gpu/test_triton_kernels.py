@@ -37,6 +37,7 @@ QWEN3_8B = {"heads": 32, "kv_heads": 8, "head_dim": 128, "block_size": 16}
 QWEN3_30B = {"heads": 32, "kv_heads": 4, "head_dim": 128, "block_size": 16}
 SMOLLM2 = {"heads": 9, "kv_heads": 3, "head_dim": 64, "block_size": 16}
 LLAMA_70B_TP8 = {"heads": 8, "kv_heads": 1, "head_dim": 128, "block_size": 64}
+GPT_OSS = {"heads": 64, "kv_heads": 8, "head_dim": 64, "block_size": 16}
 
 
 @pytest.mark.parametrize("shape", [QWEN3_8B, QWEN3_30B, SMOLLM2, LLAMA_70B_TP8])
@@ -80,8 +81,20 @@ def test_attention_in_other_forms(head_dim: int, block_size: int, dtype: torch.d
     )
 
 
-def test_soft_cap() -> None:
-    check_attention("triton", "cuda", [1, 60, 1], [900, 20, 3], softcap=2.0, dtype=BF16, kv_dtype=BF16, **QWEN3_8B)
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize(("softcap", "sinks"), [(2.0, False), (None, True), (3.0, True)])
+@pytest.mark.parametrize("shape", [QWEN3_8B, GPT_OSS])
+def test_soft_cap_and_sinks(shape: dict[str, int], softcap: float | None, sinks: bool, window: int | None) -> None:
+    batch: tuple[list[int], list[int]] = ([1, 60, 1, 1], [900, 20, 3, 9000])
+    kinds = {"dtype": BF16, "kv_dtype": BF16}
+    check_attention("triton", "cuda", *batch, window=window, softcap=softcap, sinks=sinks, **kinds, **shape)
+
+
+@pytest.mark.parametrize(("query_lens", "context_lens"), [([1] * 5, [0, 15, 700, 33, 3000]), ([40, 1], [100, 9])])
+def test_latent_rows(query_lens: list[int], context_lens: list[int]) -> None:
+    """One KV head of DeepSeek's width."""
+    shape = {"heads": 16, "kv_heads": 1, "head_dim": 576, "block_size": 16}
+    check_attention("triton", "cuda", query_lens, context_lens, dtype=BF16, kv_dtype=BF16, **shape)
 
 
 def test_values_of_one_give_one() -> None:
@@ -143,6 +156,35 @@ def test_card_and_cpu_draw_alike() -> None:
     there = dispatch.sample(logits.cuda(), **{name: value.cuda() for name, value in args.items()}).cpu()
     # One in a thousand draws may lie within rounding of another token.
     assert (there != dispatch.sample(logits, **args)).sum() <= 1
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_penalties(dtype: torch.dtype) -> None:
+    vocab, count = 151_936, 12
+    logits = (torch.randn(20, vocab) * 3).to(dtype)
+    tokens = torch.randint(0, vocab, (60, 2000), dtype=torch.int32)
+    tokens[:, 1000:] = tokens[:, :1000] % 50
+    draws, rows = torch.randperm(20)[:count].sort().values, torch.randperm(60)[:count]
+    ends = torch.randint(1, 2001, (count,))
+    starts = ends // 3
+    factors = [torch.rand(count) + 0.5 for _ in range(3)]
+    want, got = logits.clone(), logits.cuda()
+    dispatch.penalize(want, tokens, draws, rows, starts, ends, *factors, most=2000, impl="reference")
+    there = [tensor.cuda() for tensor in (tokens, draws, rows, starts, ends, *factors)]
+    dispatch.penalize(got, *there, most=2000)
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-5 if dtype is F32 else 1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("width", [1251, 100])
+def test_masks(dtype: torch.dtype, width: int) -> None:
+    logits = torch.randn(7, 10_007).to(dtype)
+    rows = torch.randperm(7)[:4].sort().values
+    masks = torch.randint(0, 256, (4, width), dtype=torch.uint8)
+    want, got = logits.clone(), logits.cuda()
+    dispatch.mask_logits(want, rows, masks, impl="reference")
+    dispatch.mask_logits(got, rows.cuda(), masks.cuda())
+    assert torch.equal(got.cpu(), want)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

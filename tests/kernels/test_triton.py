@@ -46,6 +46,8 @@ def seeded() -> None:
         ([70, 3], [30, 64], 4, 2, 32, 16, 33),
         ([17, 2], [0, 1], 8, 1, 96, 32, 1),
         ([130], [70], 2, 2, 64, 64, None),
+        ([1] * 18, [0, 150, 31, 32] * 4 + [5, 64], 4, 2, 32, 16, None),  # enough requests for the plan of many
+        ([1] * 17, [90] * 17, 4, 2, 32, 16, 40),
     ],
 )
 @pytest.mark.parametrize(("dtype", "kv_dtype", "layout"), [(F32, BF16, "block-major"), (BF16, BF16, "layer-major")])

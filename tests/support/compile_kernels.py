@@ -2,7 +2,7 @@
 
 Run as a program. It calls the ops on small CPU tensors; each launch only compiles. One line a kernel: its name, the
 shared memory that it needs, and whether the compiler put arrays in local memory. The interpreter checks what kernels
-compute; this checks that they compile at all and fit the device.
+compute; this checks that they compile at all, fit the device, and wait for what they read when they start early.
 """
 
 import sys
@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from dependent_launch_rules import broken
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
+from isthmus_kernels import dependent_launch
 from isthmus_kernels.block_copy import triton_impl as block_copy
 from isthmus_kernels.embedding import triton_impl as embedding
 from isthmus_kernels.linear import triton_impl as linear
@@ -42,9 +44,19 @@ class Hopper:
         return GPUTarget("cuda", 90, 32)
 
 
-def attend(dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None) -> None:
+def attend(
+    dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None, ones: int = 1
+) -> None:
+    """`ones`: requests with one query, beside one with many."""
     case = paged_case(
-        [1, 40], [20, 0], heads=heads, kv_heads=kv_heads, head_dim=dim, block_size=16, dtype=dtype, kv_dtype=kv_dtype
+        [*[1] * ones, 40],
+        [*[20] * ones, 0],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        block_size=16,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
     )
     # Rows enough for the widest plan, without their numbers.
     q = case.q.new_empty(1).expand(9000, heads, dim) if dtype == BF16 and dim == 128 else case.q
@@ -72,7 +84,11 @@ def everything() -> None:
         (F32, F32, 2, 1, 256),
     ):
         attend(dtype, kv_dtype, heads, kv_heads, dim, None)
+    attend(BF16, BF16, 16, 1, 576, None)
     attend(BF16, BF16, 32, 8, 128, 128)
+    # Larger batches decode by another plan.
+    for heads, dim, window in ((32, 128, None), (32, 128, 128), (64, 64, None)):
+        attend(BF16, BF16, heads, 8, dim, window, ones=40)
 
     def some(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
         return torch.ones(shape, dtype=dtype)
@@ -90,8 +106,9 @@ def everything() -> None:
     silu.gelu_tanh_mul(some(16, 24_576))
     embedding.embedding(some(64, 4096), torch.zeros(16, dtype=torch.int32), out=some(16, 4096))
     block_copy.block_copy(some(32, 2, 2, 16, 8, 128), [1, 2], [3, 4])
-    for rows in (1, 4):
-        linear.pack(some(512, 4096), None, BF16).apply(some(rows, 4096), None)
+    # A weight with more outputs goes to cuBLAS from two rows on.
+    for rows, outputs in ((1, 512), (4, 128)):
+        linear.pack(some(outputs, 4096), None, BF16).apply(some(rows, 4096), None)
     logits, ones = some(16, 151_936), some(16, dtype=F32)
     ids = torch.zeros(16, dtype=torch.int64)
     noise: dict[str, Any] = {"temperature": ones, "seeds": ids, "positions": ids}
@@ -111,6 +128,7 @@ def everything() -> None:
 
 def main() -> int:
     compiled: dict[int, Any] = {}
+    wrong: list[str] = []
     run: Callable[..., Any] = jit.JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -119,12 +137,16 @@ def main() -> int:
             compiled[id(kernel)] = kernel
             over = " TOO MUCH" if kernel.metadata.shared > LIMIT else ""
             print(f"{self.fn.__name__}: {kernel.metadata.shared} bytes of shared memory{over}", flush=True)
+            wrong.extend(broken(self.fn.__name__, kernel.asm["ptx"], kernel.metadata.launch_pdl))
         return kernel
 
     jit.JITFunction.run = compile_only
     driver.set_active(Hopper())
+    dependent_launch.supported = lambda device: True  # type: ignore[assignment]
+    dependent_launch.switch(torch.device("cpu"), True)
     everything()
-    return 1 if any(kernel.metadata.shared > LIMIT for kernel in compiled.values()) else 0
+    print(*wrong, sep="\n")
+    return 1 if wrong or any(kernel.metadata.shared > LIMIT for kernel in compiled.values()) else 0
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ class World:
     prefix_caching: bool = True
     poison: bool = True
     late_masks: bool = False
+    speculative_tokens: int = 0
     windows: Windows = (None,)
     """Of each KV group."""
     now: float = 0.0
@@ -65,7 +66,10 @@ class World:
         self.pool = BlockPool(self.num_blocks, num_groups=len(self.windows), prefix_caching=self.prefix_caching)
         self.executor = FakeExecutor(self.num_blocks, self.block_size, windows=self.windows)
         config = SchedulerConfig(
-            max_batched_tokens=self.max_batched_tokens, max_num_seqs=self.max_num_seqs, queue_timeout_s=100.0
+            max_batched_tokens=self.max_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            queue_timeout_s=100.0,
+            speculative_tokens=self.speculative_tokens,
         )
         flying = self.depth * self.max_batched_tokens
         groups = tuple(

@@ -100,6 +100,13 @@ def multiplies_bf16() -> bool:
     return lib is not None and bool(lib.isthmus_cpu_bf16())
 
 
+def threads_present() -> int:
+    """Threads that the library computes with at present: fewer than torch's number while others need their processors
+    (cpu/pool.cpp). 0 before its first parallel loop."""
+    lib = library()
+    return 0 if lib is None else int(lib.isthmus_threads_present())
+
+
 def available() -> bool:
     """Whether the compiled library can be used in this process."""
     return library() is not None

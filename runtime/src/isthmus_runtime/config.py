@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NoReturn
+from urllib.parse import urlsplit
 
 from .errors import ConfigError
 
@@ -61,6 +62,16 @@ class OnFailure(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracingConfig:
+    """OpenTelemetry traces."""
+
+    endpoint: str = ""
+    """URL of a collector's traces (OTLP over HTTP); empty: there are no traces."""
+    sampling: float = 1.0
+    """Share of the traces that begin here which is recorded; what comes with a trace is recorded if that one is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """HTTP side of any role."""
 
@@ -81,6 +92,7 @@ class ServerConfig:
     max_connections_per_address: int = 8_192
     max_body_memory_bytes: int = 256 << 20
     """Of all request bodies that arrive or wait for their answer to begin."""
+    tracing: TracingConfig = field(default_factory=TracingConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +151,8 @@ class SchedulerConfig:
     max_step_s: float = 0.2
     """Longest step beside a request that generates: the gap that a prompt may make in another's stream."""
     max_num_seqs: int = 128
+    speculative_tokens: int = 0
+    """Most tokens that a row guesses from its own text (n-grams) and verifies in one step; 0: it does not."""
     max_waiting: int = 1024
     """More waiting requests than this are refused with 429."""
     queue_timeout_s: float = 300.0
@@ -253,6 +267,8 @@ def build_serve_parser() -> argparse.ArgumentParser:
     p.add_argument("--max-connections", default="16384", help="fewer where RLIMIT_NOFILE has no room for them")
     p.add_argument("--max-connections-per-address", default="8192", help="a gateway in front is one address")
     p.add_argument("--max-body-memory", default="256Mi", help="of all request bodies that are not answered yet")
+    p.add_argument("--trace-endpoint", default="", help="http(s)://host:4318 of an OpenTelemetry collector; none: off")
+    p.add_argument("--trace-sampling", default="1", help="share of traces that begin here, above 0 up to 1")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     p.add_argument("--model", required=True, help="directory with config.json, safetensors and tokenizer.json")
     p.add_argument("--served-model-name", action="append", default=[], help="repeatable; default: directory name")
@@ -270,6 +286,8 @@ def build_serve_parser() -> argparse.ArgumentParser:
     engine.add_argument("--max-batched-tokens", default="2048")
     engine.add_argument("--max-step-time", default="200ms", help="longest gap that prompts may make in a stream")
     engine.add_argument("--max-num-seqs", default="128")
+    engine.add_argument("--speculative-method", default="none", choices=["none", "ngram"], help="guess tokens ahead")
+    engine.add_argument("--speculative-tokens", default="6", help="most guesses of a row and step")
     engine.add_argument("--max-waiting", default="1024")
     engine.add_argument("--queue-timeout", default="300s")
     engine.add_argument("--block-size", default="16")
@@ -359,6 +377,21 @@ class _Reader:
             return 0.5
         return value
 
+    def endpoint(self, name: str) -> str:
+        """A collector's URL; OTLP's usual path where it names none."""
+        text = self.text(name)
+        if not text:
+            return ""
+        try:
+            parts = urlsplit(text)
+            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            good = False
+        if not good or parts.username or parts.query or parts.fragment:
+            self.problems.append(f"{self._flag(name)} {text!r} is no address of a collector; write http://HOST:PORT")
+            return ""
+        return text if parts.path.strip("/") else text.rstrip("/") + "/v1/traces"
+
     def duration(self, name: str) -> float:
         try:
             value = parse_duration(self.text(name))
@@ -395,6 +428,7 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         max_connections=read.integer("max_connections", 1),
         max_connections_per_address=read.integer("max_connections_per_address", 1),
         max_body_memory_bytes=read.size("max_body_memory"),
+        tracing=TracingConfig(endpoint=read.endpoint("trace_endpoint"), sampling=read.fraction("trace_sampling")),
     )
     if server.metrics_port and server.metrics_port == server.port:
         read.problems.append(f"--metrics-port {server.metrics_port} is --port as well; give another, or 0")
@@ -480,6 +514,7 @@ def _engine(
         read.problems.append("--transfer-mode store needs --store-master host:port of a mooncake_master")
     if role is not Role.UNIFIED and transfer.mode == "none":
         read.problems.append(f"--role {role.value} needs --transfer-mode direct or store")
+    speculative = read.integer("speculative_tokens", 1, 64)
     ranks = read.integer("tensor_parallel_size", 1, 64)
     if ranks > 1 and transfer.mode != "none":
         read.problems.append(
@@ -507,6 +542,7 @@ def _engine(
             max_batched_tokens=read.integer("max_batched_tokens", 1),
             max_step_s=read.duration("max_step_time"),
             max_num_seqs=read.integer("max_num_seqs", 1, 65536),
+            speculative_tokens=speculative if args.speculative_method == "ngram" else 0,
             max_waiting=read.integer("max_waiting", 1),
             queue_timeout_s=read.duration("queue_timeout"),
         ),

@@ -179,6 +179,12 @@ class EngineMetrics:
         self.preemptions = names.counter(
             "num_preemptions", "Requests preempted and recomputed.", vllm="num_preemptions"
         )
+        self.drafted = names.counter(
+            "draft_tokens", "Tokens guessed by speculative decoding.", vllm="spec_decode_num_draft_tokens"
+        )
+        self.accepted = names.counter(
+            "accepted_draft_tokens", "Guessed tokens that were kept.", vllm="spec_decode_num_accepted_tokens"
+        )
         self.quarantined_blocks = names.gauge("quarantined_blocks", "KV blocks a peer may still write.")
         self.never_fit_rejections = names.counter(
             "never_fit_rejections", "Requests refused because they can never fit."

@@ -191,9 +191,10 @@ def test_ranks_give_what_one_gives(
 
 def test_a_rank_holds_its_part_alone(tmp_path: Path, start_ranks: Callable[[Path, int], Ranked]) -> None:
     """Half of the large weights but the embedding, and half of the KV."""
-    write(tmp_path, {**MODELS["llama"], "vocab_size": 128})  # whole tiles of packed weights
+    # Whole tiles of packed weights.
+    write(tmp_path, {**MODELS["llama"], "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256})
     alone, half = (start_ranks(tmp_path, size).loaded for size in (1, 2))
-    embedding = 128 * 48 * 4
+    embedding = 128 * 128 * 4
     assert (half.model.weight_bytes - embedding) * 2 == pytest.approx(alone.model.weight_bytes - embedding, rel=0.05)
     (whole,), (part,) = alone.layer_specs(8, "auto"), half.layer_specs(8, "auto")
     assert part.page_bytes * 2 == whole.page_bytes

@@ -191,6 +191,34 @@ def test_token_ids(serve, run, tokenizer):
     run(main())
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "last"),
+    [
+        ("/v1/responses", {"input": HELLO}, "response.incomplete"),
+        ("/v1/messages", {"messages": HELLO, "max_tokens": 4}, "message_delta"),
+    ],
+)
+def test_token_ids_and_truncation_of_other_endpoints(serve, run, tokenizer, path, body, last):
+    async def main():
+        prompt = tokenizer.chat(Conversation(messages=HELLO)).ids
+        limit = {"max_output_tokens": 4} if path == "/v1/responses" else {}
+        for keep in (None, 3):
+            async with serve(lambda request: [10, 11, 12, 13]) as api:
+                asked = {**body, **limit, "return_token_ids": True, "truncate_prompt_tokens": keep}
+                expected = (prompt if keep is None else prompt[-keep:], [10, 11, 12, 13])
+                _, answer = await events(api, path, asked)
+                assert (answer["prompt_token_ids"], answer["token_ids"]) == expected
+                _, data = await events(api, path, {**asked, "stream": True})
+                told = [json.loads(d.partition("data: ")[2]) for d in data]
+                (end,) = [event.get("response", event) for event in told if event["type"] == last]
+                assert (end["prompt_token_ids"], end["token_ids"]) == expected
+                assert all("token_ids" not in json.dumps(event) for event in told if event["type"] != last)
+                _, answer = await events(api, path, {**body, **limit})
+                assert "token_ids" not in answer
+
+    run(main())
+
+
 def test_prompts_may_be_truncated(serve, run, tokenizer):
     async def main():
         async with serve(spell(tokenizer, "a")) as api:

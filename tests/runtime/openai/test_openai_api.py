@@ -14,7 +14,7 @@ from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
 from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
-from isthmus_runtime.request import FinishReason, TokenChunk
+from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
 
 
 def test_chat(serve, run, tokenizer):
@@ -194,6 +194,24 @@ def test_stop_string_ends_the_backend(serve, run, tokenizer, streamed):
             assert (text, reasons) == ("The fox jumps ", ["stop"])
             await api.backend.closed.wait()
             assert api.backend.ended == ["closed"]
+
+    run(main())
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_tokens_after_a_stop_string_do_not_count_when_they_come_with_it(serve, run, tokenizer, logprobs):
+    async def main():
+        ids = tokenizer.encode("The fox jumps STOP here and there")
+        entries = tuple(TokenLogprobs(i, -0.5) for i in ids) if logprobs is not None else ()
+        chunk = TokenChunk(token_ids=tuple(ids), logprobs=entries, finish_reason=FinishReason.LENGTH)
+        async with serve(lambda _: [chunk]) as api, client(api) as c:
+            got = await c.completions.create(
+                model="tiny", prompt="x", stop="STOP", logprobs=logprobs, extra_body={"return_token_ids": True}
+            )
+            told = got.choices[0]
+            assert (told.text, told.finish_reason) == ("The fox jumps ", "stop")
+            until = next(n for n in range(len(ids)) if "STOP" in tokenizer.decode(ids[:n]))
+            assert told.token_ids == ids[:until] and got.usage.completion_tokens == until < len(ids)
 
     run(main())
 

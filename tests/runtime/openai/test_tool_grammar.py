@@ -92,6 +92,33 @@ def test_calls_of_offered_tools_and_nothing_else(drawn, form: str, several: bool
     assert counts == {1} if not several else counts <= set(range(1, MAX_CALLS + 1)) and len(counts) > 1
 
 
+def test_arguments_have_no_properties_that_their_schema_does_not_name(drawn) -> None:
+    """A property may have the name of a keyword."""
+    inner = {"type": "object", "properties": {"type": {"const": 1}}, "required": ["type"]}
+    closed = {"type": "object", "properties": {"a": {"anyOf": [inner]}, "properties": {"const": 3}}, "required": ["a"]}
+    found = set()
+    for seed in range(40):
+        text = drawn(calls_grammar("json", [{"name": "f", "parameters": closed}], lambda _: None, several=False), seed)
+        arguments = json.loads(text)["arguments"]
+        assert arguments["a"] == {"type": 1}
+        found |= arguments.keys()
+    assert found == {"a", "properties"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {}, "additionalProperties": {"const": 2}},
+        {"type": "object", "properties": {"a": {}}, "patternProperties": {"^b": {}}},
+        {"allOf": [{"type": "object", "properties": {name: {"const": 1}}, "required": [name]} for name in "ab"]},
+        {"type": "object"},
+    ],
+)
+def test_objects_that_are_meant_to_be_open_stay_so(schema) -> None:
+    told = calls_grammar("json", [{"name": "f", "parameters": schema}], lambda _: None, several=False).text
+    assert json.dumps(schema) in told
+
+
 def test_markers_that_are_tokens_are_drawn_as_tokens(model_dir: Path, drawn) -> None:
     """`<|im_start|>` plays the marker: a text of its letters would be another thing."""
     structure = calls_grammar("hermes", FUNCTIONS, {"<tool_call>": 1}.get, several=False)

@@ -18,7 +18,7 @@ from isthmus_runtime.errors import (
     TransferFailed,
     error_from_json,
 )
-from isthmus_runtime.request import FinishReason, TokenLogprobs
+from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
 from isthmus_runtime.router.attempt import Attempt
 
 
@@ -116,14 +116,19 @@ def test_choices_of_one_prompt_follow_the_first(rig, run, kit):
     run(main())
 
 
-def test_log_probabilities_of_a_prompt_come_with_prefills_answer(rig, run, kit):
+@pytest.mark.parametrize("length", [1, 5000])
+def test_log_probabilities_of_a_prompt_come_from_whoever_computed_it(rig, run, kit, length):
+    scores = tuple(TokenLogprobs(i, float("-inf"), ((9, -0.5), (i, float("-inf"))), 77) for i in range(length))
+
     async def main():
         prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
-        prefill.prefill_scores = (TokenLogprobs(4, float("-inf"), ((9, -0.5), (4, float("-inf"))), 77),)
-        async with rig(prefill, decode) as r:
-            first, *others = await kit.collect(r.backend)
-            assert first.prompt_logprobs == prefill.prefill_scores
-            assert not any(chunk.prompt_logprobs for chunk in others)
+        prefill.prefill_scores = scores
+        decode.local_script = [TokenChunk((7,), note="local", prompt_logprobs=scores[::2]), kit.done(8)]
+        async with rig(prefill, decode, disaggregate_above=50) as r:
+            for prompt, expected in ((range(51), scores), (range(50), scores[::2])):
+                first, *others = await kit.collect(r.backend, kit.request(prompt))
+                assert first.prompt_logprobs == expected
+                assert not any(chunk.prompt_logprobs for chunk in others)
 
     run(main())
 

@@ -19,7 +19,7 @@ from isthmus_runtime.serving.app import add_pages, make_app
 from isthmus_runtime.serving.call import Call, add_call_route
 from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.limits import Limits
-from isthmus_runtime.serving.server import run_app
+from isthmus_runtime.serving.server import beside, run_app
 
 
 def run(work):
@@ -190,6 +190,19 @@ def test_a_server_whose_sweep_breaks_ends(monkeypatch):
     run(main())
 
 
+def test_a_port_of_probes_whose_sweep_breaks_ends_what_it_stands_beside(monkeypatch):
+    async def main():
+        async with asyncio.timeout(20):
+            with pytest.raises(ZeroDivisionError):
+                async with beside(make_app("test", bodies=()), host="127.0.0.1", port=0) as port:
+                    monkeypatch.setattr("isthmus_runtime.serving.server.Server.on_tick", lambda self, counter: 1 / 0)
+                    await asyncio.Event().wait()
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", port)
+
+    asyncio.run(main())
+
+
 def test_port_in_use_names_port_and_flag():
     async def main():
         async def handler(request):
@@ -209,7 +222,7 @@ PROGRAM = """
 import asyncio
 from isthmus_runtime.serving.app import make_app
 from isthmus_runtime.serving.in_flight import InFlight
-from isthmus_runtime.serving.server import run_app
+from isthmus_runtime.serving.server import beside, run_app
 busy = InFlight()
 async def main():
     async def stuck():

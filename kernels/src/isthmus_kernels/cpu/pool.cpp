@@ -2,6 +2,11 @@
 // too, and returns when the indices are used up and nobody is inside one. A thread that the system has not
 // scheduled is therefore never waited for, which is what makes OpenMP's barriers crawl on a busy machine.
 //
+// Unless it was interrupted inside an index: then the loop lasts as long as whatever took its processor, some
+// milliseconds, and several engines that share their processors stop one another like that most of the time. So a
+// loop that waited for such a helper counts as a sign that there are fewer processors than threads, and the next ones
+// are done by one thread less; after a while without such a sign one more is tried.
+//
 // One loop runs at a time; a second caller meanwhile runs its loop alone. A forked child
 // hires helpers of its own. Compiled once, for the oldest instruction set.
 #include <linux/futex.h>
@@ -9,6 +14,7 @@
 #include <sched.h>
 #include <stdint.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 namespace {
@@ -18,6 +24,12 @@ typedef void (*Body)(void *context, int64_t index, int thread);
 constexpr int MAX_THREADS = 256;
 // Turns of waiting (20 to 70 ns each) before a helper sleeps: longer than the gap between two ops of a step.
 constexpr int SPIN = 2000;
+// A helper that finishes its index so much later than the caller had none left, beyond twice what an index takes, was
+// interrupted: the system lets whoever is in its way run for some milliseconds.
+constexpr int64_t INTERRUPTED_NS = 500000;
+// How long a thread stays away: about as long as an interruption lasts, which costs little if it was the only one; twice
+// as long each time that one follows SOON after a return.
+constexpr int64_t AWAY_NS = 2000000, LONGEST_AWAY_NS = 640000000, SOON_NS = 20000000;
 
 struct alignas(64) Pool {
     // The loop that is open. Written by its caller while `open` is 0 and no helper is inside.
@@ -27,10 +39,14 @@ struct alignas(64) Pool {
     int threads;
     alignas(64) int64_t next;
     alignas(64) int32_t open, inside;
+    int32_t awaited;  // the caller sleeps until nobody is inside
     alignas(64) uint32_t generation;  // changes with every loop; helpers sleep on it
     int32_t sleeping;
+    // Threads that may work; the helpers beyond sleep on it. Written by callers while `busy` is theirs.
+    alignas(64) int32_t present;
     alignas(64) int32_t busy;
-    int32_t helpers;
+    int32_t helpers, wanted;
+    int64_t changed_at, away;  // when `present` changed, and how long it stays as it is
     bool failed, watched;
 } pool;
 
@@ -40,10 +56,25 @@ inline void relax() {
 #endif
 }
 
-void take_indices(int thread) {
-    for (;;) {
+int64_t now() {
+    timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return time.tv_sec * INT64_C(1000000000) + time.tv_nsec;
+}
+
+void sleep_while(const void *word, uint32_t value) {
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void wake(const void *word, int count) {
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
+}
+
+// How many it took.
+int64_t take_indices(int thread) {
+    for (int64_t taken = 0;; taken++) {
         const int64_t index = __atomic_fetch_add(&pool.next, 1, __ATOMIC_RELAXED);
-        if (index >= pool.count) return;
+        if (index >= pool.count) return taken;
         pool.body(pool.context, index, thread);
     }
 }
@@ -55,8 +86,7 @@ uint32_t next_loop(uint32_t seen) {
         relax();
     }
     __atomic_fetch_add(&pool.sleeping, 1, __ATOMIC_SEQ_CST);
-    while (__atomic_load_n(&pool.generation, __ATOMIC_SEQ_CST) == seen)
-        syscall(SYS_futex, &pool.generation, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+    while (__atomic_load_n(&pool.generation, __ATOMIC_SEQ_CST) == seen) sleep_while(&pool.generation, seen);
     __atomic_fetch_sub(&pool.sleeping, 1, __ATOMIC_SEQ_CST);
     return __atomic_load_n(&pool.generation, __ATOMIC_ACQUIRE);
 }
@@ -64,19 +94,23 @@ uint32_t next_loop(uint32_t seen) {
 void *help(void *number) {
     const int thread = int(intptr_t(number));
     for (uint32_t seen = 0;;) {
+        for (int32_t present; thread >= (present = __atomic_load_n(&pool.present, __ATOMIC_SEQ_CST));)
+            sleep_while(&pool.present, present);
         seen = next_loop(seen);
         // Entering before looking at `open`, while the caller closes before looking at `inside`: one of the two
         // sees the other.
         __atomic_fetch_add(&pool.inside, 1, __ATOMIC_SEQ_CST);
         if (__atomic_load_n(&pool.open, __ATOMIC_SEQ_CST) && thread < pool.threads) take_indices(thread);
-        __atomic_fetch_sub(&pool.inside, 1, __ATOMIC_RELEASE);
+        if (__atomic_fetch_sub(&pool.inside, 1, __ATOMIC_SEQ_CST) == 1 &&
+            __atomic_load_n(&pool.awaited, __ATOMIC_SEQ_CST))
+            wake(&pool.inside, 1);
     }
     return nullptr;
 }
 
 // Only the forking thread lives on in the child.
 void forget_helpers() {
-    pool.helpers = pool.open = pool.inside = pool.sleeping = pool.busy = 0;
+    pool.helpers = pool.open = pool.inside = pool.sleeping = pool.awaited = pool.busy = 0;
 }
 
 void hire(int wanted) {
@@ -92,7 +126,43 @@ void hire(int wanted) {
     }
 }
 
+// Until no helper is inside an index.
+void await_helpers() {
+    for (int i = 0; i < SPIN; i++) {
+        if (!__atomic_load_n(&pool.inside, __ATOMIC_ACQUIRE)) return;
+        relax();
+    }
+    __atomic_store_n(&pool.awaited, 1, __ATOMIC_SEQ_CST);
+    while (const int32_t inside = __atomic_load_n(&pool.inside, __ATOMIC_SEQ_CST)) sleep_while(&pool.inside, inside);
+    __atomic_store_n(&pool.awaited, 0, __ATOMIC_RELAXED);
+}
+
+// Lets threads go, or more come.
+void set_present(int32_t present, int64_t at) {
+    const bool more = present > pool.present;
+    __atomic_store_n(&pool.present, present, __ATOMIC_SEQ_CST);
+    pool.changed_at = at;
+    if (more) wake(&pool.present, MAX_THREADS);
+}
+
+// What a loop tells: its caller had no index left at `idle` and waited until `end`, where an index takes `each`.
+void learn(int threads, int64_t each, int64_t idle, int64_t end) {
+    const int64_t since = end - pool.changed_at;
+    if (end - idle > INTERRUPTED_NS + 2 * each) {
+        if (since > SOON_NS) pool.away = AWAY_NS;
+        else if (pool.away < LONGEST_AWAY_NS) pool.away *= 2;
+        set_present(pool.present > 1 ? pool.present - 1 : 1, end);
+    } else if (pool.present < threads && since > pool.away) {
+        set_present(pool.present + 1, end);
+    }
+}
+
 }  // namespace
+
+// Threads that compute at present: fewer than were asked for while others need their processors; 0 before the first loop.
+extern "C" __attribute__((visibility("default"))) int64_t isthmus_threads_present() {
+    return __atomic_load_n(&pool.present, __ATOMIC_RELAXED);
+}
 
 // Call body(context, index, thread) for every index below `count`, on at most `threads` threads; `thread` is below
 // that and no two calls with the same one overlap.
@@ -104,20 +174,26 @@ extern "C" __attribute__((visibility("hidden"))) void isthmus_parallel(int64_t c
         return;
     }
     hire(threads - 1);
+    const int64_t began = now();
+    if (pool.wanted != threads) {
+        pool.wanted = threads;
+        pool.away = AWAY_NS;
+        set_present(threads, began);
+    }
     pool.body = body;
     pool.context = context;
     pool.count = count;
-    pool.threads = threads;
+    pool.threads = pool.present;
     __atomic_store_n(&pool.next, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&pool.open, 1, __ATOMIC_SEQ_CST);
-    __atomic_fetch_add(&pool.generation, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&pool.sleeping, __ATOMIC_SEQ_CST))
-        syscall(SYS_futex, &pool.generation, FUTEX_WAKE_PRIVATE, threads - 1, nullptr, nullptr, 0);
-    take_indices(0);
-    __atomic_store_n(&pool.open, 0, __ATOMIC_SEQ_CST);
-    for (int i = 0; __atomic_load_n(&pool.inside, __ATOMIC_ACQUIRE); i++) {
-        if (i < SPIN) relax();
-        else sched_yield();  // a helper was interrupted inside an index: let it finish
+    if (pool.threads > 1) {
+        __atomic_store_n(&pool.open, 1, __ATOMIC_SEQ_CST);
+        __atomic_fetch_add(&pool.generation, 1, __ATOMIC_SEQ_CST);
+        if (__atomic_load_n(&pool.sleeping, __ATOMIC_SEQ_CST)) wake(&pool.generation, pool.threads - 1);
     }
+    const int64_t taken = take_indices(0);
+    const int64_t idle = now();
+    __atomic_store_n(&pool.open, 0, __ATOMIC_SEQ_CST);
+    await_helpers();
+    learn(threads, (idle - began) / (taken ? taken : 1), idle, now());
     __atomic_store_n(&pool.busy, 0, __ATOMIC_RELEASE);
 }

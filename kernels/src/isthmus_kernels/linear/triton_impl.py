@@ -6,7 +6,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from isthmus_kernels import dependent_launch
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.linear import torch_impl
 from isthmus_kernels.linear.torch_impl import PlainWeight
@@ -14,6 +16,7 @@ from isthmus_kernels.linear.torch_impl import PlainWeight
 MOST_ROWS = 16
 # Outputs per multiprocessor up to which a weight is short.
 _SHORT = 32
+_LEAST_PIECE = 1024
 _DTYPES = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -30,12 +33,27 @@ def _one_row(
     PIECE: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     real = output < outputs
     source = weight + output.to(tl.int64)[:, None] * weight_row
-    acc = tl.zeros([OUTPUTS, PIECE], tl.float32)
-    for base in range(0, columns, PIECE):
+    column = tl.arange(0, PIECE)
+    # The weight's first piece is on its way while the kernel before still runs.
+    if EVEN:
+        first = tl.load(source + column[None, :], mask=real[:, None], other=0.0)
+    else:
+        first = tl.load(source + column[None, :], mask=real[:, None] & (column < columns)[None, :], other=0.0)
+    if PDL:
+        gdc_wait()
+    if EVEN:
+        value = tl.load(x + column)
+    else:
+        value = tl.load(x + column, mask=column < columns, other=0.0)
+    acc = first.to(tl.float32) * value.to(tl.float32)[None, :]
+    for base in range(PIECE, columns, PIECE):
         column = base + tl.arange(0, PIECE)
         if EVEN:
             value = tl.load(x + column)
@@ -71,7 +89,11 @@ def _few_rows(
     PARTS: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     group = tl.program_id(0)
     part = tl.program_id(1)
     output = group * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -117,7 +139,9 @@ def _few_rows(
 def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Write ``x @ weight.T + bias`` of one row by scalar products: every thread streams its share of the weight."""
     outputs, columns = weight.shape
-    piece = min(2048, power_of_two(columns, 16))
+    # As much of the weight as registers hold is asked for at once, if it can be in whole pieces.
+    even = columns & -columns
+    piece = min(4096, even if even >= _LEAST_PIECE else power_of_two(columns, 16))
     _one_row[(outputs,)](
         out,
         x,
@@ -131,6 +155,7 @@ def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         EVEN=columns % piece == 0,
         BIAS=bias is not None,
         num_warps=4,
+        **dependent_launch.options(x.device),
     )
 
 
@@ -166,6 +191,7 @@ def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         BIAS=bias is not None,
         num_warps=4,
         num_stages=5,
+        **dependent_launch.options(x.device),
     )
 
 

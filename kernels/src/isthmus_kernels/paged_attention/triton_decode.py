@@ -12,7 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from isthmus_kernels import dependent_launch
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.paged_attention.triton_tile import LEAST_ROWS, LOG2E, attend_tile
 
@@ -26,26 +28,28 @@ class Plan:
     programs: int  # per multiprocessor
     registers: int | None  # per thread at most
     warps: int = 4
+    merged: int = 2048
+    """Numbers that a program holds at a time when it merges parts."""
 
 
-_MANY_ROWS = 128
-_FEW = Plan(tile=64, stages=5, programs=2, registers=None)
+_MANY_ROWS = 16
 
 
-def plan(row_bytes: int, rows: int) -> Plan:
-    """The plan for keys of `row_bytes` and a batch of `rows`; measured on an H200 for 256 bytes
-    (runtime/bench/LOG.md), the others fit."""
+def plan(row_bytes: int, wide: bool, rows: int) -> Plan:
+    """The plan for keys of `row_bytes`, in fp32 if `wide`, and a batch of `rows`.
+
+    Measured on an H200 for 256 bytes (runtime/bench/LOG.md), the others fit.
+    """
+    if row_bytes <= 256 and not wide and rows >= _MANY_ROWS:
+        # Single warps need no barrier for the softmax, and eight of them wait for memory at different times.
+        return Plan(tile=32, stages=3, programs=8, registers=None, warps=1, merged=4096)
     if row_bytes <= 256:
-        # Three programs read faster where there are many requests; one long request alone is in so many parts then
-        # that merging them takes longer than reading did.
-        return Plan(tile=64, stages=5, programs=3, registers=168) if rows >= _MANY_ROWS else _FEW
+        # A long request alone is in so many parts that merging them costs more than reading did, unless they are
+        # merged all at once.
+        return Plan(tile=64, stages=5, programs=2, registers=None, merged=2048 if wide else 16_384)
     if row_bytes <= 512:
         return Plan(tile=32, stages=3, programs=2, registers=None)
     return Plan(tile=16, stages=3, programs=2, registers=None)
-
-
-# Numbers that a merging program holds at a time.
-_MERGED_ELEMENTS = 2048
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -86,7 +90,11 @@ def _decode(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     TO_LOG2: tl.constexpr = 1.4426950408889634
     program = tl.program_id(0)
     index = tl.arange(0, ROWS_PAD)
@@ -227,7 +235,7 @@ def decode(
     block_size, kv_heads, dim = kv.shape[2], kv.shape[3], kv.shape[4]
     group = q.shape[1] // kv_heads
     dim_pad = power_of_two(dim, 16)
-    chosen = plan(dim_pad * max(q.element_size(), kv.element_size()), rows)
+    chosen = plan(dim_pad * max(q.element_size(), kv.element_size()), q.dtype == torch.float32, rows)
     programs = chosen.programs * multiprocessors(q.device)
     merged_rows = power_of_two(group)
     partial = scratch("decode partial", q.device, (2 * programs, group, dim_pad), torch.float32)
@@ -266,11 +274,12 @@ def decode(
         TILE=chosen.tile,
         ROWS_PAD=power_of_two(rows, LEAST_ROWS),
         MERGED_ROWS=merged_rows,
-        MERGED_PARTS=max(1, _MERGED_ELEMENTS // (merged_rows * dim_pad)),
+        MERGED_PARTS=max(1, chosen.merged // (merged_rows * dim_pad)),
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
         SINKS=sinks is not None,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
         maxnreg=chosen.registers,
+        **dependent_launch.options(q.device),
     )

@@ -32,7 +32,7 @@ def plan(row_bytes: int, wide: bool, most_rows: int) -> Plan:
         return Plan(rows=64, tile=64, warps=4, stages=3)
     if row_bytes <= 512:
         return Plan(rows=64, tile=32, warps=4, stages=3)
-    return Plan(rows=64, tile=16, warps=4, stages=2)
+    return Plan(rows=64 if row_bytes <= 1024 else 32, tile=16, warps=4, stages=2)
 
 
 @triton.jit(do_not_specialize=["rows"])

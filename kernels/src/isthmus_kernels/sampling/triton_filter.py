@@ -14,14 +14,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from isthmus_kernels import dependent_launch
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.sampling.triton_noise import gumbel, noise_key, uniform
 
 _EDGES = 8
 _PIECE = 1024
 _WARPS = 8
-_DRAW_PIECE = 2048
+_GATHER_PIECE = 4096
+_DRAW_PIECE = 4096
+_DRAW_WARPS = 16
 # One compiled form for every batch: tables of parts have this width.
 MOST_PARTS = 64
 
@@ -56,7 +60,10 @@ def _edges(peak, EDGES: tl.constexpr):
 
 
 @triton.jit
-def _peak(peaks, logits, vocab, span, row_stride, PARTS_PAD: tl.constexpr, PIECE: tl.constexpr):
+def _peak(peaks, logits, vocab, span, row_stride, PARTS_PAD: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, part = tl.program_id(0), tl.program_id(1)
     source = logits + row.to(tl.int64) * row_stride
     end = tl.minimum(part * span + span, vocab)
@@ -101,7 +108,11 @@ def _count(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, part = tl.program_id(0), tl.program_id(1)
     parts = tl.num_programs(1)
     source = logits + row.to(tl.int64) * row_stride
@@ -154,6 +165,7 @@ def _count(
 @triton.jit
 def _gather(
     kept,  # [rows, vocab] int32: tokens at or above the chosen edge
+    kept_scores,  # [rows, vocab] fp32: theirs
     numbers,  # [rows] int32: how many
     counts,
     chosen,
@@ -166,7 +178,11 @@ def _gather(
     PARTS_PAD: tl.constexpr,
     PIECE: tl.constexpr,
     EDGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row, part = tl.program_id(0), tl.program_id(1)
     parts = tl.num_programs(1)
     source = logits + row.to(tl.int64) * row_stride
@@ -179,22 +195,25 @@ def _gather(
     place = tl.sum(tl.where(piece < part, number, 0), axis=0)
     if part == 0:
         tl.store(numbers + row, tl.sum(number, axis=0))
-    target = kept + row.to(tl.int64) * vocab
+    target = row.to(tl.int64) * vocab
     end = tl.minimum(part * span + span, vocab)
     for base in range(part * span, end, PIECE):
         token = base + tl.arange(0, PIECE)
         score = _scores(source, token, token < end, heat)
         above = (score >= edge) & (score > float("-inf"))
         rank = tl.cumsum(above.to(tl.int32), axis=0)
-        tl.store(target + place + rank - 1, token, mask=above)
+        spot = target + place + rank - 1
+        tl.store(kept + spot, token, mask=above)
+        tl.store(kept_scores + spot, score, mask=above)
         place += tl.max(rank, axis=0)
 
 
 @triton.jit
-def _descend(source, kept, number, heat, peak, low, high, target, WEIGHED: tl.constexpr, PIECE: tl.constexpr):
+def _descend(scores, number, peak, low, high, target, WEIGHED: tl.constexpr, PIECE: tl.constexpr):
     """The least integer v in (low, high] such that what is above v is less than `target`, knowing that v exists.
 
-    What is above v is Σ exp(score - peak) when WEIGHED, else how many. `low` and `high` are int64 scalars.
+    What is above v is Σ exp(score - peak) when WEIGHED, else how many, of the `number` scores at `scores`. `low` and
+    `high` are int64 scalars.
     """
     step = tl.arange(0, 8)
     by_value = True
@@ -211,8 +230,7 @@ def _descend(source, kept, number, heat, peak, low, high, target, WEIGHED: tl.co
         nearest_high = tl.full([PIECE], -0x7FFFFFFF, tl.int32)
         for base in range(0, number, PIECE):
             index = base + tl.arange(0, PIECE)
-            token = tl.load(kept + index, mask=index < number, other=0)
-            score = _scores(source, token, index < number, heat)
+            score = tl.load(scores + index, mask=index < number, other=float("-inf"))
             order = _order(score)
             weight = tl.exp(score - peak) if WEIGHED else tl.full([PIECE], 1.0, tl.float32)
             above += tl.where(order[None, :] > cut[:, None], weight[None, :], 0.0)
@@ -233,10 +251,10 @@ def _descend(source, kept, number, heat, peak, low, high, target, WEIGHED: tl.co
 def _draw(
     out,
     kept,
+    kept_scores,
     numbers,
     totals,
     peaks,
-    logits,
     temperature,
     top_k,
     top_p,
@@ -244,17 +262,20 @@ def _draw(
     seeds,
     positions,
     vocab,
-    row_stride,
     parts,
     PARTS_PAD: tl.constexpr,
     PIECE: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
-    source = logits + row.to(tl.int64) * row_stride
     own = kept + row.to(tl.int64) * vocab
+    scores = kept_scores + row.to(tl.int64) * vocab
     number = tl.load(numbers + row)
     peak, heat = _row_peak(peaks, temperature, row, parts, PARTS_PAD)
     lane = tl.arange(0, PIECE)
@@ -271,7 +292,7 @@ def _draw(
         if TOP_K:
             limit = tl.load(top_k + row)
             if (limit > 0) & (limit < vocab):
-                found = _descend(source, own, number, heat, peak, low, high, limit.to(tl.float32), False, PIECE)
+                found = _descend(scores, number, peak, low, high, limit.to(tl.float32), False, PIECE)
                 least = tl.maximum(least, _value(found.to(tl.int32)))
                 all_of_it = False
         if TOP_P:
@@ -279,22 +300,21 @@ def _draw(
             if part < 1.0:
                 mass = tl.zeros([PIECE], tl.float32)
                 for base in range(0, number, PIECE):
-                    token = tl.load(own + base + lane, mask=base + lane < number, other=0)
-                    score = _scores(source, token, base + lane < number, heat)
+                    score = tl.load(scores + base + lane, mask=base + lane < number, other=float("-inf"))
                     mass += tl.where(score >= least, tl.exp(score - peak), 0.0)
                 total = tl.sum(mass, axis=0)
                 if all_of_it:
                     total = tl.load(totals + row)
                 floor = tl.maximum(_order(least).to(tl.int64) - 1, low)
                 target = total * tl.maximum(part, 1e-30)
-                found = _descend(source, own, number, heat, peak, floor, high, target, True, PIECE)
+                found = _descend(scores, number, peak, floor, high, target, True, PIECE)
                 least = tl.maximum(least, _value(found.to(tl.int32)))
     key = noise_key(tl.load(seeds + row), tl.load(positions + row))
     best = tl.full([PIECE], float("-inf"), tl.float32)
     best_token = tl.zeros([PIECE], tl.int32) + vocab
     for base in range(0, number, PIECE):
         token = tl.load(own + base + lane, mask=base + lane < number, other=0)
-        score = _scores(source, token, base + lane < number, heat)
+        score = tl.load(scores + base + lane, mask=base + lane < number, other=float("-inf"))
         if heat > 0.0:
             score = tl.where(score >= least, score + gumbel(uniform(key, token)), float("-inf"))
         better = score > best
@@ -330,10 +350,12 @@ def filtered(
     chosen, numbers = torch.empty((2, rows), dtype=torch.int32, device=device)
     totals = torch.empty(rows, dtype=torch.float32, device=device)
     kept = torch.empty((rows, vocab), dtype=torch.int32, device=device)
+    kept_scores = torch.empty((rows, vocab), dtype=torch.float32, device=device)
     ks, ps, ms = (logits if tensor is None else tensor for tensor in (top_k, top_p, min_p))
     on = {"TOP_K": top_k is not None, "TOP_P": top_p is not None, "MIN_P": min_p is not None}
+    launch = dependent_launch.options(device)
     grid, stride = (rows, parts), logits.stride(0)
-    _peak[grid](peaks, logits, vocab, span, stride, PARTS_PAD=MOST_PARTS, PIECE=_PIECE, num_warps=_WARPS)
+    _peak[grid](peaks, logits, vocab, span, stride, PARTS_PAD=MOST_PARTS, PIECE=_PIECE, num_warps=_WARPS, **launch)
     _count[grid](
         counts,
         masses,
@@ -354,9 +376,11 @@ def filtered(
         EDGES=_EDGES,
         num_warps=_WARPS,
         **on,
+        **launch,
     )
     _gather[grid](
         kept,
+        kept_scores,
         numbers,
         counts,
         chosen,
@@ -367,17 +391,18 @@ def filtered(
         span,
         stride,
         PARTS_PAD=MOST_PARTS,
-        PIECE=_PIECE,
+        PIECE=_GATHER_PIECE,
         EDGES=_EDGES,
         num_warps=_WARPS,
+        **launch,
     )
     _draw[(rows,)](
         out,
         kept,
+        kept_scores,
         numbers,
         totals,
         peaks,
-        logits,
         temperature,
         ks,
         ps,
@@ -385,10 +410,10 @@ def filtered(
         seeds,
         positions,
         vocab,
-        stride,
         parts,
         PARTS_PAD=MOST_PARTS,
         PIECE=_DRAW_PIECE,
-        num_warps=_WARPS,
+        num_warps=_DRAW_WARPS,
         **on,
+        **launch,
     )

@@ -27,6 +27,10 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class SpeculativeMethod(StrEnum):
+    NGRAM = "NGram"
+
+
 class KvLayout(StrEnum):
     BLOCK_MAJOR = "BlockMajor"
     LAYER_MAJOR = "LayerMajor"

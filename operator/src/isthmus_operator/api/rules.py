@@ -20,7 +20,7 @@ TYPED_FLAGS = frozenset(
     {
         *("role", "host", "port", "model", "served-model-name", "log-level", "drain-timeout", "no-progress-timeout"),
         *("device", "dtype", "threads", "max-model-len", "max-batched-tokens", "max-step-time"),
-        *("max-num-seqs", "max-waiting", "queue-timeout"),
+        *("max-num-seqs", "max-waiting", "queue-timeout", "speculative-method", "speculative-tokens"),
         *("block-size", "kv-dtype", "kv-memory", "kv-memory-fraction", "num-blocks-override", "no-prefix-caching"),
         *("kv-layout", "transfer-mode", "transfer-transport", "transfer-fallback", "transfer-timeout"),
         *("transfer-on-failure", "transfer-host", "transfer-crc"),

@@ -25,6 +25,7 @@ from .choices import (
     ScalingMetric,
     ScalingMode,
     ServiceType,
+    SpeculativeMethod,
     Toggle,
     TransferFailure,
     TransferMode,
@@ -188,6 +189,13 @@ class RoleEngine(EngineTuning):
     """Size of this role's KV pool, in place of the shared one."""
 
 
+class Speculative(Block):
+    method: SpeculativeMethod
+    """NGram: what followed the same tokens before."""
+    tokens: Annotated[int, Field(ge=1, le=64)] = 6
+    """Most guesses of a request and step."""
+
+
 class Engine(EngineTuning):
     image: Text | None = None
     """Image of the engine. Absent: the operator's default, fixed when a revision is first made."""
@@ -201,9 +209,10 @@ class Engine(EngineTuning):
     """Most tokens of prompt and answer together. Absent: the model's limit, or what the KV pool holds if less."""
     kv_cache: KvCache = Field(default_factory=KvCache)
     """The KV pool."""
+    speculative: Speculative | None = None
+    """Guesses tokens ahead and verifies them in one step; answers stay the same."""
     extra_args: ExtraArgs = Field(default_factory=dict)
-    """Further engine flags without their dashes. Flags that have a field cannot be given here; one that the engine
-    does not know makes it refuse to start."""
+    """Further engine flags without their dashes, but those that have a field."""
 
 
 class ScalingTarget(Block):

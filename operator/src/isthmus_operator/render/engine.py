@@ -79,6 +79,9 @@ def engine_args(service: InferenceService, component: Component, model_path: str
         args += ["--device", "cuda"]
     args += _tuning(spec.engine, role.engine)
     args += _kv(service, role)
+    if spec.engine.speculative is not None and component is not Component.PREFILL:
+        guesses = spec.engine.speculative
+        args += ["--speculative-method", guesses.method.value.lower(), "--speculative-tokens", str(guesses.tokens)]
     if component is not Component.WORKER:
         args += _transfer(service)
     for flag, value in sorted(spec.engine.extra_args.items()):

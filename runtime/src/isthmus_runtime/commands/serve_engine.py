@@ -31,6 +31,7 @@ from ..engine.long_lived import LongLived
 from ..engine.loop import EngineLoop
 from ..engine.scheduler import Scheduler
 from ..engine.server import BODIES, EngineMeters, EngineServer
+from ..engine.traces import StartTimes
 from ..errors import ConfigError, EngineFailed, IsthmusError
 from ..interfaces.handoff import HandoffEvent, KvHandoff
 from ..interfaces.steps import Executor
@@ -49,6 +50,7 @@ from ..serving.server import beside, check_port, run_app
 from ..structured.checker import Checker
 from ..structured.grammars import Grammars
 from ..transfer.sockets import probe_accepted
+from .open_tracer import open_tracer
 from .pool_plan import plan_pool
 
 log = logging.getLogger(__name__)
@@ -166,20 +168,23 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         layout_digest=loaded.digest,
         kv_heads=loaded.kv_heads,
         recompute=config.transfer.on_failure == "recompute",
-        late_masks=True,
+        late_masks=config.tensor_parallel_size == 1,
     )
     streams = Streams(asyncio.get_running_loop())
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)
     mover = _Mover.start(config, loaded, credentials)
+    tracer = open_tracer(config.server.tracing, config.role.value, model_name)
+    starts = StartTimes(time.monotonic) if config.server.tracing.endpoint else None
     engine = EngineLoop(
         scheduler,
         loaded.executor,
         streams.sink,
         handoff=mover.handoff,
         step_timeout_s=config.server.no_progress_timeout_s,
+        started=None if starts is None else starts.started,
     )
     grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
-    backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size, grammars=grammars)
+    backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size, grammars=grammars, starts=starts)
     in_flight = InFlight()
     meters = EngineMeters(CollectorRegistry(), model_name)
     meters.engine.set_cache_config(block_size=str(kv.block_size), num_gpu_blocks=str(kv.num_blocks))
@@ -228,6 +233,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         kv_events=feed,
         threads=LongLived(),
         credentials=credentials,
+        tracer=tracer,
     )
     app = make_app(
         f"Isthmus {config.role.value} engine",
@@ -244,6 +250,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             in_flight=in_flight,
             metrics=meters.requests,
             grammars=checker,
+            tracer=tracer,
         )
     server.add_probes(app)  # routers ask here, too
     server.add_internal(app)
@@ -279,6 +286,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     finally:
         await checker.close()
         loaded.executor.close()
+        await asyncio.to_thread(tracer.close)
     if engine.failure:
         raise EngineFailed(engine.failure)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import time
@@ -25,6 +26,7 @@ from ..serving.limits import limits_of
 from ..serving.server import beside, run_app
 from ..structured.checker import Checker
 from ..transfer.sockets import probe_accepted
+from .open_tracer import open_tracer
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ def serve_router(config: RouterConfig) -> int:
 async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenants: TenantsFile | None) -> int:
     in_flight, registry = InFlight(), CollectorRegistry()
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)
+    tracer = open_tracer(config.server.tracing, "router", config.model.served_names[0])
     router = make_router(config, registry, in_flight, credentials=credentials)
     metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_")
     app = make_app(
@@ -75,6 +78,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
         metrics=metrics,
         tenant_metrics=None if tenants is None else TenantMetrics(registry, config.model.served_names[0]),
         grammars=grammars,
+        tracer=tracer,
     )
     router.add_probes(app)
     if config.page:
@@ -104,4 +108,5 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
             )
     finally:
         await grammars.close()
+        await asyncio.to_thread(tracer.close)
     return 0

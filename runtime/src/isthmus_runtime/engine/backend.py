@@ -13,7 +13,9 @@ from ..interfaces.backend import Backend
 from ..protocol import PrefillAnswer, PrefillCall, Ticket
 from ..request import GenerateRequest, Structure, TokenChunk
 from ..structured.grammars import Grammars, Guide
+from ..tracing.span import current
 from .loop import EngineLoop, Reply
+from .traces import RequestTrace, StartTimes
 
 
 class Streams:
@@ -57,10 +59,12 @@ class EngineBackend(Backend):
         *,
         vocab_size: int = 0,
         grammars: Callable[[], Grammars] | None = None,
+        starts: StartTimes | None = None,
     ) -> None:
         """`vocab_size`: requests with other ids are refused; one would break the executor for everybody. 0: unknown.
 
         `grammars` reads the tokenizer at the first request that is structured; None: there is none to read.
+        `starts`: what the engine tells of the rows that it starts, for traces; None: there are none.
         """
         self.engine = engine
         self._grammars = grammars
@@ -69,6 +73,7 @@ class EngineBackend(Backend):
         # what else is done in threads (large bodies) does not wait for any of it.
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._streams = streams
+        self._starts = starts
         self._vocab_size = vocab_size
         self.generated_tokens = 0
         """Given out since the start."""
@@ -108,6 +113,7 @@ class EngineBackend(Backend):
         name = attempt or local_attempt
         sid = name or request.request_id
         queue = self._claim(sid)
+        trace = self._trace(sid, request)
         ended = first = False
         try:
             self.engine.generate(
@@ -124,12 +130,18 @@ class EngineBackend(Backend):
                 if isinstance(reply, TokenChunk):
                     ended = reply.finish_reason is not None
                     self.generated_tokens += len(reply.token_ids)
+                    if trace is not None:
+                        trace.chunk(reply)
                     if reply.error is not None and not first:
                         raise reply.error
+                elif trace is not None:
+                    trace.reserved()
                 first = True
                 yield reply
         finally:
             self._streams.close(sid)
+            if trace is not None:
+                trace.close()
             if not ended:
                 self.engine.abort(request.request_id, name, "the client disconnected", answer=False)
 
@@ -139,20 +151,33 @@ class EngineBackend(Backend):
         self._check_ids(request)
         constraint = await self._constraint(request)
         queue = self._claim(call.attempt)
+        trace = self._trace(call.attempt, request)
         ended = False
         try:
             self.engine.prefill(call, constraint)
             reply = await queue.get()
             ended = True
             if isinstance(reply, PrefillAnswer):
+                if trace is not None:
+                    trace.sent(reply)
                 return reply
             assert isinstance(reply, TokenChunk) and reply.error is not None
+            if trace is not None:
+                trace.chunk(reply)
             raise reply.error
         finally:
             self._streams.close(call.attempt)
+            if trace is not None:
+                trace.close()
             if not ended:
                 request_id = call.request.request_id
                 self.engine.abort(request_id, call.attempt, "the router closed the prefill call", answer=False)
+
+    def _trace(self, sid: str, request: GenerateRequest) -> RequestTrace | None:
+        span = current()
+        if self._starts is None or not span.recording:
+            return None
+        return RequestTrace(span, self._starts, sid, request)
 
     async def _constraint(self, request: GenerateRequest) -> Guide | None:
         if request.structure is None:

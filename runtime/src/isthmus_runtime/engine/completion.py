@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ..errors import RequestError
-from ..interfaces.steps import StepOutput
+from ..interfaces.steps import Chunk, StepOutput
 from ..request import FinishReason, TokenChunk, TokenLogprobs
 from .blocks import SequenceBlocks
+from .drafts import Speculation
 from .handoffs import Handoffs
 from .in_flight import StepsInFlight
 from .queues import Queues
@@ -21,11 +22,19 @@ _new = tuple.__new__
 class Completion:
     """Takes the results of steps, and ends requests."""
 
-    def __init__(self, queues: Queues, blocks: SequenceBlocks, handoffs: Handoffs, in_flight: StepsInFlight) -> None:
+    def __init__(
+        self,
+        queues: Queues,
+        blocks: SequenceBlocks,
+        handoffs: Handoffs,
+        in_flight: StepsInFlight,
+        speculation: Speculation,
+    ) -> None:
         self._queues = queues
         self._blocks = blocks
         self._handoffs = handoffs
         self._in_flight = in_flight
+        self._speculation = speculation
 
     def complete(self, output: StepOutput, now: float) -> list[Effect]:
         """Take the result of the oldest step in flight."""
@@ -37,11 +46,14 @@ class Completion:
         append = effects.append
         ended, sends = Phase.ENDED, Kind.SEND  # an attribute of an enum costs as much as the rest of a test
         for (seq, run, chunk), (tokens, logprobs) in zip(work, output.rows, strict=True):
-            _, start, count, draws, _ = chunk
+            _, start, count, draws, drafts = chunk
             if step <= seq.void_step:
                 continue
             seq.unseen -= draws
             if seq.phase is ended:
+                continue
+            if drafts:
+                append(self._verified(seq, run, chunk, tokens, logprobs))
                 continue
             if run == seq.run:
                 seq.written = written = start + count
@@ -62,10 +74,27 @@ class Completion:
                     append((seq.sid, _new(TokenChunk, (tokens, logprobs, None, None, 0, "", ()))))
                 else:
                     append(self.emit(seq, tokens, logprobs))
-                if seq.masks is not None and seq.phase is not ended:
-                    self._ask_for_mask(seq)
+                if seq.phase is not ended:
+                    if seq.drafter is not None:
+                        self._speculation.saw(seq)
+                    elif seq.masks is not None:
+                        self._ask_for_mask(seq)
         self._in_flight.lift(step)
         return effects
+
+    def _verified(
+        self, seq: Sequence, run: int, chunk: Chunk, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
+    ) -> Emit:
+        """As many drafts as were right, and the token after them. Only their KV counts; the rest is written again."""
+        ends = (at for at, token in enumerate(tokens, 1) if token in seq.stop_token_ids)
+        kept = next(ends, len(tokens))
+        seq.tokens += tokens[:kept]
+        self._speculation.verified(seq, len(chunk.drafts), len(tokens) - 1)
+        if run == seq.run:
+            seq.scheduled = seq.written = chunk.start + len(tokens)
+            if seq.written >= seq.publish_at:
+                self._blocks.publish(seq)
+        return self.emit(seq, tokens[:kept], logprobs[:kept])
 
     def _not_drawn(self, seq: Sequence, run: int) -> None:
         """Its mask did not come in time: the last position is computed again, once the mask is known."""
@@ -92,16 +121,16 @@ class Completion:
         return effects
 
     def emit(self, seq: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> Emit:
-        """Give out the request's newest token, which may be its first, or its last."""
+        """Give out the request's newest tokens, the last of which may be its last."""
         length = len(seq.tokens)
         reason = None
-        if tokens[0] in seq.stop_token_ids:
+        if tokens[-1] in seq.stop_token_ids:
             reason = FinishReason.STOP
         elif length >= seq.end_len:
             reason = FinishReason.LENGTH
         if reason is not None:
             self.forget(seq)
-        if length > seq.prompt_len + 1:
+        if length > seq.prompt_len + len(tokens):
             return seq.sid, TokenChunk(tokens, logprobs, reason)
         # The first tells of the prompt.
         return seq.sid, TokenChunk(tokens, logprobs, reason, None, seq.cached_tokens, seq.note, seq.take_scores())

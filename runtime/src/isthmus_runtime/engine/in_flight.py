@@ -63,14 +63,15 @@ class StepDraft:
         """Whether no further prompt may start."""
         return self.budget == 0 or (self.prompts is not None and self.prompts.spent)
 
-    def add(self, seq: Sequence, count: int) -> None:
-        """Plan the next `count` tokens of the request, which has a row and the blocks for them.
+    def add(self, seq: Sequence, count: int, drafts: tuple[int, ...] = ()) -> None:
+        """Plan the next `count` tokens of the request, which has a row and the blocks for them, and verify `drafts`.
 
         `may_draw` or `may_draw_later` was asked if the request has masks.
         """
         start = seq.scheduled
+        count += len(drafts)
         seq.scheduled = end = start + count
-        if end < len(seq.tokens) + seq.unseen:
+        if end < len(seq.tokens) + seq.unseen + len(drafts):
             self.work.append((seq, seq.run, Chunk(seq.row, start, count, 0)))
         else:
             if seq.masks is not None:
@@ -80,7 +81,7 @@ class StepDraft:
                 elif allowed is not None:
                     self.late_masks.append(LateRowMask(seq.row, allowed))
             # One per row and step: without the class's own `__new__` it costs half.
-            self.work.append((seq, seq.run, _new(Chunk, (seq.row, start, count, 1, ()))))
+            self.work.append((seq, seq.run, _new(Chunk, (seq.row, start, count, 1 + len(drafts), drafts))))
         self.budget -= count
 
     def without_left(self) -> StepDraft:

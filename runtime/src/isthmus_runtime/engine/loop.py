@@ -28,7 +28,7 @@ from ..interfaces.handoff import (
     SendJob,
     Sent,
 )
-from ..interfaces.steps import Constraint, Executor, Masks, StepOutput, StepPlan
+from ..interfaces.steps import Constraint, Executor, Masks, RowStart, StepOutput, StepPlan
 from ..kv.pool import PoolCounts
 from ..protocol import CommitCall, PrefillAnswer, PrefillCall, Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
@@ -71,8 +71,10 @@ class EngineLoop:
         handoff: Callable[[Callable[[HandoffEvent], None]], KvHandoff] | None = None,
         clock: Callable[[], float] = time.monotonic,
         step_timeout_s: float = 120.0,
+        started: Callable[[Sequence[RowStart]], None] | None = None,
     ) -> None:
-        """`sink` receives batches of (scheduler id, reply) on the engine thread and must not block.
+        """`sink` receives batches of (scheduler id, reply) on the engine thread and must not block; nor must `started`,
+        which is told there of the rows that begin with a step.
 
         `step_timeout_s`: a step that has not ended for so long never will; every request is told.
         """
@@ -81,6 +83,7 @@ class EngineLoop:
         self._sink = sink
         self._clock = clock
         self._step_timeout_s = step_timeout_s
+        self._started = started
         self._inbox: queue.SimpleQueue[Callable[[float], list[Effect]] | None] = queue.SimpleQueue()
         self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
         self._handoff = None if handoff is None else handoff(self._on_handoff)
@@ -294,11 +297,15 @@ class EngineLoop:
         """When the next step is planned; None: not before something else happens."""
         if self.failure or not self._wake or len(self._in_flight) == STEPS_IN_FLIGHT or not self.scheduler.has_work:
             return None
+        if self._in_flight and self.scheduler.holds:
+            return None
         return self.scheduler.pace.plan_at()
 
     def _submit(self, plan: StepPlan) -> None:
         if not self._in_flight:
             self._step_since_s = self._clock()
+        if self._started is not None and plan.starts:
+            self._started(plan.starts)
         future = self._executor.submit(plan)
         self._in_flight.append((plan, future))
         future.add_done_callback(lambda _: self._inbox.put(_step_ended))

@@ -98,7 +98,8 @@ class Pace:
         rows = len(plan.chunks)
         size = StepSize(rows, 0, 0.0)
         if plan.num_tokens > rows:
-            prompts = [(start, count) for _, start, count, _, _ in plan.chunks if count > 1]
+            # A draft costs what a token of a prompt does; the token before drafts is the row's.
+            prompts = [(start, count - (draws > 1)) for _, start, count, draws, _ in plan.chunks if count > 1]
             size = StepSize(rows, sum(n for _, n in prompts), sum(attended(start, n) for start, n in prompts))
         self._in_flight.append((size, now))
 

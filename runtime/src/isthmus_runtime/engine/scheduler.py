@@ -29,6 +29,7 @@ from ..request import FinishReason, GenerateRequest, TokenLogprobs
 from .admission import Admission
 from .blocks import SequenceBlocks
 from .completion import Completion
+from .drafts import Drafter, Speculation
 from .handoffs import Handoffs
 from .in_flight import StepDraft, StepsInFlight
 from .intake import Intake
@@ -38,6 +39,10 @@ from .queues import Queues
 from .sequence import Effect, Kind, Phase, SchedulerStats, Sequence
 
 _new = tuple.__new__
+
+HOLD_SHARE = 4
+"""Where one in so many requests guesses tokens, steps are planned one after the other, with all requests in each. Where
+fewer do, they are left out of every second step, and the others are planned ahead."""
 
 
 class Scheduler:
@@ -66,7 +71,8 @@ class Scheduler:
         self._intake = Intake(config, plan.max_model_len, self.blocks)
         self._preemption = Preemption(self.queues, self.blocks, self.handoffs, self.steps)
         self._admission = Admission(self.queues, self.blocks, self.handoffs, self._preemption, self.pace)
-        self._completion = Completion(self.queues, self.blocks, self.handoffs, self.steps)
+        self._speculation = Speculation(config.speculative_tokens, self.pace.times)
+        self._completion = Completion(self.queues, self.blocks, self.handoffs, self.steps, self._speculation)
         self._recompute = recompute
         self._late_masks = late_masks
         self._timers: list[tuple[float, str]] = []
@@ -97,6 +103,8 @@ class Scheduler:
             skip_blocks=skip_blocks,
             masks=masks,
         )
+        if self._speculation.most and masks is None and kind is not Kind.SEND:
+            seq.drafter = Drafter()
         sid, waiting = seq.sid, len(self.queues.waiting)
         if sid in self.queues.live or self.handoffs.known(attempt):
             # An ended attempt may still hold blocks: a repeated call must not take its holds over.
@@ -194,12 +202,14 @@ class Scheduler:
     def _continue_running(self, draft: StepDraft) -> None:
         """Plan what running requests can compute, oldest first; here, if it is one token and needs no block."""
         running, work = Phase.RUNNING, draft.work
+        self._speculation.begin(len(self.queues.running))
         for seq in tuple(self.queues.running):
             start = seq.scheduled
             known = len(seq.tokens) + seq.unseen
             if known >= seq.end_len or seq.phase is not running:
                 continue
-            if start + 1 == known <= seq.room and draft.budget and seq.masks is None and not seq.promised:
+            special = seq.masks is not None or seq.holds or seq.promised
+            if start + 1 == known <= seq.room and draft.budget and not special:
                 # What `StepDraft.add` does, without the call: most rows of most steps.
                 seq.scheduled = known
                 work.append((seq, seq.run, _new(Chunk, (seq.row, start, 1, 1, ()))))
@@ -211,12 +221,29 @@ class Scheduler:
         """Plan what a running request can compute of its next `count` tokens."""
         if seq.masks is not None and not self._may_draw(seq, draft):
             return
+        if seq.holds and count == 1:
+            if not seq.unseen:
+                self._continue_guessing(seq, draft)
+            return
         count = self._admission.chunk(seq.scheduled, count, draft)
         if count <= 0:
             return
         upto = seq.scheduled + count
         if (upto <= seq.room and not seq.promised) or self._give_room(seq, upto, draft):
             draft.add(seq, count)
+
+    def _continue_guessing(self, seq: Sequence, draft: StepDraft) -> None:
+        """Plan the next token of a running request, and guesses of those after it that take nothing from others."""
+        covered = seq.known <= seq.room and not seq.promised
+        if not draft.budget or not (covered or self._give_room(seq, seq.known, draft)):
+            return
+        most = min(draft.budget - 1, seq.end_len - seq.known - 1)
+        upto = seq.known + min(most, self._speculation.most)
+        if upto > seq.room and self.blocks.missing(seq, upto) + len(self.queues.running) <= self._admission.free():
+            self._admission.grow(seq, upto, draft)
+        drafts = self._speculation.guess(seq, min(most, seq.room - seq.known))
+        seq.holds = bool(drafts)
+        draft.add(seq, 1, drafts)
 
     def _may_draw(self, seq: Sequence, draft: StepDraft) -> bool:
         """Whether a running request with masks may be in the step: its mask is known, or comes before the draw."""
@@ -313,6 +340,12 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------- views
 
     @property
+    def holds(self) -> bool:
+        """Whether so many running requests wait for their newest tokens that none should be planned before those."""
+        running = self.queues.running
+        return self._speculation.most > 0 and HOLD_SHARE * sum(seq.holds for seq in running) >= max(1, len(running))
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is live or any step in flight."""
         return bool(self.queues.live or self.steps.steps)
@@ -340,6 +373,8 @@ class Scheduler:
             prefix_hits=self._admission.prefix_hits,
             recomputes=self._recomputes,
             unknown_events=self._unknown,
+            drafted=self._speculation.drafted,
+            accepted=self._speculation.accepted,
         )
 
     def check(self) -> None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from ..interfaces.handoff import BlockRef, PromptResult, ReceiveJob
 from ..interfaces.steps import Masks
 from ..request import GenerateRequest, TokenChunk, TokenLogprobs
+
+if TYPE_CHECKING:
+    from .drafts import Drafter
 
 FIRST = -(2**31) - 1
 """More urgent than any `priority` of a request."""
@@ -65,6 +69,10 @@ class Sequence:
     """What it may generate; None: anything."""
     masks_late_from: int = 0
     """Length from which on it may be planned before its mask is known."""
+    drafter: Drafter | None = None
+    """Guesses its next tokens; None: nobody does."""
+    holds: bool = False
+    """Its next step waits until its newest token was seen, to guess what follows."""
     phase: Phase = Phase.WAITING
     scheduled: int = 0
     """Positions handed to the executor in this run."""
@@ -205,3 +213,7 @@ class SchedulerStats:
     """Requests whose KV did not arrive and that computed their prompt again."""
     unknown_events: int
     """Late or duplicate handoff events."""
+    drafted: int
+    """Tokens guessed by speculative decoding."""
+    accepted: int
+    """How many of them were kept."""

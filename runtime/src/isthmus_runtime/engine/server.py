@@ -32,6 +32,7 @@ from ..request import FinishReason, TokenChunk
 from ..serving.app import errors, json_body, model_response, read_model
 from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
+from ..tracing.span import NO_TRACER, Tracer, within
 from .backend import EngineBackend
 from .kv_events import KvEventFeed
 from .long_lived import LongLived
@@ -97,10 +98,12 @@ class EngineServer:
         kv_events: KvEventFeed | None = None,
         threads: LongLived | None = None,
         credentials: Credentials | None = None,
+        tracer: Tracer = NO_TRACER,
     ) -> None:
         """`kv_events` None: there is no prefix cache, so the route is not added. `threads`: without which this process
         is of no use. `credentials`: without usable ones it is not ready."""
         self._credentials = credentials
+        self._tracer = tracer
         self._backend = backend
         self._info = info
         self._meters = meters
@@ -199,6 +202,8 @@ class EngineServer:
         meters.engine.prefix_queries.inc(meters.grown("queries", stats.prefix_queries))
         meters.engine.prefix_hits.inc(meters.grown("hits", stats.prefix_hits))
         meters.engine.preemptions.inc(meters.grown("preemptions", stats.preemptions))
+        meters.engine.drafted.inc(meters.grown("drafted", stats.drafted))
+        meters.engine.accepted.inc(meters.grown("accepted", stats.accepted))
         meters.engine.never_fit_rejections.inc(meters.grown("never_fit", stats.never_fit))
         for stage, total in list(engine.transfer_failures.items()):
             meters.transfer.failed(stage, meters.grown(f"failed {stage}", total))
@@ -214,7 +219,7 @@ class EngineServer:
         """Stream tokens as NDJSON; the connection's end is the cancellation."""
         what = await read_model(call, GenerateCall)
         try:
-            with self._in_flight.track():
+            with self._in_flight.track(), within(self._tracer.remote(call.headers)):
                 await self._stream(what, call)
         except RequestError as error:
             self._meters.requests.failed(error.status, error.code)
@@ -261,7 +266,7 @@ class EngineServer:
         """Compute and send one prompt."""
         call = await read_model(request, PrefillCall)
         try:
-            with self._in_flight.track():
+            with self._in_flight.track(), within(self._tracer.remote(request.headers)):
                 answer = await self._prefill(call)
         except RequestError as error:
             self._meters.requests.failed(error.status, error.code)

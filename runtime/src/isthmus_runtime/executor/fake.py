@@ -15,6 +15,7 @@ from zlib import crc32
 from ..errors import ConfigError
 from ..interfaces.steps import (
     NOTHING_DRAWN,
+    Chunk,
     PromptScores,
     RowBlocks,
     RowOutput,
@@ -150,7 +151,7 @@ class FakeExecutor:
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute one step now."""
-        assert not plan.adapters and not any(chunk.drafts for chunk in plan.chunks), "not in this executor"
+        assert not plan.adapters, "not in this executor"
         for copy in plan.copies:
             self.block_bytes(copy.target)[:] = self.block_bytes(copy.source)
         for start in plan.starts:
@@ -163,6 +164,8 @@ class FakeExecutor:
         scores: list[PromptScores] = []
         for number, chunk in enumerate(plan.chunks):
             row = self._rows[chunk.row]
+            if chunk.drafts:
+                row.tokens[chunk.start + chunk.num_tokens - len(chunk.drafts) :] = chunk.drafts
             for group in range(len(self._windows)):
                 for position in range(chunk.start, chunk.start + chunk.num_tokens):
                     at = self._at(row, group, position)
@@ -174,19 +177,26 @@ class FakeExecutor:
             if not chunk.draws:
                 drawn.append(NOTHING_DRAWN)
                 continue
-            length = chunk.start + chunk.num_tokens
-            token = _next(self._state(row, length), row.sampling, length)
-            if chunk.row in masks:
-                token = _first_allowed(token, masks[chunk.row])
-            del row.tokens[length:]
-            row.tokens.append(token)
+            tokens = self._draw(row, chunk, masks.get(chunk.row))
             if chunk.row in missing:
                 drawn.append(NOTHING_DRAWN)
                 continue
             # The next token is certain, so it is its own only alternative.
-            logprobs = (TokenLogprobs(token, 0.0, ((token, 0.0),)),) if row.sampling.logprobs >= 0 else ()
-            drawn.append(RowOutput((token,), logprobs))
+            logprobs = tuple(TokenLogprobs(t, 0.0, ((t, 0.0),)) for t in tokens) if row.sampling.logprobs >= 0 else ()
+            drawn.append(RowOutput(tokens, logprobs))
         return StepOutput(plan.step, tuple(drawn), tuple(scores))
+
+    def _draw(self, row: _Row, chunk: Chunk, mask: bytes | None) -> tuple[int, ...]:
+        """As many tokens as drafts are right, and one."""
+        first = chunk.start + chunk.num_tokens - len(chunk.drafts)
+        found: list[int] = []
+        for length, draft in zip(range(first, first + chunk.draws), (*chunk.drafts, None), strict=True):
+            token = _next(self._state(row, length), row.sampling, length)
+            found.append(token if mask is None else _first_allowed(token, mask))
+            if found[-1] != draft:
+                break
+        row.tokens[first:] = found
+        return tuple(found)
 
     def _grow(self, grown: RowBlocks) -> None:
         table = self._rows[grown.row].blocks[grown.group]

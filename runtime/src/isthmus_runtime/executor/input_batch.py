@@ -35,7 +35,9 @@ _HOTTEST = 3e38
 """Of what fp32 holds. Divided by infinity, what is masked would be no number."""
 _LEAST_INT64, _UINT64 = -(2**63), 2**64
 # Per row and step: tokens, slots and draws, with room for the roundings of `Packer`.
-_WORDS_PER_ROW = 16
+_WORDS_PER_ROW, _WORDS_PER_DRAW = 16, 8
+_RECORDED_TOKENS = 32
+"""Steps with drafts up to this size are recorded where a device records each size when it is first met."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,7 @@ class InputBatch:
         most_tokens = max(max_tokens, most_rows)
         # One column more than positions: the token drawn after the last position is stored, too. One row more than
         # rows: what dummy rows draw.
+        # Drafts may make a row of a step draw as often as it has tokens.
         self._stride = max_len + 1
         self._dummy = max_rows * self._stride
         self.tokens = device.zeros(max_rows + 1, self._stride, dtype=torch.int32)
@@ -122,19 +125,23 @@ class InputBatch:
         self.token_ids = device.zeros(most_tokens, dtype=torch.int32)
         """The inputs of the step that runs."""
         self._step_tables = [device.zeros(most_rows, width, dtype=torch.int32) for width in widths]
-        words = most_tokens * (2 + len(groups)) + most_rows * (_WORDS_PER_ROW + sum(widths)) + 64
+        words = most_tokens * (2 + len(groups) + _WORDS_PER_DRAW) + most_rows * (_WORDS_PER_ROW + sum(widths)) + 64
         self.uploaded = device.zeros(words, dtype=torch.int64)
         """What the step that runs took to the device."""
         self._packer = Packer(self.uploaded)
-        self.slots = [StagingSlot(device, capacity=words, max_rows=most_rows) for _ in range(slots)]
+        self.slots = [StagingSlot(device, capacity=words, max_draws=most_tokens) for _ in range(slots)]
         self._arange: Longs = np.arange(most_tokens + 1, dtype=np.int64)
 
     def update(self, plan: StepPlan, slot: StagingSlot) -> tuple[tuple[Tensor, Tensor], ...]:
-        """Apply a plan's starts, then its growth; the tokens to copy to the device's table."""
-        staged = tuple(self._start(start, slot) for start in plan.starts)
+        """Apply a plan's starts, then its growth; the tokens to copy to the device's table, drafts among them."""
+        staged = [self._start(start, slot) for start in plan.starts]
         for blocks in plan.grown:
             self._grow(blocks)
-        return staged
+        for row, start, count, draws, drafts in plan.chunks:
+            if draws > 1:
+                end = start + count
+                staged.append((self.tokens[row, end - len(drafts) : end], slot.tokens(drafts)))
+        return tuple(staged)
 
     def build(self, plan: StepPlan, slot: StagingSlot) -> StepInputs:
         """Bring the rows up to date and describe the step in `slot`, whose last step is done."""
@@ -191,6 +198,8 @@ class InputBatch:
                 num_rows, num_tokens, most = self._graphs.most_rows, padded, padded
                 longest = self._graphs.bound(longest)
                 graph = ("prompts", padded)
+            elif not self._graphs.sizes and num_tokens <= _RECORDED_TOKENS and draws.max(initial=0) > 1:
+                graph = (f"{num_rows} rows with drafts", num_tokens)
         pack = self._packer
         pack.begin(slot)
 
@@ -271,11 +280,18 @@ class InputBatch:
         late_masks: Mapping[int, LateRowMask],
         size: int,
     ) -> Draws | None:
-        drawing = np.flatnonzero(draws)
+        if draws.max(initial=0) > 1:
+            drawing = np.repeat(self._arange[: len(draws)], draws)
+            # Drafts are verified from the first on: how many tokens each draw is before the chunk's last.
+            before = np.cumsum(draws)[drawing] - 1 - self._arange[: len(drawing)]
+            ends, last = ends[drawing] - before, last[drawing] - before
+        else:
+            drawing = np.flatnonzero(draws)
+            ends, last = ends[drawing], last[drawing]
         count = len(drawing)
         if not count and not (size and not len(rows)):
             return None
-        draw_rows, at = rows[drawing], ends[drawing]
+        draw_rows, at = rows[drawing], ends
         parameters, wanted = self._parameters.of(draw_rows)
         asking = np.flatnonzero(wanted >= 0)
         masked, late = _by_draw(draw_rows, masks), _by_draw(draw_rows, late_masks)
@@ -285,7 +301,7 @@ class InputBatch:
         graph = size if count == len(rows) and plain else 0
         width = graph or count
         logit_rows, logit_rows_there = self._packer.take(width, torch.int64)
-        logit_rows[:count] = (last - 1)[drawing]
+        logit_rows[:count] = last - 1
         logit_rows[count:] = self._arange[count:width]
         targets, targets_there = self._packer.take(width, torch.int64)
         targets[:count] = draw_rows * self._stride + at

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from time import perf_counter
 from typing import Any
 
@@ -37,7 +38,7 @@ from .kv_cache import KvCache
 from .late_masks import take
 from .pipeline import StepPipeline
 from .prompt_scores import StagedScores, scores, stage_scores
-from .sampler import StagedLogprobs, outputs, sample, stage_logprobs
+from .sampler import StagedLogprobs, outputs, sample, stage_logprobs, verified
 from .staging import StagingSlot
 from .weights import on_device
 
@@ -197,7 +198,6 @@ class ModelRunner:
     def launch(self, plan: StepPlan, slot: StagingSlot) -> _Launched:
         """Describe the step and enqueue it."""
         assert not (plan.copies or plan.adapters), "copies and adapters are not in this executor"
-        assert not any(chunk.drafts for chunk in plan.chunks), "drafts are not in this executor"
         inputs = self._batch.build(plan, slot)
         staged = _Staged()
         self._enqueue(inputs, slot, staged)
@@ -210,7 +210,14 @@ class ModelRunner:
         if launched.draws is None:
             return StepOutput(plan.step, (NOTHING_DRAWN,) * len(plan.chunks), scored)
         drawn = iter(outputs(launched.draws, slot, staged.logprobs[0] if staged.logprobs else None))
-        rows = [next(drawn) if chunk.draws else NOTHING_DRAWN for chunk in plan.chunks]
+        rows = [
+            verified(chunk.drafts, list(islice(drawn, chunk.draws)))
+            if chunk.drafts
+            else next(drawn)
+            if chunk.draws
+            else NOTHING_DRAWN
+            for chunk in plan.chunks
+        ]
         if staged.undrawn:
             late = (chunk.row in staged.undrawn for chunk in plan.chunks)
             rows = [NOTHING_DRAWN if missed else row for missed, row in zip(late, rows, strict=True)]

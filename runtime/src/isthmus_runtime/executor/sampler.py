@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -52,6 +54,22 @@ def stage_logprobs(device: Device, logits: Tensor, chosen: Tensor, draws: Draws)
     for target, source in ((staged.own, own), (staged.ids, ids), (staged.best, best)):
         device.copy(target, source)
     return staged
+
+
+def verified(drafts: Sequence[int], drawn: Sequence[RowOutput]) -> RowOutput:
+    """What a chunk with drafts drew, of one draw more than there are drafts: up to the first that differs from its
+    draft, or all.
+
+    Each draw is what the row would have drawn there without drafts, noise included. That is the rejection sampling of
+    arXiv:2211.17192 for drafts that are certain of one token: it is kept with the probability that the model gives it,
+    and else the draw is from what is left.
+    """
+    right = next((at for at, draft in enumerate(drafts) if drawn[at].tokens[0] != draft), len(drafts))
+    kept = drawn[: right + 1]
+    return RowOutput(
+        tuple(chain.from_iterable(each.tokens for each in kept)),
+        tuple(chain.from_iterable(each.logprobs for each in kept)),
+    )
 
 
 def outputs(draws: Draws, slot: StagingSlot, staged: StagedLogprobs | None) -> list[RowOutput]:

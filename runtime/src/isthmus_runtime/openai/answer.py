@@ -149,10 +149,6 @@ class _Choice:
             return ""
         ids: Sequence[int] = chunk.token_ids
         logprobs: Sequence[TokenLogprobs] = chunk.logprobs
-        self.tokens += len(ids)
-        self._likelihood += sum(entry.logprob for entry in logprobs)
-        if self._ids is not None:
-            self._ids += ids
         ended = chunk.finish_reason is FinishReason.STOP and ids and ids[-1] in self.request.sampling.stop_token_ids
         if ended and not self._job.include_stop:
             if self._job.tells_end and self.text.keeps_logprobs:
@@ -160,13 +156,31 @@ class _Choice:
             ids, logprobs = ids[:-1], logprobs[:-1]  # a stop token ends the text and is no part of it
         if self.text.keeps_logprobs and len(logprobs) != len(ids):
             raise EngineFailed(f"{len(ids)} tokens came with {len(logprobs)} log-probabilities")
-        text = self.text.push(ids, logprobs)
+        text, taken = self._push_until_stop(ids, logprobs)
+        told, entries = chunk.token_ids, chunk.logprobs
+        if self.text.stopped:
+            told, entries = told[:taken], entries[:taken]
+        self.tokens += len(told)
+        self._likelihood += sum(entry.logprob for entry in entries)
+        if self._ids is not None:
+            self._ids += told
         if self.text.stopped:
             self.finish = FinishReason.STOP.value
         elif chunk.finish_reason is not None:
             text += self.text.finish()
             self.finish = chunk.finish_reason.value
         return text
+
+    def _push_until_stop(self, ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> tuple[str, int]:
+        """The text that is certain after `ids`, and how many of them were taken: none after a stop string."""
+        if len(ids) <= 1 or not self.text.may_stop:
+            return self.text.push(ids, logprobs), len(ids)
+        text = ""
+        for taken, token in enumerate(ids, 1):
+            text += self.text.push((token,), logprobs[taken - 1 : taken])
+            if self.text.stopped:
+                return text, taken
+        return text, len(ids)
 
 
 Sink = Callable[[_Choice, Delta], Awaitable[None]]

@@ -53,6 +53,9 @@ class AnthropicMessage(BaseModel):
     role: str
     content: list[dict[str, Any]]
     stop_reason: str
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    """Both only with return_token_ids; in a stream with message_delta."""
 
 
 class TokenCount(BaseModel):
@@ -209,16 +212,19 @@ class AnthropicFormat(Format):
             content.append({"type": "text", "text": answer.text})
         content += [{**self._use(c), "input": json.loads(c.arguments)} for c in answer.calls]
         ended = _ended(answer.finish_reason, answer.stop)
-        return json.dumps({**self._about, "content": content, **ended, "usage": _usage(usage)}).encode()
+        told = {**self._about, "content": content, **ended, "usage": _usage(usage), **self._with_ids(answer)}
+        return json.dumps(told).encode()
 
     def first(self, index: int, request: GenerateRequest) -> bytes:
         """The message, without content yet."""
+        self._streamed.prompt.ids = request.prompt_token_ids
         usage = _usage(Usage(len(request.prompt_token_ids)))
         message = {**self._about, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message=message)
 
     def delta(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs], more: More | None) -> bytes:
         """New text, reasoning or calls."""
+        self._gather(more)
         data = b""
         if delta.reasoning:
             thought = {"type": "thinking", "thinking": "", "signature": ""}
@@ -234,12 +240,14 @@ class AnthropicFormat(Format):
 
     def finish(self, index: int, reason: str, more: More | None, stop: str = "") -> bytes:
         """The last block ends."""
+        self._gather(more)
         self._ended = _ended(reason, stop)
         return self._close_block()
 
     def end(self, usage: Usage, *, tell: bool) -> bytes:
         """Why it ended, and the usage."""
-        return _event("message_delta", delta=self._ended, usage=_usage(usage)) + _event("message_stop")
+        ids = self._with_ids(self._streamed)
+        return _event("message_delta", delta=self._ended, usage=_usage(usage), **ids) + _event("message_stop")
 
     def error(self, error: RequestError) -> bytes:
         """What ends a stream that fails."""

@@ -32,6 +32,7 @@ from ..serving.app import errors, json_body
 from ..serving.call import Call, Cut, add_call_route, error_answer
 from ..serving.in_flight import InFlight
 from ..structured.checker import Checker
+from ..tracing.span import NO_TRACER, Span, Tracer, current, within
 from . import anthropic
 from .answer import Job, Runner
 from .anthropic import AnthropicMessage, CountRequest, MessagesRequest, TokenCount
@@ -105,6 +106,7 @@ def add_openai_routes(
     metrics: RequestMetrics | None = None,
     tenant_metrics: TenantMetrics | None = None,
     grammars: Checker | None = None,
+    tracer: Tracer = NO_TRACER,
     seeds: Callable[[], int] | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
@@ -122,6 +124,7 @@ def add_openai_routes(
         metrics=metrics,
         tenant_metrics=tenant_metrics,
         grammars=grammars,
+        tracer=tracer,
         seeds=seeds or _seed_source(),
         clock=clock,
         wall_clock=wall_clock,
@@ -190,6 +193,7 @@ class _Api:
         metrics: RequestMetrics | None,
         tenant_metrics: TenantMetrics | None,
         grammars: Checker | None,
+        tracer: Tracer,
         seeds: Callable[[], int],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
@@ -199,6 +203,7 @@ class _Api:
         self._in_flight = in_flight
         self._metrics = metrics
         self._grammars = grammars
+        self._tracer = tracer
         self._clock = clock
         self._started = int(wall_clock())
         self._planner = Planner(
@@ -283,6 +288,15 @@ class _Api:
     # ------------------------------------------------------------------------------------------------- one request
 
     async def _serve(self, call: Call, plan: Plan, describe: Describe = openai_error) -> None:
+        with within(self._tracer.request("request", call.headers)) as span:
+            operation = "text_completion" if call.path == "/v1/completions" else "chat"
+            span.set({"http.request.method": call.method, "url.path": call.path, "gen_ai.operation.name": operation})
+            try:
+                await self._respond(call, plan, describe)
+            finally:
+                span.end()
+
+    async def _respond(self, call: Call, plan: Plan, describe: Describe) -> None:
         arrived = self._clock()
         progress = _Progress()
         try:
@@ -325,7 +339,13 @@ class _Api:
                 progress.stage = "reading"
                 body = await call.read()
                 progress.stage = "planning"
-                job = await self._plan(plan, body)
+                tokenise = current().child("tokenise")
+                try:
+                    job = await self._plan(plan, body)
+                finally:
+                    tokenise.end()
+                if (span := current()).recording:
+                    _describe_job(span, job, self._config.served_names[0])
                 del body  # megabytes, which an answer would keep as long as it streams
                 if job.structure is not None:
                     who = "" if progress.tenant is None else progress.tenant.name
@@ -339,7 +359,10 @@ class _Api:
             raise DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)") from e
 
     async def _run(self, job: Job, arrived: float, call: Call) -> Usage:
-        return await (self._runner.stream if job.stream else self._runner.whole)(job, arrived, call)
+        usage = await (self._runner.stream if job.stream else self._runner.whole)(job, arrived, call)
+        if (span := current()).recording:
+            _describe_answer(span, usage)
+        return usage
 
     async def _run_of(self, tenant: Tenant, job: Job, arrived: float, call: Call) -> None:
         assert self._tenants is not None
@@ -382,6 +405,7 @@ class _Api:
             self._tenants.tenants.admit(tenant, self._clock())
 
     def _count(self, error: RequestError) -> None:
+        current().fail(error)
         if self._metrics is not None:
             self._metrics.failed(error.status, error.code)
 
@@ -390,3 +414,31 @@ class _Api:
 
     def _limit(self) -> int | None:
         return self._backend.max_model_len or self._tokenizer.model_limit or None
+
+
+def _describe_job(span: Span, job: Job, model: str) -> None:
+    """What was asked for, by the conventions for generative AI; nothing of the prompt itself."""
+    sampling = job.requests[0].sampling
+    span.set(
+        {
+            "gen_ai.provider.name": "isthmus",
+            "gen_ai.request.model": model,
+            "gen_ai.response.id": job.answer_id,
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.choice.count": len(job.requests),
+            "gen_ai.request.stream": job.stream,
+        }
+    )
+
+
+def _describe_answer(span: Span, usage: Usage) -> None:
+    span.set(
+        {
+            "http.response.status_code": 200,
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        }
+    )

@@ -65,6 +65,8 @@ class TextStream:
         self._include_stop = include_stop
         self._piece = pieces.of
         self._stop = tuple(_Matcher(s) for s in stop)
+        self.may_stop = bool(stop)
+        """Whether there are stop strings."""
         self._utf8 = _UTF8(errors="replace")
         self._held = ""
         self._shown = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from os import urandom
 from typing import Any, Protocol
@@ -74,9 +73,20 @@ class Planner:
         longest = max(map(len, prompts))
         _check_room("max_tokens", request.max_tokens, longest, limit)
         wanted = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
-        job = self._job(request, prompts, max(1, min(wanted, limit - longest)), "cmpl-", CompletionFormat)
-        echoes = tuple(map(partial(self._echo, request, job.pieces), given, prompts)) if request.echo else ()
-        return replace(job, echoes=echoes, silent=wanted == 0, tells_end=True)
+
+        def echo(pieces: Pieces) -> tuple[Echo, ...]:
+            return tuple(map(partial(self._echo, request, pieces), given, prompts))
+
+        return self._job(
+            request,
+            prompts,
+            max(1, min(wanted, limit - longest)),
+            "cmpl-",
+            CompletionFormat,
+            echo=echo if request.echo else None,
+            silent=wanted == 0,
+            tells_end=True,
+        )
 
     def _echo(
         self, request: CompletionRequest, pieces: Pieces, given: str | tuple[int, ...], ids: Sequence[int]
@@ -278,7 +288,11 @@ class Planner:
         reader: Callable[[], Reader] | None = None,
         tools: bool = False,
         calls: Structure | None = None,
+        echo: Callable[[Pieces], tuple[Echo, ...]] | None = None,
+        silent: bool = False,
+        tells_end: bool = False,
     ) -> Job:
+        """`echo`: what the answer repeats of each prompt."""
         answer_id = prefix + urandom(16).hex()
         logprobs, candidates = request.num_logprobs, request.num_candidates
         _check_scores(request, prompts)
@@ -319,6 +333,9 @@ class Planner:
             continuous_usage=request.continuous_usage,
             reader=reader,
             one_call=isinstance(request, ChatRequest) and not request.parallel_tool_calls,
+            echoes=() if echo is None else echo(pieces),
+            silent=silent,
+            tells_end=tells_end,
             format=form(
                 pieces,
                 answer_id,

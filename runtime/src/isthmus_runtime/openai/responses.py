@@ -54,6 +54,9 @@ class Response(BaseModel):
     object: str
     status: str
     output: list[dict[str, Any]]
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    """Both only with return_token_ids; in a stream in its last event."""
 
 
 def as_chat(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -211,15 +214,18 @@ class ResponsesFormat(Format):
         items = [_reasoning(answer.reasoning)] if answer.reasoning else []
         items += [_message(answer.text)] if answer.text or not answer.calls else []
         items += [self._called(c) for c in answer.calls]
-        return json.dumps(self._response(items, answer.finish_reason, usage)).encode()
+        told = self._response(items, answer.finish_reason, usage) | self._with_ids(answer)
+        return json.dumps(told).encode()
 
     def first(self, index: int, request: GenerateRequest) -> bytes:
         """The response, without output yet."""
+        self._streamed.prompt.ids = request.prompt_token_ids
         begun = self._response([], "", None)
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def delta(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs], more: More | None) -> bytes:
         """New text, reasoning or calls."""
+        self._gather(more)
         data = b""
         if delta.reasoning:
             data += self._grow("reasoning", "response.reasoning_text", delta.reasoning)
@@ -231,13 +237,14 @@ class ResponsesFormat(Format):
 
     def finish(self, index: int, reason: str, more: More | None, stop: str = "") -> bytes:
         """The last item ends."""
+        self._gather(more)
         self._reason = reason
         empty = b"" if self._items else self._grow("message", "response.output_text", "")
         return empty + self._close_item()
 
     def end(self, usage: Usage, *, tell: bool) -> bytes:
         """The whole response."""
-        done = self._response(self._items, self._reason, usage)
+        done = self._response(self._items, self._reason, usage) | self._with_ids(self._streamed)
         return self._event(f"response.{done['status']}", response=done)
 
     def error(self, error: RequestError) -> bytes:

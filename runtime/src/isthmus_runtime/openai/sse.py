@@ -101,6 +101,8 @@ class Format:
         self._close = ("}]" + (',"usage":null' if include_usage else "") + "}\n\n").encode()
         self._usage_open = f'data: {head},"choices":[],"usage":'
         self._text_offsets: dict[int, int] = {}
+        self._streamed = Answer(Told(()))
+        """The ids of a stream so far, for formats that tell them at its end."""
 
     def first(self, index: int, request: GenerateRequest) -> bytes:
         """What opens a choice, before any text."""
@@ -148,6 +150,15 @@ class Format:
         if self._prompt_logprobs < 0:
             return ""
         return f',"prompt_logprobs":{json.dumps(by_token_id(prompt, self._pieces, self._prompt_logprobs))}'
+
+    def _with_ids(self, answer: Answer) -> dict[str, Any]:
+        """The ids of prompt and answer as fields, where the request asks for them."""
+        return {"prompt_token_ids": list(answer.prompt.ids), "token_ids": answer.ids} if self._return_ids else {}
+
+    def _gather(self, more: More | None) -> None:
+        """Note a chunk's ids."""
+        if more is not None and more.ids is not None:
+            self._streamed.ids += more.ids
 
     def _call_id(self) -> str:
         return token_hex(8)[:9] if self._short_call_ids else f"call_{token_hex(12)}"

@@ -6,19 +6,21 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-
-from pydantic import ValidationError
+from urllib.parse import urlsplit
 
 from ..errors import Cancelled, DeadlineExceeded, EngineFailed, EngineLost, Overloaded, RequestError
 from ..metrics import RouterMetrics
-from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line
+from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line, parse_prefill_answer
 from ..request import FinishReason, GenerateRequest, TokenChunk
+from ..tracing.span import current
 from .links import LOST, Links, lost, refusal
 from .policy import Choice, Facts
 from .pool import EnginePool, Hold
 from .wire import Exchange
 
 _log = logging.getLogger(__name__)
+_LONG = 1 << 16
+"""Bytes of an engine's words above which they are read in a thread: a prompt's scores may be megabytes."""
 _PLAIN = b'{"t":['
 """Most lines are this, one token id and `]}`: they need no JSON parser."""
 
@@ -65,6 +67,9 @@ class Attempt:
         self._links = links
         self._other_prefill = other_prefill
         self._metrics = metrics
+        self._span = current().child("attempt")
+        if self._span.recording:
+            self._span.set(_place(choice, attempt))
         self._loop = asyncio.get_running_loop()
         self._failure: RequestError | TryElsewhere | None = None
         self._timer: asyncio.Timeout | None = None
@@ -135,6 +140,7 @@ class Attempt:
         if self._closed:
             return
         self._closed = True
+        self._span.end()
         self._expiry.cancel()
         del self._expiry  # it refers back to this attempt, which would have to wait for the collector
         self._hold.release()
@@ -171,7 +177,7 @@ class Attempt:
             self._response = response  # from here on `_interrupt` ends every wait by closing it
             self.unsent = False
             body = b'{"request":%b%b}' % (self._body, pairing.encode())
-            await self._links.send(response, url, "/internal/generate", body)
+            await self._links.send(response, url, "/internal/generate", body, self._span.headers())
             if response.status == 200:
                 return
             raw = await response.read()
@@ -205,7 +211,7 @@ class Attempt:
             more = self._more_tokens() if self._lines else ()
             return TokenChunk(token_ids=(int(number), *more))
         try:
-            line = parse_line(raw)
+            line = parse_line(raw) if len(raw) <= _LONG else await asyncio.to_thread(parse_line, raw)
         except (ValueError, KeyError, TypeError) as e:
             raise EngineFailed(f"decode engine {self._decode.url} sent a line that is not a valid chunk: {e}") from e
         if isinstance(line, TokenChunk) and line.finish_reason is not None:
@@ -306,7 +312,7 @@ class Attempt:
         try:
             async with timer:
                 self._prefill_timer = timer
-                response = await self._links.open(url, "/internal/prefill", body)
+                response = await self._links.open(url, "/internal/prefill", body, self._span.headers())
                 try:
                     raw = await response.read()
                 except BaseException:
@@ -324,8 +330,9 @@ class Attempt:
         if response.status != 200:
             raise refusal(response.status, raw, "prefill", url)
         try:
-            answer = PrefillAnswer.model_validate_json(raw)
-        except ValidationError as e:
+            brief = len(raw) <= _LONG
+            answer = parse_prefill_answer(raw) if brief else await asyncio.to_thread(parse_prefill_answer, raw)
+        except ValueError as e:
             raise EngineFailed(f"prefill engine {url} sent an answer that cannot be read: {e}", stage="prefill") from e
         if answer.attempt != self._attempt:
             raise EngineFailed(
@@ -335,5 +342,14 @@ class Attempt:
         self._answer = answer
 
     def _count(self, leg: str, error: RequestError) -> None:
+        self._span.fail(error)
         if self._metrics is not None and not isinstance(error, Cancelled):
             self._metrics.leg_failed(leg, error.code)
+
+
+def _place(choice: Choice, attempt: str) -> dict[str, str | int]:
+    """Where an attempt runs, as attributes of its span."""
+    decode = urlsplit(choice.decode.url)
+    place: dict[str, str | int] = {"isthmus.attempt.id": attempt, "isthmus.choice": choice.reason.value}
+    place |= {"server.address": decode.hostname or "", "server.port": decode.port or 0}
+    return place if choice.prefill is None else place | {"isthmus.prefill.url": choice.prefill.url}

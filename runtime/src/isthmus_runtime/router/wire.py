@@ -234,17 +234,20 @@ class Wire:
         self._idle: dict[str, deque[Exchange]] = {}
         self._heads: dict[tuple[str, str], bytes] = {}
 
-    async def post(self, url: str, path: str, body: bytes) -> Exchange:
-        """POST JSON and return at the answer's head. Raises OSError; a cancelled call leaves no connection behind."""
+    async def post(self, url: str, path: str, body: bytes, more: bytes = b"") -> Exchange:
+        """POST JSON and return at the answer's head. Raises OSError; a cancelled call leaves no connection behind.
+
+        `more`: further header lines, each ended by CRLF.
+        """
         exchange = self.idle(url) or await self.connect(url)
         try:
-            await self.send(exchange, url, path, body)
+            await self.send(exchange, url, path, body, more)
         except BaseException:
             exchange.close()
             raise
         return exchange
 
-    async def send(self, exchange: Exchange, url: str, path: str, body: bytes) -> None:
+    async def send(self, exchange: Exchange, url: str, path: str, body: bytes, more: bytes = b"") -> None:
         """POST JSON on a connection and return at the answer's head. Raises OSError."""
         head = self._heads.get((url, path))
         if head is None:
@@ -253,7 +256,7 @@ class Wire:
             ).encode()
         shown = "" if self._authorization is None else self._authorization()
         proof = b"Authorization: %b\r\n" % shown.encode() if shown else b""
-        await exchange.call(b"%b%bContent-Length: " % (head, proof), body)
+        await exchange.call(b"%b%b%bContent-Length: " % (head, proof, more), body)
 
     def forget(self, url: str) -> None:
         """The engine is no longer in the fleet: close its idle connections."""

@@ -177,7 +177,11 @@ def _within_descriptors(limits: Limits) -> Limits:
 @asynccontextmanager
 async def beside(app: FastAPI | None, *, host: str, port: int) -> AsyncIterator[int]:
     """Serve `app`, which holds no work, on `--metrics-port` for as long as this is entered: around `run_app`, so that
-    probes are answered to the very end. Gives the bound port; None: nothing. ConfigError as from `run_app`."""
+    probes are answered to the very end. Gives the bound port; None: nothing. ConfigError as from `run_app`.
+
+    If the sweep of its connections breaks, the body is cancelled and its error raised: nothing would be bounded any
+    more.
+    """
     if app is None:
         yield 0
         return
@@ -185,9 +189,16 @@ async def beside(app: FastAPI | None, *, host: str, port: int) -> AsyncIterator[
     listener.listen(_BACKLOG)
     server = Server(app, Limits(max_connections=_MAX_SCRAPERS))
     await server.startup([listener])
+    body = asyncio.current_task()
+    assert body is not None
     ticks = asyncio.ensure_future(server.main_loop())
+    ticks.add_done_callback(lambda done: None if done.cancelled() else body.cancel())
     try:
         yield int(listener.getsockname()[1])
+    except asyncio.CancelledError:
+        if ticks.done():
+            ticks.result()
+        raise
     finally:
         ticks.cancel()
         await server.shutdown([listener])

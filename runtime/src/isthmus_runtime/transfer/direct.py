@@ -15,6 +15,7 @@ after everything else completed, is really last.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -41,6 +42,8 @@ from .sockets import end_connections_from, listening_ports, probe_accepted, stuc
 from .tickets import TicketSigner, address_of, claim
 from .transport import FLOOR_GBPS, MAX_RUN_BYTES, Run, check_memory, choose_transport, merge_runs, transport_environment
 
+_log = logging.getLogger(__name__)
+
 POLL_S = 0.0005
 WINDOW = 64
 """Runs in flight per operation: what a cancelled operation still has to wait for."""
@@ -54,6 +57,8 @@ GRACE_S = 0.1
 PROBE_BYTES = 8 << 20
 PROBE_PARTS = 8
 PROBE_S = 4.0
+CLOSE_S = 5.0
+"""For the threads to end: longer than any greeting or question for a drain takes."""
 IDLE_POLL_S = 0.01
 """Pace of looking at transfers that have not moved for BUSY_S."""
 BUSY_S = 0.1
@@ -362,12 +367,20 @@ class DirectTransfer:
         self._closing.set()
         with self._wake:
             self._wake.notify()
+        end = time.monotonic() + CLOSE_S
         if self._thread.is_alive():
-            self._thread.join()
-        self._helpers.shutdown(wait=True, cancel_futures=True)
+            self._thread.join(CLOSE_S)
+        ended = not self._thread.is_alive()
+        try:
+            left = max(0.0, end - time.monotonic())
+            run_bounded(lambda: self._helpers.shutdown(wait=True, cancel_futures=True), left, "transfer-close")
+        except TookTooLong:
+            ended = False
         if self._greeter is not None:
             self._greeter.close()
-        if self._engine is not None and self._region is not None:
+        if not ended:
+            _log.warning("transfers have not ended within %g s; their memory stays registered", CLOSE_S)
+        elif self._engine is not None and self._region is not None:
             self._engine.unregister_memory(self._region.base)
             self._engine.unregister_memory(self._slots.base)
             self._engine = None

