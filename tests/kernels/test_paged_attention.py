@@ -37,7 +37,7 @@ def attend(case: PagedCase, impl: str, window: int | None = None) -> torch.Tenso
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("block_size", [1, 8, 16, 32, 64])
-@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("head_dim", [20, 32, 64, 72, 80, 96, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kv_dtype", DTYPES)
 def test_shapes(impl: str, block_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -88,7 +88,7 @@ def test_wide_heads(impl: str) -> None:
     lens=st.lists(st.tuples(st.sampled_from([0, 1, 1, 2, 15, 17, 65]), st.integers(0, 300)), min_size=1, max_size=6),
     kv_heads=st.integers(1, 5),
     group=st.integers(1, 8),
-    head_dim=st.sampled_from([32, 64, 80, 96, 128]),
+    head_dim=st.sampled_from([7, 32, 64, 72, 80, 96, 128]),
     block_size=st.sampled_from([1, 8, 16, 32, 64]),
     dtype=st.sampled_from(DTYPES),
     kv_dtype=st.sampled_from(DTYPES),

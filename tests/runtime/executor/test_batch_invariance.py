@@ -30,6 +30,7 @@ BASE = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
+    "odd heads": {"architectures": ["LlamaForCausalLM"], "head_dim": 20},
     "windows": {
         "architectures": ["Qwen2ForCausalLM"],
         "use_sliding_window": True,

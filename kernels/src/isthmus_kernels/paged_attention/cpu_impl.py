@@ -7,7 +7,6 @@ from isthmus_kernels import native
 from isthmus_kernels.paged_attention import torch_impl
 
 # What the compiled tiles hold; other shapes run as PyTorch operations.
-_DIM_STEP = 16
 _MAX_DIM = 576
 _MAX_GROUP = 64
 
@@ -44,7 +43,7 @@ def paged_attention(
     tokens, heads, dim = q.shape
     blocks, _, block_size, kv_heads, _ = kv.shape
     group = heads // kv_heads
-    if dim % _DIM_STEP or dim > _MAX_DIM or group > _MAX_GROUP:
+    if dim > _MAX_DIM or group > _MAX_GROUP:
         return torch_impl.paged_attention(
             q,
             kv,

@@ -20,7 +20,8 @@ constexpr int MR = 6;
 
 struct Args {
     const int32_t *tables, *starts, *lens;
-    int64_t heads, kv_heads, dim, block_size, table_stride, window;
+    // `dim` is in whole registers; channels from `real` on are zeros in the scratch, and nowhere else.
+    int64_t heads, kv_heads, dim, real, block_size, table_stride, window;
     int64_t q_token, q_head, out_token, out_head, block, half, token, head;
     float scale, cap;    // cap: 0 for none
     const float *sinks;  // of each q head, or null
@@ -44,6 +45,11 @@ INLINE int64_t smaller(int64_t a, int64_t b) {
 }
 INLINE int64_t larger(int64_t a, int64_t b) {
     return a > b ? a : b;
+}
+
+// Whether this many query rows take the in-place form, which reads keys and values in whole registers.
+INLINE bool in_place(const Args &a, int64_t rows) {
+    return rows <= FEW && a.real == a.dim;
 }
 
 // c[M][2 VW] += a b, with a(m, k) = a[m * a_row + k * a_col] and b [depth][2 VW].
@@ -324,9 +330,12 @@ void few_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shif
 
 // The tile's keys or values as fp32 [count][D].
 template <class C>
-INLINE void widen(float *to, const C *const *from, int64_t shift, int64_t count, int64_t dim) {
-    for (int64_t k = 0; k < count; k++)
-        for (int64_t d = 0; d < dim; d += VW) store(to + k * dim + d, load(from[k] + shift + d));
+INLINE void widen(float *to, const C *const *from, int64_t shift, int64_t count, int64_t dim, int64_t real) {
+    const int64_t whole = real / VW * VW;
+    for (int64_t k = 0; k < count; k++) {
+        for (int64_t d = 0; d < whole; d += VW) store(to + k * dim + d, load(from[k] + shift + d));
+        for (int64_t d = whole; d < dim; d++) to[k * dim + d] = d < real ? to_float(from[k][shift + d]) : 0.0f;
+    }
 }
 
 // As few_rows, with scores [keys][padded rows].
@@ -334,7 +343,7 @@ template <class C>
 void many_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shift, int64_t rows, int64_t padded,
                int64_t position, int64_t group) {
     const int64_t dim = a.dim, first = tile.first, count = tile.count;
-    widen(s.keys, tile.keys, shift, count, dim);
+    widen(s.keys, tile.keys, shift, count, dim, a.real);
     int64_t done = 0;
     for (; done + AT_ONCE <= count; done += AT_ONCE)
         scores_of<AT_ONCE>(s.scores + done * padded, s.keys + done * dim, s.q, padded, dim);
@@ -378,7 +387,7 @@ void many_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shi
         if (s.shrink[m] == 1.0f) continue;
         for (int64_t d = 0; d < dim; d += VW) store(sum + m * dim + d, load(sum + m * dim + d) * s.shrink[m]);
     }
-    widen(s.values, tile.values, shift, count, dim);
+    widen(s.values, tile.values, shift, count, dim, a.real);
     product(sum, dim, s.scores, 1, padded, s.values, dim, rows, dim, count);
 }
 

@@ -36,7 +36,7 @@ void attend(const Args &a, const C *pool, const Unit &u, Scratch &s, int64_t row
     const int64_t position = a.lens[u.row] - (a.starts[u.row + 1] - a.starts[u.row]) + u.first;
     const int64_t padded = padded_rows(rows), all = u.heads * rows;
     const int32_t *table = a.tables + u.row * a.table_stride;
-    const bool few = rows <= FEW;
+    const bool few = in_place(a, rows);
     Tile<C> tiles[2];
     tiles[0].locate(a, pool, table, u.begin, u.end);
     bool fresh = true, first = true;
@@ -81,15 +81,16 @@ INLINE T *query_row(const Args &a, T *base, int64_t token_stride, int64_t head_s
 template <class T>
 void load_queries(const Args &a, const T *q, const Unit &u, const Scratch &s, int64_t rows, int64_t group) {
     const int64_t padded = padded_rows(rows);
-    if (rows > FEW) memset(s.q, 0, a.dim * padded * sizeof(float));
+    const bool few = in_place(a, rows);
+    if (!few) memset(s.q, 0, a.dim * padded * sizeof(float));
     for (int64_t h = 0; h < u.heads; h++)
         for (int64_t m = 0; m < rows; m++) {
             const T *from = query_row(a, q, a.q_token, a.q_head, u, h, m, group);
             float *to = s.q + h * rows * a.dim;
-            if (rows <= FEW)
+            if (few)
                 for (int64_t d = 0; d < a.dim; d += VW) store(to + m * a.dim + d, load(from + d) * a.scale);
             else
-                for (int64_t d = 0; d < a.dim; d++) to[d * padded + m] = to_float(from[d]) * a.scale;
+                for (int64_t d = 0; d < a.real; d++) to[d * padded + m] = to_float(from[d]) * a.scale;
         }
 }
 
@@ -105,7 +106,9 @@ void write_out(const Args &a, T *out, const Unit &u, const State &s, int64_t row
             T *to = query_row(a, out, a.out_token, a.out_head, u, h, m, group);
             const float added = sink(a, (u.head + h) * group + m % group, s.top[h * rows + m]);
             const float *sum = s.sum + (h * rows + m) * a.dim, factor = 1.0f / (s.total[h * rows + m] + added);
-            for (int64_t d = 0; d < a.dim; d += VW) store(to + d, load(sum + d) * factor);
+            const int64_t whole = a.real / VW * VW;
+            for (int64_t d = 0; d < whole; d += VW) store(to + d, load(sum + d) * factor);
+            for (int64_t d = whole; d < a.real; d++) put(to + d, sum[d] * factor);
         }
 }
 
@@ -132,7 +135,7 @@ Plan plan(const Args &a, int64_t requests, int64_t group, int64_t threads, Unit 
     int64_t whole = 0;
     for (int64_t r = 0; r < requests; r++) {
         const int64_t queries = a.starts[r + 1] - a.starts[r];
-        whole += queries * group <= FEW ? queries > 0 : (queries + tokens_per_tile - 1) / tokens_per_tile * a.kv_heads;
+        whole += in_place(a, queries * group) ? queries > 0 : (queries + tokens_per_tile - 1) / tokens_per_tile * a.kv_heads;
     }
     // With plenty of units every thread is busy anyway. The bits are the same either way.
     const bool split = threads > 1 && whole < 8 * threads;
@@ -145,7 +148,7 @@ Plan plan(const Args &a, int64_t requests, int64_t group, int64_t threads, Unit 
             const int64_t begin = a.window ? larger(0, start + first + 1 - a.window) : 0, end = start + first + count;
             const int64_t start_of = begin / PARTITION * PARTITION;
             const int64_t splits = split ? (end - start_of + PARTITION - 1) / PARTITION : 1;
-            const int64_t heads = count * group <= FEW ? a.kv_heads : 1;
+            const int64_t heads = in_place(a, count * group) ? a.kv_heads : 1;
             for (int64_t h = 0; h < a.kv_heads; h += heads) {
                 for (int64_t p = 0; p < splits; p++) {
                     const int64_t next = start_of + (p + 1) * PARTITION;
@@ -247,7 +250,7 @@ EXPORT(paged_attention) {
     const int64_t requests = in.number();
     const int64_t heads = in.number();
     const int64_t kv_heads = in.number();
-    const int64_t dim = in.number();
+    const int64_t real = in.number();
     const int64_t block_size = in.number();
     const int64_t blocks = in.number();
     const int64_t table_stride = in.number();
@@ -264,8 +267,9 @@ EXPORT(paged_attention) {
     const float cap = in.real();
     const int64_t dtype = in.number();
     const int64_t pool_dtype = in.number();
-    const Args a = {tables, starts,    lens,     heads, kv_heads, dim,   block_size, table_stride, window, q_token,
-                    q_head, out_token, out_head, block, half,     token, head,       scale,        cap,    sinks};
+    const int64_t dim = (real + VW - 1) / VW * VW;
+    const Args a = {tables, starts, lens,      heads,    kv_heads, dim,  real,  block_size, table_stride, window, q_token,
+                    q_head, out_token, out_head, block,    half, token, head,       scale,        cap,    sinks};
     for (int64_t r = 0; r < requests; r++) {
         if (starts[r + 1] == starts[r]) continue;
         for (int64_t b = 0; b * block_size < lens[r]; b++) {
