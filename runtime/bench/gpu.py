@@ -345,7 +345,7 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
         max_num_seqs=256,
         max_waiting=4096,
     )
-    opened = CudaDevice(dependent_launch=False) if args.no_dependent_launch else None
+    opened = CudaDevice(dependent_launch=True) if args.dependent_launch else None
     loaded = open_model(MODELS[name], scheduler, device=args.device, dtype="auto", seed=0, on="device", opened=opened)
     say(f"bench: {name} loaded {time.perf_counter() - began:.1f} s after its start")
     bench = Bench(loaded, scheduler=scheduler, kv=KvConfig(memory_fraction=args.kv_memory_fraction))
@@ -470,7 +470,9 @@ def main() -> int:
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
     parser.add_argument("--kv-memory-fraction", type=float, default=0.9)
-    parser.add_argument("--no-dependent-launch", action="store_true", help="every kernel starts after all before it")
+    parser.add_argument(
+        "--dependent-launch", action="store_true", help="kernels start before the last one ends (ADR 31)"
+    )
     parser.add_argument("--no-prompt-graphs", action="store_true", help="launch steps with prompts one by one")
     parser.add_argument("--out", default="", help="folder for bench-gpu.txt and bench-gpu.json")
     args = parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -258,3 +259,24 @@ def test_a_key_is_asked_for_and_kept_in_memory_and_a_lost_router_is_noticed(serv
 
     with another_router(service, tmp_path, "--api-key-file", str(key)) as (url, router):
         asyncio.run(main(url, router))
+
+
+def test_a_tenant_chats_and_sees_nothing_of_the_load(service: Stack, tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.json"
+    tenants.write_text(json.dumps({"tenants": [{"name": "one", "keys": ["a-key-of-tenant-one"]}]}))
+
+    async def main(url: str) -> None:
+        async with opened(url, tmp_path) as page:
+            await option(page, "key", "a-key-of-tenant-one")
+            await page.until(READY)
+            shown = await page.eval("document.querySelector('aside').innerText")
+            assert "1 of 1 ready" in shown and "Direct · TCP" in shown
+            assert not [word for word in ("tokens/s", "running", "queued", "KV", "now") if word in shown], shown
+            await option(page, "tokens", "5")
+            await page.type("Hello")
+            await page.press("Enter")
+            await page.until(f"{PROGRESS} === 'Done.'")
+            assert all("401" in problem for problem in page.problems), page.problems
+
+    with another_router(service, tmp_path, "--tenants-file", str(tenants)) as (url, _):
+        asyncio.run(main(url))

@@ -16,9 +16,9 @@ CUDA, BF16 = "cuda", torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def on_afterwards() -> Iterator[None]:
+def off_afterwards() -> Iterator[None]:
     yield
-    dependent_launch.switch(torch.device("cuda", torch.cuda.current_device()), True)
+    dependent_launch.switch(torch.device("cuda", torch.cuda.current_device()), False)
 
 
 class Decoder:

@@ -114,7 +114,7 @@ def test_what_shares_the_batch_changes_nothing() -> None:
 
 
 def test_blocks_past_32_bits() -> None:
-    block, stride = 2 * 16 * 2 * 128, 2**32 // 3 + 64
+    block, stride = 2 * 16 * 2 * 128, (2**32 // 3 + 64) // 8 * 8
     if torch.cuda.mem_get_info()[0] < 2 * (3 * stride + block) + (1 << 30):
         pytest.skip("not enough memory on the card")
     flat = torch.full((3 * stride + block,), float("nan"), dtype=BF16, device="cuda")

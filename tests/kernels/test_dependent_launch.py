@@ -37,16 +37,20 @@ def test_a_kernel_that_is_launched_in_order_need_not_wait() -> None:
     assert broken("any", HEAD + WAIT + READ + "}", False) == ["any: waits for nothing"]
 
 
-def test_only_hopper_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_where_it_was_switched_on_and_only_on_hopper_and_later(monkeypatch: pytest.MonkeyPatch) -> None:
     capability = {0: (8, 9), 1: (9, 0), 2: (10, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[device.index])
+    devices = [torch.device(name) for name in ("cpu", "cuda:0", "cuda:1", "cuda:2")]
     dependent_launch.supported.cache_clear()
     try:
-        found = [dependent_launch.options(torch.device(name)) for name in ("cpu", "cuda:0", "cuda:1", "cuda:2")]
+        assert not any(dependent_launch.options(device)["launch_pdl"] for device in devices)
+        for device in devices:
+            dependent_launch.switch(device, True)
+        found = [dependent_launch.options(device) for device in devices]
         assert found == [{"PDL": on, "launch_pdl": on} for on in (False, False, True, True)]
-        dependent_launch.switch(torch.device("cuda:1"), False)
-        assert not dependent_launch.options(torch.device("cuda:1"))["PDL"]
-        assert dependent_launch.options(torch.device("cuda:2"))["PDL"]
+        dependent_launch.switch(devices[2], False)
+        assert [dependent_launch.options(device)["PDL"] for device in devices] == [False, False, False, True]
     finally:
-        dependent_launch.switch(torch.device("cuda:1"), True)
+        for device in devices:
+            dependent_launch.switch(device, False)
         dependent_launch.supported.cache_clear()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 
 import torch
@@ -130,7 +130,8 @@ def main() -> int:
     pairs = [(tool, group) for tool in arguments.tools.split(",") for group in arguments.groups.split(",")]
     ok = True
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for text, well, output in pool.map(_checked, pairs):
+        for done in as_completed([pool.submit(_checked, pair) for pair in pairs]):
+            text, well, output = done.result()
             print(text, flush=True)
             ok = ok and well
             if not well:

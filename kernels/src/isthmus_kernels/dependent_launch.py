@@ -21,7 +21,7 @@ from functools import cache
 
 import torch
 
-_SWITCHED_OFF: set[torch.device] = set()
+_ON: set[torch.device] = set()
 
 
 @cache
@@ -31,15 +31,15 @@ def supported(device: torch.device) -> bool:
 
 
 def switch(device: torch.device, on: bool) -> None:
-    """Say whether kernels on `device` are launched this way: off is for measurements. Graphs that were captured keep
-    what they were captured with."""
+    """Say whether kernels on `device` are launched this way; they are not until this is called (docs/adr/0031). Graphs
+    that were captured keep what they were captured with."""
     if on:
-        _SWITCHED_OFF.discard(device)
+        _ON.add(device)
     else:
-        _SWITCHED_OFF.add(device)
+        _ON.discard(device)
 
 
 def options(device: torch.device) -> dict[str, bool]:
     """Arguments of a launch: the kernel's constexpr `PDL`, and Triton's own option."""
-    on = supported(device) and device not in _SWITCHED_OFF
+    on = device in _ON and supported(device)
     return {"PDL": on, "launch_pdl": on}

@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus_runtime.config import SchedulerConfig
+from isthmus_runtime.engine import scheduler
 from isthmus_runtime.engine.aging import EVERY
 from isthmus_runtime.engine.completion import MASKS_EARLY
+from isthmus_runtime.engine.drafts import Drafter
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import CancelAttempt, FinishSend, Kind, OpenReceive, Phase, SendBlocks
 from isthmus_runtime.errors import DeadlineExceeded, InvalidRequest, NeverFits, Overloaded, TransferFailed
@@ -689,6 +691,32 @@ def disaggregated(prompt: list[int], count: int, p: World, d: World, sid: str = 
     d.take(d.scheduler.received(sid, record))
     d.scheduler.released(sid, True)
     d.run()
+
+
+@pytest.mark.parametrize("windows", KINDS.values(), ids=KINDS)
+def test_who_got_its_kv_from_a_peer_guesses_as_any_other(windows: Windows, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = [(7 * i) % 50 for i in range(23)]
+    answer = expected_tokens(prompt, SamplingParams(max_tokens=30, temperature=0.0), 40, windows)
+
+    class Knows(Drafter):
+        """Every third guess is wrong."""
+
+        def watch(self, tokens: Sequence[int]) -> bool:
+            return True
+
+        def judge(self, right: bool) -> None:
+            self.trust = 1.0
+
+        def guess(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
+            at = len(tokens) - len(prompt)
+            return tuple(t + (i % 3 == 2) for i, t in enumerate(answer[at : at + count], at))
+
+    monkeypatch.setattr(scheduler, "Drafter", Knows)
+    p = World(num_blocks=120, max_model_len=128, max_batched_tokens=5, windows=windows, speculative_tokens=5)
+    d = World(num_blocks=120, max_model_len=128, windows=windows, speculative_tokens=5)
+    disaggregated(prompt, 30, p, d)
+    assert d.tokens["t"] == answer[:30]
+    assert d.scheduler.stats().accepted >= 10 and not p.scheduler.stats().drafted
 
 
 @pytest.mark.parametrize("windows", KINDS.values(), ids=KINDS)

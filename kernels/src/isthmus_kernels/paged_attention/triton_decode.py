@@ -42,7 +42,7 @@ def plan(row_bytes: int, wide: bool, rows: int) -> Plan:
     """
     if row_bytes <= 256 and not wide and rows >= _MANY_ROWS:
         # Single warps need no barrier for the softmax, and eight of them wait for memory at different times.
-        return Plan(tile=32, stages=3, programs=8, registers=None, warps=1)
+        return Plan(tile=32, stages=3, programs=8, registers=None, warps=1, merged=4096)
     if row_bytes <= 256:
         # A long request alone is in so many parts that merging them costs more than reading did, unless they are
         # merged all at once.

@@ -38,6 +38,9 @@ _EXPORT_S = 5.0
 _CLOSE_S = 3.0
 _W3C = TraceContextTextMapPropagator()
 _CLIENT = {"attempt"}
+_MOST_STATE = 512
+"""Characters of a tracestate that are passed on; a longer one is left out, as an engine may refuse such a head. W3C
+asks for at least as many (https://www.w3.org/TR/trace-context/#tracestate-limits)."""
 
 
 class _Span:
@@ -68,7 +71,9 @@ class _Span:
     def headers(self) -> bytes:
         carrier: dict[str, str] = {}
         _W3C.inject(carrier, self._context)
-        return "".join(f"{name}: {value}\r\n" for name, value in carrier.items()).encode("latin-1")
+        if len(carrier.get("tracestate", "")) > _MOST_STATE:
+            del carrier["tracestate"]
+        return "".join(f"{name}: {value}\r\n" for name, value in carrier.items()).encode("ascii", "replace")
 
 
 class OtlpTracer:

@@ -47,6 +47,17 @@ __device__ __forceinline__ void wait(uint64_t *barrier, uint32_t parity) {
     }
 }
 
+// True in one thread of the warp, always the same one; by a whole warp.
+__device__ __forceinline__ bool leader() {
+    uint32_t chosen;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "elect.sync _|p, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(chosen));
+    return chosen;
+}
+
 // Barrier `id` of the block, of `threads` threads in all.
 __device__ __forceinline__ void sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -74,6 +85,14 @@ __device__ __forceinline__ void load(uint32_t to, const CUtensorMap *map, uint64
         "%6}], [%2];" ::"r"(to),
         "l"(map), "r"(shared_address(barrier)), "r"(a), "r"(b), "r"(c), "r"(d)
         : "memory");
+}
+
+// The left side of a product, 16 x 16: lanes give the addresses of rows of 16 bytes, four 8 x 8 parts down then across.
+__device__ __forceinline__ void load_operand(uint32_t *a, const char *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(shared_address(row))
+                 : "memory");
 }
 
 // Ordinary writes to shared memory before it are seen by the copy engine and the matrix units after it.
@@ -128,16 +147,15 @@ __device__ __forceinline__ float exp2_fast(float x) {
     "%24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, "  \
     "%46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}"
 
-// d (64 x 128, fp32) = a b, or d + a b where `add`; a [64 x 16] and b [128 x 16] in shared memory, sums along rows.
-// d += a b; a in registers (the layout of a product's result, 16 columns), b [16 x 128] in shared memory, sums down columns.
+// a [64 x 16] in registers, as a product leaves 16 columns; b in shared memory; d [64 x 128] in fp32.
+// product_rows: b [128 x 16], d = a b' or d + a b' where `add`. product: b [16 x 128], d += a b.
 #define HOPPER_PRODUCTS(TYPE, NAME)                                                                                 \
-    __device__ __forceinline__ void product(float (&d)[64], uint64_t a, uint64_t b, int add, TYPE) {                \
-        asm volatile(                                                                                               \
-            "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                            \
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME " " HOPPER_D64 ", %64, %65, p, 1, 1, 0, "   \
-            "0;\n}"                                                                                                 \
-            : HOPPER_R64(d)                                                                                         \
-            : "l"(a), "l"(b), "r"(add));                                                                            \
+    __device__ __forceinline__ void product_rows(float (&d)[64], const uint32_t *a, uint64_t b, int add, TYPE) {     \
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                  \
+                     "wgmma.mma_async.sync.aligned.m64n128k16.f32." NAME "." NAME " " HOPPER_D64                     \
+                     ", {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"                                                  \
+                     : HOPPER_R64(d)                                                                                \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));                               \
     }                                                                                                               \
     __device__ __forceinline__ void product(float (&d)[64], const uint32_t *a, uint64_t b, TYPE) {                  \
         asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"                                                     \

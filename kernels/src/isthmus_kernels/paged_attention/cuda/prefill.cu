@@ -87,7 +87,7 @@ int64_t launch(const void *kernel, const Call *call, cudaStream_t stream) {
     arguments.requests = int(call->requests);
     arguments.kv_heads = int(call->kv_heads);
     arguments.group = group;
-    arguments.block_size = int(call->block_size);
+    arguments.block_shift = __builtin_ctzll(uint64_t(call->block_size));
     arguments.scale = float(call->scale);
 
     // The structure is aligned by the kernel itself.

@@ -57,9 +57,9 @@ class CudaDevice:
 
     dtype_varies = False
 
-    def __init__(self, index: int = 0, *, dependent_launch: bool = True) -> None:
+    def __init__(self, index: int = 0, *, dependent_launch: bool = False) -> None:
         """`dependent_launch`: kernels may start before those before them have ended, where the GPU can do that
-        (`isthmus_kernels.dependent_launch`); off is for measurements."""
+        (`isthmus_kernels.dependent_launch`). Off, since a whole step has measured slower with it (ADR 31)."""
         self.name = f"cuda:{index}"
         self.torch_device = torch.device(self.name)
         launches.switch(self.torch_device, dependent_launch)

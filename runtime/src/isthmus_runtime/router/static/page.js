@@ -231,7 +231,7 @@ $("new").addEventListener("click", () => {
 
 // ---- Service ------------------------------------------------------------------------------------------------------
 
-const ROLES = { prefill: "Prefill", decode: "Decode", unified: "Prefill and decode" };
+const ROLES = { prefill: "Prefill", decode: "Decode", unified: "Workers" };
 const MODES = { direct: "Direct", store: "Store", memory: "Memory" };
 const speeds = [];
 let timer = 0;
@@ -295,7 +295,7 @@ function drawTrace() {
 
 function draw(status) {
   setState(status.ready ? "ready" : "lacking", status.ready ? "Ready" : "Not ready");
-  note(status.ready ? "" : `${status.reason}.`);
+  note(status.ready ? "" : `${status.reason.charAt(0).toUpperCase()}${status.reason.slice(1)}.`);
   const models = $("model");
   if ([...models.options].map((o) => o.value).join() !== status.models.join()) {
     models.replaceChildren(...status.models.map((name) => new Option(name, name)));
