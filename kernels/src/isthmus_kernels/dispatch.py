@@ -65,8 +65,8 @@ _OPS = MappingProxyType(
         "silu_mul": ("silu_mul", ("cpu", "triton", "reference")),
         "gelu_tanh_mul": ("silu_mul", ("cpu", "triton", "reference")),
         "embedding": ("embedding", ("cpu", "triton", "reference")),
-        "moe_route": ("moe", ("triton", "reference")),
-        "moe": ("moe", ("triton", "reference")),
+        "moe_route": ("moe", ("cpu", "triton", "reference")),
+        "moe": ("moe", ("cpu", "triton", "reference")),
         "pack": ("linear", ("cpu", "triton", "torch")),
         "pack_fp8": ("fp8_linear", ("triton", "reference")),
         "quantize": ("fp8_linear", ("triton", "reference")),
@@ -438,6 +438,11 @@ def moe(
         raise ValueError("gate_up_scale, down_scale: expected both or neither")
     if gate_up_scale is not None and (gate_up.dtype, down.dtype) != (torch.float8_e4m3fn,) * 2:
         raise ValueError(f"gate_up, down: scales are of float8_e4m3fn, got {gate_up.dtype} and {down.dtype}")
+    scales: dict[str, Tensor] = {}
+    if gate_up_scale is not None and down_scale is not None:
+        scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
+        # Nothing is compiled for 8-bit floats on CPUs, where they are not served.
+        impl = impl or ("reference" if x.device.type == "cpu" else None)
     result: Tensor = _select("moe", x.device.type, impl)(
         x,
         weights,
@@ -446,10 +451,9 @@ def moe(
         down,
         gate_up_bias=gate_up_bias,
         down_bias=down_bias,
-        gate_up_scale=gate_up_scale,
-        down_scale=down_scale,
         clamp=clamp,
         out=out,
+        **scales,
     )
     return result
 
