@@ -83,7 +83,7 @@ def test_what_a_checkpoint_holds_is_what_is_multiplied(kind: str, tmp_path: Path
     names = [f"model.layers.1.self_attn.{part}_proj.weight" for part in ("q", "k", "v")]
     with Checkpoint(tmp_path, shapes, scheme=scheme) as checkpoint:
         expanded = Expanded(checkpoint, scheme, shapes, checkpoint.parts)
-        weights = Fp8Weights(expanded, rounding=False)
+        weights = Fp8Weights(expanded, None)
         weight, scale = weights.scaled(*names) or pytest.fail("expanded")
         assert torch.equal(weight.view(torch.uint8), checkpoint.take(*names).view(torch.uint8))
         assert scale.shape == weight.shape[:1]
@@ -151,7 +151,7 @@ def test_a_mixture_is_rounded_but_for_its_router(tmp_path: Path, caplog: pytest.
 
 def test_a_side_that_does_not_fit_stays(tmp_path: Path) -> None:
     source = RandomTensors({"a": (48, 24), "b": (48, 32)}, device=torch.device("cpu"), dtype=torch.bfloat16, seed=1)
-    weights = Fp8Weights(source, rounding=True)
+    weights = Fp8Weights(source, dispatch.quantize)
     assert weights.scaled("a") is None
     assert weights.scaled("b") is not None
     assert (weights.rounded, weights.left) == (1, 1)

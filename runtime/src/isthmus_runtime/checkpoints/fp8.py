@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from isthmus_kernels import dispatch
-
 from ..models.base import TensorSource
 from ..models.shard import Slice
 from .quantized import Expanded
 
+Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""A matrix [N, K] as E4M3 and fp32 scales of its rows: `isthmus_kernels.dispatch.quantize`."""
 _MULTIPLE = 16
 """Of both sides of a matrix that the kernels multiply."""
 
@@ -28,10 +29,10 @@ class _Matrix:
 class Fp8Weights:
     """`models.base.ScaledSource` over another source."""
 
-    def __init__(self, source: TensorSource, *, rounding: bool) -> None:
-        """`rounding`: matrices that are not stored as 8-bit floats are rounded to them, each row with its scale."""
+    def __init__(self, source: TensorSource, quantize: Quantize | None) -> None:
+        """`quantize` rounds the matrices that are not stored as 8-bit floats; None: they stay."""
         self._source = source
-        self._rounding = rounding
+        self._quantize = quantize
         self.kept, self.rounded, self.left = 0, 0, 0
         """Matrices so far: as they were stored, rounded here, and not made of 8-bit floats."""
 
@@ -55,8 +56,11 @@ class Fp8Weights:
 
     def _one(self, part: str | Slice) -> _Matrix | None:
         stored = self._source.as_fp8(part) if isinstance(self._source, Expanded) else None
-        if stored is None and not self._rounding:
+        if stored is not None:
+            weight, scale = stored
+        elif self._quantize is not None:
+            weight, scale = self._quantize(self._source.take(part))
+        else:
             return None
-        weight, scale = stored or dispatch.quantize(self._source.take(part))
         fits = all(side % _MULTIPLE == 0 for side in weight.shape)
         return _Matrix(weight, scale, kept=stored is not None) if fits else None

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isthmus_kernels import dispatch
+
 from ..checkpoints.fp8 import Fp8Weights
 from ..checkpoints.quantized import Expanded, scheme_of
 from ..checkpoints.safetensors import Checkpoint
@@ -154,7 +156,7 @@ def _build(
     """The model, and whether some of its matrices are 8-bit floats."""
     if config.quantization == "none" or not device.multiplies_fp8 or dtype != torch.bfloat16:
         return spec.build(source, dtype, shard), False
-    weights = Fp8Weights(source, rounding=config.quantization == "fp8")
+    weights = Fp8Weights(source, dispatch.quantize if config.quantization == "fp8" else None)
     model = spec.build(weights, dtype, shard)
     if weights.kept or weights.rounded:
         _LOG.info(
