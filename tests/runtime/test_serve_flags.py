@@ -25,6 +25,13 @@ def problems(argv: list[str]) -> tuple[str, ...]:
         ([*UNIFIED, "--kv-memory", "8388608Ti"], "--kv-memory", "less than 8Ei"),
         ([*UNIFIED, "--queue-timeout", "9" * 400], "--queue-timeout", "up to"),
         ([*UNIFIED, "--max-model-len", "1"], "--max-model-len", "2 or more"),
+        ([*UNIFIED, "--tensor-parallel-size", "0"], "--tensor-parallel-size", "1 to 64"),
+        ([*UNIFIED, "--tensor-parallel-size", "2", "--executor", "fake"], "--tensor-parallel-size", "--executor fake"),
+        (
+            ["--role", "decode", "--model", "m", "--transfer-mode", "direct", "--tensor-parallel-size", "2"],
+            "--tensor-parallel-size",
+            "--transfer-mode direct",
+        ),
         ([*UNIFIED, "--port", "80x"], "--port", "0 to 65535"),
         ([*UNIFIED, "--served-model-name", ""], "--served-model-name", "give a name"),
         (["--role", "unified", "--model", ""], "--served-model-name", "--model"),

@@ -58,6 +58,8 @@ def downloading(installation: Installation) -> Iterator[Deployed]:
                 },
                 "servedNames": ["smollm2"],
             }
+            # It runs beside `pair` on nodes of two CPUs, which routers have their share of.
+            spec["roles"]["worker"]["resources"]["requests"] = {"cpu": "500m", "memory": "1Gi"}
             # Too short for it.
             spec["availability"] = {"startupTimeout": f"{max(20, DOWNLOAD_S / 20):.0f}s"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus_runtime.engine.drafts import CATCH_UP, GRAM, TRUSTED, Drafter, Speculation
+from isthmus_runtime.engine.masks import MaskThread
 from isthmus_runtime.engine.sequence import Kind
 from isthmus_runtime.engine.step_time import StepSize, StepTimes
 from isthmus_runtime.executor.fake import expected_tokens
@@ -165,12 +167,22 @@ def test_right_guesses_save_steps() -> None:
     assert steps(5) * 4 < steps(0)
 
 
+class Anything:
+    """Allows any token."""
+
+    def allowed(self, generated: Sequence[int]) -> bytes | None:
+        return None
+
+
 def test_who_may_guess() -> None:
     world = World(speculative_tokens=5)
     world.add(request("local", [1, 2], 4))
     world.add(request("send", [1, 2], 4), kind=Kind.SEND, attempt="send")
     live = world.scheduler.queues.live
     assert live["local"].drafter is not None and live["send"].drafter is None
+    masks = MaskThread(lambda: None).beside(Anything())
+    world.add(request("masked", [1, 2], 4), masks=masks)
+    assert live["masked"].drafter is None
     off = World()
     off.add(request("local", [1, 2], 4))
     assert off.scheduler.queues.live["local"].drafter is None

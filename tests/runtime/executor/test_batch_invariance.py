@@ -31,6 +31,15 @@ BASE = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"]},
     "odd heads": {"architectures": ["LlamaForCausalLM"], "head_dim": 20},
+    "experts": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": 40,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    },
     "windows": {
         "architectures": ["Qwen2ForCausalLM"],
         "use_sliding_window": True,
