@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
@@ -13,8 +14,10 @@ from openai import AsyncOpenAI, BadRequestError
 from serving import served
 
 from isthmus_runtime.executor.fake import FakeExecutor, expected_scores, expected_tokens
+from isthmus_runtime.openai import answer, plan
 from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
 from isthmus_runtime.openai.prompts import echo_of_ids, echo_of_text
+from isthmus_runtime.openai.sse import CompletionFormat
 from isthmus_runtime.request import FinishReason, SamplingParams, TokenChunk, TokenLogprobs
 from isthmus_runtime.serving.app import make_app
 from isthmus_runtime.serving.in_flight import InFlight
@@ -178,6 +181,10 @@ def test_prompt_logprobs_in_the_form_of_vllm(run, stack, path):
         ({"prompt": ["x"] * 30, "best_of": 5}, "prompt"),
         ({"prompt": [[5] * 120] * 128, "prompt_logprobs": 20}, "prompt_logprobs"),
         ({"prompt": [[5] * 120] * 128, "echo": True, "logprobs": 20}, "logprobs"),
+        # Each choice tells all of its prompt.
+        ({"prompt": [5] * 120, "prompt_logprobs": 20, "n": 128}, "prompt_logprobs"),
+        ({"prompt": [5] * 120, "prompt_logprobs": 9, "echo": True, "logprobs": 9, "n": 110}, "prompt_logprobs"),
+        ({"prompt": [5] * 120, "echo": True, "logprobs": 20, "n": 128, "stream": True}, "logprobs"),
     ],
 )
 def test_what_cannot_be_told_is_refused(run, stack, body, param):
@@ -186,6 +193,48 @@ def test_what_cannot_be_told_is_refused(run, stack, body, param):
             with pytest.raises(BadRequestError) as caught:
                 await api.client.completions.create(model="tiny", extra_body={"prompt": "x", **body}, prompt="x")
             assert caught.value.param == param
+
+    run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_repeated_prompts_are_bounded_over_all_choices(run, stack, monkeypatch, stream):
+    monkeypatch.setattr(plan, "MAX_ECHO", 44)
+
+    async def main():
+        async with stack() as api:
+            asked = dict(model="tiny", prompt="Wooden boats", echo=True, max_tokens=0, stream=stream)
+            await api.client.completions.create(**asked, n=3)
+            with pytest.raises(BadRequestError) as caught:
+                await api.client.completions.create(**asked, n=4)
+            assert caught.value.param == "echo" and "12 characters" in caught.value.message
+
+    run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_scores_of_a_long_prompt_are_written_beside_the_event_loop(run, stack, monkeypatch, stream):
+    monkeypatch.setattr(answer, "_MANY_SCORES", 20)
+    threads = set()
+    inner = CompletionFormat._with_prompt
+
+    def noted(*args):
+        threads.add(threading.current_thread())
+        return inner(*args)
+
+    monkeypatch.setattr(CompletionFormat, "_with_prompt", noted)
+
+    async def main():
+        async with stack() as api:
+            asked = dict(model="tiny", echo=True, logprobs=1, max_tokens=1, stream=stream)
+            for length in (10, 40):
+                threads.clear()
+                got = await api.client.completions.create(prompt=[5] * length, **asked)
+                chunks = [chunk async for chunk in got] if stream else [got]
+                told = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs is not None]
+                assert sum(len(part.tokens) for part in told) == length + 1
+                (thread,) = threads
+                assert (thread is threading.current_thread()) == (length == 10)
 
     run(main())
 

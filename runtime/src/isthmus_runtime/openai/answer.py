@@ -27,7 +27,7 @@ _STREAM_HEADERS = {
 
 _NOTHING = Delta()
 _MANY_SCORES = 2000
-"""Answers with more log-probabilities of prompts are written in a thread (about 10 ms of work)."""
+"""With log-probabilities of more tokens of prompts, an answer is written in a thread (about 10 ms of work)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +236,10 @@ class Runner:
             data = b""
             if choice.prompt.echo is not None and not choice.echoed:
                 choice.echoed = True
-                data = form.echo(choice.index, choice.prompt)
+                if len(choice.prompt.scores) > _MANY_SCORES:
+                    data = await asyncio.to_thread(form.echo, choice.index, choice.prompt)
+                else:
+                    data = form.echo(choice.index, choice.prompt)
             logprobs, more = choice.take_logprobs(), choice.take_more()
             data += form.delta(choice.index, delta, logprobs, more) if delta != _NOTHING or logprobs else b""
             if choice.finish:

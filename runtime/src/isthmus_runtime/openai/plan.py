@@ -19,7 +19,16 @@ from .chat import Conversation
 from .output import Reader, Thinking
 from .pieces import Pieces
 from .prompts import Echo, echo_of_ids, echo_of_text
-from .schema import MAX_SCORES, ChatRequest, CompletionRequest, chat_request, json_object, parse_chat, parse_completion
+from .schema import (
+    MAX_ECHO,
+    MAX_SCORES,
+    ChatRequest,
+    CompletionRequest,
+    chat_request,
+    json_object,
+    parse_chat,
+    parse_completion,
+)
 from .sse import ChatFormat, CompletionFormat, Format
 from .tokenizer import Tokenizer, TooManyTokens
 from .tool_formats import FORMATS, format_of
@@ -75,7 +84,9 @@ class Planner:
         wanted = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
 
         def echo(pieces: Pieces) -> tuple[Echo, ...]:
-            return tuple(map(partial(self._echo, request, pieces), given, prompts))
+            echoes = tuple(map(partial(self._echo, request, pieces), given, prompts))
+            _check_echo(sum(len(echo.text) for echo in echoes), request.n)
+            return echoes
 
         return self._job(
             request,
@@ -398,14 +409,23 @@ def _check_room(name: str, wanted: int | None, prompt: int, limit: int) -> None:
 
 
 def _check_scores(request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]]) -> None:
-    each = request.num_scores + 1
+    each = request.scores_per_token
     tokens = sum(map(len, prompts))
     if tokens * each > MAX_SCORES:
         name = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
         raise InvalidRequest(
             f"{name}: {each} for each of {tokens} tokens of prompts are more than {MAX_SCORES} log-probabilities; "
-            "ask for fewer, or send fewer prompts in a request",
+            "ask for fewer, or for fewer choices, or send fewer prompts in a request",
             param=name,
+        )
+
+
+def _check_echo(characters: int, n: int) -> None:
+    if characters * n > MAX_ECHO:
+        raise InvalidRequest(
+            f"echo: {characters} characters in each of n = {n} choices are more than {MAX_ECHO}; remove echo, or "
+            "ask for fewer choices",
+            param="echo",
         )
 
 

@@ -24,7 +24,10 @@ MAX_CHOICES = 128
 """Most generations one request may ask for: prompts times n."""
 MAX_LOGPROBS = 20
 MAX_SCORES = 1 << 18
-"""Most log-probabilities of prompts in one answer: tokens times one more than alternatives. About 60 MiB."""
+"""Most log-probabilities of prompts in one answer: tokens times one more than alternatives, for each choice that tells
+them. About 60 MiB."""
+MAX_ECHO = 1 << 24
+"""Most characters of prompts in one answer."""
 MAX_STOP_STRINGS = 16
 
 Prompt = str | tuple[int, ...]
@@ -208,6 +211,11 @@ class _Common(LogitOptions, _Sampling):
         return self.num_prompt_logprobs
 
     @property
+    def scores_per_token(self) -> int:
+        """How many log-probabilities the answer tells of each token of a prompt."""
+        return self.num_prompt_logprobs + 1
+
+    @property
     def num_candidates(self) -> int:
         """Generations for each prompt, of which n are shown."""
         return self.n
@@ -243,6 +251,12 @@ class CompletionRequest(_Common):
     def num_scores(self) -> int:
         """-1 off, else how many alternatives are needed of each token of the prompt."""
         return max(self.num_prompt_logprobs, self.num_logprobs if self.echo else -1)
+
+    @property
+    def scores_per_token(self) -> int:
+        """How many log-probabilities the answer tells of each token of a prompt: each choice has all of them, once for
+        each parameter that asks."""
+        return self.n * (self.num_prompt_logprobs + 1 + (self.num_logprobs + 1 if self.echo else 0))
 
     @property
     def num_candidates(self) -> int:

@@ -63,6 +63,11 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
+def _json_list(items: Sequence[Any]) -> str:
+    """As JSON, an item at a time: the encoder lets no other thread run until it returns, and these may be 60 MiB."""
+    return f"[{','.join(map(json.dumps, items))}]"
+
+
 def error_event(error: RequestError) -> bytes:
     """An error after the first byte. OpenAI's client raises APIError; [DONE] releases readers that wait for it."""
     return b"data: " + json.dumps({"error": error.to_json()}).encode() + b"\n\n" + DONE
@@ -149,7 +154,7 @@ class Format:
         """`prompt_logprobs` as a field, where the request asks for it."""
         if self._prompt_logprobs < 0:
             return ""
-        return f',"prompt_logprobs":{json.dumps(by_token_id(prompt, self._pieces, self._prompt_logprobs))}'
+        return f',"prompt_logprobs":{_json_list(by_token_id(prompt, self._pieces, self._prompt_logprobs))}'
 
     def _with_ids(self, answer: Answer) -> dict[str, Any]:
         """The ids of prompt and answer as fields, where the request asks for them."""
@@ -264,7 +269,7 @@ class CompletionFormat(Format):
         """The prompt, with the log-probabilities of its tokens where those of the answer are asked for."""
         if prompt.echo is None:
             return b""
-        told = json.dumps(self._with_prompt(index, prompt, ())) if self._logprobs >= 0 else "null"
+        told = self._with_prompt(index, prompt, ()) if self._logprobs >= 0 else "null"
         text = f'{self._open}{index},"text":{encode_basestring_ascii(prompt.echo.text)},"logprobs":{told}'
         return f'{text},"finish_reason":null'.encode() + self._close
 
@@ -286,24 +291,25 @@ class CompletionFormat(Format):
             logprobs = self._logprob_json(index, answer.logprobs)
         else:
             text = prompt.echo.text + text
-            logprobs = "null" if self._logprobs < 0 else json.dumps(self._with_prompt(index, prompt, answer.logprobs))
+            logprobs = "null" if self._logprobs < 0 else self._with_prompt(index, prompt, answer.logprobs)
         return (
             f'{{"index":{index},"text":{encode_basestring_ascii(text)},"logprobs":{logprobs},'
             f'"finish_reason":"{answer.finish_reason}"{ids}{self._scores(prompt)}}}'
         )
 
-    def _with_prompt(self, index: int, prompt: Told, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The log-probabilities of prompt and answer. The first token has none: nothing is before it."""
+    def _with_prompt(self, index: int, prompt: Told, entries: Sequence[TokenLogprobs]) -> str:
+        """The log-probabilities of prompt and answer as JSON. The first token has none: nothing is before it."""
         assert prompt.echo is not None
         of_prompt = self._logprobs_of(index, prompt.scores)
         self._text_offsets[index] = len(prompt.echo.text)
         of_answer = self._logprobs_of(index, entries)
-        return {
+        columns: dict[str, list[Any]] = {
             "tokens": [self._pieces.shown(prompt.ids[0])[0], *of_prompt["tokens"], *of_answer["tokens"]],
             "token_logprobs": [None, *of_prompt["token_logprobs"], *of_answer["token_logprobs"]],
             "top_logprobs": [None, *of_prompt["top_logprobs"], *of_answer["top_logprobs"]],
             "text_offset": [*prompt.echo.offsets, *of_answer["text_offset"]],
         }
+        return "{" + ",".join(f'"{name}":{_json_list(column)}' for name, column in columns.items()) + "}"
 
     def _logprobs_of(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         shown = self._pieces.shown
