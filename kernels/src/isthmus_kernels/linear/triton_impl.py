@@ -139,10 +139,12 @@ def _few_rows(
 def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """Write ``x @ weight.T + bias`` of one row by scalar products: every thread streams its share of the weight."""
     outputs, columns = weight.shape
-    # As much of the weight as registers hold is asked for at once, if it can be in whole pieces.
+    # As much of the weight as registers hold is asked for at once, if it can be in whole pieces: of one output, or of
+    # four where a row is so long that its pieces would queue up behind each other.
     even = columns & -columns
-    piece = min(4096, even if even >= _LEAST_PIECE else power_of_two(columns, 16))
-    _one_row[(outputs,)](
+    group = 4 if columns > 4096 and even >= 2048 else 1
+    piece = 2048 if group > 1 else min(4096, even if even >= _LEAST_PIECE else power_of_two(columns, 16))
+    _one_row[(triton.cdiv(outputs, group),)](
         out,
         x,
         weight,
@@ -150,7 +152,7 @@ def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         outputs,
         columns,
         weight.stride(0),
-        OUTPUTS=1,
+        OUTPUTS=group,
         PIECE=piece,
         EVEN=columns % piece == 0,
         BIAS=bias is not None,

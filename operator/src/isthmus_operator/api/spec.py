@@ -148,8 +148,8 @@ class KvMemory(Block):
     memory: Quantity | None = None
     """Bytes of the KV pool, for example 2Gi. Absent: gpuMemoryFraction decides."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of memory for the KV pool. On a GPU: of all its memory, weights included. On a CPU: of what is free after
-    the weights are loaded. Absent: the engine's default. Excludes memory."""
+    """Share of memory for the KV pool: of all a GPU's, weights included; on a CPU of what is free after loading. Absent:
+    the engine's default. Excludes memory."""
     num_blocks_override: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None
     """Exact number of KV blocks, whatever the memory allows. For tests and tuning."""
 
@@ -173,8 +173,7 @@ class EngineTuning(Block):
     max_batched_tokens: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Most tokens in one step, prefill and decode together. Absent: the engine's default."""
     max_step_time: Duration | None = None
-    """Longest gap that other requests' prompts may make between two tokens of a stream. Longer: a little more prompt
-    throughput. Absent: the engine's default."""
+    """Longest gap that others' prompts may make between two tokens of a stream. Absent: the engine's default."""
     max_num_seqs: Annotated[int, Field(ge=1, le=65536)] | None = None
     """Most requests that run at once. Absent: the engine's default."""
     max_waiting: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
@@ -207,8 +206,8 @@ class Engine(EngineTuning):
     dtype: Dtype = Dtype.AUTO
     """Compute format; auto: bfloat16 where the hardware has instructions for it, else float32."""
     quantization: Quantization = Quantization.AUTO
-    """Products of 8-bit floats. auto: with the weights of an fp8 checkpoint, where the GPU can; fp8: with all weights,
-    rounded at load, on GPUs of capability 8.9 or newer; none: never."""
+    """Products of 8-bit floats. auto: for fp8 checkpoints, where the GPU can; fp8: for all weights, rounded at load, on
+    GPUs of capability 8.9 or newer; none: never."""
     max_model_len: Annotated[int, Field(ge=1, le=2**24)] | None = None
     """Most tokens of prompt and answer together. Absent: the model's limit, or what the KV pool holds if less."""
     kv_cache: KvCache = Field(default_factory=KvCache)
@@ -288,8 +287,7 @@ class PodSettings(Block):
     placement: Placement = Field(default_factory=Placement)
     """Where the pods may run."""
     pod_patch: Open = Field(default_factory=dict)
-    """Strategic merge patch on the pod template, applied last. The main container is `engine`, `router` or `master`.
-    `$patch: replace` and `$patch: delete` remove."""
+    """Strategic merge patch on the pod template, applied last. The container is `engine`, `router` or `master`."""
 
 
 class Role(PodSettings):
@@ -366,8 +364,8 @@ class Store(Block):
     replicas: Annotated[int, Field(ge=1, le=16)] = 1
     """Copies of each KV object, on different engine pods."""
     secret_ref: SecretKey | None = None
-    """A secret of 16 bytes or more. Names in the pool are then salted and values sealed with it, so that no other
-    service of the same master finds this one's KV or has its own taken for it. It encrypts nothing."""
+    """A secret of 16 bytes or more that salts names and seals values in the pool, so that services of one master cannot
+    find or replace each other's KV. It encrypts nothing."""
     master: StoreMaster = Field(default_factory=StoreMaster)
     """The pool's master: managed or external."""
 
@@ -460,7 +458,7 @@ class Rollout(Block):
     max_surge: CountOrPercent = CountOrPercent("0")
     """Pods of a role that may exist beyond the desired number. 0 works when all GPUs are in use."""
     drain_timeout: Duration = Duration("120s")
-    """How long a stopping pod may finish its work, which for prefill means until its KV has been fetched."""
+    """How long a stopping pod may finish its work: for prefill, until its KV has been fetched."""
     progress_deadline: Duration = Duration("30m")
     """A rollout without progress for this long has failed."""
     on_failure: RolloutFailure = RolloutFailure.PAUSE
