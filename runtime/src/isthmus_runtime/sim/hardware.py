@@ -83,7 +83,7 @@ GPUS = {
     g.name: g
     for g in (
         Gpu(name="h100", flops=767e12, bytes_per_s=2.94e12, memory_bytes=80e9, source="measured (SXM5)"),
-        Gpu(name="h200", flops=767e12, bytes_per_s=4.3e12, memory_bytes=141e9, source="H100; memory: datasheet"),
+        Gpu(name="h200", flops=799e12, bytes_per_s=4.56e12, memory_bytes=141e9, source="measured (SXM)"),
         Gpu(name="a100", flops=250e12, bytes_per_s=1.7e12, memory_bytes=80e9, source="80 % of the datasheet"),
     )
 }
