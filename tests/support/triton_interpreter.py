@@ -6,6 +6,7 @@ from 2.4 on refuses, and warns of divisions whose results a mask throws away.
 """
 
 import os
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ def _round_e4m3(values: np.ndarray) -> np.ndarray:
     return wide.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
 
 
+@cache
 def enable() -> bool:
     """Make Triton interpret every kernel of this process; False where Triton is not installed."""
     os.environ["TRITON_INTERPRET"] = "1"

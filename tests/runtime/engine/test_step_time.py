@@ -68,10 +68,14 @@ def test_steps_stay_near_the_bound_on_any_device(
     least = costs[2] * LEAST_TOKENS + costs[3] * attended(PROMPT, LEAST_TOKENS)
     bound = part * max(alone, least)
     decode(times, device, rows, 20)
+    largest = 0
     for prompt in range(4):
         steps = prefill(times, device, rows, bound, PROMPT)
-        worst = max(took for _, took in steps) / bound
-        assert worst < (2.0 if prompt == 0 else 1.75), f"prompt {prompt}: {worst:.2f} bounds, {steps}"
+        for count, took in steps:
+            # A chunk larger than any before is at most double the largest, whatever is known of the device by then.
+            most = 2.0 if prompt == 0 or count > largest else 1.75
+            assert took < most * bound, f"prompt {prompt}: {count} tokens took {took / bound:.2f} bounds, {steps}"
+            largest = max(largest, count)
         full = [took for count, took in steps[:-1] if count > LEAST_TOKENS]
         if prompt and len(full) > 3:
             assert sum(full) / len(full) > 0.5 * bound, f"prompt {prompt} is slowed for nothing: {steps}"
