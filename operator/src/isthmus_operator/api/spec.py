@@ -148,8 +148,8 @@ class KvMemory(Block):
     memory: Quantity | None = None
     """Bytes of the KV pool, for example 2Gi. Absent: gpuMemoryFraction decides."""
     gpu_memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Share of memory for the KV pool: of all a GPU's, weights included; on a CPU of what is free after loading. Absent:
-    the engine's default. Excludes memory."""
+    """Share of memory for the KV pool: of all a GPU's, weights included; on a CPU of what is free after loading.
+    Absent: the engine's default. Excludes memory."""
     num_blocks_override: Annotated[int, Field(ge=2, le=2**31 - 1)] | None = None
     """Exact number of KV blocks, whatever the memory allows. For tests and tuning."""
 
