@@ -289,3 +289,32 @@ def test_offsets_where_tokens_make_more_text_than_there_was(tokenizer):
     without = echo_of_ids(ids[1:], tokenizer.pieces, offsets=True)
     assert without == type(echo)(echo.text, echo.offsets[1:])
     assert echo_of_ids(ids, tokenizer.pieces, offsets=False).offsets == ()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_of_many_long_prompts_are_written_beside_the_event_loop(run, stack, monkeypatch, stream):
+    monkeypatch.setattr(answer, "_MANY_IDS", 60)
+    threads = set()
+    method = "first" if stream else "whole"
+    inner = getattr(CompletionFormat, method)
+
+    def noted(*args):
+        threads.add(threading.current_thread())
+        return inner(*args)
+
+    monkeypatch.setattr(CompletionFormat, method, noted)
+
+    async def main():
+        async with stack() as api:
+            asked = dict(model="tiny", prompt=[5] * 20, max_tokens=1, stream=stream)
+            for n in (3, 4):
+                threads.clear()
+                got = await api.client.completions.create(**asked, n=n, extra_body={"return_token_ids": True})
+                chunks = [chunk async for chunk in got] if stream else [got]
+                every = [choice.model_dump().get("prompt_token_ids") for chunk in chunks for choice in chunk.choices]
+                told = [ids for ids in every if ids]
+                assert told == [[5] * 20] * n
+                (thread,) = threads
+                assert (thread is threading.current_thread()) == (n == 3)
+
+    run(main())

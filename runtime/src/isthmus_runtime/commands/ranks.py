@@ -78,16 +78,18 @@ class Followers:
     def ending(self) -> Iterator[None]:
         """Within, they are told to end; then wait for it, or end them."""
         self._ending = True
-        yield
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                process.wait(_END_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                log.error("rank process %d did not end within %.0f s and is killed", process.pid, _END_TIMEOUT_S)
-                process.kill()
-        self._folder.cleanup()
+        try:
+            yield
+        finally:
+            for process in self._processes:
+                assert process.stdin is not None
+                process.stdin.close()
+                try:
+                    process.wait(_END_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    log.error("rank process %d did not end within %.0f s and is killed", process.pid, _END_TIMEOUT_S)
+                    process.kill()
+            self._folder.cleanup()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()
@@ -153,8 +155,8 @@ def rank_main() -> int:
 
 def _load_rank(order: _Order) -> tuple[LoadedEngine, Ranks]:
     config, size = order.config, order.config.tensor_parallel_size
-    # They are on one host, and talk to nobody else.
-    apply_native_environment({"GLOO_SOCKET_IFNAME": "lo"})
+    # They are on one host, and talk to nobody else; neither library asks who connects.
+    apply_native_environment({"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"})
     threads = config.model.threads or max(1, usable_threads(0) // size)
     device = open_device(config.model.device, threads=threads, index=order.rank)
     device.enter()

@@ -28,6 +28,8 @@ _STREAM_HEADERS = {
 _NOTHING = Delta()
 _MANY_SCORES = 2000
 """With log-probabilities of more tokens of prompts, an answer is written in a thread (about 10 ms of work)."""
+_MANY_IDS = 100_000
+"""The same where all choices' prompts have more tokens, whose ids an answer may tell (about 10 ms of work, too)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,12 +216,21 @@ class Runner:
         usage = await self._run(job, sink, arrived)
         headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
         shown = [answers[i] for i in _best(job, likelihood)]
-        if sum(len(answer.prompt.scores) for answer in shown) > _MANY_SCORES:
+        scores = sum(len(answer.prompt.scores) for answer in shown)
+        ids = sum(len(answer.prompt.ids) for answer in shown)
+        if scores > _MANY_SCORES or ids > _MANY_IDS:
             body = await asyncio.to_thread(job.format.whole, shown, usage)
         else:
             body = job.format.whole(shown, usage)
         await call.reply(200, headers, body)
         return usage
+
+    async def _opening(self, job: Job) -> bytes:
+        def joined() -> bytes:
+            return b"".join(job.format.first(i, request) for i, request in enumerate(job.requests))
+
+        many = sum(len(request.prompt_token_ids) for request in job.requests) > _MANY_IDS
+        return await asyncio.to_thread(joined) if many else joined()
 
     async def stream(self, job: Job, arrived: float, call: Call) -> Usage:
         """The answer as server-sent events, begun when the first text is there: until then a failure still gets its
@@ -232,7 +243,7 @@ class Runner:
                 async with opening:
                     if not call.begun:
                         await call.begin({**_STREAM_HEADERS, "X-Request-Id": job.answer_id})
-                        await call.write(b"".join(form.first(i, r) for i, r in enumerate(job.requests)))
+                        await call.write(await self._opening(job))
             data = b""
             if choice.prompt.echo is not None and not choice.echoed:
                 choice.echoed = True

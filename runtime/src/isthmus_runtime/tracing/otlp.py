@@ -62,7 +62,8 @@ class _Span:
         found: dict[str, Value] = {"error.type": error.code or type(error).__name__}
         found["http.response.status_code"] = error.status
         self._span.set_attributes(found | ({"isthmus.stage": error.stage} if error.stage else {}))
-        self._span.set_status(Status(StatusCode.ERROR, error.message))
+        # Not the message: it may quote what a client wrote.
+        self._span.set_status(Status(StatusCode.ERROR, error.code or type(error).__name__))
 
     def end(self, at: float | None = None) -> None:
         if self._span.is_recording():

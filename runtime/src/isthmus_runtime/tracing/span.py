@@ -26,7 +26,7 @@ class Span(Protocol):
         """Add attributes, by OpenTelemetry's conventions where these have a name (gen_ai.*, http.*, server.*)."""
 
     def fail(self, error: RequestError) -> None:
-        """Mark it as failed, with the error's code, stage and message."""
+        """Mark it as failed, with the error's code and stage."""
 
     def end(self, at: float | None = None) -> None:
         """It is over, and may be exported. Never blocks; the second call does nothing."""

@@ -302,7 +302,8 @@ function draw(status) {
     models.disabled = status.models.length < 2;
     $("curl").textContent =
       `curl ${new URL("v1/chat/completions", location)} \\\n  -H 'Content-Type: application/json' \\\n` +
-      `  -d '${JSON.stringify({ model: status.models[0], messages: [{ role: "user", content: "Hello" }] })}'`;
+      // Within a shell's single quotes, a quote ends them, stands escaped, and begins them again.
+      `  -d '${JSON.stringify({ model: status.models[0], messages: [{ role: "user", content: "Hello" }] }).replaceAll("'", "'\\''")}'`;
   }
   const shared = status.tokens_per_s === null;
   document.querySelector(".speed").hidden = shared;
