@@ -32,6 +32,7 @@ for _ in range(200):
 HOG = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); print(flush=True)\nwhile True: pass"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("threads", [2, 5])
 def test_a_thread_whose_processor_others_need_gives_way(threads: int) -> None:

@@ -172,6 +172,7 @@ def test_linear_of_one_long_row_takes_four_outputs_a_program(outputs: int) -> No
     check_linear("triton", "cpu", 1, outputs, 6144, BF16, with_bias=outputs == 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "count", "top_k", "hidden", "inner"),
     [
@@ -207,6 +208,7 @@ def test_pairs_are_listed_by_expert(pairs: int) -> None:
     assert [tuple(row) for row in tiles[1 : 1 + len(want), :3].tolist()] == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "count", "hidden", "inner"), [(1, 8, 64, 48), (40, 3, 64, 128), (140, 3, 80, 32)])
 def test_moe_of_8_bits(tokens: int, count: int, hidden: int, inner: int) -> None:
     check_moe_of_8_bits("triton", "cpu", tokens, count, 2, hidden, inner)

@@ -154,6 +154,7 @@ def test_services_hear_of_rotated_keys_and_keep_those_that_were_known_meanwhile(
     run_jumping(main())
 
 
+@pytest.mark.slow
 def test_while_it_waits_it_is_alive_and_not_ready_and_ends_by_a_signal(tmp_path: Path) -> None:
     config = {
         "clusters": [{"name": "c", "cluster": {"server": "http://127.0.0.1:1"}}],

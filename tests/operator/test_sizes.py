@@ -131,6 +131,7 @@ PLACES = sorted(where for where in set(places()) if not {"decode", "worker", "ma
 """Without those of the same types."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_no_bomb_in_any_field_takes_long(bomb: str) -> None:
     for place in PLACES:
@@ -145,6 +146,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     place=st.sampled_from(PLACES),

@@ -271,6 +271,7 @@ def test_a_model_the_hub_does_not_have(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_download_has_a_deadline_and_the_next_try_goes_on_from_it(tmp_path: Path) -> None:
     """As in a pod whose init container is restarted: in the middle of a file."""
     with hub_server() as hub:

@@ -203,6 +203,7 @@ def test_text_that_only_a_normalizer_makes_a_control_token():
     assert tokenizer.chat(Conversation(messages=[{"role": "user", "content": text}])).ids.count(end) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smollm2-135m-instruct", "gemma3-270m"])
 def test_imported_models(name):
     root = Path.home() / ".cache/isthmus/models" / name

@@ -169,6 +169,7 @@ def test_a_connection_serves_one_call_after_another(run):
     run(main())
 
 
+@pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(bodies=st.lists(st.binary(max_size=60), min_size=1, max_size=4), cuts=st.lists(st.integers(1, 400), max_size=8))
 def test_requests_survive_any_cut_and_are_answered_in_order(bodies, cuts):
@@ -268,6 +269,7 @@ FIELD = st.sampled_from(
 AMBIGUOUS = {"content-length", "transfer-encoding", "host"}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(fields=st.lists(FIELD, max_size=3), swap=st.booleans())
 @example(fields=["Connection: upgrade", "Upgrade: h2c"], swap=False)
