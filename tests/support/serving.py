@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
+import pytest
 from fastapi import FastAPI
 
+from isthmus_runtime.serving.protocol import Protocol
 from isthmus_runtime.serving.server import run_app
 
 
@@ -27,3 +29,17 @@ async def served(app: FastAPI, **settings: Any) -> AsyncIterator[int]:
     finally:
         stop.set()
         await task
+
+
+@contextmanager
+def looking() -> Iterator[asyncio.Event]:
+    """Set once a server on this loop has looked whether a client that sends no more has left."""
+    looked, look = asyncio.Event(), Protocol._look
+
+    def noted(self: Protocol, waited: float) -> None:
+        look(self, waited)
+        looked.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Protocol, "_look", noted)
+        yield looked

@@ -17,6 +17,7 @@ from engine_stack import engine
 from engine_world import request
 from executors import Breaking, Gated
 from prometheus_client import CollectorRegistry
+from serving import looking
 from serving import served as serving
 
 from isthmus_runtime.engine.backend import EngineBackend
@@ -155,8 +156,9 @@ def test_a_peer_that_only_closes_its_side_is_answered(leaves: bool) -> None:
                 await asyncio.wait_for(live(0), DEADLINE_S)
                 gated.gate.set()
                 return
-            writer.write_eof()
-            await asyncio.sleep(0.1)  # time to be taken for one that has left
+            with looking() as looked:
+                writer.write_eof()
+                await asyncio.wait_for(looked.wait(), DEADLINE_S)
             gated.gate.set()
             answer = await asyncio.wait_for(reader.read(), DEADLINE_S)
             writer.close()

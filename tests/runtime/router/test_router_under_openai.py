@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import openai
 import pytest
-from serving import served
+from serving import looking, served
 from tokenizers import Tokenizer as HfTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -87,9 +87,10 @@ def test_a_client_that_closes_its_side_after_the_request_is_answered(rig, run, k
             writer.write(
                 b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
             )
-            writer.write_eof()
             await decode.started.wait()
-            await asyncio.sleep(0.1)  # time to be taken for one that has left
+            with looking() as looked:
+                writer.write_eof()
+                await asyncio.wait_for(looked.wait(), 20)
             go_on.set()
             interim, head, answer = (await reader.read()).split(b"\r\n\r\n")
             writer.close()

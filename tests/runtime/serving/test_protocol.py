@@ -730,9 +730,10 @@ def test_a_client_that_only_closes_its_side_gets_its_answer(run, streamed):
             writer.write(post())
             await began.wait()
             (connection,) = s.connections
-            writer.write_eof()
-            await until(lambda: connection.half_closed)
-            await asyncio.sleep(0.1)  # time to be taken for one that has left
+            with serving.looking() as looked:
+                writer.write_eof()
+                await asyncio.wait_for(looked.wait(), 20)
+            assert connection.half_closed
             go_on.set()
             answer = await asyncio.wait_for(reader.read(), 20)
             writer.close()
