@@ -14,6 +14,7 @@ from kernel_checks import (
     check_gated,
     check_linear,
     check_logprobs,
+    check_lora,
     check_moe,
     check_moe_of_8_bits,
     check_norms,
@@ -135,6 +136,15 @@ def test_norms(shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.d
 @pytest.mark.parametrize("shape", [(1, 12288), (300, 768), (40, 28672), (3, 37)])
 def test_gated(shape: tuple[int, int]) -> None:
     check_gated("triton", "cuda", *shape, BF16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "widths", "rank"),
+    [(1, 4096, (4096, 1024, 1024), 16), (33, 4096, (14336, 14336), 64), (700, 1000, (136,), 8)],
+)
+def test_lora(rows: int, inputs: int, widths: tuple[int, ...], rank: int, dtype: torch.dtype) -> None:
+    check_lora("triton", "cuda", rows, inputs, widths, rank, dtype)
 
 
 @pytest.mark.parametrize("block_dim", [0, 2])

@@ -55,6 +55,28 @@ def test_linear(dtype: torch.dtype, weight_dtype: torch.dtype, shape: tuple[int,
                     assert torch.equal(dispatch.linear(x[first:], packed), alone[first:]), (batch, count)
 
 
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, (80, 32, 32)), (601, (33,)), (72, (1200, 7))])
+def test_lora(dtype: torch.dtype, shape: tuple[int, tuple[int, ...]]) -> None:
+    inputs, widths = shape
+    rows, starts = max(BATCHES), tuple(sum(widths[:part]) for part in range(len(widths)))
+    x, out = randn(rows, inputs, dtype=dtype), randn(rows, sum(widths), dtype=dtype, seed=1)
+    a, b = randn(2, len(widths), 8, inputs, dtype=dtype, seed=2), randn(2, 8, sum(widths), dtype=dtype, seed=3)
+    slots = torch.arange(rows, dtype=torch.int32) % 3
+    alone = out.clone()
+    for row in range(rows):
+        one = slice(row, row + 1)
+        dispatch.lora(x[one], alone[one], slots[one], a, b, starts)
+    for count in (1, 3):
+        with threads(count):
+            for batch in BATCHES:
+                some = slice(rows - batch, None)
+                together = out[some].clone()
+                dispatch.lora(x[some], together, slots[some], a, b, starts)
+                assert torch.equal(together, alone[some]), (batch, count)
+
+
 def part_of(case: PagedCase, parts: Sequence[tuple[int, int, int]], window: int | None) -> Tensor:
     """Attention of queries [begin, end) of requests of `case`, whose chunks are whole contexts; each part a request of
     a batch. Blocks that a window has passed are in no table."""

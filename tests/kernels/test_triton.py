@@ -18,6 +18,7 @@ from kernel_checks import (
     check_gated,
     check_linear,
     check_logprobs,
+    check_lora,
     check_moe,
     check_moe_of_8_bits,
     check_norms,
@@ -121,6 +122,14 @@ def test_norms(shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.d
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_gated(shape: tuple[int, int], dtype: torch.dtype) -> None:
     check_gated("triton", "cpu", *shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "widths", "rank"), [(1, 600, (40, 24, 24), 16), (35, 200, (150, 8), 8), (20, 48, (33,), 64)]
+)
+def test_lora(rows: int, inputs: int, widths: tuple[int, ...], rank: int, dtype: torch.dtype) -> None:
+    check_lora("triton", "cpu", rows, inputs, widths, rank, dtype)
 
 
 @pytest.mark.parametrize("block_dim", [0, 2])

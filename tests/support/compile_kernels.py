@@ -20,6 +20,7 @@ from isthmus_kernels.block_copy import triton_impl as block_copy
 from isthmus_kernels.embedding import triton_impl as embedding
 from isthmus_kernels.fp8_linear import triton_impl as fp8
 from isthmus_kernels.linear import triton_impl as linear
+from isthmus_kernels.lora import triton_impl as lora
 from isthmus_kernels.moe import triton_impl as moe
 from isthmus_kernels.paged_attention import triton_impl as attention
 from isthmus_kernels.rms_norm import triton_impl as rms_norm
@@ -110,6 +111,11 @@ def everything() -> None:
     # A weight with more outputs goes to cuBLAS from two rows on.
     for rows, outputs in ((1, 512), (4, 128)):
         linear.pack(some(outputs, 4096), None, BF16).apply(some(rows, 4096), None)
+    for dtype, rank in ((BF16, 16), (BF16, 256), (F32, 64)):
+        for rows in (1, 600):
+            a, b = some(4, 3, rank, 2048, dtype=dtype), some(4, rank, 3072, dtype=dtype)
+            x, out = some(rows, 2048, dtype=dtype), some(rows, 3072, dtype=dtype)
+            lora.lora(x, out, torch.ones(rows, dtype=torch.int32), a, b, (0, 2048, 2560))
     logits, ones = some(16, 151_936), some(16, dtype=F32)
     ids = torch.zeros(16, dtype=torch.int64)
     noise: dict[str, Any] = {"temperature": ones, "seeds": ids, "positions": ids}

@@ -140,6 +140,30 @@ def check_gated(impl: str, device: str, rows: int, width: int, dtype: torch.dtyp
         assert out[:, width:].isnan().all(), "columns past the output were written"
 
 
+def check_lora(
+    impl: str, device: str, rows: int, inputs: int, widths: tuple[int, ...], rank: int, dtype: torch.dtype
+) -> None:
+    outputs, slots = sum(widths), 5
+    x = torch.randn(rows, inputs).to(device, dtype)
+    a = (torch.randn(slots, len(widths), rank, inputs) / inputs**0.5).to(device, dtype)
+    b = (torch.randn(slots, rank, outputs) / rank**0.5).to(device, dtype)
+    starts = tuple(sum(widths[:part]) for part in range(len(widths)))
+    # A prompt of one adapter, then rows of all of them and of none.
+    own = torch.randint(0, slots, (rows,), dtype=torch.int32)
+    own[: rows // 2] = 2
+    x[(own == 0).to(device)] = torch.nan
+    a[slots - 1], b[slots - 1] = torch.nan, torch.nan
+    out = poisoned(rows, outputs + 8, dtype=dtype, device=device)
+    before = torch.randn(rows, outputs).to(device, dtype)
+    out[:, :outputs] = before
+    dispatch.lora(x, out[:, :outputs], own.to(device), a, b, starts, impl=impl)
+    want = before.cpu().clone()
+    dispatch.lora(x.cpu(), want, own, a.cpu(), b.cpu(), starts, impl="reference")
+    assert_close(out[:, :outputs], want.to(device))
+    assert torch.equal(out[:, :outputs].cpu()[own == 0], before.cpu()[own == 0]), "rows without an adapter were changed"
+    assert out[:, outputs:].isnan().all(), "columns past the output were written"
+
+
 def check_embedding(
     impl: str, device: str, count: int, width: int, dtype: torch.dtype, table_dtype: torch.dtype
 ) -> None:

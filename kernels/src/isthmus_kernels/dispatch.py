@@ -20,6 +20,7 @@ from isthmus_kernels.device import interpreted
 from isthmus_kernels.kv_swap.swap import KvSwap
 from isthmus_kernels.kv_view import Layout, block_view, check_layer, layer_view
 from isthmus_kernels.linear.packed import PackedLinear, Weight
+from isthmus_kernels.lora.shapes import check_adapters
 from isthmus_kernels.native import Program, record
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "layer_view",
     "linear",
     "logprobs",
+    "lora",
     "mask_logits",
     "moe",
     "moe_route",
@@ -70,6 +72,7 @@ _OPS = MappingProxyType(
         "pack": ("linear", ("cpu", "triton", "torch")),
         "pack_fp8": ("fp8_linear", ("triton", "reference")),
         "quantize": ("fp8_linear", ("triton", "reference")),
+        "lora": ("lora", ("cpu", "triton", "reference")),
         "block_copy": ("block_copy", ("triton", "torch", "reference")),
         "kv_swap": ("kv_swap", ("cuda", "cpu", "reference")),
         "penalize": ("penalties", ("torch", "reference")),
@@ -361,6 +364,32 @@ def pack_fp8(
 def linear(x: Tensor, packed: PackedLinear, *, out: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``, in x's dtype, for `x` ``[T, K]``; accumulation is fp32."""
     return packed.weight.apply(x, out)
+
+
+def lora(
+    x: Tensor,
+    out: Tensor,
+    slots: Tensor,
+    a: Tensor,
+    b: Tensor,
+    starts: tuple[int, ...],
+    *,
+    impl: str | None = None,
+) -> None:
+    """Add each row's low-rank adapter to the product of a linear layer: ``out += (x A^T) B`` (LoRA, Hu et al. 2021,
+    arXiv:2106.09685; rows of several adapters in one call as in Punica, Chen et al. 2023, arXiv:2310.18547).
+
+    Args:
+        x: ``[T, I]``, fp32 or bf16, rows contiguous.
+        out: ``[T, O]`` of the same dtype: what the layer made of x, changed in place. Sums are fp32.
+        slots: int32 ``[T]``, 0 to S: the row's adapter is number ``slots[t] - 1``; 0: none, the row of `out` is not
+            touched.
+        a: ``[S, P, R, I]``, contiguous, in x's dtype: R is a multiple of 4, ranks beyond an adapter's own are zero.
+        b: ``[S, R, O]``, likewise; the adapter's scale is in it.
+        starts: first output of each of the P (1 to 3) parts, each with an A of its own, that make up O.
+    """
+    check_adapters(x, out, slots, a, b, starts)
+    _select("lora", x.device.type, impl)(x, out, slots, a, b, starts)
 
 
 def moe_route(
