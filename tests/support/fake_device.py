@@ -75,6 +75,9 @@ class FakeDevice:
         self._staging.add(made.untyped_storage().data_ptr())
         return made
 
+    def host(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
     def enqueue(self, body: Body) -> None:
         self._work.append(body)
 

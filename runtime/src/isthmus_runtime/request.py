@@ -93,6 +93,16 @@ class Structure:
     whose start rule is `start`. Empty for a json_object."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterName:
+    """A low-rank adapter (LoRA) that a request computes with."""
+
+    name: str
+    """As clients call it: for messages."""
+    digest: str
+    """Of its content, which is what counts: a name may be given to another one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One prompt for a Backend. Token ids only: text stays at the API edge."""
@@ -108,6 +118,8 @@ class GenerateRequest:
     """The whole request must end within this."""
     structure: Structure | None = None
     """None: any text."""
+    adapter: AdapterName | None = None
+    """None: the model as it is."""
     prompt_group: str = ""
     """Shared by requests that differ in nothing but how they are drawn, the first of which has its first token before
     the others begin. Where it ran is where the prompt's KV is; only routers look at it."""

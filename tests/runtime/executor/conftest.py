@@ -17,6 +17,7 @@ from isthmus_runtime.executor.device.base import Device
 from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load
 from isthmus_runtime.interfaces.steps import Chunk, RowBlocks, RowStart, StepOutput, StepPlan
 from isthmus_runtime.kv.plan import KvPlan, KvPlanInput, plan
+from isthmus_runtime.lora_config import LoraConfig
 from isthmus_runtime.request import SamplingParams, TokenLogprobs
 
 DEADLINE_S = 120.0
@@ -225,10 +226,11 @@ def start_engine() -> Iterator[Callable[..., Engine]]:
         kv_dtype: str = "auto",
         device: Device | None = None,
         quantization: str = "auto",
+        lora: LoraConfig | None = None,
     ) -> Engine:
         scheduler = SchedulerConfig(max_batched_tokens=budget, max_num_seqs=max_rows, max_model_len=max_model_len)
         model = ModelConfig(path=str(directory), device="cpu", dtype=dtype, quantization=quantization, threads=2)
-        loaded = load(model, scheduler, device=device)
+        loaded = load(model, scheduler, device=device, lora=lora)
         specs = loaded.layer_specs(block_size, kv_dtype)
         kv_plan = plan(
             KvPlanInput(

@@ -42,11 +42,9 @@ LAYOUT = {
 
 @st.composite
 def extras(draw: st.DrawFn) -> ExtraKeys:
-    lora = draw(st.none() | st.tuples(short, short))
     items = draw(st.lists(st.tuples(short, st.integers(0, 20), st.integers(1, 20)), max_size=3))
     return ExtraKeys(
-        lora_name=lora[0] if lora else None,
-        lora_digest=lora[1] if lora else None,
+        lora_digest=draw(st.none() | short),
         cache_salt=draw(st.none() | short),
         multimodal=tuple(MultimodalItem(identifier=i, offset=o, length=n) for i, o, n in items),
     )
@@ -55,7 +53,6 @@ def extras(draw: st.DrawFn) -> ExtraKeys:
 def test_pinned_vectors() -> None:
     """Stored keys outlive a process: a change here orphans every pool and must be meant."""
     rich = ExtraKeys(
-        lora_name="sql",
         lora_digest="d1",
         cache_salt="tenant-7",
         multimodal=(MultimodalItem(identifier="img", offset=3, length=4),),
@@ -66,8 +63,8 @@ def test_pinned_vectors() -> None:
         "065a6fb9de374fbfa14d2924bc5073596b0194f5a5a0bec0d3f7ee8879c44c4b",
     ]
     assert [h.hex() for h in block_hashes(range(8), 4, extra=rich, seed=b"s")] == [
-        "ea2c12759c8a918b974d9b859ea0c59bfd6e5341c570e49ac044e87ac3f446cd",
-        "9ba3ac057375f0fa1ab6a3bc6fc7d3abc155bc0c9fe5700bdeb4c133c76664a6",
+        "fcbdf7b97987097cf0efe14a1e312cb777ab8dcaeac547f2ea01fb140972b2c9",
+        "d26e2872ff8cc538600593a3ad89acd93c3fd9f458eb3d5a535135bf400fcb53",
     ]
     assert layout_digest(**LAYOUT) == "9c80dabf27307d9eb38120a0cb9b9bf5"  # type: ignore[arg-type]
     parent = block_hashes(range(8), 4)[-1]
@@ -115,7 +112,7 @@ def test_hashes_are_equal_only_for_equal_prefixes(
             tuple((i.identifier, i.offset, i.length) for i in extra.multimodal if overlaps(i, index * size, size))
             for index in range(stop)
         )
-        return (tuple(ids[: stop * size]), size, extra.lora_name, extra.lora_digest, extra.cache_salt, items)
+        return (tuple(ids[: stop * size]), size, extra.lora_digest, extra.cache_salt, items)
 
     def overlaps(item: MultimodalItem, start: int, size: int) -> bool:
         return bool(set(range(item.offset, item.offset + item.length)) & set(range(start, start + size)))
@@ -130,10 +127,10 @@ def test_hashes_are_equal_only_for_equal_prefixes(
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (ExtraKeys(lora_name="ab", lora_digest="c"), ExtraKeys(lora_name="a", lora_digest="bc")),
-        (ExtraKeys(lora_name="x", lora_digest="v1"), ExtraKeys(lora_name="x", lora_digest="v2")),
+        (ExtraKeys(lora_digest="v1"), ExtraKeys(lora_digest="v2")),
+        (ExtraKeys(lora_digest=""), ExtraKeys()),
         (ExtraKeys(cache_salt=""), ExtraKeys()),
-        (ExtraKeys(cache_salt="a"), ExtraKeys(lora_name="", lora_digest="a")),
+        (ExtraKeys(cache_salt="a"), ExtraKeys(lora_digest="a")),
         (
             ExtraKeys(multimodal=(MultimodalItem(identifier="i", offset=0, length=2),)),
             ExtraKeys(multimodal=(MultimodalItem(identifier="i", offset=1, length=2),)),
@@ -222,7 +219,6 @@ def test_keys_of_other_heads_layers_and_groups_differ() -> None:
     [
         (lambda: pack_tokens([1, 2**31]), "2147483648"),
         (lambda: block_hashes([1], 0), "block_size"),
-        (lambda: ExtraKeys(lora_name="a"), "lora_digest"),
         (lambda: ExtraKeys(multimodal=(MultimodalItem(identifier="i", offset=0, length=0),)), r"multimodal\[0\]"),
         (lambda: tail_key("l", b"", 3, [1, 2], "r", 0, (0, 1)), "n must be"),
         (lambda: tail_key("l", b"", 0, [], "r", 0, (0, 1)), "n must be"),

@@ -10,11 +10,15 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 from zlib import crc32
 
-from ..errors import ConfigError
+from ..errors import ConfigError, WeightsError
 from ..interfaces.steps import (
     NOTHING_DRAWN,
+    Adapter,
     Chunk,
     PromptScores,
     RowBlocks,
@@ -44,9 +48,14 @@ def _next(state: int, sampling: SamplingParams, position: int) -> int:
     return crc32(struct.pack("<qI", seed, position), state) % VOCAB_SIZE
 
 
-def entry_bytes(group: int, token: int, position: int) -> bytes:
-    """The KV of one position in one KV group."""
-    return _ENTRY.pack(token, position | group << _GROUP_SHIFT)
+def adapter_salt(digest: str) -> int:
+    """What an adapter changes in every token's KV; 0 without one."""
+    return crc32(digest.encode()) >> 1
+
+
+def entry_bytes(group: int, token: int, position: int, salt: int = 0) -> bytes:
+    """The KV of one position in one KV group. `salt`: of the adapter that it is computed with."""
+    return _ENTRY.pack(token ^ salt, position | group << _GROUP_SHIFT)
 
 
 def first_visible(window: int | None, length: int) -> int:
@@ -63,20 +72,22 @@ def _state_of(states: Sequence[int]) -> int:
 
 
 def expected_tokens(
-    prompt: Sequence[int], sampling: SamplingParams, count: int, windows: Windows = (None,)
+    prompt: Sequence[int], sampling: SamplingParams, count: int, windows: Windows = (None,), adapter: str = ""
 ) -> list[int]:
-    """The tokens that follow `prompt` when every KV byte is right. `windows`: of each KV group, None for all."""
+    """The tokens that follow `prompt` when every KV byte is right. `windows`: of each KV group, None for all;
+    `adapter`: the digest of the request's."""
+    salt = adapter_salt(adapter)
     tokens = list(prompt)
     whole = [0] * len(windows)
     for length in range(1, len(prompt) + count):
         states: list[int] = []
         for group, window in enumerate(windows):
             if window is None:
-                whole[group] = crc32(entry_bytes(group, tokens[length - 1], length - 1), whole[group])
+                whole[group] = crc32(entry_bytes(group, tokens[length - 1], length - 1, salt), whole[group])
                 states.append(whole[group])
             elif length >= len(prompt):
                 seen = range(first_visible(window, length), length)
-                states.append(crc32(b"".join(entry_bytes(group, tokens[p], p) for p in seen)))
+                states.append(crc32(b"".join(entry_bytes(group, tokens[p], p, salt) for p in seen)))
         if length >= len(prompt):
             tokens.append(_next(_state_of(states), sampling, length))
     return tokens[len(prompt) :]
@@ -108,9 +119,11 @@ def _first_allowed(token: int, bits: bytes) -> int:
 class _Row:
     """One row of the persistent batch."""
 
-    __slots__ = ("blocks", "prompt_len", "sampling", "tokens", "wanted")
+    __slots__ = ("blocks", "prompt_len", "salt", "sampling", "slot", "tokens", "wanted")
 
     def __init__(self, start: RowStart) -> None:
+        self.slot = start.adapter
+        self.salt = 0
         self.tokens = list(start.token_ids)
         self.blocks = [list(ids) for ids in start.block_ids]
         self.sampling = start.sampling
@@ -118,8 +131,16 @@ class _Row:
         self.wanted = start.prompt_logprobs
 
 
+@dataclass(frozen=True, slots=True)
+class FakeAdapter:
+    """`interfaces.steps.Adapter`: nothing but its name."""
+
+    digest: str
+
+
 class FakeExecutor:
-    """Implements `interfaces.steps.Executor`. `run` is synchronous and deterministic; `submit` runs it in a thread."""
+    """Implements `interfaces.steps.Executor` and `AdapterHolder`. `run` is synchronous and deterministic; `submit` runs
+    it in a thread."""
 
     def __init__(
         self, num_blocks: int, block_size: int, *, layout_digest: str = "fake", windows: Windows = (None,)
@@ -143,7 +164,25 @@ class FakeExecutor:
             layout_digest=layout_digest,
         )
         self._rows: dict[int, _Row] = {}
+        self._known: set[str] = set()
+        self._slots: dict[int, str] = {0: ""}
+        """Digest of the adapter in each."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fake-executor")
+
+    def read(self, folder: str) -> Adapter:
+        """Any folder with files is an adapter."""
+        files = sorted(path for path in Path(folder).glob("*") if path.is_file())
+        if not files:
+            raise WeightsError(f"{folder} has no files")
+        return FakeAdapter(sha256(b"".join(sha256(path.read_bytes()).digest() for path in files)).hexdigest()[:32])
+
+    def keep(self, adapter: Adapter) -> None:
+        """Steps may name it from now on."""
+        self._known.add(adapter.digest)
+
+    def drop(self, digest: str) -> None:
+        """No step may name it any more."""
+        self._known.discard(digest)
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         """Queue a step."""
@@ -151,7 +190,9 @@ class FakeExecutor:
 
     def run(self, plan: StepPlan) -> StepOutput:
         """Compute one step now."""
-        assert not plan.adapters, "not in this executor"
+        for load in plan.adapters:
+            assert load.digest in self._known, f"adapter {load.name} {load.digest} was never read, or is dropped"
+            self._slots[load.slot] = load.digest
         for copy in plan.copies:
             self.block_bytes(copy.target)[:] = self.block_bytes(copy.source)
         for start in plan.starts:
@@ -164,12 +205,13 @@ class FakeExecutor:
         scores: list[PromptScores] = []
         for number, chunk in enumerate(plan.chunks):
             row = self._rows[chunk.row]
+            row.salt = adapter_salt(self._slots[row.slot])
             if chunk.drafts:
                 row.tokens[chunk.start + chunk.num_tokens - len(chunk.drafts) :] = chunk.drafts
             for group in range(len(self._windows)):
                 for position in range(chunk.start, chunk.start + chunk.num_tokens):
                     at = self._at(row, group, position)
-                    self._view[at : at + ENTRY_BYTES] = entry_bytes(group, row.tokens[position], position)
+                    self._view[at : at + ENTRY_BYTES] = entry_bytes(group, row.tokens[position], position, row.salt)
             if row.wanted >= 0 and chunk.start < row.prompt_len - 1:
                 lengths = range(chunk.start + 1, min(chunk.start + chunk.num_tokens, row.prompt_len - 1) + 1)
                 told = [_score(self._state(row, n), row.tokens[n], row.wanted) for n in lengths]

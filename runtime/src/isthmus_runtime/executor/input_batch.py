@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..interfaces.steps import LateRowMask, RowBlocks, RowStart, StepPlan
+from ..interfaces.steps import AdapterSlot, LateRowMask, RowBlocks, RowStart, StepPlan
 from ..kv.groups import GroupPlan
 from ..layers.batch import ForwardBatch, GroupBatch
 from ..request import SamplingParams
@@ -84,6 +84,8 @@ class StepInputs:
     graph: tuple[str, int] | None
     """Name and size of the captured forward pass; None: there is none."""
     draws: Draws | None
+    adapters: tuple[AdapterSlot, ...] = ()
+    """To be put into their slots before anything else."""
     scored: tuple[ScoredChunk, ...] = ()
     """Parts of prompts whose log-probabilities are wanted."""
 
@@ -101,14 +103,16 @@ class InputBatch:
         max_len: int,
         groups: tuple[GroupPlan, ...],
         slots: int,
+        adapters: bool = False,
     ) -> None:
-        """`slots`: most steps in flight."""
+        """`slots`: most steps in flight. `adapters`: whether rows may have any."""
         self._graphs = graphs
         self._max_tokens = max_tokens
         self._max_len = max_len
         self._block_sizes = tuple(group.block_size for group in groups)
         widths = [-(-max_len // size) for size in self._block_sizes]
         self._tables: list[Ints] = [np.zeros((max_rows, width), np.int32) for width in widths]
+        self._adapters: Ints | None = np.zeros(max_rows, np.int32) if adapters else None
         self._parameters = SamplingRows(max_rows)
         self._adjusted = AdjustedRows()
         self._scored = ScoredRows()
@@ -125,7 +129,7 @@ class InputBatch:
         self.token_ids = device.zeros(most_tokens, dtype=torch.int32)
         """The inputs of the step that runs."""
         self._step_tables = [device.zeros(most_rows, width, dtype=torch.int32) for width in widths]
-        words = most_tokens * (2 + len(groups) + _WORDS_PER_DRAW) + most_rows * (_WORDS_PER_ROW + sum(widths)) + 64
+        words = most_tokens * (3 + len(groups) + _WORDS_PER_DRAW) + most_rows * (_WORDS_PER_ROW + sum(widths)) + 64
         self.uploaded = device.zeros(words, dtype=torch.int64)
         """What the step that runs took to the device."""
         self._packer = Packer(self.uploaded)
@@ -148,7 +152,16 @@ class InputBatch:
         slot.reset()
         starts = self.update(plan, slot)
         if not plan.chunks:
-            return StepInputs(starts=starts, words=0, tables=(), sources=None, forward=None, graph=None, draws=None)
+            return StepInputs(
+                starts=starts,
+                words=0,
+                tables=(),
+                sources=None,
+                forward=None,
+                graph=None,
+                draws=None,
+                adapters=plan.adapters,
+            )
         columns: Longs = np.array([chunk[:4] for chunk in plan.chunks], np.int64).T
         num_tokens = int(columns[2].sum())
         assert num_tokens == plan.num_tokens <= self._max_tokens, (plan.step, num_tokens, plan.num_tokens)
@@ -160,14 +173,16 @@ class InputBatch:
             columns,
             slot,
             starts,
+            loads=plan.adapters,
             masks={row: allowed[0] for row, allowed in masks.items()},
             late_masks={late.row: late for late in plan.late_masks},
         )
 
-    def dummies(self, size: int, slot: StagingSlot, *, prompts: bool = False) -> StepInputs:
-        """A step of dummies alone, to capture a graph with: `size` rows, or with `prompts` as many tokens."""
+    def dummies(self, size: int, slot: StagingSlot, *, prompts: bool = False, adapters: bool = False) -> StepInputs:
+        """A step of dummies alone, to capture a graph with: `size` rows, or with `prompts` as many tokens. `adapters`:
+        one for steps some of whose rows have adapters."""
         slot.reset()
-        return self._describe(np.zeros((4, 0), np.int64), slot, (), size=size, prompts=prompts)
+        return self._describe(np.zeros((4, 0), np.int64), slot, (), size=size, prompts=prompts, adapted=adapters)
 
     def _describe(
         self,
@@ -177,6 +192,8 @@ class InputBatch:
         *,
         size: int = 0,
         prompts: bool = False,
+        adapted: bool = False,
+        loads: tuple[AdapterSlot, ...] = (),
         masks: Mapping[int, bytes] = MappingProxyType({}),
         late_masks: Mapping[int, LateRowMask] = MappingProxyType({}),
     ) -> StepInputs:
@@ -227,6 +244,9 @@ class InputBatch:
         lengths, lengths_there = pack.take(num_rows, torch.int32)
         lengths[: len(rows)] = ends
         lengths[len(rows) :] = 1 if decode else 0
+        adapters = self._adapters_of(token_rows, num_tokens, adapted)
+        if adapters is not None and graph is not None:
+            graph = (f"{graph[0]} with adapters", graph[1])
         drawn = self._draws(rows, ends, last, draws, masks, late_masks, num_rows if decode else 0)
         width = int(ends.max(initial=1))
         tables = [self._table(number, rows, width, num_rows) for number in range(len(self._tables))]
@@ -238,6 +258,7 @@ class InputBatch:
             groups=tuple(GroupBatch(table, where) for (table, _, _), where in zip(tables, slots, strict=True)),
             max_query_len=most,
             max_seq_len=longest,
+            adapters=adapters,
         )
         return StepInputs(
             starts=starts,
@@ -247,6 +268,7 @@ class InputBatch:
             forward=forward,
             graph=graph,
             draws=drawn,
+            adapters=loads,
             scored=self._scored.of(columns),
         )
 
@@ -259,6 +281,16 @@ class InputBatch:
         here[:real][block_ids == NULL_BLOCK] = -1
         here[real:] = -1
         return there
+
+    def _adapters_of(self, token_rows: Longs, num_tokens: int, wanted: bool) -> Tensor | None:
+        """The slot of each token's adapter; None where no token has one, unless it is `wanted` all the same."""
+        if self._adapters is None:
+            return None
+        # Taken in any case: what follows lies where it lies in the other steps of its size.
+        here, there = self._packer.take(num_tokens, torch.int32)
+        np.take(self._adapters, token_rows, out=here[: len(token_rows)])
+        here[len(token_rows) :] = 0
+        return there if wanted or here.any() else None
 
     def _table(self, number: int, rows: Longs, longest: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
         """The kernels' table, of which only what is read is brought up to date, and from where."""
@@ -334,6 +366,10 @@ class InputBatch:
         for table, ids in zip(self._tables, row.block_ids, strict=True):
             table[row.row, : len(ids)] = ids
             table[row.row, len(ids) :] = NULL_BLOCK
+        if self._adapters is not None:
+            self._adapters[row.row] = row.adapter
+        else:
+            assert not row.adapter, "this executor was made without adapters"
         self._parameters.set(row.row, row.sampling)
         self._adjusted.set(row.row, row.sampling, row.prompt_len)
         self._scored.set(row)

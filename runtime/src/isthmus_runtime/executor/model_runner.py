@@ -28,11 +28,13 @@ from ..interfaces.steps import NOTHING_DRAWN, Chunk, RowStart, StepOutput, StepP
 from ..interfaces.transport import KvRegion
 from ..kv.groups import LayerSpec
 from ..kv.plan import KvPlan
+from ..lora_config import LoraConfig
 from ..models.base import Model, ModelSpec, TensorSource
 from ..models.registry import read_model_spec
 from ..models.shard import WHOLE, Shard, check_shards
 from ..request import SamplingParams
 from . import adjustments
+from .adapters import AdapterSlots
 from .device.base import DTYPES, KV_NAMES, Device
 from .device.select import open_device
 from .graphs import Graphs
@@ -64,6 +66,8 @@ class LoadedModel:
     """The pool's element type where none is asked for."""
     shard: Shard = WHOLE
     """Which part of the model this is."""
+    adapters: AdapterSlots | None = None
+    """Low-rank adapters, if there may be any."""
     kv_variants: tuple[str, ...] = ()
     """What the keys depend on besides weights, layout and element type."""
 
@@ -90,6 +94,7 @@ def load(
     device: Device | None = None,
     source: SourceFactory | None = None,
     shard: Shard = WHOLE,
+    lora: LoraConfig | None = None,
 ) -> LoadedModel:
     """Read, check and pack a rank's part of the weights of `config.path`. Raises WeightsError or ConfigError.
 
@@ -112,6 +117,7 @@ def load(
             most = max((scheduler.max_batched_tokens, *device.graph_sizes(scheduler.max_num_seqs)[-1:]))
             max_len = min(spec.max_position, scheduler.max_model_len or spec.max_position)
             workspace = model.workspace(most, max_len)
+            adapters = AdapterSlots(model, device, lora) if lora is not None and lora.max_loras else None
     except torch.OutOfMemoryError as e:
         raise ConfigError(f"{config.path} does not fit: {device.explain(e)}") from e
     _LOG.info(
@@ -134,6 +140,7 @@ def load(
         workspace=workspace,
         kv_auto=kv_auto,
         shard=shard,
+        adapters=adapters,
         kv_variants=(*spec.kv_variants(max_len), *(("weights:fp8",) if fp8 else ())),
     )
 
@@ -209,6 +216,7 @@ class ModelRunner:
         self, loaded: LoadedModel, kv: KvCache, batch: InputBatch, graphs: Graphs, warm_up: Sequence[StepPlan]
     ) -> None:
         self._device, self._model, self._workspace = loaded.device, loaded.model, loaded.workspace
+        self._adapters = loaded.adapters
         self._kv, self._batch, self._graphs = kv, batch, graphs
         self._warm_up_plans = warm_up
         self._drawn = loaded.device.zeros(len(batch.slots[0].drawn), dtype=torch.int64)
@@ -224,8 +232,10 @@ class ModelRunner:
         first = perf_counter() - start
         for prompts, sizes in ((True, self._graphs.token_sizes), (False, self._graphs.sizes)):
             for size in reversed(sizes):
-                self._enqueue(self._batch.dummies(size, slot, prompts=prompts), slot, _Staged())
-                self._device.record().wait()
+                for adapters in (False, True) if self._adapters is not None else (False,):
+                    inputs = self._batch.dummies(size, slot, prompts=prompts, adapters=adapters)
+                    self._enqueue(inputs, slot, _Staged())
+                    self._device.record().wait()
         _LOG.info(
             "warmed up in %.2f s: the first steps %.2f s, %d captured graphs",
             perf_counter() - start,
@@ -235,7 +245,7 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan, slot: StagingSlot) -> _Launched:
         """Describe the step and enqueue it."""
-        assert not (plan.copies or plan.adapters), "copies and adapters are not in this executor"
+        assert not plan.copies, "copies are not in this executor"
         inputs = self._batch.build(plan, slot)
         staged = _Staged()
         self._enqueue(inputs, slot, staged)
@@ -267,6 +277,9 @@ class ModelRunner:
     def _run(self, inputs: StepInputs, slot: StagingSlot, staged: _Staged) -> None:
         """The device's part of a step, in its order."""
         copy = self._device.copy
+        for wanted in inputs.adapters:
+            assert self._adapters is not None, "this executor was made without adapters"
+            self._adapters.load(wanted)
         for row, tokens in inputs.starts:
             copy(row, tokens)
         forward = inputs.forward
@@ -347,6 +360,7 @@ class TorchExecutor:
             max_len=kv_plan.max_model_len,
             groups=kv_plan.groups,
             slots=_SLOTS,
+            adapters=loaded.adapters is not None,
         )
         warm_up = _warm_up_plans(scheduler_cfg.max_batched_tokens, kv_plan, bool(graphs.sizes))
         self.runner = ModelRunner(loaded, self._kv, batch, graphs, warm_up)

@@ -192,6 +192,28 @@ class Masks(Protocol):
         """Nobody will read what the step with the late mask draws: let it draw any token."""
 
 
+class Adapter(Protocol):
+    """A low-rank adapter (LoRA) that was read and fits the model, in the host's memory."""
+
+    @property
+    def digest(self) -> str:
+        """Of its content: of its settings and its weights."""
+
+
+class AdapterHolder(Protocol):
+    """An executor's adapters in the host's memory, from where steps take them to their slots."""
+
+    def read(self, folder: str) -> Adapter:
+        """Read and check the adapter in `folder`, in PEFT's format. Any thread. Raises WeightsError, naming all that is
+        wrong with it."""
+
+    def keep(self, adapter: Adapter) -> None:
+        """Steps that are submitted from now on may name it. Not again with another of the same digest in between."""
+
+    def drop(self, digest: str) -> None:
+        """No step in flight takes it to a slot, and none will."""
+
+
 class Executor(Protocol):
     """Runs steps in submission order, at most a few in flight. Owns the KV tensors."""
 

@@ -50,21 +50,15 @@ class MultimodalItem:
 class ExtraKeys:
     """What changes KV bytes besides token ids.
 
-    ``lora_name`` and ``lora_digest`` come together: a name alone would hit stale KV after a reload under the same
-    name. ``cache_salt`` separates tenants.
+    ``lora_digest`` is of the adapter's content: its name would hit stale KV after a reload. ``cache_salt`` separates
+    tenants.
     """
 
-    lora_name: str | None = None
     lora_digest: str | None = None
     cache_salt: str | None = None
     multimodal: tuple[MultimodalItem, ...] = ()
 
     def __post_init__(self) -> None:
-        if (self.lora_name is None) != (self.lora_digest is None):
-            raise ValueError(
-                "extra keys: lora_name and lora_digest must be given together, "
-                f"got {self.lora_name!r} and {self.lora_digest!r}"
-            )
         for number, item in enumerate(self.multimodal):
             if item.offset < 0 or item.length < 1:
                 raise ValueError(
@@ -78,7 +72,8 @@ NO_EXTRA = ExtraKeys()
 
 def extra_keys(request: GenerateRequest) -> ExtraKeys:
     """What of this request, besides its tokens, decides the bytes of its KV: the one place that says so."""
-    return ExtraKeys(cache_salt=request.cache_salt)
+    adapter = request.adapter
+    return ExtraKeys(lora_digest=None if adapter is None else adapter.digest, cache_salt=request.cache_salt)
 
 
 def pack_tokens(token_ids: Sequence[int] | bytes) -> bytes:
@@ -102,8 +97,8 @@ def pack_tokens(token_ids: Sequence[int] | bytes) -> bytes:
 def root_hash(extra: ExtraKeys = NO_EXTRA, seed: bytes = b"") -> bytes:
     """Parent of the first block: the seed and the request-wide extra keys, so that the chain carries them on."""
     parts = [_VERSION, _field(_TAG_SEED, seed)]
-    if extra.lora_name is not None and extra.lora_digest is not None:
-        parts.append(_field(_TAG_LORA, _utf8(extra.lora_name), _utf8(extra.lora_digest)))
+    if extra.lora_digest is not None:
+        parts.append(_field(_TAG_LORA, _utf8(extra.lora_digest)))
     if extra.cache_salt is not None:
         parts.append(_field(_TAG_SALT, _utf8(extra.cache_salt)))
     return sha256(b"".join(parts)).digest()

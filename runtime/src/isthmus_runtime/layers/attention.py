@@ -62,7 +62,7 @@ class Attention:
         """
         where = batch.groups[group]
         cos, sin = ropes[self.rope]
-        self.qkv(x, qkv)
+        self.qkv(x, qkv, batch.adapters)
         q = dispatch.rope_kv_write(
             qkv,
             batch.positions,
@@ -89,4 +89,4 @@ class Attention:
             sinks=self.sinks,
             out=context,
         )
-        return self.output(flat, out)
+        return self.output(flat, out, batch.adapters)

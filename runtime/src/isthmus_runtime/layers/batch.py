@@ -37,3 +37,5 @@ class ForwardBatch:
     groups: tuple[GroupBatch, ...]
     max_query_len: int
     max_seq_len: int
+    adapters: Tensor | None = None
+    """int32 [T]: slot of each token's adapter, 0 for none; None: no token has one."""

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from isthmus_kernels import dispatch
 
+from .lora import Adapters
+
 
 def storage_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
     """The narrowest dtype that holds `weight` for a computation in `dtype` without changing it.
@@ -25,7 +27,7 @@ def storage_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
 class Linear:
     """``y = x W^T + b`` for x [T, in]. Several projections of the same input are one layer with joined rows."""
 
-    __slots__ = ("_packed", "nbytes")
+    __slots__ = ("_packed", "adapters", "nbytes")
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, scale: Tensor | None = None) -> None:
         """`scale`, fp32 [out]: of the rows of a `weight` of 8-bit floats."""
@@ -34,7 +36,17 @@ class Linear:
         else:
             self._packed = dispatch.pack_fp8(weight, scale, bias, dtype=dtype)
         self.nbytes = self._packed.nbytes
+        self.adapters: Adapters | None = None
+        """What rows may have added to their products; None: nothing."""
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [T, in] to [T, out]."""
-        return dispatch.linear(x, self._packed, out=out)
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Out, in."""
+        return self._packed.out_features, self._packed.in_features
+
+    def __call__(self, x: Tensor, out: Tensor | None = None, slots: Tensor | None = None) -> Tensor:
+        """x [T, in] to [T, out]. `slots`, int32 [T]: each row's adapter, 0 for none; None: no row has one."""
+        product = dispatch.linear(x, self._packed, out=out)
+        if slots is not None and self.adapters is not None:
+            dispatch.lora(x, product, slots, self.adapters.a, self.adapters.b, self.adapters.starts)
+        return product

@@ -26,8 +26,10 @@ class Mlp(Protocol):
     def nbytes(self) -> int:
         """Bytes of the weights."""
 
-    def __call__(self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor) -> Tensor:
-        """x [T, H] to `out` [T, H]. Scratch of a dense MLP: gate_up [T, 2 I], inner [T, I]."""
+    def __call__(
+        self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor, adapters: Tensor | None = None
+    ) -> Tensor:
+        """x [T, H] to `out` [T, H]. Scratch of a dense MLP: gate_up [T, 2 I], inner [T, I]. `adapters`: a batch's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,14 @@ class GatedMlp:
         """Bytes of the weights."""
         return self.gate_up.nbytes + self.down.nbytes
 
-    def __call__(self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor) -> Tensor:
-        """x [T, H] to `out` [T, H]. Scratch: gate_up [T, 2 I], inner [T, I]."""
-        self.gate_up(x, gate_up)
+    def __call__(
+        self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor, adapters: Tensor | None = None
+    ) -> Tensor:
+        """x [T, H] to `out` [T, H]. Scratch: gate_up [T, 2 I], inner [T, I]. `adapters` as in a batch."""
+        self.gate_up(x, gate_up, adapters)
         _GATED[self.activation](gate_up, out=inner)
-        return self.down(inner, out)
+        return self.down(inner, out, adapters)
 
-    def plain(self, x: Tensor) -> Tensor:
+    def plain(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """x [T, H] to a new [T, H], in memory of its own."""
-        return self.down(_GATED[self.activation](self.gate_up(x)))
+        return self.down(_GATED[self.activation](self.gate_up(x, slots=adapters)), slots=adapters)

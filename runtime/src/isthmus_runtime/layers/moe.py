@@ -65,8 +65,11 @@ class MoeMlp:
         shared = 0 if self.shared is None else self.shared.nbytes
         return self.router.nbytes + self.weights.nbytes + shared
 
-    def __call__(self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor) -> Tensor:
-        """x [T, H] to `out` [T, H]. The scratch of a dense MLP is not used."""
+    def __call__(
+        self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor, adapters: Tensor | None = None
+    ) -> Tensor:
+        """x [T, H] to `out` [T, H]. The scratch of a dense MLP is not used. `adapters` as in a batch: those of the
+        shared expert; the others have none."""
         del gate_up, inner
         weights, experts = dispatch.moe_route(
             self.router(x),
@@ -90,4 +93,4 @@ class MoeMlp:
             clamp=self.clamp,
             out=out,
         )
-        return out if self.shared is None else out.add_(self.shared.plain(x))
+        return out if self.shared is None else out.add_(self.shared.plain(x, adapters))

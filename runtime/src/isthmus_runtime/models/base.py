@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..layers.batch import ForwardBatch
+    from ..layers.lora import Adaptable
 
 Shapes = dict[str, tuple[int, ...]]
 """Tensor name of the checkpoint -> shape."""
@@ -143,6 +144,10 @@ class Model(Protocol):
     @property
     def weight_bytes(self) -> int:
         """Bytes held by the weights."""
+
+    @property
+    def adaptable(self) -> Sequence[Adaptable]:
+        """The linear layers that can have adapters."""
 
     def workspace(self, max_tokens: int, max_len: int) -> Any:
         """Scratch, on the weights' device, for steps of at most `max_tokens` tokens at positions below `max_len`.

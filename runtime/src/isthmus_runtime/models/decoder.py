@@ -17,6 +17,7 @@ from ..layers.batch import ForwardBatch
 from ..layers.embedding import Embedding
 from ..layers.latent_attention import LatentAttention
 from ..layers.linear import Linear
+from ..layers.lora import Adaptable
 from ..layers.mlp import Activation, GatedMlp, Mlp
 from ..layers.moe import ExpertWeights
 from ..layers.norm import RmsNorm
@@ -61,6 +62,7 @@ class Parts:
         "_embedding",
         "_shapes",
         "_source",
+        "adaptable",
         "dtype",
         "heads",
         "inner",
@@ -89,6 +91,8 @@ class Parts:
         self.inner = shard.part(spec.intermediate_size)
         """This rank's query heads, key and value heads, and channels of a dense MLP: [start, stop)."""
         self.norm_offset = norm_offset
+        self.adaptable: list[Adaptable] = []
+        """The layers made so far that can have adapters."""
         self._source = source
         self._shapes = spec.tensor_shapes()
         self._embedding = source.take("model.embed_tokens.weight")
@@ -170,14 +174,24 @@ class Parts:
         """`name`'s projections (part, rows, start, stop) as one layer of this rank's rows: out of one tensor, `whole`,
         where the checkpoint has that."""
         outputs: list[tuple[str, int, int]] = []
-        first = 0
+        modules: dict[str, int] = {}
+        first = at = 0
         for part, rows, start, stop in parts:
             if f"{name}.{whole}.weight" in self._shapes:
                 outputs.append((f"{name}.{whole}", first + start, first + stop))
             else:
                 outputs.append((f"{name}.{part}", start, stop))
-            first += rows
-        return self.split(*outputs)
+            modules.setdefault(outputs[-1][0], at)
+            first, at = first + rows, at + stop - start
+        linear = self.split(*outputs)
+        self.adaptable.append(Adaptable(linear, tuple(modules), tuple(modules.values())))
+        return linear
+
+    def _output(self, name: str, start: int, stop: int) -> Linear:
+        """The projection back to the hidden size."""
+        linear = self.summand(name, start, stop)
+        self.adaptable.append(Adaptable(linear, (name,), (0,)))
+        return linear
 
     def _qkv(self, name: str) -> Linear:
         dim, spec = self.spec.head_dim, self.spec
@@ -201,7 +215,7 @@ class Parts:
         normed = f"{name}.q_norm.weight" in self._shapes
         return Attention(
             qkv=self._qkv(name),
-            output=self.summand(f"{name}.o_proj", *(head * spec.head_dim for head in self.heads)),
+            output=self._output(f"{name}.o_proj", *(head * spec.head_dim for head in self.heads)),
             num_heads=self.heads[1] - self.heads[0],
             scale=spec.head_dim**-0.5 if scale is None else scale,
             window=window,
@@ -218,7 +232,7 @@ class Parts:
         width = self._shapes[f"{name}.down_proj.weight"][1]  # shared experts have their own
         own = self.shard.part(width)
         gate_up = self._joined(name, "gate_up_proj", ("gate_proj", width, *own), ("up_proj", width, *own))
-        return GatedMlp(gate_up, self.summand(f"{name}.down_proj", *own), activation)
+        return GatedMlp(gate_up, self._output(f"{name}.down_proj", *own), activation)
 
     def layer(self, number: int, mlp: Mlp | None = None) -> DecoderLayer:
         """A whole layer of Llama's kind; `mlp` in place of the gated one."""
@@ -251,6 +265,7 @@ class Decoder:
         "_ropes",
         "_shard",
         "_softcap",
+        "adaptable",
         "device",
         "dtype",
         "spec",
@@ -270,6 +285,8 @@ class Decoder:
         head's); `softcap`: logits l become c tanh(l / c)."""
         self.spec = parts.spec
         self.dtype = parts.dtype
+        self.adaptable = tuple(parts.adaptable)
+        """Where adapters can be."""
         self._shard = parts.shard
         self._heads, self._kv_heads, self._inner = (
             stop - start for start, stop in (parts.heads, parts.kv_heads, parts.inner)
@@ -328,7 +345,7 @@ class Decoder:
             if layer.after_attention is not None:
                 layer.after_attention(projected, projected)
             layer.mlp_norm.add(projected, residual, hidden)
-            layer.mlp(hidden, gate_up=gate_up, inner=inner, out=projected)
+            layer.mlp(hidden, gate_up=gate_up, inner=inner, out=projected, adapters=batch.adapters)
             self._shard.sum(projected)
             if layer.after_mlp is not None:
                 layer.after_mlp(projected, projected)

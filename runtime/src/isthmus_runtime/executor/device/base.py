@@ -60,6 +60,9 @@ class Device(Protocol):
     def staging(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Host memory that copies to and from the device run from at full speed, asynchronously."""
 
+    def host(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Host memory of zero, to copy from as from staging, and to keep: steps do not reuse it. Any thread."""
+
     def enqueue(self, body: Body) -> None:
         """Run `body`, whose operations work on this device's memory, after all that was enqueued before."""
 

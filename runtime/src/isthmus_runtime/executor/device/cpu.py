@@ -62,6 +62,10 @@ class CpuDevice:
         """Plain memory."""
         return torch.zeros(shape, dtype=dtype)
 
+    def host(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Plain memory."""
+        return torch.zeros(shape, dtype=dtype)
+
     def enqueue(self, body: Body) -> None:
         """Run it."""
         body()

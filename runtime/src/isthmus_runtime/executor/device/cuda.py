@@ -133,6 +133,10 @@ class CudaDevice:
         """Pinned."""
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
+    def host(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Pinned."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
     def enqueue(self, body: Body) -> None:
         """The body's kernels are launched and this returns; they run on the stream."""
         body()
