@@ -8,12 +8,19 @@ from dataclasses import dataclass, field
 from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import Effect
-from isthmus_runtime.executor.fake import ENTRY_BYTES, FakeExecutor, Windows
+from isthmus_runtime.executor.fake import ENTRY_BYTES, FakeAdapter, FakeExecutor, Windows
 from isthmus_runtime.interfaces.steps import StepOutput
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.kv.plan import KvPlan
 from isthmus_runtime.kv.pool import BlockPool
-from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk, TokenLogprobs
+from isthmus_runtime.request import (
+    AdapterName,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    TokenChunk,
+    TokenLogprobs,
+)
 
 POISON = 0xA5
 
@@ -31,12 +38,15 @@ def make_plan(num_blocks: int, block_size: int, max_model_len: int, groups: tupl
     )
 
 
-def request(rid: str, prompt: list[int], max_tokens: int, **sampling: object) -> GenerateRequest:
+def request(
+    rid: str, prompt: list[int], max_tokens: int, *, adapter: AdapterName | None = None, **sampling: object
+) -> GenerateRequest:
     params = {"temperature": 0.0, **sampling}
     return GenerateRequest(
         request_id=rid,
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
+        adapter=adapter,
     )
 
 
@@ -54,6 +64,7 @@ class World:
     poison: bool = True
     late_masks: bool = False
     speculative_tokens: int = 0
+    max_loras: int = 0
     windows: Windows = (None,)
     """Of each KV group."""
     now: float = 0.0
@@ -77,7 +88,9 @@ class World:
             for window in self.windows
         )
         plan = make_plan(self.num_blocks, self.block_size, self.max_model_len, groups)
-        self.scheduler = Scheduler(config, plan, self.pool, layout_digest="fake", late_masks=self.late_masks)
+        self.scheduler = Scheduler(
+            config, plan, self.pool, layout_digest="fake", late_masks=self.late_masks, max_loras=self.max_loras
+        )
         self.in_flight: deque[StepOutput] = deque()
         self.steps = 0
 
@@ -86,11 +99,20 @@ class World:
         self.tokens[sid], self.ends[sid], self.scores[sid] = [], [], []
         return sid
 
+    def load(self, name: str) -> AdapterName:
+        """Make an adapter known, whose digest is its name."""
+        adapter = AdapterName(name, name)
+        self.executor.keep(FakeAdapter(name))
+        self.scheduler.adapters.add(adapter)
+        return adapter
+
     def turn(self) -> bool:
         """One turn of the loop; False when nothing moved."""
         self.now += 0.01
         self.steps += 1
         self.take(self.scheduler.tick(self.now))
+        for digest in self.scheduler.unused_adapters():
+            self.executor.drop(digest)
         planned = False
         if len(self.in_flight) < self.depth:
             plan, effects = self.scheduler.schedule(self.now)

@@ -162,7 +162,7 @@ def test_right_guesses_save_steps() -> None:
             world.scheduler.queues.live["r"].drafter = Oracle(answer, 3, 1.0, 0)
         world.run()
         assert world.tokens["r"] == answer[:48]
-        return world.scheduler.steps._newest
+        return world.scheduler.steps.newest
 
     assert steps(5) * 4 < steps(0)
 

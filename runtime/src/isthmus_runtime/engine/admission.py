@@ -44,7 +44,7 @@ class Admission:
         for seq in list(queues.ready):
             if seq.phase is not Phase.READY:
                 continue  # preempted while an older arrival made room
-            if not draft.may_draw(seq):
+            if not draft.may_draw(seq) or not self._has_adapter(seq):
                 continue
             if draft.budget == 0 or not queues.rows:
                 return False
@@ -71,7 +71,7 @@ class Admission:
             if seq.unseen:
                 # Preempted while a sample is in flight: its tokens are not all known yet.
                 continue
-            if not seq.receives and not draft.may_draw(seq):
+            if not seq.receives and not (draft.may_draw(seq) and self._has_adapter(seq)):
                 continue
             if not (self._admit_receiver(seq, draft) if seq.receives else self._admit_local(seq, draft)):
                 return
@@ -124,6 +124,10 @@ class Admission:
         self._queues.enter(seq, Phase.RECEIVING)
         return True
 
+    def _has_adapter(self, seq: Sequence) -> bool:
+        """Whether the request's adapter, if it has one, is in a slot or finds one."""
+        return not seq.adapter or self._queues.adapters.may_start(seq.adapter)
+
     def _take_hits(self, seq: Sequence, hits: Hits) -> None:
         if not seq.started:
             self.prefix_queries += len(seq.tokens)
@@ -148,8 +152,9 @@ class Admission:
         table = tuple(tuple(ids) for ids in seq.blocks)
         sampling = seq.request.sampling
         scores = -1 if seq.scores is None else sampling.prompt_logprobs
+        adapter = self._queues.adapters.start(seq.adapter) if seq.adapter else 0
         draft.starts.append(
-            RowStart(seq.row, seq.sid, tuple(seq.tokens), seq.prompt_len, table, sampling, prompt_logprobs=scores)
+            RowStart(seq.row, seq.sid, tuple(seq.tokens), seq.prompt_len, table, sampling, adapter, scores)
         )
         draft.add(seq, count)
 

@@ -153,3 +153,5 @@ class Completion:
         self._queues.leave(seq)
         self._queues.enter(seq, Phase.ENDED)
         del self._queues.live[seq.sid]
+        if seq.adapter:
+            self._queues.adapters.ended(seq.adapter, self._in_flight.newest)

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from ..errors import RequestError
-from ..interfaces.steps import Chunk, LateMask, Later, LateRowMask, RowBlocks, RowMask, RowStart, StepPlan
+from ..interfaces.steps import AdapterSlot, Chunk, LateMask, Later, LateRowMask, RowBlocks, RowMask, RowStart, StepPlan
 from ..kv.pool import BlockPool
 from .pace import PromptBudget
 from .sequence import Effect, Phase, Sequence
@@ -110,7 +110,8 @@ class StepsInFlight:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._newest = 0
+        self.newest = 0
+        """Number of the newest step."""
         self.steps: deque[tuple[int, Work]] = deque()
         self.fenced: deque[tuple[int, list[int]]] = deque()
         """(last step that may write them, block ids)."""
@@ -118,9 +119,9 @@ class StepsInFlight:
         self.stale = False
         """Whether a request ended early that the newest step, which may not have begun, still computes."""
 
-    def submit(self, draft: StepDraft) -> StepPlan:
-        """Number the step and note what it computes."""
-        self._newest = step = self._newest + 1
+    def submit(self, draft: StepDraft, adapters: tuple[AdapterSlot, ...] = ()) -> StepPlan:
+        """Number the step and note what it computes. `adapters`: what it puts into slots before."""
+        self.newest = step = self.newest + 1
         self.stale = False
         tokens = 0
         chunks: list[Chunk] = []
@@ -137,13 +138,14 @@ class StepsInFlight:
             grown=tuple(draft.grown),
             chunks=tuple(chunks),
             num_tokens=tokens,
+            adapters=adapters,
             masks=tuple(draft.masks),
             late_masks=tuple(draft.late_masks),
         )
 
     def ended_early(self, seq: Sequence) -> None:
         """The request has ended before its time: it may leave a step that has not begun."""
-        self.stale = self.stale or (len(self.steps) > 1 and seq.last_step == self._newest)
+        self.stale = self.stale or (len(self.steps) > 1 and seq.last_step == self.newest)
 
     def without_ended(self, plan: StepPlan) -> StepPlan | None:
         """The newest step, which has not begun, without the requests that have ended; None: nothing is left of it.
@@ -152,7 +154,7 @@ class StepsInFlight:
         """
         self.stale = False
         step, work = self.steps.pop()
-        assert step == plan.step == self._newest and self.steps, f"step {step} is not the newest of several"
+        assert step == plan.step == self.newest and self.steps, f"step {step} is not the newest of several"
         left = [w for w in work if w[0].phase is Phase.RUNNING and w[1] == w[0].run]
         if not left:
             before = self.steps[-1][0]
@@ -166,6 +168,7 @@ class StepsInFlight:
             grown=tuple(grown for grown in plan.grown if grown.row in rows),
             chunks=tuple(chunk for _, _, chunk in left),
             num_tokens=sum(chunk.num_tokens for _, _, chunk in left),
+            adapters=plan.adapters,
             masks=tuple(mask for mask in plan.masks if mask.row in rows),
             late_masks=tuple(mask for mask in plan.late_masks if mask.row in rows),
         )

@@ -28,10 +28,10 @@ from ..interfaces.handoff import (
     SendJob,
     Sent,
 )
-from ..interfaces.steps import Constraint, Executor, Masks, RowStart, StepOutput, StepPlan
+from ..interfaces.steps import Adapter, AdapterHolder, Constraint, Executor, Masks, RowStart, StepOutput, StepPlan
 from ..kv.pool import PoolCounts
 from ..protocol import CommitCall, PrefillAnswer, PrefillCall, Ticket
-from ..request import FinishReason, GenerateRequest, TokenChunk
+from ..request import AdapterName, FinishReason, GenerateRequest, TokenChunk
 from .masks import MaskThread
 from .scheduler import Scheduler
 from .sequence import CancelAttempt, Effect, Emit, FinishSend, Kind, OpenReceive, SchedulerStats, SendBlocks
@@ -72,11 +72,13 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         step_timeout_s: float = 120.0,
         started: Callable[[Sequence[RowStart]], None] | None = None,
+        adapters: AdapterHolder | None = None,
     ) -> None:
         """`sink` receives batches of (scheduler id, reply) on the engine thread and must not block; nor must `started`,
         which is told there of the rows that begin with a step.
 
-        `step_timeout_s`: a step that has not ended for so long never will; every request is told.
+        `step_timeout_s`: a step that has not ended for so long never will; every request is told. `adapters`: the
+        executor's, where it has any.
         """
         self.scheduler = scheduler
         self._executor = executor
@@ -84,6 +86,7 @@ class EngineLoop:
         self._clock = clock
         self._step_timeout_s = step_timeout_s
         self._started = started
+        self._adapters = adapters
         self._inbox: queue.SimpleQueue[Callable[[float], list[Effect]] | None] = queue.SimpleQueue()
         self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
         self._handoff = None if handoff is None else handoff(self._on_handoff)
@@ -190,6 +193,26 @@ class EngineLoop:
         """End every request."""
         self._inbox.put(lambda now: self.scheduler.abort_all(error))
 
+    def add_adapter(self, name: str, adapter: Adapter) -> None:
+        """Requests that are handed over from now on may ask for it."""
+
+        def command(now: float) -> list[Effect]:
+            assert self._adapters is not None
+            self._adapters.keep(adapter)
+            self.scheduler.adapters.add(AdapterName(name, adapter.digest))
+            return []
+
+        self._inbox.put(command)
+
+    def retire_adapter(self, digest: str) -> None:
+        """No request that is handed over from now on may ask for it; its weights go when the last one has ended."""
+
+        def command(now: float) -> list[Effect]:
+            self.scheduler.retire_adapter(digest)
+            return []
+
+        self._inbox.put(command)
+
     def call(self, function: Callable[[], object], timeout_s: float = 5.0) -> object:
         """Run `function` on the engine thread and return its value (for tests and /info). TimeoutError when busy."""
         result: Future[object] = Future()
@@ -278,6 +301,9 @@ class EngineLoop:
             self._wake = plan is not None
             if plan is not None:
                 self._submit(plan)
+        if self._adapters is not None:
+            for digest in self.scheduler.unused_adapters():
+                self._adapters.drop(digest)
         self._apply(effects, now)
         self.snapshot = Snapshot(self.scheduler.stats(), self.scheduler.pool.counts())
 

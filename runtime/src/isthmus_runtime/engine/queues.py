@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from operator import attrgetter
 
+from .adapters import AdapterSlots
 from .blocks import SequenceBlocks
 from .handoffs import Handoffs
 from .in_flight import StepsInFlight
@@ -16,10 +18,18 @@ _RANK = attrgetter("rank")
 class Queues:
     """Three queues in scheduling order, `rows` rows, and what admission has promised. Owns no block itself."""
 
-    def __init__(self, rows: int, blocks: SequenceBlocks, handoffs: Handoffs, in_flight: StepsInFlight) -> None:
+    def __init__(
+        self,
+        rows: int,
+        blocks: SequenceBlocks,
+        handoffs: Handoffs,
+        in_flight: StepsInFlight,
+        adapters: AdapterSlots,
+    ) -> None:
         self._blocks = blocks
         self._handoffs = handoffs
         self._in_flight = in_flight
+        self.adapters = adapters
         self.live: dict[str, Sequence] = {}
         """Every live request by its scheduler id; those in no queue are in a transfer."""
         self.waiting: list[Sequence] = []
@@ -66,6 +76,8 @@ class Queues:
         if seq.row >= 0:
             self.rows.append(seq.row)
             seq.row = -1
+            if seq.adapter:
+                self.adapters.stopped(seq.adapter)
         self.promise(seq, 0)
         receiving = seq.phase is Phase.RECEIVING
         self._in_flight.release(seq, self._handoffs.detach(seq) if receiving else self._blocks.take_all(seq))
@@ -90,6 +102,10 @@ class Queues:
             (Phase.SENDING, self.sending),
         ):
             assert phases.count(phase) == count, f"{phases.count(phase)} requests are {phase}, counted {count}"
+        self.adapters.check(
+            Counter(seq.adapter for seq in self.running if seq.adapter),
+            Counter(seq.adapter for seq in self.live.values() if seq.adapter),
+        )
         assert self.receivers == sum(seq.receives for seq in self.waiting), "waiting receivers do not add up"
 
     def _in_transfer(self, phase: Phase, change: int) -> None:

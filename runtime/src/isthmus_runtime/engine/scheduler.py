@@ -26,6 +26,7 @@ from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
 from ..protocol import PrefillRecord
 from ..request import FinishReason, GenerateRequest, TokenLogprobs
+from .adapters import AdapterSlots
 from .admission import Admission
 from .blocks import SequenceBlocks
 from .completion import Completion
@@ -58,15 +59,18 @@ class Scheduler:
         kv_heads: int = 1,
         recompute: bool = True,
         late_masks: bool = False,
+        max_loras: int = 0,
     ) -> None:
-        """`late_masks`: the executor waits for masks before it draws, so that their rows are planned ahead, too."""
+        """`late_masks`: the executor waits for masks before it draws, so that their rows are planned ahead, too.
+        `max_loras`: its slots for adapters."""
         self.config = config
         self.max_model_len = plan.max_model_len
         self.pool = pool
         self.blocks = SequenceBlocks(plan, pool, prefix_caching=pool.prefix_caching)
         self.handoffs = Handoffs(self.blocks, layout_digest, kv_heads)
         self.steps = StepsInFlight(pool)
-        self.queues = Queues(config.max_num_seqs, self.blocks, self.handoffs, self.steps)
+        self.adapters = AdapterSlots(max_loras)
+        self.queues = Queues(config.max_num_seqs, self.blocks, self.handoffs, self.steps, self.adapters)
         self.pace = Pace(config.max_step_s)
         self._intake = Intake(config, plan.max_model_len, self.blocks)
         self._preemption = Preemption(self.queues, self.blocks, self.handoffs, self.steps)
@@ -114,6 +118,8 @@ class Scheduler:
                 f"{waiting} requests are already waiting (limit --max-waiting {self.config.max_waiting}); retry later",
                 status=429,
             )
+        if request.adapter is not None:
+            self.adapters.arrived(request.adapter)
         self.queues.live[sid] = seq
         self.queues.enter(seq, Phase.WAITING)
         heapq.heappush(self._timers, (seq.queue_deadline_s, sid))
@@ -177,13 +183,14 @@ class Scheduler:
             draft.effects[:0] = effects
         if not draft.work:
             return None, draft.effects
-        plan = self.steps.submit(draft)
+        plan = self.steps.submit(draft, self.adapters.take_loads())
         self.pace.submitted(plan, now)
         return plan, draft.effects
 
     def _draft(self) -> StepDraft:
         draft = StepDraft(self.config.max_batched_tokens)
         preempted = self._preemption.count
+        self.adapters.begin()
         self._continue_running(draft)
         if self._preemption.count == preempted and not draft.stuck:
             self._admission.admit(draft)
@@ -272,12 +279,25 @@ class Scheduler:
         left = self.steps.without_ended(plan)
         if left is not None:
             self.pace.submitted(left, now)
+        else:
+            self.adapters.give_back(plan.adapters)
         return left
 
     def complete(self, output: StepOutput, now: float) -> list[Effect]:
         """Take the result of the oldest step in flight, which ended at `now`."""
         self.pace.completed(now)
         return self._completion.complete(output, now)
+
+    # --------------------------------------------------------------------------------------------------- adapters
+
+    def retire_adapter(self, digest: str) -> None:
+        """No new request may ask for it; those that are live go on with it."""
+        self.adapters.retire(digest, self.steps.newest)
+
+    def unused_adapters(self) -> list[str]:
+        """Digests of retired ones that nothing needs any more, each told once: the executor may drop them."""
+        steps = self.steps.steps
+        return self.adapters.unused(steps[0][0] if steps else None)
 
     # --------------------------------------------------------------------------------------------- handoff results
 

@@ -115,11 +115,14 @@ class Sequence:
     """Scheduling order: lower goes first, the highest is preempted first."""
     prompt_len: int = field(init=False)
     stop_token_ids: tuple[int, ...] = field(init=False)
+    adapter: str = field(init=False)
+    """Digest of its low-rank adapter; empty: it has none."""
 
     def __post_init__(self) -> None:
         self.rank = (self.request.priority, self.arrival_s, self.sid)
         self.prompt_len = len(self.request.prompt_token_ids)
         self.stop_token_ids = self.request.sampling.stop_token_ids
+        self.adapter = "" if self.request.adapter is None else self.request.adapter.digest
         if self.kind is not Kind.RECEIVE:
             self.want_scores()
 
