@@ -35,6 +35,10 @@ SERVE = {
     "--max-num-seqs": "128",
     "--speculative-method": "none",
     "--speculative-tokens": "6",
+    "--lora": [],
+    "--max-loras": "auto",
+    "--max-lora-rank": "16",
+    "--lora-dir": "",
     "--max-waiting": "1024",
     "--queue-timeout": "300s",
     "--block-size": "16",
@@ -69,6 +73,7 @@ SERVE = {
     "--discovery-interval": "1s",
     "--api-key-file": "",
     "--tenants-file": "",
+    "--lora-updates": "off",
     "--cors-origins": "",
     "--page": "on",
 }

@@ -180,6 +180,7 @@ LIMITS = {"max-connections", "max-connections-per-address", "max-body-memory"}
 
 
 TRACES = {"trace-endpoint", "trace-sampling"}
+ADAPTERS = {"lora", "lora-dir", "lora-updates", "max-loras", "max-lora-rank"}
 
 
 def test_extra_args_may_hold_only_flags_that_no_field_sets() -> None:
@@ -189,7 +190,7 @@ def test_extra_args_may_hold_only_flags_that_no_field_sets() -> None:
         for option in action.option_strings
         if option.startswith("--")
     }
-    free = {"help", "executor", "control-tokens", "tool-format", "reasoning", "page", *TRACES, *LIMITS}
+    free = {"help", "executor", "control-tokens", "tool-format", "reasoning", "page", *TRACES, *LIMITS, *ADAPTERS}
     free.add("tensor-parallel-size")  # of workers, which have it by extraArgs
     assert flags - TYPED_FLAGS == free, "a new runtime flag needs a field, or a place in this list"
     assert not TYPED_FLAGS - flags

@@ -32,8 +32,28 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     shared = ["--model", str(MODEL), "--served-model-name", "test", "--log-level", "warning"]
     serve = [str(BIN / "isthmus-runtime"), "serve", *shared]
     roles = {
-        "engine": ["--role", "unified", "--executor", "fake", "--port", str(engine), "--max-model-len", "512"],
-        "router": ["--role", "router", "--worker", f"127.0.0.1:{engine}", "--port", str(router)],
+        "engine": [
+            "--role",
+            "unified",
+            "--executor",
+            "fake",
+            "--port",
+            str(engine),
+            "--max-model-len",
+            "512",
+            "--lora-dir",
+            str(tmp),
+        ],
+        "router": [
+            "--role",
+            "router",
+            "--worker",
+            f"127.0.0.1:{engine}",
+            "--port",
+            str(router),
+            "--lora-updates",
+            "on",
+        ],
     }
     urls = {"engine": f"http://127.0.0.1:{engine}", "router": f"http://127.0.0.1:{router}"}
     with ExitStack() as stack:
@@ -68,6 +88,9 @@ def test_the_document_names_what_is_served(service: dict[str, str]) -> None:
     shared = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/version"}
     shared |= {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"}
     shared |= {"/health", "/ping", "/ready", "/info", "/metrics"}
+    shared |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     assert set(router) == shared | {"/accepting", "/status"}
-    internal = {f"/internal/{name}" for name in ("generate", "prefill", "commit", "abort", "drained", "kv-events")}
+    internal = {
+        f"/internal/{name}" for name in ("generate", "prefill", "commit", "abort", "adapter", "drained", "kv-events")
+    }
     assert set(engine) == shared | internal

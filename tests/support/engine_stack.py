@@ -28,6 +28,7 @@ def engine(
     max_model_len: int = 128,
     executor: Executor | None = None,
     handoff: Handoff | None = None,
+    max_loras: int = 0,
     **scheduler: object,
 ) -> Iterator[EngineBackend]:
     """A running engine; must be entered inside a running event loop."""
@@ -35,9 +36,10 @@ def engine(
     config = SchedulerConfig(**{"max_batched_tokens": 32, "max_num_seqs": 8, **scheduler})  # type: ignore[arg-type]
     plan = make_plan(num_blocks, block_size, max_model_len)
     digest = executor.kv_region().layout_digest
-    core = Scheduler(config, plan, BlockPool(num_blocks), layout_digest=digest, late_masks=True)
+    core = Scheduler(config, plan, BlockPool(num_blocks), layout_digest=digest, late_masks=True, max_loras=max_loras)
     streams = Streams(asyncio.get_running_loop())
-    loop = EngineLoop(core, executor, streams.sink, handoff=handoff)
+    adapters = executor if isinstance(executor, FakeExecutor) else None
+    loop = EngineLoop(core, executor, streams.sink, handoff=handoff, adapters=adapters)
     loop.start()
     try:
         yield EngineBackend(loop, streams, vocab_size=MAX_TOKEN_IDS)

@@ -16,6 +16,7 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from .errors import ConfigError
+from .lora_config import LoraConfig, add_lora_flags, read_lora
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _QUANTITY = re.compile(r"^(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?$")
@@ -205,6 +206,7 @@ class EngineConfig:
     transfer: TransferConfig
     chat: ChatConfig = field(default_factory=ChatConfig)
     """Of the unified role, which has the API."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
     tensor_parallel_size: int = 1
     """Ranks that compute the model together, a process and on GPUs a device each."""
     executor: str = "torch"
@@ -237,6 +239,8 @@ class RouterConfig:
     """Path of a mounted file holding the key clients must send; empty: no key."""
     cors_origins: tuple[str, ...] = ()
     """Origins of web pages that may call the API from a browser; "*": all. Empty: none."""
+    lora_updates: bool = False
+    """Whether clients may load and unload adapters, on all engines."""
     page: bool = True
     """Whether `/` is a page with a chat and the state of the service, and /status what it shows."""
 
@@ -297,6 +301,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
     engine.add_argument("--max-num-seqs", default="128")
     engine.add_argument("--speculative-method", default="none", choices=["none", "ngram"], help="guess tokens ahead")
     engine.add_argument("--speculative-tokens", default="6", help="most guesses of a row and step")
+    add_lora_flags(engine)
     engine.add_argument("--max-waiting", default="1024")
     engine.add_argument("--queue-timeout", default="300s")
     engine.add_argument("--block-size", default="16")
@@ -344,6 +349,12 @@ def build_serve_parser() -> argparse.ArgumentParser:
     router.add_argument("--api-key-file", default="")
     router.add_argument(
         "--tenants-file", default="", help="JSON: tenants, their keys and limits; not with a single key"
+    )
+    router.add_argument(
+        "--lora-updates",
+        default="off",
+        choices=["on", "off"],
+        help="load and unload adapters on all engines by the API",
     )
     router.add_argument("--cors-origins", default="", help="comma-separated; web pages that may call the API, or *")
     router.add_argument("--page", default="on", choices=["on", "off"], help="a chat and the service's state at /")
@@ -483,7 +494,10 @@ def _router(
         api_key_file=args.api_key_file,
         cors_origins=_items(args.cors_origins),
         page=args.page == "on",
+        lora_updates=args.lora_updates == "on",
     )
+    if config.lora_updates and config.tenants_file:
+        read.problems.append("--lora-updates on and --tenants-file exclude each other: adapters are for all tenants")
     if not config.worker and not config.decode:
         read.problems.append(
             "--role router needs --worker, or --decode with --prefill: there is no engine to send requests to"
@@ -533,6 +547,8 @@ def _engine(
         )
     if ranks > 1 and args.executor == "fake":
         read.problems.append(f"--tensor-parallel-size {ranks} does not go with --executor fake, which has no ranks")
+    lora, problems = read_lora(args, model.served_names, ranks)
+    read.problems += problems
     override = read.integer("num_blocks_override", 1) if args.num_blocks_override else None
     return EngineConfig(
         role=role,
@@ -558,6 +574,7 @@ def _engine(
         ),
         transfer=transfer,
         chat=chat,
+        lora=lora,
         tensor_parallel_size=ranks,
         executor=args.executor,
     )

@@ -7,6 +7,7 @@
 | POST /internal/prefill  | router -> prefill | PrefillCall -> PrefillAnswer |
 | POST /internal/commit   | router -> decode  | CommitCall -> {} : prefill has sent everything, or has failed |
 | POST /internal/abort    | router -> engine  | AbortCall -> {} : idempotent, unknown ids are ignored |
+| POST /internal/adapter  | router -> engine  | AdapterCall -> {} : load or unload one |
 | GET  /internal/drained  | decode -> prefill | ?attempt= -> DrainAnswer : may a byte of this attempt still move? |
 | GET  /internal/kv-events | router -> engine | KvEvents lines, the first a snapshot, without end |
 
@@ -23,7 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import from_json, to_json
 
 from .errors import RequestError, error_from_json
-from .request import FinishReason, GenerateRequest, SamplingParams, Structure, TokenChunk, TokenLogprobs
+from .request import AdapterName, FinishReason, GenerateRequest, SamplingParams, Structure, TokenChunk, TokenLogprobs
 
 KV_ABI = 3
 """Engine KV ABI; part of the fingerprint. Raise it when bytes in a block or in the pool, or the records between
@@ -50,6 +51,7 @@ class WireRequest(_Wire):
     cache_salt: str = ""
     timeout_s: float = Field(default=600.0, gt=0, le=366 * 86400, allow_inf_nan=False)
     structure: Structure | None = None
+    adapter: AdapterName | None = None
 
     def to_request(self) -> GenerateRequest:
         """The plain record the engine works with."""
@@ -61,6 +63,7 @@ class WireRequest(_Wire):
             cache_salt=self.cache_salt,
             timeout_s=self.timeout_s,
             structure=self.structure,
+            adapter=self.adapter,
         )
 
     @staticmethod
@@ -74,6 +77,7 @@ class WireRequest(_Wire):
             cache_salt=request.cache_salt,
             timeout_s=request.timeout_s,
             structure=request.structure,
+            adapter=request.adapter,
         )
 
 
@@ -132,6 +136,13 @@ class LoadInfo(_Reading):
     """KV bytes sent to peers."""
 
 
+class AdapterInfo(_Reading):
+    """A low-rank adapter that an engine has."""
+
+    name: str
+    digest: str
+
+
 class EngineInfo(_Reading):
     """Answer of GET /info. The router pairs only engines of equal `fingerprint`."""
 
@@ -146,6 +157,7 @@ class EngineInfo(_Reading):
     waiting: int = 0
     load: LoadInfo = LoadInfo()
     draining: bool = False
+    adapters: tuple[AdapterInfo, ...] = ()
     vocab_size: int = 0
     model_revision: str = ""
     """What exactly is served, as `checkpoints.provenance.pinned_revision` finds it; empty where that is not known."""
@@ -258,6 +270,15 @@ class AbortCall(_Wire):
 
     request_id: str
     attempt: str = ""
+
+
+class AdapterCall(_Wire):
+    """Have an adapter, or have it no more."""
+
+    name: str = Field(min_length=1, max_length=256)
+    path: str | None = Field(default=None, max_length=4096)
+    """In the engine's folder of adapters; None: unload it."""
+    replace: bool = False
 
 
 class DrainAnswer(_Wire):

@@ -37,6 +37,7 @@ ROUTES = [
     ("POST", "/internal/prefill"),
     ("POST", "/internal/commit"),
     ("POST", "/internal/abort"),
+    ("POST", "/internal/adapter"),
     ("GET", "/internal/drained?attempt=a"),
     ("GET", "/internal/kv-events"),
     ("GET", "/internal/generate"),

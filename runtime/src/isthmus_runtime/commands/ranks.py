@@ -130,7 +130,7 @@ class LoadedEngine:
 def load_engine(config: EngineConfig) -> LoadedEngine:
     """The model on all its ranks. Raises WeightsError or ConfigError where this rank cannot have its part."""
     if config.tensor_parallel_size == 1:
-        model = load(config.model, config.scheduler)
+        model = load(config.model, config.scheduler, lora=config.lora)
         return _with_pool(config, model, (_available(config, model.device, config.kv.memory_fraction),))
     check_shards(read_model_spec(config.model.path), config.tensor_parallel_size)
     followers = Followers(config)

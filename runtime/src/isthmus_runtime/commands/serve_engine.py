@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 from ..checkpoints.provenance import pinned_revision, verify_files
 from ..config import EngineConfig, Role
 from ..credentials import Credentials, peer_credentials
+from ..engine.adapter_registry import AdapterRegistry
 from ..engine.backend import EngineBackend, Streams
 from ..engine.kv_events import KvEventFeed
 from ..engine.long_lived import LongLived
@@ -32,17 +33,19 @@ from ..engine.loop import EngineLoop
 from ..engine.scheduler import Scheduler
 from ..engine.server import BODIES, EngineMeters, EngineServer
 from ..engine.traces import StartTimes
-from ..errors import ConfigError, EngineFailed, IsthmusError
+from ..errors import ConfigError, EngineFailed, InvalidRequest, IsthmusError
 from ..interfaces.handoff import HandoffEvent, KvHandoff
-from ..interfaces.steps import Executor
+from ..interfaces.steps import AdapterHolder, Executor
 from ..kv.groups import LayerSpec
 from ..kv.keys import layout_digest, pool_name
 from ..kv.plan import KvPlan
 from ..kv.pool import BlockPool
+from ..openai.adapters import BODIES as ADAPTER_BODIES
+from ..openai.adapters import add_adapter_routes
 from ..openai.app import BODIES as OPENAI_BODIES
 from ..openai.app import ApiConfig, add_openai_routes
 from ..openai.tokenizer import Tokenizer
-from ..protocol import KV_ABI, EngineInfo, KvInfo, LoadInfo, TransferInfo
+from ..protocol import KV_ABI, AdapterInfo, EngineInfo, KvInfo, LoadInfo, TransferInfo
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
 from ..serving.limits import limits_of
@@ -73,6 +76,7 @@ class _Loaded:
     digest: str
     kv_heads: int
     vocab_size: int
+    adapters: AdapterHolder | None
 
 
 def serve_engine(config: EngineConfig) -> NoReturn:
@@ -132,6 +136,7 @@ def _load_torch(config: EngineConfig) -> _Loaded:
         digest=digest,
         kv_heads=model.spec.num_kv_heads,
         vocab_size=model.spec.vocab_size,
+        adapters=model.adapters,
     )
 
 
@@ -154,7 +159,14 @@ def _load_fake(config: EngineConfig) -> _Loaded:
         layout=config.kv.layout,
     )
     executor = FakeExecutor(kv.num_blocks, kv.block_size, layout_digest=digest)
-    return _Loaded(executor=executor, plan=kv, digest=digest, kv_heads=1, vocab_size=MAX_TOKEN_IDS)
+    return _Loaded(
+        executor=executor,
+        plan=kv,
+        digest=digest,
+        kv_heads=1,
+        vocab_size=MAX_TOKEN_IDS,
+        adapters=executor if config.lora.max_loras else None,
+    )
 
 
 async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | None, started: float) -> int:
@@ -169,6 +181,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         kv_heads=loaded.kv_heads,
         recompute=config.transfer.on_failure == "recompute",
         late_masks=config.tensor_parallel_size == 1,
+        max_loras=config.lora.max_loras,
     )
     streams = Streams(asyncio.get_running_loop())
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)
@@ -182,7 +195,10 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         handoff=mover.handoff,
         step_timeout_s=config.server.no_progress_timeout_s,
         started=None if starts is None else starts.started,
+        adapters=loaded.adapters,
     )
+    adapters = AdapterRegistry(engine, loaded.adapters, taken=config.model.served_names, folder=config.lora.folder)
+    await _load_adapters(adapters, config)
     grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
     backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size, grammars=grammars, starts=starts)
     in_flight = InFlight()
@@ -218,6 +234,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
                 sent_bytes=0 if moved is None else moved.sent_bytes,
             ),
             draining=in_flight.leaving,
+            adapters=tuple(AdapterInfo(name=a.name, digest=a.digest) for a in adapters.names.values()),
             vocab_size=loaded.vocab_size,
             model_revision=revision,
         )
@@ -234,10 +251,11 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         threads=LongLived(),
         credentials=credentials,
         tracer=tracer,
+        adapters=adapters,
     )
     app = make_app(
         f"Isthmus {config.role.value} engine",
-        bodies=BODIES if tokenizer is None else BODIES + OPENAI_BODIES,
+        bodies=BODIES if tokenizer is None else BODIES + OPENAI_BODIES + ADAPTER_BODIES,
         credentials=credentials,
     )
     checker = Checker(config.model.path)
@@ -251,7 +269,10 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             metrics=meters.requests,
             grammars=checker,
             tracer=tracer,
+            adapters=lambda: adapters.names,
         )
+        if config.lora.folder:
+            add_adapter_routes(app, lambda request: None, adapters.change)
     server.add_probes(app)  # routers ask here, too
     server.add_internal(app)
     add_pages(app)
@@ -290,6 +311,20 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     if engine.failure:
         raise EngineFailed(engine.failure)
     return 0
+
+
+async def _load_adapters(adapters: AdapterRegistry, config: EngineConfig) -> None:
+    """Those of the command line. Raises ConfigError with what is wrong with all of them."""
+    problems: list[str] = []
+    for name, folder in config.lora.adapters:
+        try:
+            await adapters.load(name, folder)
+        except ConfigError as e:
+            problems += [f"--lora {name}: {problem}" for problem in e.problems]
+        except InvalidRequest as e:
+            problems.append(f"--lora {name}: {e.message}")
+    if problems:
+        raise ConfigError(problems)
 
 
 def _grammars(model: str, vocab_size: int) -> Grammars:

@@ -15,6 +15,8 @@ from ..checkpoints.provenance import verify_files
 from ..config import RouterConfig
 from ..credentials import peer_credentials
 from ..metrics import RequestMetrics, TenantMetrics
+from ..openai.adapters import BODIES as ADAPTER_BODIES
+from ..openai.adapters import add_adapter_routes
 from ..openai.app import BODIES, ApiConfig, add_openai_routes, read_api_key
 from ..openai.keys import Keys
 from ..openai.tenants_file import TenantsFile
@@ -57,7 +59,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
     metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_")
     app = make_app(
         "Isthmus router",
-        bodies=BODIES,
+        bodies=BODIES + ADAPTER_BODIES,
         lifespan=router.lifespan,
         cors_origins=config.cors_origins,
         credentials=credentials,
@@ -79,11 +81,15 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
         tenant_metrics=None if tenants is None else TenantMetrics(registry, config.model.served_names[0]),
         grammars=grammars,
         tracer=tracer,
+        adapters=lambda: router.pool.adapters,
     )
+    keys = Keys(api_key, tenants, time.monotonic)
+    if config.lora_updates:
+        add_adapter_routes(app, keys.check, router.adapters.change)
     router.add_probes(app)
     if config.page:
         # What is busy tells of other tenants.
-        router.add_page(app, Keys(api_key, tenants, time.monotonic).check, show_load=tenants is None)
+        router.add_page(app, keys.check, show_load=tenants is None)
     add_pages(app)
     apart = make_app("Isthmus router: metrics and probes", bodies=()) if config.server.metrics_port else None
     router.add_metrics(app if apart is None else apart)

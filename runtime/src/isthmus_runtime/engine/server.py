@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -18,6 +18,7 @@ from ..errors import RequestError
 from ..metrics import CONTENT_TYPE, EngineMetrics, RequestMetrics, TransferMetrics, render
 from ..protocol import (
     AbortCall,
+    AdapterCall,
     CommitCall,
     DrainAnswer,
     EngineInfo,
@@ -33,13 +34,14 @@ from ..serving.app import errors, json_body, model_response, read_model
 from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
 from ..tracing.span import NO_TRACER, Tracer, within
+from .adapter_registry import AdapterRegistry
 from .backend import EngineBackend
 from .kv_events import KvEventFeed
 from .long_lived import LongLived
 
 log = logging.getLogger(__name__)
 
-BODIES = (GenerateCall, PrefillCall, CommitCall, AbortCall)
+BODIES = (GenerateCall, PrefillCall, CommitCall, AbortCall, AdapterCall)
 """What `make_app` has to know for the document."""
 _NDJSON = {"content-type": "application/x-ndjson"}
 
@@ -99,11 +101,13 @@ class EngineServer:
         threads: LongLived | None = None,
         credentials: Credentials | None = None,
         tracer: Tracer = NO_TRACER,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         """`kv_events` None: there is no prefix cache, so the route is not added. `threads`: without which this process
         is of no use. `credentials`: without usable ones it is not ready."""
         self._credentials = credentials
         self._tracer = tracer
+        self._adapters = adapters
         self._backend = backend
         self._info = info
         self._meters = meters
@@ -138,11 +142,14 @@ class EngineServer:
             openapi_extra=json_body(GenerateCall),
             responses={**errors(429, 499, 502, 504), **ndjson},
         )
-        for name, endpoint, body, answer in (
+        routes: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel], type[BaseModel]]] = [
             ("prefill", self.prefill, PrefillCall, PrefillAnswer),
             ("commit", self.commit, CommitCall, Done),
             ("abort", self.abort, AbortCall, Done),
-        ):
+        ]
+        if self._adapters is not None:
+            routes.append(("adapter", self.adapter, AdapterCall, Done))
+        for name, endpoint, body, answer in routes:
             app.add_api_route(
                 f"/internal/{name}",
                 endpoint,
@@ -294,6 +301,13 @@ class EngineServer:
         """End a request wherever it is."""
         call = await read_model(request, AbortCall)
         self._backend.engine.abort(call.request_id, call.attempt, "aborted by the router")
+        return model_response(Done())
+
+    async def adapter(self, request: Request) -> Response:
+        """Load an adapter, or unload it."""
+        call = await read_model(request, AdapterCall)
+        assert self._adapters is not None  # else there is no such route
+        await self._adapters.change(call.name, call.path, replace=call.replace)
         return model_response(Done())
 
     async def drained(self, attempt: Annotated[str, Query(min_length=1)]) -> DrainAnswer:

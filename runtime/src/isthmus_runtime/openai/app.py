@@ -8,7 +8,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from ..errors import (
 )
 from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics, TenantMetrics
-from ..request import Structure
+from ..request import AdapterName, Structure
 from ..serving.app import errors, json_body
 from ..serving.call import Call, Cut, add_call_route, error_answer
 from ..serving.in_flight import InFlight
@@ -107,13 +107,14 @@ def add_openai_routes(
     tenant_metrics: TenantMetrics | None = None,
     grammars: Checker | None = None,
     tracer: Tracer = NO_TRACER,
+    adapters: Callable[[], Mapping[str, AdapterName]] = dict,
     seeds: Callable[[], int] | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> None:
     """Add the routes under /v1/, /tokenize and /detokenize to `app`.
 
-    `grammars` None: requests for structured output are refused.
+    `adapters` that may be named as the model, at present. `grammars` None: requests for structured output are refused.
     `seeds` gives the seed of a request that names none: drawn here, so that prefill, decode and a recompute agree.
     """
     api = _Api(
@@ -125,6 +126,7 @@ def add_openai_routes(
         tenant_metrics=tenant_metrics,
         grammars=grammars,
         tracer=tracer,
+        adapters=adapters,
         seeds=seeds or _seed_source(),
         clock=clock,
         wall_clock=wall_clock,
@@ -194,6 +196,7 @@ class _Api:
         tenant_metrics: TenantMetrics | None,
         grammars: Checker | None,
         tracer: Tracer,
+        adapters: Callable[[], Mapping[str, AdapterName]],
         seeds: Callable[[], int],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
@@ -204,6 +207,7 @@ class _Api:
         self._metrics = metrics
         self._grammars = grammars
         self._tracer = tracer
+        self._adapters = adapters
         self._clock = clock
         self._started = int(wall_clock())
         self._planner = Planner(
@@ -214,6 +218,7 @@ class _Api:
             timeout_s=config.request_timeout_s,
             seeds=seeds,
             wall_clock=wall_clock,
+            adapters=adapters,
         )
         self._runner = Runner(backend, metrics, clock)
         self._tokenizer = tokenizer
@@ -222,9 +227,9 @@ class _Api:
         self._tenant_metrics = tenant_metrics
 
     async def models(self, request: Request) -> ModelList:
-        """The names that are served."""
+        """The names that are served, and after them the adapters."""
         self._keys.check(request)
-        return ModelList(data=[self._model(n) for n in self._config.served_names])
+        return ModelList(data=[self._model(n) for n in (*self._config.served_names, *sorted(self._adapters()))])
 
     async def model(self, request: Request, name: str) -> Model:
         """One of them."""
@@ -410,7 +415,9 @@ class _Api:
             self._metrics.failed(error.status, error.code)
 
     def _model(self, name: str) -> Model:
-        return Model(id=name, created=self._started, max_model_len=self._limit())
+        names = self._config.served_names
+        parent = None if name in names else names[0]
+        return Model(id=name, created=self._started, parent=parent, max_model_len=self._limit())
 
     def _limit(self) -> int | None:
         return self._backend.max_model_len or self._tokenizer.model_limit or None

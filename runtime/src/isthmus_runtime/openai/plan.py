@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import urandom
 from typing import Any, Protocol
@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from ..config import ChatConfig
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
 from ..interfaces.backend import Backend
-from ..request import GenerateRequest, SamplingParams, Structure
+from ..request import AdapterName, GenerateRequest, SamplingParams, Structure
 from . import anthropic, responses
 from .answer import Job
 from .chat import Conversation
@@ -60,8 +60,10 @@ class Planner:
         timeout_s: float,
         seeds: Callable[[], int],
         wall_clock: Callable[[], float],
+        adapters: Callable[[], Mapping[str, AdapterName]],
     ) -> None:
-        """`seeds` gives the seed of a request that names none; `wall_clock` seconds since the epoch."""
+        """`seeds` gives the seed of a request that names none; `wall_clock` seconds since the epoch. `adapters` that
+        may be named as the model, at present."""
         self._backend = backend
         self._tokenizer = tokenizer
         self._names = served_names
@@ -71,6 +73,7 @@ class Planner:
         self._timeout_s = timeout_s
         self._seeds = seeds
         self._wall_clock = wall_clock
+        self._adapters = adapters
 
     def completion(self, body: bytes, *, briefly: bool = False) -> Job:
         """A body of /v1/completions. Raises RequestError."""
@@ -311,6 +314,7 @@ class Planner:
         pieces = self._tokenizer.pieces_with(shown)
         structure = calls or request.structure
         sampling = self._sampling(request, max_tokens, structured=structure is not None)
+        adapter = self._adapter(request.model)
         seed = self._seeds() if request.seed is None else request.seed
         requests = [
             GenerateRequest(
@@ -322,6 +326,7 @@ class Planner:
                 cache_salt=request.cache_salt,
                 timeout_s=self._timeout_s,
                 structure=structure,
+                adapter=adapter,
             )
             for p, ids in enumerate(prompts)
             for i in range(candidates)
@@ -394,9 +399,17 @@ class Planner:
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModel; "" is the model that is served."""
-        if name and name not in self._names:
-            served = ", ".join(self._names)
+        self._adapter(name)
+
+    def _adapter(self, name: str) -> AdapterName | None:
+        """The adapter of that name; None for the model itself. Raises UnknownModel."""
+        if not name or name in self._names:
+            return None
+        adapters = self._adapters()
+        if name not in adapters:
+            served = ", ".join((*self._names, *sorted(adapters)))
             raise UnknownModel(f"model: {name!r} is not served here; served: {served}", param="model")
+        return adapters[name]
 
 
 def _check_room(name: str, wanted: int | None, prompt: int, limit: int) -> None:

@@ -148,6 +148,8 @@ class Model(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "isthmus"
+    parent: str | None = None
+    """Of an adapter: the model that it adapts."""
     max_model_len: int | None
     """Tokens of prompt and answer together; until the first engine is known, what the model is made for, or null."""
 

@@ -19,6 +19,7 @@ from ..errors import Overloaded
 from ..metrics import CONTENT_TYPE, RouterMetrics, render
 from ..serving.app import errors
 from ..serving.in_flight import InFlight
+from .adapters import FleetAdapters
 from .links import Links, new_session
 from .page import add_page
 from .policy import PolicyName
@@ -62,6 +63,7 @@ class Router:
             prefixes=prefixes,
             credentials=credentials,
         )
+        self.adapters = FleetAdapters(self.pool, self._links)
         metrics.kv_usage.set_function(lambda: kv_usage(v for v in self.pool.views() if v.role != "prefill"))
         self.backend = RouterBackend(config, self.pool, self._links, metrics=metrics, prefixes=prefixes)
 

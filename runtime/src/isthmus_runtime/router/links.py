@@ -10,13 +10,16 @@ import aiohttp
 
 from ..credentials import Credentials
 from ..errors import EngineLost, RequestError, error_from_json
-from ..protocol import AbortCall, CommitCall
+from ..protocol import AbortCall, AdapterCall, CommitCall
 from .wire import CONNECT_TIMEOUT_S, Exchange, Wire
 
 _log = logging.getLogger(__name__)
 
 _CONTROL_TIMEOUT_S = 2.0
 """For commit and abort: an engine answers them without computing anything."""
+
+_ADAPTER_TIMEOUT_S = 60.0
+"""An engine reads the files of an adapter, some hundred megabytes at most."""
 
 LOST = (OSError, TimeoutError)
 """What a call raises when the peer is gone or was never there."""
@@ -79,6 +82,12 @@ class Links:
         if status != 200:
             raise refusal(status, raw, "decode", url)
 
+    async def adapter(self, url: str, call: AdapterCall) -> None:
+        """Have the engine load or unload an adapter. Raises one of LOST, or the RequestError that it answers."""
+        status, raw = await self._control(url, "/internal/adapter", call, _ADAPTER_TIMEOUT_S)
+        if status != 200:
+            raise refusal(status, raw, "", url)
+
     def abort(self, url: str, request_id: str, attempt: str) -> None:
         """End the request at the engine. Closing its connection does too, where there is one and the peer notices."""
         task = asyncio.ensure_future(self._abort(url, AbortCall(request_id=request_id, attempt=attempt)))
@@ -100,9 +109,11 @@ class Links:
         except LOST as e:
             _log.warning("abort of %s did not reach %s: %s", call.request_id, url, str(e) or type(e).__name__)
 
-    async def _control(self, url: str, path: str, call: CommitCall | AbortCall) -> tuple[int, bytes]:
-        """Status and body of a call that an engine answers at once."""
-        async with asyncio.timeout(_CONTROL_TIMEOUT_S):
+    async def _control(
+        self, url: str, path: str, call: CommitCall | AbortCall | AdapterCall, timeout_s: float = _CONTROL_TIMEOUT_S
+    ) -> tuple[int, bytes]:
+        """Status and body of a call that an engine answers within `timeout_s`."""
+        async with asyncio.timeout(timeout_s):
             exchange = await self._wire.post(url, path, call.model_dump_json().encode())
             try:
                 return exchange.status, await exchange.read()

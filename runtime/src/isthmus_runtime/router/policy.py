@@ -50,6 +50,7 @@ class Refusal(StrEnum):
     NO_DECODE = "no-decode"
     NO_PREFILL = "no-prefill"
     NO_COMPATIBLE_PREFILL = "no-compatible-prefill"
+    NO_ADAPTER = "no-adapter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ class Endpoint:
     """Tokens per KV block; 0: not known."""
     blocks: int = 0
     """KV blocks that requests can hold; 0: not known."""
+    adapters: frozenset[str] = frozenset()
+    """Digests of the low-rank adapters that it has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,8 @@ class Facts:
     """Engines that failed this request already."""
     cached: Mapping[str, int] = field(default_factory=dict)
     """Engine URL -> leading prompt tokens in its prefix cache; absent: none."""
+    adapter: str = ""
+    """Digest of the low-rank adapter that it asks for; empty: none."""
     holder: str = ""
     """The engine that generates another choice of the same prompt, and so has its KV."""
 
@@ -153,7 +158,7 @@ def choose(rules: Rules, engines: Fleet, loads: Mapping[str, Load], facts: Facts
     """Pick a pair of equal fingerprint and transfer mode, or decode alone where the rules say so."""
     decode = _allowed(engines.decode, facts)
     if not decode:
-        return Refusal.NO_DECODE
+        return Refusal.NO_ADAPTER if engines.decode and facts.adapter else Refusal.NO_DECODE
     for engine in decode if facts.holder else ():
         if engine.url == facts.holder:
             return Choice(None, engine, Reason.SHARED_PROMPT)
@@ -171,6 +176,8 @@ def choose(rules: Rules, engines: Fleet, loads: Mapping[str, Load], facts: Facts
 
 
 def _allowed(engines: Sequence[Endpoint], facts: Facts) -> Sequence[Endpoint]:
+    if facts.adapter:
+        engines = [e for e in engines if facts.adapter in e.adapters]
     return [e for e in engines if e.url not in facts.excluded] if facts.excluded else engines
 
 

@@ -6,7 +6,8 @@ import asyncio
 import ipaddress
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from ..config import RouterConfig
 from ..credentials import Credentials
 from ..metrics import RouterMetrics
 from ..protocol import EngineInfo
+from ..request import AdapterName
 from .kv_events import follow
 from .policy import UNPAIRED, Endpoint, Fleet, Load, fleet
 from .prefixes import Prefixes, StoredBlocks
@@ -150,7 +152,10 @@ class _RemoteEngine:
         transfer = self.info.transfer
         mode = transfer.mode if transfer.ready else UNPAIRED
         kv = self.info.kv
-        return Endpoint(self.url, self.info.fingerprint, mode, transfer.epoch, kv.block_size, kv.usable_blocks)
+        adapters = frozenset(adapter.digest for adapter in self.info.adapters)
+        return Endpoint(
+            self.url, self.info.fingerprint, mode, transfer.epoch, kv.block_size, kv.usable_blocks, adapters
+        )
 
     def known(self) -> tuple[Endpoint, int] | None:
         """What the fleet shows of this engine; None: it takes no requests."""
@@ -197,6 +202,8 @@ class EnginePool:
         self._changed = asyncio.Event()
         self.fleet = Fleet(unified=self._unified)
         """Engines that take new requests now."""
+        self.adapters: Mapping[str, AdapterName] = {}
+        """Low-rank adapters that requests may ask for."""
         self.failure = ""
         """Why engines are no longer looked for or after; empty while they are."""
         self.max_model_len = 0
@@ -251,6 +258,11 @@ class EnginePool:
             _log.warning("%s %s: %s", engine.role, url, problem)
             self._forget(engine)
             self._rebuild()
+
+    def ask_again(self) -> None:
+        """Probe every engine now: what they have was changed."""
+        for engine in self._engines.values():
+            engine.wake.set()
 
     def statuses(self) -> list[EngineStatus]:
         """Every known engine."""
@@ -431,6 +443,7 @@ class EnginePool:
             (e.endpoint() for e in generate),
             unified=self._unified,
         )
+        self.adapters = _adapters(e.info for e in generate if e.info is not None)
         limits = [e.info.kv.max_model_len for e in generate if e.info is not None]
         self.max_model_len = min(limits, default=self.max_model_len)
         self._changed.set()
@@ -459,6 +472,15 @@ class EnginePool:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.critical("engine discovery has stopped", exc_info=error)
             self.failure = f"engine discovery has stopped: {type(error).__name__}: {error}"
+
+
+def _adapters(infos: Iterable[EngineInfo]) -> dict[str, AdapterName]:
+    """By name. Where engines have different ones of a name, as while one is replaced, that which most have."""
+    counts = Counter((adapter.name, adapter.digest) for info in infos for adapter in info.adapters)
+    found: dict[str, AdapterName] = {}
+    for (name, digest), _ in sorted(counts.items(), key=lambda one: (-one[1], one[0])):
+        found.setdefault(name, AdapterName(name, digest))
+    return found
 
 
 def _url(ip: str, port: str) -> str:

@@ -32,6 +32,7 @@ _OFF_LOOP_TOKENS = 8192
 
 _REFUSALS = {
     Refusal.NO_DECODE: "no decode engine takes requests now",
+    Refusal.NO_ADAPTER: "no decode engine that takes requests now has the adapter",
     Refusal.NO_PREFILL: "no prefill engine takes requests now, and computing prompts on decode is switched off",
     Refusal.NO_COMPATIBLE_PREFILL: (
         "no prefill engine has the fingerprint and transfer mode of a decode engine, and computing prompts on decode "
@@ -265,6 +266,7 @@ class RouterBackend:
             turn=self._turn,
             excluded=excluded,
             cached=cached,
+            adapter="" if request.adapter is None else request.adapter.digest,
             holder=self._holders.get(request.prompt_group, ""),
         )
 

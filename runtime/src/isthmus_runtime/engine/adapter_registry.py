@@ -1,0 +1,100 @@
+"""The adapters of one engine by name: read beside the event loop, made known to the scheduler, listed for clients."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from ..errors import ConfigError, InvalidRequest, UnknownModel
+from ..interfaces.steps import AdapterHolder
+from ..request import AdapterName
+from .loop import EngineLoop
+
+_LOG = logging.getLogger(__name__)
+
+
+class AdapterRegistry:
+    """Loads and unloads adapters, one at a time. Belongs to the event loop."""
+
+    def __init__(
+        self, engine: EngineLoop, holder: AdapterHolder | None, *, taken: tuple[str, ...] = (), folder: str = ""
+    ) -> None:
+        """`holder` None: this engine has no slots for adapters. `taken`: names that no adapter may have. `folder`:
+        where those must be that a client asks for; empty: clients may not."""
+        self._engine = engine
+        self._holder = holder
+        self._taken = taken
+        self._folder = folder
+        self._lock = asyncio.Lock()
+        self._names: dict[str, AdapterName] = {}
+
+    @property
+    def names(self) -> Mapping[str, AdapterName]:
+        """What requests may ask for."""
+        return self._names
+
+    async def load(self, name: str, folder: str, *, replace: bool = False) -> AdapterName:
+        """Have the adapter in `folder` under `name`. An adapter that `replace`d goes when its requests have ended.
+
+        Raises InvalidRequest for a name that is taken, and ConfigError with all that is wrong with the adapter.
+        """
+        if self._holder is None:
+            raise InvalidRequest("lora_name: this engine has no room for adapters; start it with --max-loras")
+        if not name or name in self._taken:
+            raise InvalidRequest(f"lora_name: {name!r} cannot be an adapter's name; give another", param="lora_name")
+        async with self._lock:
+            adapter = await asyncio.to_thread(self._holder.read, folder)
+            before = self._names.get(name)
+            if before is not None and before.digest == adapter.digest:
+                return before
+            if before is not None and not replace:
+                raise InvalidRequest(
+                    f"lora_name: {name!r} is loaded, with other weights; unload it first, or set load_inplace",
+                    param="lora_name",
+                )
+            self._engine.add_adapter(name, adapter)
+            self._names[name] = AdapterName(name, adapter.digest)
+            self._retire(before)
+            _LOG.info("adapter %s is loaded from %s: %s", name, folder, adapter.digest)
+            return self._names[name]
+
+    async def unload(self, name: str) -> None:
+        """Take no new request for it; those that run end with it. Raises UnknownModel."""
+        async with self._lock:
+            before = self._names.pop(name, None)
+            if before is None:
+                raise UnknownModel(f"lora_name: no adapter {name!r} is loaded", param="lora_name")
+            self._retire(before)
+            _LOG.info("adapter %s is unloaded", name)
+
+    async def change(self, name: str, path: str | None, *, replace: bool = False) -> None:
+        """What a client asks for: load the adapter at `path` in the folder for it; None: unload. Raises
+        InvalidRequest."""
+        if not self._folder:
+            raise InvalidRequest("adapters cannot be changed through the API here; start the engine with --lora-dir")
+        if path is None:
+            await self.unload(name)
+            return
+        found = await asyncio.to_thread(self._inside, path)
+        try:
+            await self.load(name, str(found), replace=replace)
+        except ConfigError as e:
+            # Without where on this machine it is.
+            text = "; ".join(e.problems).replace(f"{found}/", "").replace(str(found), path)
+            raise InvalidRequest(f"lora_path: {text}", param="lora_path") from e
+
+    def _inside(self, path: str) -> Path:
+        root = Path(self._folder).resolve()
+        try:
+            found = (root / path).resolve()
+            if found.is_relative_to(root) and found.is_dir():
+                return found
+        except (OSError, ValueError):
+            pass  # no path at all, such as one with a NUL
+        raise InvalidRequest(f"lora_path: there is no folder {path!r} in the folder of adapters", param="lora_path")
+
+    def _retire(self, before: AdapterName | None) -> None:
+        if before is not None and all(other.digest != before.digest for other in self._names.values()):
+            self._engine.retire_adapter(before.digest)

@@ -1,0 +1,52 @@
+"""Adapters of all engines: what a client asks the router for goes to each of them, and whoever fails is named."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from ..errors import EngineFailed, InvalidRequest, Overloaded, RequestError
+from ..protocol import AdapterCall
+from .links import LOST, Links, lost
+from .pool import EnginePool
+
+_LOG = logging.getLogger(__name__)
+
+
+class FleetAdapters:
+    """Loads and unloads adapters on every engine that is there. An engine that starts later does not have them."""
+
+    def __init__(self, pool: EnginePool, links: Links) -> None:
+        self._pool = pool
+        self._links = links
+
+    async def change(self, name: str, path: str | None, *, replace: bool = False) -> None:
+        """Load the adapter at `path` of the engines' folders; None: unload. Raises InvalidRequest where all engines
+        refuse it alike, EngineFailed naming those that failed where only some did."""
+        urls = [status.url for status in self._pool.statuses() if status.state == "ready"]
+        if not urls:
+            raise Overloaded("no engine is ready; ask again when one is")
+        call = AdapterCall(name=name, path=path, replace=replace)
+        failed = [one for one in await asyncio.gather(*(self._one(url, call) for url in urls)) if one is not None]
+        self._pool.ask_again()
+        if not failed:
+            return
+        for url, error in failed:
+            _LOG.warning("adapter %s: %s: %s", name, url, error.message)
+        first = failed[0][1]
+        if len(failed) == len(urls) and all(isinstance(error, InvalidRequest) for _, error in failed):
+            raise first
+        told = "; ".join(f"{url}: {error.message}" for url, error in failed)
+        raise EngineFailed(
+            f"{len(failed)} of {len(urls)} engines failed, the others did it; repeat this for all of them ({told})",
+            stage="adapters",
+        )
+
+    async def _one(self, url: str, call: AdapterCall) -> tuple[str, RequestError] | None:
+        try:
+            await self._links.adapter(url, call)
+        except RequestError as error:
+            return url, error
+        except LOST as e:
+            return url, lost("", url, "", e)
+        return None

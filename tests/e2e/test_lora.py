@@ -1,0 +1,145 @@
+"""Adapters through real processes: prefill and decode apart, by OpenAI's client, loaded and unloaded as it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from lora_adapters import ATTENTION, MLP, save_adapter
+from processes import MODEL, Stack, metric, stack
+from tokenizers import Tokenizer
+
+from isthmus_runtime.executor.fake import expected_tokens
+from isthmus_runtime.models.registry import read_model_spec
+from isthmus_runtime.request import SamplingParams
+
+pytestmark = pytest.mark.e2e
+PROMPT = list(range(100, 190))
+TEXTS = ("The capital of France is", "Once upon a time there was a small bridge between two large islands, and")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+
+
+def client(service: Stack) -> openai.OpenAI:
+    return openai.OpenAI(base_url=service.url("router") + "/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def folder(parent: Path, name: str, text: str) -> str:
+    """What the model-free executor takes for an adapter; its digest."""
+    (parent / name).mkdir(exist_ok=True)
+    (parent / name / "adapter_model.safetensors").write_text(text)
+    return sha256(sha256(text.encode()).digest()).hexdigest()[:32]
+
+
+@pytest.fixture(scope="module", params=["direct", "store"])
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    tmp = tmp_path_factory.mktemp(request.param)
+    folder(tmp, "first", "first")
+    args = ("--kv-memory", "256Ki", "--drain-timeout", "5s", "--transfer-timeout", "5s")
+    args += ("--lora", f"one={tmp / 'first'}", "--lora-dir", str(tmp), "--max-loras", "2")
+    with stack(
+        tmp, request.param, engine_args=args, router_args=("--lora-updates", "on", "--policy", "kv-aware"), decodes=2
+    ) as running:
+        yield running
+
+
+def complete(service: Stack, model: str, count: int = 12) -> str:
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": count, "extra_body": {"ignore_eos": True}}
+    return client(service).completions.create(model=model, prompt=PROMPT, **options).choices[0].text
+
+
+def expected(tokenizer: Tokenizer, digest: str, count: int = 12) -> str:
+    sampling = SamplingParams(max_tokens=count, temperature=0.0)
+    ids = expected_tokens(PROMPT, sampling, count, adapter=digest)
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def change(service: Stack, verb: str, **body: object) -> str:
+    return str(client(service).post(f"/{verb}_lora_adapter", body=body, cast_to=str))
+
+
+def test_loaded_and_unloaded_while_others_run(service: Stack, tokenizer: Tokenizer) -> None:
+    first = folder(service.tmp, "first", "first")
+    second, other = folder(service.tmp, "second", "second"), folder(service.tmp, "other", "other")
+    found = {model.id: model.to_dict().get("parent") for model in client(service).models.list()}
+    assert found == {"test": None, "one": "test"}
+    with pytest.raises(openai.NotFoundError, match="'two' is not served here; served: test, one"):
+        complete(service, "two")
+    change(service, "load", lora_name="two", lora_path="second")
+    with ThreadPoolExecutor(9) as pool:
+        asked = [pool.submit(complete, service, model) for model in ("test", "one", "two") * 3]
+        answers = [one.result() for one in asked]
+    assert answers == [expected(tokenizer, digest) for digest in ("", first, second)] * 3
+    before = metric(service.url("decode0"), "isthmus_xfer_prompts_total", source="recomputed")
+    assert before == 0, "some KV did not move"
+    with pytest.raises(openai.BadRequestError, match="load_inplace"):
+        change(service, "load", lora_name="two", lora_path="other")
+    change(service, "load", lora_name="two", lora_path="other", load_inplace=True)
+    assert complete(service, "two") == expected(tokenizer, other)
+    change(service, "unload", lora_name="two")
+    with pytest.raises(openai.NotFoundError):
+        complete(service, "two")
+    with pytest.raises(openai.NotFoundError, match="no adapter 'two' is loaded"):
+        change(service, "unload", lora_name="two")
+    with pytest.raises(openai.BadRequestError, match="no folder"):
+        change(service, "load", lora_name="three", lora_path="../..")
+    assert {model.id for model in client(service).models.list()} == {"test", "one"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["direct", "store"])
+def test_real_weights_equal_merged_ones(mode: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    import transformers
+
+    shapes = read_model_spec(MODEL).tensor_shapes()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    prompts = [tokenizer.encode(text).ids for text in TEXTS]
+
+    def greedy() -> list[str]:
+        answers = []
+        for ids in prompts:
+            with torch.no_grad():
+                out = plain.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=12, min_new_tokens=12)
+            answers.append(tokenizer.decode(out[0, len(ids) :].tolist(), skip_special_tokens=True))
+        return answers
+
+    want = {"test": greedy()}
+    weights = dict(plain.named_parameters())
+    for seed, (name, targets) in enumerate({"one": ATTENTION + MLP, "two": ATTENTION[:2]}.items()):
+        added = save_adapter(tmp_path / name, shapes, seed=seed, rank=8, targets=targets, size=0.02)
+        with torch.no_grad():
+            for tensor, delta in added.items():
+                weights[tensor] += delta
+            want[name] = greedy()
+            for tensor, delta in added.items():
+                weights[tensor] -= delta
+    assert len({tuple(answers) for answers in want.values()}) == 3
+    args = ("--dtype", "float32", "--device", "cpu", "--kv-memory", "64Mi", "--max-batched-tokens", "16")
+    args += ("--lora", f"one={tmp_path / 'one'}", "--lora", f"two={tmp_path / 'two'}")
+    with stack(tmp_path, mode, executor="torch", engine_args=args) as service, ThreadPoolExecutor(6) as pool:
+        for _ in range(2):  # the second time from prefix caches
+            asked = {
+                (name, number): pool.submit(
+                    client(service).completions.create,
+                    model=name,
+                    prompt=ids,
+                    temperature=0,
+                    max_tokens=12,
+                    extra_body={"ignore_eos": True},
+                )
+                for name in want
+                for number, ids in enumerate(prompts)
+            }
+            for (name, number), answer in asked.items():
+                assert answer.result().choices[0].text == want[name][number], (name, number)
+        moved = metric(service.url("decode0"), "isthmus_xfer_prompts_total", source="transferred")
+        assert moved > 0
