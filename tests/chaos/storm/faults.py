@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,12 +18,15 @@ from pathlib import Path
 import aiohttp
 from disk import Disk, disk_bytes, enter, forget_pages
 from fleet import Fleet, Member
+from load import REQUEST_TIMEOUT_S
 from names import NameServer
 from network import Network
 from room import FullDisk
 from schedule import Fault
 
 READY_S = 60.0
+_LARGE = 6
+_LARGE_BODY = json.dumps({"model": "test", "prompt": "word " * 1_500_000, "max_tokens": 1}).encode()
 _SLOW_DISK, _SLOW_START = 4 << 10, 1 << 20
 """Bytes a second: none to speak of, and some seconds for a tokenizer."""
 _DRAIN_S = 15.0
@@ -51,6 +56,8 @@ class Injector:
     def __init__(self, fleet: Fleet, disk: Disk | None) -> None:
         self._disk = disk
         self.names: NameServer | None = None
+        self.large_bodies: Counter[int | str] = Counter()
+        """How those ended that were sent to members without memory."""
         self.given_up = 0
         """Members that a want of memory has ended."""
         self._full: list[tuple[FullDisk, Member]] = []
@@ -173,7 +180,10 @@ class Injector:
         before = resource.prlimit(pid, resource.RLIMIT_AS)
         resource.prlimit(pid, resource.RLIMIT_AS, (_address_space(pid), before[1]))
         try:
-            await asyncio.sleep(fault.seconds)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(asyncio.sleep(fault.seconds))
+                for _ in range(_LARGE if fault.target != "master" else 0):
+                    group.create_task(self._large_body(fault))
         finally:
             with suppress(ProcessLookupError):
                 resource.prlimit(pid, resource.RLIMIT_AS, before)
@@ -186,6 +196,19 @@ class Injector:
         await asyncio.to_thread(member.popen.wait, 10)
         member.start()
         await self.ready(fault.target)
+
+    async def _large_body(self, fault: Fault) -> None:
+        """Ask for memory: what a process has free already would do for the requests of the load."""
+        path = "/v1/completions" if fault.target == "router" else "/internal/prefill"
+        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            try:
+                async with session.post(self._fleet.url(fault.target) + path, data=_LARGE_BODY) as answer:
+                    self.large_bodies[answer.status] += 1
+            except TimeoutError:
+                self.problems.append(f"{fault}: a large body got no answer in {REQUEST_TIMEOUT_S:g} s")
+            except (aiohttp.ClientError, OSError):
+                self.large_bodies["connection ended"] += 1
 
     async def _is_well(self, name: str) -> bool:
         """Whether it says that it is healthy; that of the master nobody knows."""

@@ -160,6 +160,7 @@ async def _storm(
         f"{len(injector.events)}: "
         + ", ".join(f"{sum(e.fault.kind == k for e in injector.events)} {k}" for k in kinds),
     )
+    report.row("large bodies to members without memory", dict(injector.large_bodies) or "none")
     report.row("members without memory that were started again", injector.given_up)
     if injector.names is not None:
         report.row("names asked for in vain", injector.names.unanswered)

@@ -21,9 +21,9 @@ from ..errors import (
     Cancelled,
     ConfigError,
     DeadlineExceeded,
-    EngineFailed,
     InvalidRequest,
     RequestError,
+    unforeseen,
 )
 from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics, TenantMetrics
@@ -321,9 +321,9 @@ class _Api:
             self._count(Cancelled("the client left"))
             self._count_tenant(progress, Cancelled.status)
             return
-        except Exception:
+        except Exception as e:
             _log.exception("%s failed", call.path)
-            error = EngineFailed("internal error; the log of this process has the details")
+            error = unforeseen(e)
         self._count(error)
         self._count_tenant(progress, error.status)
         error = error.located(progress.stage, progress.answer_id or uuid.uuid4().hex)
