@@ -153,7 +153,7 @@ def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
             assert all(table[0] == 0 for table in got.block_tables.tolist()[len(chunks) :])
         scored = [c.start < min(c.start + c.num_tokens, scored_until[c.row]) for c in chunks]
         reads = [c.num_tokens if told else c.draws for c, told in zip(chunks, scored, strict=True)]
-        if graph is None and 2 * sum(reads) > len(spans) or decode:
+        if (graph is None and 2 * sum(reads) > len(spans)) or decode:
             assert inputs.read is None
             reads = [c.num_tokens for c in chunks]
         else:

@@ -165,7 +165,7 @@ def test_every_family_answers_the_same(
     if name in VARIANT:
         for (tokens, told), (other, known) in zip(got, want, strict=True):
             same = next((i for i, (a, b) in enumerate(zip(tokens, other, strict=True)) if a != b), len(tokens))
-            assert same or tokens[:1] != other[:1] and dtype == "bfloat16"
+            assert same or (tokens[:1] != other[:1] and dtype == "bfloat16")
             for one, two in zip(told[:same], known[:same], strict=True):
                 assert one.logprob == pytest.approx(two.logprob, abs=1e-4 if dtype == "float32" else 5e-2)
         return

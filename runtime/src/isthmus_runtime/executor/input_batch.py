@@ -235,7 +235,8 @@ class InputBatch:
         for part in scored:
             reads[part.chunk] = counts[part.chunk]
         # What was captured is cut short always or never. Otherwise two products in place of one have to pay.
-        if graph is None and 2 * reads.sum() > num_tokens or graph is not None and graph[0] != "prompts":
+        short = 2 * reads.sum() <= num_tokens if graph is None else graph[0] == "prompts"
+        if not short:
             reads = counts
         read_last = np.cumsum(reads)
         drawn = self._draws(rows, ends, read_last, draws, masks, late_masks, num_rows if decode else 0)
@@ -251,7 +252,7 @@ class InputBatch:
             max_seq_len=longest,
         )
         read = None
-        if reads is not counts:
+        if short:
             tokens = self._arange[: read_last[-1] if len(rows) else 0] + np.repeat(last - read_last, reads)
             read = self._read(forward, tokens, positions[tokens], reads, read_last)
             scored = tuple(part._replace(first=int(read_last[part.chunk] - reads[part.chunk])) for part in scored)

@@ -89,7 +89,8 @@ def stage_scores(
 ) -> StagedScores:
     """Within a body, after the forward pass: compute the scores and copy them to staging.
 
-    `logits`: of tokens by their numbers (int64 [S]), as `scored.first` numbers them; `tokens`: the batch's table of tokens.
+    `logits`: of tokens by their numbers (int64 [S]), which count as `scored.first` does; `tokens`: the batch's table of
+    tokens.
     """
     count, most = scored.length, min(scored.wanted, vocab_size)
     staged = StagedScores(
