@@ -134,6 +134,7 @@ def _apart(config: EngineConfig, process: EngineProcess) -> _Open:
             yield _Served(engine=engine, facts=facts, leave=stop, stop=lambda: engine.stop(_STOP_S))
         finally:
             watch.cancel()
+            engine.close()
 
     return opened
 

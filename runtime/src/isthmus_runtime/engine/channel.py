@@ -20,6 +20,8 @@ from .seam import EngineFacts, EngineStatus
 
 MAX_FRAME_BYTES = 256 << 20
 """Four times the largest body that a port takes."""
+UNFIT = f"it has more than {MAX_FRAME_BYTES >> 20} MiB, a number beyond 64 bits or half a character"
+"""What `pack` has no frame for."""
 _HEAD = 4
 _T = TypeVar("_T")
 
@@ -160,9 +162,13 @@ _FROM_ENGINE = msgspec.msgpack.Decoder(list[FromEngine], dec_hook=_decode)
 
 
 def pack(messages: Sequence[ToEngine | FromEngine], limit: int = MAX_FRAME_BYTES) -> bytes | None:
-    """One frame; None where it would have more than `limit` bytes."""
+    """One frame; None where it would have more than `limit` bytes, or something in it has no place in msgpack: a number
+    beyond 64 bits, half a character."""
     frame = bytearray(_HEAD)
-    _ENCODER.encode_into(messages, frame, _HEAD)
+    try:
+        _ENCODER.encode_into(messages, frame, _HEAD)
+    except (OverflowError, UnicodeEncodeError):
+        return None
     if len(frame) - _HEAD > limit:
         return None
     frame[:_HEAD] = (len(frame) - _HEAD).to_bytes(_HEAD, "little")
@@ -179,7 +185,7 @@ def replies(found: Sequence[tuple[str, Reply]]) -> Replies:
 
 
 def reply_frames(found: Sequence[tuple[str, Reply]], limit: int = MAX_FRAME_BYTES) -> Iterator[bytes]:
-    """Frames that hold these replies: one, unless that would be too large. A reply that is too large by itself becomes
+    """Frames that hold these replies: one, unless `pack` has none for all of them. A reply that it has none for becomes
     the end of its request."""
     frame = pack([replies(found)], limit)
     if frame is not None:
@@ -190,7 +196,7 @@ def reply_frames(found: Sequence[tuple[str, Reply]], limit: int = MAX_FRAME_BYTE
         yield from reply_frames(found[middle:], limit)
     else:
         sid = found[0][0]
-        error = EngineFailed(f"an answer of more than {limit >> 20} MiB cannot leave the engine; ask for less at once")
+        error = EngineFailed(f"a reply cannot leave the engine process: {UNFIT}; ask for less at once")
         chunk = TokenChunk(finish_reason=FinishReason.ERROR, error=error.located("generation", sid))
         frame = pack([replies([(sid, chunk)])])
         assert frame is not None

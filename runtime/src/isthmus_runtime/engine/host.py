@@ -119,7 +119,7 @@ class EngineHost:
     def _write(self) -> None:
         assert self._engine is not None
         status_at = self._clock() + STATUS_S
-        last = False
+        last, failure = False, ""
         while not last:
             taken: list[_Item | None] = []
             with suppress(queue.Empty):
@@ -128,9 +128,11 @@ class EngineHost:
                     taken.append(self._out.get_nowait())
             items = [item for item in taken if item is not None]
             last = len(items) < len(taken)
-            if (now := self._clock()) >= status_at:
-                items.append(Status(self._engine.status()))
-                status_at = now + STATUS_S
+            now, found = self._clock(), self._engine.loop.failure
+            if now >= status_at or found != failure:
+                # Before the errors of requests: who sees one may look at probes at once.
+                items.insert(0, Status(self._engine.status()))
+                status_at, failure = now + STATUS_S, found
             try:
                 for frame in _frames(items):
                     self._sock.sendall(frame)

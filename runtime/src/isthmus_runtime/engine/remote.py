@@ -16,7 +16,7 @@ from ..protocol import CommitCall, Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from .backend import Streams
 from .channel import (
-    MAX_FRAME_BYTES,
+    UNFIT,
     Abort,
     AskDrained,
     ChannelError,
@@ -162,6 +162,11 @@ class RemoteEngine(Engine):
         except TimeoutError:
             _log.error("the engine process has not stopped within %g s", timeout_s)
 
+    def close(self) -> None:
+        """Close the socket: an engine process that has not stopped ends now."""
+        if self._transport is not None:
+            self._transport.abort()
+
     # ------------------------------------------------------------------------------------------------ to the engine
 
     def _request(self, command: Generate | Prefill, sid: str) -> None:
@@ -200,9 +205,9 @@ class RemoteEngine(Engine):
             self._write(commands[len(commands) // 2 :])
         else:
             command = commands[0]
-            assert isinstance(command, Generate | Prefill), "all else is small"
+            assert isinstance(command, Generate | Prefill), "all else is small and checked"
             sid = command.attempt or command.request.request_id
-            self._refuse(sid, InvalidRequest(f"a request of more than {MAX_FRAME_BYTES >> 20} MiB is too large"))
+            self._refuse(sid, InvalidRequest(f"the request cannot be passed to the engine process: {UNFIT}"))
 
     # ---------------------------------------------------------------------------------------------- from the engine
 
