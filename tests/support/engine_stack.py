@@ -10,6 +10,8 @@ from engine_world import make_plan
 
 from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.local import LocalEngine
+from isthmus_runtime.engine.long_lived import LongLived
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.executor.fake import MAX_TOKEN_IDS, FakeExecutor
@@ -28,6 +30,7 @@ def engine(
     max_model_len: int = 128,
     executor: Executor | None = None,
     handoff: Handoff | None = None,
+    threads: LongLived | None = None,
     **scheduler: object,
 ) -> Iterator[EngineBackend]:
     """A running engine; must be entered inside a running event loop."""
@@ -40,7 +43,7 @@ def engine(
     loop = EngineLoop(core, executor, streams.sink, handoff=handoff)
     loop.start()
     try:
-        yield EngineBackend(loop, streams, vocab_size=MAX_TOKEN_IDS)
+        yield EngineBackend(LocalEngine(loop, streams.sink, threads=threads), streams, vocab_size=MAX_TOKEN_IDS)
     finally:
         loop.stop()
         executor.close()

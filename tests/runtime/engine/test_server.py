@@ -47,7 +47,7 @@ DEADLINE_S = 20
 async def served(
     executor: FakeExecutor | None = None, no_progress_timeout_s: float = 30.0, threads: LongLived | None = None
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, EngineBackend, InFlight]]:
-    with engine(executor=executor) as backend:
+    with engine(executor=executor, threads=threads) as backend:
         in_flight = InFlight()
         kv = KvInfo(
             block_size=4, physical_blocks=65, usable_blocks=64, bytes_per_block=32, max_model_len=128, layout_digest="d"
@@ -72,7 +72,6 @@ async def served(
             in_flight,
             no_progress_timeout_s=no_progress_timeout_s,
             clock=time.monotonic,
-            threads=threads,
         )
         app = make_app("test", bodies=BODIES)
         server.add_probes(app)
@@ -101,7 +100,7 @@ async def idle(backend: EngineBackend) -> None:
     """Returns when the engine has no work; the caller's deadline bounds it."""
     busy = True
     while busy:
-        busy = bool(await asyncio.to_thread(backend.engine.call, lambda: backend.engine.scheduler.has_work))
+        busy = bool(await asyncio.to_thread(backend.engine.loop.call, lambda: backend.engine.loop.scheduler.has_work))
 
 
 def test_stream_of_a_local_request() -> None:
@@ -126,7 +125,7 @@ def test_closing_the_connection_frees_the_request() -> None:
             await response.content.readline()
             response.close()
             await asyncio.wait_for(idle(backend), DEADLINE_S)
-            await asyncio.to_thread(backend.engine.call, backend.engine.scheduler.check)
+            await asyncio.to_thread(backend.engine.loop.call, backend.engine.loop.scheduler.check)
 
     asyncio.run(main())
 
@@ -140,8 +139,8 @@ def test_a_peer_that_only_closes_its_side_is_answered(leaves: bool) -> None:
         async with served(gated) as (session, backend, _):
 
             async def live(count: int) -> None:
-                scheduler = backend.engine.scheduler
-                while await asyncio.to_thread(backend.engine.call, lambda: len(list(scheduler.live()))) != count:
+                scheduler = backend.engine.loop.scheduler
+                while await asyncio.to_thread(backend.engine.loop.call, lambda: len(list(scheduler.live()))) != count:
                     pass
 
             body = call("a", [1, 2, 3], 6).encode()
@@ -201,7 +200,7 @@ def test_readers_that_leave_at_any_moment_are_no_event(caplog: pytest.LogCapture
             for first in range(0, 200, 20):
                 await asyncio.gather(*(leave(session, first + i) for i in range(20)))
             await asyncio.wait_for(idle(backend), DEADLINE_S)
-            await asyncio.to_thread(backend.engine.call, backend.engine.scheduler.check)
+            await asyncio.to_thread(backend.engine.loop.call, backend.engine.loop.scheduler.check)
 
     asyncio.run(main())
     assert not loud(caplog)
@@ -306,8 +305,8 @@ def test_the_end_of_the_thread_of_masks_makes_the_process_unhealthy() -> None:
     async def main() -> None:
         with engine() as backend:
             threads = LongLived()
-            backend.engine._masks.stop(DEADLINE_S)
-            assert backend.engine.call(lambda: True), "the engine itself goes on"
+            backend.engine.loop._masks.stop(DEADLINE_S)
+            assert backend.engine.loop.call(lambda: True), "the engine itself goes on"
             assert "masks has ended" in threads.problem()
 
     asyncio.run(main())

@@ -27,6 +27,7 @@ from ..config import EngineConfig, Role
 from ..credentials import Credentials, peer_credentials
 from ..engine.backend import EngineBackend, Streams
 from ..engine.kv_events import KvEventFeed
+from ..engine.local import LocalEngine
 from ..engine.long_lived import LongLived
 from ..engine.loop import EngineLoop
 from ..engine.scheduler import Scheduler
@@ -184,7 +185,9 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         started=None if starts is None else starts.started,
     )
     grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
-    backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size, grammars=grammars, starts=starts)
+    engine.start()
+    local = LocalEngine(engine, streams.sink, grammars=grammars, threads=LongLived())
+    backend = EngineBackend(local, streams, vocab_size=loaded.vocab_size, starts=starts)
     in_flight = InFlight()
     meters = EngineMeters(CollectorRegistry(), model_name)
     meters.engine.set_cache_config(block_size=str(kv.block_size), num_gpu_blocks=str(kv.num_blocks))
@@ -222,7 +225,6 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             model_revision=revision,
         )
 
-    engine.start()
     server = EngineServer(
         backend,
         info,
@@ -231,7 +233,6 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         no_progress_timeout_s=config.server.no_progress_timeout_s,
         clock=time.monotonic,
         kv_events=feed,
-        threads=LongLived(),
         credentials=credentials,
         tracer=tracer,
     )

@@ -30,7 +30,7 @@ from ..interfaces.handoff import (
 )
 from ..interfaces.steps import Constraint, Executor, Masks, RowStart, StepOutput, StepPlan
 from ..kv.pool import PoolCounts
-from ..protocol import CommitCall, PrefillAnswer, PrefillCall, Ticket
+from ..protocol import CommitCall, PrefillAnswer, Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from .masks import MaskThread
 from .scheduler import Scheduler
@@ -142,26 +142,24 @@ class EngineLoop:
 
         self._add(name or request.request_id, name, command)
 
-    def prefill(self, call: PrefillCall, constraint: Constraint | None = None) -> None:
+    def prefill(
+        self, request: GenerateRequest, attempt: str, ticket: Ticket, constraint: Constraint | None = None
+    ) -> None:
         """Compute a prompt and send its KV as the ticket says; the reply is a PrefillAnswer or an ending chunk."""
         beside = self._beside(constraint)
-        request = call.request.to_request()
 
         def command(now: float) -> list[Effect]:
             handoff = self._check_moves_kv()
-            skip = call.ticket.skip_blocks
-            self.scheduler.add(request, now, kind=Kind.SEND, attempt=call.attempt, skip_blocks=skip, masks=beside)
-            self.scheduler.handoffs.open_send(call.attempt)
+            skip = ticket.skip_blocks
+            self.scheduler.add(request, now, kind=Kind.SEND, attempt=attempt, skip_blocks=skip, masks=beside)
+            self.scheduler.handoffs.open_send(attempt)
             job = SendJob(
-                request_id=request.request_id,
-                attempt=call.attempt,
-                ticket=call.ticket,
-                deadline_s=now + request.timeout_s,
+                request_id=request.request_id, attempt=attempt, ticket=ticket, deadline_s=now + request.timeout_s
             )
             handoff.open_send(job, now)
             return []
 
-        self._add(call.attempt, call.attempt, command)
+        self._add(attempt, attempt, command)
 
     def commit(self, call: CommitCall) -> None:
         """The router's word about the prefill leg of an attempt that is received here."""
