@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib.metadata import version
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -256,7 +257,14 @@ class _Parser(argparse.ArgumentParser):
     """Reports like the rest of the configuration: one line for the problem, not a page of usage before it."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help lists all flags")
+        hint = "--help lists all flags"
+        if message.startswith("unrecognized arguments"):
+            # The first words of a pod that does not start: of what an operator renders, nobody has typed anything.
+            hint += (
+                f" of this version, {version('isthmus-runtime')}; where an operator set them, it is newer: give the "
+                "service images of the operator's version"
+            )
+        raise ConfigError(f"{message}; {hint}")
 
 
 def build_serve_parser() -> argparse.ArgumentParser:
