@@ -17,7 +17,7 @@ from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.masks import MaskThread
 from isthmus_runtime.errors import EngineFailed, InvalidRequest
 from isthmus_runtime.executor.fake import expected_tokens
-from isthmus_runtime.interfaces.steps import Later
+from isthmus_runtime.interfaces.steps import Forced, Later
 from isthmus_runtime.request import FinishReason, TokenChunk
 
 DEADLINE_S = 20
@@ -39,6 +39,9 @@ class Rule:
             if self.error is not None:
                 raise self.error
         return ODD
+
+    def forced(self, generated: Sequence[int], most: int) -> Forced:
+        return Forced()
 
 
 async def ask(backend: EngineBackend, rid: str, rule: Rule | None) -> list[TokenChunk]:

@@ -99,7 +99,7 @@ def guessing(monkeypatch: pytest.MonkeyPatch, guess: Callable[[Sequence[int], in
             return guess(tokens, count)
 
     monkeypatch.setattr(scheduler, "Drafter", Guessing)
-    monkeypatch.setattr(Speculation, "_most", lambda self, trust: self.most)
+    monkeypatch.setattr(Speculation, "_most", lambda self, trust, most: most)
 
 
 @pytest.mark.parametrize("device", [None, FakeDevice((1, 2, 4, 8), (4, 12))], ids=["cpu", "captured late"])

@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 STEPS_IN_FLIGHT = 2
 """Step N+1 is planned and queued while step N runs."""
 
+MASK_PATIENCE_S = 0.005
+"""Where requests with forced tokens are planned one step after the other, a step waits so long for their masks."""
+
 Reply = TokenChunk | Ticket | PrefillAnswer
 Sink = Callable[[Sequence[tuple[str, Reply]]], None]
 
@@ -202,6 +205,15 @@ class EngineLoop:
         self._inbox.put(command)
         return result.result(timeout_s)
 
+    def after(self, function: Callable[[], None]) -> None:
+        """Call `function` on the engine thread, after the commands given before and before any reply to later ones."""
+
+        def command(now: float) -> list[Effect]:
+            function()
+            return []
+
+        self._inbox.put(command)
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; live requests end with an error first."""
         self.abort_all(EngineFailed("the engine is shutting down"))
@@ -295,9 +307,13 @@ class EngineLoop:
         """When the next step is planned; None: not before something else happens."""
         if self.failure or not self._wake or len(self._in_flight) == STEPS_IN_FLIGHT or not self.scheduler.has_work:
             return None
-        if self._in_flight and self.scheduler.holds:
-            return None
-        return self.scheduler.pace.plan_at()
+        plan_at = self.scheduler.pace.plan_at()
+        if self.scheduler.holds:
+            if self._in_flight:
+                return None
+            if self._masks.busy:
+                return max(plan_at, self.last_progress_s + MASK_PATIENCE_S)
+        return plan_at
 
     def _submit(self, plan: StepPlan) -> None:
         if not self._in_flight:

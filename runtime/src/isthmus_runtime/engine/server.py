@@ -200,6 +200,7 @@ class EngineServer:
         meters.engine.preemptions.inc(meters.grown("preemptions", stats.preemptions))
         meters.engine.drafted.inc(meters.grown("drafted", stats.drafted))
         meters.engine.accepted.inc(meters.grown("accepted", stats.accepted))
+        meters.engine.forced.inc(meters.grown("forced", stats.forced))
         meters.engine.never_fit_rejections.inc(meters.grown("never_fit", stats.never_fit))
         for stage, total in engine.transfer_failures.items():
             meters.transfer.failed(stage, meters.grown(f"failed {stage}", total))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,6 @@ from .staging import Packer, StagingSlot
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
-Mask = TypeVar("Mask")
 _HOTTEST = 3e38
 """Of what fp32 holds. Divided by infinity, what is masked would be no number."""
 _LEAST_INT64, _UINT64 = -(2**63), 2**64
@@ -158,12 +157,11 @@ class InputBatch:
         longest = int((columns[1] + columns[2]).max())
         assert longest <= self._max_len, (plan.step, longest, self._max_len)
         masks = {mask.row: mask.allowed for mask in plan.masks}
-        assert all(len(allowed) == 1 for allowed in masks.values()), "drafts are not in this executor"
         return self._describe(
             columns,
             slot,
             starts,
-            masks={row: allowed[0] for row, allowed in masks.items()},
+            masks=masks,
             late_masks={late.row: late for late in plan.late_masks},
         )
 
@@ -180,7 +178,7 @@ class InputBatch:
         *,
         size: int = 0,
         prompts: bool = False,
-        masks: Mapping[int, bytes] = MappingProxyType({}),
+        masks: Mapping[int, tuple[bytes, ...]] = MappingProxyType({}),
         late_masks: Mapping[int, LateRowMask] = MappingProxyType({}),
     ) -> StepInputs:
         rows, begins, counts, draws = columns
@@ -312,7 +310,7 @@ class InputBatch:
         ends: Longs,
         last: Longs,
         draws: Longs,
-        masks: Mapping[int, bytes],
+        masks: Mapping[int, tuple[bytes, ...]],
         late_masks: Mapping[int, LateRowMask],
         size: int,
     ) -> Draws | None:
@@ -330,7 +328,7 @@ class InputBatch:
         draw_rows, at = rows[drawing], ends
         parameters, wanted = self._parameters.of(draw_rows)
         asking = np.flatnonzero(wanted >= 0)
-        masked, late = _by_draw(draw_rows, masks), _by_draw(draw_rows, late_masks)
+        masked, late = _masked(draw_rows, masks), _late(draw_rows, late_masks)
         adjustments = self._adjusted.of(draw_rows, at)
         # A graph draws for all its rows, without parameters.
         plain = not parameters and not len(asking) and not masked and not late and adjustments is None
@@ -379,8 +377,16 @@ class InputBatch:
         self._tables[blocks.group][blocks.row, blocks.index : blocks.index + len(blocks.block_ids)] = blocks.block_ids
 
 
-def _by_draw(rows: Longs, masks: Mapping[int, Mask]) -> tuple[tuple[int, Mask], ...]:
-    """The masks of rows as those of draws."""
+def _masked(rows: Longs, masks: Mapping[int, tuple[bytes, ...]]) -> tuple[tuple[int, bytes], ...]:
+    """The masks of rows as those of draws: a row's draws follow one another, and so do its masks."""
+    if not masks:
+        return ()
+    left = {row: iter(allowed) for row, allowed in masks.items()}
+    return tuple((draw, next(left[row])) for draw, row in enumerate(rows.tolist()) if row in left)
+
+
+def _late(rows: Longs, masks: Mapping[int, LateRowMask]) -> tuple[tuple[int, LateRowMask], ...]:
+    """The same of masks that come late, one a row."""
     return tuple((draw, masks[row]) for draw, row in enumerate(rows.tolist()) if row in masks) if masks else ()
 
 
