@@ -33,6 +33,16 @@ def add_lora_flags(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument("--lora-dir", default="", help="folder of adapters that the API may load and unload; none: off")
 
 
+def add_router_lora_flags(router: argparse._ArgumentGroup) -> None:
+    """Flags of a router."""
+    router.add_argument(
+        "--lora-updates",
+        default="off",
+        choices=["on", "off"],
+        help="load and unload adapters on all engines by the API",
+    )
+
+
 def read_lora(args: argparse.Namespace, taken: Collection[str], ranks: int) -> tuple[LoraConfig, list[str]]:
     """The settings, and what is wrong with them. `taken`: names of the model; `ranks` that compute it."""
     problems: list[str] = []

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 
 from isthmus_runtime.engine.adapter_registry import AdapterRegistry
 from isthmus_runtime.engine.adapters import AdapterSlots
+from isthmus_runtime.engine.backend import EngineBackend
+from isthmus_runtime.engine.local import LocalEngine
+from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.errors import ConfigError, DeadlineExceeded, InvalidRequest, UnknownModel
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
 from isthmus_runtime.interfaces.steps import AdapterSlot
@@ -154,13 +157,18 @@ def adapter(folder: Path, text: str) -> str:
     return str(folder)
 
 
+def loop_of(backend: EngineBackend) -> EngineLoop:
+    assert isinstance(backend.engine, LocalEngine)
+    return backend.engine.loop
+
+
 def test_registry(tmp_path: Path) -> None:
     """Loading, replacing and unloading while requests run; what is refused, and by which words."""
     executor = FakeExecutor(65, 4)
 
     async def main() -> None:
         with engine(executor=executor, max_loras=1) as backend:
-            registry = AdapterRegistry(backend.engine, executor, taken=("base",), folder=str(tmp_path))
+            registry = AdapterRegistry(loop_of(backend), executor, taken=("base",), folder=str(tmp_path))
 
             async def ask(name: str, named: AdapterName, count: int = 6) -> list[int]:
                 asked = GenerateRequest(
@@ -169,50 +177,50 @@ def test_registry(tmp_path: Path) -> None:
                 return [t async for chunk in backend.generate(asked) for t in chunk.token_ids]
 
             adapter(tmp_path / "one", "first")
-            await registry.change("sql", "one")
-            first = registry.names["sql"]
+            registry.change("sql", "one")
+            first = registry.names[0]
             expected = expected_tokens([1, 2, 3, 4, 5], greedy(40), 40, adapter=first.digest)
             assert await ask("r1", first) == expected[:6]
             running = asyncio.ensure_future(ask("long", first, 40))
             await asyncio.sleep(0)
             adapter(tmp_path / "one", "second")
             with pytest.raises(InvalidRequest, match="load_inplace"):
-                await registry.change("sql", "one")
-            await registry.change("sql", "one", replace=True)
-            second = registry.names["sql"]
+                registry.change("sql", "one")
+            registry.change("sql", "one", replace=True)
+            second = registry.names[0]
             assert second.digest != first.digest
             assert await running == expected
             # Neither the old name's requests nor its KV.
             assert await ask("r2", second) == expected_tokens([1, 2, 3, 4, 5], greedy(6), 6, adapter=second.digest)
             with pytest.raises(UnknownModel, match="has another one of this name"):
                 await ask("r3", first)
-            await registry.change("sql", None)
-            assert registry.names == {}
+            registry.change("sql", None)
+            assert registry.names == ()
             with pytest.raises(UnknownModel):
                 await ask("r4", second)
             with pytest.raises(UnknownModel, match="no adapter 'sql' is loaded"):
-                await registry.change("sql", None)
-            backend.engine.call(backend.engine.scheduler.check)
+                registry.change("sql", None)
+            loop_of(backend).call(loop_of(backend).scheduler.check)
 
-            async def refused(name: str, path: str) -> str:
+            def refused(name: str, path: str) -> str:
                 with pytest.raises(InvalidRequest) as error:
-                    await registry.change(name, path)
+                    registry.change(name, path)
                 assert str(tmp_path) not in error.value.message
                 return error.value.message
 
             (tmp_path / "link").symlink_to("/usr")
             for path in ("..", "/usr", "link", "missing", "one\0", "one/adapter_model.safetensors"):
-                assert "no folder" in await refused("x", path), path
+                assert "no folder" in refused("x", path), path
             (tmp_path / "empty").mkdir()
-            assert await refused("x", "empty") == "lora_path: empty has no files"
-            assert "cannot be an adapter's name" in await refused("base", "one")
-            off = AdapterRegistry(backend.engine, executor)
+            assert refused("x", "empty") == "lora_path: empty has no files"
+            assert "cannot be an adapter's name" in refused("base", "one")
+            off = AdapterRegistry(loop_of(backend), executor)
             with pytest.raises(InvalidRequest, match="--lora-dir"):
                 await off.change("x", "one")
             with pytest.raises(InvalidRequest, match="--max-loras"):
-                await AdapterRegistry(backend.engine, None).load("x", str(tmp_path / "one"))
+                AdapterRegistry(loop_of(backend), None).load("x", str(tmp_path / "one"))
             with pytest.raises(ConfigError):
-                await registry.load("x", str(tmp_path / "empty"))
+                registry.load("x", str(tmp_path / "empty"))
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -222,11 +230,11 @@ def test_two_names_of_one_content(tmp_path: Path) -> None:
 
     async def main() -> Any:
         with engine(executor=executor, max_loras=1) as backend:
-            registry = AdapterRegistry(backend.engine, executor)
+            registry = AdapterRegistry(loop_of(backend), executor)
             folder = adapter(tmp_path / "one", "first")
-            await registry.load("x", folder)
-            named = await registry.load("y", folder)
-            await registry.unload("x")
+            registry.load("x", folder)
+            named = registry.load("y", folder)
+            registry.unload("x")
             asked = GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=greedy(3), adapter=named)
             return [t async for chunk in backend.generate(asked) for t in chunk.token_ids], named
 

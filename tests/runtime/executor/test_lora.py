@@ -16,6 +16,7 @@ from lora_adapters import ATTENTION, MLP, save_adapter
 from isthmus_kernels import native
 from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.kv.pool import BlockPool
@@ -108,7 +109,7 @@ def serve(
         holder = served.loaded.adapters
         loop = EngineLoop(core, served.executor, streams.sink, adapters=holder)
         loop.start()
-        backend = EngineBackend(loop, streams, vocab_size=97)
+        backend = EngineBackend(LocalEngine(loop, streams.sink), streams, vocab_size=97)
         names: dict[str, AdapterName | None] = {"": None}
         for name, folder in folders.items():
             adapter = holder.read(str(folder))

@@ -1,10 +1,9 @@
-"""The adapters of one engine by name: read beside the event loop, made known to the scheduler, listed for clients."""
+"""The adapters of one engine by name: read beside its thread, made known to the scheduler, listed for clients."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Mapping
+import threading
 from pathlib import Path
 
 from ..errors import ConfigError, InvalidRequest, UnknownModel
@@ -16,7 +15,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class AdapterRegistry:
-    """Loads and unloads adapters, one at a time. Belongs to the event loop."""
+    """Loads and unloads adapters, one at a time. Any thread."""
 
     def __init__(
         self, engine: EngineLoop, holder: AdapterHolder | None, *, taken: tuple[str, ...] = (), folder: str = ""
@@ -27,15 +26,15 @@ class AdapterRegistry:
         self._holder = holder
         self._taken = taken
         self._folder = folder
-        self._lock = asyncio.Lock()
+        self._lock = threading.Lock()
         self._names: dict[str, AdapterName] = {}
 
     @property
-    def names(self) -> Mapping[str, AdapterName]:
+    def names(self) -> tuple[AdapterName, ...]:
         """What requests may ask for."""
-        return self._names
+        return tuple(self._names.copy().values())
 
-    async def load(self, name: str, folder: str, *, replace: bool = False) -> AdapterName:
+    def load(self, name: str, folder: str, *, replace: bool = False) -> AdapterName:
         """Have the adapter in `folder` under `name`. An adapter that `replace`d goes when its requests have ended.
 
         Raises InvalidRequest for a name that is taken, and ConfigError with all that is wrong with the adapter.
@@ -44,8 +43,8 @@ class AdapterRegistry:
             raise InvalidRequest("lora_name: this engine has no room for adapters; start it with --max-loras")
         if not name or name in self._taken:
             raise InvalidRequest(f"lora_name: {name!r} cannot be an adapter's name; give another", param="lora_name")
-        async with self._lock:
-            adapter = await asyncio.to_thread(self._holder.read, folder)
+        with self._lock:
+            adapter = self._holder.read(folder)
             before = self._names.get(name)
             if before is not None and before.digest == adapter.digest:
                 return before
@@ -60,26 +59,26 @@ class AdapterRegistry:
             _LOG.info("adapter %s is loaded from %s: %s", name, folder, adapter.digest)
             return self._names[name]
 
-    async def unload(self, name: str) -> None:
+    def unload(self, name: str) -> None:
         """Take no new request for it; those that run end with it. Raises UnknownModel."""
-        async with self._lock:
+        with self._lock:
             before = self._names.pop(name, None)
             if before is None:
                 raise UnknownModel(f"lora_name: no adapter {name!r} is loaded", param="lora_name")
             self._retire(before)
             _LOG.info("adapter %s is unloaded", name)
 
-    async def change(self, name: str, path: str | None, *, replace: bool = False) -> None:
+    def change(self, name: str, path: str | None, *, replace: bool = False) -> None:
         """What a client asks for: load the adapter at `path` in the folder for it; None: unload. Raises
         InvalidRequest."""
         if not self._folder:
             raise InvalidRequest("adapters cannot be changed through the API here; start the engine with --lora-dir")
         if path is None:
-            await self.unload(name)
+            self.unload(name)
             return
-        found = await asyncio.to_thread(self._inside, path)
+        found = self._inside(path)
         try:
-            await self.load(name, str(found), replace=replace)
+            self.load(name, str(found), replace=replace)
         except ConfigError as e:
             # Without where on this machine it is.
             text = "; ".join(e.problems).replace(f"{found}/", "").replace(str(found), path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -34,10 +34,8 @@ from ..serving.app import errors, json_body, model_response, read_model
 from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
 from ..tracing.span import NO_TRACER, Tracer, within
-from .adapter_registry import AdapterRegistry
 from .backend import EngineBackend
 from .kv_events import KvEventFeed
-from .long_lived import LongLived
 
 log = logging.getLogger(__name__)
 
@@ -98,16 +96,13 @@ class EngineServer:
         no_progress_timeout_s: float,
         clock: Callable[[], float],
         kv_events: KvEventFeed | None = None,
-        threads: LongLived | None = None,
         credentials: Credentials | None = None,
         tracer: Tracer = NO_TRACER,
-        adapters: AdapterRegistry | None = None,
     ) -> None:
-        """`kv_events` None: there is no prefix cache, so the route is not added. `threads`: without which this process
-        is of no use. `credentials`: without usable ones it is not ready."""
+        """`kv_events` None: there is no prefix cache, so the route is not added. `credentials`: without usable ones it
+        is not ready."""
         self._credentials = credentials
         self._tracer = tracer
-        self._adapters = adapters
         self._backend = backend
         self._info = info
         self._meters = meters
@@ -115,7 +110,6 @@ class EngineServer:
         self._no_progress_s = no_progress_timeout_s
         self._clock = clock
         self._kv_events = kv_events
-        self._threads = threads
 
     def add_metrics(self, app: FastAPI) -> None:
         """Add /metrics."""
@@ -142,14 +136,12 @@ class EngineServer:
             openapi_extra=json_body(GenerateCall),
             responses={**errors(429, 499, 502, 504), **ndjson},
         )
-        routes: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel], type[BaseModel]]] = [
+        for name, endpoint, body, answer in (
             ("prefill", self.prefill, PrefillCall, PrefillAnswer),
             ("commit", self.commit, CommitCall, Done),
             ("abort", self.abort, AbortCall, Done),
-        ]
-        if self._adapters is not None:
-            routes.append(("adapter", self.adapter, AdapterCall, Done))
-        for name, endpoint, body, answer in routes:
+            ("adapter", self.adapter, AdapterCall, Done),
+        ):
             app.add_api_route(
                 f"/internal/{name}",
                 endpoint,
@@ -167,14 +159,13 @@ class EngineServer:
 
     def unhealthy(self) -> str:
         """Empty, or why this process should be restarted: a broken engine, or work without progress."""
-        engine = self._backend.engine
-        if engine.failure:
-            return engine.failure
-        if self._threads is not None and (ended := self._threads.problem()):
-            return ended
-        stalled = engine.stalled_s()
-        if stalled > self._no_progress_s:
-            return f"there is work but no step has finished for {stalled:.0f} s (limit {self._no_progress_s:g} s)"
+        engine = self._backend.engine.status()
+        if engine.failure or engine.problem:
+            return engine.failure or engine.problem
+        if engine.stalled_s > self._no_progress_s:
+            return (
+                f"there is work but no step has finished for {engine.stalled_s:.0f} s (limit {self._no_progress_s:g} s)"
+            )
         return ""
 
     async def health(self) -> Response:
@@ -199,22 +190,23 @@ class EngineServer:
         return Response(render(self._meters.registry), headers={"Content-Type": CONTENT_TYPE})
 
     def _sample(self) -> None:
-        engine, meters = self._backend.engine, self._meters
+        engine, meters = self._backend.engine.status(), self._meters
         stats, blocks = engine.snapshot.stats, engine.snapshot.blocks
         meters.engine.running.set(stats.running)
         meters.engine.waiting.set(stats.waiting)
         meters.engine.kv_usage.set(engine.snapshot.kv_usage)
         meters.engine.quarantined_blocks.set(blocks.quarantined)
-        meters.engine.no_progress_seconds.set(engine.stalled_s())
+        meters.engine.no_progress_seconds.set(engine.stalled_s)
         meters.engine.prefix_queries.inc(meters.grown("queries", stats.prefix_queries))
         meters.engine.prefix_hits.inc(meters.grown("hits", stats.prefix_hits))
         meters.engine.preemptions.inc(meters.grown("preemptions", stats.preemptions))
         meters.engine.drafted.inc(meters.grown("drafted", stats.drafted))
         meters.engine.accepted.inc(meters.grown("accepted", stats.accepted))
+        meters.engine.forced.inc(meters.grown("forced", stats.forced))
         meters.engine.never_fit_rejections.inc(meters.grown("never_fit", stats.never_fit))
-        for stage, total in list(engine.transfer_failures.items()):
+        for stage, total in engine.transfer_failures.items():
             meters.transfer.failed(stage, meters.grown(f"failed {stage}", total))
-        moved = engine.handoff_stats()
+        moved = engine.moved
         late = stats.unknown_events + (0 if moved is None else moved.dropped)
         meters.transfer.late_messages.inc(meters.grown("late", late))
         meters.transfer.legs.set(0 if moved is None else moved.live)
@@ -306,15 +298,13 @@ class EngineServer:
     async def adapter(self, request: Request) -> Response:
         """Load an adapter, or unload it."""
         call = await read_model(request, AdapterCall)
-        assert self._adapters is not None  # else there is no such route
-        await self._adapters.change(call.name, call.path, replace=call.replace)
+        await self._backend.engine.change_adapter(call.name, call.path, replace=call.replace)
         return model_response(Done())
 
     async def drained(self, attempt: Annotated[str, Query(min_length=1)]) -> DrainAnswer:
         """Whether a byte of an attempt may still leave this process."""
-        return DrainAnswer(
-            attempt=attempt, drained=self._backend.engine.is_drained(attempt), epoch=self._info().transfer.epoch
-        )
+        drained = await self._backend.engine.is_drained(attempt)
+        return DrainAnswer(attempt=attempt, drained=drained, epoch=self._info().transfer.epoch)
 
     async def kv_events(self, call: Call) -> None:
         """Changes of the prefix cache as NDJSON, until the reader leaves or this process ends."""

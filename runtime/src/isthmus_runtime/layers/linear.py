@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from isthmus_kernels import dispatch
+from isthmus_kernels.dispatch import PackedLinear
 
 from .lora import Adapters
 
@@ -50,3 +51,7 @@ class Linear:
         if slots is not None and self.adapters is not None:
             dispatch.lora(x, product, slots, self.adapters.a, self.adapters.b, self.adapters.starts)
         return product
+
+    def outputs_from(self, first: int) -> PackedLinear | None:
+        """The product for the outputs from `first` on, out of the same memory; None where that cannot be cut there."""
+        return self._packed.outputs_from(first)

@@ -11,6 +11,7 @@ import aiohttp
 from ..credentials import Credentials
 from ..errors import EngineLost, RequestError, error_from_json
 from ..protocol import AbortCall, AdapterCall, CommitCall
+from .patience import Patience
 from .wire import CONNECT_TIMEOUT_S, Exchange, Wire
 
 _log = logging.getLogger(__name__)
@@ -113,7 +114,7 @@ class Links:
         self, url: str, path: str, call: CommitCall | AbortCall | AdapterCall, timeout_s: float = _CONTROL_TIMEOUT_S
     ) -> tuple[int, bytes]:
         """Status and body of a call that an engine answers within `timeout_s`."""
-        async with asyncio.timeout(timeout_s):
+        async with Patience(timeout_s):
             exchange = await self._wire.post(url, path, call.model_dump_json().encode())
             try:
                 return exchange.status, await exchange.read()
