@@ -111,6 +111,8 @@ class ModelConfig:
     holds so, where the device can; fp8: all, else the engine does not start; none: never."""
     threads: int = 0
     """CPU threads for the executor; 0: what the scheduler affinity or cgroup gives."""
+    deterministic: bool = False
+    """Whether a request's tokens must not depend on what shares its steps (ADR 40)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,6 +289,9 @@ def build_serve_parser() -> argparse.ArgumentParser:
         choices=["auto", "fp8", "none"],
         help="multiply 8-bit floats; auto: those of an fp8 checkpoint, where the device can; fp8: round all weights",
     )
+    engine.add_argument(
+        "--deterministic", action="store_true", help="a request's tokens do not depend on what shares its steps; slower"
+    )
     engine.add_argument("--threads", default="0", help="CPU threads; 0: all this process may use")
     engine.add_argument(
         "--tensor-parallel-size", default="1", help="ranks that compute the model together, a GPU each; unified only"
@@ -449,7 +454,10 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         dtype=args.dtype,
         quantization=args.quantization,
         threads=read.integer("threads", 0, 4096),
+        deterministic=args.deterministic,
     )
+    if model.deterministic and model.quantization == "fp8":
+        read.problems.append("--deterministic does not go with --quantization fp8, whose products depend on the batch")
     chat = ChatConfig(control_tokens=args.control_tokens, tool_format=args.tool_format, reasoning=args.reasoning)
     config: EngineConfig | RouterConfig
     if role is Role.ROUTER:
@@ -530,6 +538,10 @@ def _engine(
         read.problems.append(
             f"--tensor-parallel-size {ranks} does not go with --transfer-mode {transfer.mode}: only the first rank's "
             "KV would move; use --role unified without a transfer, or 1"
+        )
+    if ranks > 1 and model.deterministic:
+        read.problems.append(
+            f"--deterministic does not go with --tensor-parallel-size {ranks}: NCCL chooses the order of their sums"
         )
     if ranks > 1 and args.executor == "fake":
         read.problems.append(f"--tensor-parallel-size {ranks} does not go with --executor fake, which has no ranks")

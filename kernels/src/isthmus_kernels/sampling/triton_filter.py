@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from isthmus_kernels import dependent_launch
+from isthmus_kernels import batch_invariance, dependent_launch
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.sampling.triton_noise import gumbel, noise_key, uniform
 
@@ -339,7 +339,9 @@ def filtered(
     """Write the token of each row of `logits` ``[B, V]`` (contiguous rows); arguments as in `dispatch.sample`."""
     rows, vocab = logits.shape
     device = logits.device
-    wanted = triton.cdiv(4 * multiprocessors(device), rows)
+    alike = batch_invariance.required(device)
+    # The weights of parts are summed up: their number is part of the order.
+    wanted = MOST_PARTS if alike else triton.cdiv(4 * multiprocessors(device), rows)
     parts = max(1, min(wanted, MOST_PARTS, triton.cdiv(vocab, _PIECE)))
     span = triton.cdiv(triton.cdiv(vocab, parts), _PIECE) * _PIECE
     parts = triton.cdiv(vocab, span)
