@@ -2,13 +2,14 @@
 
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from isthmus_kernels import dispatch
 from isthmus_kernels.kv_swap.cases import SWAP_CASES, SwapCase
-from isthmus_kernels.kv_swap.cuda_impl import STAGING_BYTES, CudaSwap
+from isthmus_kernels.kv_swap.cuda_impl import STAGING_BYTES, CudaSwap, Thresholds
 from isthmus_kernels.kv_swap.geometry import DIRECTIONS, Direction, geometry, route
 from isthmus_kernels.kv_swap.swap import Done, KvSwap
 
@@ -26,11 +27,12 @@ def run(swap: KvSwap, direction: Direction, *arguments: object, **options: objec
     return (swap.swap_in if direction == "in" else swap.swap_out)(*arguments, **options)  # type: ignore[arg-type]
 
 
-WAYS = {
-    "engine": {"engine_from": 1},
-    "kernels": {"engine_from": 512 << 10, "stage_bytes": 0},
-    "paced kernels": {"engine_from": 512 << 10, "stage_bytes": 0, "rates": {"in": 20_000, "out": 20_000}},
-    "staged": {"engine_from": 1 << 30, "stage_from": 1},
+WAYS: dict[str, dict[str, Any]] = {
+    "engine": {"engine_from": 1, "rows_from": 1 << 60},
+    "rows": {"engine_from": 1 << 30, "rows_from": 1},
+    "kernels": {"engine_from": 512 << 10, "stage_bytes": 0, "spare_multiprocessors": False},
+    "sparing kernels": {"engine_from": 512 << 10, "rows_from": 1 << 60},
+    "staged": {"engine_from": 1 << 30, "stage_from": 1, "spare_multiprocessors": False},
 }
 
 
@@ -55,7 +57,13 @@ def test_staging_takes_turns(direction: Direction, order: str, slot_blocks: int)
     buffers = case.build(direction, "cuda", pin=True)
     nbytes = buffers.pool[0].nbytes
     swap = dispatch.kv_swap(
-        buffers.pool, buffers.host, impl="cuda", stage_from=1, stage_bytes=4 * slot_blocks * nbytes, staging_bytes=4096
+        buffers.pool,
+        buffers.host,
+        impl="cuda",
+        rows_from=1 << 60,
+        stage_from=1,
+        stage_bytes=4 * slot_blocks * nbytes,
+        staging_bytes=4096,
     )
     want = {"pool": buffers.pool.cpu(), "host": buffers.host.clone()}
     for turn in range(30):
@@ -95,7 +103,9 @@ def test_any_route(direction: Direction, multiprocessors: int, warps: int, slots
         )
         for d in DIRECTIONS
     }
-    swap = CudaSwap(buffers.pool, buffers.host, chosen, dict.fromkeys(DIRECTIONS), 1 << 30, 1 << 30, STAGING_BYTES)
+    swap = CudaSwap(
+        buffers.pool, buffers.host, chosen, dict.fromkeys(DIRECTIONS), Thresholds(engine=1 << 30), STAGING_BYTES
+    )
     run(swap, direction, buffers.pool_ids, buffers.host_ids).synchronize()
     buffers.check()
     swap.close()
@@ -161,7 +171,7 @@ def test_last_of_120000_blocks() -> None:
         pytest.skip("needs 32 GB of free device memory")
     pool = torch.empty(120_000, 131_072, dtype=torch.bfloat16, device="cuda")
     host = torch.randn(3, 131_072).bfloat16().pin_memory()
-    for engine_from in (1, 1 << 30):
+    for engine_from in (1, 1 << 30):  # by the copy engine and by the kernels
         pool[119_998:] = float("nan")
         swap = dispatch.kv_swap(pool, host, engine_from=engine_from)
         swap.swap_in([119_999], [1]).synchronize()
@@ -319,3 +329,18 @@ def test_second_device() -> None:
     dispatch.kv_swap(buffers.pool, buffers.host).swap_in(buffers.pool_ids, buffers.host_ids).synchronize()
     buffers.check()
     assert torch.cuda.current_device() == 0
+
+
+def test_rows_further_apart_than_the_copy_engine_takes() -> None:
+    """A layer-major pool of so many blocks that a layer has more than 2 GiB."""
+    blocks, fragment = 300_000, 8192
+    if torch.cuda.mem_get_info()[0] < 8 << 30:
+        pytest.skip("needs 5 GB of free device memory")
+    pool = torch.empty(2, blocks, fragment, dtype=torch.uint8, device="cuda").transpose(0, 1)
+    pool[-2:] = 7
+    host = torch.randint(0, 256, (3, 2, fragment), dtype=torch.uint8).pin_memory()
+    swap = dispatch.kv_swap(pool, host)
+    swap.swap_in([blocks - 1], [1]).synchronize()
+    assert torch.equal(pool[-1].cpu(), host[1]) and pool[-2].eq(7).all()
+    swap.swap_out([blocks - 1], [2]).synchronize()
+    assert torch.equal(host[2], host[1])

@@ -283,7 +283,11 @@ def test_choice_of_kernel(
     pool = torch.empty(64, 1000, width, dtype=torch.uint8, device="meta").permute(1, 0, 2)
     host = torch.empty(50, 64, width if contiguous else 2 * width, dtype=torch.uint8, device="meta")[..., :width]
     r = route(geometry(pool, host), direction)
-    assert (r.by_words, r.multiprocessors) == (by_words, multiprocessors)
+    assert (r.by_words, r.multiprocessors, r.rate) == (by_words, multiprocessors, 0)
+    sparing = route(geometry(pool, host), direction, spare=True)
+    # Stores at the rate of the link hold up everybody's memory traffic.
+    assert (sparing.by_words, sparing.multiprocessors) == (by_words, 2)
+    assert sparing.rate == (40_000 if direction == "out" else 0)
 
 
 def test_the_cuda_library_is_compiled_and_loads_without_a_driver() -> None:

@@ -44,15 +44,15 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "racecheck": (),
     "initcheck": (),
     # By default it follows fewer barriers than a ring of copies has.
-    "synccheck": ("--num-cuda-barriers", "65536"),
+    "synccheck": ("--num-cuda-barriers", "4096"),
 }
 
 
 # Kernels alone, at their own pace and at a given one, and beside the copy engine with staging between.
 SWAPS: tuple[dict[str, Any], ...] = (
-    {"engine_from": 1 << 30, "stage_bytes": 0},
-    {"engine_from": 1 << 30, "stage_bytes": 0, "rates": {"in": 20_000, "out": 20_000}},
-    {"engine_from": 1 << 30, "stage_from": 1, "stage_bytes": 1 << 18},
+    {"engine_from": 1 << 30, "spare_multiprocessors": False, "stage_bytes": 0},
+    {"engine_from": 1 << 30, "rows_from": 1 << 60},
+    {"engine_from": 1 << 30, "spare_multiprocessors": False, "stage_from": 1, "stage_bytes": 1 << 18},
 )
 
 

@@ -4,7 +4,7 @@ import array
 import ctypes
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ from isthmus_kernels.kv_swap.swap import Done, Ids, KvSwap, Prepared, as_ids, ch
 # From here on the copy engine, which needs no multiprocessor, moves more bytes than the kernels in the time in which
 # the CPU writes its descriptors (runtime/bench/LOG.md).
 ENGINE_FROM = 256 << 10
-# The same for blocks, or runs of them, that are so long on the host's side only: through staging.
+# Rows of so many bytes cost it a fifth of its rate, and a decode step beside it half of what the kernels cost that.
+ROWS_FROM = 8 << 10
+_NEVER = 1 << 62
+# What is one stretch on the host alone goes by it to staging, if so long.
 STAGE_FROM = 256 << 10
 # Device memory of a direction for it: four slots of 8 MiB.
 STAGE_BYTES = 32 << 20
@@ -30,9 +33,11 @@ def kv_swap(
     pool: Tensor,
     host: Tensor,
     *,
+    spare_multiprocessors: bool = True,
     engine_from: int = ENGINE_FROM,
+    rows_from: int | None = None,
     stage_from: int = STAGE_FROM,
-    stage_bytes: int = STAGE_BYTES,
+    stage_bytes: int | None = None,
     multiprocessors: Mapping[Direction, int] | None = None,
     rates: Mapping[Direction, int] | None = None,
     staging_bytes: int = STAGING_BYTES,
@@ -42,22 +47,45 @@ def kv_swap(
     Args:
         pool: on a GPU of compute capability 9.0 or later.
         host: in pinned memory.
+        spare_multiprocessors: for swaps beside a model's kernels: the copy engine moves what it can, also where it is
+            slower, and kernels leave the link some room. False fills the link, whatever that does to others (README).
         engine_from: contiguous stretches of at least so many bytes go to the copy engine.
+        rows_from: and so do rows of so many at one distance. Default: 8 KiB to spare multiprocessors, else none.
         stage_from: a swap whose stretches of host memory have so many bytes on average goes through staging.
-        stage_bytes: cap on the device memory for that, for each direction; 0: no swap goes through it.
+        stage_bytes: cap on the device memory for that, for each direction; 0: no swap goes through it. Default: 0 to
+            spare multiprocessors, else 32 MiB.
         multiprocessors: how many the kernels use that read or write host memory, by direction; what it leaves out is
-            `geometry.route`'s choice, the fewest that fill the link.
-        rates: MB/s that these kernels hold themselves to, by direction.
+            `geometry.route`'s choice.
+        rates: MB/s that these kernels hold themselves to, by direction; 0: as fast as they go.
         staging_bytes: cap on the pinned memory for ids, for each direction.
     """
     what = geometry(pool, host)
-    routes = {direction: route(what, direction) for direction in DIRECTIONS}
+    routes = {direction: route(what, direction, spare=spare_multiprocessors) for direction in DIRECTIONS}
     for direction, count in (multiprocessors or {}).items():
         routes[direction] = replace(routes[direction], multiprocessors=count)
     for direction, rate in (rates or {}).items():
         routes[direction] = replace(routes[direction], rate=rate)
-    stages = {direction: stage(what, direction, stage_bytes) for direction in DIRECTIONS}
-    return CudaSwap(pool, host, routes, stages, engine_from, stage_from, staging_bytes)
+    if stage_bytes is None:
+        stage_bytes = 0 if spare_multiprocessors else STAGE_BYTES
+    if rows_from is None:
+        rows_from = ROWS_FROM if spare_multiprocessors else _NEVER
+    return CudaSwap(
+        pool,
+        host,
+        routes,
+        {direction: stage(what, direction, stage_bytes) for direction in DIRECTIONS},
+        Thresholds(engine=engine_from, rows=rows_from, stage=stage_from),
+        staging_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """From how many bytes on something goes by the copy engine: stretches, rows, and stretches of host memory alone."""
+
+    engine: int = ENGINE_FROM
+    rows: int = _NEVER
+    stage: int = STAGE_FROM
 
 
 class CudaSwap(KvSwap):
@@ -69,8 +97,7 @@ class CudaSwap(KvSwap):
         host: Tensor,
         routes: dict[Direction, Route],
         stages: dict[Direction, Stage | None],
-        engine_from: int,
-        stage_from: int,
+        thresholds: Thresholds,
         staging_bytes: int,
     ) -> None:
         super().__init__(pool, host)
@@ -91,7 +118,7 @@ class CudaSwap(KvSwap):
                 slots.append(torch.empty(way.nbytes, dtype=torch.uint8, device=pool.device))
                 config.extend(way.pack(slots[-1].data_ptr()))
         config.extend((pool.data_ptr(), host.data_ptr(), pool.shape[0], host.shape[0], pool.device.index))
-        config.extend((engine_from, stage_from, staging_bytes))
+        config.extend((thresholds.engine, thresholds.rows, thresholds.stage, staging_bytes))
         handle = ctypes.c_void_p()
         code = lib.isthmus_kv_swap_open(ctypes.c_void_p(config.buffer_info()[0]), ctypes.byref(handle))
         _explain(code, "kv_swap: cannot open")
@@ -113,12 +140,13 @@ class CudaSwap(KvSwap):
         pool_ids, host_ids = as_ids(pool_ids, host_ids)
         if len(pool_ids) != len(host_ids):
             self._check(direction, pool_ids, host_ids)
-        if after is None:
-            after = torch.cuda.Event()
-            after.record(torch.cuda.current_stream(self.pool.device))
         last, first = self._streams[direction]
-        after.wait(last)
-        after.wait(first)
+        before = 0
+        if after is None:
+            before = torch.cuda.current_stream(self.pool.device).cuda_stream
+        else:
+            after.wait(last)
+            after.wait(first)
         code = self._lib.isthmus_kv_swap_submit(
             self._handle,
             ctypes.c_int64(DIRECTIONS.index(direction)),
@@ -128,6 +156,8 @@ class CudaSwap(KvSwap):
             ctypes.c_int64(len(pool_ids)),
             ctypes.c_void_p(last.cuda_stream),
             ctypes.c_void_p(first.cuda_stream),
+            ctypes.c_int64(after is None),
+            ctypes.c_void_p(before),
         )
         if code:
             self._raise(code, direction, pool_ids, host_ids)

@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isthmus_kernels.device import multiprocessors
-
 _DEPTH = 64
 
 
@@ -27,7 +25,7 @@ class Tile:
     stages: int
 
 
-FEW = Tile(rows=64, outputs=32, warps=4, stages=6)
+FEW = Tile(rows=64, outputs=32, warps=4, stages=8)
 MANY = Tile(rows=128, outputs=128, warps=8, stages=4)
 # fp32 takes twice the memory, and is for parity with CPUs only.
 _WIDE = Tile(rows=64, outputs=32, warps=4, stages=2)
@@ -72,17 +70,17 @@ def _product(
     tl.store(spot, acc.to(out.dtype.element_ty), mask=held[:, None] & real[None, :])
 
 
-def tile_for(rows: int, outputs: int, dtype: torch.dtype, programs: int) -> Tile:
-    """The larger tile where it makes at least `programs` of them."""
+def tile_for(rows: int, dtype: torch.dtype) -> Tile:
+    """Measured on an H200 (runtime/bench/LOG.md)."""
     if dtype == torch.float32:
         return _WIDE
-    return MANY if triton.cdiv(rows, MANY.rows) * triton.cdiv(outputs, MANY.outputs) >= programs else FEW
+    return FEW if rows <= FEW.rows else MANY
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, tile: Tile | None = None) -> None:
     """Write ``x @ weight.T + bias``; `x` ``[T, K]`` and `weight` ``[N, K]`` of one dtype with contiguous rows."""
     rows, (outputs, columns) = x.shape[0], weight.shape
-    tile = tile or tile_for(rows, outputs, x.dtype, multiprocessors(x.device))
+    tile = tile or tile_for(rows, x.dtype)
     # Programs of the same outputs follow each other: they read the same part of the weight.
     _product[(triton.cdiv(rows, tile.rows), triton.cdiv(outputs, tile.outputs))](
         out,

@@ -53,7 +53,8 @@ struct Config {
     int64_t pool_blocks, host_blocks;
     int64_t device;
     int64_t engine_from;    // stretches of at least this many bytes go to the copy engine
-    int64_t stage_from;     // and through staging, when they are so long on the host's side on average
+    int64_t rows_from;      // and so do blocks of fragments of so many at one distance, as rows of a 2D copy each
+    int64_t stage_from;     // and blocks through staging, when what is one stretch on the host has so many on average
     int64_t staging_bytes;  // pinned, per direction
 };
 
@@ -93,10 +94,16 @@ struct Lane {
     std::vector<void *> to;
     std::vector<const void *> from;
     std::vector<size_t> sizes;
+    std::vector<cudaMemcpy3DBatchOp> matrices;
+    cudaEvent_t begin = nullptr;
 
+    ~Lane() {
+        if (begin) cudaEventDestroy(begin);
+    }
     int64_t open(const Route &route, const Stage &stage, int64_t bytes, int64_t to_blocks) {
         uncut = whole_fragments(route.shape);
         checker.resize(to_blocks);
+        TRY(cudaEventCreateWithFlags(&begin, cudaEventDisableTiming));
         if (const int64_t code = slots.open(stage.memory ? stage.slots : 0)) return code;
         return staging.open(bytes);
     }
@@ -166,8 +173,9 @@ int64_t submit_kernels(const Swap &swap, Lane &lane, int direction, cudaStream_t
 
 // In batches of some megabytes: the driver starts a batch when it has written all of it, so that one batch is copied
 // while the next is written.
+constexpr size_t kBatchBytes = 8 << 20;
+
 int64_t submit_engine(Lane &lane, cudaStream_t stream) {
-    constexpr size_t kBatchBytes = 8 << 20;
     cudaMemcpyAttributes attributes = {};
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
     attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
@@ -179,6 +187,45 @@ int64_t submit_engine(Lane &lane, cudaStream_t stream) {
     }
     lane.to.clear(), lane.from.clear(), lane.sizes.clear();
     return 0;
+}
+
+int64_t submit_matrices(Lane &lane, cudaStream_t stream) {
+    const size_t count = lane.matrices.size(), bytes = size_t(block_bytes(lane.uncut));
+    const size_t batch = std::max<size_t>(1, kBatchBytes / bytes);
+    for (size_t begin = 0; begin < count; begin += batch)
+        TRY(cudaMemcpy3DBatchAsync(std::min(batch, count - begin), lane.matrices.data() + begin, 0, stream));
+    lane.matrices.clear();
+    return 0;
+}
+
+// Whether a block is a matrix to the copy engine: its fragments lie at one distance on each side, no larger than it
+// takes.
+bool is_matrix(const SwapShape &shape) {
+    constexpr int64_t kMost = INT32_MAX;
+    for (int d = 1; d < KV_SWAP_DIMS; d++)
+        if (shape.count[d] != 1) return false;
+    return shape.count[0] > 1 && shape.pool_stride[0] <= kMost && shape.host_stride[0] <= kMost;
+}
+
+void add_matrix(const Swap &swap, Lane &lane, int direction, SwapPair pair) {
+    const SwapShape &shape = lane.uncut;
+    const auto side = [&](int64_t base, int64_t offset, int64_t stride) {
+        cudaMemcpy3DOperand operand = {};
+        operand.type = cudaMemcpyOperandTypePointer;
+        operand.op.ptr.ptr = (void *)(base + offset);
+        operand.op.ptr.rowLength = size_t(stride);
+        operand.op.ptr.layerHeight = size_t(shape.count[0]);
+        return operand;
+    };
+    const auto on_pool = side(swap.config.pool, kv_swap_offset(pair.pool, shape.pool_block), shape.pool_stride[0]);
+    const auto on_host = side(swap.config.host, kv_swap_offset(pair.host, shape.host_block), shape.host_stride[0]);
+    cudaMemcpy3DBatchOp copy = {};
+    copy.src = direction == IN ? on_host : on_pool;
+    copy.dst = direction == IN ? on_pool : on_host;
+    copy.extent = make_cudaExtent(size_t(shape.fragment), size_t(shape.count[0]), 1);
+    copy.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    copy.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+    lane.matrices.push_back(copy);
 }
 
 void add_engine_copy(Lane &lane, int direction, char *device, char *host, int64_t bytes) {
@@ -254,7 +301,7 @@ int64_t submit_staged(const Swap &swap, Lane &lane, int direction, Streams strea
     return 0;
 }
 
-// Sends runs that are long enough to the copy engine, and all else through staging or to the kernels.
+// Sends runs and rows that are long enough to the copy engine, and all else through staging or to the kernels.
 template <class Id>
 int64_t divide(const Swap &swap, Lane &lane, int direction, const Id *pool, const Id *host, int64_t count,
                Streams streams) {
@@ -262,8 +309,9 @@ int64_t divide(const Swap &swap, Lane &lane, int direction, const Id *pool, cons
     const int64_t engine_from = swap.config.engine_from;
     char *const to_pool = (char *)swap.config.pool, *const to_host = (char *)swap.config.host;
     lane.pool.clear(), lane.host.clear();
-    lane.to.clear(), lane.from.clear(), lane.sizes.clear();
+    lane.to.clear(), lane.from.clear(), lane.sizes.clear(), lane.matrices.clear();
     const bool whole = kv_swap_whole(shape);
+    const bool matrices = shape.fragment >= swap.config.rows_from && is_matrix(shape);
     for (int64_t i = 0; i < count;) {
         const SwapRun run = whole ? kv_swap_run(pool, host, i, count) : SwapRun{1, i};
         if (whole && run.length * shape.fragment >= engine_from) {
@@ -275,6 +323,10 @@ int64_t divide(const Swap &swap, Lane &lane, int direction, const Id *pool, cons
         }
         for (const int64_t end = i + run.length; i < end; i++) {
             const SwapPair pair = {uint32_t(pool[i]), uint32_t(host[i])};
+            if (matrices) {
+                add_matrix(swap, lane, direction, pair);
+                continue;
+            }
             if (shape.fragment < engine_from) {
                 lane.pool.push_back(pair.pool), lane.host.push_back(pair.host);
                 continue;
@@ -286,6 +338,7 @@ int64_t divide(const Swap &swap, Lane &lane, int direction, const Id *pool, cons
         }
     }
     if (const int64_t code = submit_engine(lane, streams.last)) return code;
+    if (const int64_t code = submit_matrices(lane, streams.last)) return code;
     if (staged(swap, lane, direction)) return submit_staged(swap, lane, direction, streams);
     return submit_kernels(swap, lane, direction, streams.last);
 }
@@ -299,10 +352,16 @@ bool good(Swap &swap, int direction, const Id *pool, const Id *host, int64_t cou
 }
 
 template <class Id>
-int64_t submit(Swap &swap, int direction, const Id *pool, const Id *host, int64_t count, Streams streams) {
+int64_t submit(Swap &swap, int direction, const Id *pool, const Id *host, int64_t count, Streams streams,
+               const cudaStream_t *after) {
     Lane &lane = swap.lanes[direction];
     const std::lock_guard<std::mutex> guard(lane.mutex);
     if (!good(swap, direction, pool, host, count)) return BAD_IDS;
+    if (after) {
+        TRY(cudaEventRecord(lane.begin, *after));
+        TRY(cudaStreamWaitEvent(streams.last, lane.begin, 0));
+        if (swap.config.stages[direction].memory) TRY(cudaStreamWaitEvent(streams.first, lane.begin, 0));
+    }
     return divide(swap, lane, direction, pool, host, count, streams);
 }
 
@@ -359,13 +418,16 @@ EXPORT void isthmus_kv_swap_close(Swap *swap) {
 }
 
 EXPORT int64_t isthmus_kv_swap_submit(Swap *swap, int64_t direction, const void *pool_ids, const void *host_ids,
-                                      int64_t id_bytes, int64_t count, cudaStream_t last, cudaStream_t first) {
+                                      int64_t id_bytes, int64_t count, cudaStream_t last, cudaStream_t first,
+                                      int64_t waits, cudaStream_t after) {
     const Device current(swap->config.device);
     const Streams streams = {last, first};
+    const cudaStream_t *const before = waits ? &after : nullptr;  // a null stream is one, too
+    const int way = int(direction);
     try {
         if (id_bytes == 4)
-            return submit(*swap, int(direction), (const int32_t *)pool_ids, (const int32_t *)host_ids, count, streams);
-        return submit(*swap, int(direction), (const int64_t *)pool_ids, (const int64_t *)host_ids, count, streams);
+            return submit(*swap, way, (const int32_t *)pool_ids, (const int32_t *)host_ids, count, streams, before);
+        return submit(*swap, way, (const int64_t *)pool_ids, (const int64_t *)host_ids, count, streams, before);
     } catch (const std::bad_alloc &) {
         return OUT_OF_MEMORY;
     }
