@@ -306,7 +306,10 @@ def build_serve_parser() -> argparse.ArgumentParser:
         help="multiply 8-bit floats; auto: those of an fp8 checkpoint, where the device can; fp8: round all weights",
     )
     engine.add_argument(
-        "--deterministic", action="store_true", help="a request's tokens do not depend on what shares its steps; slower"
+        "--deterministic",
+        default="off",
+        choices=["on", "off"],
+        help="on: a request's tokens do not depend on what shares its steps; costs time on GPUs",
     )
     engine.add_argument("--threads", default="0", help="CPU threads; 0: all this process may use")
     engine.add_argument(
@@ -471,10 +474,12 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         dtype=args.dtype,
         quantization=args.quantization,
         threads=read.integer("threads", 0, 4096),
-        deterministic=args.deterministic,
+        deterministic=args.deterministic == "on",
     )
     if model.deterministic and model.quantization == "fp8":
-        read.problems.append("--deterministic does not go with --quantization fp8, whose products depend on the batch")
+        read.problems.append(
+            "--deterministic on does not go with --quantization fp8, whose products depend on the batch"
+        )
     chat = ChatConfig(control_tokens=args.control_tokens, tool_format=args.tool_format, reasoning=args.reasoning)
     config: EngineConfig | RouterConfig
     if role is Role.ROUTER:
@@ -558,7 +563,7 @@ def _engine(
         )
     if ranks > 1 and model.deterministic:
         read.problems.append(
-            f"--deterministic does not go with --tensor-parallel-size {ranks}: NCCL chooses the order of their sums"
+            f"--deterministic on does not go with --tensor-parallel-size {ranks}: NCCL chooses the order of their sums"
         )
     if ranks > 1 and args.executor == "fake":
         read.problems.append(f"--tensor-parallel-size {ranks} does not go with --executor fake, which has no ranks")

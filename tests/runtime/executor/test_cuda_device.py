@@ -135,5 +135,5 @@ def test_rows_are_alike_in_any_batch_where_that_is_asked_for(card: pytest.Monkey
 def test_a_cpu_without_compiled_kernels_computes_no_rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "available", lambda: False)
     assert isinstance(open_device("cpu", threads=1), CpuDevice)
-    with pytest.raises(ConfigError, match=r"--deterministic: .* the compiled CPU kernels are missing"):
+    with pytest.raises(ConfigError, match=r"--deterministic on: .* the compiled CPU kernels are missing"):
         open_device("cpu", threads=1, deterministic=True)

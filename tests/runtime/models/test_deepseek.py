@@ -148,5 +148,7 @@ def test_what_is_not_computed_is_refused(base: dict[str, Any], changes: dict[str
 
 def test_rows_alike_in_any_batch_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LITE))
-    with pytest.raises(ConfigError, match="--deterministic: DeepseekV2ForCausalLM has operations whose results depend"):
+    with pytest.raises(
+        ConfigError, match="--deterministic on: DeepseekV2ForCausalLM has operations whose results depend"
+    ):
         load(ModelConfig(path=str(tmp_path), device="cpu", deterministic=True))

@@ -100,7 +100,7 @@ def load(
     check_shards(spec, shard.size)
     if config.deterministic and not spec.row_invariant:
         raise ConfigError(
-            f"--deterministic: {spec.architecture} has operations whose results depend on the batch; leave it out"
+            f"--deterministic on: {spec.architecture} has operations whose results depend on the batch; leave it out"
         )
     device = device or open_device(
         config.device, threads=config.threads, index=shard.rank, deterministic=config.deterministic

@@ -33,7 +33,7 @@ class CpuDevice:
         """`deterministic` asks for nothing but the compiled kernels, which compute rows alike in any batch (ADR 25)."""
         if deterministic and not native.available():
             raise ConfigError(
-                "--deterministic: PyTorch's products depend on the batch, and the compiled CPU kernels are missing; "
+                "--deterministic on: PyTorch's products depend on the batch, and the compiled CPU kernels are missing; "
                 "install isthmus-kernels where a C++ compiler is"
             )
         self.threads = usable_threads(threads)
