@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from isthmus_kernels import batch_invariance
-from isthmus_kernels import dependent_launch as launches
 
 from ...errors import ConfigError
 from .base import Body, choose_dtype
@@ -60,14 +59,11 @@ class CudaDevice:
 
     dtype_varies = False
 
-    def __init__(self, index: int = 0, *, deterministic: bool = False, dependent_launch: bool = False) -> None:
-        """`deterministic`: a row's result does not depend on its batch (`isthmus_kernels.batch_invariance`); products
-        of 8-bit floats do, and are not made. `dependent_launch`: kernels may start before those before them have ended,
-        where the GPU can do that (`isthmus_kernels.dependent_launch`). Off, since a whole step has measured slower with
-        it (ADR 31)."""
+    def __init__(self, index: int = 0, *, deterministic: bool = False) -> None:
+        """`deterministic`: a row's result does not depend on its batch (`isthmus_kernels.batch_invariance`). Products of
+        8-bit floats do, and are not made then."""
         self.name = f"cuda:{index}"
         self.torch_device = torch.device(self.name)
-        launches.switch(self.torch_device, dependent_launch)
         batch_invariance.switch(self.torch_device, deterministic)
         torch.cuda.set_device(self.torch_device)
         self._stream = torch.cuda.Stream(self.torch_device)
