@@ -60,8 +60,8 @@ class CudaDevice:
     dtype_varies = False
 
     def __init__(self, index: int = 0, *, deterministic: bool = False) -> None:
-        """`deterministic`: a row's result does not depend on its batch (`isthmus_kernels.batch_invariance`). Products of
-        8-bit floats do, and are not made then."""
+        """`deterministic`: a row's result does not depend on its batch (`isthmus_kernels.batch_invariance`). Products
+        of 8-bit floats do, and are not made then."""
         self.name = f"cuda:{index}"
         self.torch_device = torch.device(self.name)
         batch_invariance.switch(self.torch_device, deterministic)
