@@ -32,7 +32,7 @@ def problems(argv: list[str]) -> tuple[str, ...]:
         (
             [*UNIFIED, "--tensor-parallel-size", "2", "--deterministic", "on"],
             "--deterministic on",
-            "NCCL chooses the order",
+            "NCCL orders the sums",
         ),
         ([*UNIFIED, "--quantization", "fp8", "--deterministic", "on"], "--deterministic on", "--quantization fp8"),
         (

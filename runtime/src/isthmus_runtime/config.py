@@ -306,10 +306,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
         help="multiply 8-bit floats; auto: those of an fp8 checkpoint, where the device can; fp8: round all weights",
     )
     engine.add_argument(
-        "--deterministic",
-        default="off",
-        choices=["on", "off"],
-        help="on: a request's tokens do not depend on what shares its steps; costs time on GPUs",
+        "--deterministic", default="off", choices=["on", "off"], help="tokens alike in any batch; slower"
     )
     engine.add_argument("--threads", default="0", help="CPU threads; 0: all this process may use")
     engine.add_argument(
@@ -477,9 +474,7 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         deterministic=args.deterministic == "on",
     )
     if model.deterministic and model.quantization == "fp8":
-        read.problems.append(
-            "--deterministic on does not go with --quantization fp8, whose products depend on the batch"
-        )
+        read.problems.append("--deterministic on: products of --quantization fp8 depend on the batch; leave one out")
     chat = ChatConfig(control_tokens=args.control_tokens, tool_format=args.tool_format, reasoning=args.reasoning)
     config: EngineConfig | RouterConfig
     if role is Role.ROUTER:
@@ -563,7 +558,7 @@ def _engine(
         )
     if ranks > 1 and model.deterministic:
         read.problems.append(
-            f"--deterministic on does not go with --tensor-parallel-size {ranks}: NCCL chooses the order of their sums"
+            f"--deterministic on: NCCL orders the sums of --tensor-parallel-size {ranks}; leave one out"
         )
     if ranks > 1 and args.executor == "fake":
         read.problems.append(f"--tensor-parallel-size {ranks} does not go with --executor fake, which has no ranks")
