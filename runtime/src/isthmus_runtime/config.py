@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -18,33 +17,7 @@ from urllib.parse import urlsplit
 
 from .errors import ConfigError
 from .lora_config import LoraConfig, add_lora_flags, add_router_lora_flags, read_lora
-
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_QUANTITY = re.compile(r"^(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?$")
-_DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)?$")
-_MAX_BYTES = 2**63
-_MAX_DURATION_S = 366 * 86400.0
-"""The platform's timers end at some centuries; more than a year is not meant."""
-_SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def parse_quantity(text: str) -> int:
-    """Kubernetes quantity (`512Mi`, `1G`, `1024`) to bytes. ValueError names the accepted suffixes."""
-    match = _QUANTITY.match(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a size; write a number with one of k M G T Ki Mi Gi Ti, for example 512Mi")
-    size = float(match[1]) * _UNITS[match[2] or ""]
-    if size >= _MAX_BYTES:
-        raise ValueError(f"{text!r} is more than 64-bit addresses can reach; write less than 8Ei")
-    return int(size)
-
-
-def parse_duration(text: str) -> float:
-    """`30s`, `5m`, `250ms`, `1h` or plain seconds, to seconds."""
-    match = _DURATION.match(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a duration; write a number with one of ms s m h, for example 30s")
-    return float(match[1]) * _SECONDS[match[2] or ""]
+from .quantities import MAX_DURATION_S, parse_duration, parse_quantity
 
 
 class Role(StrEnum):
@@ -115,6 +88,8 @@ class ModelConfig:
     holds so, where the device can; fp8: all, else the engine does not start; none: never."""
     threads: int = 0
     """CPU threads for the executor; 0: what the scheduler affinity or cgroup gives."""
+    deterministic: bool = False
+    """Whether a request's tokens must not depend on what shares its steps (ADR 40)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,6 +282,9 @@ def build_serve_parser() -> argparse.ArgumentParser:
         choices=["auto", "fp8", "none"],
         help="multiply 8-bit floats; auto: those of an fp8 checkpoint, where the device can; fp8: round all weights",
     )
+    engine.add_argument(
+        "--deterministic", default="off", choices=["on", "off"], help="tokens alike in any batch; slower"
+    )
     engine.add_argument("--threads", default="0", help="CPU threads; 0: all this process may use")
     engine.add_argument(
         "--tensor-parallel-size", default="1", help="ranks that compute the model together, a GPU each; unified only"
@@ -429,9 +407,9 @@ class _Reader:
         except ValueError as e:
             self.problems.append(f"{self._flag(name)}: {e}")
             return 1.0
-        if not 0 < value <= _MAX_DURATION_S:
+        if not 0 < value <= MAX_DURATION_S:
             self.problems.append(
-                f"{self._flag(name)} {self.text(name)!r} is out of range; allowed: above 0 up to {_MAX_DURATION_S:g} s"
+                f"{self._flag(name)} {self.text(name)!r} is out of range; allowed: above 0 up to {MAX_DURATION_S:g} s"
             )
         return value
 
@@ -472,7 +450,10 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         dtype=args.dtype,
         quantization=args.quantization,
         threads=read.integer("threads", 0, 4096),
+        deterministic=args.deterministic == "on",
     )
+    if model.deterministic and model.quantization == "fp8":
+        read.problems.append("--deterministic on: products of --quantization fp8 depend on the batch; leave one out")
     chat = ChatConfig(control_tokens=args.control_tokens, tool_format=args.tool_format, reasoning=args.reasoning)
     config: EngineConfig | RouterConfig
     if role is Role.ROUTER:
@@ -556,6 +537,10 @@ def _engine(
         read.problems.append(
             f"--tensor-parallel-size {ranks} does not go with --transfer-mode {transfer.mode}: only the first rank's "
             "KV would move; use --role unified without a transfer, or 1"
+        )
+    if ranks > 1 and model.deterministic:
+        read.problems.append(
+            f"--deterministic on: NCCL orders the sums of --tensor-parallel-size {ranks}; leave one out"
         )
     if ranks > 1 and args.executor == "fake":
         read.problems.append(f"--tensor-parallel-size {ranks} does not go with --executor fake, which has no ranks")

@@ -205,7 +205,7 @@ def test_answers_are_those_without_telling_what_is_forced(
             masks = None if number == 5 else Stretches(tells=tells)
             world.add(request(f"r{number}", prompt, rng.randint(1, 30), **options), masks=masks)
         world.run()
-        return world.tokens, {sid: world.finish(sid) for sid in world.tokens}, world.scheduler.steps._newest, world
+        return world.tokens, {sid: world.finish(sid) for sid in world.tokens}, world.scheduler.steps.newest, world
 
     *plain, steps, _ = answers(False)
     *fast, fewer, world = answers(True)
@@ -220,7 +220,7 @@ def test_forced_tokens_save_steps() -> None:
         world = World(max_model_len=128, num_blocks=65)
         world.add(request("r", [1, 2, 3], 100), masks=Stretches(tells=tells))
         world.run()
-        return world.scheduler.steps._newest, world.scheduler.stats().forced, world.tokens["r"]
+        return world.scheduler.steps.newest, world.scheduler.stats().forced, world.tokens["r"]
 
     (many, none, plain), (few, forced, fast) = steps(False), steps(True)
     assert fast == plain and none == 0
