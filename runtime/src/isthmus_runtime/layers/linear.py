@@ -38,3 +38,7 @@ class Linear:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [T, in] to [T, out]."""
         return dispatch.linear(x, self._packed, out=out)
+
+    def silu_mul(self, x: Tensor, out: Tensor, scratch: Tensor | None = None) -> Tensor:
+        """``silu(g) * u`` of the halves g, u of the product; x [T, in] to `out` [T, out / 2]. Scratch: [T, out]."""
+        return dispatch.linear_silu_mul(x, self._packed, scratch=scratch, out=out)
