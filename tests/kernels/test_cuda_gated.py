@@ -121,6 +121,9 @@ class Fusing:
         result = torch.ones(x.shape[0], 4)
         return result if out is None else out.copy_(result)
 
+    def outputs_from(self, first: int) -> None:
+        return None
+
     def apply_silu_mul(self, x: Tensor, out: Tensor) -> bool:
         if self.takes:
             out.fill_(7.0)

@@ -21,9 +21,16 @@ IsthmusError
 from __future__ import annotations
 
 import copy
+import errno
 from collections.abc import Sequence
 from typing import Self
 
+_SHORT_OF = {
+    errno.EMFILE: "descriptors (raise RLIMIT_NOFILE)",
+    errno.ENFILE: "descriptors on its node",
+    errno.ENOMEM: "memory (raise its limit)",
+    errno.ENOSPC: "room on a disk",
+}
 _MOST_TEXT = 2000
 """Characters of a message that reaches a client: it may name what the client sent, at whatever length."""
 
@@ -211,3 +218,12 @@ def error_from_json(status: int, body: dict[str, object]) -> RequestError:
     if cls is None:
         cls = InvalidRequest if status == 400 else EngineFailed
     return cls(message, param=param, stage=stage, attempt=attempt)
+
+
+def unforeseen(error: Exception) -> RequestError:
+    """What ends a request that met `error`, which is none of ours: its cause where the process ran out of something,
+    which another try may find there, and otherwise no more than that it is in the log."""
+    number = errno.ENOMEM if isinstance(error, MemoryError) else error.errno if isinstance(error, OSError) else None
+    if number in _SHORT_OF:
+        return Overloaded(f"this process has run out of {_SHORT_OF[number]}; retry later")
+    return EngineFailed("internal error; the log of this process has the details")

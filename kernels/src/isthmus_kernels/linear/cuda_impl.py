@@ -86,6 +86,10 @@ class TiledWeight:
         gated_product(x, weight, out)
         return True
 
+    def outputs_from(self, first: int) -> "TiledWeight":
+        """The outputs from `first` on, in the same memory."""
+        return TiledWeight(self.skinny.outputs_from(first))
+
 
 def pack(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> TiledWeight:
     """Convert to the dtype of the activations, once."""

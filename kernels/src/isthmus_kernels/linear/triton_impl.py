@@ -226,6 +226,10 @@ class SkinnyWeight:
             multiply_few(x, weight, bias, out)
         return out
 
+    def outputs_from(self, first: int) -> "SkinnyWeight":
+        """The outputs from `first` on, in the same memory."""
+        return SkinnyWeight(self.plain.outputs_from(first))
+
 
 def pack(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> SkinnyWeight:
     """Convert to the dtype of the activations, once."""

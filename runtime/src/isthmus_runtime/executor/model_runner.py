@@ -278,12 +278,14 @@ class ModelRunner:
         torch.index_select(self._flat_tokens, 0, inputs.sources, out=forward.token_ids)
 
         def layers() -> None:
-            self._model.forward(forward, self._kv.layers, self._workspace)
+            self._model.forward(forward, self._kv.layers, self._workspace, whole=inputs.read is None)
 
         if inputs.graph is not None:
             self._graphs.run(*inputs.graph, layers)
         else:
             layers()
+        if inputs.read is not None and len(inputs.read.tokens):
+            self._model.finish(inputs.read, self._kv.layers, self._workspace)
         for scored in inputs.scored:
             staged.scores.append(
                 stage_scores(self._device, self._logits, self._batch.tokens, scored, self._model.spec.vocab_size)

@@ -21,9 +21,9 @@ from ..errors import (
     Cancelled,
     ConfigError,
     DeadlineExceeded,
-    EngineFailed,
     InvalidRequest,
     RequestError,
+    unforeseen,
 )
 from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics, TenantMetrics
@@ -42,6 +42,7 @@ from .plan import Plan, Planner
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
 from .schema import ChatRequest, CompletionRequest, chat_request, json_object
+from .score_budget import ScoreBudget
 from .sse import Format, Usage
 from .tenants import Tenant
 from .tenants_file import TenantsFile
@@ -216,6 +217,7 @@ class _Api:
             wall_clock=wall_clock,
         )
         self._runner = Runner(backend, metrics, clock)
+        self._scores = ScoreBudget()
         self._tokenizer = tokenizer
         self._keys = Keys(config.api_key, config.tenants, clock)
         self._tenants = config.tenants
@@ -319,9 +321,9 @@ class _Api:
             self._count(Cancelled("the client left"))
             self._count_tenant(progress, Cancelled.status)
             return
-        except Exception:
+        except Exception as e:
             _log.exception("%s failed", call.path)
-            error = EngineFailed("internal error; the log of this process has the details")
+            error = unforeseen(e)
         self._count(error)
         self._count_tenant(progress, error.status)
         error = error.located(progress.stage, progress.answer_id or uuid.uuid4().hex)
@@ -351,10 +353,11 @@ class _Api:
                     who = "" if progress.tenant is None else progress.tenant.name
                     await self._check_structure(job.structure, job.structure_param, who)
                 progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
-                if progress.tenant is None:
-                    await self._run(job, arrived, call)
-                else:
-                    await self._run_of(progress.tenant, job, arrived, call)
+                with self._scores.holding(job.scores):
+                    if progress.tenant is None:
+                        await self._run(job, arrived, call)
+                    else:
+                        await self._run_of(progress.tenant, job, arrived, call)
         except TimeoutError as e:
             raise DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)") from e
 
