@@ -16,8 +16,8 @@ from isthmus_kernels.linear.triton_impl import SkinnyWeight
 _TILE = (256, 128)
 _COLUMNS = 64
 _CALL = struct.Struct("11q")
-# Measured on an H200 (runtime/bench/LOG.md): two ops are slower where this much of the tiles' work is of use.
-_LEAST_USE = 0.9
+# Measured on an H200 (runtime/bench/LOG.md): below this share of useful work cuBLAS and the activation are faster.
+LEAST_USE = 0.94
 
 
 def refusal(x: Tensor, weight: Tensor, out: Tensor) -> str | None:
@@ -79,7 +79,7 @@ class TiledWeight:
     def apply_silu_mul(self, x: Tensor, out: Tensor) -> bool:
         """Write ``silu(g) * u`` of the halves g, u of ``x @ weight.T`` to `out`; False where two ops do it faster."""
         weight, bias = self.skinny.plain.weight, self.skinny.plain.bias
-        if bias is not None or use(*out.shape, multiprocessors(x.device)) < _LEAST_USE:
+        if bias is not None or use(*out.shape, multiprocessors(x.device)) < LEAST_USE:
             return False
         if refusal(x, weight, out) is not None:
             return False
