@@ -6,11 +6,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from isthmus_kernels import dependent_launch
+from isthmus_kernels import batch_invariance
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
-from isthmus_kernels.linear import torch_impl
+from isthmus_kernels.linear import torch_impl, triton_invariant
 from isthmus_kernels.linear.torch_impl import PlainWeight
 
 MOST_ROWS = 16
@@ -33,21 +32,15 @@ def _one_row(
     PIECE: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     real = output < outputs
     source = weight + output.to(tl.int64)[:, None] * weight_row
     column = tl.arange(0, PIECE)
-    # The weight's first piece is on its way while the kernel before still runs.
     if EVEN:
         first = tl.load(source + column[None, :], mask=real[:, None], other=0.0)
     else:
         first = tl.load(source + column[None, :], mask=real[:, None] & (column < columns)[None, :], other=0.0)
-    if PDL:
-        gdc_wait()
     if EVEN:
         value = tl.load(x + column)
     else:
@@ -89,11 +82,7 @@ def _few_rows(
     PARTS: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     group = tl.program_id(0)
     part = tl.program_id(1)
     output = group * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -157,7 +146,6 @@ def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         EVEN=columns % piece == 0,
         BIAS=bias is not None,
         num_warps=4,
-        **dependent_launch.options(x.device),
     )
 
 
@@ -193,7 +181,6 @@ def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         BIAS=bias is not None,
         num_warps=4,
         num_stages=5,
-        **dependent_launch.options(x.device),
     )
 
 
@@ -212,15 +199,21 @@ class SkinnyWeight:
         """Return ``x @ weight.T + bias``."""
         weight, bias = self.plain.weight, self.plain.bias
         rows = x.shape[0]
+        alike = batch_invariance.required(x.device)
         # Measured on an H200 (runtime/bench/LOG.md): cuBLAS reads a tall weight as fast for two rows or more.
         tall = weight.shape[0] > _SHORT * multiprocessors(x.device)
-        if not 0 < rows <= MOST_ROWS or (rows > 1 and tall) or x.dtype not in _DTYPES or x.stride(1) != 1:
+        few = 0 < rows <= MOST_ROWS and (rows == 1 or not tall) and x.dtype in _DTYPES and x.stride(1) == 1
+        if not few and not (alike and rows > 0):
             return self.plain.apply(x, out)
+        if x.stride(1) != 1:
+            x = x.contiguous()
         if out is None:
             out = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)
         elif out.shape != (rows, weight.shape[0]) or out.dtype != x.dtype or out.stride(1) != 1:
             raise ValueError(f"out: expected {x.dtype} {(rows, weight.shape[0])}, got {out.dtype} {tuple(out.shape)}")
-        if rows == 1:
+        if alike:
+            triton_invariant.multiply(x, weight, bias, out)
+        elif rows == 1:
             multiply_one(x, weight, bias, out)
         else:
             multiply_few(x, weight, bias, out)

@@ -14,9 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from isthmus_kernels import dependent_launch
+from isthmus_kernels import batch_invariance
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.sampling.triton_noise import gumbel, noise_key, uniform
 
@@ -60,10 +59,7 @@ def _edges(peak, EDGES: tl.constexpr):
 
 
 @triton.jit
-def _peak(peaks, logits, vocab, span, row_stride, PARTS_PAD: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+def _peak(peaks, logits, vocab, span, row_stride, PARTS_PAD: tl.constexpr, PIECE: tl.constexpr):
     row, part = tl.program_id(0), tl.program_id(1)
     source = logits + row.to(tl.int64) * row_stride
     end = tl.minimum(part * span + span, vocab)
@@ -108,11 +104,7 @@ def _count(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row, part = tl.program_id(0), tl.program_id(1)
     parts = tl.num_programs(1)
     source = logits + row.to(tl.int64) * row_stride
@@ -178,11 +170,7 @@ def _gather(
     PARTS_PAD: tl.constexpr,
     PIECE: tl.constexpr,
     EDGES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row, part = tl.program_id(0), tl.program_id(1)
     parts = tl.num_programs(1)
     source = logits + row.to(tl.int64) * row_stride
@@ -268,11 +256,7 @@ def _draw(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     own = kept + row.to(tl.int64) * vocab
     scores = kept_scores + row.to(tl.int64) * vocab
@@ -339,7 +323,9 @@ def filtered(
     """Write the token of each row of `logits` ``[B, V]`` (contiguous rows); arguments as in `dispatch.sample`."""
     rows, vocab = logits.shape
     device = logits.device
-    wanted = triton.cdiv(4 * multiprocessors(device), rows)
+    alike = batch_invariance.required(device)
+    # The weights of parts are summed up: their number is part of the order.
+    wanted = MOST_PARTS if alike else triton.cdiv(4 * multiprocessors(device), rows)
     parts = max(1, min(wanted, MOST_PARTS, triton.cdiv(vocab, _PIECE)))
     span = triton.cdiv(triton.cdiv(vocab, parts), _PIECE) * _PIECE
     parts = triton.cdiv(vocab, span)
@@ -353,9 +339,8 @@ def filtered(
     kept_scores = torch.empty((rows, vocab), dtype=torch.float32, device=device)
     ks, ps, ms = (logits if tensor is None else tensor for tensor in (top_k, top_p, min_p))
     on = {"TOP_K": top_k is not None, "TOP_P": top_p is not None, "MIN_P": min_p is not None}
-    launch = dependent_launch.options(device)
     grid, stride = (rows, parts), logits.stride(0)
-    _peak[grid](peaks, logits, vocab, span, stride, PARTS_PAD=MOST_PARTS, PIECE=_PIECE, num_warps=_WARPS, **launch)
+    _peak[grid](peaks, logits, vocab, span, stride, PARTS_PAD=MOST_PARTS, PIECE=_PIECE, num_warps=_WARPS)
     _count[grid](
         counts,
         masses,
@@ -376,7 +361,6 @@ def filtered(
         EDGES=_EDGES,
         num_warps=_WARPS,
         **on,
-        **launch,
     )
     _gather[grid](
         kept,
@@ -394,7 +378,6 @@ def filtered(
         PIECE=_GATHER_PIECE,
         EDGES=_EDGES,
         num_warps=_WARPS,
-        **launch,
     )
     _draw[(rows,)](
         out,
@@ -415,5 +398,4 @@ def filtered(
         PIECE=_DRAW_PIECE,
         num_warps=_DRAW_WARPS,
         **on,
-        **launch,
     )
