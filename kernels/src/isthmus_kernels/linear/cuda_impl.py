@@ -79,7 +79,7 @@ class TiledWeight:
     def apply_silu_mul(self, x: Tensor, out: Tensor) -> bool:
         """Write ``silu(g) * u`` of the halves g, u of ``x @ weight.T`` to `out`; False where two ops do it faster."""
         weight, bias = self.skinny.plain.weight, self.skinny.plain.bias
-        if bias is not None or use(*out.shape, multiprocessors(x.device)) < LEAST_USE:
+        if bias is not None or use(out.shape[0], out.shape[1], multiprocessors(x.device)) < LEAST_USE:
             return False
         if refusal(x, weight, out) is not None:
             return False
