@@ -20,7 +20,7 @@ from isthmus_kernels import cuda_library, native
 from isthmus_kernels.device import interpreted
 from isthmus_kernels.kv_swap.swap import KvSwap
 from isthmus_kernels.kv_view import Layout, block_view, check_layer, layer_view
-from isthmus_kernels.linear.packed import PackedLinear, Weight
+from isthmus_kernels.linear.packed import GatedWeight, PackedLinear, Weight
 from isthmus_kernels.lora.shapes import check_adapters
 from isthmus_kernels.native import Program, record
 
@@ -38,6 +38,7 @@ __all__ = [
     "latent_kv_write",
     "layer_view",
     "linear",
+    "linear_silu_mul",
     "logprobs",
     "lora",
     "mask_logits",
@@ -70,7 +71,7 @@ _OPS = MappingProxyType(
         "embedding": ("embedding", ("cpu", "triton", "reference")),
         "moe_route": ("moe", ("cpu", "triton", "reference")),
         "moe": ("moe", ("cpu", "triton", "reference")),
-        "pack": ("linear", ("cpu", "triton", "torch")),
+        "pack": ("linear", ("cpu", "cuda", "triton", "torch")),
         "pack_fp8": ("fp8_linear", ("triton", "reference")),
         "quantize": ("fp8_linear", ("triton", "reference")),
         "lora": ("lora", ("cpu", "triton", "reference")),
@@ -381,20 +382,23 @@ def lora(
     *,
     impl: str | None = None,
 ) -> None:
-    """Add each row's low-rank adapter to the product of a linear layer: ``out += (x A^T) B`` (LoRA, Hu et al. 2021,
-    arXiv:2106.09685; rows of several adapters in one call as in Punica, Chen et al. 2023, arXiv:2310.18547).
-
-    Args:
-        x: ``[T, I]``, fp32 or bf16, rows contiguous.
-        out: ``[T, O]`` of the same dtype: what the layer made of x, changed in place. Sums are fp32.
-        slots: int32 ``[T]``, 0 to S: the row's adapter is number ``slots[t] - 1``; 0: none, the row of `out` is not
-            touched.
-        a: ``[S, P, R, I]``, contiguous, in x's dtype: R is a multiple of 4, ranks beyond an adapter's own are zero.
-        b: ``[S, R, O]``, likewise; the adapter's scale is in it.
-        starts: first output of each of the P (1 to 3) parts, each with an A of its own, that make up O.
-    """
+    """Add each row's low-rank adapter to what a linear layer made of x: ``out += (x A^T) B``. Arguments and sources:
+    `lora.shapes.check_adapters`."""
     check_adapters(x, out, slots, a, b, starts)
     _select("lora", x.device.type, impl)(x, out, slots, a, b, starts)
+
+
+def linear_silu_mul(x: Tensor, packed: PackedLinear, *, scratch: Tensor | None = None, out: Tensor) -> Tensor:
+    """Write ``silu(g) * u`` of ``[g, u] = linear(x, packed)`` to `out` ``[T, I]``; `packed` has 2 I outputs.
+
+    In one product where there is a kernel for it, which does not round g and u in between. Otherwise as the two ops;
+    `scratch` ``[T, 2 I]`` is for what is between them, allocated when None.
+    """
+    if packed.out_features != 2 * out.shape[1]:
+        raise ValueError(f"out: expected [T, {packed.out_features} / 2], got {tuple(out.shape)}")
+    if isinstance(packed.weight, GatedWeight) and packed.weight.apply_silu_mul(x, out):
+        return out
+    return silu_mul(linear(x, packed, out=scratch), out=out)
 
 
 def moe_route(

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from isthmus_runtime.engine.channel import (
     Abort,
+    AdapterChanged,
     AskDrained,
+    ChangeAdapter,
     ChannelError,
     Commit,
     Drained,
@@ -45,7 +47,15 @@ from isthmus_runtime.errors import Cancelled, EngineFailed, NeverFits, Overloade
 from isthmus_runtime.interfaces.handoff import HandoffStats
 from isthmus_runtime.kv.pool import PoolCounts
 from isthmus_runtime.protocol import CommitCall, KvInfo, PrefillAnswer, ReservedBlocks, Ticket, TransferInfo
-from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, Structure, TokenChunk, TokenLogprobs
+from isthmus_runtime.request import (
+    AdapterName,
+    FinishReason,
+    GenerateRequest,
+    SamplingParams,
+    Structure,
+    TokenChunk,
+    TokenLogprobs,
+)
 
 STATUS = EngineStatus(
     snapshot=Snapshot(
@@ -66,6 +76,7 @@ TO_ENGINE: list[ToEngine] = [
     Commit(CommitCall(request_id="r", attempt="a", ok=False, stage="s", reason="ä")),
     Abort("r", "a", "why", answer=False),
     AskDrained(7, "a"),
+    ChangeAdapter(8, "sql", None, True),
     Stop(),
 ]
 FROM_ENGINE: list[FromEngine] = [
@@ -87,6 +98,7 @@ FROM_ENGINE: list[FromEngine] = [
     KvChanges([(True, 1, b"\x00\xff", 0), (False, 2, b"h", 1)]),
     Status(STATUS),
     Drained(7, True),
+    AdapterChanged(8, None, (AdapterName("sql", "d"),)),
     Stopped(),
 ]
 

@@ -5,7 +5,20 @@ from torch import Tensor
 
 
 def check_adapters(x: Tensor, out: Tensor, slots: Tensor, a: Tensor, b: Tensor, starts: tuple[int, ...]) -> None:
-    """Raise ValueError for arguments that do not fit together."""
+    """Raise ValueError for arguments of `dispatch.lora` that do not fit together.
+
+    LoRA: Hu et al. 2021, arXiv:2106.09685; rows of several adapters in one call as in Punica, Chen et al. 2023,
+    arXiv:2310.18547.
+
+    Args:
+        x: ``[T, I]``, fp32 or bf16, rows contiguous.
+        out: ``[T, O]`` of the same dtype: what the layer made of x, changed in place. Sums are fp32.
+        slots: int32 ``[T]``, 0 to S: the row's adapter is number ``slots[t] - 1``; 0: none, the row of `out` is not
+            touched.
+        a: ``[S, P, R, I]``, contiguous, in x's dtype: R is a multiple of 4, ranks beyond an adapter's own are zero.
+        b: ``[S, R, O]``, likewise; the adapter's scale is in it.
+        starts: first output of each of the P (1 to 3) parts, each with an A of its own, that make up O.
+    """
     count, parts, rank, inputs = a.shape
     if not 1 <= parts <= 3 or rank % 4 or len(starts) != parts or starts[0] != 0 or not a.is_contiguous():
         raise ValueError(f"a: expected [S, 1 to 3, a multiple of 4, I] and as many starts, got {tuple(a.shape)}")

@@ -11,7 +11,6 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import msgspec
@@ -19,6 +18,7 @@ import msgspec
 from ..errors import EngineFailed, RequestError
 from ..interfaces.steps import RowStart
 from ..kv.pool import BlockStored
+from ..threads import running_pool
 from .channel import (
     Abort,
     AdapterChanged,
@@ -77,7 +77,7 @@ class EngineHost:
         self.started = self._rows_started if traced else None
         self.stop = threading.Event()
         """The API process asks for the end."""
-        self._changer = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+        self._changer = running_pool(1, "adapters")
         self._reader = threading.Thread(target=self._read, name="channel-in", daemon=True)
         self._writer = threading.Thread(target=self._write, name="channel-out", daemon=True)
 

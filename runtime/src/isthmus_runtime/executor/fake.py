@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -29,6 +29,7 @@ from ..interfaces.steps import (
 )
 from ..interfaces.transport import KvRegion
 from ..request import SamplingParams, TokenLogprobs
+from ..threads import running_pool
 from . import late_masks
 
 ENTRY_BYTES = 8
@@ -167,7 +168,7 @@ class FakeExecutor:
         self._known: set[str] = set()
         self._slots: dict[int, str] = {0: ""}
         """Digest of the adapter in each."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fake-executor")
+        self._thread = running_pool(1, "fake-executor")
 
     def read(self, folder: str) -> Adapter:
         """Any folder with files is an adapter."""

@@ -49,8 +49,10 @@ class GatedMlp:
         self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor, adapters: Tensor | None = None
     ) -> Tensor:
         """x [T, H] to `out` [T, H]. Scratch: gate_up [T, 2 I], inner [T, I]. `adapters` as in a batch."""
-        self.gate_up(x, gate_up, adapters)
-        _GATED[self.activation](gate_up, out=inner)
+        if self.activation == "silu" and adapters is None:
+            self.gate_up.silu_mul(x, inner, gate_up)
+        else:
+            _GATED[self.activation](self.gate_up(x, gate_up, adapters), out=inner)
         return self.down(inner, out, adapters)
 
     def plain(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
