@@ -38,7 +38,7 @@ def _one_row(
     real = output < outputs
     source = weight + output.to(tl.int64)[:, None] * weight_row
     acc = tl.zeros([OUTPUTS, PIECE], tl.float32)
-    # Unrolled: a loop costs 7% of the time even where it has one turn.
+    # Unrolled: a loop costs up to 7%, even where it has one turn (runtime/bench/LOG.md).
     for piece in tl.static_range(PIECES):
         column = piece * PIECE + tl.arange(0, PIECE)
         if EVEN:
@@ -125,7 +125,7 @@ def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     # four where a row is so long that its pieces would queue up behind each other.
     even = columns & -columns
     group = 4 if columns > 4096 and even >= 2048 else 1
-    piece = 2048 if group > 1 else min(4096, even if even >= _LEAST_PIECE else power_of_two(columns, 16))
+    piece = 1024 if group > 1 else min(4096, even if even >= _LEAST_PIECE else power_of_two(columns, 16))
     _one_row[(triton.cdiv(outputs, group),)](
         out,
         x,

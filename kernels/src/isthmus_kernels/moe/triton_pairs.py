@@ -9,7 +9,7 @@ from isthmus_kernels.device import power_of_two
 from isthmus_kernels.moe.triton_product import activated
 
 # Of gate and of up, a program.
-_CHANNELS = 4
+_CHANNELS = 2
 
 
 @triton.jit

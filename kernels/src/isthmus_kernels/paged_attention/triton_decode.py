@@ -32,6 +32,7 @@ class Plan:
 
 _MANY_ROWS = 16
 _SPREAD = 0.5
+"""Of the root of a (request, head)'s tiles: the fewest tiles that a program takes."""
 
 
 def plan(row_bytes: int, wide: bool, rows: int) -> Plan:
@@ -102,7 +103,8 @@ def _decode(
         counts -= tl.maximum(length - window, 0) // TILE
     ends = tl.cumsum(counts, axis=0) * KV_HEADS
     line = tl.max(ends, axis=0)
-    # Where there are more programs than work, a short wait for a few tiles and for the merge of their parts.
+    # With few requests there are programs for every tile, but a tile takes about as long as the merge of four parts:
+    # c tiles and n / 4 c parts are done soonest with c at half the root of n.
     least = (tl.sqrt(tl.max(counts, axis=0).to(tl.float32)) * SPREAD).to(tl.int32)
     chunk = tl.maximum(tl.cdiv(line, tl.num_programs(0)), least)
     begin = program * chunk
