@@ -17,7 +17,7 @@ from functools import cache
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -54,6 +54,9 @@ from ..transfer.sockets import probe_accepted
 from .open_tracer import open_tracer
 from .pool_plan import plan_pool
 
+if TYPE_CHECKING:
+    from .draft_model import Drafts
+
 log = logging.getLogger(__name__)
 
 _LAME_DUCK_S = 2.0
@@ -74,6 +77,8 @@ class _Loaded:
     digest: str
     kv_heads: int
     vocab_size: int
+    drafts: Drafts | None = None
+    """Of a draft model."""
 
 
 def serve_engine(config: EngineConfig) -> NoReturn:
@@ -112,8 +117,14 @@ def serve_engine(config: EngineConfig) -> NoReturn:
 
 def _load_torch(config: EngineConfig) -> _Loaded:
     from ..checkpoints.revision import weights_revision
+    from .draft_model import load_drafts
     from .ranks import load_engine
 
+    drafts = None
+    if config.draft_model:
+        limit = config.scheduler.max_model_len
+        path = Path(config.draft_model)
+        drafts = load_drafts(path, config.model, block_size=config.kv.block_size, max_model_len=limit)
     loaded = load_engine(config)
     model, kv = loaded.model, loaded.plan
     specs = model.layer_specs(config.kv.block_size, config.kv.dtype)
@@ -133,6 +144,7 @@ def _load_torch(config: EngineConfig) -> _Loaded:
         digest=digest,
         kv_heads=model.spec.num_kv_heads,
         vocab_size=model.spec.vocab_size,
+        drafts=drafts,
     )
 
 
@@ -162,6 +174,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     kv, model_name = loaded.plan, config.model.served_names[0]
     feed = KvEventFeed(asyncio.get_running_loop()) if config.kv.prefix_caching else None
     events = None if feed is None else feed.queue
+    draft_model = None if loaded.drafts is None else loaded.drafts.model
     scheduler = Scheduler(
         config.scheduler,
         kv,
@@ -170,6 +183,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         kv_heads=loaded.kv_heads,
         recompute=config.transfer.on_failure == "recompute",
         late_masks=config.tensor_parallel_size == 1,
+        draft_model=draft_model,
     )
     streams = Streams(asyncio.get_running_loop())
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)
@@ -183,6 +197,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         handoff=mover.handoff,
         step_timeout_s=config.server.no_progress_timeout_s,
         started=None if starts is None else starts.started,
+        draft_model=draft_model,
     )
     grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
     engine.start()
@@ -287,6 +302,8 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
     finally:
         await checker.close()
         loaded.executor.close()
+        if loaded.drafts is not None:
+            loaded.drafts.executor.close()
         await asyncio.to_thread(tracer.close)
     if engine.failure:
         raise EngineFailed(engine.failure)
