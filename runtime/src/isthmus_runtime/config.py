@@ -83,6 +83,8 @@ class ServerConfig:
     no_progress_timeout_s: float = 120.0
     """/health turns 503 when there is work and no step finished for this long."""
     log_level: str = "info"
+    api_process: str = "auto"
+    """Whether an engine has a process of its own beside this one: on | off; auto: with a GPU (ADR 41)."""
     metrics_port: int = 0
     """Where /metrics is, and probes as well; 0: on `port`."""
     peer_credentials: str = ""
@@ -277,6 +279,12 @@ def build_serve_parser() -> argparse.ArgumentParser:
     p.add_argument("--no-progress-timeout", default="120s", help="/health fails after this long with work and no step")
     p.add_argument("--metrics-port", default="0", help="a port of its own for /metrics and probes; 0: --port")
     p.add_argument("--peer-credentials", default="", help="folder with token and trust.json; none: no authentication")
+    p.add_argument(
+        "--api-process",
+        default="auto",
+        choices=["auto", "on", "off"],
+        help="engine and HTTP in a process each; auto: where there is a GPU",
+    )
     p.add_argument("--max-connections", default="16384", help="fewer where RLIMIT_NOFILE has no room for them")
     p.add_argument("--max-connections-per-address", default="8192", help="a gateway in front is one address")
     p.add_argument("--max-body-memory", default="256Mi", help="of all request bodies that are not answered yet")
@@ -447,6 +455,7 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         log_level=args.log_level,
         metrics_port=read.integer("metrics_port", 0, 65535),
         peer_credentials=args.peer_credentials,
+        api_process=args.api_process,
         max_connections=read.integer("max_connections", 1),
         max_connections_per_address=read.integer("max_connections_per_address", 1),
         max_body_memory_bytes=read.size("max_body_memory"),
@@ -543,13 +552,10 @@ def _engine(
         read.problems.append(
             "--speculative-method model and --speculative-model PATH go together: give both or neither"
         )
-    for refused, why in (
-        (role is Role.PREFILL, "--role prefill, which draws one token; give it to decode"),
-        (ranks > 1, f"--tensor-parallel-size {ranks}: a draft model is computed by one rank"),
-        (args.executor == "fake", "--executor fake"),
-    ):
-        if args.speculative_model and refused:
-            read.problems.append(f"--speculative-model does not go with {why}")
+    against = {"--role prefill": role is Role.PREFILL, "--executor fake": args.executor == "fake"}
+    against[f"--tensor-parallel-size {ranks}"] = ranks > 1
+    if args.speculative_model:
+        read.problems += [f"--speculative-model does not go with {flag}" for flag, given in against.items() if given]
     if ranks > 1 and transfer.mode != "none":
         read.problems.append(
             f"--tensor-parallel-size {ranks} does not go with --transfer-mode {transfer.mode}: only the first rank's "

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from itertools import chain
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, RequestError
 from ..interfaces.backend import Backend
 from ..protocol import PrefillAnswer, PrefillCall, Ticket
-from ..request import GenerateRequest, TokenChunk
+from ..request import FinishReason, GenerateRequest, TokenChunk
 from ..tracing.span import current
 from .loop import Reply
 from .seam import Engine
@@ -40,6 +40,11 @@ class Streams:
     def busy(self, sid: str) -> bool:
         """Whether somebody listens to `sid`."""
         return sid in self._queues
+
+    def end_all(self, error: RequestError) -> None:
+        """Each request that somebody listens to ends by `error`. Called on the event loop."""
+        for sid, queue in self._queues.items():
+            queue.put_nowait(TokenChunk(finish_reason=FinishReason.ERROR, error=error.located("generation", sid)))
 
     def deliver(self, replies: Sequence[tuple[str, Reply]]) -> None:
         """Called on the event loop."""

@@ -213,6 +213,15 @@ class EngineLoop:
         self._inbox.put(command)
         return result.result(timeout_s)
 
+    def after(self, function: Callable[[], None]) -> None:
+        """Call `function` on the engine thread, after the commands given before and before any reply to later ones."""
+
+        def command(now: float) -> list[Effect]:
+            function()
+            return []
+
+        self._inbox.put(command)
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; live requests end with an error first."""
         self.abort_all(EngineFailed("the engine is shutting down"))

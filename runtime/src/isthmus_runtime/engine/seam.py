@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..interfaces.handoff import HandoffStats
-from ..protocol import CommitCall, Ticket
+from ..protocol import CommitCall, KvInfo, Ticket, TransferInfo
 from ..request import GenerateRequest
 from .loop import Snapshot
 
@@ -27,6 +27,19 @@ class EngineStatus:
     """Failed transfers by stage."""
     moved: HandoffStats | None = None
     """Counters of the transfer side; None without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What does not change while an engine lives."""
+
+    kv: KvInfo
+    transfer: TransferInfo
+    fingerprint: str
+    """Routers pair engines whose fingerprints are equal."""
+    vocab_size: int
+    model_revision: str
+    """What exactly is served; empty where that is not known."""
 
 
 class Engine(Protocol):
