@@ -48,7 +48,7 @@ from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParam
 
 STATUS = EngineStatus(
     snapshot=Snapshot(
-        SchedulerStats(*range(12)), PoolCounts(free=1, owned=2, writing=3, cached=4, quarantined=5, null=1)
+        SchedulerStats(*range(13)), PoolCounts(free=1, owned=2, writing=3, cached=4, quarantined=5, null=1)
     ),
     failure="no",
     stalled_s=0.5,
