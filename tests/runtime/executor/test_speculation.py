@@ -16,7 +16,7 @@ import torch
 from fake_device import FakeDevice
 
 from isthmus_runtime.config import SchedulerConfig
-from isthmus_runtime.engine import scheduler
+from isthmus_runtime.engine import drafts, scheduler
 from isthmus_runtime.engine.backend import EngineBackend, Streams
 from isthmus_runtime.engine.draft_model import ROWS, DraftModel, DraftRows
 from isthmus_runtime.engine.drafts import Drafter, Speculation
@@ -105,8 +105,8 @@ def guessing(monkeypatch: pytest.MonkeyPatch, guess: Callable[[Sequence[int], in
         def guess(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
             return guess(tokens, count)
 
-    monkeypatch.setattr(scheduler, "Drafter", Guessing)
-    monkeypatch.setattr(Speculation, "_most", lambda self, trust, most: most)
+    monkeypatch.setattr(drafts, "Drafter", Guessing)
+    monkeypatch.setattr(Speculation, "_most", lambda self, trust, most, seconds: most)
 
 
 @pytest.mark.parametrize("device", [None, FakeDevice((1, 2, 4, 8), (4, 12))], ids=["cpu", "captured late"])
