@@ -47,7 +47,7 @@ async def run(engine: Engine, wanted: GenerateRequest) -> tuple[list[int], float
 
 async def measure(args: argparse.Namespace) -> None:
     """Both engines, in turns; a line for each kind of text."""
-    options = {"max_num_seqs": 8, "kv_bytes": 1 << 28}
+    options = {"max_num_seqs": 8, "kv_bytes": 1 << 29}
     with (
         running(args.model, **options) as plain,
         running(args.model, **options, speculative_tokens=args.drafts, draft=args.draft) as fast,

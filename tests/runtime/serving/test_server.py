@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 
 import aiohttp
 import pytest
@@ -297,6 +298,7 @@ def test_pages_of_other_origins_are_let_in_only_where_told(origins, allowed):
     ("error", "status", "says"),
     [
         (MemoryError(), 503, "out of memory"),
+        (RuntimeError("can't start new thread"), 503, "threads"),
         (OSError(errno.EMFILE, "x"), 503, "RLIMIT_NOFILE"),
         (OSError(errno.ENOSPC, "x"), 503, "disk"),
         (OSError("x"), 500, "internal error"),
@@ -314,6 +316,27 @@ def test_a_process_that_has_run_out_of_something_says_of_what(error, status, say
         async with aiohttp.ClientSession() as session, session.get(await server.url()) as answer:
             assert answer.status == status and ("Retry-After" in answer.headers) == (status == 503)
             assert says in (await answer.json())["error"]["message"]
+        server.stop.set()
+        await server.task
+
+    run(main())
+
+
+def test_no_thread_is_made_for_work_beside_the_event_loop():
+    """Making one may never end where memory is short, and the event loop waits for it."""
+
+    async def main():
+        async def handler(request):
+            return PlainTextResponse(await asyncio.to_thread(lambda: threading.current_thread().name))
+
+        server = Server(handler)
+        url = await server.url()
+        before = set(threading.enumerate())
+        async with aiohttp.ClientSession() as session:
+            gets = [session.get(url) for _ in range(40)]
+            for answer in await asyncio.gather(*gets):
+                assert (await answer.text()).startswith("beside-loop")
+        assert set(threading.enumerate()) <= before
         server.stop.set()
         await server.task
 
