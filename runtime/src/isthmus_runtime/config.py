@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -17,33 +16,10 @@ from typing import NoReturn
 from urllib.parse import urlsplit
 
 from .errors import ConfigError
+from .quantities import parse_duration, parse_quantity
 
-_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-_QUANTITY = re.compile(r"^(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?$")
-_DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)?$")
-_MAX_BYTES = 2**63
 _MAX_DURATION_S = 366 * 86400.0
 """The platform's timers end at some centuries; more than a year is not meant."""
-_SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
-
-
-def parse_quantity(text: str) -> int:
-    """Kubernetes quantity (`512Mi`, `1G`, `1024`) to bytes. ValueError names the accepted suffixes."""
-    match = _QUANTITY.match(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a size; write a number with one of k M G T Ki Mi Gi Ti, for example 512Mi")
-    size = float(match[1]) * _UNITS[match[2] or ""]
-    if size >= _MAX_BYTES:
-        raise ValueError(f"{text!r} is more than 64-bit addresses can reach; write less than 8Ei")
-    return int(size)
-
-
-def parse_duration(text: str) -> float:
-    """`30s`, `5m`, `250ms`, `1h` or plain seconds, to seconds."""
-    match = _DURATION.match(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a duration; write a number with one of ms s m h, for example 30s")
-    return float(match[1]) * _SECONDS[match[2] or ""]
 
 
 class Role(StrEnum):
@@ -160,7 +136,7 @@ class SchedulerConfig:
     """Longest step beside a request that generates: the gap that a prompt may make in another's stream."""
     max_num_seqs: int = 128
     speculative_tokens: int = 0
-    """Most tokens that a row guesses from its own text (n-grams) and verifies in one step; 0: it does not."""
+    """Most tokens that a row guesses (from its own text, or by a draft model) and verifies in one step; 0: none."""
     max_waiting: int = 1024
     """More waiting requests than this are refused with 429."""
     queue_timeout_s: float = 300.0
@@ -212,6 +188,8 @@ class EngineConfig:
     """Of the unified role, which has the API."""
     tensor_parallel_size: int = 1
     """Ranks that compute the model together, a process and on GPUs a device each."""
+    draft_model: str = ""
+    """Local directory of a small model that guesses tokens; empty: none does."""
     executor: str = "torch"
     """torch | fake (no weights, no torch: protocol tests and load tests)"""
 
@@ -316,7 +294,10 @@ def build_serve_parser() -> argparse.ArgumentParser:
     engine.add_argument("--max-batched-tokens", default="2048")
     engine.add_argument("--max-step-time", default="200ms", help="longest gap that prompts may make in a stream")
     engine.add_argument("--max-num-seqs", default="128")
-    engine.add_argument("--speculative-method", default="none", choices=["none", "ngram"], help="guess tokens ahead")
+    engine.add_argument(
+        "--speculative-method", default="none", choices=["none", "ngram", "model"], help="guess tokens ahead"
+    )
+    engine.add_argument("--speculative-model", default="", help="a small model of the same tokenizer that guesses")
     engine.add_argument("--speculative-tokens", default="6", help="most guesses of a row and step")
     engine.add_argument("--max-waiting", default="1024")
     engine.add_argument("--queue-timeout", default="300s")
@@ -551,6 +532,14 @@ def _engine(
         read.problems.append(f"--role {role.value} needs --transfer-mode direct or store")
     speculative = read.integer("speculative_tokens", 1, 64)
     ranks = read.integer("tensor_parallel_size", 1, 64)
+    if (args.speculative_method == "model") != bool(args.speculative_model):
+        read.problems.append(
+            "--speculative-method model and --speculative-model PATH go together: give both or neither"
+        )
+    against = {"--role prefill": role is Role.PREFILL, "--executor fake": args.executor == "fake"}
+    against[f"--tensor-parallel-size {ranks}"] = ranks > 1
+    if args.speculative_model:
+        read.problems += [f"--speculative-model does not go with {flag}" for flag, given in against.items() if given]
     if ranks > 1 and transfer.mode != "none":
         read.problems.append(
             f"--tensor-parallel-size {ranks} does not go with --transfer-mode {transfer.mode}: only the first rank's "
@@ -581,13 +570,14 @@ def _engine(
             max_batched_tokens=read.integer("max_batched_tokens", 1),
             max_step_s=read.duration("max_step_time"),
             max_num_seqs=read.integer("max_num_seqs", 1, 65536),
-            speculative_tokens=speculative if args.speculative_method == "ngram" else 0,
+            speculative_tokens=0 if args.speculative_method == "none" else speculative,
             max_waiting=read.integer("max_waiting", 1),
             queue_timeout_s=read.duration("queue_timeout"),
         ),
         transfer=transfer,
         chat=chat,
         tensor_parallel_size=ranks,
+        draft_model=args.speculative_model,
         executor=args.executor,
     )
 
