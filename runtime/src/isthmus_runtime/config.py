@@ -17,7 +17,10 @@ from urllib.parse import urlsplit
 
 from .errors import ConfigError
 from .lora_config import LoraConfig, add_lora_flags, add_router_lora_flags, read_lora
-from .quantities import MAX_DURATION_S, parse_duration, parse_quantity
+from .quantities import parse_duration, parse_quantity
+
+_MAX_DURATION_S = 366 * 86400.0
+"""The platform's timers end at some centuries; more than a year is not meant."""
 
 
 class Role(StrEnum):
@@ -134,7 +137,7 @@ class SchedulerConfig:
     """Longest step beside a request that generates: the gap that a prompt may make in another's stream."""
     max_num_seqs: int = 128
     speculative_tokens: int = 0
-    """Most tokens that a row guesses from its own text (n-grams) and verifies in one step; 0: it does not."""
+    """Most tokens that a row guesses (from its own text, or by a draft model) and verifies in one step; 0: none."""
     max_waiting: int = 1024
     """More waiting requests than this are refused with 429."""
     queue_timeout_s: float = 300.0
@@ -187,6 +190,8 @@ class EngineConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     tensor_parallel_size: int = 1
     """Ranks that compute the model together, a process and on GPUs a device each."""
+    draft_model: str = ""
+    """Local directory of a small model that guesses tokens; empty: none does."""
     executor: str = "torch"
     """torch | fake (no weights, no torch: protocol tests and load tests)"""
 
@@ -293,7 +298,10 @@ def build_serve_parser() -> argparse.ArgumentParser:
     engine.add_argument("--max-batched-tokens", default="2048")
     engine.add_argument("--max-step-time", default="200ms", help="longest gap that prompts may make in a stream")
     engine.add_argument("--max-num-seqs", default="128")
-    engine.add_argument("--speculative-method", default="none", choices=["none", "ngram"], help="guess tokens ahead")
+    engine.add_argument(
+        "--speculative-method", default="none", choices=["none", "ngram", "model"], help="guess tokens ahead"
+    )
+    engine.add_argument("--speculative-model", default="", help="a small model of the same tokenizer that guesses")
     engine.add_argument("--speculative-tokens", default="6", help="most guesses of a row and step")
     add_lora_flags(engine)
     engine.add_argument("--max-waiting", default="1024")
@@ -407,9 +415,9 @@ class _Reader:
         except ValueError as e:
             self.problems.append(f"{self._flag(name)}: {e}")
             return 1.0
-        if not 0 < value <= MAX_DURATION_S:
+        if not 0 < value <= _MAX_DURATION_S:
             self.problems.append(
-                f"{self._flag(name)} {self.text(name)!r} is out of range; allowed: above 0 up to {MAX_DURATION_S:g} s"
+                f"{self._flag(name)} {self.text(name)!r} is out of range; allowed: above 0 up to {_MAX_DURATION_S:g} s"
             )
         return value
 
@@ -533,6 +541,14 @@ def _engine(
         read.problems.append(f"--role {role.value} needs --transfer-mode direct or store")
     speculative = read.integer("speculative_tokens", 1, 64)
     ranks = read.integer("tensor_parallel_size", 1, 64)
+    if (args.speculative_method == "model") != bool(args.speculative_model):
+        read.problems.append(
+            "--speculative-method model and --speculative-model PATH go together: give both or neither"
+        )
+    against = {"--role prefill": role is Role.PREFILL, "--executor fake": args.executor == "fake"}
+    against[f"--tensor-parallel-size {ranks}"] = ranks > 1
+    if args.speculative_model:
+        read.problems += [f"--speculative-model does not go with {flag}" for flag, given in against.items() if given]
     if ranks > 1 and transfer.mode != "none":
         read.problems.append(
             f"--tensor-parallel-size {ranks} does not go with --transfer-mode {transfer.mode}: only the first rank's "
@@ -565,7 +581,7 @@ def _engine(
             max_batched_tokens=read.integer("max_batched_tokens", 1),
             max_step_s=read.duration("max_step_time"),
             max_num_seqs=read.integer("max_num_seqs", 1, 65536),
-            speculative_tokens=speculative if args.speculative_method == "ngram" else 0,
+            speculative_tokens=0 if args.speculative_method == "none" else speculative,
             max_waiting=read.integer("max_waiting", 1),
             queue_timeout_s=read.duration("queue_timeout"),
         ),
@@ -573,6 +589,7 @@ def _engine(
         chat=chat,
         lora=lora,
         tensor_parallel_size=ranks,
+        draft_model=args.speculative_model,
         executor=args.executor,
     )
 

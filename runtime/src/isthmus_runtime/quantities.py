@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them on command lines."""
+"""Sizes and durations as people write them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "
 _QUANTITY = re.compile(r"^(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?$")
 _DURATION = re.compile(r"^(\d+(?:\.\d+)?)(ms|s|m|h)?$")
 _MAX_BYTES = 2**63
-MAX_DURATION_S = 366 * 86400.0
-"""The platform's timers end at some centuries; more than a year is not meant."""
 _SECONDS = {"ms": 1e-3, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 
 

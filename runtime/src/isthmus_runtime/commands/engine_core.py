@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..checkpoints.provenance import pinned_revision, verify_files
 from ..config import EngineConfig
@@ -37,6 +38,9 @@ from ..protocol import KV_ABI, KvInfo, TransferInfo
 from ..structured.grammars import Grammars
 from .pool_plan import plan_pool
 
+if TYPE_CHECKING:
+    from .draft_model import Drafts
+
 log = logging.getLogger(__name__)
 
 PREPARE_TIMEOUT_S = 30.0
@@ -55,6 +59,8 @@ class Loaded:
     kv_heads: int
     vocab_size: int
     adapters: AdapterHolder | None
+    drafts: Drafts | None = None
+    """Of a draft model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +70,7 @@ class EngineCore:
     engine: LocalEngine
     facts: EngineFacts
     executor: Executor
+    drafts: Drafts | None = None
 
     def stop(self) -> None:
         """End all requests and transfers. Peers may still ask what is drained."""
@@ -72,6 +79,8 @@ class EngineCore:
     def close(self) -> None:
         """After `stop`: let go of the device."""
         self.executor.close()
+        if self.drafts is not None:
+            self.drafts.executor.close()
         if any(thread.name.startswith("transfer-") for thread in threading.enumerate()):
             log.warning("a call into the KV transport has not returned; leaving without it")
 
@@ -105,6 +114,7 @@ def start_engine(
     `sink` and `started`: of `EngineLoop`. `events`: where the block pool puts changes of its prefix cache.
     """
     kv = loaded.plan
+    draft_model = None if loaded.drafts is None else loaded.drafts.model
     scheduler = Scheduler(
         config.scheduler,
         kv,
@@ -114,6 +124,7 @@ def start_engine(
         recompute=config.transfer.on_failure == "recompute",
         late_masks=config.tensor_parallel_size == 1,
         max_loras=config.lora.max_loras,
+        draft_model=draft_model,
     )
     mover = _Mover.start(config, loaded, peer_credentials(config.server.peer_credentials, config.server.host))
     loop = EngineLoop(
@@ -124,6 +135,7 @@ def start_engine(
         step_timeout_s=config.server.no_progress_timeout_s,
         started=started,
         adapters=loaded.adapters,
+        draft_model=draft_model,
     )
     adapters = AdapterRegistry(loop, loaded.adapters, taken=config.model.served_names, folder=config.lora.folder)
     _load_adapters(adapters, config)
@@ -144,13 +156,19 @@ def start_engine(
     )
     loop.start()
     engine = LocalEngine(loop, sink, grammars=grammars, threads=LongLived(), adapters=adapters)
-    return EngineCore(engine=engine, facts=facts, executor=loaded.executor)
+    return EngineCore(engine=engine, facts=facts, executor=loaded.executor, drafts=loaded.drafts)
 
 
 def _load_torch(config: EngineConfig) -> Loaded:
     from ..checkpoints.revision import weights_revision
+    from .draft_model import load_drafts
     from .ranks import load_engine
 
+    drafts = None
+    if config.draft_model:
+        limit = config.scheduler.max_model_len
+        path = Path(config.draft_model)
+        drafts = load_drafts(path, config.model, block_size=config.kv.block_size, max_model_len=limit)
     loaded = load_engine(config)
     model, kv = loaded.model, loaded.plan
     specs = model.layer_specs(config.kv.block_size, config.kv.dtype)
@@ -171,6 +189,7 @@ def _load_torch(config: EngineConfig) -> Loaded:
         kv_heads=model.spec.num_kv_heads,
         vocab_size=model.spec.vocab_size,
         adapters=model.adapters,
+        drafts=drafts,
     )
 
 

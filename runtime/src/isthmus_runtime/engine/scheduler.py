@@ -30,7 +30,8 @@ from .adapters import AdapterSlots
 from .admission import Admission
 from .blocks import SequenceBlocks
 from .completion import Completion
-from .drafts import FIRST_FORCED, Drafter, Speculation
+from .draft_model import DraftModel
+from .drafts import FIRST_FORCED, Speculation
 from .handoffs import Handoffs
 from .in_flight import StepDraft, StepsInFlight
 from .intake import Intake
@@ -60,9 +61,13 @@ class Scheduler:
         recompute: bool = True,
         late_masks: bool = False,
         max_loras: int = 0,
+        draft_model: DraftModel | None = None,
     ) -> None:
         """`late_masks`: the executor waits for masks before it draws, so that their rows are planned ahead, too.
-        `max_loras`: its slots for adapters."""
+
+        `draft_model`: guesses tokens; None: each request's come from its own text, if any are wanted. `max_loras`: slots
+        that the executor has for adapters.
+        """
         self.config = config
         self.max_model_len = plan.max_model_len
         self.pool = pool
@@ -75,7 +80,7 @@ class Scheduler:
         self._intake = Intake(config, plan.max_model_len, self.blocks)
         self._preemption = Preemption(self.queues, self.blocks, self.handoffs, self.steps)
         self._admission = Admission(self.queues, self.blocks, self.handoffs, self._preemption, self.pace)
-        self._speculation = Speculation(config.speculative_tokens, self.pace.times)
+        self._speculation = Speculation(config.speculative_tokens, self.pace.times, draft_model)
         self._completion = Completion(self.queues, self.blocks, self.handoffs, self.steps, self._speculation)
         self._recompute = recompute
         self._late_masks = late_masks
@@ -113,7 +118,7 @@ class Scheduler:
             if masks is not None:
                 seq.forced_share = FIRST_FORCED
             elif self._speculation.most:
-                seq.drafter = Drafter()
+                seq.drafter = self._speculation.drafter(seq.sid)
             self._may_hold = self._may_hold or masks is not None
         sid, waiting = seq.sid, len(self.queues.waiting)
         if sid in self.queues.live or self.handoffs.known(attempt):
@@ -375,6 +380,11 @@ class Scheduler:
         """Whether so many running requests wait for their newest tokens that none should be planned before those."""
         running = self.queues.running
         return self._may_hold and HOLD_SHARE * sum(seq.holds for seq in running) >= max(1, len(running))
+
+    @property
+    def awaits_drafts(self) -> bool:
+        """Whether drafts that requests wait for are being computed."""
+        return self._speculation.busy
 
     @property
     def has_work(self) -> bool:
