@@ -65,8 +65,8 @@ class Scheduler:
     ) -> None:
         """`late_masks`: the executor waits for masks before it draws, so that their rows are planned ahead, too.
 
-        `draft_model`: guesses tokens; None: each request's come from its own text, if any are wanted. `max_loras`: slots
-        that the executor has for adapters.
+        `draft_model`: guesses tokens; None: each request's come from its own text, if any are wanted. `max_loras`:
+        slots that the executor has for adapters.
         """
         self.config = config
         self.max_model_len = plan.max_model_len
