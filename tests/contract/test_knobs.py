@@ -27,6 +27,7 @@ SERVE = {
     "--device": "auto",
     "--dtype": "auto",
     "--quantization": "auto",
+    "--task": "auto",
     "--threads": "0",
     "--tensor-parallel-size": "1",
     "--max-model-len": "auto",

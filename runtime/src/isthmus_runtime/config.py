@@ -109,6 +109,8 @@ class ModelConfig:
     quantization: str = "auto"
     """auto | fp8 | none: whether matrices are multiplied as 8-bit floats (ADR 32). auto: those that the checkpoint
     holds so, where the device can; fp8: all, else the engine does not start; none: never."""
+    task: str = "auto"
+    """auto | generate | embed | score; auto: what the model's files say (`models/pooling.py`)."""
     threads: int = 0
     """CPU threads for the executor; 0: what the scheduler affinity or cgroup gives."""
 
@@ -287,6 +289,12 @@ def build_serve_parser() -> argparse.ArgumentParser:
         choices=["auto", "fp8", "none"],
         help="multiply 8-bit floats; auto: those of an fp8 checkpoint, where the device can; fp8: round all weights",
     )
+    engine.add_argument(
+        "--task",
+        default="auto",
+        choices=["auto", "generate", "embed", "score"],
+        help="what the model is served for; auto: embed where it says how to pool, else generate; others: unified only",
+    )
     engine.add_argument("--threads", default="0", help="CPU threads; 0: all this process may use")
     engine.add_argument(
         "--tensor-parallel-size", default="1", help="ranks that compute the model together, a GPU each; unified only"
@@ -448,6 +456,7 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         device=args.device,
         dtype=args.dtype,
         quantization=args.quantization,
+        task=args.task,
         threads=read.integer("threads", 0, 4096),
     )
     chat = ChatConfig(control_tokens=args.control_tokens, tool_format=args.tool_format, reasoning=args.reasoning)
@@ -524,6 +533,11 @@ def _engine(
         read.problems.append("--transfer-mode store needs --store-master host:port of a mooncake_master")
     if role is not Role.UNIFIED and transfer.mode == "none":
         read.problems.append(f"--role {role.value} needs --transfer-mode direct or store")
+    if role is not Role.UNIFIED and args.task in ("embed", "score"):
+        read.problems.append(
+            f"--task {args.task} does not go with --role {role.value}: a prompt that ends where it is computed has no "
+            "KV to hand over; use --role unified"
+        )
     speculative = read.integer("speculative_tokens", 1, 64)
     ranks = read.integer("tensor_parallel_size", 1, 64)
     if ranks > 1 and transfer.mode != "none":

@@ -17,13 +17,24 @@ come only from the router in these records, never from a client.
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import from_json, to_json
 
 from .errors import RequestError, error_from_json
-from .request import FinishReason, GenerateRequest, SamplingParams, Structure, TokenChunk, TokenLogprobs
+from .request import (
+    GENERATES,
+    FinishReason,
+    GenerateRequest,
+    PoolingParams,
+    SamplingParams,
+    ServedTask,
+    Structure,
+    TokenChunk,
+    TokenLogprobs,
+)
 
 KV_ABI = 3
 """Engine KV ABI; part of the fingerprint. Raise it when bytes in a block or in the pool, or the records between
@@ -50,6 +61,7 @@ class WireRequest(_Wire):
     cache_salt: str = ""
     timeout_s: float = Field(default=600.0, gt=0, le=366 * 86400, allow_inf_nan=False)
     structure: Structure | None = None
+    pooling: PoolingParams | None = None
 
     def to_request(self) -> GenerateRequest:
         """The plain record the engine works with."""
@@ -61,6 +73,7 @@ class WireRequest(_Wire):
             cache_salt=self.cache_salt,
             timeout_s=self.timeout_s,
             structure=self.structure,
+            pooling=self.pooling,
         )
 
     @staticmethod
@@ -74,6 +87,7 @@ class WireRequest(_Wire):
             cache_salt=request.cache_salt,
             timeout_s=request.timeout_s,
             structure=request.structure,
+            pooling=request.pooling,
         )
 
 
@@ -147,6 +161,7 @@ class EngineInfo(_Reading):
     load: LoadInfo = LoadInfo()
     draining: bool = False
     vocab_size: int = 0
+    task: ServedTask = GENERATES
     model_revision: str = ""
     """What exactly is served, as `checkpoints.provenance.pinned_revision` finds it; empty where that is not known."""
 
@@ -297,6 +312,8 @@ def token_line(chunk: TokenChunk) -> bytes:
         body["n"] = chunk.note
     if chunk.prompt_logprobs:
         body["p"] = chunk.prompt_logprobs  # a long line: written below in a fifth of the time
+    if chunk.vector:
+        body["v"] = b64encode(chunk.vector).decode()
     if chunk.finish_reason is not None:
         body["f"] = chunk.finish_reason.value
     if chunk.error is not None:
@@ -324,6 +341,7 @@ def parse_line(line: bytes) -> Ticket | TokenChunk:
         cached_tokens=body.get("c", 0),
         note=body.get("n", ""),
         prompt_logprobs=tuple(_logprobs(*entry) for entry in body.get("p", ())),
+        vector=b64decode(body.get("v", ""), validate=True),
     )
 
 

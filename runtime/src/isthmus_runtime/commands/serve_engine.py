@@ -43,6 +43,7 @@ from ..openai.app import BODIES as OPENAI_BODIES
 from ..openai.app import ApiConfig, add_openai_routes
 from ..openai.tokenizer import Tokenizer
 from ..protocol import KV_ABI, EngineInfo, KvInfo, LoadInfo, TransferInfo
+from ..request import GENERATES, ServedTask
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
 from ..serving.limits import limits_of
@@ -73,6 +74,9 @@ class _Loaded:
     digest: str
     kv_heads: int
     vocab_size: int
+    task: ServedTask = GENERATES
+    takes_hits: bool = True
+    """False: every state of a prompt counts, so none is left out for a prefix hit."""
 
 
 def serve_engine(config: EngineConfig) -> NoReturn:
@@ -111,8 +115,16 @@ def serve_engine(config: EngineConfig) -> NoReturn:
 
 def _load_torch(config: EngineConfig) -> _Loaded:
     from ..checkpoints.revision import weights_revision
+    from ..models.pooling import read_task
     from .ranks import load_engine
 
+    served = read_task(config.model.path, config.model.task)
+    task = served.task
+    if task.kind != "generate" and config.role is not Role.UNIFIED:
+        raise ConfigError(
+            f"--model {config.model.path} is an embedding model, which --role {config.role.value} cannot serve: its "
+            "prompts have no KV to hand over; use --role unified (mode Unified of a resource), or --task generate"
+        )
     loaded = load_engine(config)
     model, kv = loaded.model, loaded.plan
     specs = model.layer_specs(config.kv.block_size, config.kv.dtype)
@@ -132,11 +144,13 @@ def _load_torch(config: EngineConfig) -> _Loaded:
         digest=digest,
         kv_heads=model.spec.num_kv_heads,
         vocab_size=model.spec.vocab_size,
+        task=task,
+        takes_hits=served.pooling is None or not served.pooling.needs_every_state,
     )
 
 
 def _load_fake(config: EngineConfig) -> _Loaded:
-    from ..executor.fake import ENTRY_BYTES, MAX_TOKEN_IDS, FakeExecutor
+    from ..executor.fake import DIMENSIONS, ENTRY_BYTES, MAX_TOKEN_IDS, FakeExecutor
 
     # One head of width 1 in fp32, keys and values, takes as many bytes as a fake entry.
     spec = LayerSpec(kind="full", layers=1, block_size=config.kv.block_size, dtype="fp32", kv_heads=1, head_dim=1)
@@ -154,17 +168,20 @@ def _load_fake(config: EngineConfig) -> _Loaded:
         layout=config.kv.layout,
     )
     executor = FakeExecutor(kv.num_blocks, kv.block_size, layout_digest=digest)
-    return _Loaded(executor=executor, plan=kv, digest=digest, kv_heads=1, vocab_size=MAX_TOKEN_IDS)
+    embeds, scores = ServedTask(kind="embed", dimensions=DIMENSIONS, shorter=True), ServedTask(kind="score")
+    task = {"embed": embeds, "score": scores}.get(config.model.task, GENERATES)
+    return _Loaded(executor=executor, plan=kv, digest=digest, kv_heads=1, vocab_size=MAX_TOKEN_IDS, task=task)
 
 
 async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | None, started: float) -> int:
     kv, model_name = loaded.plan, config.model.served_names[0]
-    feed = KvEventFeed(asyncio.get_running_loop()) if config.kv.prefix_caching else None
+    caches = config.kv.prefix_caching and loaded.takes_hits
+    feed = KvEventFeed(asyncio.get_running_loop()) if caches else None
     events = None if feed is None else feed.queue
     scheduler = Scheduler(
         config.scheduler,
         kv,
-        BlockPool(kv.num_blocks, num_groups=len(kv.groups), prefix_caching=config.kv.prefix_caching, events=events),
+        BlockPool(kv.num_blocks, num_groups=len(kv.groups), prefix_caching=caches, events=events),
         layout_digest=loaded.digest,
         kv_heads=loaded.kv_heads,
         recompute=config.transfer.on_failure == "recompute",
@@ -184,7 +201,9 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
         started=None if starts is None else starts.started,
     )
     grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
-    backend = EngineBackend(engine, streams, vocab_size=loaded.vocab_size, grammars=grammars, starts=starts)
+    backend = EngineBackend(
+        engine, streams, vocab_size=loaded.vocab_size, task=loaded.task, grammars=grammars, starts=starts
+    )
     in_flight = InFlight()
     meters = EngineMeters(CollectorRegistry(), model_name)
     meters.engine.set_cache_config(block_size=str(kv.block_size), num_gpu_blocks=str(kv.num_blocks))
@@ -219,6 +238,7 @@ async def _serve(config: EngineConfig, loaded: _Loaded, tokenizer: Tokenizer | N
             ),
             draining=in_flight.leaving,
             vocab_size=loaded.vocab_size,
+            task=loaded.task,
             model_revision=revision,
         )
 

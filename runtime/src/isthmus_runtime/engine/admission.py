@@ -149,7 +149,16 @@ class Admission:
         sampling = seq.request.sampling
         scores = -1 if seq.scores is None else sampling.prompt_logprobs
         draft.starts.append(
-            RowStart(seq.row, seq.sid, tuple(seq.tokens), seq.prompt_len, table, sampling, prompt_logprobs=scores)
+            RowStart(
+                seq.row,
+                seq.sid,
+                tuple(seq.tokens),
+                seq.prompt_len,
+                table,
+                sampling,
+                prompt_logprobs=scores,
+                pooling=seq.request.pooling,
+            )
         )
         draft.add(seq, count)
 

@@ -103,7 +103,7 @@ class Scheduler:
             skip_blocks=skip_blocks,
             masks=masks,
         )
-        if self._speculation.most and masks is None and kind is not Kind.SEND:
+        if self._speculation.most and masks is None and kind is not Kind.SEND and request.pooling is None:
             seq.drafter = Drafter()
         sid, waiting = seq.sid, len(self.queues.waiting)
         if sid in self.queues.live or self.handoffs.known(attempt):
@@ -208,7 +208,7 @@ class Scheduler:
             known = len(seq.tokens) + seq.unseen
             if known >= seq.end_len or seq.phase is not running:
                 continue
-            special = seq.masks is not None or seq.holds or seq.promised
+            special = seq.masks is not None or seq.holds or seq.promised or seq.pools
             if start + 1 == known <= seq.room and draft.budget and not special:
                 # What `StepDraft.add` does, without the call: most rows of most steps.
                 seq.scheduled = known

@@ -25,6 +25,7 @@ from .adjustments import AdjustedRows, Adjustments
 from .device.base import Device
 from .graphs import Graphs
 from .kv_cache import NULL_BLOCK
+from .pooling import PooledChunk, PooledRows
 from .prompt_scores import ScoredChunk, ScoredRows
 from .staging import Packer, StagingSlot
 
@@ -86,6 +87,8 @@ class StepInputs:
     draws: Draws | None
     scored: tuple[ScoredChunk, ...] = ()
     """Parts of prompts whose log-probabilities are wanted."""
+    pooled: tuple[PooledChunk, ...] = ()
+    """Chunks of prompts whose vectors are wanted."""
 
 
 class InputBatch:
@@ -104,6 +107,7 @@ class InputBatch:
     ) -> None:
         """`slots`: most steps in flight."""
         self._graphs = graphs
+        self.max_rows = max_rows
         self._max_tokens = max_tokens
         self._max_len = max_len
         self._block_sizes = tuple(group.block_size for group in groups)
@@ -112,6 +116,7 @@ class InputBatch:
         self._parameters = SamplingRows(max_rows)
         self._adjusted = AdjustedRows()
         self._scored = ScoredRows()
+        self._pooled = PooledRows()
 
         most_rows = graphs.most_rows
         most_tokens = max(max_tokens, most_rows)
@@ -248,6 +253,7 @@ class InputBatch:
             graph=graph,
             draws=drawn,
             scored=self._scored.of(columns),
+            pooled=self._pooled.of(columns),
         )
 
     def _slots(self, number: int, token_rows: Longs, positions: Longs, here: Longs, there: Tensor) -> Tensor:
@@ -337,6 +343,7 @@ class InputBatch:
         self._parameters.set(row.row, row.sampling)
         self._adjusted.set(row.row, row.sampling, row.prompt_len)
         self._scored.set(row)
+        self._pooled.set(row)
         return self.tokens[row.row, : len(row.token_ids)], slot.tokens(row.token_ids)
 
     def _grow(self, blocks: RowBlocks) -> None:

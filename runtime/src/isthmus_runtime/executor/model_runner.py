@@ -29,9 +29,10 @@ from ..interfaces.transport import KvRegion
 from ..kv.groups import LayerSpec
 from ..kv.plan import KvPlan
 from ..models.base import Model, ModelSpec, TensorSource
+from ..models.pooling import Pooling, read_task
 from ..models.registry import read_model_spec
 from ..models.shard import WHOLE, Shard, check_shards
-from ..request import SamplingParams
+from ..request import GENERATES, SamplingParams, ServedTask
 from . import adjustments
 from .device.base import DTYPES, KV_NAMES, Device
 from .device.select import open_device
@@ -40,6 +41,7 @@ from .input_batch import Draws, InputBatch, StepInputs
 from .kv_cache import KvCache
 from .late_masks import take
 from .pipeline import StepPipeline
+from .pooling import Pooler, StagedVectors
 from .prompt_scores import StagedScores, scores, stage_scores
 from .sampler import StagedLogprobs, outputs, sample, stage_logprobs, verified
 from .staging import StagingSlot
@@ -66,6 +68,9 @@ class LoadedModel:
     """Which part of the model this is."""
     kv_variants: tuple[str, ...] = ()
     """What the keys depend on besides weights, layout and element type."""
+    task: ServedTask = GENERATES
+    pooling: Pooling | None = None
+    """How prompts become embeddings; None: they do not."""
 
     def kv_dtype(self, kv_dtype: str) -> torch.dtype:
         """The pool's element type for `--kv-dtype`."""
@@ -96,7 +101,10 @@ def load(
     `device` instead of the one that `config` names; `source` instead of the directory's safetensors.
     """
     start = perf_counter()
-    spec = read_model_spec(config.path)
+    spec, served = read_model_spec(config.path), read_task(config.path, config.task)
+    if served.pooling is not None:
+        # Without a head of its own: what it would give, nobody asks for, and such checkpoints leave it out.
+        spec = replace(spec, tie_word_embeddings=True)
     check_shards(spec, shard.size)
     device = device or open_device(config.device, threads=config.threads, index=shard.rank)
     device.enter()
@@ -135,6 +143,8 @@ def load(
         kv_auto=kv_auto,
         shard=shard,
         kv_variants=(*spec.kv_variants(max_len), *(("weights:fp8",) if fp8 else ())),
+        task=served.task,
+        pooling=served.pooling,
     )
 
 
@@ -184,12 +194,13 @@ def _read(spec: ModelSpec, config: ModelConfig, device: Device, dtype: torch.dty
         return model, fp8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Staged:
     """What a step tells beside what it draws, once its work is enqueued."""
 
     logprobs: list[StagedLogprobs] = field(default_factory=list)
     scores: list[StagedScores] = field(default_factory=list)
+    vectors: StagedVectors | None = None
     undrawn: set[int] = field(default_factory=set)
     """Rows whose masks did not come in time."""
 
@@ -211,6 +222,10 @@ class ModelRunner:
         self._device, self._model, self._workspace = loaded.device, loaded.model, loaded.workspace
         self._kv, self._batch, self._graphs = kv, batch, graphs
         self._warm_up_plans = warm_up
+        self._pooler = None
+        if loaded.pooling is not None:
+            size = loaded.spec.hidden_size
+            self._pooler = Pooler(loaded.device, loaded.pooling, max_rows=batch.max_rows, hidden_size=size)
         self._drawn = loaded.device.zeros(len(batch.slots[0].drawn), dtype=torch.int64)
         self._drawn_ids = loaded.device.zeros(len(batch.slots[0].drawn), dtype=torch.int32)
         self._flat_tokens = batch.tokens.view(-1)
@@ -245,8 +260,9 @@ class ModelRunner:
         """One RowOutput a chunk."""
         staged = launched.staged
         scored = tuple(map(scores, staged.scores))
+        pooled = () if staged.vectors is None else staged.vectors.read()
         if launched.draws is None:
-            return StepOutput(plan.step, (NOTHING_DRAWN,) * len(plan.chunks), scored)
+            return StepOutput(plan.step, (NOTHING_DRAWN,) * len(plan.chunks), scored, pooled)
         drawn = iter(outputs(launched.draws, slot, staged.logprobs[0] if staged.logprobs else None))
         rows = [
             verified(chunk.drafts, list(islice(drawn, chunk.draws)))
@@ -259,7 +275,7 @@ class ModelRunner:
         if staged.undrawn:
             late = (chunk.row in staged.undrawn for chunk in plan.chunks)
             rows = [NOTHING_DRAWN if missed else row for missed, row in zip(late, rows, strict=True)]
-        return StepOutput(plan.step, tuple(rows), scored)
+        return StepOutput(plan.step, tuple(rows), scored, pooled)
 
     def _enqueue(self, inputs: StepInputs, slot: StagingSlot, staged: _Staged) -> None:
         self._device.enqueue(lambda: self._run(inputs, slot, staged))
@@ -288,6 +304,9 @@ class ModelRunner:
             staged.scores.append(
                 stage_scores(self._device, self._logits, self._batch.tokens, scored, self._model.spec.vocab_size)
             )
+        if inputs.pooled:
+            assert self._pooler is not None, "a model without pooling was asked for a vector"
+            staged.vectors = self._pooler.stage(self._states, inputs.pooled)
         draws = inputs.draws
         if draws is None:
             return
@@ -301,6 +320,9 @@ class ModelRunner:
 
     def _logits(self, rows: Tensor) -> Tensor:
         return self._model.logits(rows, self._workspace)
+
+    def _states(self, rows: Tensor) -> Tensor:
+        return self._model.states(rows, self._workspace)
 
     def _draw(self, draws: Draws, staged: _Staged) -> Tensor:
         """Draw, and keep what was drawn as the rows' next inputs: a step may start there before anybody has seen it."""

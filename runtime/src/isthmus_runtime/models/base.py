@@ -158,5 +158,8 @@ class Model(Protocol):
         [num_blocks, 2, block_size, Hk, D]; of latent attention [num_blocks, 1, block_size, 1, W].
         """
 
+    def states(self, rows: Tensor, scratch: Any) -> Tensor:
+        """States [S, H] after the final norm of the tokens `rows` (int64 [S]) of the last forward pass."""
+
     def logits(self, rows: Tensor, scratch: Any) -> Tensor:
         """Logits [S, V] of the tokens `rows` (int64 [S]) of the last forward pass."""
