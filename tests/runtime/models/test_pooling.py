@@ -39,6 +39,9 @@ def test_auto_follows_the_files(tmp_path: Path) -> None:
     served = read_task(directory(tmp_path, TYPES[:2], MEAN))
     assert served.pooling == Pooling(PoolingKind.MEAN, False) and served.pooling.needs_every_state
     assert read_task(tmp_path, "generate").pooling is None
+    # As `model fetch` leaves it.
+    tmp_path.joinpath("1_Pooling/config.json").rename(tmp_path / "1_Pooling.json")
+    assert read_task(tmp_path) == served
 
 
 @pytest.mark.parametrize(

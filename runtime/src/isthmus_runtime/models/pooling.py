@@ -18,7 +18,9 @@ from ..request import GENERATES, ServedTask
 from .config_reader import read_json
 
 _MODULES = "modules.json"
-_POOLING = "1_Pooling/config.json"
+POOLING_THERE = "1_Pooling/config.json"
+POOLING_HERE = "1_Pooling.json"
+"""Where it is in a source, and in a folder that was downloaded, which has no folders."""
 
 
 class PoolingKind(StrEnum):
@@ -83,7 +85,8 @@ def _read_pooling(folder: Path) -> Pooling:
             f"{folder / _MODULES}: modules {', '.join(kinds) or 'none'} are not supported; known: Transformer, "
             "Pooling, and Normalize after them"
         )
-    path = folder / _POOLING
+    path = next((path for name in (POOLING_THERE, POOLING_HERE) if (path := folder / name).is_file()), None)
+    path = path or folder / POOLING_THERE
     values = read_json(path) if path.is_file() else {}
     on = [name for name, value in values.items() if name.startswith("pooling_mode_") and value]
     if not path.is_file():
