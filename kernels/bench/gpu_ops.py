@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isthmus_kernels import dependent_launch, dispatch
+from isthmus_kernels import dispatch
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
 VOCAB = 151_936
@@ -320,11 +320,7 @@ def main() -> None:
     parser.add_argument("sections", nargs="*", choices=[[], *SECTIONS], default=list(SECTIONS))
     parser.add_argument("--no-peers", action="store_true", help="do not look for FlashInfer")
     parser.add_argument("--json", type=Path, help="write the rows there")
-    parser.add_argument(
-        "--dependent-launch", action="store_true", help="kernels start before the last one ends (ADR 31)"
-    )
     arguments = parser.parse_args()
-    dependent_launch.switch(torch.device("cuda", torch.cuda.current_device()), arguments.dependent_launch)
     print(torch.cuda.get_device_name(), torch.__version__, triton.__version__)
     limits = ceilings()
     for name in arguments.sections:

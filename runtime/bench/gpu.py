@@ -295,10 +295,8 @@ def open_model(
     seed: int,
     on: str,
     quantization: str = "auto",
-    opened: CudaDevice | None = None,
 ) -> LoadedModel:
-    """Random weights for `config`, generated on the device `on` (`cpu`: alike everywhere); `opened` is `device` where
-    it was opened with other options than an engine's."""
+    """Random weights for `config`, generated on the device `on` (`cpu`: alike everywhere)."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
 
@@ -309,7 +307,7 @@ def open_model(
             return weights if made == where else _Moved(weights, where)
 
         model = ModelConfig(path=folder, device=device, dtype=dtype, quantization=quantization)
-        return load(model, scheduler, device=opened, source=source)
+        return load(model, scheduler, source=source)
 
 
 @dataclass
@@ -347,7 +345,6 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
         max_num_seqs=256,
         max_waiting=4096,
     )
-    opened = CudaDevice(dependent_launch=True) if args.dependent_launch else None
     loaded = open_model(
         MODELS[name],
         scheduler,
@@ -356,7 +353,6 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
         seed=0,
         on="device",
         quantization=args.quantization,
-        opened=opened,
     )
     say(f"bench: {name} loaded {time.perf_counter() - began:.1f} s after its start")
     bench = Bench(loaded, scheduler=scheduler, kv=KvConfig(memory_fraction=args.kv_memory_fraction))
@@ -482,9 +478,6 @@ def main() -> int:
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
     parser.add_argument("--kv-memory-fraction", type=float, default=0.9)
-    parser.add_argument(
-        "--dependent-launch", action="store_true", help="kernels start before the last one ends (ADR 31)"
-    )
     parser.add_argument("--no-prompt-graphs", action="store_true", help="launch steps with prompts one by one")
     parser.add_argument("--out", default="", help="folder for bench-gpu.txt and bench-gpu.json")
     args = parser.parse_args()

@@ -9,6 +9,7 @@ from functools import cache
 
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.executor.model_runner import TorchExecutor, load
@@ -71,7 +72,12 @@ def running(
     )
     loop.start()
     try:
-        yield Engine(EngineBackend(loop, streams, vocab_size=loaded.spec.vocab_size, grammars=grammars), loop)
+        yield Engine(
+            EngineBackend(
+                LocalEngine(loop, streams.sink, grammars=grammars), streams, vocab_size=loaded.spec.vocab_size
+            ),
+            loop,
+        )
     finally:
         loop.stop()
         executor.close()

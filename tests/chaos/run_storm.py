@@ -14,10 +14,10 @@ if __name__ == "__main__":
     # The folder of a script is not searched in Python's safe-path mode, which the Makefile turns on.
     here = Path(__file__).resolve().parent
     sys.path[:0] = [str(here / "storm"), str(here.parent / "support")]
-    able = os.geteuid() == 0 and all(map(shutil.which, ("unshare", "nsenter", "ip", "nft", "tc")))
+    able = os.geteuid() == 0 and all(map(shutil.which, ("unshare", "nsenter", "mount", "ip", "nft", "tc")))
     if able and _ENTERED not in os.environ:
         os.environ[_ENTERED] = "1"
-        os.execvp("unshare", ["unshare", "--net", sys.executable, *sys.argv])
+        os.execvp("unshare", ["unshare", "--net", "--mount", sys.executable, *sys.argv])
     if not able:
         print("chaos: NO NETWORK FAULTS: they need root, iproute2, nftables and util-linux", file=sys.stderr)
     from storm_cli import main

@@ -15,6 +15,7 @@ SERVE = {
     "--no-progress-timeout": "120s",
     "--metrics-port": "0",
     "--peer-credentials": "",
+    "--api-process": "auto",
     "--max-connections": "16384",
     "--max-connections-per-address": "8192",
     "--max-body-memory": "256Mi",

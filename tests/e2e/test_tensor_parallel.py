@@ -74,6 +74,7 @@ def test_three_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
         finally:
             status = process.stop()
         assert status == 0, process.tail()
+        assert "a rank ended with status" not in process.log.read_text(), "a rank did not end by itself"
         until(lambda pids=followers: not any(map(running, pids)), "ranks outlived their engine")
     assert answers[0] == answers[1]
     assert len(set(answers[0])) == len(PROMPTS)

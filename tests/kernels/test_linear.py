@@ -80,3 +80,41 @@ def test_wrong_arguments_are_named() -> None:
     if native.available():
         with pytest.raises(ValueError, match=r"x: expected \[T, 4\]"):
             dispatch.linear(torch.ones(2, 5), dispatch.pack(torch.ones(3, 4), impl="cpu"))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("k", [64, 101])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weight_dtype", DTYPES)
+def test_some_of_the_outputs(impl: str, k: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    """They are the whole product's, in its memory."""
+    if impl == "torch":
+        dtype = weight_dtype
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(150, k, generator=generator).to(weight_dtype)
+    bias = torch.randn(150, generator=generator).to(weight_dtype)
+    packed = dispatch.pack(weight, bias, dtype=dtype, impl=impl)
+    cut = 0
+    for first in (0, 16, 32, 64, 96, 100, 128):
+        some = packed.outputs_from(first)
+        if some is None:
+            continue
+        cut += 1
+        assert (some.out_features, some.in_features) == (150 - first, k)
+        for m in (1, 5, 40):
+            x = torch.randn(m, k, generator=generator).to(dtype)
+            got, want = dispatch.linear(x, some), dispatch.linear(x, packed)[:, first:]
+            if impl == "cpu":
+                assert torch.equal(got, want)
+            torch.testing.assert_close(got, want, rtol=TOLERANCES[dtype][0], atol=TOLERANCES[dtype][1])
+    assert cut == 7 if impl == "torch" else cut >= 5
+
+
+def test_some_of_the_outputs_of_8_bit_weights() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, scale = dispatch.quantize(torch.randn(48, 64, generator=generator), impl="reference")
+    packed = dispatch.pack_fp8(weight, scale, torch.randn(48, generator=generator), dtype=torch.bfloat16)
+    some = packed.outputs_from(16)
+    assert some is not None
+    x = torch.randn(3, 64, generator=generator).bfloat16()
+    torch.testing.assert_close(dispatch.linear(x, some), dispatch.linear(x, packed)[:, 16:], rtol=1e-2, atol=1e-2)

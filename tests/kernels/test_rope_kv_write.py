@@ -34,8 +34,15 @@ def test_reference_is_a_rotation() -> None:
 @pytest.mark.parametrize(("head_dim", "rotary"), [(32, 32), (64, 64), (80, 32), (96, 96), (128, 128), (10, 6)])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("layout", ["block-major", "layer-major"])
+@pytest.mark.parametrize("heads", [6, 0])
 def test_compiled(
-    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, rotary: int, norm: bool, layout: dispatch.Layout
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    head_dim: int,
+    rotary: int,
+    norm: bool,
+    layout: dispatch.Layout,
+    heads: int,
 ) -> None:
     case = paged_case(
         [1, 30, 9],
@@ -51,7 +58,7 @@ def test_compiled(
     slots[3] = -1
     cos, sin = tables(rotary)
     q_norm, k_norm = (torch.rand(head_dim), torch.rand(head_dim)) if norm else (None, None)
-    qkv = torch.randn(case.tokens, 12 * head_dim).to(dtype)
+    qkv = torch.randn(case.tokens, (heads + 6) * head_dim).to(dtype)
     results = []
     for impl in ("reference", "cpu"):
         own = qkv.clone()
@@ -64,13 +71,13 @@ def test_compiled(
             sin,
             view,
             slots,
-            num_heads=6,
+            num_heads=heads,
             q_norm=q_norm,
             k_norm=k_norm,
             eps=1e-5,
             impl=impl,
         )
-        assert torch.equal(own[:, 6 * head_dim :], qkv[:, 6 * head_dim :]), "k and v of the projection changed"
+        assert torch.equal(own[:, heads * head_dim :], qkv[:, heads * head_dim :]), "k and v of the projection changed"
         results.append((q, pool))
     assert_close(results[1][0], results[0][0])
     written = ~results[0][1].isnan()

@@ -89,17 +89,25 @@ def test_soft_cap_and_sinks(softcap: float | None, sinks: bool, window: int | No
     check_attention("triton", "cpu", [1, 20, 1], [90, 10, 0], window=window, softcap=softcap, sinks=sinks, **shape)
 
 
+@pytest.mark.parametrize("heads", [14, 0])
 @pytest.mark.parametrize(("head_dim", "rotary"), [(32, 32), (80, 32), (10, 6)])
 @pytest.mark.parametrize(("q_norm", "k_norm"), [(False, False), (True, True), (True, False), (False, True)])
 @pytest.mark.parametrize(("dtype", "kv_dtype", "layout"), [(F32, BF16, "block-major"), (BF16, F32, "layer-major")])
 def test_rope(
-    head_dim: int, rotary: int, q_norm: bool, k_norm: bool, dtype: torch.dtype, kv_dtype: torch.dtype, layout: str
+    heads: int,
+    head_dim: int,
+    rotary: int,
+    q_norm: bool,
+    k_norm: bool,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    layout: str,
 ) -> None:
     check_rope(
         "triton",
         "cpu",
         tokens=9,
-        heads=14,
+        heads=heads,
         kv_heads=3,
         head_dim=head_dim,
         rotary=rotary,

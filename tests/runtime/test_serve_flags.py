@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 
 from isthmus_runtime.__main__ import main
@@ -63,3 +65,9 @@ def test_a_pool_that_memory_cannot_hold_is_refused(capsys: pytest.CaptureFixture
     argv = ["--role", "decode", "--model", "m", "--transfer-mode", "direct", "--executor", "fake", "--port", "0"]
     assert main(["serve", *argv, "--kv-memory", "4194304Ti"]) == 2
     assert "lower --kv-memory" in capsys.readouterr().err
+
+
+def test_a_flag_of_a_newer_operator_says_whose_version_is_too_old(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", *UNIFIED, "--of-tomorrow", "1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--of-tomorrow" in line and version("isthmus-runtime") in line and "images of the operator's version" in line

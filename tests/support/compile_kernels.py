@@ -2,7 +2,7 @@
 
 Run as a program. It calls the ops on small CPU tensors; each launch only compiles. One line a kernel: its name, the
 shared memory that it needs, and whether the compiler put arrays in local memory. The interpreter checks what kernels
-compute; this checks that they compile at all, fit the device, and wait for what they read when they start early.
+compute; this checks that they compile at all and fit the device.
 """
 
 import sys
@@ -10,12 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from dependent_launch_rules import broken
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
-from isthmus_kernels import dependent_launch
 from isthmus_kernels.block_copy import triton_impl as block_copy
 from isthmus_kernels.embedding import triton_impl as embedding
 from isthmus_kernels.fp8_linear import triton_impl as fp8
@@ -97,10 +95,11 @@ def everything() -> None:
     case = paged_case([16], [0], heads=32, kv_heads=8, head_dim=128, block_size=16, kv_dtype=BF16)
     tables = some(64, 64, dtype=F32)
     for norm in (None, some(128)):
-        rope.rope_kv_write(
-            some(16, 48 * 128), case.positions, tables, tables, case.kv, case.slot_mapping, num_heads=32, q_norm=norm,
-            k_norm=norm,
-        )  # fmt: skip
+        for heads in (32, 0):
+            rope.rope_kv_write(
+                some(16, (heads + 16) * 128), case.positions, tables, tables, case.kv, case.slot_mapping,
+                num_heads=heads, q_norm=norm, k_norm=norm,
+            )  # fmt: skip
     rms_norm.rms_norm(some(16, 4096), some(4096), 1e-5)
     rms_norm.add_rms_norm(some(16, 4096), some(16, 4096), some(4096), 1e-5)
     silu.silu_mul(some(16, 24_576))
@@ -131,7 +130,6 @@ def everything() -> None:
 
 def main() -> int:
     compiled: dict[int, Any] = {}
-    wrong: list[str] = []
     run: Callable[..., Any] = jit.JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -140,16 +138,12 @@ def main() -> int:
             compiled[id(kernel)] = kernel
             over = " TOO MUCH" if kernel.metadata.shared > LIMIT else ""
             print(f"{self.fn.__name__}: {kernel.metadata.shared} bytes of shared memory{over}", flush=True)
-            wrong.extend(broken(self.fn.__name__, kernel.asm["ptx"], kernel.metadata.launch_pdl))
         return kernel
 
     jit.JITFunction.run = compile_only
     driver.set_active(Hopper())
-    dependent_launch.supported = lambda device: True  # type: ignore[assignment]
-    dependent_launch.switch(torch.device("cpu"), True)
     everything()
-    print(*wrong, sep="\n")
-    return 1 if wrong or any(kernel.metadata.shared > LIMIT for kernel in compiled.values()) else 0
+    return 1 if any(kernel.metadata.shared > LIMIT for kernel in compiled.values()) else 0
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def check_rope(
     case = paged_case(
         [tokens],
         [5],
-        heads=heads,
+        heads=kv_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         block_size=8,

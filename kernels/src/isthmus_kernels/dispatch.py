@@ -182,6 +182,7 @@ def rope_kv_write(
 
     Args:
         qkv: fused projection ``[T, (num_heads + 2 Hkv) * D]``, fp32 or bf16, contiguous. Only q changes.
+            With ``num_heads`` 0 it is keys and values alone.
         positions: int64 ``[T]``, indices into the tables.
         cos, sin: fp32 ``[max_pos, rot / 2]``; neox (half-split) style on the first ``rot <= D`` channels.
         kv: one layer of the pool (`layer_view`), fp32 or bf16.

@@ -22,15 +22,25 @@ def _serve(argv: Sequence[str]) -> int:
     from .config import RouterConfig, parse_serve
 
     config = parse_serve(argv)
-    level = config.server.log_level.upper()
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if isinstance(config, RouterConfig):
+        _log_to_stderr(config.server.log_level)
         from .commands.serve_router import serve_router
 
         return serve_router(config)
+    from .commands.engine_process import EngineProcess, runs_apart
+
+    apart = runs_apart(config)
+    _log_to_stderr(config.server.log_level, "API process: " if apart else "")
+    # Before all imports of the HTTP side: the engine reads weights meanwhile.
+    process = EngineProcess(config) if apart else None
     from .commands.serve_engine import serve_engine
 
-    return serve_engine(config)
+    return serve_engine(config, process)
+
+
+def _log_to_stderr(level: str, who: str = "") -> None:
+    text = f"%(asctime)s %(levelname)s {who}%(name)s: %(message)s"
+    logging.basicConfig(level=level.upper(), format=text, stream=sys.stderr)
 
 
 def _kv_plan(argv: Sequence[str]) -> int:
@@ -60,6 +70,13 @@ def _simulate(argv: Sequence[str]) -> int:
     return simulate_main(argv)
 
 
+def _engine(argv: Sequence[str]) -> int:
+    """Started by `serve --api-process on`, not by people: not in the usage."""
+    from .commands.engine_process import engine_main
+
+    engine_main(argv)
+
+
 def _rank(argv: Sequence[str]) -> int:
     """Started by `serve --tensor-parallel-size`, not by people: not in the usage."""
     from .commands.ranks import rank_main
@@ -69,6 +86,7 @@ def _rank(argv: Sequence[str]) -> int:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "serve": _serve,
+    "engine": _engine,
     "rank": _rank,
     "kv-plan": _kv_plan,
     "model": _model,

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib.metadata import version
 from typing import NoReturn
 from urllib.parse import urlsplit
 
@@ -82,6 +83,8 @@ class ServerConfig:
     no_progress_timeout_s: float = 120.0
     """/health turns 503 when there is work and no step finished for this long."""
     log_level: str = "info"
+    api_process: str = "auto"
+    """Whether an engine has a process of its own beside this one: on | off; auto: with a GPU (ADR 41)."""
     metrics_port: int = 0
     """Where /metrics is, and probes as well; 0: on `port`."""
     peer_credentials: str = ""
@@ -256,7 +259,14 @@ class _Parser(argparse.ArgumentParser):
     """Reports like the rest of the configuration: one line for the problem, not a page of usage before it."""
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; --help lists all flags")
+        hint = "--help lists all flags"
+        if message.startswith("unrecognized arguments"):
+            # The first words of a pod that does not start: of what an operator renders, nobody has typed anything.
+            hint += (
+                f" of this version, {version('isthmus-runtime')}; where an operator set them, it is newer: give the "
+                "service images of the operator's version"
+            )
+        raise ConfigError(f"{message}; {hint}")
 
 
 def build_serve_parser() -> argparse.ArgumentParser:
@@ -269,6 +279,12 @@ def build_serve_parser() -> argparse.ArgumentParser:
     p.add_argument("--no-progress-timeout", default="120s", help="/health fails after this long with work and no step")
     p.add_argument("--metrics-port", default="0", help="a port of its own for /metrics and probes; 0: --port")
     p.add_argument("--peer-credentials", default="", help="folder with token and trust.json; none: no authentication")
+    p.add_argument(
+        "--api-process",
+        default="auto",
+        choices=["auto", "on", "off"],
+        help="engine and HTTP in a process each; auto: where there is a GPU",
+    )
     p.add_argument("--max-connections", default="16384", help="fewer where RLIMIT_NOFILE has no room for them")
     p.add_argument("--max-connections-per-address", default="8192", help="a gateway in front is one address")
     p.add_argument("--max-body-memory", default="256Mi", help="of all request bodies that are not answered yet")
@@ -442,6 +458,7 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         log_level=args.log_level,
         metrics_port=read.integer("metrics_port", 0, 65535),
         peer_credentials=args.peer_credentials,
+        api_process=args.api_process,
         max_connections=read.integer("max_connections", 1),
         max_connections_per_address=read.integer("max_connections_per_address", 1),
         max_body_memory_bytes=read.size("max_body_memory"),

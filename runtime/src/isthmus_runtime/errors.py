@@ -21,9 +21,19 @@ IsthmusError
 from __future__ import annotations
 
 import copy
+import errno
 from collections.abc import Sequence
 from typing import Self
 
+_SHORT_OF = {
+    errno.EMFILE: "descriptors (raise RLIMIT_NOFILE)",
+    errno.ENFILE: "descriptors on its node",
+    errno.ENOMEM: "memory or threads (raise its limits)",
+    errno.ENOSPC: "room on a disk",
+}
+_NO_THREAD = "can't start new thread"
+"""A RuntimeError of Python's without a class of its own: there is no memory for a stack, or the limit on processes is
+reached, which containers seldom have."""
 _MOST_TEXT = 2000
 """Characters of a message that reaches a client: it may name what the client sent, at whatever length."""
 
@@ -211,3 +221,14 @@ def error_from_json(status: int, body: dict[str, object]) -> RequestError:
     if cls is None:
         cls = InvalidRequest if status == 400 else EngineFailed
     return cls(message, param=param, stage=stage, attempt=attempt)
+
+
+def unforeseen(error: Exception) -> RequestError:
+    """What ends a request that met `error`, which is none of ours: its cause where the process ran out of something,
+    which another try may find there, and otherwise no more than that it is in the log."""
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, MemoryError) or str(error) == _NO_THREAD:
+        number = errno.ENOMEM
+    if number in _SHORT_OF:
+        return Overloaded(f"this process has run out of {_SHORT_OF[number]}; retry later")
+    return EngineFailed("internal error; the log of this process has the details")

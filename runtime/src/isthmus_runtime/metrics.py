@@ -185,6 +185,9 @@ class EngineMetrics:
         self.accepted = names.counter(
             "accepted_draft_tokens", "Guessed tokens that were kept.", vllm="spec_decode_num_accepted_tokens"
         )
+        self.forced = names.counter(
+            "forced_tokens", "Tokens that a grammar left no choice about, computed together with the token before."
+        )
         self.quarantined_blocks = names.gauge("quarantined_blocks", "KV blocks a peer may still write.")
         self.never_fit_rejections = names.counter(
             "never_fit_rejections", "Requests refused because they can never fit."

@@ -61,8 +61,8 @@ def descriptors_of(pid: int, names: Mapping[str, str]) -> Descriptors:
             continue  # libuv's reserve, from the first time without descriptors on: it closes it to accept and refuse
         found = table.get(target)
         if found is None:
-            # An event loop's own pair of sockets, a pipe, a file.
-            others[target.partition(":")[0] if ":" in target else target] += 1
+            # An event loop's own pair of sockets, a pipe, a file. On a full disk a log is a file, else a pipe.
+            others["pipe" if target.endswith("/log") else target.partition(":")[0] if ":" in target else target] += 1
             continue
         state, local_port, address = found
         if state == "listening":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import resource
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,14 +17,23 @@ from pathlib import Path
 
 import aiohttp
 from disk import Disk, disk_bytes, enter, forget_pages
-from fleet import Fleet
+from fleet import Fleet, Member
+from load import REQUEST_TIMEOUT_S
+from names import NameServer
 from network import Network
+from room import FullDisk
 from schedule import Fault
 
 READY_S = 60.0
+_LARGE = 6
+_LARGE_BODY = json.dumps({"model": "test", "prompt": "word " * 1_500_000, "max_tokens": 1}).encode()
 _SLOW_DISK, _SLOW_START = 4 << 10, 1 << 20
 """Bytes a second: none to speak of, and some seconds for a tokenizer."""
 _DRAIN_S = 15.0
+_FULL_S = 3.0
+"""How long a member serves beside a full disk."""
+_JUMPS = (-26 * 3600, -3600, -2, 2, 3600, 26 * 3600)
+"""Seconds, ahead or behind."""
 
 
 class Broken(Exception):
@@ -44,6 +55,12 @@ class Injector:
 
     def __init__(self, fleet: Fleet, disk: Disk | None) -> None:
         self._disk = disk
+        self.names: NameServer | None = None
+        self.large_bodies: Counter[int | str] = Counter()
+        """How those ended that were sent to members without memory."""
+        self.given_up = 0
+        """Members that a want of memory has ended."""
+        self._full: list[tuple[FullDisk, Member]] = []
         self.events: list[Event] = []
         self.problems: list[str] = []
         self._fleet = fleet
@@ -157,6 +174,86 @@ class Injector:
             with suppress(ProcessLookupError):  # the victim of another fault meanwhile
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
 
+    async def _little_memory(self, fault: Fault, event: Event) -> None:
+        member = self._fleet.member[fault.target]
+        pid = member.popen.pid
+        before = resource.prlimit(pid, resource.RLIMIT_AS)
+        resource.prlimit(pid, resource.RLIMIT_AS, (_address_space(pid), before[1]))
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(asyncio.sleep(fault.seconds))
+                for _ in range(_LARGE if fault.target != "master" else 0):
+                    group.create_task(self._large_body(fault))
+        finally:
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_AS, before)
+        event.healed = time.time()
+        if member.popen.poll() is None and await self._is_well(fault.target):
+            return
+        # Who cannot go on must end, or say that it is not well: then it is started again, as by a kubelet.
+        self.given_up += 1
+        member.send(signal.SIGKILL)
+        await asyncio.to_thread(member.popen.wait, 10)
+        member.start()
+        await self.ready(fault.target)
+
+    async def _large_body(self, fault: Fault) -> None:
+        """Ask for memory: what a process has free already would do for the requests of the load."""
+        path = "/v1/completions" if fault.target == "router" else "/internal/prefill"
+        timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            try:
+                async with session.post(self._fleet.url(fault.target) + path, data=_LARGE_BODY) as answer:
+                    self.large_bodies[answer.status] += 1
+            except TimeoutError:
+                self.problems.append(f"{fault}: a large body got no answer in {REQUEST_TIMEOUT_S:g} s")
+            except (aiohttp.ClientError, OSError):
+                self.large_bodies["connection ended"] += 1
+
+    async def _is_well(self, name: str) -> bool:
+        """Whether it says that it is healthy; that of the master nobody knows."""
+        if name == "master":
+            return True
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=5)) as session:
+            try:
+                async with session.get(self._fleet.url(name) + "/health") as answer:
+                    return answer.status == 200
+            except (aiohttp.ClientError, OSError, TimeoutError):
+                return False
+
+    async def _clock_jump(self, fault: Fault, event: Event) -> None:
+        assert self._fleet.clocks is not None
+        self._fleet.clocks.set(fault.target, _JUMPS[int(fault.seconds * 1000) % len(_JUMPS)])
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            self._fleet.clocks.set(fault.target, 0)
+
+    async def _no_names(self, fault: Fault, event: Event) -> None:
+        assert self.names is not None
+        self.names.failing[fault.target] = ("silent", "servfail")[int(fault.seconds * 1000) % 2]
+        try:
+            await asyncio.sleep(fault.seconds)
+        finally:
+            del self.names.failing[fault.target]
+
+    async def _full_disk(self, fault: Fault, event: Event) -> None:
+        member = self._fleet.member[fault.target]
+        member.send(signal.SIGKILL)
+        await asyncio.to_thread(member.popen.wait, 10)
+        disk = FullDisk(self._fleet.model.with_name(f"{fault.target}-full-{len(self._full)}"))
+        self._full.append((disk, member))
+        try:
+            await self._start_again(fault, event, disk.entering())
+            await asyncio.sleep(_FULL_S)
+        finally:
+            disk.free()
+
+    def keep_logs(self) -> None:
+        """What members logged on disks that were full."""
+        for disk, member in self._full:
+            disk.keep_log(member.log)
+
     async def _slow_disk(self, fault: Fault, event: Event) -> None:
         assert self._disk is not None
         pid = self._fleet.member[fault.target].popen.pid
@@ -258,3 +355,8 @@ class Injector:
         async with asyncio.timeout(30):
             if await hog.wait():
                 self.problems.append("the pool could not be freed of what filled it")
+
+
+def _address_space(pid: int) -> int:
+    """Bytes that a process has mapped."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from clock import Clocks
 from descriptors import Descriptors, descriptors_of
 from load import REQUEST_TIMEOUT_S
+from names import SUFFIX, entering, resolv_conf
 from network import HUB, Network
 from processes import BIN, MODEL, free_port
 
@@ -35,6 +37,8 @@ class Member:
     name: str
     argv: list[str]
     log: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    """Beside this process's own."""
     popen: subprocess.Popen[bytes] = field(init=False)
     writable: threading.Event = field(default_factory=threading.Event)
     """Whether its log takes bytes."""
@@ -46,13 +50,17 @@ class Member:
     """Bytes read from disk and written to it when it had become ready."""
 
     def start(self, prefix: Sequence[str] = ()) -> None:
-        """`prefix`: of the command."""
+        """`prefix`: of the command, within the member's network."""
         self.writable.set()
         if self.started:
             self.ends.append(time.time())
         self.started = time.time()
         self.popen = subprocess.Popen(
-            [*prefix, *self.argv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+            [*prefix, *self.argv],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=os.environ | self.environment,
         )
         assert self.popen.stdout is not None
         fcntl.fcntl(self.popen.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
@@ -88,8 +96,10 @@ class Member:
 class Fleet:
     """Starts and stops members by name."""
 
-    def __init__(self, folder: Path, mode: str, network: Network | None, more: Sequence[str] = ()) -> None:
-        """`more`: further arguments of every engine."""
+    def __init__(
+        self, folder: Path, mode: str, network: Network | None, more: Sequence[str] = (), clocks: bool = False
+    ) -> None:
+        """`more`: further arguments of every engine. `clocks`: whether they can jump."""
         self.model = folder / "model"
         self.mode = mode
         self._more = tuple(more)
@@ -101,7 +111,11 @@ class Fleet:
         self.port = {name: PORT if network else free_port() for name in self.names}
         self.metrics_port = METRICS_PORT if network else free_port()
         self.here = HUB if network else "127.0.0.1"
+        self._resolver = entering(resolv_conf(folder, HUB)) if network else []
+        self.clocks = Clocks(folder, self.names) if clocks else None
         self.member = {name: Member(name, self._argv(name), folder / f"{name}.log") for name in self.names}
+        for name in self.names if self.clocks is not None else ():
+            self.member[name].environment = self.clocks.environment(name)
 
     def host(self, name: str) -> str:
         return self.network.address[name] if self.network else "127.0.0.1"
@@ -117,7 +131,7 @@ class Fleet:
         return f"http://{self.host('master')}:{self.metrics_port}"
 
     def _argv(self, name: str) -> list[str]:
-        enter = self.network.enter(name) if self.network else []
+        enter = [*self.network.enter(name), *self._resolver] if self.network else []
         host, port = self.host(name), str(self.port[name])
         if name == "master":
             argv = [str(BIN / "mooncake_master"), f"--rpc_address={host}", f"--rpc_port={port}"]
@@ -126,8 +140,8 @@ class Fleet:
         argv = [*enter, str(BIN / "isthmus-runtime"), "serve", "--role", role, "--host", host, "--port", port]
         argv += ["--model", str(self.model), "--served-model-name", "test", "--drain-timeout", "5s"]
         if role == "router":
-            argv += ["--prefill", ",".join(map(self.address, self.prefills))]
-            argv += ["--decode", ",".join(map(self.address, self.decodes))]
+            argv += ["--prefill", self._by_name("prefill") or ",".join(map(self.address, self.prefills))]
+            argv += ["--decode", self._by_name("decode") or ",".join(map(self.address, self.decodes))]
             return [*argv, "--request-timeout", f"{REQUEST_TIMEOUT_S:g}s"]
         argv += [*self._more, "--executor", "fake", "--kv-memory", "128Ki", "--transfer-mode", self.mode]
         # Short, so that what a failure leaves behind is swept within the time a run settles.
@@ -135,8 +149,17 @@ class Fleet:
         # One of each, so that recomputed answers and 502s both occur.
         argv += ["--transfer-on-failure", "fail" if name == "decode1" else "recompute"]
         if self.mode == "store":
-            argv += ["--store-master", self.address("master"), "--store-segment-size", "16Mi"]
+            argv += [
+                "--store-master",
+                self._by_name("master") or self.address("master"),
+                "--store-segment-size",
+                "16Mi",
+            ]
         return argv
+
+    def _by_name(self, role: str) -> str:
+        """Where a name stands for all members of the role; empty without a network of our own."""
+        return f"{role}.{SUFFIX}:{PORT}" if self.network else ""
 
     def copy_model(self) -> None:
         """A model folder of this run: slowing it down disturbs nobody else. The engines here read no weights."""

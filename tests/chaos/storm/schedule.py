@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 
@@ -30,55 +30,69 @@ class Kind:
     roles: tuple[str, ...]
     seconds: tuple[float, float]
     peers: tuple[str, ...] = ()
-    needs_network: bool = False
-    needs_disk: bool = False
-    store_only: bool = False
+    needs: tuple[str, ...] = ()
+    """Of the machine and the mode: network, disk, clock, store."""
 
 
 _ENGINES = ("prefill", "decode")
+_OURS = ("router", *_ENGINES)
 KINDS = (
     # Seconds of a kill: how long until the process is started again.
     Kind("kill", ("prefill",), (0.2, 2.0)),
     Kind("kill", ("decode",), (0.2, 2.0)),
     Kind("kill", ("router",), (0.2, 1.0)),
-    Kind("kill", ("master",), (0.2, 3.0), store_only=True),
+    Kind("kill", ("master",), (0.2, 3.0), needs=("store",)),
     Kind("freeze", ("prefill",), (0.5, 3.0)),
     Kind("freeze", ("decode",), (0.5, 3.0)),
     # Longer than the router waits for a silent engine.
     Kind("freeze", _ENGINES, (7.0, 9.0)),
     Kind("freeze", ("router",), (0.5, 3.0)),
-    Kind("freeze", ("master",), (0.5, 4.0), store_only=True),
+    Kind("freeze", ("master",), (0.5, 4.0), needs=("store",)),
     Kind("drain", _ENGINES, (0.2, 1.0)),
-    Kind("isolate", ("prefill",), (2.0, 9.0), needs_network=True),
-    Kind("isolate", ("decode",), (2.0, 9.0), needs_network=True),
-    Kind("cut", _ENGINES, (1.0, 8.0), ("router",), needs_network=True),
-    Kind("cut", ("decode",), (1.0, 6.0), ("prefill",), needs_network=True),
-    Kind("cut", _ENGINES, (1.0, 6.0), ("master",), needs_network=True, store_only=True),
-    Kind("one-way cut", _ENGINES, (1.0, 6.0), ("router", "prefill", "decode"), needs_network=True),
-    Kind("reset", _ENGINES, (0.05, 0.3), needs_network=True),
-    Kind("throttle", _ENGINES, (2.0, 6.0), needs_network=True),
-    Kind("delay", _ENGINES, (2.0, 6.0), needs_network=True),
-    Kind("log disk", ("router", *_ENGINES), (0.5, 3.0)),
+    Kind("isolate", ("prefill",), (2.0, 9.0), needs=("network",)),
+    Kind("isolate", ("decode",), (2.0, 9.0), needs=("network",)),
+    Kind("cut", _ENGINES, (1.0, 8.0), ("router",), needs=("network",)),
+    Kind("cut", ("decode",), (1.0, 6.0), ("prefill",), needs=("network",)),
+    Kind("cut", _ENGINES, (1.0, 6.0), ("master",), needs=("network", "store")),
+    Kind("one-way cut", _ENGINES, (1.0, 6.0), ("router", "prefill", "decode"), needs=("network",)),
+    Kind("reset", _ENGINES, (0.05, 0.3), needs=("network",)),
+    Kind("throttle", _ENGINES, (2.0, 6.0), needs=("network",)),
+    Kind("delay", _ENGINES, (2.0, 6.0), needs=("network",)),
+    Kind("log disk", _OURS, (0.5, 3.0)),
     # As many files as it has open: what it opens meanwhile fails.
-    Kind("few descriptors", ("router", *_ENGINES), (0.5, 3.0)),
-    Kind("slow disk", ("router", *_ENGINES), (2.0, 6.0), needs_disk=True),
+    Kind("few descriptors", _OURS, (0.5, 3.0)),
+    Kind("few descriptors", ("master",), (0.5, 3.0), needs=("store",)),
+    # As much memory as it has: what it asks for meanwhile is refused.
+    Kind("little memory", ("router",), (0.5, 3.0)),
+    Kind("little memory", _ENGINES, (0.5, 3.0)),
+    Kind("little memory", ("master",), (0.5, 3.0), needs=("store",)),
+    Kind("clock jump", ("router",), (1.0, 5.0), needs=("clock",)),
+    Kind("clock jump", _ENGINES, (1.0, 5.0), needs=("clock",)),
+    Kind("clock jump", ("master",), (1.0, 5.0), needs=("clock", "store")),
+    Kind("no names", ("router",), (2.0, 8.0), needs=("network",)),
+    Kind("no names", _ENGINES, (2.0, 8.0), needs=("network", "store")),
+    Kind("slow disk", _OURS, (2.0, 6.0), needs=("disk",)),
+    # Killed, and started again where no file takes a byte.
+    Kind("full disk", ("router",), (0.2, 0.5), needs=("network",)),
+    Kind("full disk", _ENGINES, (0.2, 0.5), needs=("network",)),
+    Kind("full disk", ("master",), (0.2, 0.5), needs=("network", "store")),
     # Killed, and started again with its model on a slow disk.
-    Kind("slow start", ("router",), (0.2, 0.5), needs_disk=True),
-    Kind("full store", ("pool",), (2.0, 6.0), store_only=True),
-    Kind("evicting store", ("pool",), (2.0, 6.0), store_only=True),
+    Kind("slow start", ("router",), (0.2, 0.5), needs=("disk",)),
+    Kind("full store", ("pool",), (2.0, 6.0), needs=("store",)),
+    Kind("evicting store", ("pool",), (2.0, 6.0), needs=("store",)),
 )
 
 
 def plan(
-    seed: int, seconds: float, mode: str, names: Sequence[str], *, network: bool, disk: bool, only: Sequence[str] = ()
+    seed: int, seconds: float, names: Sequence[str], able: Collection[str], only: Sequence[str] = ()
 ) -> list[Fault]:
     """Faults from 2 s on until 3 s before the end. Kinds come from a shuffled deck: each once before any comes again.
 
-    At most two overlap, and never on the same target. `only`: names of the kinds to take; empty: all.
+    At most two overlap, and never on the same target. `able`: what kinds may need. `only`: names of the kinds to take;
+    empty: all.
     """
     rng = random.Random(f"faults {seed}")
-    kinds = [k for k in KINDS if (network or not k.needs_network) and (disk or not k.needs_disk)]
-    kinds = [k for k in kinds if mode == "store" or not k.store_only]
+    kinds = [k for k in KINDS if set(k.needs) <= set(able)]
     kinds = [k for k in kinds if k.name in only] if only else kinds
     faults: list[Fault] = []
     deck: list[Kind] = []

@@ -14,11 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 import aiohttp
+import clock
 from disk import Disk, controller
 from faults import Injector
 from fleet import Fleet
 from load import Load
-from network import Network
+from names import NameServer
+from network import HUB, Network
 from processes import BIN, MODEL
 from schedule import plan
 from verdict import Remains, Report, judge, processes_left
@@ -46,9 +48,8 @@ def main(argv: list[str], *, network: bool) -> int:
     out.mkdir(parents=True, exist_ok=True)
     if args.plan:
         names = Fleet(out, args.mode, None).names
-        disk = controller() is not None
-        faults = plan(seed, args.minutes * 60, args.mode, names, network=network, disk=disk, only=_kinds(args))
-        print("\n".join(map(str, faults)))
+        able = _able(args.mode, network=network, disk=controller() is not None)
+        print("\n".join(map(str, plan(seed, args.minutes * 60, names, able, _kinds(args)))))
         return 0
     print(f"chaos: make chaos SEED={seed} MINUTES={args.minutes:g} MODE={args.mode}    logs in {out}", flush=True)
     return asyncio.run(_run(args, seed, out, network))
@@ -56,6 +57,12 @@ def main(argv: list[str], *, network: bool) -> int:
 
 def _kinds(args: argparse.Namespace) -> list[str]:
     return [word.strip() for word in args.only.split(",") if word.strip()]
+
+
+def _able(mode: str, *, network: bool, disk: bool) -> list[str]:
+    """What kinds of faults may need, of this machine and mode."""
+    had = {"network": network, "disk": disk, "clock": clock.able(), "store": mode == "store"}
+    return [name for name, has in had.items() if has]
 
 
 async def _run(args: argparse.Namespace, seed: int, out: Path, with_network: bool) -> int:
@@ -67,7 +74,9 @@ async def _run(args: argparse.Namespace, seed: int, out: Path, with_network: boo
     if root is None:
         print("chaos: NO SLOW DISK: it needs a control group hierarchy for block devices", file=sys.stderr)
     disk = None if root is None else Disk(root, [out, MODEL, BIN])
-    fleet = Fleet(out, mode, network, ["--transfer-crc"] if args.crc else [])
+    if not clock.able():
+        print("chaos: NO CLOCK JUMPS: they need a C compiler", file=sys.stderr)
+    fleet = Fleet(out, mode, network, ["--transfer-crc"] if args.crc else [], clocks=clock.able())
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -100,6 +109,9 @@ async def _storm(
     seconds = args.minutes * 60
     injector, remains = Injector(fleet, disk), Remains(fleet)
     load = Load(fleet.url("router"), seed, args.rate)
+    if fleet.network is not None:
+        injector.names = NameServer(fleet.network.address)
+        await injector.names.start(HUB)
     for name in fleet.names:
         fleet.member[name].start()
         if name == "master":
@@ -111,8 +123,8 @@ async def _storm(
             report.violations.append(f"before the storm: {outcome.ending} {outcome.problem} {outcome.error}")
     before = remains.descriptors()
 
-    able = {"network": fleet.network is not None, "disk": disk is not None}
-    faults = plan(seed, seconds, fleet.mode, fleet.names, **able, only=_kinds(args))
+    able = _able(fleet.mode, network=fleet.network is not None, disk=disk is not None)
+    faults = plan(seed, seconds, fleet.names, able, _kinds(args))
     stop = asyncio.Event()
     loading = asyncio.create_task(load.run(stop))
     began = time.monotonic()
@@ -148,6 +160,11 @@ async def _storm(
         f"{len(injector.events)}: "
         + ", ".join(f"{sum(e.fault.kind == k for e in injector.events)} {k}" for k in kinds),
     )
+    report.row("large bodies to members without memory", dict(injector.large_bodies) or "none")
+    report.row("members without memory that were started again", injector.given_up)
+    if injector.names is not None:
+        report.row("names asked for in vain", injector.names.unanswered)
+    injector.keep_logs()
     async with aiohttp.ClientSession() as session:
         samples = await remains.samples(session, "router")
         report.row("transfers that ended early, by stage", dict(await remains.stages(session)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engine_world import World, request
+from forced_stretches import Stretches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +17,7 @@ from isthmus_runtime.engine.masks import MaskThread
 from isthmus_runtime.engine.sequence import Kind
 from isthmus_runtime.engine.step_time import StepSize, StepTimes
 from isthmus_runtime.executor.fake import expected_tokens
+from isthmus_runtime.interfaces.steps import Forced, Later
 from isthmus_runtime.request import FinishReason, SamplingParams
 
 
@@ -78,12 +80,12 @@ def test_drafts_stop_where_they_cost_more_than_they_save() -> None:
         times.learn(StepSize(1, 64, 2048.0), 74e-3)
     speculation = Speculation(8, times)
     speculation.begin(1)
-    few, many = speculation._most(0.6), speculation._most(0.95)
+    few, many = speculation._most(0.6, 8), speculation._most(0.95, 8)
     assert 1 <= few < many == 8
     for _ in range(400):
         times.learn(StepSize(32, 0, 0.0), 30e-3)
     speculation.begin(32)
-    assert speculation._most(0.6) == 0
+    assert speculation._most(0.6, 8) == 0
 
 
 class Oracle(Drafter):
@@ -172,6 +174,79 @@ class Anything:
 
     def allowed(self, generated: Sequence[int]) -> bytes | None:
         return None
+
+    def forced(self, generated: Sequence[int], most: int) -> Forced:
+        return Forced()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    windows=st.sampled_from([(None,), (6,), (None, 6)]),
+    blocks=st.sampled_from([16, 24, 65]),
+    caching=st.booleans(),
+    depth=st.sampled_from([1, 2]),
+    late=st.booleans(),
+)
+def test_answers_are_those_without_telling_what_is_forced(
+    seed: int, windows: Any, blocks: int, caching: bool, depth: int, late: bool
+) -> None:
+    """Through preemption, prefix hits, windows, stops and ends amid a forced stretch, beside rows without grammars."""
+
+    def answers(tells: bool) -> tuple[dict[str, list[int]], dict[str, FinishReason], int, World]:
+        rng = random.Random(seed)
+        world = World(
+            num_blocks=blocks * len(windows), windows=windows, prefix_caching=caching, depth=depth, late_masks=late
+        )
+        for number in range(6):
+            prompt = [7] * rng.randint(1, 8) + [rng.randrange(50) for _ in range(rng.randint(0, 12))]
+            stops = (rng.randrange(300, 312),) if rng.random() < 0.3 else ()
+            options = {"temperature": float(number % 2), "seed": number, "stop_token_ids": stops}
+            masks = None if number == 5 else Stretches(tells=tells)
+            world.add(request(f"r{number}", prompt, rng.randint(1, 30), **options), masks=masks)
+        world.run()
+        return world.tokens, {sid: world.finish(sid) for sid in world.tokens}, world.scheduler.steps._newest, world
+
+    *plain, steps, _ = answers(False)
+    *fast, fewer, world = answers(True)
+    assert fast == plain
+    if world.scheduler.stats().forced > 20 and not world.scheduler.stats().preemptions:
+        assert fewer < steps
+    assert not world.scheduler.stats().drafted
+
+
+def test_forced_tokens_save_steps() -> None:
+    def steps(tells: bool) -> tuple[int, int, list[int]]:
+        world = World(max_model_len=128, num_blocks=65)
+        world.add(request("r", [1, 2, 3], 100), masks=Stretches(tells=tells))
+        world.run()
+        return world.scheduler.steps._newest, world.scheduler.stats().forced, world.tokens["r"]
+
+    (many, none, plain), (few, forced, fast) = steps(False), steps(True)
+    assert fast == plain and none == 0
+    assert forced > 30 and many - few >= 0.9 * forced, (many, few, forced)
+
+
+def test_a_row_whose_mask_is_slow_is_not_waited_for_again() -> None:
+    class Slow(Stretches):
+        slow = False
+
+        def allowed(self, generated: Sequence[int], most: int = 0) -> bytes | Later:  # type: ignore[override]
+            mask = super().allowed(generated, most)
+            return Later.MASK if self.slow else mask
+
+    world = World(max_model_len=128, num_blocks=65)
+    masks = Slow(tells=True)
+    world.add(request("r", [1, 2, 3], 100), masks=masks)
+    while not world.scheduler.holds:
+        world.turn()
+    masks.slow = True
+    while world.turn():
+        pass
+    assert not world.scheduler.holds
+    masks.slow = False
+    world.run()
+    assert len(world.tokens["r"]) == 100
 
 
 def test_who_may_guess() -> None:

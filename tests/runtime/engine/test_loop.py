@@ -34,7 +34,7 @@ def test_many_clients_at_once_get_their_own_tokens() -> None:
             )
             for prompt, answer in zip(prompts.values(), answers, strict=True):
                 assert answer == expected_tokens(prompt, request("x", [1], 1).sampling, 10)
-            backend.engine.call(backend.engine.scheduler.check)
+            backend.engine.loop.call(backend.engine.loop.scheduler.check)
 
     asyncio.run(main())
 
@@ -43,10 +43,10 @@ def test_an_idle_engine_uses_no_cpu() -> None:
     async def main() -> None:
         with engine() as backend:
             await collect(backend, "warm", [1, 2, 3], 4)
-            before, turns = resource.getrusage(resource.RUSAGE_SELF), backend.engine.steps
+            before, turns = resource.getrusage(resource.RUSAGE_SELF), backend.engine.loop.steps
             await asyncio.sleep(0.5)
             after = resource.getrusage(resource.RUSAGE_SELF)
-            assert backend.engine.steps == turns
+            assert backend.engine.loop.steps == turns
             switches = after.ru_nvcsw - before.ru_nvcsw
             assert switches < 20, f"{switches} wake-ups while idle"
 
@@ -59,9 +59,9 @@ def test_closing_the_stream_aborts_the_request() -> None:
             stream = backend.generate(request("a", [1, 2, 3], 100))
             assert (await asyncio.wait_for(anext(stream), DEADLINE_S)).token_ids
             await stream.aclose()
-            turns = (backend.engine.call(lambda: backend.engine.scheduler.has_work) for _ in range(200))
+            turns = (backend.engine.loop.call(lambda: backend.engine.loop.scheduler.has_work) for _ in range(200))
             assert not all(turns), "the request still runs after its stream was closed"
-            backend.engine.call(backend.engine.scheduler.check)
+            backend.engine.loop.call(backend.engine.loop.scheduler.check)
 
     asyncio.run(main())
 
@@ -103,7 +103,7 @@ def test_what_breaks_again_while_it_ends_strands_nobody(monkeypatch: pytest.Monk
             def broken(error: object) -> list[object]:
                 raise AssertionError("again")
 
-            monkeypatch.setattr(backend.engine.scheduler, "abort_all", broken)
+            monkeypatch.setattr(backend.engine.loop.scheduler, "abort_all", broken)
             with pytest.raises(EngineFailed, match="device lost"):
                 async for chunk in backend.generate(request("a", [1] * 5, 50)):
                     if chunk.error is not None:
@@ -125,7 +125,7 @@ def test_an_attempt_on_an_engine_that_moves_no_kv_is_refused_and_breaks_nothing(
             assert await collect(backend, "b", [1, 2, 3], 4) == expected_tokens(
                 [1, 2, 3], request("x", [1], 1).sampling, 4
             )
-            backend.engine.call(backend.engine.scheduler.check)
+            backend.engine.loop.call(backend.engine.loop.scheduler.check)
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 
@@ -136,13 +136,13 @@ def test_the_next_step_is_planned_while_one_runs_and_a_stall_is_visible() -> Non
         with engine(executor=gated) as backend:
             task = asyncio.create_task(collect(backend, "a", [1, 2, 3], 6))
             await asyncio.wait_for(asyncio.to_thread(gated.queued.wait), DEADLINE_S)
-            assert backend.engine.scheduler.in_flight == 2
-            assert backend.engine.steps == 0
-            assert backend.engine.stalled_s() > 0
+            assert backend.engine.loop.scheduler.in_flight == 2
+            assert backend.engine.loop.steps == 0
+            assert backend.engine.loop.stalled_s() > 0
             gated.gate.set()
             assert await asyncio.wait_for(task, DEADLINE_S) == expected_tokens(
                 [1, 2, 3], request("x", [1], 1).sampling, 6
             )
-            assert backend.engine.stalled_s() == 0
+            assert backend.engine.loop.stalled_s() == 0
 
     asyncio.run(main())

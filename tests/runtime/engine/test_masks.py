@@ -17,7 +17,7 @@ from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.masks import MaskThread
 from isthmus_runtime.errors import EngineFailed, InvalidRequest
 from isthmus_runtime.executor.fake import expected_tokens
-from isthmus_runtime.interfaces.steps import Later
+from isthmus_runtime.interfaces.steps import Forced, Later
 from isthmus_runtime.request import FinishReason, TokenChunk
 
 DEADLINE_S = 20
@@ -40,12 +40,15 @@ class Rule:
                 raise self.error
         return ODD
 
+    def forced(self, generated: Sequence[int], most: int) -> Forced:
+        return Forced()
+
 
 async def ask(backend: EngineBackend, rid: str, rule: Rule | None) -> list[TokenChunk]:
     wanted = request(rid, [1, 2, 3], 6)
     queue = backend._streams.open(rid)
     try:
-        backend.engine.generate(wanted, constraint=rule)
+        backend.engine.loop.generate(wanted, constraint=rule)
         chunks = []
         while not chunks or chunks[-1].finish_reason is None:
             reply = await queue.get()
@@ -77,8 +80,8 @@ def test_others_go_on_while_a_mask_is_computed(error: BaseException | None) -> N
                 assert len(tokens) == 2 and chunks[-1].finish_reason is FinishReason.ERROR
                 assert chunks[-1].error is not None and str(error) in str(chunks[-1].error)
             assert rule.threads == {"masks"}
-            backend.engine.call(backend.engine.scheduler.check)
-            assert not backend.engine.call(lambda: backend.engine.scheduler.has_work)
+            backend.engine.loop.call(backend.engine.loop.scheduler.check)
+            assert not backend.engine.loop.call(lambda: backend.engine.loop.scheduler.has_work)
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from engine_world import World, make_plan, request
+from forced_stretches import Stretches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ from isthmus_runtime.engine.sequence import CancelAttempt, FinishSend, Kind, Ope
 from isthmus_runtime.errors import DeadlineExceeded, InvalidRequest, NeverFits, Overloaded, TransferFailed
 from isthmus_runtime.executor.fake import Windows, expected_tokens
 from isthmus_runtime.interfaces.handoff import BlockRef
-from isthmus_runtime.interfaces.steps import Later
+from isthmus_runtime.interfaces.steps import Forced, Later
 from isthmus_runtime.kv.keys import keys_digest
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.protocol import PrefillRecord
@@ -563,6 +564,9 @@ class EvenAfterOdd:
         self.asked.append(len(generated))
         return None if not generated else (b"\x55" if generated[-1] % 2 else b"\xaa") * 124
 
+    def forced(self, generated: Sequence[int], most: int) -> Forced:
+        return Forced()
+
 
 class Sync:
     """`Masks` of a rule, computed by whoever asks; a late one never comes in time."""
@@ -572,10 +576,13 @@ class Sync:
         self.dropped = 0
         self.newest: tuple[int, bytes | None] = (-1, None)
 
-    def allowed(self, generated: Sequence[int]) -> bytes | None:
+    def allowed(self, generated: Sequence[int], most: int = 0) -> bytes | None:
         if self.newest[0] != len(generated):
             self.newest = len(generated), self.rule.allowed(generated)
         return self.newest[1]
+
+    def forced(self) -> Forced:
+        return Forced()
 
     def late(self, count: int) -> Sync:
         return self
@@ -669,6 +676,24 @@ def test_a_constrained_request_goes_on_right_after_a_preemption(late_masks: bool
     assert world.scheduler.stats().preemptions
     tokens = world.tokens["masked"]
     assert len(tokens) == 12 and all((a + b) % 2 for a, b in itertools.pairwise(tokens))
+
+
+def test_decode_goes_on_with_forced_tokens_after_a_transfer() -> None:
+    """Prefill draws the first token, which forces others; decode computes those together."""
+    prompt = [1, 2, 3, 4, 5]
+    whole = World(max_model_len=128, num_blocks=65)
+    whole.add(request("t", prompt, 60), masks=Stretches(tells=False))
+    whole.run()
+    p, d = World(), World(max_model_len=128, num_blocks=65)
+    d.add(request("t", prompt, 60), kind=Kind.RECEIVE, attempt="t", masks=Stretches(tells=True))
+    d.turn()
+    (job,) = [effect for effect in d.effects if isinstance(effect, OpenReceive)]
+    sent, record = prefill(p, "t", prompt)
+    move(p, d, sent, job)
+    d.take(d.scheduler.received("t", record))
+    d.run()
+    assert d.tokens["t"] == whole.tokens["t"] and d.scheduler.stats().forced > 10
+    assert d.scheduler.steps._newest < whole.scheduler.steps._newest
 
 
 # ------------------------------------------------------------------------------------------------ kinds of KV groups

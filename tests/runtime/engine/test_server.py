@@ -9,11 +9,11 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import aiohttp
 import pytest
-from engine_stack import engine
+from engine_stack import engine, engine_apart
 from engine_world import request
 from executors import Breaking, Gated
 from prometheus_client import CollectorRegistry
@@ -43,11 +43,24 @@ from isthmus_runtime.serving.in_flight import InFlight
 DEADLINE_S = 20
 
 
+@pytest.fixture(autouse=True, params=["one process", "two processes"])
+def apart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test of this module holds for an engine here and for one behind a channel."""
+    monkeypatch.setitem(globals(), "APART", request.param == "two processes")
+
+
+APART = False
+
+
 @asynccontextmanager
 async def served(
     executor: FakeExecutor | None = None, no_progress_timeout_s: float = 30.0, threads: LongLived | None = None
 ) -> AsyncIterator[tuple[aiohttp.ClientSession, EngineBackend, InFlight]]:
-    with engine(executor=executor) as backend:
+    async with AsyncExitStack() as stack:
+        if APART:
+            backend = await stack.enter_async_context(engine_apart(executor=executor, threads=threads))
+        else:
+            backend = stack.enter_context(engine(executor=executor, threads=threads))
         in_flight = InFlight()
         kv = KvInfo(
             block_size=4, physical_blocks=65, usable_blocks=64, bytes_per_block=32, max_model_len=128, layout_digest="d"
@@ -72,7 +85,6 @@ async def served(
             in_flight,
             no_progress_timeout_s=no_progress_timeout_s,
             clock=time.monotonic,
-            threads=threads,
         )
         app = make_app("test", bodies=BODIES)
         server.add_probes(app)
@@ -93,6 +105,15 @@ async def got(request: object) -> tuple[int, str]:
         return answer.status, await answer.text()
 
 
+async def becomes(session: aiohttp.ClientSession, path: str, status: int) -> str:
+    """The body of the first answer with `status`: an engine in its own process tells how it is from time to time."""
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            found, text = await got(session.get(path))
+            if found == status:
+                return text
+
+
 def call(rid: str, prompt: list[int], count: int) -> str:
     return GenerateCall(request=WireRequest.of(request(rid, prompt, count))).model_dump_json()
 
@@ -101,7 +122,7 @@ async def idle(backend: EngineBackend) -> None:
     """Returns when the engine has no work; the caller's deadline bounds it."""
     busy = True
     while busy:
-        busy = bool(await asyncio.to_thread(backend.engine.call, lambda: backend.engine.scheduler.has_work))
+        busy = bool(await asyncio.to_thread(backend.engine.loop.call, lambda: backend.engine.loop.scheduler.has_work))
 
 
 def test_stream_of_a_local_request() -> None:
@@ -126,7 +147,7 @@ def test_closing_the_connection_frees_the_request() -> None:
             await response.content.readline()
             response.close()
             await asyncio.wait_for(idle(backend), DEADLINE_S)
-            await asyncio.to_thread(backend.engine.call, backend.engine.scheduler.check)
+            await asyncio.to_thread(backend.engine.loop.call, backend.engine.loop.scheduler.check)
 
     asyncio.run(main())
 
@@ -140,8 +161,8 @@ def test_a_peer_that_only_closes_its_side_is_answered(leaves: bool) -> None:
         async with served(gated) as (session, backend, _):
 
             async def live(count: int) -> None:
-                scheduler = backend.engine.scheduler
-                while await asyncio.to_thread(backend.engine.call, lambda: len(list(scheduler.live()))) != count:
+                scheduler = backend.engine.loop.scheduler
+                while await asyncio.to_thread(backend.engine.loop.call, lambda: len(list(scheduler.live()))) != count:
                     pass
 
             body = call("a", [1, 2, 3], 6).encode()
@@ -201,7 +222,7 @@ def test_readers_that_leave_at_any_moment_are_no_event(caplog: pytest.LogCapture
             for first in range(0, 200, 20):
                 await asyncio.gather(*(leave(session, first + i) for i in range(20)))
             await asyncio.wait_for(idle(backend), DEADLINE_S)
-            await asyncio.to_thread(backend.engine.call, backend.engine.scheduler.check)
+            await asyncio.to_thread(backend.engine.loop.call, backend.engine.loop.scheduler.check)
 
     asyncio.run(main())
     assert not loud(caplog)
@@ -296,8 +317,7 @@ def test_a_thread_that_has_ended_makes_the_process_unhealthy() -> None:
             go.set()
             await asyncio.to_thread(greeter.join, DEADLINE_S)
             for path in ("/health", "/ready"):
-                status, text = await got(session.get(path))
-                assert status == 503 and "transfer-greeter has ended" in text
+                assert "transfer-greeter has ended" in await becomes(session, path, 503)
 
     asyncio.run(main())
 
@@ -306,8 +326,8 @@ def test_the_end_of_the_thread_of_masks_makes_the_process_unhealthy() -> None:
     async def main() -> None:
         with engine() as backend:
             threads = LongLived()
-            backend.engine._masks.stop(DEADLINE_S)
-            assert backend.engine.call(lambda: True), "the engine itself goes on"
+            backend.engine.loop._masks.stop(DEADLINE_S)
+            assert backend.engine.loop.call(lambda: True), "the engine itself goes on"
             assert "masks has ended" in threads.problem()
 
     asyncio.run(main())
@@ -344,11 +364,10 @@ def test_probes_follow_the_engine() -> None:
             assert (await got(session.get("/ready")))[0] == 200
             task = asyncio.create_task(session.post("/internal/generate", data=call("a", [1], 3)))
             await asyncio.wait_for(asyncio.to_thread(gated.queued.wait), DEADLINE_S)
-            status, text = await got(session.get("/health"))
-            assert status == 503 and "no step has finished" in text
+            assert "no step has finished" in await becomes(session, "/health", 503)
             gated.gate.set()
             await (await task).read()
-            assert (await got(session.get("/health")))[0] == 200
+            await becomes(session, "/health", 200)
             in_flight.start_drain()
             assert (await got(session.get("/ready")))[0] == 503
             async with session.post("/internal/generate", data=call("b", [1], 3)) as refused:

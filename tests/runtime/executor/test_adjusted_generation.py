@@ -19,8 +19,10 @@ from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.backend import EngineBackend, Streams
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
+from isthmus_runtime.engine.sequence import SchedulerStats
 from isthmus_runtime.executor.adjustments import AdjustedRows
 from isthmus_runtime.executor.device.base import Device
+from isthmus_runtime.interfaces.steps import Forced
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.request import GenerateRequest, SamplingParams, TokenChunk
 
@@ -39,6 +41,24 @@ class NextResidue:
         for i in self.ids(generated):
             mask[i // 8] |= 1 << i % 8
         return bytes(mask)
+
+    def forced(self, generated: Sequence[int], most: int) -> Forced:
+        return Forced()
+
+
+class Stretches(NextResidue):
+    """The same, but two of three tokens are forced: 3 and 7 more than the one before."""
+
+    def ids(self, generated: Sequence[int]) -> list[int]:
+        turn = len(generated) % 3
+        return super().ids(generated) if turn == 0 else [(generated[-1] + (3, 7)[turn - 1]) % VOCAB]
+
+    def forced(self, generated: Sequence[int], most: int) -> Forced:
+        tokens, masks = list(generated), list[bytes]()
+        while len(tokens) % 3 and len(masks) < max(1, most):
+            tokens += self.ids(tokens)
+            masks.append(self.allowed(tokens))
+        return Forced(tuple(tokens[len(generated) :]), tuple(masks) if most else ())
 
 
 STOP = (5, 9, 60)
@@ -102,9 +122,12 @@ def test_adjusted_rows_among_others(
     rng = random.Random(11)
     prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 26))] for _ in range(14)]
     asked = [ASKED[number // 2 % len(ASKED)] for number in range(len(prompts))]
-    rules = [NextResidue() if number in {1, 3, 5} else None for number in range(len(prompts))]
+    rules = [
+        NextResidue() if number in {1, 3, 5} else Stretches() if number in {4, 7, 12} else None
+        for number in range(len(prompts))
+    ]
 
-    async def main() -> tuple[list[list[TokenChunk]], int]:
+    async def main() -> tuple[list[list[TokenChunk]], SchedulerStats]:
         core = Scheduler(
             SchedulerConfig(max_batched_tokens=served.budget, max_num_seqs=served.max_rows),
             served.plan,
@@ -128,7 +151,7 @@ def test_adjusted_rows_among_others(
                 for number, prompt in enumerate(prompts)
             ]
             answers = await asyncio.gather(*(collect(backend, request) for request in requests))
-            return answers, core.stats().preemptions
+            return answers, core.stats()
         finally:
             loop.stop()
 
@@ -136,8 +159,9 @@ def test_adjusted_rows_among_others(
         async def _constraint(self, request: GenerateRequest) -> Any:
             return rules[int(request.request_id)]
 
-    answers, preemptions = asyncio.run(asyncio.wait_for(main(), 120))
-    assert (preemptions > 0) == (num_blocks == 24)
+    answers, stats = asyncio.run(asyncio.wait_for(main(), 120))
+    assert (stats.preemptions > 0) == (num_blocks == 24)
+    assert stats.forced > 6
     for number, (prompt, rule, chunks) in enumerate(zip(prompts, rules, answers, strict=True)):
         tokens = [t for chunk in chunks for t in chunk.token_ids]
         assert tokens == reference(model, prompt, rule, asked[number]), f"request {number}"

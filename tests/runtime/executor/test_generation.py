@@ -15,6 +15,7 @@ from fake_device import FakeDevice
 
 from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.kv.pool import BlockPool
@@ -357,7 +358,7 @@ def serve_at_once(served: Any, requests: list[GenerateRequest]) -> list[list[Tok
         streams = Streams(asyncio.get_running_loop())
         loop = EngineLoop(core, served.executor, streams.sink)
         loop.start()
-        backend = EngineBackend(loop, streams, vocab_size=97)
+        backend = EngineBackend(LocalEngine(loop, streams.sink), streams, vocab_size=97)
 
         async def run(request: GenerateRequest) -> list[TokenChunk]:
             return [chunk async for chunk in backend.generate(request)]
@@ -427,7 +428,7 @@ def test_prompts_from_the_prefix_cache_give_the_same_tokens(
         streams = Streams(asyncio.get_running_loop())
         loop = EngineLoop(core, served.executor, streams.sink)
         loop.start()
-        backend = EngineBackend(loop, streams, vocab_size=97)
+        backend = EngineBackend(LocalEngine(loop, streams.sink), streams, vocab_size=97)
         answers = []
         try:
             for number, tail in enumerate(([], [], [3, 4, 5])):

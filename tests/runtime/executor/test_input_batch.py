@@ -79,7 +79,7 @@ def forward_of(inputs: StepInputs) -> ForwardBatch:
 def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
     """With captured sizes, dummy rows and tokens follow the real ones and disturb nothing."""
     batch, naive = Batch(*data.draw(st.sampled_from([(), ((1, 4, 6),), ((1, 4, 6), (8, 32))]), label="sizes")), Naive()
-    computed: dict[int, int] = {}
+    computed, scored_until = dict[int, int](), dict[int, int]()
     blocks = st.integers(0, 1000)
     for step in range(data.draw(st.integers(1, 6), label="steps")):
         starts, grown, chunks = list[RowStart](), list[RowBlocks](), list[Chunk]()
@@ -92,7 +92,11 @@ def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
                 tables = [
                     data.draw(st.lists(blocks, max_size=-(-MAX_LEN // g.block_size)), label="table") for g in GROUPS
                 ]
-                starts.append(RowStart(row, "r", tokens, length, tuple(map(tuple, tables)), GREEDY))
+                wanted = data.draw(st.sampled_from([-1, 0]), label="scores")
+                starts.append(
+                    RowStart(row, "r", tokens, length, tuple(map(tuple, tables)), GREEDY, prompt_logprobs=wanted)
+                )
+                scored_until[row] = 0 if wanted < 0 else length - 1
                 naive.tokens[row] = list(tokens)
                 naive.tables[row] = [dict(enumerate(table)) for table in tables]
                 computed[row] = 0
@@ -147,7 +151,25 @@ def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
                 used = -(-(c.start + c.num_tokens) // size)
                 assert table[:used] == [naive.tables[c.row][number].get(i, 0) for i in range(used)]
             assert all(table[0] == 0 for table in got.block_tables.tolist()[len(chunks) :])
-        drawing = [(c, bounds[i + 1] - 1) for i, c in enumerate(chunks) if c.draws]
+        scored = [c.start < min(c.start + c.num_tokens, scored_until[c.row]) for c in chunks]
+        reads = [c.num_tokens if told else c.draws for c, told in zip(chunks, scored, strict=True)]
+        if (graph is None and 2 * sum(reads) > len(spans)) or decode:
+            assert inputs.read is None
+            reads = [c.num_tokens for c in chunks]
+        else:
+            assert inputs.read is not None
+            tokens = [t for end, n in zip(bounds[1:], reads, strict=True) for t in range(end - n, end)]
+            assert inputs.read.tokens.tolist() == tokens
+            assert inputs.read.positions.tolist() == [spans[token][1] for token in tokens]
+            parts = [*accumulate(reads, initial=0)]
+            assert inputs.read.query_start_loc.tolist() == parts + [parts[-1]] * dummies
+            assert inputs.read.seq_lens is forward.seq_lens and inputs.read.max_query_len == max(reads)
+            for own, all_of in zip(inputs.read.groups, forward.groups, strict=True):
+                assert own.block_tables is all_of.block_tables and own.slot_mapping.tolist() == [-1] * len(tokens)
+        ends = [*accumulate(reads)]
+        firsts = [end - n for end, n, told in zip(ends, reads, scored, strict=True) if told]
+        assert [part.first for part in inputs.scored] == firsts
+        drawing = [(c, ends[i] - 1) for i, c in enumerate(chunks) if c.draws]
         if not drawing:
             assert draws is None
         else:

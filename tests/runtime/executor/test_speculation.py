@@ -19,6 +19,7 @@ from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine import scheduler
 from isthmus_runtime.engine.backend import EngineBackend, Streams
 from isthmus_runtime.engine.drafts import Drafter, Speculation
+from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.executor.device.base import Device
 from isthmus_runtime.kv.pool import BlockPool
@@ -71,7 +72,7 @@ def generate(
         streams = Streams(asyncio.get_running_loop())
         loop = EngineLoop(core, served.executor, streams.sink)
         loop.start()
-        backend = EngineBackend(loop, streams, vocab_size=VOCAB)
+        backend = EngineBackend(LocalEngine(loop, streams.sink), streams, vocab_size=VOCAB)
 
         async def collect(request: GenerateRequest) -> list[TokenChunk]:
             return [chunk async for chunk in backend.generate(request)]
@@ -98,7 +99,7 @@ def guessing(monkeypatch: pytest.MonkeyPatch, guess: Callable[[Sequence[int], in
             return guess(tokens, count)
 
     monkeypatch.setattr(scheduler, "Drafter", Guessing)
-    monkeypatch.setattr(Speculation, "_most", lambda self, trust: self.most)
+    monkeypatch.setattr(Speculation, "_most", lambda self, trust, most: most)
 
 
 @pytest.mark.parametrize("device", [None, FakeDevice((1, 2, 4, 8), (4, 12))], ids=["cpu", "captured late"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import re
 
 import aiohttp
 import openai
@@ -308,6 +310,8 @@ def test_refusals_have_the_openai_shape(serve, run, tokenizer, body, status, par
         (TransferFailed("kv lost", stage="SENDING", attempt="a1"), 502),
         (EngineFailed("broken"), 500),
         (RuntimeError("a bug"), 500),
+        (MemoryError(), 503),
+        (OSError(errno.EMFILE, "a bug"), 503),
     ],
 )
 @pytest.mark.parametrize("streamed", [False, True])
@@ -328,6 +332,8 @@ def test_errors_before_the_first_token_keep_their_status(serve, run, error, stat
                 else:
                     assert found["stage"] in ("admission", "generation") and found["attempt"].startswith("chatcmpl-")
                 assert "a bug" not in found["message"]
+                if status == 503:
+                    assert re.search("run out of (memory|descriptors)", found["message"])
             assert api.metric("isthmus_request_failures_total") == 1
             assert len(api.in_flight) == 0
 

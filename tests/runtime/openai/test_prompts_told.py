@@ -10,13 +10,15 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import ClientSession
 from engine_stack import engine
-from openai import AsyncOpenAI, BadRequestError
+from openai import AsyncOpenAI, BadRequestError, RateLimitError
 from serving import served
 
 from isthmus_runtime.executor.fake import FakeExecutor, expected_scores, expected_tokens
 from isthmus_runtime.openai import answer, plan
+from isthmus_runtime.openai import app as openai_app
 from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
 from isthmus_runtime.openai.prompts import echo_of_ids, echo_of_text
+from isthmus_runtime.openai.score_budget import MAX_HELD, ScoreBudget
 from isthmus_runtime.openai.sse import CompletionFormat
 from isthmus_runtime.request import FinishReason, SamplingParams, TokenChunk, TokenLogprobs
 from isthmus_runtime.serving.app import make_app
@@ -316,5 +318,32 @@ def test_ids_of_many_long_prompts_are_written_beside_the_event_loop(run, stack, 
                 assert told == [[5] * 20] * n
                 (thread,) = threads
                 assert (thread is threading.current_thread()) == (n == 3)
+
+    run(main())
+
+
+def test_scores_of_all_requests_have_one_budget(run, stack, monkeypatch):
+    """Each may be small, and hundreds of them gigabytes: who finds no room is told to come again."""
+    budget = ScoreBudget()
+    monkeypatch.setattr(openai_app, "ScoreBudget", lambda: budget)
+    busy = MAX_HELD - 50
+
+    async def main():
+        async with stack() as api:
+            asked = dict(model="tiny", prompt=[5] * 40, max_tokens=1)
+            with budget.holding(busy):
+                with pytest.raises(RateLimitError, match="80 log-probabilities of prompts") as caught:
+                    await api.client.completions.create(**asked, extra_body={"prompt_logprobs": 1})
+                assert str(busy) in caught.value.message and caught.value.response.headers["retry-after"]
+                await api.client.completions.create(**asked)
+                await api.client.completions.create(**asked, extra_body={"prompt_logprobs": 0})
+                assert budget.held == busy
+            await api.client.completions.create(**asked, extra_body={"prompt_logprobs": 1})
+            assert budget.held == 0
+            with pytest.raises(BadRequestError):  # by the engine, after it was counted
+                await api.client.completions.create(
+                    **asked | {"max_tokens": 100}, extra_body={"prompt_logprobs": 1, "priority": 1 << 40}
+                )
+            assert budget.held == 0
 
     run(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from isthmus_runtime.errors import (
 )
 from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
 from isthmus_runtime.router.attempt import Attempt
+from isthmus_runtime.router.wire import CONNECT_TIMEOUT_S
 
 
 def ids(chunks):
@@ -546,14 +548,36 @@ def test_load_spreads(rig, run, kit):
         engines = [kit.Engine("unified") for _ in range(3)]
         for e in engines:
             e.local_script = [never]
-        async with rig(*engines) as r:
-            works = [asyncio.create_task(kit.collect(r.backend, kit.request(request_id=f"r{i}"))) for i in range(9)]
+        async with rig(*engines) as r, asyncio.TaskGroup() as group:
+            works = [group.create_task(kit.collect(r.backend, kit.request(request_id=f"r{i}"))) for i in range(9)]
             for e in engines:
                 await e.until(lambda e: len(e.generates) == 3)
             for w in works:
                 w.cancel()
-            await asyncio.gather(*works, return_exceptions=True)
+            await asyncio.wait(works)
             assert r.idle()
+
+    run(main())
+
+
+def test_a_router_that_stood_still_blames_no_engine(rig, run, kit):
+    """Its time to connect is over when it runs again, and so is the wait: all engines have accepted meanwhile."""
+
+    async def main():
+        never = asyncio.Event()
+        engines = [kit.Engine("unified") for _ in range(3)]
+        for e in engines:
+            e.local_script = [never]
+        async with rig(*engines) as r, asyncio.TaskGroup() as group:
+            works = [group.create_task(kit.collect(r.backend, kit.request(request_id=f"r{i}"))) for i in range(9)]
+            await asyncio.sleep(0)
+            time.sleep(1.5 * CONNECT_TIMEOUT_S)  # noqa: ASYNC251 (the pause itself)
+            for e in engines:
+                await e.until(lambda e: len(e.generates) == 3)
+            for w in works:
+                w.cancel()
+            await asyncio.wait(works)
+            assert r.metric("isthmus_router_leg_failures_total") == 0
 
     run(main())
 

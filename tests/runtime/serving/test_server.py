@@ -1,12 +1,14 @@
 """`run_app`: error bodies, drain, port conflicts, signals; and the pages that every role has."""
 
 import asyncio
+import errno
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 
 import aiohttp
 import pytest
@@ -288,5 +290,54 @@ def test_pages_of_other_origins_are_let_in_only_where_told(origins, allowed):
                 assert (answer.status == 200) is bool(origins)
             async with session.get("/version", headers={"Origin": "https://b"}) as answer:
                 assert answer.headers.get("Access-Control-Allow-Origin") == (allowed if allowed == "*" else None)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "says"),
+    [
+        (MemoryError(), 503, "out of memory"),
+        (RuntimeError("can't start new thread"), 503, "threads"),
+        (OSError(errno.EMFILE, "x"), 503, "RLIMIT_NOFILE"),
+        (OSError(errno.ENOSPC, "x"), 503, "disk"),
+        (OSError("x"), 500, "internal error"),
+        (ValueError("x"), 500, "internal error"),
+    ],
+)
+def test_a_process_that_has_run_out_of_something_says_of_what(error, status, says):
+    """A router tries another engine then, and a client comes again."""
+
+    async def main():
+        async def handler(request):
+            raise error
+
+        server = Server(handler)
+        async with aiohttp.ClientSession() as session, session.get(await server.url()) as answer:
+            assert answer.status == status and ("Retry-After" in answer.headers) == (status == 503)
+            assert says in (await answer.json())["error"]["message"]
+        server.stop.set()
+        await server.task
+
+    run(main())
+
+
+def test_no_thread_is_made_for_work_beside_the_event_loop():
+    """Making one may never end where memory is short, and the event loop waits for it."""
+
+    async def main():
+        async def handler(request):
+            return PlainTextResponse(await asyncio.to_thread(lambda: threading.current_thread().name))
+
+        server = Server(handler)
+        url = await server.url()
+        before = set(threading.enumerate())
+        async with aiohttp.ClientSession() as session:
+            gets = [session.get(url) for _ in range(40)]
+            for answer in await asyncio.gather(*gets):
+                assert (await answer.text()).startswith("beside-loop")
+        assert set(threading.enumerate()) <= before
+        server.stop.set()
+        await server.task
 
     run(main())

@@ -50,6 +50,36 @@ def walk(grammars: Grammars, structure: Structure, tokenizer: Tokenizer, seed: i
     return None
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_forced_tokens_are_those_without_an_alternative(grammars: Grammars, seed: int) -> None:
+    """Token by token by another guide: each mask before a forced token allows that one alone."""
+    rng, found = random.Random(seed), 0
+    names = {"a_rather_long_name": {"enum": ["alpha", "beta"]}, "another": {"const": "this and nothing else"}}
+    long = {"type": "object", "properties": names, "required": list(names), "additionalProperties": False}
+    for schema in (*SCHEMAS, long):
+        structure = Structure(kind="json_schema", text=json.dumps(schema))
+        guide, by_one, generated = grammars.guide(structure), grammars.guide(structure), list[int]()
+        for _ in range(60):
+            mask = guide.allowed(generated)
+            forced = guide.forced(generated, 4)
+            assert len(forced.masks) == len(forced.tokens) <= 4
+            assert guide.forced(generated, 0).tokens == forced.tokens[:1] and not guide.forced(generated, 0).masks
+            assert guide.allowed(generated) == mask, "looking ahead leaves the guide where it was"
+            ahead = list(generated)
+            for token, after in zip(forced.tokens, forced.masks, strict=True):
+                assert allowed_ids(by_one.allowed(ahead)) == [token], f"seed {seed}: {schema} after {ahead}"
+                ahead.append(token)
+                assert by_one.allowed(ahead) == after
+            found += len(forced.tokens)
+            generated = ahead
+            ids = allowed_ids(guide.allowed(generated))
+            if set(ids) & set(EOS):
+                break
+            by_one = grammars.guide(structure)
+            generated.append(rng.choice(ids))
+    assert found > 20, f"seed {seed}: only {found} forced tokens"
+
+
 SCHEMAS: tuple[dict[str, Any], ...] = (
     {
         "type": "object",

@@ -3,19 +3,14 @@
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from isthmus_kernels import dependent_launch
 from isthmus_kernels.device import power_of_two
 
 _PIECE = 1024
 
 
 @triton.jit
-def _embedding(out, table, ids, scale, count, width, out_row, table_row, PIECE: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+def _embedding(out, table, ids, scale, count, width, out_row, table_row, PIECE: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     index = tl.load(ids + token).to(tl.int64)
     column = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
@@ -46,6 +41,5 @@ def embedding(table: Tensor, ids: Tensor, *, scale: float = 1.0, out: Tensor) ->
         table.stride(0),
         PIECE=piece,
         num_warps=4,
-        **dependent_launch.options(table.device),
     )
     return out

@@ -39,6 +39,10 @@ class ScaledWeight:
             result += self.bias.float()
         return result.to(x.dtype) if out is None else out.copy_(result)
 
+    def outputs_from(self, first: int) -> "ScaledWeight":
+        """The outputs from `first` on, in the same memory."""
+        return ScaledWeight(self.weight[first:], self.scale[first:], None if self.bias is None else self.bias[first:])
+
 
 def pack_fp8(weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> ScaledWeight:
     """Hold them; the bias in the activations' dtype."""

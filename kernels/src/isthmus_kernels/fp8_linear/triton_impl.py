@@ -15,6 +15,8 @@ MOST_ROWS = 16
 # Outputs per multiprocessor up to which a weight is short.
 _SHORT = 128
 _E4M3 = torch.float8_e4m3fn
+# Torch's scaled product takes sides that are multiples of this.
+_SIDE = 16
 
 
 @triton.jit
@@ -252,12 +254,16 @@ class Fp8Weight:
             multiply_many(x, self.held, out)
         return out
 
+    def outputs_from(self, first: int) -> "Fp8Weight | None":
+        """The outputs from `first` on, in the same memory; None where torch's product would not begin at 16 outputs."""
+        return None if first % _SIDE else Fp8Weight(self.held.outputs_from(first))
+
 
 def pack_fp8(weight: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Fp8Weight:
     """Hold them, for activations of bf16 or fp16."""
     outputs, columns = weight.shape
-    if outputs % 16 or columns % 16:
-        raise ValueError(f"weight: {outputs} x {columns} has a side that is not a multiple of 16")
+    if outputs % _SIDE or columns % _SIDE:
+        raise ValueError(f"weight: {outputs} x {columns} has a side that is not a multiple of {_SIDE}")
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"dtype: expected bfloat16 or float16 activations, got {dtype}")
     return Fp8Weight(reference.pack_fp8(weight, scale, bias, dtype))

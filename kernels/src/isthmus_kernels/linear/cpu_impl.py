@@ -1,6 +1,6 @@
 """Linear on CPU through the compiled panel product (cpu/linear.cpp)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,13 +54,25 @@ class PanelWeight:
             native.entry("linear", "11q")(kept, *shape, *codes)
         return out
 
+    def outputs_from(self, first: int) -> "PanelWeight | None":
+        """The outputs from `first` on, in the same memory; None where a panel does not begin there."""
+        if first % _panel_width():
+            return None
+        depth = self.columns + self.columns % 2 if self.paired else self.columns
+        bias = None if self.bias is None else self.bias[first:]
+        return replace(self, panels=self.panels[first * depth :], bias=bias, rows=self.rows - first)
+
+
+def _panel_width() -> int:
+    return native.entry("linear_panel_width", "").query()
+
 
 def pack(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PanelWeight:
     """Cut `weight` into panels for activations of `dtype`."""
     native.dtype_code(dtype, "dtype")
     code = native.dtype_code(weight.dtype, "weight")
     rows, columns = weight.shape
-    width = native.entry("linear_panel_width", "").query()
+    width = _panel_width()
     padded = -(-rows // width) * width
     source = weight.contiguous()
     bias = None if bias is None else bias.float().contiguous()

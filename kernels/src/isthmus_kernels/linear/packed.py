@@ -1,6 +1,6 @@
 """A weight prepared once for many products."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -16,6 +16,9 @@ class Weight(Protocol):
 
     def apply(self, x: Tensor, out: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias``."""
+
+    def outputs_from(self, first: int) -> "Weight | None":
+        """The outputs from `first` on, in the same memory; None where this form cannot be cut there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,3 +38,8 @@ class PackedLinear:
     def nbytes(self) -> int:
         """Bytes held by the packed weight and bias."""
         return self.weight.nbytes
+
+    def outputs_from(self, first: int) -> "PackedLinear | None":
+        """The layer of the outputs from `first` on, in the same memory; None where its form cannot be cut there."""
+        weight = self.weight.outputs_from(first)
+        return None if weight is None else replace(self, out_features=self.out_features - first, weight=weight)

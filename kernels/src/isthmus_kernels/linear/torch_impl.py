@@ -27,6 +27,10 @@ class PlainWeight:
             return torch.mm(x, self.weight.T, out=out)
         return torch.addmm(self.bias, x, self.weight.T, out=out)
 
+    def outputs_from(self, first: int) -> "PlainWeight":
+        """The outputs from `first` on, in the same memory."""
+        return PlainWeight(self.weight[first:], None if self.bias is None else self.bias[first:])
+
 
 def pack(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PlainWeight:
     """Convert to the dtype of the activations, once."""

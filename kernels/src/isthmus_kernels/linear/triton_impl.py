@@ -6,9 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from isthmus_kernels import dependent_launch
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.linear import torch_impl
 from isthmus_kernels.linear.torch_impl import PlainWeight
@@ -33,21 +31,15 @@ def _one_row(
     PIECE: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     real = output < outputs
     source = weight + output.to(tl.int64)[:, None] * weight_row
     column = tl.arange(0, PIECE)
-    # The weight's first piece is on its way while the kernel before still runs.
     if EVEN:
         first = tl.load(source + column[None, :], mask=real[:, None], other=0.0)
     else:
         first = tl.load(source + column[None, :], mask=real[:, None] & (column < columns)[None, :], other=0.0)
-    if PDL:
-        gdc_wait()
     if EVEN:
         value = tl.load(x + column)
     else:
@@ -89,11 +81,7 @@ def _few_rows(
     PARTS: tl.constexpr,
     EVEN: tl.constexpr,
     BIAS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     group = tl.program_id(0)
     part = tl.program_id(1)
     output = group * OUTPUTS + tl.arange(0, OUTPUTS)
@@ -157,7 +145,6 @@ def multiply_one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         EVEN=columns % piece == 0,
         BIAS=bias is not None,
         num_warps=4,
-        **dependent_launch.options(x.device),
     )
 
 
@@ -193,7 +180,6 @@ def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
         BIAS=bias is not None,
         num_warps=4,
         num_stages=5,
-        **dependent_launch.options(x.device),
     )
 
 
@@ -225,6 +211,10 @@ class SkinnyWeight:
         else:
             multiply_few(x, weight, bias, out)
         return out
+
+    def outputs_from(self, first: int) -> "SkinnyWeight":
+        """The outputs from `first` on, in the same memory."""
+        return SkinnyWeight(self.plain.outputs_from(first))
 
 
 def pack(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> SkinnyWeight:

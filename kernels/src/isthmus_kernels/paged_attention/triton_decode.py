@@ -12,9 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from isthmus_kernels import dependent_launch
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.paged_attention.triton_tile import LEAST_ROWS, LOG2E, attend_tile
 
@@ -90,11 +88,7 @@ def _decode(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     TO_LOG2: tl.constexpr = 1.4426950408889634
     program = tl.program_id(0)
     index = tl.arange(0, ROWS_PAD)
@@ -281,5 +275,4 @@ def decode(
         num_warps=chosen.warps,
         num_stages=chosen.stages,
         maxnreg=chosen.registers,
-        **dependent_launch.options(q.device),
     )

@@ -4,9 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from isthmus_kernels import dependent_launch
 from isthmus_kernels.device import power_of_two
 
 
@@ -23,16 +21,11 @@ def _rms_norm(
     WIDTH: tl.constexpr,
     WIDTH_PAD: tl.constexpr,
     ADD: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH_PAD)
     inside = column < WIDTH
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
     value = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         spot = residual + row * residual_row + column
@@ -71,7 +64,6 @@ def _run(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Te
         WIDTH_PAD=width_pad,
         ADD=residual is not None,
         num_warps=min(16, max(1, width_pad // 512)),
-        **dependent_launch.options(x.device),
     )
     return out
 

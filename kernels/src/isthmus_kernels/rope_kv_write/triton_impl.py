@@ -3,9 +3,7 @@
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from isthmus_kernels import dependent_launch
 from isthmus_kernels.device import power_of_two
 
 _HEADS = 8
@@ -40,11 +38,7 @@ def _rope_kv_write(
     HEADS: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_q = head < Q_HEADS
@@ -151,6 +145,5 @@ def rope_kv_write(
         Q_NORM=q_norm is not None,
         K_NORM=k_norm is not None,
         num_warps=_WARPS,
-        **dependent_launch.options(qkv.device),
     )
     return q

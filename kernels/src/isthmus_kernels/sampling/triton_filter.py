@@ -14,9 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from isthmus_kernels import dependent_launch
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.sampling.triton_noise import gumbel, noise_key, uniform
 
@@ -60,10 +58,7 @@ def _edges(peak, EDGES: tl.constexpr):
 
 
 @triton.jit
-def _peak(peaks, logits, vocab, span, row_stride, PARTS_PAD: tl.constexpr, PIECE: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+def _peak(peaks, logits, vocab, span, row_stride, PARTS_PAD: tl.constexpr, PIECE: tl.constexpr):
     row, part = tl.program_id(0), tl.program_id(1)
     source = logits + row.to(tl.int64) * row_stride
     end = tl.minimum(part * span + span, vocab)
@@ -108,11 +103,7 @@ def _count(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row, part = tl.program_id(0), tl.program_id(1)
     parts = tl.num_programs(1)
     source = logits + row.to(tl.int64) * row_stride
@@ -178,11 +169,7 @@ def _gather(
     PARTS_PAD: tl.constexpr,
     PIECE: tl.constexpr,
     EDGES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row, part = tl.program_id(0), tl.program_id(1)
     parts = tl.num_programs(1)
     source = logits + row.to(tl.int64) * row_stride
@@ -268,11 +255,7 @@ def _draw(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     own = kept + row.to(tl.int64) * vocab
     scores = kept_scores + row.to(tl.int64) * vocab
@@ -353,9 +336,8 @@ def filtered(
     kept_scores = torch.empty((rows, vocab), dtype=torch.float32, device=device)
     ks, ps, ms = (logits if tensor is None else tensor for tensor in (top_k, top_p, min_p))
     on = {"TOP_K": top_k is not None, "TOP_P": top_p is not None, "MIN_P": min_p is not None}
-    launch = dependent_launch.options(device)
     grid, stride = (rows, parts), logits.stride(0)
-    _peak[grid](peaks, logits, vocab, span, stride, PARTS_PAD=MOST_PARTS, PIECE=_PIECE, num_warps=_WARPS, **launch)
+    _peak[grid](peaks, logits, vocab, span, stride, PARTS_PAD=MOST_PARTS, PIECE=_PIECE, num_warps=_WARPS)
     _count[grid](
         counts,
         masses,
@@ -376,7 +358,6 @@ def filtered(
         EDGES=_EDGES,
         num_warps=_WARPS,
         **on,
-        **launch,
     )
     _gather[grid](
         kept,
@@ -394,7 +375,6 @@ def filtered(
         PIECE=_GATHER_PIECE,
         EDGES=_EDGES,
         num_warps=_WARPS,
-        **launch,
     )
     _draw[(rows,)](
         out,
@@ -415,5 +395,4 @@ def filtered(
         PIECE=_DRAW_PIECE,
         num_warps=_DRAW_WARPS,
         **on,
-        **launch,
     )

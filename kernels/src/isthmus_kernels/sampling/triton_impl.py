@@ -8,9 +8,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from isthmus_kernels import dependent_launch
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.sampling.triton_filter import MOST_PARTS, filtered
 from isthmus_kernels.sampling.triton_noise import gumbel, noise_key, uniform
@@ -35,11 +33,7 @@ def _choose(
     PIECE: tl.constexpr,
     PARTS_PAD: tl.constexpr,
     RANDOM: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     part = tl.program_id(1)
     source = logits + row.to(tl.int64) * row_stride
@@ -155,16 +149,12 @@ def sample(
         PARTS_PAD=MOST_PARTS,
         RANDOM=temperature is not None,
         num_warps=_WARPS,
-        **dependent_launch.options(logits.device),
     )
     return out
 
 
 @triton.jit
-def _normalise(chosen, rank, totals, logits, tokens, vocab, row_stride, PIECE: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+def _normalise(chosen, rank, totals, logits, tokens, vocab, row_stride, PIECE: tl.constexpr):
     row = tl.program_id(0)
     source = logits + row.to(tl.int64) * row_stride
     token = tl.load(tokens + row)
@@ -208,7 +198,6 @@ def logprobs(logits: Tensor, tokens: Tensor, top_n: int) -> tuple[Tensor, Tensor
             logits.stride(0),
             PIECE=4096,
             num_warps=16,
-            **dependent_launch.options(logits.device),
         )
     top, ids = logits.topk(top_n, dim=-1)
     return chosen, rank, ids, top.float() - totals[:, None]

@@ -4,9 +4,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from isthmus_kernels import dependent_launch
 from isthmus_kernels.device import power_of_two
 
 _PIECE = 1024
@@ -14,10 +12,7 @@ _WARPS = 4
 
 
 @triton.jit
-def _gated(out, x, width, out_row, x_row, PIECE: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+def _gated(out, x, width, out_row, x_row, PIECE: tl.constexpr, GELU: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
     inside = column < width
@@ -53,7 +48,6 @@ def _run(x: Tensor, out: Tensor | None, gelu: bool) -> Tensor:
         PIECE=piece,
         GELU=gelu,
         num_warps=_WARPS,
-        **dependent_launch.options(x.device),
     )
     return out
 

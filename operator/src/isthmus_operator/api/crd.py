@@ -168,15 +168,29 @@ def _resolved(node: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_yaml(manifest: object, *, dense: bool = False) -> str:
-    """YAML with keys in the order given, without anchors; `dense` puts leaves on one line."""
+    """YAML with keys in the order given, without anchors; `dense` puts leaves on one line, and whatever has no
+    description in it."""
 
     class Plain(yaml.SafeDumper):
         def ignore_aliases(self, data: object) -> bool:
             return True
 
+        def represent_mapping(self, tag: str, mapping: Any, flow_style: bool | None = None) -> yaml.MappingNode:
+            node = super().represent_mapping(tag, mapping, flow_style)
+            # For programs: a third of the file would be their indentation.
+            node.flow_style = node.flow_style or (dense and "properties" in mapping and not _described(mapping))
+            return node
+
     # Deep down in a schema, a broken line is indented by more than it says.
     flow, width = (None, 1000) if dense else (False, 120)
     return yaml.dump(manifest, Dumper=Plain, sort_keys=False, allow_unicode=True, width=width, default_flow_style=flow)
+
+
+def _described(schema: Any) -> bool:
+    """Whether a schema or one within it has a description."""
+    if isinstance(schema, dict):
+        return isinstance(schema.get("description"), str) or any(map(_described, schema.values()))
+    return isinstance(schema, list) and any(map(_described, schema))
 
 
 def role_scaler_crd() -> dict[str, Any]:

@@ -14,7 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,6 +36,8 @@ from .pool_plan import plan_pool
 log = logging.getLogger(__name__)
 
 _END_TIMEOUT_S = 30.0
+_PART = b"part\n"
+"""From the first rank: the end has been announced to all, so they end by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +85,24 @@ class Followers:
         finally:
             for process in self._processes:
                 assert process.stdin is not None
-                process.stdin.close()
+                with suppress(BrokenPipeError):  # it has ended
+                    process.stdin.close()
                 try:
-                    process.wait(_END_TIMEOUT_S)
+                    status = process.wait(_END_TIMEOUT_S)
                 except subprocess.TimeoutExpired:
                     log.error("rank process %d did not end within %.0f s and is killed", process.pid, _END_TIMEOUT_S)
                     process.kill()
+                else:
+                    log.log(logging.WARNING if status else logging.DEBUG, "a rank ended with status %d", status)
             self._folder.cleanup()
+
+    def part(self) -> None:
+        """All have been told to end: the end of this process is no reason for them to hurry."""
+        for process in self._processes:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.write(_PART)
+                process.stdin.flush()
 
     def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()
@@ -116,6 +129,8 @@ class RankedExecutor:
         """End all ranks."""
         with self._followers.ending():
             self._leader.close()
+            if not self._leader.broken:
+                self._followers.part()
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +202,9 @@ def _end_process(reason: str) -> None:
 
 
 def _end_with_first() -> None:
-    """Nothing comes after the order: the end of the pipe is the end of the first rank's process, or its word to end."""
-    while os.read(sys.stdin.fileno(), 1024):  # not by `sys.stdin`, whose lock would be held at the end
-        pass
+    """The end of the pipe is the end of the first rank's process, unless it has parted from this one before."""
+    while said := os.read(sys.stdin.fileno(), 1024):  # not by `sys.stdin`, whose lock would be held at the end
+        if said.endswith(_PART):
+            return
     logging.shutdown()
     os._exit(1)

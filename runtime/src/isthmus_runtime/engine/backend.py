@@ -1,20 +1,19 @@
-"""The local engine as a Backend, and the bridge from the engine thread to asyncio streams."""
+"""An engine as a Backend, and the bridge from where its replies come from to asyncio streams."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from itertools import chain
 
-from ..errors import InvalidRequest
+from ..errors import InvalidRequest, RequestError
 from ..interfaces.backend import Backend
 from ..protocol import PrefillAnswer, PrefillCall, Ticket
-from ..request import GENERATES, GenerateRequest, ServedTask, Structure, TokenChunk
-from ..structured.grammars import Grammars, Guide
+from ..request import GENERATES, FinishReason, GenerateRequest, ServedTask, TokenChunk
 from ..tracing.span import current
-from .loop import EngineLoop, Reply
+from .loop import Reply
+from .seam import Engine
 from .traces import RequestTrace, StartTimes
 
 
@@ -28,7 +27,7 @@ class Streams:
     def sink(self, replies: Sequence[tuple[str, Reply]]) -> None:
         """Called on the engine thread."""
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._deliver, replies)
+            self._loop.call_soon_threadsafe(self.deliver, replies)
 
     def open(self, sid: str) -> asyncio.Queue[Reply]:
         """A queue for the replies to `sid`; close it in a `finally`."""
@@ -42,7 +41,13 @@ class Streams:
         """Whether somebody listens to `sid`."""
         return sid in self._queues
 
-    def _deliver(self, replies: Sequence[tuple[str, Reply]]) -> None:
+    def end_all(self, error: RequestError) -> None:
+        """Each request that somebody listens to ends by `error`. Called on the event loop."""
+        for sid, queue in self._queues.items():
+            queue.put_nowait(TokenChunk(finish_reason=FinishReason.ERROR, error=error.located("generation", sid)))
+
+    def deliver(self, replies: Sequence[tuple[str, Reply]]) -> None:
+        """Called on the event loop."""
         for sid, reply in replies:
             queue = self._queues.get(sid)
             if queue is not None:
@@ -50,29 +55,22 @@ class Streams:
 
 
 class EngineBackend(Backend):
-    """Serves requests by the engine in this process."""
+    """Serves requests by one engine."""
 
     def __init__(
         self,
-        engine: EngineLoop,
+        engine: Engine,
         streams: Streams,
         *,
         vocab_size: int = 0,
         task: ServedTask = GENERATES,
-        grammars: Callable[[], Grammars] | None = None,
         starts: StartTimes | None = None,
     ) -> None:
         """`vocab_size`: requests with other ids are refused; one would break the executor for everybody. 0: unknown.
 
-        `grammars` reads the tokenizer at the first request that is structured; None: there is none to read.
         `starts`: what the engine tells of the rows that it starts, for traces; None: there are none.
         """
         self.engine = engine
-        self._grammars = grammars
-        self._loaded: Grammars | None = None
-        # One thread, of its own: a request with n = 128 finds compiled what its first choice has waited for, and
-        # what else is done in threads (large bodies) does not wait for any of it.
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._streams = streams
         self._starts = starts
         self._vocab_size = vocab_size
@@ -83,7 +81,7 @@ class EngineBackend(Backend):
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus output, tokens."""
-        return self.engine.scheduler.max_model_len
+        return self.engine.max_model_len
 
     @property
     def task(self) -> ServedTask:
@@ -92,7 +90,7 @@ class EngineBackend(Backend):
 
     def ready(self) -> str:
         """Empty, or why the engine cannot serve."""
-        return self.engine.failure
+        return self.engine.status().failure
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream the answer; closing the generator aborts the request."""
@@ -116,7 +114,6 @@ class EngineBackend(Backend):
         Raises the RequestError that ends the request when nothing was yielded before it.
         """
         self._check(request)
-        constraint = await self._constraint(request)
         name = attempt or local_attempt
         sid = name or request.request_id
         queue = self._claim(sid)
@@ -129,7 +126,6 @@ class EngineBackend(Backend):
                 local_attempt=local_attempt,
                 peer_url=peer_url,
                 peer_epoch=peer_epoch,
-                constraint=constraint,
             )
             while not ended:
                 reply = await queue.get()
@@ -156,12 +152,11 @@ class EngineBackend(Backend):
         """Compute and send one prompt. Raises the RequestError that ended it; cancellation aborts it."""
         request = call.request.to_request()
         self._check(request)
-        constraint = await self._constraint(request)
         queue = self._claim(call.attempt)
         trace = self._trace(call.attempt, request)
         ended = False
         try:
-            self.engine.prefill(call, constraint)
+            self.engine.prefill(request, call.attempt, call.ticket)
             reply = await queue.get()
             ended = True
             if isinstance(reply, PrefillAnswer):
@@ -185,23 +180,6 @@ class EngineBackend(Backend):
         if self._starts is None or not span.recording:
             return None
         return RequestTrace(span, self._starts, sid, request)
-
-    async def _constraint(self, request: GenerateRequest) -> Guide | None:
-        if request.structure is None:
-            return None
-        if self._grammars is None:
-            raise InvalidRequest("structure: this engine has no tokenizer to build masks with", param="structure")
-        known = None if self._loaded is None else self._loaded.known(request.structure)
-        if known is not None:
-            return known
-        # The API layer has seen it compiled within its limits; it is still more than the event loop has time for.
-        return await asyncio.get_running_loop().run_in_executor(
-            self._compiler, self._guide, self._grammars, request.structure
-        )
-
-    def _guide(self, grammars: Callable[[], Grammars], structure: Structure) -> Guide:
-        self._loaded = grammars()
-        return self._loaded.guide(structure)
 
     def _check(self, request: GenerateRequest) -> None:
         embeds = self.task.kind == "embed"

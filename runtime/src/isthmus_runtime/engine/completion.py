@@ -8,7 +8,7 @@ from ..errors import RequestError
 from ..interfaces.steps import Chunk, StepOutput
 from ..request import FinishReason, TokenChunk, TokenLogprobs
 from .blocks import SequenceBlocks
-from .drafts import Speculation
+from .drafts import MOST_FORCED, Speculation
 from .handoffs import Handoffs
 from .in_flight import StepsInFlight
 from .queues import Queues
@@ -78,7 +78,8 @@ class Completion:
                     if seq.drafter is not None:
                         self._speculation.saw(seq)
                     elif seq.masks is not None:
-                        self._ask_for_mask(seq)
+                        was_forced = bool(seq.masks.forced().tokens)
+                        self._ask_for_mask(seq, was_forced, not was_forced)
         for number, vector in output.pooled:
             seq = work[number][0]
             if seq.phase is not ended:  # whoever was preempted meanwhile has its vector all the same
@@ -103,7 +104,10 @@ class Completion:
             seq.scheduled = seq.written = chunk.start + len(tokens)
             if seq.written >= seq.publish_at:
                 self._blocks.publish(seq)
-        return self.emit(seq, tokens[:kept], logprobs[:kept])
+        chunk_of_answer = self.emit(seq, tokens[:kept], logprobs[:kept])
+        if seq.masks is not None and seq.phase is not Phase.ENDED:
+            self._ask_for_mask(seq, len(tokens) - 1, 1)
+        return chunk_of_answer
 
     def _not_drawn(self, seq: Sequence, run: int) -> None:
         """Its mask did not come in time: the last position is computed again, once the mask is known."""
@@ -114,11 +118,12 @@ class Completion:
         if run == seq.run:
             seq.scheduled = len(seq.tokens) - 1
 
-    def _ask_for_mask(self, seq: Sequence) -> None:
-        """Have the next mask computed, for which a step may wait already."""
+    def _ask_for_mask(self, seq: Sequence, forced: int, others: int) -> None:
+        """Have the next mask computed, for which a step may wait already. Of the newest tokens so many were forced."""
         assert seq.masks is not None
+        self._speculation.saw_masked(seq, forced, others)
         with suppress(RequestError):  # it fails when the request is planned next
-            seq.masks.allowed(seq.tokens[seq.prompt_len :])
+            seq.masks.allowed(seq.tokens[seq.prompt_len :], MOST_FORCED if seq.holds else 0)
 
     def _prompt_computed(self, seq: Sequence, token: int, logprob: TokenLogprobs | None, now: float) -> list[Effect]:
         if seq.phase is not Phase.RUNNING:

@@ -8,6 +8,9 @@ Guesses cost: tokens to verify, and a row that guesses is planned after its newe
 row that is planned ahead only *watches* how often a guess would have been right, which costs the device nothing. It
 guesses when that is often enough, and as far as a token that is probably kept is worth more than it costs by the step
 times that were measured. On text that does not repeat, and in batches that use the device well, nobody guesses.
+
+A row with a grammar has drafts of another kind: the tokens to which its grammar leaves no alternative. They are always
+right, so what is watched is how often there are any.
 """
 
 from __future__ import annotations
@@ -26,6 +29,14 @@ CATCH_UP = 2048
 FIRST_TRUST, TRUSTED, WEIGHT = 0.4, 0.5, 0.15
 """A row guesses while its guesses are right more often than `TRUSTED`: a moving average with this weight of the newest,
 which begins below it."""
+MOST_FORCED = 16
+"""Forced tokens of a row and step."""
+FORCED_WORTH = 3.0
+"""They are computed together where a token of a step's own costs so many times what one more in a step costs. Below,
+what is won is lost again, for the step is planned only when its rows' newest tokens and masks are known."""
+FIRST_FORCED, ENOUGH_FORCED, WEIGHT_FORCED = 0.08, 0.1, 0.05
+"""The same for a row with a grammar: how many of its tokens are forced. They may be fewer, for none is wrong. It begins
+just below: where keys of JSON are forced, the first of them shows it."""
 
 
 class Drafter:
@@ -98,6 +109,8 @@ class Speculation:
         self.most = most
         self.drafted = self.accepted = 0
         """Tokens guessed so far, and how many of them were kept."""
+        self.forced = 0
+        """Tokens that a grammar forced, computed in one step with the token before."""
         self._times = times
         self._rows = 0
 
@@ -109,19 +122,34 @@ class Speculation:
         """A token of the request became visible without a guess."""
         drafter = seq.drafter
         assert drafter is not None
-        seq.holds = self._most(FIRST_TRUST) > 0 and drafter.watch(seq.tokens)
+        seq.holds = self._most(FIRST_TRUST, self.most) > 0 and drafter.watch(seq.tokens)
+
+    def saw_masked(self, seq: Sequence, forced: int, others: int) -> None:
+        """Of the newest tokens of a request with a grammar so many were forced; the others, after them, were not."""
+        for was in (1.0,) * forced + (0.0,) * others:
+            seq.forced_share += WEIGHT_FORCED * (was - seq.forced_share)
+        seq.holds = seq.forced_share >= ENOUGH_FORCED and self._forced_pay()
+
+    def too_late(self, seq: Sequence) -> None:
+        """The request's mask was waited for and did not come: its grammar is slow, and forced tokens not worth it."""
+        seq.holds, seq.forced_share = False, 0.0
 
     def guess(self, seq: Sequence, room: int) -> tuple[int, ...]:
         """Drafts for the request's next step, at most `room`. Its tokens were all seen."""
+        if seq.masks is not None:
+            found = seq.masks.forced()
+            return found.tokens[: max(0, min(room, len(found.masks)))] if self._forced_pay() else ()
         drafter = seq.drafter
         assert drafter is not None
-        count = min(room, self._most(drafter.trust))
+        count = min(room, self._most(drafter.trust, self.most))
         return drafter.guess(seq.tokens, count) if count > 0 else ()
 
     def verified(self, seq: Sequence, drafts: int, kept: int) -> None:
         """Of the request's drafts the first `kept` were right; its tokens are up to date."""
         drafter = seq.drafter
-        assert drafter is not None
+        if drafter is None:
+            self.forced += kept
+            return
         self.drafted += drafts
         self.accepted += kept
         for _ in range(kept):
@@ -131,11 +159,20 @@ class Speculation:
         drafter.learn(seq.tokens)
         seq.holds = drafter.trust >= TRUSTED
 
-    def _most(self, trust: float) -> int:
-        """How many drafts are worth their cost, when each is right with probability `trust` if those before are."""
-        token = self._times.prompt_seconds(0, 1)
-        value = self._times.seconds(StepSize(self._rows, 0, 0.0)) / max(1, self._rows)
+    def _most(self, trust: float, most: int) -> int:
+        """How many of `most` drafts are worth their cost, when each is right with probability `trust` if those before
+        are."""
+        token, value = self._seconds()
         count, kept = 0, trust
-        while count < self.most and kept * value >= token:
+        while count < most and kept * value >= token:
             count, kept = count + 1, kept * trust
         return count
+
+    def _forced_pay(self) -> bool:
+        token, value = self._seconds()
+        return value >= FORCED_WORTH * token
+
+    def _seconds(self) -> tuple[float, float]:
+        """What a token more in a step costs, and what a row's token costs in a step now."""
+        alone = self._times.seconds(StepSize(self._rows, 0, 0.0))
+        return self._times.prompt_seconds(0, 1), alone / max(1, self._rows)

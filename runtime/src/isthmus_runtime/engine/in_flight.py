@@ -34,8 +34,9 @@ class StepDraft:
     """Requests that can never grow."""
     failed: list[tuple[Sequence, RequestError]] = field(default_factory=list)
     """Requests whose constraint has failed."""
-    _allowed: dict[str, bytes | LateMask | None] = field(default_factory=dict)
-    """What `may_draw` and `may_draw_later` were told, for `add`."""
+    _allowed: dict[str, tuple[bytes, ...] | LateMask | None] = field(default_factory=dict)
+    """What `may_draw` (the next mask, and those after tokens that are forced) and `may_draw_later` were told, for
+    `add`."""
 
     def may_draw(self, seq: Sequence) -> bool:
         """Whether the mask of the request's next token, if it needs one, is known. False: it cannot go on now."""
@@ -48,7 +49,7 @@ class StepDraft:
             return False
         if isinstance(allowed, Later):
             return False
-        self._allowed[seq.sid] = allowed
+        self._allowed[seq.sid] = None if allowed is None else (allowed, *seq.masks.forced().masks)
         return True
 
     def may_draw_later(self, seq: Sequence) -> bool:
@@ -76,8 +77,8 @@ class StepDraft:
         else:
             if seq.masks is not None:
                 allowed = self._allowed[seq.sid]
-                if isinstance(allowed, bytes):
-                    self.masks.append(RowMask(seq.row, (allowed,)))
+                if isinstance(allowed, tuple):
+                    self.masks.append(RowMask(seq.row, allowed[: 1 + len(drafts)]))
                 elif allowed is not None:
                     self.late_masks.append(LateRowMask(seq.row, allowed))
             # One per row and step: without the class's own `__new__` it costs half.

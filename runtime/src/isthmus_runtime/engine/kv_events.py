@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from itertools import islice
 
 from ..kv.pool import BlockEvent, BlockStored
@@ -21,7 +21,7 @@ LOG_CHANGES = 1 << 14
 _LINE_CHANGES = 4096
 
 
-class _Queue(deque[BlockEvent]):
+class EventQueue(deque[BlockEvent]):
     """A bounded deque that tells when something is in it."""
 
     def __init__(self, notify: Callable[[], None], size: int) -> None:
@@ -34,12 +34,13 @@ class _Queue(deque[BlockEvent]):
 
 
 class KvEventFeed:
-    """Give `queue` to the block pool. Everything else belongs to the event loop `loop`."""
+    """Give `queue` to the block pool, or to `take` what another process tells of it. Everything else belongs to the
+    event loop `loop`."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, *, queue_events: int = QUEUE_EVENTS, log_changes: int = LOG_CHANGES
     ) -> None:
-        self.queue: deque[BlockEvent] = _Queue(self._notify, queue_events)
+        self.queue: deque[BlockEvent] = EventQueue(self._notify, queue_events)
         self._loop = loop
         self._woken = False
         self._seq = 0
@@ -79,9 +80,16 @@ class KvEventFeed:
 
     def _drain(self) -> None:
         self._woken = False
-        queue, blocks = self.queue, self._blocks
-        while queue:
-            event = queue.popleft()
+        self.take(self._waiting())
+
+    def _waiting(self) -> Iterator[BlockEvent]:
+        while self.queue:
+            yield self.queue.popleft()
+
+    def take(self, events: Iterable[BlockEvent]) -> None:
+        """Changes in their order; where `seq` shows that some are missing, what is visible is learned again."""
+        blocks = self._blocks
+        for event in events:
             if event.seq != self._seq:
                 # The queue overflowed: what was visible before is unknown, and no reader may go on from it.
                 blocks.clear()

@@ -30,7 +30,7 @@ from ..interfaces.handoff import (
 )
 from ..interfaces.steps import Constraint, Executor, Masks, RowStart, StepOutput, StepPlan
 from ..kv.pool import PoolCounts
-from ..protocol import CommitCall, PrefillAnswer, PrefillCall, Ticket
+from ..protocol import CommitCall, PrefillAnswer, Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from .masks import MaskThread
 from .scheduler import Scheduler
@@ -40,6 +40,9 @@ log = logging.getLogger(__name__)
 
 STEPS_IN_FLIGHT = 2
 """Step N+1 is planned and queued while step N runs."""
+
+MASK_PATIENCE_S = 0.005
+"""Where requests with forced tokens are planned one step after the other, a step waits so long for their masks."""
 
 Reply = TokenChunk | Ticket | PrefillAnswer
 Sink = Callable[[Sequence[tuple[str, Reply]]], None]
@@ -139,26 +142,24 @@ class EngineLoop:
 
         self._add(name or request.request_id, name, command)
 
-    def prefill(self, call: PrefillCall, constraint: Constraint | None = None) -> None:
+    def prefill(
+        self, request: GenerateRequest, attempt: str, ticket: Ticket, constraint: Constraint | None = None
+    ) -> None:
         """Compute a prompt and send its KV as the ticket says; the reply is a PrefillAnswer or an ending chunk."""
         beside = self._beside(constraint)
-        request = call.request.to_request()
 
         def command(now: float) -> list[Effect]:
             handoff = self._check_moves_kv()
-            skip = call.ticket.skip_blocks
-            self.scheduler.add(request, now, kind=Kind.SEND, attempt=call.attempt, skip_blocks=skip, masks=beside)
-            self.scheduler.handoffs.open_send(call.attempt)
+            skip = ticket.skip_blocks
+            self.scheduler.add(request, now, kind=Kind.SEND, attempt=attempt, skip_blocks=skip, masks=beside)
+            self.scheduler.handoffs.open_send(attempt)
             job = SendJob(
-                request_id=request.request_id,
-                attempt=call.attempt,
-                ticket=call.ticket,
-                deadline_s=now + request.timeout_s,
+                request_id=request.request_id, attempt=attempt, ticket=ticket, deadline_s=now + request.timeout_s
             )
             handoff.open_send(job, now)
             return []
 
-        self._add(call.attempt, call.attempt, command)
+        self._add(attempt, attempt, command)
 
     def commit(self, call: CommitCall) -> None:
         """The router's word about the prefill leg of an attempt that is received here."""
@@ -203,6 +204,15 @@ class EngineLoop:
 
         self._inbox.put(command)
         return result.result(timeout_s)
+
+    def after(self, function: Callable[[], None]) -> None:
+        """Call `function` on the engine thread, after the commands given before and before any reply to later ones."""
+
+        def command(now: float) -> list[Effect]:
+            function()
+            return []
+
+        self._inbox.put(command)
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; live requests end with an error first."""
@@ -297,9 +307,13 @@ class EngineLoop:
         """When the next step is planned; None: not before something else happens."""
         if self.failure or not self._wake or len(self._in_flight) == STEPS_IN_FLIGHT or not self.scheduler.has_work:
             return None
-        if self._in_flight and self.scheduler.holds:
-            return None
-        return self.scheduler.pace.plan_at()
+        plan_at = self.scheduler.pace.plan_at()
+        if self.scheduler.holds:
+            if self._in_flight:
+                return None
+            if self._masks.busy:
+                return max(plan_at, self.last_progress_s + MASK_PATIENCE_S)
+        return plan_at
 
     def _submit(self, plan: StepPlan) -> None:
         if not self._in_flight:

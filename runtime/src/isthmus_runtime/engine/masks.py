@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..errors import EngineFailed, RequestError
-from ..interfaces.steps import Constraint, LateMask, Later, Masks
+from ..interfaces.steps import Constraint, Forced, LateMask, Later, Masks
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ _SEEN_S = 60.0
 class _Job:
     """One mask: asked for, then answered once. `LateMask` for the executor."""
 
-    __slots__ = ("_changed", "answer", "answered", "constraint", "count", "generated")
+    __slots__ = ("_changed", "answer", "answered", "constraint", "count", "forced", "generated", "most")
 
     def __init__(self, constraint: Constraint, count: int, changed: threading.Condition) -> None:
         self.constraint = constraint
@@ -36,6 +36,9 @@ class _Job:
         """None: not all tokens were seen."""
         self.answer: bytes | RequestError | None = None
         self.answered = False
+        self.most = 0
+        """Forced tokens to look for."""
+        self.forced = Forced()
         self._changed = changed
 
     def finish(self, answer: bytes | RequestError | None) -> None:
@@ -43,9 +46,9 @@ class _Job:
             self.answer, self.answered = answer, True
             self._changed.notify_all()
 
-    def seen(self, generated: tuple[int, ...]) -> None:
+    def seen(self, generated: tuple[int, ...], most: int) -> None:
         with self._changed:
-            self.generated = generated
+            self.generated, self.most = generated, most
             self._changed.notify_all()
 
     def wait(self, patience_s: float) -> bytes | Later | None:
@@ -65,6 +68,7 @@ class MaskThread:
         self._wake = wake
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
+        self._asked = self._answered = 0
         self._thread = threading.Thread(target=self._run, name="masks", daemon=True)
 
     def start(self) -> None:
@@ -79,7 +83,16 @@ class MaskThread:
 
     def beside(self, constraint: Constraint) -> Masks:
         """The masks of `constraint`, computed on this thread."""
-        return _Beside(constraint, self._jobs.put, self._changed)
+        return _Beside(constraint, self._ask, self._changed)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has not answered everything. For the thread that asks."""
+        return self._asked != self._answered
+
+    def _ask(self, job: _Job) -> None:
+        self._asked += 1
+        self._jobs.put(job)
 
     def _run(self) -> None:
         unsaid, since = False, 0.0
@@ -95,12 +108,14 @@ class MaskThread:
             assert job.generated is not None
             try:
                 answer: bytes | RequestError | None = job.constraint.allowed(job.generated)
+                job.forced = job.constraint.forced(job.generated, job.most)
             except RequestError as error:
                 answer = error
             except BaseException as error:  # one request ends, the thread goes on; Rust's panics are no Exception
                 log.exception("a mask of structured output failed")
                 answer = EngineFailed(f"structured output failed: {error}")
             job.finish(answer)
+            self._answered += 1
             if not unsaid:
                 unsaid, since = True, time.monotonic()
             elif time.monotonic() - since > _PATIENCE_S:
@@ -118,7 +133,7 @@ class _Beside:
         self._job: _Job | None = None
         self._late: _Job | None = None
 
-    def allowed(self, generated: Sequence[int]) -> bytes | Later | None:
+    def allowed(self, generated: Sequence[int], most: int = 0) -> bytes | Later | None:
         count = len(generated)
         job = self._job
         if job is None or job.count != count:
@@ -128,13 +143,17 @@ class _Beside:
             else:
                 job = self._new(count)
             self._job = job
-            job.seen(tuple(generated))
+            job.seen(tuple(generated), most)
             self._submit(job)
         if not job.answered:
             return Later.MASK
         if isinstance(job.answer, RequestError):
             raise job.answer
         return job.answer
+
+    def forced(self) -> Forced:
+        job = self._job
+        return job.forced if job is not None and job.answered else Forced()
 
     def late(self, count: int) -> LateMask:
         if self._job is not None and self._job.count == count:

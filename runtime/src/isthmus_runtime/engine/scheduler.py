@@ -29,7 +29,7 @@ from ..request import FinishReason, GenerateRequest, TokenLogprobs
 from .admission import Admission
 from .blocks import SequenceBlocks
 from .completion import Completion
-from .drafts import Drafter, Speculation
+from .drafts import FIRST_FORCED, Drafter, Speculation
 from .handoffs import Handoffs
 from .in_flight import StepDraft, StepsInFlight
 from .intake import Intake
@@ -75,6 +75,8 @@ class Scheduler:
         self._completion = Completion(self.queues, self.blocks, self.handoffs, self.steps, self._speculation)
         self._recompute = recompute
         self._late_masks = late_masks
+        self._may_hold = config.speculative_tokens > 0
+        """Whether there may have been a request that waits for its newest token."""
         self._timers: list[tuple[float, str]] = []
         self._recomputes = self._unknown = 0
 
@@ -103,8 +105,12 @@ class Scheduler:
             skip_blocks=skip_blocks,
             masks=masks,
         )
-        if self._speculation.most and masks is None and kind is not Kind.SEND and request.pooling is None:
-            seq.drafter = Drafter()
+        if kind is not Kind.SEND:
+            if masks is not None:
+                seq.forced_share = FIRST_FORCED
+            elif self._speculation.most and request.pooling is None:
+                seq.drafter = Drafter()
+            self._may_hold = self._may_hold or masks is not None
         sid, waiting = seq.sid, len(self.queues.waiting)
         if sid in self.queues.live or self.handoffs.known(attempt):
             # An ended attempt may still hold blocks: a repeated call must not take its holds over.
@@ -219,11 +225,13 @@ class Scheduler:
 
     def _continue_one(self, seq: Sequence, count: int, draft: StepDraft) -> None:
         """Plan what a running request can compute of its next `count` tokens."""
+        guesses = seq.holds and count == 1
+        if guesses and seq.unseen:
+            return
         if seq.masks is not None and not self._may_draw(seq, draft):
             return
-        if seq.holds and count == 1:
-            if not seq.unseen:
-                self._continue_guessing(seq, draft)
+        if guesses:
+            self._continue_guessing(seq, draft)
             return
         count = self._admission.chunk(seq.scheduled, count, draft)
         if count <= 0:
@@ -237,18 +245,21 @@ class Scheduler:
         covered = seq.known <= seq.room and not seq.promised
         if not draft.budget or not (covered or self._give_room(seq, seq.known, draft)):
             return
-        most = min(draft.budget - 1, seq.end_len - seq.known - 1)
-        upto = seq.known + min(most, self._speculation.most)
+        drafts = self._speculation.guess(seq, min(draft.budget - 1, seq.end_len - seq.known - 1))
+        upto = seq.known + len(drafts)
         if upto > seq.room and self.blocks.missing(seq, upto) + len(self.queues.running) <= self._admission.free():
             self._admission.grow(seq, upto, draft)
-        drafts = self._speculation.guess(seq, min(most, seq.room - seq.known))
-        seq.holds = bool(drafts)
+        drafts = drafts[: seq.room - seq.known]
+        seq.holds = bool(drafts) or seq.masks is not None
         draft.add(seq, 1, drafts)
 
     def _may_draw(self, seq: Sequence, draft: StepDraft) -> bool:
         """Whether a running request with masks may be in the step: its mask is known, or comes before the draw."""
         if not seq.unseen:
-            return draft.may_draw(seq)
+            known = draft.may_draw(seq)
+            if not known and seq.holds and self.holds:
+                self._speculation.too_late(seq)
+            return known
         return self._late_masks and draft.may_draw_later(seq)
 
     def _give_room(self, seq: Sequence, upto: int, draft: StepDraft) -> bool:
@@ -343,7 +354,7 @@ class Scheduler:
     def holds(self) -> bool:
         """Whether so many running requests wait for their newest tokens that none should be planned before those."""
         running = self.queues.running
-        return self._speculation.most > 0 and HOLD_SHARE * sum(seq.holds for seq in running) >= max(1, len(running))
+        return self._may_hold and HOLD_SHARE * sum(seq.holds for seq in running) >= max(1, len(running))
 
     @property
     def has_work(self) -> bool:
@@ -375,6 +386,7 @@ class Scheduler:
             unknown_events=self._unknown,
             drafted=self._speculation.drafted,
             accepted=self._speculation.accepted,
+            forced=self._speculation.forced,
         )
 
     def check(self) -> None:

@@ -69,6 +69,8 @@ class Sequence:
     """What it may generate; None: anything."""
     masks_late_from: int = 0
     """Length from which on it may be planned before its mask is known."""
+    forced_share: float = 0.0
+    """How many of its tokens its grammar left no alternative to: a moving average."""
     drafter: Drafter | None = None
     """Guesses its next tokens; None: nobody does."""
     holds: bool = False
@@ -220,3 +222,5 @@ class SchedulerStats:
     """Tokens guessed by speculative decoding."""
     accepted: int
     """How many of them were kept."""
+    forced: int
+    """Tokens that grammars forced, computed in one step with the token before."""

@@ -35,7 +35,6 @@ from ..serving.in_flight import InFlight
 from ..tracing.span import NO_TRACER, Tracer, within
 from .backend import EngineBackend
 from .kv_events import KvEventFeed
-from .long_lived import LongLived
 
 log = logging.getLogger(__name__)
 
@@ -96,12 +95,11 @@ class EngineServer:
         no_progress_timeout_s: float,
         clock: Callable[[], float],
         kv_events: KvEventFeed | None = None,
-        threads: LongLived | None = None,
         credentials: Credentials | None = None,
         tracer: Tracer = NO_TRACER,
     ) -> None:
-        """`kv_events` None: there is no prefix cache, so the route is not added. `threads`: without which this process
-        is of no use. `credentials`: without usable ones it is not ready."""
+        """`kv_events` None: there is no prefix cache, so the route is not added. `credentials`: without usable ones it
+        is not ready."""
         self._credentials = credentials
         self._tracer = tracer
         self._backend = backend
@@ -111,7 +109,6 @@ class EngineServer:
         self._no_progress_s = no_progress_timeout_s
         self._clock = clock
         self._kv_events = kv_events
-        self._threads = threads
 
     def add_metrics(self, app: FastAPI) -> None:
         """Add /metrics."""
@@ -160,14 +157,13 @@ class EngineServer:
 
     def unhealthy(self) -> str:
         """Empty, or why this process should be restarted: a broken engine, or work without progress."""
-        engine = self._backend.engine
-        if engine.failure:
-            return engine.failure
-        if self._threads is not None and (ended := self._threads.problem()):
-            return ended
-        stalled = engine.stalled_s()
-        if stalled > self._no_progress_s:
-            return f"there is work but no step has finished for {stalled:.0f} s (limit {self._no_progress_s:g} s)"
+        engine = self._backend.engine.status()
+        if engine.failure or engine.problem:
+            return engine.failure or engine.problem
+        if engine.stalled_s > self._no_progress_s:
+            return (
+                f"there is work but no step has finished for {engine.stalled_s:.0f} s (limit {self._no_progress_s:g} s)"
+            )
         return ""
 
     async def health(self) -> Response:
@@ -192,22 +188,23 @@ class EngineServer:
         return Response(render(self._meters.registry), headers={"Content-Type": CONTENT_TYPE})
 
     def _sample(self) -> None:
-        engine, meters = self._backend.engine, self._meters
+        engine, meters = self._backend.engine.status(), self._meters
         stats, blocks = engine.snapshot.stats, engine.snapshot.blocks
         meters.engine.running.set(stats.running)
         meters.engine.waiting.set(stats.waiting)
         meters.engine.kv_usage.set(engine.snapshot.kv_usage)
         meters.engine.quarantined_blocks.set(blocks.quarantined)
-        meters.engine.no_progress_seconds.set(engine.stalled_s())
+        meters.engine.no_progress_seconds.set(engine.stalled_s)
         meters.engine.prefix_queries.inc(meters.grown("queries", stats.prefix_queries))
         meters.engine.prefix_hits.inc(meters.grown("hits", stats.prefix_hits))
         meters.engine.preemptions.inc(meters.grown("preemptions", stats.preemptions))
         meters.engine.drafted.inc(meters.grown("drafted", stats.drafted))
         meters.engine.accepted.inc(meters.grown("accepted", stats.accepted))
+        meters.engine.forced.inc(meters.grown("forced", stats.forced))
         meters.engine.never_fit_rejections.inc(meters.grown("never_fit", stats.never_fit))
-        for stage, total in list(engine.transfer_failures.items()):
+        for stage, total in engine.transfer_failures.items():
             meters.transfer.failed(stage, meters.grown(f"failed {stage}", total))
-        moved = engine.handoff_stats()
+        moved = engine.moved
         late = stats.unknown_events + (0 if moved is None else moved.dropped)
         meters.transfer.late_messages.inc(meters.grown("late", late))
         meters.transfer.legs.set(0 if moved is None else moved.live)
@@ -298,9 +295,8 @@ class EngineServer:
 
     async def drained(self, attempt: Annotated[str, Query(min_length=1)]) -> DrainAnswer:
         """Whether a byte of an attempt may still leave this process."""
-        return DrainAnswer(
-            attempt=attempt, drained=self._backend.engine.is_drained(attempt), epoch=self._info().transfer.epoch
-        )
+        drained = await self._backend.engine.is_drained(attempt)
+        return DrainAnswer(attempt=attempt, drained=drained, epoch=self._info().transfer.epoch)
 
     async def kv_events(self, call: Call) -> None:
         """Changes of the prefix cache as NDJSON, until the reader leaves or this process ends."""

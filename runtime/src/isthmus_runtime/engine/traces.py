@@ -27,8 +27,12 @@ class StartTimes:
         """These rows are in a step that is submitted now."""
         if self._times:
             for row in rows:
-                if self._times.get(row.request_id, 0.0) is None:
-                    self._times[row.request_id] = self.clock()
+                self.note(row.request_id, self.clock())
+
+    def note(self, sid: str, at: float) -> None:
+        """It is in a step that was submitted `at`; the first counts."""
+        if self._times.get(sid, 0.0) is None:
+            self._times[sid] = at
 
     def of(self, sid: str) -> float | None:
         """None: it has not started."""

@@ -174,7 +174,7 @@ class FakeExecutor:
         for grown in plan.grown:
             self._grow(grown)
         late, missing = late_masks.take(plan.late_masks)
-        masks = {mask.row: mask.allowed[0] for mask in plan.masks} | late
+        masks = {mask.row: mask.allowed for mask in plan.masks} | {row: (mask,) for row, mask in late.items()}
         drawn: list[RowOutput] = []
         scores: list[PromptScores] = []
         pooled: list[Pooled] = []
@@ -195,7 +195,7 @@ class FakeExecutor:
             if not chunk.draws:
                 drawn.append(NOTHING_DRAWN)
                 continue
-            tokens = self._draw(row, chunk, masks.get(chunk.row))
+            tokens = self._draw(row, chunk, masks.get(chunk.row, (None,) * chunk.draws))
             if chunk.row in missing:
                 drawn.append(NOTHING_DRAWN)
                 continue
@@ -204,11 +204,12 @@ class FakeExecutor:
             drawn.append(RowOutput(tokens, logprobs))
         return StepOutput(plan.step, tuple(drawn), tuple(scores), tuple(pooled))
 
-    def _draw(self, row: _Row, chunk: Chunk, mask: bytes | None) -> tuple[int, ...]:
+    def _draw(self, row: _Row, chunk: Chunk, masks: Sequence[bytes | None]) -> tuple[int, ...]:
         """As many tokens as drafts are right, and one."""
         first = chunk.start + chunk.num_tokens - len(chunk.drafts)
         found: list[int] = []
-        for length, draft in zip(range(first, first + chunk.draws), (*chunk.drafts, None), strict=True):
+        lengths = range(first, first + chunk.draws)
+        for length, draft, mask in zip(lengths, (*chunk.drafts, None), masks, strict=True):
             token = _next(self._state(row, length), row.sampling, length)
             found.append(token if mask is None else _first_allowed(token, mask))
             if found[-1] != draft:

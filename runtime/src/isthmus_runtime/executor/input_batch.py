@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..interfaces.steps import LateRowMask, RowBlocks, RowStart, StepPlan
 from ..kv.groups import GroupPlan
-from ..layers.batch import ForwardBatch, GroupBatch
+from ..layers.batch import ForwardBatch, GroupBatch, ReadBatch
+from ..models.pooling import Pooling
 from ..request import SamplingParams
 from .adjustments import AdjustedRows, Adjustments
 from .device.base import Device
@@ -31,12 +32,11 @@ from .staging import Packer, StagingSlot
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
-Mask = TypeVar("Mask")
 _HOTTEST = 3e38
 """Of what fp32 holds. Divided by infinity, what is masked would be no number."""
 _LEAST_INT64, _UINT64 = -(2**63), 2**64
 # Per row and step: tokens, slots and draws, with room for the roundings of `Packer`.
-_WORDS_PER_ROW, _WORDS_PER_DRAW = 16, 8
+_WORDS_PER_ROW, _WORDS_PER_DRAW, _WORDS_PER_READ = 16, 8, 3
 _RECORDED_TOKENS = 32
 """Steps with drafts up to this size are recorded where a device records each size when it is first met."""
 
@@ -48,7 +48,7 @@ class Draws:
     count: int
     """Rows that draw; the tensors may hold dummies after them."""
     logit_rows: Tensor
-    """int64 [S]: the tokens of the step whose successor is drawn."""
+    """int64 [S]: the tokens of the step whose successor is drawn; numbered among those that are read."""
     targets: Tensor
     """int64 [S]: where in the token table each drawn token goes."""
     graph: int
@@ -89,6 +89,8 @@ class StepInputs:
     """Parts of prompts whose log-probabilities are wanted."""
     pooled: tuple[PooledChunk, ...] = ()
     """Chunks of prompts whose vectors are wanted."""
+    read: ReadBatch | None = None
+    """The tokens that the last layer is computed for, and what draws and scores number; None: those of the step."""
 
 
 class InputBatch:
@@ -104,8 +106,9 @@ class InputBatch:
         max_len: int,
         groups: tuple[GroupPlan, ...],
         slots: int,
+        pooling: Pooling | None = None,
     ) -> None:
-        """`slots`: most steps in flight."""
+        """`slots`: most steps in flight; `pooling`: how prompts become embeddings."""
         self._graphs = graphs
         self.max_rows = max_rows
         self._max_tokens = max_tokens
@@ -116,7 +119,7 @@ class InputBatch:
         self._parameters = SamplingRows(max_rows)
         self._adjusted = AdjustedRows()
         self._scored = ScoredRows()
-        self._pooled = PooledRows()
+        self._pooled = PooledRows(pooling or Pooling())
 
         most_rows = graphs.most_rows
         most_tokens = max(max_tokens, most_rows)
@@ -130,7 +133,8 @@ class InputBatch:
         self.token_ids = device.zeros(most_tokens, dtype=torch.int32)
         """The inputs of the step that runs."""
         self._step_tables = [device.zeros(most_rows, width, dtype=torch.int32) for width in widths]
-        words = most_tokens * (2 + len(groups) + _WORDS_PER_DRAW) + most_rows * (_WORDS_PER_ROW + sum(widths)) + 64
+        per_token = 2 + len(groups) + _WORDS_PER_DRAW + _WORDS_PER_READ
+        words = most_tokens * per_token + most_rows * (_WORDS_PER_ROW + sum(widths)) + 64
         self.uploaded = device.zeros(words, dtype=torch.int64)
         """What the step that runs took to the device."""
         self._packer = Packer(self.uploaded)
@@ -160,12 +164,11 @@ class InputBatch:
         longest = int((columns[1] + columns[2]).max())
         assert longest <= self._max_len, (plan.step, longest, self._max_len)
         masks = {mask.row: mask.allowed for mask in plan.masks}
-        assert all(len(allowed) == 1 for allowed in masks.values()), "drafts are not in this executor"
         return self._describe(
             columns,
             slot,
             starts,
-            masks={row: allowed[0] for row, allowed in masks.items()},
+            masks=masks,
             late_masks={late.row: late for late in plan.late_masks},
         )
 
@@ -182,7 +185,7 @@ class InputBatch:
         *,
         size: int = 0,
         prompts: bool = False,
-        masks: Mapping[int, bytes] = MappingProxyType({}),
+        masks: Mapping[int, tuple[bytes, ...]] = MappingProxyType({}),
         late_masks: Mapping[int, LateRowMask] = MappingProxyType({}),
     ) -> StepInputs:
         rows, begins, counts, draws = columns
@@ -232,7 +235,19 @@ class InputBatch:
         lengths, lengths_there = pack.take(num_rows, torch.int32)
         lengths[: len(rows)] = ends
         lengths[len(rows) :] = 1 if decode else 0
-        drawn = self._draws(rows, ends, last, draws, masks, late_masks, num_rows if decode else 0)
+        scored = self._scored.of(columns)
+        reads = draws.copy()
+        for part in scored:
+            reads[part.chunk] = counts[part.chunk]
+        pooled = self._pooled.of(columns)
+        for chunk in pooled:
+            reads[chunk.chunk] = chunk.reads
+        # What was captured is cut short always or never. Otherwise two products in place of one have to pay.
+        short = 2 * reads.sum() <= num_tokens if graph is None else graph[0] == "prompts"
+        if not short:
+            reads = counts
+        read_last = np.cumsum(reads)
+        drawn = self._draws(rows, ends, read_last, draws, masks, late_masks, num_rows if decode else 0)
         width = int(ends.max(initial=1))
         tables = [self._table(number, rows, width, num_rows) for number in range(len(self._tables))]
         forward = ForwardBatch(
@@ -244,16 +259,41 @@ class InputBatch:
             max_query_len=most,
             max_seq_len=longest,
         )
+        pooled = tuple(chunk._replace(end=int(read_last[chunk.chunk])) for chunk in pooled)
+        read = None
+        if short:
+            tokens = self._arange[: read_last[-1] if len(rows) else 0] + np.repeat(last - read_last, reads)
+            read = self._read(forward, tokens, positions[tokens], reads, read_last)
+            scored = tuple(part._replace(first=int(read_last[part.chunk] - reads[part.chunk])) for part in scored)
         return StepInputs(
             starts=starts,
             words=pack.words,
             tables=tuple((target, source) for _, target, source in tables),
             sources=sources_there,
             forward=forward,
+            read=read,
             graph=graph,
             draws=drawn,
-            scored=self._scored.of(columns),
-            pooled=self._pooled.of(columns),
+            scored=scored,
+            pooled=pooled,
+        )
+
+    def _read(self, forward: ForwardBatch, tokens: Longs, positions: Longs, reads: Longs, last: Longs) -> ReadBatch:
+        """The step's `tokens` at `positions`: of request r the last `reads[r]`, which end before `last[r]`."""
+        tokens_here, tokens_there = self._packer.take(len(tokens), torch.int64)
+        positions_here, positions_there = self._packer.take(len(tokens), torch.int64)
+        slots_here, slots_there = self._packer.take(len(tokens), torch.int64)
+        starts_here, starts_there = self._packer.take(len(forward.query_start_loc), torch.int32)
+        tokens_here[:], positions_here[:], slots_here[:] = tokens, positions, -1
+        starts_here[0], starts_here[1 : len(last) + 1], starts_here[len(last) + 1 :] = 0, last, len(tokens)
+        return ReadBatch(
+            tokens=tokens_there,
+            positions=positions_there,
+            query_start_loc=starts_there,
+            seq_lens=forward.seq_lens,
+            groups=tuple(GroupBatch(group.block_tables, slots_there) for group in forward.groups),
+            max_query_len=int(reads.max(initial=0)),
+            max_seq_len=forward.max_seq_len,
         )
 
     def _slots(self, number: int, token_rows: Longs, positions: Longs, here: Longs, there: Tensor) -> Tensor:
@@ -282,7 +322,7 @@ class InputBatch:
         ends: Longs,
         last: Longs,
         draws: Longs,
-        masks: Mapping[int, bytes],
+        masks: Mapping[int, tuple[bytes, ...]],
         late_masks: Mapping[int, LateRowMask],
         size: int,
     ) -> Draws | None:
@@ -300,7 +340,7 @@ class InputBatch:
         draw_rows, at = rows[drawing], ends
         parameters, wanted = self._parameters.of(draw_rows)
         asking = np.flatnonzero(wanted >= 0)
-        masked, late = _by_draw(draw_rows, masks), _by_draw(draw_rows, late_masks)
+        masked, late = _masked(draw_rows, masks), _late(draw_rows, late_masks)
         adjustments = self._adjusted.of(draw_rows, at)
         # A graph draws for all its rows, without parameters.
         plain = not parameters and not len(asking) and not masked and not late and adjustments is None
@@ -350,8 +390,16 @@ class InputBatch:
         self._tables[blocks.group][blocks.row, blocks.index : blocks.index + len(blocks.block_ids)] = blocks.block_ids
 
 
-def _by_draw(rows: Longs, masks: Mapping[int, Mask]) -> tuple[tuple[int, Mask], ...]:
-    """The masks of rows as those of draws."""
+def _masked(rows: Longs, masks: Mapping[int, tuple[bytes, ...]]) -> tuple[tuple[int, bytes], ...]:
+    """The masks of rows as those of draws: a row's draws follow one another, and so do its masks."""
+    if not masks:
+        return ()
+    left = {row: iter(allowed) for row, allowed in masks.items()}
+    return tuple((draw, next(left[row])) for draw, row in enumerate(rows.tolist()) if row in left)
+
+
+def _late(rows: Longs, masks: Mapping[int, LateRowMask]) -> tuple[tuple[int, LateRowMask], ...]:
+    """The same of masks that come late, one a row."""
     return tuple((draw, masks[row]) for draw, row in enumerate(rows.tolist()) if row in masks) if masks else ()
 
 

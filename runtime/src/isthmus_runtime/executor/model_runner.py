@@ -294,12 +294,14 @@ class ModelRunner:
         torch.index_select(self._flat_tokens, 0, inputs.sources, out=forward.token_ids)
 
         def layers() -> None:
-            self._model.forward(forward, self._kv.layers, self._workspace)
+            self._model.forward(forward, self._kv.layers, self._workspace, whole=inputs.read is None)
 
         if inputs.graph is not None:
             self._graphs.run(*inputs.graph, layers)
         else:
             layers()
+        if inputs.read is not None and len(inputs.read.tokens):
+            self._model.finish(inputs.read, self._kv.layers, self._workspace)
         for scored in inputs.scored:
             staged.scores.append(
                 stage_scores(self._device, self._logits, self._batch.tokens, scored, self._model.spec.vocab_size)
@@ -369,6 +371,7 @@ class TorchExecutor:
             max_len=kv_plan.max_model_len,
             groups=kv_plan.groups,
             slots=_SLOTS,
+            pooling=loaded.pooling,
         )
         warm_up = _warm_up_plans(scheduler_cfg.max_batched_tokens, kv_plan, bool(graphs.sizes))
         self.runner = ModelRunner(loaded, self._kv, batch, graphs, warm_up)

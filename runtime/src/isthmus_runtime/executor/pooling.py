@@ -31,24 +31,23 @@ class PooledChunk(NamedTuple):
     chunk: int
     """Its place in the plan."""
     row: int
-    first: int
-    """Which token of the step it begins with."""
-    start: int
-    """That token's position."""
-    length: int
+    begins: bool
+    """Whether the prompt begins with it."""
+    ends: bool
+    """Whether the vector is known after it."""
+    reads: int
+    """How many states are pooled or passed over to reach them, from the chunk's end."""
     prompt_len: int
     params: PoolingParams
-
-    @property
-    def ends(self) -> bool:
-        """Whether the vector is known after it."""
-        return self.start + self.length == self.prompt_len
+    end: int = 0
+    """One more than the number of its last token, among the tokens of the step that are read."""
 
 
 class PooledRows:
     """Which rows' prompts are to be pooled."""
 
-    def __init__(self) -> None:
+    def __init__(self, pooling: Pooling) -> None:
+        self._kind = pooling.kind
         self._rows: dict[int, tuple[int, PoolingParams]] = {}
 
     def set(self, start: RowStart) -> None:
@@ -63,11 +62,17 @@ class PooledRows:
         if not self._rows:
             return ()
         found: list[PooledChunk] = []
-        first = 0
         for number, (row, start, count) in enumerate(columns[:3].T.tolist()):
-            if row in self._rows:
-                found.append(PooledChunk(number, row, first, start, count, *self._rows[row]))
-            first += count
+            if row not in self._rows:
+                continue
+            prompt_len, params = self._rows[row]
+            begins, ends = start == 0, start + count == prompt_len
+            reads = {
+                PoolingKind.LAST: int(ends),
+                PoolingKind.MEAN: count,
+                PoolingKind.FIRST: count if begins else 0,
+            }[self._kind]
+            found.append(PooledChunk(number, row, begins, ends, reads, prompt_len, params))
         return tuple(found)
 
 
@@ -106,7 +111,7 @@ class Pooler:
 
     def stage(self, states: Callable[[Tensor], Tensor], chunks: tuple[PooledChunk, ...]) -> StagedVectors | None:
         """Within a body, after the forward pass: take what the chunks add, and copy the vectors that are known now to
-        staging. `states`: of tokens of the step after the final norm, by their numbers (int64 [S])."""
+        staging. `states`: after the final norm, of tokens by their numbers (int64 [S]), which count as `end` does."""
         if self._pooling.needs_every_state:
             for chunk in chunks:
                 self._add(states, chunk)
@@ -116,20 +121,19 @@ class Pooler:
         if self._pooling.needs_every_state:
             found = self._sums[self._numbers(chunk.row for chunk in ended)]
         else:
-            found = states(self._numbers(chunk.first + chunk.length - 1 for chunk in ended)).float()
+            found = states(self._numbers(chunk.end - 1 for chunk in ended)).float()
         staged = self._device.staging(len(ended), self._hidden, dtype=found.dtype)
         self._device.copy(staged, found)
         return StagedVectors(ended, staged, self._pooling)
 
     def _add(self, states: Callable[[Tensor], Tensor], chunk: PooledChunk) -> None:
         total = self._sums[chunk.row]
-        if chunk.start == 0:
+        if chunk.begins:
             total.zero_()
-        elif self._pooling.kind is PoolingKind.FIRST:
-            return
-        length = 1 if self._pooling.kind is PoolingKind.FIRST else chunk.length
-        for begin in range(chunk.first, chunk.first + length, _ROWS):
-            end = min(chunk.first + length, begin + _ROWS)
+        first = chunk.end - chunk.reads
+        last = min(chunk.end, first + 1) if self._pooling.kind is PoolingKind.FIRST else chunk.end
+        for begin in range(first, last, _ROWS):
+            end = min(last, begin + _ROWS)
             part = states(torch.arange(begin, end, device=total.device)).double()
             total.copy_(torch.cat((total[None], part)).cumsum(0)[-1])
 

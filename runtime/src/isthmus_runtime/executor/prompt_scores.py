@@ -32,7 +32,7 @@ class ScoredChunk(NamedTuple):
     """Its place in the plan."""
     row: int
     first: int
-    """Which token of the step it begins with."""
+    """Which token of the step it begins with, or which of those that are read."""
     start: int
     """That token's position."""
     length: int
@@ -89,7 +89,8 @@ def stage_scores(
 ) -> StagedScores:
     """Within a body, after the forward pass: compute the scores and copy them to staging.
 
-    `logits`: of tokens of the step, by their numbers (int64 [S]); `tokens`: the batch's table of tokens.
+    `logits`: of tokens by their numbers (int64 [S]), which count as `scored.first` does; `tokens`: the batch's table of
+    tokens.
     """
     count, most = scored.length, min(scored.wanted, vocab_size)
     staged = StagedScores(

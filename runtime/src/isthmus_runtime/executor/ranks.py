@@ -167,6 +167,11 @@ class LeadingExecutor:
         else:
             promised.set_exception(error)
 
+    @property
+    def broken(self) -> bool:
+        """Whether a rank was lost: the others may not have been told to end."""
+        return bool(self._broken)
+
     def kv_region(self) -> KvRegion:
         """This rank's pool."""
         return self._local.kv_region()
@@ -177,7 +182,7 @@ class LeadingExecutor:
             try:
                 distributed.broadcast(torch.tensor([_END]), 0, group=self._group)
             except RuntimeError as e:
-                _LOG.warning("a rank was lost before the end: %s", str(e).splitlines()[0])
+                self.lost(str(e).splitlines()[0])
         self._local.close()
 
 

@@ -179,6 +179,14 @@ class StepOutput:
     """Of chunks that end a prompt whose vector is asked for."""
 
 
+class Forced(NamedTuple):
+    """Tokens to which there is no alternative (structured output)."""
+
+    tokens: tuple[int, ...] = ()
+    masks: tuple[bytes, ...] = ()
+    """The mask (as in `RowMask`) after each of them; empty where nobody asked for them."""
+
+
 class Constraint(Protocol):
     """What one request may generate (structured output): a pure function of what it has generated."""
 
@@ -188,12 +196,24 @@ class Constraint(Protocol):
         Raises the RequestError that ends the request.
         """
 
+    def forced(self, generated: Sequence[int], most: int) -> Forced:
+        """What must follow these, `most` tokens at most, with masks; with `most` = 0 a token at most, without them.
+
+        Asked after `allowed` about the same tokens. Raises as it does.
+        """
+
 
 class Masks(Protocol):
     """One request's masks, computed beside whoever asks."""
 
-    def allowed(self, generated: Sequence[int]) -> bytes | Later | None:
-        """As `Constraint.allowed`. Later: the work has begun; ask again when woken, and go on without meanwhile."""
+    def allowed(self, generated: Sequence[int], most: int = 0) -> bytes | Later | None:
+        """As `Constraint.allowed`. Later: the work has begun; ask again when woken, and go on without meanwhile.
+
+        `most`: as of `Constraint.forced`, which is asked in the same go.
+        """
+
+    def forced(self) -> Forced:
+        """What must follow the tokens that `allowed` was asked about last; nothing while that is not known."""
 
     def late(self, count: int) -> LateMask:
         """The mask for the token after `count` generated ones: it comes once `allowed` was asked about them.

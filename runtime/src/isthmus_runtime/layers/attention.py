@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isthmus_kernels import dispatch
 
-from .batch import ForwardBatch
+from .batch import AttentionBatch
 from .linear import Linear
 
 
@@ -42,7 +42,7 @@ class Attention:
     def __call__(
         self,
         x: Tensor,
-        batch: ForwardBatch,
+        batch: AttentionBatch,
         group: int,
         kv: Tensor,
         ropes: Sequence[tuple[Tensor, Tensor]],
@@ -90,3 +90,34 @@ class Attention:
             out=context,
         )
         return self.output(flat, out)
+
+    def write(
+        self,
+        x: Tensor,
+        batch: AttentionBatch,
+        group: int,
+        kv: Tensor,
+        ropes: Sequence[tuple[Tensor, Tensor]],
+        *,
+        qkv: Tensor,
+    ) -> None:
+        """Of all that a call does with x [T, H] only the write of keys and values; arguments as there."""
+        keys = self.qkv.outputs_from(self.num_heads * kv.shape[4])
+        cos, sin = ropes[self.rope]
+        if keys is not None:
+            qkv = qkv.view(-1)[: len(x) * keys.out_features].view(len(x), keys.out_features)
+            dispatch.linear(x, keys, out=qkv)
+        else:
+            self.qkv(x, qkv)
+        dispatch.rope_kv_write(
+            qkv,
+            batch.positions,
+            cos,
+            sin,
+            kv,
+            batch.groups[group].slot_mapping,
+            num_heads=self.num_heads if keys is None else 0,
+            q_norm=self.q_norm if keys is None else None,
+            k_norm=self.k_norm,
+            eps=self.eps,
+        )

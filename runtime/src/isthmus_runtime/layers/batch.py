@@ -23,11 +23,9 @@ class GroupBatch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardBatch:
-    """One step."""
+class AttentionBatch:
+    """The tokens of a step, or some of them, as attention sees them."""
 
-    token_ids: Tensor
-    """int32 [T]."""
     positions: Tensor
     """int64 [T]."""
     query_start_loc: Tensor
@@ -37,3 +35,20 @@ class ForwardBatch:
     groups: tuple[GroupBatch, ...]
     max_query_len: int
     max_seq_len: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch(AttentionBatch):
+    """One step."""
+
+    token_ids: Tensor
+    """int32 [T]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBatch(AttentionBatch):
+    """The tokens of a step whose states are read after the last layer: of each request its last ones, or none. Their
+    keys and values have been written; no slot of theirs is."""
+
+    tokens: Tensor
+    """int64 [T']: which tokens of the step."""

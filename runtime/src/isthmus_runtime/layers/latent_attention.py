@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isthmus_kernels import dispatch
 
-from .batch import ForwardBatch
+from .batch import AttentionBatch
 from .linear import Linear
 from .norm import RmsNorm
 
@@ -49,7 +49,7 @@ class LatentAttention:
     def __call__(
         self,
         x: Tensor,
-        batch: ForwardBatch,
+        batch: AttentionBatch,
         group: int,
         kv: Tensor,
         ropes: Sequence[tuple[Tensor, Tensor]],
@@ -75,9 +75,9 @@ class LatentAttention:
             down = self.query_down(x)
             query = self.query_norm(down, down)
         query = self.query_up(query).view(tokens, heads, -1)
-        row = self.latent(x)
-        row[:, :width] = self.latent_norm(plain := row[:, :width].contiguous(), plain)
-        dispatch.latent_kv_write(query[..., inner:], row, batch.positions, cos, sin, kv, where.slot_mapping)
+        dispatch.latent_kv_write(
+            query[..., inner:], self._latents(x), batch.positions, cos, sin, kv, where.slot_mapping
+        )
         q = qkv[:, : heads * kv.shape[4]].view(tokens, heads, kv.shape[4])
         q[..., :width] = torch.bmm(query[..., :inner].transpose(0, 1), self.key_up).transpose(0, 1)
         q[..., width:] = query[..., inner:]
@@ -95,3 +95,25 @@ class LatentAttention:
         )
         values = torch.bmm(context[..., :width].transpose(0, 1), self.value_up)
         return self.output(values.transpose(0, 1).reshape(tokens, -1), out)
+
+    def write(
+        self,
+        x: Tensor,
+        batch: AttentionBatch,
+        group: int,
+        kv: Tensor,
+        ropes: Sequence[tuple[Tensor, Tensor]],
+        *,
+        qkv: Tensor,
+    ) -> None:
+        """Of all that a call does with x [T, H] only the write of its rows; arguments as there."""
+        cos, sin = ropes[0]
+        none = qkv[:, :0].view(len(x), 0, 2 * cos.shape[1])
+        slots = batch.groups[group].slot_mapping
+        dispatch.latent_kv_write(none, self._latents(x), batch.positions, cos, sin, kv, slots)
+
+    def _latents(self, x: Tensor) -> Tensor:
+        """x [T, H] to latents, normed, beside the part that turns: [T, W]."""
+        row, width = self.latent(x), self.key_up.shape[2]
+        row[:, :width] = self.latent_norm(plain := row[:, :width].contiguous(), plain)
+        return row

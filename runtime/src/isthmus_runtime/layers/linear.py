@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from isthmus_kernels import dispatch
+from isthmus_kernels.dispatch import PackedLinear
 
 
 def storage_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -38,3 +39,7 @@ class Linear:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """x [T, in] to [T, out]."""
         return dispatch.linear(x, self._packed, out=out)
+
+    def outputs_from(self, first: int) -> PackedLinear | None:
+        """The product for the outputs from `first` on, out of the same memory; None where that cannot be cut there."""
+        return self._packed.outputs_from(first)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..layers.attention import Attention
-from ..layers.batch import ForwardBatch
+from ..layers.batch import AttentionBatch, ForwardBatch, ReadBatch
 from ..layers.embedding import Embedding
 from ..layers.latent_attention import LatentAttention
 from ..layers.linear import Linear
@@ -240,7 +240,6 @@ class Decoder:
 
     __slots__ = (
         "_embedding",
-        "_following",
         "_head",
         "_heads",
         "_inner",
@@ -277,9 +276,6 @@ class Decoder:
         self._embedding = parts.embedding(embedding_scale)
         self.device = self._embedding.device
         self._layers = list(layers)
-        # The addition after a layer is fused with the next layer's norm; after the last, with the final one, on the
-        # rows that sample only.
-        self._following = [*(layer.attention_norm for layer in self._layers[1:]), None]
         self._norm = parts.norm("model.norm")
         self._head = parts.head()
         self._ropes = tuple(ropes)
@@ -311,29 +307,60 @@ class Decoder:
             ropes=tuple(cos_sin_tables(rope, self._rope_dim, max_len, self.device) for rope in self._ropes),
         )
 
-    def forward(self, batch: ForwardBatch, kv: Sequence[tuple[int, Tensor]], scratch: Workspace) -> None:
-        """Leaves in `residual` and `projected` two states whose sum is the last layer's output."""
+    def forward(
+        self, batch: ForwardBatch, kv: Sequence[tuple[int, Tensor]], scratch: Workspace, *, whole: bool = True
+    ) -> None:
+        """Leaves in `residual` and `projected` two states whose sum is the last layer's output; without `whole`, its
+        input in `residual`, and normed in `hidden`."""
         num = batch.token_ids.shape[0]
         residual, hidden, projected = scratch.residual[:num], scratch.hidden[:num], scratch.projected[:num]
-        qkv, flat = scratch.qkv[:num], scratch.context[:num]
-        context = flat.view(num, self._heads, self.spec.head_dim)
-        gate_up, inner = scratch.gate_up[:num], scratch.inner[:num]
         self._embedding(batch.token_ids, residual)
         self._layers[0].attention_norm(residual, hidden)
-        for layer, following, (group, layer_kv) in zip(self._layers, self._following, kv, strict=True):
-            layer.attention(
-                hidden, batch, group, layer_kv, scratch.ropes, qkv=qkv, context=context, flat=flat, out=projected
-            )
-            self._shard.sum(projected)
-            if layer.after_attention is not None:
-                layer.after_attention(projected, projected)
-            layer.mlp_norm.add(projected, residual, hidden)
-            layer.mlp(hidden, gate_up=gate_up, inner=inner, out=projected)
-            self._shard.sum(projected)
-            if layer.after_mlp is not None:
-                layer.after_mlp(projected, projected)
-            if following is not None:
-                following.add(projected, residual, hidden)
+        last = len(self._layers) - 1
+        for number, (layer, (group, layer_kv)) in enumerate(zip(self._layers, kv, strict=True)):
+            if number == last and not whole:
+                layer.attention.write(hidden, batch, group, layer_kv, scratch.ropes, qkv=scratch.qkv[:num])
+                return
+            self._layer(layer, batch, group, layer_kv, scratch, num)
+            # The addition after a layer is fused with the next layer's norm; after the last, with the final one, on
+            # the rows that sample only.
+            if number < last:
+                self._layers[number + 1].attention_norm.add(projected, residual, hidden)
+
+    def finish(self, read: ReadBatch, kv: Sequence[tuple[int, Tensor]], scratch: Workspace) -> None:
+        """Leaves the states of `read` where `forward` leaves those of all tokens."""
+        num = read.tokens.shape[0]
+        # Copies first: tokens move to places where others are still to be read.
+        for states in (scratch.hidden, scratch.residual):
+            states[:num] = states[read.tokens]
+        self._layer(self._layers[-1], read, *kv[-1], scratch, num)
+
+    def _layer(
+        self, layer: DecoderLayer, batch: AttentionBatch, group: int, kv: Tensor, scratch: Workspace, num: int
+    ) -> None:
+        """One layer over the first `num` rows: from its input in `residual`, and normed in `hidden`, to two states in
+        `residual` and `projected`."""
+        residual, hidden, projected = scratch.residual[:num], scratch.hidden[:num], scratch.projected[:num]
+        flat = scratch.context[:num]
+        layer.attention(
+            hidden,
+            batch,
+            group,
+            kv,
+            scratch.ropes,
+            qkv=scratch.qkv[:num],
+            context=flat.view(num, self._heads, self.spec.head_dim),
+            flat=flat,
+            out=projected,
+        )
+        self._shard.sum(projected)
+        if layer.after_attention is not None:
+            layer.after_attention(projected, projected)
+        layer.mlp_norm.add(projected, residual, hidden)
+        layer.mlp(hidden, gate_up=scratch.gate_up[:num], inner=scratch.inner[:num], out=projected)
+        self._shard.sum(projected)
+        if layer.after_mlp is not None:
+            layer.after_mlp(projected, projected)
 
     def states(self, rows: Tensor, scratch: Workspace) -> Tensor:
         """States [S, H] after the final norm of the tokens `rows` of the last forward pass."""

@@ -52,6 +52,8 @@ class Job:
     structure_param: str
     """The parameter that says so."""
     logprobs: bool
+    scores: int
+    """Log-probabilities of prompts that the answer tells."""
     stream: bool
     include_usage: bool
     format: Format

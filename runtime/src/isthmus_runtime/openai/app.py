@@ -21,9 +21,9 @@ from ..errors import (
     Cancelled,
     ConfigError,
     DeadlineExceeded,
-    EngineFailed,
     InvalidRequest,
     RequestError,
+    unforeseen,
 )
 from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics, TenantMetrics
@@ -45,6 +45,7 @@ from .ranking import Ranker, Ranking, RerankRequest, ScoreRequest, Scores
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
 from .schema import ChatRequest, CompletionRequest, chat_request, json_object
+from .score_budget import ScoreBudget
 from .sse import Format, Usage
 from .tenants import Tenant
 from .tenants_file import TenantsFile
@@ -234,6 +235,7 @@ class _Api:
         self._batches = BatchRunner(backend, metrics, clock)
         self._vectors = VectorRequests(self._planner, config.request_timeout_s)
         self._ranker = Ranker(self._planner, self._vectors, tokenizer, lambda: backend.task, config.request_timeout_s)
+        self._scores = ScoreBudget()
         self._tokenizer = tokenizer
         self._keys = Keys(config.api_key, config.tenants, clock)
         self._tenants = config.tenants
@@ -366,9 +368,9 @@ class _Api:
             self._count(Cancelled("the client left"))
             self._count_tenant(progress, Cancelled.status)
             return
-        except Exception:
+        except Exception as e:
             _log.exception("%s failed", call.path)
-            error = EngineFailed("internal error; the log of this process has the details")
+            error = unforeseen(e)
         self._count(error)
         self._count_tenant(progress, error.status)
         error = error.located(progress.stage, progress.answer_id or uuid.uuid4().hex)
@@ -403,10 +405,11 @@ class _Api:
             who = "" if progress.tenant is None else progress.tenant.name
             await self._check_structure(job.structure, job.structure_param, who)
         progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
-        if progress.tenant is None:
-            await self._run(job, arrived, call)
-        else:
-            await self._run_of(progress.tenant, job, arrived, call)
+        with self._scores.holding(job.scores):
+            if progress.tenant is None:
+                await self._run(job, arrived, call)
+            else:
+                await self._run_of(progress.tenant, job, arrived, call)
 
     async def _answer_batch(
         self, call: Call, plan: Callable[[bytes], Batch], progress: _Progress, arrived: float

@@ -343,7 +343,7 @@ class Planner:
         """`echo`: what the answer repeats of each prompt."""
         answer_id = prefix + urandom(16).hex()
         logprobs, candidates = request.num_logprobs, request.num_candidates
-        _check_scores(request, prompts)
+        scores = _scores(request, prompts)
         shown = None if not request.skip_special_tokens else self._tool_format.shown if tools else ()
         pieces = self._tokenizer.pieces_with(shown)
         structure = calls or request.structure
@@ -373,6 +373,7 @@ class Planner:
             prompt_tokens=sum(map(len, prompts)),
             stop=tuple(request.stop_strings),
             logprobs=logprobs >= 0,
+            scores=scores,
             stream=request.stream,
             include_usage=request.include_usage,
             pieces=pieces,
@@ -445,7 +446,8 @@ def _check_room(name: str, wanted: int | None, prompt: int, limit: int) -> None:
         )
 
 
-def _check_scores(request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]]) -> None:
+def _scores(request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]]) -> int:
+    """How many log-probabilities of prompts the answer will tell. Raises InvalidRequest for too many."""
     each = request.scores_per_token
     tokens = sum(map(len, prompts))
     if tokens * each > MAX_SCORES:
@@ -455,6 +457,7 @@ def _check_scores(request: CompletionRequest | ChatRequest, prompts: Sequence[Se
             "ask for fewer, or for fewer choices, or send fewer prompts in a request",
             param=name,
         )
+    return tokens * each
 
 
 def _check_echo(characters: int, n: int) -> None:

@@ -48,28 +48,20 @@ class Words:
         """Ids of `text`, without special tokens."""
         words = text.split(" ")
         first = words.pop(0)
-        found = self._look_up(first, words)
-        if found is None:
-            missing = {*words}.difference(self._known)
-            # Of a known word none of this is true. The last one is followed by no space, so that it cannot be wrong.
-            if not all(word and not word[-1].isspace() for word in missing.difference(words[-1:])):
-                first, *words = _CUT.split(text)  # `split` cuts too often where spaces follow white space
-            found = self._learn(first, words)
-        return found
-
-    def _look_up(self, first: str, words: list[str]) -> list[int] | None:
-        """Ids of a text whose words are all known; else None."""
+        known = self._known  # another thread may put a new one in its place
         try:
-            found = list(self._first[first])
-            found.extend(chain.from_iterable(map(self._known.__getitem__, words)))
+            return _joined(self._first[first], known, words)
         except KeyError:
-            return None
-        return found
+            missing = {*words}.difference(known)
+        # Of a known word none of this is true. The last one is followed by no space, so that it cannot be wrong.
+        if not all(word and not word[-1].isspace() for word in missing.difference(words[-1:])):
+            first, *words = _CUT.split(text)  # `split` cuts too often where spaces follow white space
+            missing = {*words}.difference(known)
+        return self._learn(first, words, known, list(missing))
 
-    def _learn(self, first: str, words: list[str]) -> list[int]:
-        """Ids of a text, of which some words are not known."""
-        known, start = self._known, self._first
-        missing = list({*words}.difference(known))
+    def _learn(self, first: str, words: list[str], known: dict[str, tuple[int, ...]], missing: list[str]) -> list[int]:
+        """Ids of a text whose words are all known but for `missing`; `first` may be new as well."""
+        start = self._first
         asked = [" " + word for word in missing]
         if (begin := start.get(first)) is None:
             asked.append(first)
@@ -79,7 +71,17 @@ class Words:
             self._first = _with(start, {first: begin})
         fresh = dict(zip(missing, made, strict=True))
         self._known = _with(known, fresh)
-        return [*begin, *chain.from_iterable(fresh[w] if w in fresh else known[w] for w in words)]
+        try:
+            return _joined(begin, known, words)
+        except KeyError:  # a word that is not kept, or a new beginning of what is
+            return [*begin, *chain.from_iterable(fresh[w] if w in fresh else known[w] for w in words)]
+
+
+def _joined(begin: Sequence[int], known: Mapping[str, Sequence[int]], words: list[str]) -> list[int]:
+    """Ids of a beginning and of words, all of which are known; else KeyError."""
+    found = list(begin)
+    found.extend(chain.from_iterable(map(known.__getitem__, words)))
+    return found
 
 
 def _with(known: dict[str, tuple[int, ...]], more: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -11,6 +11,7 @@ import aiohttp
 from ..credentials import Credentials
 from ..errors import EngineLost, RequestError, error_from_json
 from ..protocol import AbortCall, CommitCall
+from .patience import Patience
 from .wire import CONNECT_TIMEOUT_S, Exchange, Wire
 
 _log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class Links:
 
     async def _control(self, url: str, path: str, call: CommitCall | AbortCall) -> tuple[int, bytes]:
         """Status and body of a call that an engine answers at once."""
-        async with asyncio.timeout(_CONTROL_TIMEOUT_S):
+        async with Patience(_CONTROL_TIMEOUT_S):
             exchange = await self._wire.post(url, path, call.model_dump_json().encode())
             try:
                 return exchange.status, await exchange.read()

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 
 from httptools import HttpParserCallbackError, HttpParserError, HttpResponseParser
 
+from .patience import Patience
+
 CONNECT_TIMEOUT_S = 1.0
 KEEP_ALIVE_S = 30.0
 """Idle connections older than this are not used again: an engine may be about to close them (after 75 s or more)."""
@@ -286,7 +288,7 @@ class Wire:
         assert parts.hostname is not None and parts.port is not None
         idle = self._idle.setdefault(url, deque())
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with Patience(CONNECT_TIMEOUT_S):
                 _, exchange = await self._loop.create_connection(
                     lambda: Exchange(idle, self._loop), parts.hostname, parts.port
                 )

@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.types import Lifespan
 
 from ..credentials import Credentials
-from ..errors import EngineFailed, InvalidRequest, RequestError
+from ..errors import EngineFailed, InvalidRequest, RequestError, unforeseen
 from .access import PeersOnly
 from .call import error_response
 from .limits import BodyLimit
@@ -184,7 +184,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
 
 
 async def _unforeseen(request: Request, error: Exception) -> Response:
-    return error_response(EngineFailed("internal error; the log of this process has the details"))
+    return error_response(unforeseen(error))
 
 
 def _plain(status: int, message: str, headers: Mapping[str, str]) -> Response:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import resource
 import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -25,6 +28,8 @@ _log = logging.getLogger(__name__)
 _ABORT_GRACE_S = 2
 """After aborting what is left, how long its last bytes may take to leave."""
 _BACKLOG = 1024
+_MOST_THREADS = 32
+_THREADS_START_S = 30.0
 _MAX_SCRAPERS = 256
 """Connections to a port of metrics and probes."""
 
@@ -117,12 +122,13 @@ async def run_app(
             lame_duck = lame_duck_s
         (again if stop.is_set() else stop).set()
 
+    loop = asyncio.get_running_loop()
     listener = _bind(host, port)
     listener.listen(_BACKLOG)
+    loop.set_default_executor(_running_threads())
     server = Server(app, _within_descriptors(limits or Limits()))
     await server.startup([listener])
     ticks = asyncio.ensure_future(server.main_loop())
-    loop = asyncio.get_running_loop()
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:
         loop.add_signal_handler(number, on_signal, number)
@@ -161,6 +167,20 @@ async def run_app(
         finally:
             ticks.cancel()
             await server.shutdown([listener])
+
+
+def _running_threads() -> ThreadPoolExecutor:
+    """Threads for work beside the event loop, as many as it would make by itself, and all of them running.
+
+    One that is made later, when the process has no memory left, may end before it has begun. Who starts a thread waits
+    for that, without a deadline: the event loop would, and the process with it.
+    """
+    count = min(_MOST_THREADS, (os.cpu_count() or 1) + 4)
+    pool = ThreadPoolExecutor(count, "beside-loop")
+    meeting = threading.Barrier(count)
+    for thread in [pool.submit(meeting.wait, _THREADS_START_S) for _ in range(count)]:
+        thread.result()
+    return pool
 
 
 def _within_descriptors(limits: Limits) -> Limits:

@@ -271,7 +271,7 @@ class VirtualEngine:
                     )
             case PrefillCall():
                 if self._claim(body.attempt, exchange, body.request.request_id, body.attempt):
-                    self.loop.prefill(body)
+                    self.loop.prefill(body.request.to_request(), body.attempt, body.ticket)
             case CommitCall():
                 self.loop.commit(body)
                 exchange.push({})

@@ -18,6 +18,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from ..errors import ConfigError, EngineFailed, InvalidRequest
+from ..interfaces.steps import Forced
 from ..request import Structure
 
 MAX_TEXT = 256 * 1024
@@ -123,6 +124,30 @@ class Guide:
         mask: bytes = self._matcher.compute_bitmask()
         self._check()
         return mask
+
+    def forced(self, generated: Sequence[int], most: int) -> Forced:
+        """The tokens to which the grammar leaves no alternative after these, at most `most`, and the masks after each.
+
+        They are the tokens that the tokenizer makes of the forced text, and the masks before them allow no others: a
+        token that also fits the text that may follow is left to be drawn.
+        """
+        self._take(generated)
+        tokens = tuple(self._matcher.compute_ff_tokens())
+        self._check()
+        if not most or not tokens:
+            return Forced(tokens[:1])
+        masks: list[bytes] = []
+        for token in tokens[:most]:
+            if not self._matcher.consume_token(token):
+                break
+            mask = self._matcher.compute_bitmask()
+            if self._matcher.is_error():
+                break
+            masks.append(mask)
+        self._check()
+        self._matcher.rollback(len(masks))
+        self._check()
+        return Forced(tokens[: len(masks)], tuple(masks))
 
     def _take(self, generated: Sequence[int]) -> None:
         assert len(generated) >= self._taken, "what was generated does not shrink"

@@ -9,8 +9,6 @@ from shutil import which
 import torch
 from torch import Tensor
 
-from isthmus_kernels import dependent_launch as launches
-
 from ...errors import ConfigError
 from .base import Body, choose_dtype
 
@@ -59,12 +57,9 @@ class CudaDevice:
 
     dtype_varies = False
 
-    def __init__(self, index: int = 0, *, dependent_launch: bool = False) -> None:
-        """`dependent_launch`: kernels may start before those before them have ended, where the GPU can do that
-        (`isthmus_kernels.dependent_launch`). Off, since a whole step has measured slower with it (ADR 31)."""
+    def __init__(self, index: int = 0) -> None:
         self.name = f"cuda:{index}"
         self.torch_device = torch.device(self.name)
-        launches.switch(self.torch_device, dependent_launch)
         torch.cuda.set_device(self.torch_device)
         self._stream = torch.cuda.Stream(self.torch_device)
         self._graph_memory = torch.cuda.graph_pool_handle()

@@ -1,0 +1,159 @@
+"""An engine whose thread runs in this process, and the grammars that its requests are compiled to."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ..errors import Cancelled, EngineFailed, InvalidRequest, RequestError
+from ..interfaces.steps import Constraint
+from ..protocol import CommitCall, Ticket
+from ..request import FinishReason, GenerateRequest, Structure, TokenChunk
+from ..structured.grammars import Grammars
+from .long_lived import LongLived
+from .loop import EngineLoop, Sink
+from .seam import Engine, EngineStatus
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiling:
+    """A request that is not the loop's yet."""
+
+    request_id: str
+    attempt: str
+
+
+class LocalEngine(Engine):
+    """`loop` as an `Engine`. Any thread may call it."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        sink: Sink,
+        *,
+        grammars: Callable[[], Grammars] | None = None,
+        threads: LongLived | None = None,
+    ) -> None:
+        """`sink`: the loop's. `grammars` reads the tokenizer at the first request that is structured; None: there is
+        none to read. `threads`: without which this process is of no use."""
+        self.loop = loop
+        self._sink = sink
+        self._grammars = grammars
+        self._loaded: Grammars | None = None
+        self._threads = threads
+        # One thread, of its own: a request with n = 128 finds compiled what its first choice has waited for, and
+        # what else is done in threads (large bodies) does not wait for any of it.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._changed = threading.Lock()
+        self._compiling: dict[str, _Compiling] = {}
+
+    @property
+    def max_model_len(self) -> int:
+        """Of `Engine`."""
+        return self.loop.scheduler.max_model_len
+
+    def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        attempt: str = "",
+        local_attempt: str = "",
+        peer_url: str = "",
+        peer_epoch: str = "",
+    ) -> None:
+        """Of `Engine`."""
+
+        def run(constraint: Constraint | None) -> None:
+            self.loop.generate(
+                request,
+                attempt=attempt,
+                local_attempt=local_attempt,
+                peer_url=peer_url,
+                peer_epoch=peer_epoch,
+                constraint=constraint,
+            )
+
+        self._compiled(request, attempt or local_attempt, run)
+
+    def prefill(self, request: GenerateRequest, attempt: str, ticket: Ticket) -> None:
+        """Of `Engine`."""
+        self._compiled(request, attempt, lambda constraint: self.loop.prefill(request, attempt, ticket, constraint))
+
+    def commit(self, call: CommitCall) -> None:
+        """Of `Engine`."""
+        self.loop.commit(call)
+
+    def abort(self, request_id: str, attempt: str, reason: str, *, answer: bool = True) -> None:
+        """Of `Engine`."""
+        with self._changed:
+            found = [
+                sid
+                for sid, waits in self._compiling.items()
+                if (waits.attempt == attempt if attempt else waits.request_id == request_id)
+            ]
+            for sid in found:
+                del self._compiling[sid]
+        if answer:
+            error = Cancelled(reason).located("admission", attempt)
+            self._sink([(sid, TokenChunk(finish_reason=FinishReason.ABORT, error=error)) for sid in found])
+        self.loop.abort(request_id, attempt, reason, answer=answer)
+
+    async def is_drained(self, attempt: str) -> bool:
+        """Of `Engine`."""
+        return self.loop.is_drained(attempt)
+
+    def status(self) -> EngineStatus:
+        """Of `Engine`."""
+        loop = self.loop
+        return EngineStatus(
+            snapshot=loop.snapshot,
+            failure=loop.failure,
+            problem="" if self._threads is None else self._threads.problem(),
+            stalled_s=loop.stalled_s(),
+            transfer_failures=dict(loop.transfer_failures),
+            moved=loop.handoff_stats(),
+        )
+
+    def _compiled(self, request: GenerateRequest, attempt: str, run: Callable[[Constraint | None], None]) -> None:
+        """Call `run` with what the request's text must be, at once or when that is compiled; not if it was aborted."""
+        structure = request.structure
+        known = None if structure is None or self._loaded is None else self._loaded.known(structure)
+        if structure is None or known is not None:
+            run(known)
+            return
+        sid, waits = attempt or request.request_id, _Compiling(request.request_id, attempt)
+        with self._changed:
+            self._compiling[sid] = waits
+
+        def compile_and_run() -> None:
+            found: Constraint | RequestError
+            try:
+                found = self._guide(structure)
+            except RequestError as error:
+                found = error
+            except BaseException as error:  # one request ends, the thread goes on; Rust's panics are no Exception
+                _log.exception("a grammar could not be compiled")
+                found = EngineFailed(f"structured output failed: {error}")
+            with self._changed:
+                # Under the lock, so that an abort which comes now follows it into the loop's inbox.
+                if self._compiling.get(sid) is not waits:
+                    return
+                del self._compiling[sid]
+                if not isinstance(found, RequestError):
+                    run(found)
+                    return
+            self._sink([(sid, TokenChunk(finish_reason=FinishReason.ERROR, error=found.located("admission", attempt)))])
+
+        # The API layer has seen it compiled within its limits; it is still more than a caller has time for.
+        self._compiler.submit(compile_and_run)
+
+    def _guide(self, structure: Structure) -> Constraint:
+        if self._grammars is None:
+            raise InvalidRequest("structure: this engine has no tokenizer to build masks with", param="structure")
+        self._loaded = self._grammars()
+        return self._loaded.guide(structure)

@@ -1,0 +1,82 @@
+"""An engine as its HTTP side sees it. It runs in this process (`local.py`) or in one of its own (`remote.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ..interfaces.handoff import HandoffStats
+from ..protocol import CommitCall, KvInfo, Ticket, TransferInfo
+from ..request import GENERATES, GenerateRequest, ServedTask
+from .loop import Snapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    """What probes, metrics and /info tell of an engine."""
+
+    snapshot: Snapshot
+    failure: str = ""
+    """Why it is broken; empty while it works."""
+    problem: str = ""
+    """What else is a reason to restart its process; empty: nothing."""
+    stalled_s: float = 0.0
+    """Seconds with work and no progress; 0 when idle."""
+    transfer_failures: Mapping[str, int] = field(default_factory=dict)
+    """Failed transfers by stage."""
+    moved: HandoffStats | None = None
+    """Counters of the transfer side; None without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What does not change while an engine lives."""
+
+    kv: KvInfo
+    transfer: TransferInfo
+    fingerprint: str
+    """Routers pair engines whose fingerprints are equal."""
+    vocab_size: int
+    model_revision: str
+    """What exactly is served; empty where that is not known."""
+    task: ServedTask = GENERATES
+
+
+class Engine(Protocol):
+    """Takes requests and returns at once. Replies go to the sink that its maker gave it, by scheduler id: the attempt
+    where there is one, else the request's id. Each request that is not aborted without an answer ends by exactly one
+    `TokenChunk` with a finish reason, or `PrefillAnswer`."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, tokens."""
+
+    def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        attempt: str = "",
+        local_attempt: str = "",
+        peer_url: str = "",
+        peer_epoch: str = "",
+    ) -> None:
+        """Run a request; with an attempt, its KV comes from a peer. A refusal arrives as the last chunk."""
+
+    def prefill(self, request: GenerateRequest, attempt: str, ticket: Ticket) -> None:
+        """Compute a prompt and send its KV as the ticket says; the reply is a PrefillAnswer or an ending chunk."""
+
+    def commit(self, call: CommitCall) -> None:
+        """The router's word about the prefill leg of an attempt that is received here."""
+
+    def abort(self, request_id: str, attempt: str, reason: str, *, answer: bool = True) -> None:
+        """End a request in any phase; unknown ids are ignored.
+
+        `answer` False: its caller is gone. A last chunk would reach whoever uses the same id next.
+        """
+
+    async def is_drained(self, attempt: str) -> bool:
+        """For a peer: may no byte of this attempt leave any more? Raises EngineFailed where that is not known."""
+
+    def status(self) -> EngineStatus:
+        """As of now, or of a moment ago."""

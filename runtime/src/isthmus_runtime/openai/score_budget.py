@@ -1,0 +1,40 @@
+"""How many log-probabilities of prompts a server holds at once, all requests together. Pure, of one event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import Overloaded
+from .schema import MAX_SCORES
+
+MAX_HELD = 4 * MAX_SCORES
+"""About 240 MiB, in an engine as records and here as records and then as text."""
+_RETRY_AFTER_S = 1.0
+
+
+class ScoreBudget:
+    """Of one server. A request that asks for none is never held up."""
+
+    def __init__(self, most: int = MAX_HELD) -> None:
+        """`most`: at least what one request may ask for, or the largest would never be served."""
+        assert most >= MAX_SCORES, f"{most} scores for all requests, but one may ask for {MAX_SCORES}"
+        self._most = most
+        self.held = 0
+        """By the requests that run."""
+
+    @contextmanager
+    def holding(self, count: int) -> Iterator[None]:
+        """Within, a request of `count` scores runs. Raises Overloaded (429) while others leave no room for them."""
+        if count and self.held + count > self._most:
+            raise Overloaded(
+                f"{count} log-probabilities of prompts: requests that run have {self.held}, and all together may have "
+                f"{self._most}; retry later, or with fewer prompts or alternatives in a request",
+                status=429,
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        self.held += count
+        try:
+            yield
+        finally:
+            self.held -= count
