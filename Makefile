@@ -69,6 +69,7 @@ bench: setup ## Run the benchmarks: make bench [ARGS=...]
 	@$(PY) runtime/bench/gaps.py
 	@$(PY) runtime/bench/masks.py
 	@$(PY) runtime/bench/speculation.py
+	@$(PY) runtime/bench/http_cost.py
 	@$(PY) runtime/bench/run.py $(ARGS)
 
 bench-gpu: setup ## The table of the GPU's bars, on a CUDA device: make bench-gpu [ARGS='--models qwen3-8b --parity --out FOLDER']

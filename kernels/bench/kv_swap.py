@@ -13,6 +13,7 @@ import ctypes
 import itertools
 import json
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -22,8 +23,8 @@ import torch
 from torch import Tensor
 
 from isthmus_kernels import dispatch
-from isthmus_kernels.kv_swap.geometry import DIRECTIONS, Direction, geometry, route
-from isthmus_kernels.kv_swap.swap import KvSwap
+from isthmus_kernels.kv_swap.geometry import DIRECTIONS, Direction
+from isthmus_kernels.kv_swap.swap import Done, KvSwap
 
 BYTES = 256 << 20
 GIB = 1 << 30
@@ -216,10 +217,7 @@ def ceilings(memory: Tensor, pinned: Tensor) -> dict[str, float]:
     }
 
 
-def describe(buffers: Buffers, direction: Direction) -> str:
-    """The route that a swap of these buffers takes."""
-    r = route(geometry(buffers.pool, buffers.host), direction)
-    return f"{'words' if r.by_words else 'ring'}, {r.multiprocessors} SMs"
+FORMS: dict[str, dict[str, Any]] = {"": {}, ", as fast as it goes": {"spare_multiprocessors": False}}
 
 
 def sizes(report: Report, memory: Tensor, pinned: Tensor, quick: bool) -> None:
@@ -232,11 +230,14 @@ def sizes(report: Report, memory: Tensor, pinned: Tensor, quick: bool) -> None:
             (f"layer-major {size:g} KiB, 32 layers", layer_major(fragment, 32, memory, pinned)),
         ):
             for direction in DIRECTIONS:
-                run = call(dispatch.kv_swap(buffers.pool, buffers.host), direction, buffers)
-                exact(run, direction, buffers)
-                report.add(name, direction, timed(run), buffers.nbytes, describe(buffers, direction))
+                for form, options in FORMS.items():
+                    swap = dispatch.kv_swap(buffers.pool, buffers.host, **options)
+                    run = call(swap, direction, buffers)
+                    exact(run, direction, buffers)
+                    report.add(name + form, direction, timed(run), buffers.nbytes)
+                    swap.close()
                 if size >= 4 and (name.startswith("scattered") or not quick):
-                    engine = dispatch.kv_swap(buffers.pool, buffers.host, engine_from=1)
+                    engine = dispatch.kv_swap(buffers.pool, buffers.host, engine_from=1, rows_from=1 << 60)
                     peer = call(engine, direction, buffers)
                     report.add(f"  {name}: cudaMemcpyBatchAsync", direction, timed(peer, 3), buffers.nbytes)
                     engine.close()
@@ -258,11 +259,12 @@ def orders(report: Report, memory: Tensor, pinned: Tensor) -> None:
             report.add(f"scattered 16 KiB, {order} ids", direction, timed(run), buffers.nbytes)
     for fragment in (656, 576 * 16, 656 * 16, 5000, 1002):
         buffers = layer_major(fragment, 30, memory, pinned)
-        for direction in DIRECTIONS:
-            run = call(dispatch.kv_swap(buffers.pool, buffers.host), direction, buffers)
+        for direction, (form, options) in itertools.product(DIRECTIONS, FORMS.items()):
+            swap = dispatch.kv_swap(buffers.pool, buffers.host, **options)
+            run = call(swap, direction, buffers)
             exact(run, direction, buffers)
-            note = describe(buffers, direction)
-            report.add(f"layer-major {fragment} B, 30 layers", direction, timed(run), buffers.nbytes, note)
+            report.add(f"layer-major {fragment} B, 30 layers{form}", direction, timed(run), buffers.nbytes)
+            swap.close()
     for mib in (0.25, 0.5, 1, 2.25):
         buffers = flat(int(mib * (1 << 20)), memory, pinned)
         for direction in DIRECTIONS:
@@ -278,7 +280,8 @@ def both_ways(report: Report, memory: Tensor, pinned: Tensor) -> None:
         down = flat_half(fragment, memory.view(-1)[half:], pinned.view(-1)[half:])
         for multiprocessors in (1, 2, 4):
             counts = dict.fromkeys(DIRECTIONS, multiprocessors)
-            swaps = [dispatch.kv_swap(b.pool, b.host, multiprocessors=counts) for b in (up, down)]
+            options = {"spare_multiprocessors": False, "multiprocessors": counts}
+            swaps = [dispatch.kv_swap(b.pool, b.host, **options) for b in (up, down)]
 
             def run(swaps: list[KvSwap] = swaps, up: Buffers = up, down: Buffers = down) -> None:
                 first = swaps[0].swap_in(up.pool_ids, up.host_ids)
@@ -308,8 +311,9 @@ def submission(report: Report, memory: Tensor, pinned: Tensor) -> None:
     pool = memory.view(-1)[: blocks * 64 * 16384].view(64, blocks, 16384).permute(1, 0, 2)
     host = pinned.view(-1)[: blocks * 64 * 16384].view(blocks, 64, 16384)
     ids = torch.randperm(blocks)[:1000].int()
-    swap = dispatch.kv_swap(pool, host)
-    for count in (1, 1000):
+    forms = {**FORMS, ", kernels alone": {"rows_from": 1 << 60}}
+    for count, (form, options) in itertools.product((1, 1000), forms.items()):
+        swap = dispatch.kv_swap(pool, host, **options)
         part = Buffers(pool=pool, host=host, pool_ids=ids[:count], host_ids=ids[:count].flip(0).contiguous())
         for direction in DIRECTIONS:
             submit = call(swap, direction, part)
@@ -321,7 +325,7 @@ def submission(report: Report, memory: Tensor, pinned: Tensor) -> None:
                 spans.append(time.perf_counter() - begin)
             torch.cuda.synchronize()
             note = f"back to back: median {statistics.median(spans) * 1e6:.1f} us, best {min(spans) * 1e6:.1f} us"
-            report.add(f"{count} blocks x 32 layers of 16 KiB", direction, times, part.nbytes, note)
+            report.add(f"{count} blocks x 32 layers of 16 KiB{form}", direction, times, part.nbytes, note)
 
 
 def decode_step() -> Callable[[], None]:
@@ -357,36 +361,65 @@ def step_times(step: Callable[[], None], count: int) -> Iterator[float]:
         yield a.elapsed_time(b) / 1e3
 
 
+class Feed:
+    """A thread that keeps a few swaps submitted, one after the other, beside whatever else is going on."""
+
+    def __init__(self, run: Callable[..., Done], buffers: Buffers) -> None:
+        self.completed = 0
+        begin = torch.cuda.Event()
+        begin.record()
+        begin.synchronize()
+        self._submit = lambda: run(buffers.pool_ids, buffers.host_ids, after=begin)
+        self._stop = threading.Event()
+        self._running = threading.Event()
+        self._thread = threading.Thread(target=self._feed)
+
+    def _feed(self) -> None:
+        dones: list[Done] = []
+        while not self._stop.is_set():
+            dones.append(self._submit())
+            if len(dones) > 2:
+                dones.pop(0).synchronize()
+                self.completed += 1
+                self._running.set()
+        for done in dones:
+            done.synchronize()
+
+    def __enter__(self) -> "Feed":
+        self._thread.start()
+        self._running.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
 def under_load(memory: Tensor, pinned: Tensor) -> list[dict[str, Any]]:
     """How much a full-rate swap slows a decode step down, and what rate the swap keeps."""
     step = decode_step()
     list(step_times(step, 50))
     results = []
-    for size in (8192, 32768, 2 << 20):
+    forms = {**FORMS, ", kernels alone": {"spare_multiprocessors": False, "stage_bytes": 0}}
+    for size, direction, (form, options) in itertools.product((4096, 16384, 2 << 20), DIRECTIONS, forms.items()):
+        if options and size > 1 << 20:
+            continue
         buffers = flat(size, memory, pinned) if size > 1 << 20 else layer_major(size, 32, memory, pinned)
-        for direction in DIRECTIONS:
-            for multiprocessors in (None, 1) if size < 1 << 20 else (None,):
-                counts = None if multiprocessors is None else {direction: multiprocessors}
-                swap = dispatch.kv_swap(buffers.pool, buffers.host, multiprocessors=counts)
-                alone = sorted(step_times(step, 150))
-                begin = torch.cuda.Event(enable_timing=True)
-                begin.record()
-                begin.synchronize()
-                run = swap.swap_in if direction == "in" else swap.swap_out
-                # One after the other for longer than the steps take, without a wait for the steps between them.
-                dones = [run(buffers.pool_ids, buffers.host_ids, after=begin) for _ in range(60)]
-                loaded = sorted(step_times(step, 150))
-                still = not dones[-1].query()
-                during = sum(done.query() for done in dones) * buffers.nbytes / sum(loaded) / 1e9
-                dones[-1].synchronize()
-                p50, p99 = (loaded[int(len(loaded) * q)] / alone[int(len(alone) * q)] - 1 for q in (0.5, 0.99))
-                label = f"{size >> 10} KiB {direction} {multiprocessors or 'default'}"
-                print(
-                    f"under load, {label:24} step {alone[75] * 1e3:.3f} ms, p50 {p50:+.1%}, p99 {p99:+.1%}, "
-                    f"swap {during:.1f} GB/s{'' if still else ' (the swaps ended before the steps)'}",
-                    flush=True,
-                )
-                results.append({"what": label, "p50": p50, "p99": p99, "gbps": during, "covered": still})
+        swap = dispatch.kv_swap(buffers.pool, buffers.host, **options)
+        alone = sorted(step_times(step, 150))
+        with Feed(swap.swap_in if direction == "in" else swap.swap_out, buffers) as feed:
+            before, begin = feed.completed, time.perf_counter()
+            loaded = sorted(step_times(step, 150))
+            during = (feed.completed - before) * buffers.nbytes / (time.perf_counter() - begin) / 1e9
+        p50, p99 = (loaded[int(len(loaded) * q)] / alone[int(len(alone) * q)] - 1 for q in (0.5, 0.99))
+        label = f"{size >> 10} KiB {direction}{form}"
+        print(
+            f"under load, {label:34} step {alone[75] * 1e3:.3f} ms, p50 {p50:+.1%}, p99 {p99:+.1%}, "
+            f"swap {during:.1f} GB/s",
+            flush=True,
+        )
+        results.append({"what": label, "p50": p50, "p99": p99, "gbps": during})
+        swap.close()
     return results
 
 

@@ -1,11 +1,12 @@
-"""`make bench-gpu-http`: the GPU's rows over HTTP, as clients see them: one engine process, alone and behind a router.
+"""`make bench-gpu-http`: the GPU's rows over HTTP, as clients see them: one engine, alone and behind a router, as two
+processes (`--api-process on`) and as one.
 
 Random weights of a real architecture are written to files once, with a tokenizer of the same vocabulary, so that the
 start (reading weights, compiling, graphs) and the text of answers are real. Clients are processes of
 `isthmus-runtime bench`. With `--offline FILE` (the JSON of `gpu.py` from the same card and run) each row also says
 what HTTP costs.
 
-    python runtime/bench/gpu_http.py [--model qwen3-8b] [--rows single,decode] [--offline JSON] [--out FILE]
+    python runtime/bench/gpu_http.py [--model qwen3-8b] [--rows single,decode] [--modes on,off] [--offline JSON]
 """
 
 from __future__ import annotations
@@ -94,10 +95,17 @@ class Server:
     process: subprocess.Popen[bytes]
     start_s: float
 
-    def cpu_s(self) -> float:
-        """CPU seconds so far, all threads."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds so far by process, all threads; an engine may have two."""
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        found = {f"{self.name}'s API" if children else self.name: _cpu_s(pid)}
+        return found | ({self.name: _cpu_s(int(children[0]))} if children else {})
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def free_port() -> int:
@@ -124,7 +132,7 @@ def serve(name: str, role: str, folder: Path, log: Path, *flags: str) -> Iterato
         *flags,
     ]
     began = time.perf_counter()
-    with log.open("wb") as out:
+    with log.open("ab") as out:
         process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT)
     try:
         while True:
@@ -175,8 +183,17 @@ def load(server: Server, row: Row, output_len: int, vocab: int, seed: int) -> di
     }
 
 
+def _cpu_of(servers: Sequence[Server]) -> dict[str, float]:
+    return {name: cpu for server in servers for name, cpu in server.cpu_s().items()}
+
+
 def measure(
-    server: Server, beside: Sequence[Server], args: argparse.Namespace, vocab: int, offline: dict[str, Any]
+    server: Server,
+    beside: Sequence[Server],
+    args: argparse.Namespace,
+    vocab: int,
+    offline: dict[str, Any],
+    mode: str,
 ) -> list[dict[str, Any]]:
     """Each row at one server; CPU time of all processes on the way."""
     made = []
@@ -186,22 +203,24 @@ def measure(
         output_len = min(row.output_len, 64) if args.quick else row.output_len
         runs, cpu = [], []
         for repeat in range(1 if args.quick else row.repeats):
-            before = [s.cpu_s() for s in beside]
+            before = _cpu_of(beside)
             runs.append(load(server, row, output_len, vocab, repeat))
-            cpu.append([(s.cpu_s() - b) / runs[-1]["seconds"] for s, b in zip(beside, before, strict=True)])
+            spent = _cpu_of(beside)
+            # The checker of grammars is a process, too, and may begin on the way.
+            cpu.append({name: (spent[name] - s) / runs[-1]["seconds"] for name, s in before.items()})
         key = "ttft_ms" if row.unit == "ms" else "tok_s"
         value = statistics.median(run[key] for run in runs)
         alone = offline.get(row.name, {}).get("values")
         cost = f"{row.better(value, statistics.median(alone)):>9.2f}x" if alone else f"{'':>10}"
-        cores = ", ".join(
-            f"{s.name} {statistics.median(c):.2f}" for s, c in zip(beside, zip(*cpu, strict=True), strict=True)
-        )
+        cores = ", ".join(f"{name} {statistics.median(c[name] for c in cpu):.2f}" for name in cpu[0])
         say(
-            f"{server.name:8} {row.title + ', ' + row.unit:38} {value:>10.1f} {cost}"
+            f"{server.name:8} {mode:3} {row.title + ', ' + row.unit:38} {value:>10.1f} {cost}"
             f"  first token {statistics.median(r['ttft_ms'] for r in runs):.1f} ms,"
             f" p99 between tokens {max(r['itl_p99_ms'] for r in runs):.1f} ms; cores: {cores}"
         )
-        made.append({"server": server.name, "row": row.name, "value": value, "runs": runs, "cores": cpu})
+        made.append(
+            {"server": server.name, "api_process": mode, "row": row.name, "value": value, "runs": runs, "cores": cpu}
+        )
     return made
 
 
@@ -210,6 +229,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-8b", choices=[*MODELS, "small"])
     parser.add_argument("--rows", default="single,ttft1k,ttft8k,decode")
+    parser.add_argument("--modes", default="on,off", help="of --api-process; each is a start, the first has a router")
     parser.add_argument("--quick", action="store_true", help="one repeat, at most 64 tokens out")
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--max-model-len", type=int, default=16384)
@@ -242,18 +262,24 @@ def main() -> int:
             *args.engine_flag,
         ]
         log = Path(args.out or made).parent if args.out else Path(made)
-        with serve("engine", "unified", folder, log / "http-engine.log", *flags) as engine:
-            say(f"engine: exec to ready {engine.start_s:.1f} s")
-            worker = f"--worker=127.0.0.1:{engine.port}"
-            with serve("router", "router", folder, log / "http-router.log", worker) as router:
-                say(f"router: exec to ready {router.start_s:.1f} s")
+        rows, starts = [], {}
+        for mode in args.modes.split(","):
+            own = f"--api-process={mode}"
+            with serve("engine", "unified", folder, log / "http-engine.log", *flags, own) as engine:
+                starts[mode] = engine.start_s
+                say(f"engine, --api-process {mode}: exec to ready {engine.start_s:.1f} s")
                 warm = Row("warm", "warm", min(256, 64 if args.quick else 256), 128, 8, "out tok/s", {})
                 load(engine, warm, 8, config["vocab_size"], 99)
-                load(router, warm, 8, config["vocab_size"], 98)
-                rows = measure(engine, [engine], args, config["vocab_size"], offline)
-                rows += measure(router, [engine, router], args, config["vocab_size"], offline)
+                rows += measure(engine, [engine], args, config["vocab_size"], offline, mode)
+                if rows[0]["api_process"] != mode:
+                    continue
+                worker = f"--worker=127.0.0.1:{engine.port}"
+                with serve("router", "router", folder, log / "http-router.log", worker) as router:
+                    say(f"router: exec to ready {router.start_s:.1f} s")
+                    load(router, warm, 8, config["vocab_size"], 98)
+                    rows += measure(router, [engine, router], args, config["vocab_size"], offline, mode)
     if args.out:
-        data = {"model": args.model, "engine_start_s": engine.start_s, "router_start_s": router.start_s, "rows": rows}
+        data = {"model": args.model, "engine_start_s": starts, "rows": rows}
         Path(args.out).write_text(json.dumps(data, indent=1))
     return 0
 

@@ -29,6 +29,7 @@ SERVE = {
     "--dtype": "auto",
     "--quantization": "auto",
     "--task": "auto",
+    "--deterministic": "off",
     "--threads": "0",
     "--tensor-parallel-size": "1",
     "--max-model-len": "auto",

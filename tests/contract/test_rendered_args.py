@@ -168,6 +168,12 @@ def test_products_of_8_bit_floats_reach_every_engine() -> None:
     assert [plain[role].model.quantization for role in roles] == ["auto", "auto"]
 
 
+def test_rows_alike_in_any_batch_reach_every_engine() -> None:
+    roles: dict[str, Any] = {"prefill": {}, "decode": {}}
+    found = configs({"model": FULL["model"], "engine": {"extraArgs": {"deterministic": "on"}}, "roles": roles})
+    assert [found[role].model.deterministic for role in roles] == [True, True]
+
+
 def test_an_engine_that_computes_one_step_for_ninety_seconds_is_not_killed() -> None:
     """As when it compiles a kernel. /health is fine for so long, and only its failures count for the liveness probe."""
     decode = configs({"model": FULL["model"], "roles": {"prefill": {}, "decode": {}}})["decode"]
@@ -191,6 +197,7 @@ def test_extra_args_may_hold_only_flags_that_no_field_sets() -> None:
     }
     free = {"help", "executor", "control-tokens", "tool-format", "reasoning", "page", *TRACES, *LIMITS}
     free |= {"tensor-parallel-size", "task"}  # of workers, which have them by extraArgs
+    free.add("deterministic")
     assert flags - TYPED_FLAGS == free, "a new runtime flag needs a field, or a place in this list"
     assert not TYPED_FLAGS - flags
 

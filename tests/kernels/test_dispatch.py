@@ -51,6 +51,15 @@ def test_unknown_implementation_is_named() -> None:
         dispatch.silu_mul(torch.ones(1, 4), impl="gpu")
 
 
+def test_a_peer_is_used_only_where_it_is_asked_for_and_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: object())
+    assert dispatch._usable("flashinfer", "cuda", "flashinfer")
+    assert not dispatch._usable("flashinfer", "cuda", None)
+    assert not dispatch._usable("flashinfer", "cpu", "flashinfer")
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    assert not dispatch._usable("flashinfer", "cuda", "flashinfer")
+
+
 @pytest.mark.skipif(not native.available(), reason="the compiled library is not built")
 def test_every_instruction_set_of_the_library_agrees() -> None:
     best = ["base", "avx2", "avx512"].index(str(native.level()))

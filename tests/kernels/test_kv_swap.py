@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from isthmus_kernels import cuda_library, dispatch, native
 from isthmus_kernels.kv_swap.cases import SWAP_CASES, SwapCase
-from isthmus_kernels.kv_swap.geometry import DIRECTIONS, Direction, geometry, route
+from isthmus_kernels.kv_swap.geometry import DIRECTIONS, Direction, Stage, geometry, route, stage
 
 IMPLS = ["reference", *(["cpu"] if native.available() else [])]
 
@@ -283,7 +283,11 @@ def test_choice_of_kernel(
     pool = torch.empty(64, 1000, width, dtype=torch.uint8, device="meta").permute(1, 0, 2)
     host = torch.empty(50, 64, width if contiguous else 2 * width, dtype=torch.uint8, device="meta")[..., :width]
     r = route(geometry(pool, host), direction)
-    assert (r.by_words, r.multiprocessors) == (by_words, multiprocessors)
+    assert (r.by_words, r.multiprocessors, r.rate) == (by_words, multiprocessors, 0)
+    sparing = route(geometry(pool, host), direction, spare=True)
+    # Stores at the rate of the link hold up everybody's memory traffic.
+    assert (sparing.by_words, sparing.multiprocessors) == (by_words, 2)
+    assert sparing.rate == (40_000 if direction == "out" else 0)
 
 
 def test_the_cuda_library_is_compiled_and_loads_without_a_driver() -> None:
@@ -293,3 +297,43 @@ def test_the_cuda_library_is_compiled_and_loads_without_a_driver() -> None:
         assert lib[f"isthmus_kv_swap_{name}"]
     with pytest.raises(RuntimeError, match="swapping: CUDA error 1: invalid argument"):
         cuda_library.check(1, "swapping")
+
+
+def staged(
+    width: int, layers: int, direction: Direction, *, heads: slice = slice(None), cap: int = 32 << 20
+) -> Stage | None:
+    pool = torch.empty(layers, 1000, 4, width // 4, dtype=torch.uint8, device="meta").permute(1, 0, 2, 3)
+    host = torch.empty(9, layers, 4, width // 4, dtype=torch.uint8, device="meta")
+    return stage(geometry(pool[:, :, heads], host[:, :, heads]), direction, cap)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize(("width", "layers"), [(16384, 64), (656, 61), (8, 64), (65536, 128), (1000, 30)])
+@pytest.mark.parametrize("cap", [1 << 20, 32 << 20, 100 << 20])
+def test_slots_hold_whole_blocks_within_the_cap(direction: Direction, width: int, layers: int, cap: int) -> None:
+    way = staged(width, layers, direction, cap=cap)
+    if 2 * width * layers > cap:
+        assert way is None
+        return
+    assert way is not None
+    r = way.route
+    assert 2 <= way.slots <= 4 and way.slot_blocks >= 1
+    assert cap // 2 < way.nbytes <= cap
+    # Staging has the host's layout, one block after the other.
+    assert r.geometry.host_block == r.geometry.block_bytes == width * layers
+    assert r.by_words == (width % 16 != 0 or width < 256)
+    assert r.by_words or r.warps * r.slots * r.slot_bytes <= 200 * 1024
+
+
+def test_blocks_in_pieces_on_the_host_are_not_staged() -> None:
+    assert staged(16384, 64, "in") is not None
+    assert staged(16384, 64, "in", heads=slice(1, 3)) is None
+    assert staged(16384, 64, "in", cap=0) is None
+
+
+def test_what_is_misaligned_on_the_host_alone_is_aligned_in_staging() -> None:
+    pool = torch.empty(64, 100, 4096, dtype=torch.uint8).permute(1, 0, 2)
+    host = torch.empty(2 + 9 * 64 * 4096, dtype=torch.uint8)[2:].view(9, 64, 4096)
+    what = geometry(pool, host)
+    way = stage(what, "out", 32 << 20)
+    assert what.word == 2 and way is not None and way.route.geometry.word == 16 and not way.route.by_words

@@ -30,6 +30,12 @@ def problems(argv: list[str]) -> tuple[str, ...]:
         ([*UNIFIED, "--tensor-parallel-size", "0"], "--tensor-parallel-size", "1 to 64"),
         ([*UNIFIED, "--tensor-parallel-size", "2", "--executor", "fake"], "--tensor-parallel-size", "--executor fake"),
         (
+            [*UNIFIED, "--tensor-parallel-size", "2", "--deterministic", "on"],
+            "--deterministic on",
+            "NCCL orders the sums",
+        ),
+        ([*UNIFIED, "--quantization", "fp8", "--deterministic", "on"], "--deterministic on", "--quantization fp8"),
+        (
             ["--role", "decode", "--model", "m", "--transfer-mode", "direct", "--tensor-parallel-size", "2"],
             "--tensor-parallel-size",
             "--transfer-mode direct",

@@ -14,6 +14,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver, jit
 
+from isthmus_kernels import batch_invariance
 from isthmus_kernels.block_copy import triton_impl as block_copy
 from isthmus_kernels.embedding import triton_impl as embedding
 from isthmus_kernels.fp8_linear import triton_impl as fp8
@@ -126,6 +127,14 @@ def everything() -> None:
     for rows in (1, 4):
         packed = fp8.pack_fp8(torch.empty(512, 4096, dtype=E4M3), some(512, dtype=F32), None, BF16)
         packed.apply(some(rows, 4096), None)
+    batch_invariance.switch(torch.device("cpu"), True)
+    for dtype, dim in ((BF16, 128), (F32, 64)):
+        attend(dtype, dtype, 32, 8, dim, None)
+        for rows in (1, 4096):
+            linear.pack(some(4096, 4096, dtype=dtype), None, dtype).apply(some(rows, 4096, dtype=dtype), None)
+    weights, experts = moe.moe_route(some(16, 128), 8)
+    gate_up, down = torch.empty(128, 1536, 2048, dtype=BF16), torch.empty(128, 2048, 768, dtype=BF16)
+    moe.moe(some(16, 2048), weights, experts, gate_up, down)
 
 
 def main() -> int:

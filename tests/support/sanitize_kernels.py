@@ -1,6 +1,6 @@
 """Every GPU kernel once under each tool of NVIDIA's compute-sanitizer, at small sizes that reach all its branches.
 
-    python tests/support/sanitize_kernels.py [--jobs 16] [--tools memcheck,racecheck] [--groups attention]
+    python tests/support/sanitize_kernels.py [--jobs 16] [--tools memcheck,racecheck] [--groups prefill,swap]
 
 Needs a CUDA device and compute-sanitizer. One process for each tool and group of cases; a table at the end, and 1 if a
 tool reported anything or a process failed. The cases compare with references, as everywhere.
@@ -14,16 +14,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from typing import Any
 
 import torch
 from kernel_checks import (
     check_attention,
     check_block_copy,
     check_embedding,
+    check_fp8,
     check_gated,
     check_linear,
     check_logprobs,
     check_moe,
+    check_moe_of_8_bits,
     check_norms,
     check_rope,
     check_sample,
@@ -41,11 +44,19 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "racecheck": (),
     "initcheck": (),
     # By default it follows fewer barriers than a ring of copies has.
-    "synccheck": ("--num-cuda-barriers", "65536"),
+    "synccheck": ("--num-cuda-barriers", "4096"),
 }
 
 
-def _swaps() -> None:
+# Kernels alone, at their own pace and at a given one, and beside the copy engine with staging between.
+SWAPS: tuple[dict[str, Any], ...] = (
+    {"engine_from": 1 << 30, "spare_multiprocessors": False, "stage_bytes": 0},
+    {"engine_from": 1 << 30, "rows_from": 1 << 60},
+    {"engine_from": 1 << 30, "spare_multiprocessors": False, "stage_from": 1, "stage_bytes": 1 << 18},
+)
+
+
+def _swaps(options: dict[str, Any]) -> None:
     for case in (
         SwapCase(name="layer-major", blocks=20),
         SwapCase(name="rows-of-656", dtype=torch.uint8, kv_heads=1, head_dim=656, block_size=16, blocks=12),
@@ -53,7 +64,7 @@ def _swaps() -> None:
     ):
         for direction in DIRECTIONS:
             buffers = case.build(direction, "cuda", pin=True)
-            swap = dispatch.kv_swap(buffers.pool, buffers.host, impl="cuda", engine_from=1 << 30)
+            swap = dispatch.kv_swap(buffers.pool, buffers.host, impl="cuda", **options)
             move = swap.swap_in if direction == "in" else swap.swap_out
             move(buffers.pool_ids, buffers.host_ids).synchronize()
             buffers.check()
@@ -62,8 +73,12 @@ def _swaps() -> None:
 
 SMALL = {"heads": 8, "kv_heads": 2, "head_dim": 128, "block_size": 16}
 GROUPS: dict[str, list[Callable[[], None]]] = {
+    "prefill": [  # of the CUDA library
+        partial(check_attention, "cuda", "cuda", lengths, contexts, **SMALL, **KINDS)
+        for lengths, contexts in (([70, 3, 1], [30, 64, 20]), ([140], [130]))
+    ],
     "attention": [
-        partial(check_attention, *ON, [1, 1, 0, 1], [300, 0, 0, 2000], **SMALL, **KINDS),
+        partial(check_attention, *ON, [1, 1, 0, 1], [300, 0, 0, 700], **SMALL, **KINDS),
         partial(check_attention, *ON, [70, 3, 1], [30, 64, 20], **SMALL, **KINDS),
         partial(check_attention, *ON, [1, 20, 1], [190, 10, 0], window=30, softcap=2.0, sinks=True, **SMALL, **KINDS),
     ],
@@ -76,9 +91,12 @@ GROUPS: dict[str, list[Callable[[], None]]] = {
         partial(check_gated, *ON, 3, 1037, BF16),
         partial(check_embedding, *ON, 50, 1037, BF16, BF16),
         partial(check_block_copy, *ON, 0, [1, 1, 4], [2, 3, 5]),
-        *(partial(check_linear, *ON, rows, 130, 700, BF16, with_bias=True) for rows in (1, 5)),
-        _swaps,
     ],
+    "linear": [
+        *(partial(check_linear, *ON, rows, 130, 700, BF16, with_bias=True) for rows in (1, 5)),
+        *(partial(check_fp8, *ON, rows, 128, 512, with_bias=True) for rows in (1, 5)),
+    ],
+    "swap": [partial(_swaps, options) for options in SWAPS],
     "sampling": [
         *(
             partial(check_sample, *ON, 6, 9000, filters, coarse=False, holes=True, seed=1)
@@ -86,7 +104,10 @@ GROUPS: dict[str, list[Callable[[], None]]] = {
         ),
         partial(check_logprobs, *ON, 3, 5001, BF16),
     ],
-    "moe": [partial(check_moe, *ON, tokens, 8, 2, 128, 64, BF16) for tokens in (3, 300)],
+    "moe of few": [partial(check_moe, *ON, 3, 4, 2, 64, 32, BF16), partial(check_moe, *ON, 9, 5, 4, 70, 40, BF16)],
+    "moe of many": [partial(check_moe, *ON, 60, 4, 2, 64, 32, BF16)],
+    "moe of most": [partial(check_moe, *ON, 330, 3, 1, 32, 16, BF16)],  # the largest tiles
+    "moe of 8 bits": [partial(check_moe_of_8_bits, *ON, tokens, 4, 2, 128, 64) for tokens in (3, 40)],
 }  # fmt: skip
 SUMMARY = re.compile(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*")
 
@@ -105,11 +126,11 @@ def _checked(pair: tuple[str, str]) -> tuple[str, bool, str]:
             check=False,
         )
     except subprocess.TimeoutExpired as late:
-        return f"{tool:10} {group:10} did not end within {late.timeout:.0f} s", False, ""
+        return f"{tool:10} {group:14} did not end within {late.timeout:.0f} s", False, ""
     output = done.stdout + done.stderr
     found = SUMMARY.findall(output) or [f"no summary, exit status {done.returncode}"]
     well = done.returncode == 0
-    text = f"{tool:10} {group:10} {'ok    ' if well else 'FAILED'} {time.monotonic() - begin:5.0f} s  {found[-1]}"
+    text = f"{tool:10} {group:14} {'ok    ' if well else 'FAILED'} {time.monotonic() - begin:5.0f} s  {found[-1]}"
     return text, well, output
 
 

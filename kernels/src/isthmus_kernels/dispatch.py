@@ -1,14 +1,15 @@
 """The ops of the engine. Each call goes to the best implementation for the device of its tensors.
 
-`impl` overrides the choice by name: "cpu" (compiled C++), "cuda" (compiled CUDA), "triton", "torch" or
-"reference". The choice per (op, device) is logged once. Ops never synchronise with the device, never loop over
-requests in Python and write to the given buffers, so that a captured graph can replay them.
+`impl` overrides the choice by name: "cpu" (compiled C++), "cuda" (compiled CUDA), "triton", "torch" or "reference", or
+a peer that is installed ("flashinfer"). The choice per (op, device) is logged once. Our ops never synchronise with the
+device, never loop over requests in Python and write to the given buffers, so that a captured graph can replay them.
 """
 
 import importlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
@@ -57,7 +58,7 @@ _LOG = logging.getLogger(__name__)
 # Per op: its folder, and the implementations that exist, best first.
 _OPS = MappingProxyType(
     {
-        "paged_attention": ("paged_attention", ("cpu", "cuda", "triton", "torch", "reference")),
+        "paged_attention": ("paged_attention", ("cpu", "cuda", "triton", "torch", "reference", "flashinfer")),
         "rope_kv_write": ("rope_kv_write", ("cpu", "triton", "reference")),
         "latent_kv_write": ("latent_kv_write", ("reference",)),
         "rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
@@ -86,6 +87,9 @@ def _usable(impl: str, device: str, asked: str | None) -> bool:
     if impl == "triton":
         # The interpreter is for tests: it runs when it is asked for, and is never chosen.
         return device == "cuda" or (asked == "triton" and interpreted())
+    if impl == "flashinfer":
+        # Nobody's dependency, and never chosen: whoever asks for it compares.
+        return device == "cuda" and asked == "flashinfer" and find_spec("flashinfer") is not None
     if impl == "cuda":
         return device == "cuda" and cuda_library.available()
     return True

@@ -116,6 +116,8 @@ class ModelConfig:
     """auto | generate | embed | score; auto: what the model's files say (`models/pooling.py`)."""
     threads: int = 0
     """CPU threads for the executor; 0: what the scheduler affinity or cgroup gives."""
+    deterministic: bool = False
+    """Whether a request's tokens must not depend on what shares its steps (ADR 40)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,7 +311,10 @@ def build_serve_parser() -> argparse.ArgumentParser:
         "--task",
         default="auto",
         choices=["auto", "generate", "embed", "score"],
-        help="what the model is served for; auto: embed where it says how to pool, else generate; others: unified only",
+        help="auto: embed where the model says how to pool, else generate; embed and score: unified only",
+    )
+    engine.add_argument(
+        "--deterministic", default="off", choices=["on", "off"], help="tokens alike in any batch; slower"
     )
     engine.add_argument("--threads", default="0", help="CPU threads; 0: all this process may use")
     engine.add_argument(
@@ -475,7 +480,10 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         quantization=args.quantization,
         task=args.task,
         threads=read.integer("threads", 0, 4096),
+        deterministic=args.deterministic == "on",
     )
+    if model.deterministic and model.quantization == "fp8":
+        read.problems.append("--deterministic on: products of --quantization fp8 depend on the batch; leave one out")
     chat = ChatConfig(control_tokens=args.control_tokens, tool_format=args.tool_format, reasoning=args.reasoning)
     config: EngineConfig | RouterConfig
     if role is Role.ROUTER:
@@ -561,6 +569,10 @@ def _engine(
         read.problems.append(
             f"--tensor-parallel-size {ranks} does not go with --transfer-mode {transfer.mode}: only the first rank's "
             "KV would move; use --role unified without a transfer, or 1"
+        )
+    if ranks > 1 and model.deterministic:
+        read.problems.append(
+            f"--deterministic on: NCCL orders the sums of --tensor-parallel-size {ranks}; leave one out"
         )
     if ranks > 1 and args.executor == "fake":
         read.problems.append(f"--tensor-parallel-size {ranks} does not go with --executor fake, which has no ranks")

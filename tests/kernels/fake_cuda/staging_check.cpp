@@ -65,6 +65,35 @@ static int check_room() {
     return 0;
 }
 
+// Chunks cover the swap, fit their slots, and begin or end small; slots come in turn.
+static int check_chunks(std::mt19937 &random) {
+    for (int round = 0; round < 2000; round++) {
+        const bool in = random() % 2;
+        const int64_t most = 1 + int64_t(random() % 100), count = 1 + int64_t(random() % 2000);
+        std::vector<int64_t> sizes;
+        for (int64_t done = 0; done < count; done += sizes.back()) {
+            sizes.push_back(stage_chunk(in, done, count - done, most));
+            CHECK(1 <= sizes.back() && sizes.back() <= most && sizes.back() <= count - done);
+        }
+        CHECK((in ? sizes.back() : sizes.front()) <= std::max<int64_t>(1, most / 8));
+        // And no smaller than they have to be: what is not at either end fills its slot.
+        CHECK(int64_t(sizes.size()) <= count / most + 9);
+    }
+    {
+        Slots slots;
+        CHECK(slots.open(3) == 0);
+        std::set<cudaEvent_t> events;
+        for (int i = 0; i < 7; i++) {
+            const Slots::Slot slot = slots.next();
+            CHECK(slot.index == i % 3);
+            events.insert(slot.filled), events.insert(slot.freed);
+        }
+        CHECK(events.size() == 6);
+    }
+    CHECK(fake_allocations == 0);
+    return 0;
+}
+
 template <class Id>
 static int check_ids(std::mt19937 &random) {
     Checker checker;
@@ -90,5 +119,5 @@ int main(int, char **argv) {
     for (const int64_t bytes : {4096, 5000, 65536}) {
         if (check_staging(random, bytes)) return 1;
     }
-    return check_room() || check_ids<int32_t>(random) || check_ids<int64_t>(random);
+    return check_room() || check_chunks(random) || check_ids<int32_t>(random) || check_ids<int64_t>(random);
 }

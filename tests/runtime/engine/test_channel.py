@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import pairwise
 
 import msgspec
@@ -48,12 +49,13 @@ from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParam
 
 STATUS = EngineStatus(
     snapshot=Snapshot(
-        SchedulerStats(*range(12)), PoolCounts(free=1, owned=2, writing=3, cached=4, quarantined=5, null=1)
+        SchedulerStats(*range(len(fields(SchedulerStats)))),
+        PoolCounts(free=1, owned=2, writing=3, cached=4, quarantined=5, null=1),
     ),
     failure="no",
     stalled_s=0.5,
     transfer_failures={"sending": 3},
-    moved=HandoffStats(*range(7)),
+    moved=HandoffStats(*range(len(fields(HandoffStats)))),
 )
 TICKET = Ticket(
     mode="direct", attempt="a", layout_digest="d", blocks=(ReservedBlocks(group=0, first=1, block_ids=(3,)),)

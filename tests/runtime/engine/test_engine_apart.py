@@ -24,6 +24,7 @@ from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.traces import StartTimes
 from isthmus_runtime.errors import EngineLost, InvalidRequest, Overloaded, RequestError
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
+from isthmus_runtime.interfaces.steps import Forced
 from isthmus_runtime.request import GenerateRequest, Structure, TokenChunk
 
 DEADLINE_S = 30
@@ -334,6 +335,9 @@ class Slow:
 
     def allowed(self, generated: object) -> None:
         return None
+
+    def forced(self, generated: object, most: int) -> Forced:
+        return Forced()
 
 
 def structured(rid: str, text: str) -> GenerateRequest:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from isthmus_kernels import batch_invariance, native
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.executor.device import cuda
 from isthmus_runtime.executor.device.cpu import CpuDevice
@@ -115,3 +117,23 @@ def test_sizes_to_capture_end_at_the_most_rows(gpu: CudaDevice) -> None:
         assert sizes[-1] == last and list(sizes) == sorted(set(sizes)) and sizes[0] == 1
         # Padding wastes little where steps are long.
         assert all(b - a <= max(8, b // 8) for a, b in itertools.pairwise(sizes))
+
+
+def test_rows_are_alike_in_any_batch_where_that_is_asked_for(card: pytest.MonkeyPatch) -> None:
+    card.setattr(torch.cuda, "set_device", lambda _: None)
+    card.setattr(torch.cuda, "Stream", lambda _: None)
+    card.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    properties = SimpleNamespace(name="X", total_memory=1 << 36, major=9, minor=0, multi_processor_count=132)
+    card.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    for asked in (True, False):
+        device = open_device("cuda", deterministic=asked)
+        assert batch_invariance.required(device.torch_device) is asked
+        # Products of 8-bit floats depend on the batch.
+        assert device.multiplies_fp8 is not asked
+
+
+def test_a_cpu_without_compiled_kernels_computes_no_rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "available", lambda: False)
+    assert isinstance(open_device("cpu", threads=1), CpuDevice)
+    with pytest.raises(ConfigError, match=r"--deterministic on: .* the compiled CPU kernels are missing"):
+        open_device("cpu", threads=1, deterministic=True)

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from isthmus_runtime.errors import WeightsError
+from isthmus_runtime.config import ModelConfig
+from isthmus_runtime.errors import ConfigError, WeightsError
+from isthmus_runtime.executor.model_runner import load
 from isthmus_runtime.kv.groups import LayerSpec
 from isthmus_runtime.models.registry import parse_model_spec
 from isthmus_runtime.sim.hardware import find_model
@@ -142,3 +144,11 @@ def test_what_is_not_computed_is_refused(base: dict[str, Any], changes: dict[str
     with pytest.raises(WeightsError) as caught:
         parse(base, **changes)
     assert any(text in problem for problem in caught.value.problems), caught.value.problems
+
+
+def test_rows_alike_in_any_batch_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LITE))
+    with pytest.raises(
+        ConfigError, match="--deterministic on: DeepseekV2ForCausalLM has operations whose results depend"
+    ):
+        load(ModelConfig(path=str(tmp_path), device="cpu", deterministic=True))

@@ -4,18 +4,25 @@ import array
 import ctypes
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from isthmus_kernels import cuda_library
-from isthmus_kernels.kv_swap.geometry import DIRECTIONS, Direction, Route, geometry, route
+from isthmus_kernels.kv_swap.geometry import DIRECTIONS, Direction, Route, Stage, geometry, route, stage
 from isthmus_kernels.kv_swap.swap import Done, Ids, KvSwap, Prepared, as_ids, check_capacity
 
 # From here on the copy engine, which needs no multiprocessor, moves more bytes than the kernels in the time in which
 # the CPU writes its descriptors (runtime/bench/LOG.md).
 ENGINE_FROM = 256 << 10
+# Rows of so many bytes cost it a fifth of its rate, and a decode step beside it half of what the kernels cost that.
+ROWS_FROM = 8 << 10
+_NEVER = 1 << 62
+# What is one stretch on the host alone goes by it to staging, if so long.
+STAGE_FROM = 256 << 10
+# Device memory of a direction for it: four slots of 8 MiB.
+STAGE_BYTES = 32 << 20
 # Pinned bytes of a direction: 131,000 pairs of ids in flight. A submission that finds them all in use waits.
 STAGING_BYTES = 1 << 20
 
@@ -26,8 +33,13 @@ def kv_swap(
     pool: Tensor,
     host: Tensor,
     *,
+    spare_multiprocessors: bool = True,
     engine_from: int = ENGINE_FROM,
+    rows_from: int | None = None,
+    stage_from: int = STAGE_FROM,
+    stage_bytes: int | None = None,
     multiprocessors: Mapping[Direction, int] | None = None,
+    rates: Mapping[Direction, int] | None = None,
     staging_bytes: int = STAGING_BYTES,
 ) -> KvSwap:
     """Same contract as `reference.kv_swap`, but a swap returns when it is submitted.
@@ -35,22 +47,58 @@ def kv_swap(
     Args:
         pool: on a GPU of compute capability 9.0 or later.
         host: in pinned memory.
+        spare_multiprocessors: for swaps beside a model's kernels: the copy engine moves what it can, also where it is
+            slower, and kernels leave the link some room. False fills the link, whatever that does to others (README).
         engine_from: contiguous stretches of at least so many bytes go to the copy engine.
-        multiprocessors: how many the kernels use, by direction; what it leaves out is `geometry.route`'s choice, the
-            fewest that fill the link. ``{"out": 1}`` leaves the other multiprocessors their memory bandwidth (README).
+        rows_from: and so do rows of so many at one distance. Default: 8 KiB to spare multiprocessors, else none.
+        stage_from: a swap whose stretches of host memory have so many bytes on average goes through staging.
+        stage_bytes: cap on the device memory for that, for each direction; 0: no swap goes through it. Default: 0 to
+            spare multiprocessors, else 32 MiB.
+        multiprocessors: how many the kernels use that read or write host memory, by direction; what it leaves out is
+            `geometry.route`'s choice.
+        rates: MB/s that these kernels hold themselves to, by direction; 0: as fast as they go.
         staging_bytes: cap on the pinned memory for ids, for each direction.
     """
-    routes = {direction: route(geometry(pool, host), direction) for direction in DIRECTIONS}
+    what = geometry(pool, host)
+    routes = {direction: route(what, direction, spare=spare_multiprocessors) for direction in DIRECTIONS}
     for direction, count in (multiprocessors or {}).items():
         routes[direction] = replace(routes[direction], multiprocessors=count)
-    return CudaSwap(pool, host, routes, engine_from, staging_bytes)
+    for direction, rate in (rates or {}).items():
+        routes[direction] = replace(routes[direction], rate=rate)
+    if stage_bytes is None:
+        stage_bytes = 0 if spare_multiprocessors else STAGE_BYTES
+    if rows_from is None:
+        rows_from = ROWS_FROM if spare_multiprocessors else _NEVER
+    return CudaSwap(
+        pool,
+        host,
+        routes,
+        {direction: stage(what, direction, stage_bytes) for direction in DIRECTIONS},
+        Thresholds(engine=engine_from, rows=rows_from, stage=stage_from),
+        staging_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds:
+    """From how many bytes on something goes by the copy engine: stretches, rows, and stretches of host memory alone."""
+
+    engine: int = ENGINE_FROM
+    rows: int = _NEVER
+    stage: int = STAGE_FROM
 
 
 class CudaSwap(KvSwap):
-    """Submits to two streams of its own, one for each direction, of the device's highest priority."""
+    """Submits to streams of its own, two for each direction, of the device's highest priority."""
 
     def __init__(
-        self, pool: Tensor, host: Tensor, routes: dict[Direction, Route], engine_from: int, staging_bytes: int
+        self,
+        pool: Tensor,
+        host: Tensor,
+        routes: dict[Direction, Route],
+        stages: dict[Direction, Stage | None],
+        thresholds: Thresholds,
+        staging_bytes: int,
     ) -> None:
         super().__init__(pool, host)
         if host.device.type != "cpu":
@@ -61,15 +109,29 @@ class CudaSwap(KvSwap):
         assert lib is not None, "dispatch chose this implementation without the library"
         self._lib = lib
         config = array.array("q", [number for direction in DIRECTIONS for number in routes[direction].pack()])
+        slots = []
+        for direction in DIRECTIONS:
+            way = stages[direction]
+            if way is None:
+                config.extend(Stage(route=routes[direction], slots=0, slot_blocks=0).pack(0))
+            else:
+                slots.append(torch.empty(way.nbytes, dtype=torch.uint8, device=pool.device))
+                config.extend(way.pack(slots[-1].data_ptr()))
         config.extend((pool.data_ptr(), host.data_ptr(), pool.shape[0], host.shape[0], pool.device.index))
-        config.extend((engine_from, staging_bytes))
+        config.extend((thresholds.engine, thresholds.rows, thresholds.stage, staging_bytes))
         handle = ctypes.c_void_p()
         code = lib.isthmus_kv_swap_open(ctypes.c_void_p(config.buffer_info()[0]), ctypes.byref(handle))
         _explain(code, "kv_swap: cannot open")
         self._handle = handle
-        # 0 is the lowest priority; the device clamps what is higher than it has.
-        self._streams = {direction: torch.cuda.Stream(pool.device, priority=-5) for direction in DIRECTIONS}
-        self._finalizer = weakref.finalize(self, _close, lib, handle, tuple(self._streams.values()))
+        # For each direction, the stream on which it ends and the one on which a staged swap begins. 0 is the lowest
+        # priority; the device clamps what is higher than it has.
+        self._streams = {
+            direction: tuple(torch.cuda.Stream(pool.device, priority=-5) for _ in range(2)) for direction in DIRECTIONS
+        }
+        streams = [stream for pair in self._streams.values() for stream in pair]
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream(pool.device))  # which may still use what the slots were before
+        self._finalizer = weakref.finalize(self, _close, lib, handle, streams, slots)
 
     def _submit(self, direction: Direction, pool_ids: Ids, host_ids: Ids, after: Done | None) -> Done:
         assert self._finalizer.alive, "kv_swap: closed"
@@ -78,11 +140,13 @@ class CudaSwap(KvSwap):
         pool_ids, host_ids = as_ids(pool_ids, host_ids)
         if len(pool_ids) != len(host_ids):
             self._check(direction, pool_ids, host_ids)
-        stream = self._streams[direction]
+        last, first = self._streams[direction]
+        before = 0
         if after is None:
-            stream.wait_stream(torch.cuda.current_stream(self.pool.device))
+            before = torch.cuda.current_stream(self.pool.device).cuda_stream
         else:
-            after.wait(stream)
+            after.wait(last)
+            after.wait(first)
         code = self._lib.isthmus_kv_swap_submit(
             self._handle,
             ctypes.c_int64(DIRECTIONS.index(direction)),
@@ -90,12 +154,15 @@ class CudaSwap(KvSwap):
             ctypes.c_void_p(host_ids.data_ptr()),
             ctypes.c_int64(pool_ids.element_size()),
             ctypes.c_int64(len(pool_ids)),
-            ctypes.c_void_p(stream.cuda_stream),
+            ctypes.c_void_p(last.cuda_stream),
+            ctypes.c_void_p(first.cuda_stream),
+            ctypes.c_int64(after is None),
+            ctypes.c_void_p(before),
         )
         if code:
             self._raise(code, direction, pool_ids, host_ids)
         done = torch.cuda.Event()
-        done.record(stream)
+        done.record(last)
         return done
 
     def _raise(self, code: int, direction: Direction, pool_ids: Tensor, host_ids: Tensor) -> None:
@@ -159,7 +226,8 @@ def _explain(code: int, doing: str) -> None:
     assert code == 0, f"{doing}: unknown code {code}"
 
 
-def _close(lib: ctypes.CDLL, handle: ctypes.c_void_p, streams: tuple[torch.cuda.Stream, ...]) -> None:
+def _close(lib: ctypes.CDLL, handle: ctypes.c_void_p, streams: list[torch.cuda.Stream], slots: list[Tensor]) -> None:
     for stream in streams:
         stream.synchronize()
     lib.isthmus_kv_swap_close(handle)
+    slots.clear()  # after every use of theirs has ended

@@ -1,7 +1,7 @@
 """What a swap copies, as bytes: the block's contiguous fragments, and how warps share them out. Pure arithmetic."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import Tensor
@@ -19,6 +19,11 @@ _RING_FROM = {"in": 4096, "out": 8192}
 _ROW = 256  # and so it does for rows of the pool that are shorter than this
 _SMALL = 1024  # below this, plain loads and stores need twice the multiprocessors
 _LONG = 32768  # from here on, half of them keep the link full
+# On an H200 (PCIe 5.0 x16, 55 GB/s) two multiprocessors that store 40 GB/s to the host make a decode step 5.5% longer,
+# without a limit 78%.
+_SPARED, _SPARED_RATE = 2, 40_000
+_STAGE_SLOTS = 4
+_STAGE_MULTIPROCESSORS = 4  # move bytes between staging and pool several times as fast as the link brings them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +31,8 @@ class Geometry:
     """A block as ``prod(counts)`` fragments; all numbers but the counts are bytes.
 
     `counts` and the strides of both sides run from the innermost dimension outwards and have at least one
-    entry. `word` is the widest access (16, 8, 4, 2 or 1 bytes) that is aligned everywhere and loses no byte.
+    entry. `word` is the widest access (16, 8, 4, 2 or 1 bytes) that is aligned everywhere and loses no byte,
+    `pool_word` the widest that is on the pool's side.
     """
 
     fragment: int
@@ -36,6 +42,7 @@ class Geometry:
     pool_block: int
     host_block: int
     word: int
+    pool_word: int
 
     @property
     def block_bytes(self) -> int:
@@ -67,6 +74,7 @@ class Route:
     slots: int
     slot_bytes: int
     ahead: int
+    rate: int = 0  # MB/s that the kernel holds itself to; 0: as fast as it goes
 
     @property
     def groups(self) -> int:
@@ -110,7 +118,29 @@ class Route:
             self.slots,
             self.slot_bytes,
             self.ahead,
+            self.rate,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The way through device memory: `slots` of `slot_blocks` blocks each, laid out as on the host.
+
+    The copy engine moves whole blocks between host and slot, a kernel runs `route` between slot and pool.
+    """
+
+    route: Route
+    slots: int
+    slot_blocks: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return self.slots * self.slot_blocks * self.route.geometry.block_bytes
+
+    def pack(self, memory: int) -> tuple[int, ...]:
+        """The numbers of `Stage` (cuda/kv_swap.cu), in its order; `memory` is the address of the slots, 0: unused."""
+        return *self.route.pack(), self.slots, self.slot_blocks, memory
 
 
 def geometry(pool: Tensor, host: Tensor) -> Geometry:
@@ -156,7 +186,8 @@ def geometry(pool: Tensor, host: Tensor) -> Geometry:
         )
     counts, pool_strides, host_strides = zip(*dims or [(1, fragment, fragment)], strict=True)
     blocks = pool.stride(0) * pool.element_size(), host.stride(0) * host.element_size()
-    word = math.gcd(16, fragment, *pool_strides, *host_strides, *blocks, pool.data_ptr(), host.data_ptr())
+    pool_word = math.gcd(16, fragment, *pool_strides, blocks[0], pool.data_ptr())
+    word = math.gcd(pool_word, *host_strides, blocks[1], host.data_ptr())
     return Geometry(
         fragment=fragment,
         counts=counts,
@@ -165,11 +196,16 @@ def geometry(pool: Tensor, host: Tensor) -> Geometry:
         pool_block=blocks[0],
         host_block=blocks[1],
         word=word,
+        pool_word=pool_word,
     )
 
 
-def route(geometry: Geometry, direction: Direction) -> Route:
-    """Choose kernel, pieces and grid for one direction."""
+def route(geometry: Geometry, direction: Direction, *, spare: bool = False) -> Route:
+    """Choose kernel, pieces and grid for one direction: the fewest multiprocessors that fill the link.
+
+    `spare`: for swaps beside other kernels. Two multiprocessors at most, and stores to the host are held below the
+    link's rate: at the link's rate they fill the queues of everybody's memory traffic.
+    """
     g = geometry
     if g.fragment > _PIECE:
         splits = -(-g.fragment // _PIECE)
@@ -188,6 +224,8 @@ def route(geometry: Geometry, direction: Direction) -> Route:
         chosen = 8 if bulk < _SMALL else 4
     else:
         chosen = 2 if g.host_stretch >= _LONG and piece >= 2 * _ROW else 4
+    if spare:
+        chosen = min(chosen, _SPARED)
     return Route(
         geometry=g,
         piece=piece,
@@ -199,4 +237,29 @@ def route(geometry: Geometry, direction: Direction) -> Route:
         slots=slots,
         slot_bytes=slot_bytes,
         ahead=slots - 1 if direction == "in" else (slots + 1) // 2,
+        rate=_SPARED_RATE if spare and direction == "out" else 0,
+    )
+
+
+def stage(geometry: Geometry, direction: Direction, cap: int) -> Stage | None:
+    """Plan the way through at most `cap` bytes of device memory.
+
+    None where there is none: a block is not contiguous on the host, or fewer than two fit.
+    """
+    g = geometry
+    slots = min(_STAGE_SLOTS, cap // g.block_bytes)
+    if g.host_stretch != g.block_bytes or slots < 2:
+        return None
+    between = route(replace(g, host_block=g.block_bytes, word=g.pool_word), direction)
+    by_words = g.pool_word < 16 or between.piece < _ROW
+    return Stage(
+        route=replace(
+            between,
+            by_words=by_words,
+            warps=_WORD_WARPS if by_words else _WARPS,
+            multiprocessors=_STAGE_MULTIPROCESSORS,
+            ahead=(between.slots + 1) // 2,
+        ),
+        slots=slots,
+        slot_blocks=cap // slots // g.block_bytes,
     )

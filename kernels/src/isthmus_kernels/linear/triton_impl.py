@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isthmus_kernels import batch_invariance
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
-from isthmus_kernels.linear import torch_impl
+from isthmus_kernels.linear import torch_impl, triton_invariant
 from isthmus_kernels.linear.torch_impl import PlainWeight
 
 MOST_ROWS = 16
@@ -198,15 +199,21 @@ class SkinnyWeight:
         """Return ``x @ weight.T + bias``."""
         weight, bias = self.plain.weight, self.plain.bias
         rows = x.shape[0]
+        alike = batch_invariance.required(x.device)
         # Measured on an H200 (runtime/bench/LOG.md): cuBLAS reads a tall weight as fast for two rows or more.
         tall = weight.shape[0] > _SHORT * multiprocessors(x.device)
-        if not 0 < rows <= MOST_ROWS or (rows > 1 and tall) or x.dtype not in _DTYPES or x.stride(1) != 1:
+        few = 0 < rows <= MOST_ROWS and (rows == 1 or not tall) and x.dtype in _DTYPES and x.stride(1) == 1
+        if not few and not (alike and rows > 0):
             return self.plain.apply(x, out)
+        if x.stride(1) != 1:
+            x = x.contiguous()
         if out is None:
             out = torch.empty((rows, weight.shape[0]), dtype=x.dtype, device=x.device)
         elif out.shape != (rows, weight.shape[0]) or out.dtype != x.dtype or out.stride(1) != 1:
             raise ValueError(f"out: expected {x.dtype} {(rows, weight.shape[0])}, got {out.dtype} {tuple(out.shape)}")
-        if rows == 1:
+        if alike:
+            triton_invariant.multiply(x, weight, bias, out)
+        elif rows == 1:
             multiply_one(x, weight, bias, out)
         else:
             multiply_few(x, weight, bias, out)

@@ -7,6 +7,7 @@ in the list's tiles, so that grids depend on bounds only and a captured graph fo
 import torch
 from torch import Tensor
 
+from isthmus_kernels import batch_invariance
 from isthmus_kernels.device import power_of_two
 from isthmus_kernels.fp8_linear.triton_impl import quantize
 from isthmus_kernels.moe.triton_pairs import moe_pairs
@@ -63,12 +64,16 @@ _PLANS_8 = (
         ProductPlan(tile=128, outputs=128, depth=128, warps=4, stages=3, halves=True, listed=True),
     ),
 )
+# Of any batch, where a row's result must not depend on it: the tensor cores' instruction for 64 rows of the weight.
+_ALIKE = ProductPlan(tile=32, outputs=64, depth=64, warps=4, stages=4)
 # fp32, whose tiles take twice the memory, for parity with CPUs only.
 _WIDE = ProductPlan(tile=16, outputs=64, depth=64, warps=4, stages=2)
 
 
-def plans(pairs: int, experts: int, dtype: torch.dtype) -> tuple[ProductPlan, ProductPlan]:
-    """How the two products are cut; measured on an H200 (runtime/bench/LOG.md)."""
+def plans(pairs: int, experts: int, dtype: torch.dtype, *, alike: bool = False) -> tuple[ProductPlan, ProductPlan]:
+    """How the two products are cut; measured on an H200 (runtime/bench/LOG.md). `alike`: the same for any batch."""
+    if alike and dtype != torch.float32:
+        return _ALIKE, _ALIKE
     if dtype == torch.float32:
         return _WIDE, _WIDE
     known = _PLANS_8 if dtype == torch.float8_e4m3fn else _PLANS
@@ -97,10 +102,11 @@ def moe(
     if tokens == 0:
         return out
     pairs = tokens * top_k
-    if pairs <= _FEW_PAIRS:
+    alike = batch_invariance.required(x.device)
+    if pairs <= _FEW_PAIRS and not alike:
         moe_pairs(x, weights, experts, gate_up, down, gate_up_bias, down_bias, gate_up_scale, down_scale, clamp, out)
         return out
-    first, second = plans(pairs, count, gate_up.dtype)
+    first, second = plans(pairs, count, gate_up.dtype, alike=alike)
     order, places, tiles = arrange(experts, count, first.tile)
     between = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
     source, scales = _factors(x, gate_up_scale)

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from isthmus_kernels import cuda_library
+from isthmus_kernels import batch_invariance, cuda_library
 from isthmus_kernels.device import multiprocessors, scratch
 from isthmus_kernels.paged_attention import triton_impl
 from isthmus_kernels.paged_attention.triton_decode import decode
@@ -73,6 +73,8 @@ def refusal(
     q: Tensor, kv: Tensor, out: Tensor, *, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> str | None:
     """Why the kernel cannot take these arguments; None when it can."""
+    if batch_invariance.required(q.device):
+        return "results may not depend on the batch"
     if window is not None or softcap is not None or sinks is not None:
         return "window, soft cap or sinks"
     if q.shape[2] != _DIM:

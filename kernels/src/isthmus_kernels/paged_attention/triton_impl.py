@@ -7,6 +7,7 @@ with any lengths.
 import torch
 from torch import Tensor
 
+from isthmus_kernels import batch_invariance
 from isthmus_kernels.paged_attention.triton_decode import decode
 from isthmus_kernels.paged_attention.triton_prefill import prefill
 
@@ -32,6 +33,9 @@ def paged_attention(
     if 0 in {q.shape[0], block_tables.shape[0], max_query_len, max_seq_len}:
         return out
     batch = (q, kv, block_tables, query_start_loc, seq_lens, out)
+    if batch_invariance.required(q.device):
+        prefill(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks, alike=True)
+        return out
     decode(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
     if max_query_len > 1:
         prefill(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks)

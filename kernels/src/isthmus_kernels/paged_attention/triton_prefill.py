@@ -67,13 +67,14 @@ def _prefill(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    ALIKE: tl.constexpr,
 ):
     TO_LOG2: tl.constexpr = 1.4426950408889634
     QUERIES: tl.constexpr = M // GROUP
     index = tl.arange(0, ROWS_PAD)
     live = index < rows
     counts = tl.load(starts + index + 1, mask=live, other=0) - tl.load(starts + index, mask=live, other=0)
-    counts = tl.where(counts > 1, (counts + QUERIES - 1) // QUERIES, 0)
+    counts = tl.where(counts > (0 if ALIKE else 1), (counts + QUERIES - 1) // QUERIES, 0)
     ends = tl.cumsum(counts, axis=0)
     # Later tiles of a prompt see more keys: the longest first, so that the short ones fill the end.
     tile_index = tl.max(ends, axis=0) - 1 - tl.program_id(1)
@@ -109,6 +110,8 @@ def _prefill(
     if WINDOWED:
         begin = tl.maximum(lowest - window + 1, 0)
         whole = 0
+    if ALIKE:
+        whole = 0  # one form for all tiles: which of them a query shares with others says nothing about its sums
     for tile in range(0, whole):
         total, peak, acc = attend_tile(
             query,
@@ -183,14 +186,21 @@ def prefill(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    alike: bool = False,
 ) -> None:
-    """Write `out` for the requests that have more than one query; the others are left alone."""
+    """Write `out` for the requests that have more than one query; the others are left alone.
+
+    `alike`: for all requests, by one plan and one form of the loop over keys, so that a query's result depends neither
+    on what else is computed nor on how a prompt is cut (`batch_invariance`).
+    """
     rows = block_tables.shape[0]
     block_size, kv_heads, dim = kv.shape[2], kv.shape[3], kv.shape[4]
     group = q.shape[1] // kv_heads
     dim_pad = power_of_two(dim, 16)
     most_rows = q.shape[0] * q.shape[1] // multiprocessors(q.device)
-    chosen = plan(dim_pad * max(q.element_size(), kv.element_size()), q.dtype == torch.float32, most_rows)
+    chosen = plan(
+        dim_pad * max(q.element_size(), kv.element_size()), q.dtype == torch.float32, 0 if alike else most_rows
+    )
     held = max(chosen.rows, power_of_two(group))
     # Each request may leave one tile partly filled.
     tiles = min(q.shape[0] // (held // group) + rows, q.shape[0])
@@ -225,6 +235,7 @@ def prefill(
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
         SINKS=sinks is not None,
+        ALIKE=alike,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
     )

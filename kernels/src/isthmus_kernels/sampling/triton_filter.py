@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isthmus_kernels import batch_invariance
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.sampling.triton_noise import gumbel, noise_key, uniform
 
@@ -322,7 +323,9 @@ def filtered(
     """Write the token of each row of `logits` ``[B, V]`` (contiguous rows); arguments as in `dispatch.sample`."""
     rows, vocab = logits.shape
     device = logits.device
-    wanted = triton.cdiv(4 * multiprocessors(device), rows)
+    alike = batch_invariance.required(device)
+    # The weights of parts are summed up: their number is part of the order.
+    wanted = MOST_PARTS if alike else triton.cdiv(4 * multiprocessors(device), rows)
     parts = max(1, min(wanted, MOST_PARTS, triton.cdiv(vocab, _PIECE)))
     span = triton.cdiv(triton.cdiv(vocab, parts), _PIECE) * _PIECE
     parts = triton.cdiv(vocab, span)

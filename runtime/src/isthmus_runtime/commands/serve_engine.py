@@ -33,7 +33,7 @@ from ..serving.limits import limits_of
 from ..serving.server import beside, check_port, run_app
 from ..structured.checker import Checker
 from ..transfer.sockets import probe_accepted
-from .engine_core import EngineCore, Loaded, load_executor, start_engine
+from .engine_core import Loaded, load_executor, start_engine
 from .engine_process import EngineProcess, check_status
 from .open_tracer import open_tracer
 
@@ -88,7 +88,7 @@ def serve_engine(config: EngineConfig, process: EngineProcess | None) -> NoRetur
 def _here(config: EngineConfig, loaded: Loaded) -> _Open:
     @asynccontextmanager
     async def opened(streams: Streams, feed: KvEventFeed | None, starts: StartTimes | None) -> AsyncIterator[_Served]:
-        core: EngineCore = start_engine(
+        core = start_engine(
             config,
             loaded,
             streams.sink,

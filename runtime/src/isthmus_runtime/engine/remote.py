@@ -272,7 +272,7 @@ class RemoteEngine(Engine):
 
     @staticmethod
     def _lost() -> EngineLost:
-        return EngineLost("the engine process has ended; the log of this pod says why")
+        return EngineLost("the engine process has ended; the log says why")
 
 
 class _Wire(asyncio.Protocol):

@@ -106,7 +106,13 @@ def load(
         # Without a head of its own: what it would give, nobody asks for, and such checkpoints leave it out.
         spec = replace(spec, tie_word_embeddings=True)
     check_shards(spec, shard.size)
-    device = device or open_device(config.device, threads=config.threads, index=shard.rank)
+    if config.deterministic and not spec.row_invariant:
+        raise ConfigError(
+            f"--deterministic on: {spec.architecture} has operations whose results depend on the batch; leave it out"
+        )
+    device = device or open_device(
+        config.device, threads=config.threads, index=shard.rank, deterministic=config.deterministic
+    )
     device.enter()
     dtype = device.dtype(config.dtype)
     _check_quantization(config, device, dtype)
@@ -135,6 +141,8 @@ def load(
     # A compute dtype that was asked for is the same in every engine of a service. One that the machine decided need
     # not be, and prefill and decode must agree on their KV.
     kv_auto = torch.float32 if config.dtype == "auto" and device.dtype_varies else dtype
+    # KV that another engine computed as its batch had it would undo the promise.
+    alike = ("rows:alike",) if config.deterministic and device.name != "cpu" else ()
     return LoadedModel(
         spec=spec,
         model=model,
@@ -142,7 +150,7 @@ def load(
         workspace=workspace,
         kv_auto=kv_auto,
         shard=shard,
-        kv_variants=(*spec.kv_variants(max_len), *(("weights:fp8",) if fp8 else ())),
+        kv_variants=(*spec.kv_variants(max_len), *(("weights:fp8",) if fp8 else ()), *alike),
         task=served.task,
         pooling=served.pooling,
     )

@@ -32,6 +32,8 @@ class ModelSpec(ABC):
 
     sharded: ClassVar[bool] = False
     """Whether several ranks can compute it together (`shard.py`)."""
+    row_invariant: ClassVar[bool] = True
+    """Whether all its operations can compute a row alike in any batch (ADR 25 and 40)."""
 
     architecture: str
     vocab_size: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ..kv.groups import LayerSpec
 from ..layers.rope_spec import RopeSpec
@@ -28,6 +28,8 @@ _EPS = 1e-6
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekSpec(ModelSpec):
     """Pre-norm decoder. To the KV cache it has one head, as wide as a latent and the part of a key that turns."""
+
+    row_invariant: ClassVar[bool] = False  # its routing and what brings queries to latents are PyTorch's
 
     rope: RopeSpec
     q_lora_rank: int | None

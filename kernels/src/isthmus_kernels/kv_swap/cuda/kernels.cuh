@@ -20,6 +20,29 @@ struct SwapLaunch {
     int32_t slots;       // ring: items in flight per warp
     int32_t slot_bytes;  // ring: a multiple of 16
     int32_t ahead;       // ring: loads issued before the oldest item is stored, 1..slots
+    int32_t pace;        // picoseconds that a warp lets pass for each byte, 0: none
+};
+
+// Holds a warp to its share of a rate. Stores that come faster than the link takes them fill the queues that everybody's
+// memory traffic goes through; a little slower, and they leave those queues empty.
+struct Pace {
+    int64_t per_byte, next = 0;
+
+    __device__ void wait(uint32_t bytes) {
+        if (!per_byte) return;
+        constexpr int64_t kCatchUp = 4000;  // nanoseconds of being late that a warp may make up for
+        int64_t now = clock();
+        if (next < now - kCatchUp) next = now - kCatchUp;
+        while (now < next) now = clock();
+        next += bytes * per_byte / 1000;
+    }
+
+  private:
+    static __device__ int64_t clock() {
+        int64_t nanoseconds;
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(nanoseconds));
+        return nanoseconds;
+    }
 };
 
 // The items of a launch are dealt to warps in batches of consecutive items: neighbours mostly share their pair, and
@@ -131,6 +154,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) ring(const __grid_constant_
     const int64_t from_stride = kIn ? shape.host_stride[0] : shape.pool_stride[0];
     const int64_t to_stride = kIn ? shape.pool_stride[0] : shape.host_stride[0];
     const bool from_one = from_stride == shape.fragment, to_one = to_stride == shape.fragment;
+    Pace pace{launch.pace};
     Batches batches(launch);
     SwapItem mine, later;
     int size = batches.locate(launch, mine), at = 0, later_size = 0;
@@ -142,6 +166,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) ring(const __grid_constant_
             const SwapItem item = held[warp][store_slot];
             __syncwarp();
             barrier_wait(&barriers[warp][store_slot], parity);
+            if (!kIn) pace.wait(item.rows * item.bytes);
             char *to = kIn ? launch.pool + item.pool : launch.host + item.host;
             const char *from = ring + int64_t(store_slot) * launch.slot_bytes;
             if (to_one || item.rows == 1) {
@@ -157,6 +182,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) ring(const __grid_constant_
             // `slots - flying - 1` stores were issued after the one that still has to read this slot.
             bulk_wait_read(slots - flying - 1);
             const SwapItem item = broadcast(mine, at++);
+            if (kIn) pace.wait(item.rows * item.bytes);
             if (lane == 0) {
                 held[warp][load_slot] = item;
                 barrier_expect(&barriers[warp][load_slot], item.rows * item.bytes);
@@ -206,11 +232,13 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) words(const __grid_constant
     const SwapShape &shape = launch.shape;
     const int64_t from_stride = kIn ? shape.host_stride[0] : shape.pool_stride[0];
     const int64_t to_stride = kIn ? shape.pool_stride[0] : shape.host_stride[0];
+    Pace pace{launch.pace};
     Batches batches(launch);
     SwapItem mine;
     for (int size = batches.locate(launch, mine); size; size = batches.locate(launch, mine)) {
         for (int at = 0; at < size; at++) {
             const SwapItem item = broadcast(mine, at);
+            pace.wait(item.rows * item.bytes);
             const char *from = kIn ? launch.host + item.host : launch.pool + item.pool;
             char *to = kIn ? launch.pool + item.pool : launch.host + item.host;
             const uint32_t per_row = item.bytes / kBytes, total = per_row * item.rows;

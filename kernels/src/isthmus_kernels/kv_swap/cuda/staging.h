@@ -1,7 +1,9 @@
-// What the host side of the swap keeps: the check of ids, and pinned memory for those on their way to a kernel.
+// What the host side of the swap keeps: the check of ids, pinned memory for those on their way to a kernel, and turns
+// of the slots of a staged swap.
 #pragma once
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 
@@ -115,6 +117,41 @@ class Staging {
     int64_t bytes_ = 0, end_ = 0;
     Use uses_[kPagesInFlight] = {};
     int oldest_ = 0, used_ = 0;
+};
+
+// Blocks of the next chunk of a staged swap, at most `most`. The work of one end is never beside a copy: of a swap in
+// the last chunk's way out of its slot, of a swap out the first one's way into it. So swaps in end with small chunks,
+// and swaps out begin with them.
+inline int64_t stage_chunk(bool in, int64_t done, int64_t left, int64_t most) {
+    const int64_t least = std::max<int64_t>(1, most / 8);
+    return std::min({left, most, std::max(least, in ? left / 2 : done)});
+}
+
+// Slots of device memory, used in turn.
+class Slots {
+  public:
+    struct Slot {
+        int64_t index;
+        cudaEvent_t filled, freed;
+    };
+    ~Slots() {
+        for (const Slot &slot : slots_) cudaEventDestroy(slot.filled), cudaEventDestroy(slot.freed);
+    }
+    int64_t open(int64_t count) {
+        slots_.reserve(size_t(count));
+        for (int64_t i = 0; i < count; i++) {
+            Slot slot = {i, nullptr, nullptr};
+            TRY(cudaEventCreateWithFlags(&slot.filled, cudaEventDisableTiming));
+            slots_.push_back(slot);
+            TRY(cudaEventCreateWithFlags(&slots_.back().freed, cudaEventDisableTiming));
+        }
+        return 0;
+    }
+    Slot next() { return slots_[turn_++ % slots_.size()]; }
+
+  private:
+    std::vector<Slot> slots_;
+    size_t turn_ = 0;
 };
 
 }  // namespace isthmus

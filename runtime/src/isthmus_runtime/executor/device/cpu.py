@@ -29,7 +29,13 @@ class CpuDevice:
     dtype_varies = True
     multiplies_fp8 = False
 
-    def __init__(self, threads: int = 0) -> None:
+    def __init__(self, threads: int = 0, *, deterministic: bool = False) -> None:
+        """`deterministic` asks for nothing but the compiled kernels, which compute rows alike in any batch (ADR 25)."""
+        if deterministic and not native.available():
+            raise ConfigError(
+                "--deterministic on: PyTorch's products depend on the batch, and the compiled CPU kernels are missing; "
+                "install isthmus-kernels where a C++ compiler is"
+            )
         self.threads = usable_threads(threads)
 
     def enter(self) -> None:

@@ -9,6 +9,8 @@ from shutil import which
 import torch
 from torch import Tensor
 
+from isthmus_kernels import batch_invariance
+
 from ...errors import ConfigError
 from .base import Body, choose_dtype
 
@@ -57,13 +59,18 @@ class CudaDevice:
 
     dtype_varies = False
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int = 0, *, deterministic: bool = False) -> None:
+        """`deterministic`: a row's result does not depend on its batch (`isthmus_kernels.batch_invariance`). Products
+        of 8-bit floats do, and are not made then."""
         self.name = f"cuda:{index}"
         self.torch_device = torch.device(self.name)
+        batch_invariance.switch(self.torch_device, deterministic)
         torch.cuda.set_device(self.torch_device)
         self._stream = torch.cuda.Stream(self.torch_device)
         self._graph_memory = torch.cuda.graph_pool_handle()
-        self.multiplies_fp8 = torch.cuda.get_device_capability(self.torch_device) >= _FP8_CAPABILITY
+        self.multiplies_fp8 = (
+            not deterministic and torch.cuda.get_device_capability(self.torch_device) >= _FP8_CAPABILITY
+        )
         properties = torch.cuda.get_device_properties(self.torch_device)
         _LOG.info(
             "%s: %s, %.1f GiB, compute capability %d.%d, %d multiprocessors, CUDA %s",

@@ -12,17 +12,17 @@ from .cuda import CudaDevice, unusable
 _LOG = logging.getLogger(__name__)
 
 
-def open_device(requested: str, *, threads: int = 0, index: int = 0) -> Device:
+def open_device(requested: str, *, threads: int = 0, index: int = 0, deterministic: bool = False) -> Device:
     """The device for `--device`, of GPUs number `index`. `auto` is a usable GPU where there is one. ConfigError when it
-    cannot be used."""
+    cannot be used, or cannot compute rows alike in any batch where `deterministic`."""
     if requested == "cpu":
-        return CpuDevice(threads)
+        return CpuDevice(threads, deterministic=deterministic)
     if requested not in ("auto", "cuda"):
         raise ConfigError(f"--device {requested!r} is not supported; known: auto, cpu, cuda")
     reason = unusable(index)
     if not reason:
-        return CudaDevice(index)
+        return CudaDevice(index, deterministic=deterministic)
     if requested == "cuda":
         raise ConfigError(f"--device cuda: {reason}")
     _LOG.info("computing on the CPU: %s", reason)
-    return CpuDevice(threads)
+    return CpuDevice(threads, deterministic=deterministic)
