@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..config import parse_duration
 from ..errors import WeightsError
+from ..quantities import parse_duration
 
 
 def build_model_parser() -> argparse.ArgumentParser:

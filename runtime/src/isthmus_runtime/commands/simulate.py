@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..config import parse_duration
 from ..errors import ConfigError
+from ..quantities import parse_duration
 from ..sim.faults import draw
 from ..sim.hardware import GPUS, MODELS, StepModel, Steps, find_gpu, find_model
 from ..sim.measured import Calibration, calibrate, read_steps
