@@ -15,7 +15,7 @@ from isthmus_kernels import native
 
 _LOG = logging.getLogger(__name__)
 _CAPABILITY = (9, 0)
-_WITHOUT = "swaps run as the slower PyTorch copies, prefill attention as the slower Triton kernel"
+_WITHOUT = "swaps run as the slower PyTorch copies, prefill attention as the slower Triton kernel, MLPs in more steps"
 
 
 @cache

@@ -20,7 +20,7 @@ from isthmus_kernels import cuda_library, native
 from isthmus_kernels.device import interpreted
 from isthmus_kernels.kv_swap.swap import KvSwap
 from isthmus_kernels.kv_view import Layout, block_view, check_layer, layer_view
-from isthmus_kernels.linear.packed import PackedLinear, Weight
+from isthmus_kernels.linear.packed import GatedWeight, PackedLinear, Weight
 from isthmus_kernels.native import Program, record
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "latent_kv_write",
     "layer_view",
     "linear",
+    "linear_silu_mul",
     "logprobs",
     "mask_logits",
     "moe",
@@ -68,7 +69,7 @@ _OPS = MappingProxyType(
         "embedding": ("embedding", ("cpu", "triton", "reference")),
         "moe_route": ("moe", ("cpu", "triton", "reference")),
         "moe": ("moe", ("cpu", "triton", "reference")),
-        "pack": ("linear", ("cpu", "triton", "torch")),
+        "pack": ("linear", ("cpu", "cuda", "triton", "torch")),
         "pack_fp8": ("fp8_linear", ("triton", "reference")),
         "quantize": ("fp8_linear", ("triton", "reference")),
         "block_copy": ("block_copy", ("triton", "torch", "reference")),
@@ -366,6 +367,19 @@ def pack_fp8(
 def linear(x: Tensor, packed: PackedLinear, *, out: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``, in x's dtype, for `x` ``[T, K]``; accumulation is fp32."""
     return packed.weight.apply(x, out)
+
+
+def linear_silu_mul(x: Tensor, packed: PackedLinear, *, scratch: Tensor | None = None, out: Tensor) -> Tensor:
+    """Write ``silu(g) * u`` of ``[g, u] = linear(x, packed)`` to `out` ``[T, I]``; `packed` has 2 I outputs.
+
+    In one product where there is a kernel for it, which does not round g and u in between. Otherwise as the two ops;
+    `scratch` ``[T, 2 I]`` is for what is between them, allocated when None.
+    """
+    if packed.out_features != 2 * out.shape[1]:
+        raise ValueError(f"out: expected [T, {packed.out_features} / 2], got {tuple(out.shape)}")
+    if isinstance(packed.weight, GatedWeight) and packed.weight.apply_silu_mul(x, out):
+        return out
+    return silu_mul(linear(x, packed, out=scratch), out=out)
 
 
 def moe_route(

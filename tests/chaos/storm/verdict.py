@@ -29,6 +29,8 @@ _LANES = 4
 """Mooncake's connections to a peer, each way. Those to a process that is gone it keeps, and nobody can end them."""
 _MASTER = 8
 """Mooncake's connections to the master."""
+_HIDDEN_FROM_CLIENTS = ("clock jump", "no names", "log disk", "slow disk")
+"""Faults of a router that break no connection with its clients."""
 _STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) (WARNING|ERROR) isthmus_runtime\.router\.pool: (.*)$")
 
 
@@ -66,7 +68,9 @@ def judge(outcomes: Sequence[Outcome], events: Sequence[Event], fleet: Fleet, re
     if times:
         report.row("seconds to a whole answer", _spread(times))
     report.row("longest pause of this process", f"{lag_s:.2f} s")
-    routers_gone = [(e.began, e.ended) for e in events if e.fault.target == "router"]
+    routers_gone = [
+        (e.began, e.ended) for e in events if e.fault.target == "router" and e.fault.kind not in _HIDDEN_FROM_CLIENTS
+    ]
     for o in outcomes:
         where = f"request {o.ask.index} ({o.ending} after {o.ended - o.began:.1f} s)"
         if o.problem:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,10 +36,12 @@ WHOLE = WANTED | {"1_Pooling.json": POOLING}
 UNWANTED = {"pytorch_model.bin": b"pickle", "modeling_evil.py": b"import os"}
 
 
-def fetch(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own, as an init container does."""
+def fetch(
+    *arguments: str, env: dict[str, str] | None = None, before: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, as an init container does. `before`: the beginning of its line."""
     return subprocess.run(
-        [sys.executable, "-P", "-m", "isthmus_runtime", "model", "fetch", *arguments],
+        [*before, sys.executable, "-P", "-m", "isthmus_runtime", "model", "fetch", *arguments],
         env={"PATH": os.environ["PATH"], "HOME": "/nowhere", **(env or {})},
         capture_output=True,
         text=True,
@@ -242,6 +245,26 @@ def test_a_revision_is_pinned_to_the_commit_that_it_was(tmp_path: Path) -> None:
     made = json.loads((out / "isthmus-source.json").read_text())
     assert (made["source"], made["revision"], made["commit"]) == ("hf://owner/tiny", "main", COMMIT)
     assert pinned_revision(out) == COMMIT
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounting a small file system needs root"
+)
+@pytest.mark.parametrize("source", ["hub", "bucket"])
+def test_a_disk_that_is_too_small_is_told_as_that_by_either_client(tmp_path: Path, bucket: Bucket, source: str) -> None:
+    """A file system of 30 MB in a mount namespace of the command's: 24 MB fit, 48 do not."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    small = 'mount -t tmpfs -o size=30m none "$0" && exec "$@"'
+    before = ["unshare", "--mount", "sh", "-c", small, str(cache)]
+    if source == "bucket":
+        done = fetch(*bucket.arguments(cache / "m"), before=before)
+    else:
+        with hub_server() as hub:
+            done = fetch("hf://owner/tiny", str(cache / "m"), env={"HF_ENDPOINT": hub.url}, before=before)
+    assert done.returncode == 1
+    assert f"{cache}: no space is left for m (" in done.stderr and "of 31 MB" in done.stderr
+    assert "make the volume larger" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/cron.d/x.json", "x\0.json", "Config.json"])

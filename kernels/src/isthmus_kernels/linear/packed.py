@@ -1,7 +1,7 @@
 """A weight prepared once for many products."""
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,14 @@ class Weight(Protocol):
 
     def outputs_from(self, first: int) -> "Weight | None":
         """The outputs from `first` on, in the same memory; None where this form cannot be cut there."""
+
+
+@runtime_checkable
+class GatedWeight(Weight, Protocol):
+    """A weight of joined gates and values, gates first, that can apply the gated activation within the product."""
+
+    def apply_silu_mul(self, x: Tensor, out: Tensor) -> bool:
+        """Write ``silu(g) * u`` of the halves g, u of ``x @ weight.T`` to `out`; False where the caller has to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

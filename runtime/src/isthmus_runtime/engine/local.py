@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..errors import Cancelled, EngineFailed, InvalidRequest, RequestError
@@ -13,6 +12,7 @@ from ..interfaces.steps import Constraint
 from ..protocol import CommitCall, Ticket
 from ..request import FinishReason, GenerateRequest, Structure, TokenChunk
 from ..structured.grammars import Grammars
+from ..threads import running_pool
 from .long_lived import LongLived
 from .loop import EngineLoop, Sink
 from .seam import Engine, EngineStatus
@@ -48,7 +48,7 @@ class LocalEngine(Engine):
         self._threads = threads
         # One thread, of its own: a request with n = 128 finds compiled what its first choice has waited for, and
         # what else is done in threads (large bodies) does not wait for any of it.
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._compiler = running_pool(1, "grammars")
         self._changed = threading.Lock()
         self._compiling: dict[str, _Compiling] = {}
 

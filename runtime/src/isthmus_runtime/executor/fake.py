@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from zlib import crc32
 
 from ..errors import ConfigError
@@ -26,6 +26,7 @@ from ..interfaces.steps import (
 )
 from ..interfaces.transport import KvRegion
 from ..request import PoolingParams, SamplingParams, TokenLogprobs
+from ..threads import running_pool
 from . import late_masks
 
 ENTRY_BYTES = 8
@@ -158,7 +159,7 @@ class FakeExecutor:
             layout_digest=layout_digest,
         )
         self._rows: dict[int, _Row] = {}
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fake-executor")
+        self._thread = running_pool(1, "fake-executor")
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         """Queue a step."""

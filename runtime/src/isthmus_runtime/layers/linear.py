@@ -40,6 +40,10 @@ class Linear:
         """x [T, in] to [T, out]."""
         return dispatch.linear(x, self._packed, out=out)
 
+    def silu_mul(self, x: Tensor, out: Tensor, scratch: Tensor | None = None) -> Tensor:
+        """``silu(g) * u`` of the halves g, u of the product; x [T, in] to `out` [T, out / 2]. Scratch: [T, out]."""
+        return dispatch.linear_silu_mul(x, self._packed, scratch=scratch, out=out)
+
     def outputs_from(self, first: int) -> PackedLinear | None:
         """The product for the outputs from `first` on, out of the same memory; None where that cannot be cut there."""
         return self._packed.outputs_from(first)

@@ -45,8 +45,10 @@ class GatedMlp:
 
     def __call__(self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor) -> Tensor:
         """x [T, H] to `out` [T, H]. Scratch: gate_up [T, 2 I], inner [T, I]."""
-        self.gate_up(x, gate_up)
-        _GATED[self.activation](gate_up, out=inner)
+        if self.activation == "silu":
+            self.gate_up.silu_mul(x, inner, gate_up)
+        else:
+            _GATED[self.activation](self.gate_up(x, gate_up), out=inner)
         return self.down(inner, out)
 
     def plain(self, x: Tensor) -> Tensor:

@@ -9,9 +9,7 @@ import os
 import resource
 import signal
 import socket
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -19,6 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from ..errors import ConfigError
+from ..threads import running_pool
 from .admission import connections_within
 from .in_flight import InFlight
 from .limits import Limits
@@ -29,7 +28,6 @@ _ABORT_GRACE_S = 2
 """After aborting what is left, how long its last bytes may take to leave."""
 _BACKLOG = 1024
 _MOST_THREADS = 32
-_THREADS_START_S = 30.0
 _MAX_SCRAPERS = 256
 """Connections to a port of metrics and probes."""
 
@@ -125,7 +123,8 @@ async def run_app(
     loop = asyncio.get_running_loop()
     listener = _bind(host, port)
     listener.listen(_BACKLOG)
-    loop.set_default_executor(_running_threads())
+    # As many as it would make by itself.
+    loop.set_default_executor(running_pool(min(_MOST_THREADS, (os.cpu_count() or 1) + 4), "beside-loop"))
     server = Server(app, _within_descriptors(limits or Limits()))
     await server.startup([listener])
     ticks = asyncio.ensure_future(server.main_loop())
@@ -167,20 +166,6 @@ async def run_app(
         finally:
             ticks.cancel()
             await server.shutdown([listener])
-
-
-def _running_threads() -> ThreadPoolExecutor:
-    """Threads for work beside the event loop, as many as it would make by itself, and all of them running.
-
-    One that is made later, when the process has no memory left, may end before it has begun. Who starts a thread waits
-    for that, without a deadline: the event loop would, and the process with it.
-    """
-    count = min(_MOST_THREADS, (os.cpu_count() or 1) + 4)
-    pool = ThreadPoolExecutor(count, "beside-loop")
-    meeting = threading.Barrier(count)
-    for thread in [pool.submit(meeting.wait, _THREADS_START_S) for _ in range(count)]:
-        thread.result()
-    return pool
 
 
 def _within_descriptors(limits: Limits) -> Limits:

@@ -12,7 +12,6 @@ import threading
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ..config import TransferConfig
@@ -31,6 +30,7 @@ from ..interfaces.handoff import (
 from ..interfaces.transport import KvRegion, Piece, TransferResult
 from ..kv.keys import keys_digest
 from ..protocol import CommitCall, PrefillRecord, Ticket
+from ..threads import running_pool
 from . import leg as lg
 from .backend import TransferBackend
 from .places import Place, block_at, gaps, place
@@ -110,7 +110,7 @@ class TransferAgent:
         self._attempts: dict[str, _Attempt] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._counts = {"sent": 0, "received": 0, "failed": 0, "dropped": 0, "sent_bytes": 0}
-        self._checksums = ThreadPoolExecutor(1, "transfer-crc") if with_crc else None
+        self._checksums = running_pool(1, "transfer-crc") if with_crc else None
 
     # ------------------------------------------------------------------------------------------------ engine's calls
 

@@ -20,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from ..errors import ConfigError
 from ..interfaces.handoff import ReceiveJob
 from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
 from ..protocol import Ticket
+from ..threads import running_pool
 from .backend import Effective
 from .bounded import INSTALL_HINT, TookTooLong, built_for_cpus, run_bounded, split_address
 from .drain import Answer, ask_peer
@@ -141,7 +141,7 @@ class DirectTransfer:
         self._broken: dict[str, str] = {}
         """Peer's host, per attempt that had a failed write."""
         self._ports: frozenset[int] = frozenset()
-        self._helpers = ThreadPoolExecutor(4, "transfer-peers")
+        self._helpers = running_pool(4, "transfer-peers")
         self._thread = threading.Thread(target=self._run, name="transfer-direct", daemon=True)
         self._engine: Any = None
         self._region: KvRegion | None = None

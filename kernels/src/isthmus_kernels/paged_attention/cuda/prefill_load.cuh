@@ -2,7 +2,7 @@
 // and values; and what it shares with the other two.
 #pragma once
 #include "../prefill_layout.h"
-#include "hopper.cuh"
+#include "../../cuda/hopper.cuh"
 
 namespace isthmus::prefill {
 
@@ -44,16 +44,6 @@ struct Shared {
     uint64_t q_full[2], q_empty[2];
     uint64_t keys_full[kStages], keys_empty[kStages];
     uint64_t values_full[kStages], values_empty[kStages];
-};
-
-// A place in a ring that is walked for ever. Parities alternate; who empties waits for `phase`, who fills for its inverse.
-template <int kCount>
-struct Turn {
-    int index = 0;
-    uint32_t phase = 0;
-    __device__ __forceinline__ void next() {
-        if (++index == kCount) index = 0, phase ^= 1;
-    }
 };
 
 // Tile `work` of all, counted from the last tile of the last request; by a whole warp. Requests with one query are not

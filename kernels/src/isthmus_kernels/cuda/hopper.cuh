@@ -1,5 +1,5 @@
-// The instructions of compute capability 9.0a that the prefill kernel is made of: barriers in shared memory, the copy
-// engine for tensors (TMA), the matrix units of a warpgroup (wgmma). PTX ISA 8.8, chapters 9.7.13 to 9.7.15.
+// The instructions of compute capability 9.0a that our kernels are made of: barriers in shared memory, clusters of blocks,
+// the copy engine for tensors (TMA), the matrix units of a warpgroup (wgmma). PTX ISA 8.8, chapters 9.7.13 to 9.7.15.
 #pragma once
 #include <cuda.h>
 
@@ -47,6 +47,37 @@ __device__ __forceinline__ void wait(uint64_t *barrier, uint32_t parity) {
     }
 }
 
+// Arrives at the same barrier of block `rank` of the cluster.
+__device__ __forceinline__ void arrive(uint64_t *barrier, uint32_t rank) {
+    asm volatile(
+        "{\n.reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(barrier)),
+        "r"(rank)
+        : "memory");
+}
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// All threads of all blocks of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+// A place in a ring that is walked for ever. Parities alternate; who empties waits for `phase`, who fills for its inverse.
+template <int kCount>
+struct Turn {
+    int index = 0;
+    uint32_t phase = 0;
+    __device__ __forceinline__ void next() {
+        if (++index == kCount) index = 0, phase ^= 1;
+    }
+};
+
 // True in one thread of the warp, always the same one; by a whole warp.
 __device__ __forceinline__ bool leader() {
     uint32_t chosen;
@@ -71,6 +102,22 @@ __device__ __forceinline__ void prefetch(const CUtensorMap *map) {
 }
 
 // Loads the box of `map` at the coordinates, innermost first; its bytes count on `barrier`.
+__device__ __forceinline__ void load(uint32_t to, const CUtensorMap *map, uint64_t *barrier, int a, int b) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+        "[%2];" ::"r"(to),
+        "l"(map), "r"(shared_address(barrier)), "r"(a), "r"(b)
+        : "memory");
+}
+// To the same place of each of `blocks`, a bit for each block of the cluster, counted on the same barrier of each.
+__device__ __forceinline__ void load_for(uint16_t blocks, uint32_t to, const CUtensorMap *map, uint64_t *barrier, int a,
+                                         int b) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3, %4}], [%2], %5;" ::"r"(to),
+        "l"(map), "r"(shared_address(barrier)), "r"(a), "r"(b), "h"(blocks)
+        : "memory");
+}
 __device__ __forceinline__ void load(uint32_t to, const CUtensorMap *map, uint64_t *barrier, int a, int b, int c) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
@@ -85,6 +132,31 @@ __device__ __forceinline__ void load(uint32_t to, const CUtensorMap *map, uint64
         "%6}], [%2];" ::"r"(to),
         "l"(map), "r"(shared_address(barrier)), "r"(a), "r"(b), "r"(c), "r"(d)
         : "memory");
+}
+
+// Stores a box from shared memory; what lies outside of the tensor is left out. `stores_commit` ends a group of them.
+__device__ __forceinline__ void store(const CUtensorMap *map, uint32_t from, int a, int b) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(from),
+                 "r"(a), "r"(b)
+                 : "memory");
+}
+__device__ __forceinline__ void stores_commit() {
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until all but the last `kPending` groups of this thread's stores have read shared memory.
+template <int kPending>
+__device__ __forceinline__ void stores_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+__device__ __forceinline__ void stores_wait() {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+// Four 8 x 8 parts, as a product leaves them, to rows of 16 bytes whose addresses lanes give, eight for each part.
+__device__ __forceinline__ void store_parts(uint32_t to, const uint32_t (&x)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(x[0]), "r"(x[1]),
+                 "r"(x[2]), "r"(x[3])
+                 : "memory");
 }
 
 // The left side of a product, 16 x 16: lanes give the addresses of rows of 16 bytes, four 8 x 8 parts down then across.
@@ -139,6 +211,12 @@ __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
+__device__ __forceinline__ float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 #define HOPPER_R4(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define HOPPER_R16(d, i) HOPPER_R4(d, i), HOPPER_R4(d, i + 4), HOPPER_R4(d, i + 8), HOPPER_R4(d, i + 12)
 #define HOPPER_R64(d) HOPPER_R16(d, 0), HOPPER_R16(d, 16), HOPPER_R16(d, 32), HOPPER_R16(d, 48)
@@ -166,6 +244,26 @@ __device__ __forceinline__ float exp2_fast(float x) {
     }
 HOPPER_PRODUCTS(Bf16, "bf16")
 HOPPER_PRODUCTS(Fp16, "f16")
+
+#define HOPPER_R128(d) \
+    HOPPER_R16(d, 0), HOPPER_R16(d, 16), HOPPER_R16(d, 32), HOPPER_R16(d, 48), HOPPER_R16(d, 64), HOPPER_R16(d, 80), \
+        HOPPER_R16(d, 96), HOPPER_R16(d, 112)
+#define HOPPER_D128 \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+    "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
+    "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, " \
+    "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
+    "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, " \
+    "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, " \
+    "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}"
+
+// a [64 x 16] and b [256 x 16] in shared memory, d [64 x 256] in fp32: d = a b', or d + a b' where `add`.
+__device__ __forceinline__ void product_rows(float (&d)[128], uint64_t a, uint64_t b, int add, Bf16) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 " HOPPER_D128 ", %128, %129, p, 1, 1, 0, 0;\n}"
+                 : HOPPER_R128(d)
+                 : "l"(a), "l"(b), "r"(add));
+}
 
 // The first value in the lower half.
 __device__ __forceinline__ uint32_t pack(float low, float high, Bf16) {

@@ -1,0 +1,38 @@
+// Where the copy engine and the matrix units of compute capability 9.0 have what: pure arithmetic, compiled for the GPU and
+// for the CPU alike, so that tests check it without a card (tests/kernels/test_cuda_prefill.py, test_cuda_gated.py).
+#pragma once
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define ISTHMUS_FN __host__ __device__ __forceinline__ constexpr
+#else
+#define ISTHMUS_FN inline constexpr
+#endif
+
+namespace isthmus::hopper {
+
+constexpr int kRowBytes = 128;  // of a swizzled row: 64 columns of 2 bytes
+
+// Offset of the 16 bytes with columns 8 `chunk`.. of row `row`, of 64 columns: the copy engine's 128-byte
+// swizzle, in which bits 4-6 of an address are xored with bits 7-9.
+ISTHMUS_FN int swizzled(int row, int chunk) {
+    return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
+}
+
+// A thread of a warpgroup holds 64 of the 64 x 128 elements of a product: its place of element `i`.
+ISTHMUS_FN int fragment_row(int thread, int i) {
+    return thread / 32 * 16 + thread % 32 / 4 + ((i >> 1) & 1) * 8;
+}
+ISTHMUS_FN int fragment_column(int thread, int i) {
+    return (i >> 2) * 8 + thread % 4 * 2 + (i & 1);
+}
+
+// Shared-memory matrix descriptor of the matrix units with the 128-byte swizzle: addresses and strides in 16 bytes.
+// `leading`: from one 64-column half to the next, where columns are the dimension that is not summed over; 1 otherwise.
+// `stride`: from 8 rows to the next 8.
+ISTHMUS_FN uint64_t descriptor(uint32_t address, uint32_t leading, uint32_t stride) {
+    return uint64_t((address & 0x3FFFF) >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32 |
+           uint64_t(1) << 62;
+}
+
+}  // namespace isthmus::hopper

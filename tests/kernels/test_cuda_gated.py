@@ -1,0 +1,143 @@
+"""What of the CUDA gated product needs no card: its tiles, what it refuses, and the two ops that stand for it."""
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import isthmus_kernels
+from isthmus_kernels import dispatch, native
+from isthmus_kernels.linear import cuda_impl
+from isthmus_kernels.linear.packed import PackedLinear
+from isthmus_kernels.testing import assert_close, poisoned
+
+CHECK = Path(__file__).parent / "gated_layout_check.cpp"
+BF16 = torch.bfloat16
+
+
+def test_layout(tmp_path: Path) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    program = tmp_path / "gated_layout_check"
+    command = [compiler, "-std=c++17", "-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all", "-Wall", "-Werror"]
+    sources = Path(isthmus_kernels.__file__).parent
+    subprocess.run([*command, f"-I{sources}", str(CHECK), "-o", str(program)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_machine_code_keeps_everything_in_registers() -> None:
+    """A thread holds 128 sums: one that goes through local memory, or a product that waits for the last, is slow."""
+    triton = pytest.importorskip("triton")
+    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    library = native.find(Path(isthmus_kernels.__file__).parent, "_cuda")
+    if library is None or not dump.exists():
+        pytest.skip("needs the compiled library, and cuobjdump, which Triton brings")
+    code = subprocess.run([dump, "--dump-sass", str(library)], capture_output=True, text=True, check=True).stdout
+    kernels = [part for part in code.split("Function : ") if "gated_product" in part.split("\n", 1)[0]]
+    kernels = [part for part in kernels if "HGMMA" in part]
+    assert len(kernels) == 1, "for sm_90a"
+    for kernel in kernels:
+        assert kernel.count("HGMMA.64x256x16") == 4
+        assert "UTMALDG.2D.MULTICAST" in kernel and "UTMASTG" in kernel and "USETMAXREG" in kernel
+        assert " LDL" not in kernel and " STL" not in kernel
+
+
+def refusal(
+    *,
+    columns: int = 128,
+    outputs: int = 64,
+    dtype: torch.dtype = BF16,
+    weight_dtype: torch.dtype = BF16,
+    pad: int = 0,
+    shift: int = 0,
+    capability: tuple[int, int] = (9, 0),
+) -> str | None:
+    wide = columns + pad
+    x = torch.empty(4 * wide + 8, dtype=dtype)[shift : shift + 4 * wide].view(4, wide)[:, :columns]
+    weight = torch.empty(outputs, columns, dtype=weight_dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        return cuda_impl.refusal(x, weight, torch.empty(4, outputs // 2, dtype=dtype))
+
+
+def test_slices_are_taken() -> None:
+    assert refusal() is None
+    assert refusal(pad=8) is None
+    assert refusal(outputs=16, columns=64) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"dtype": torch.float32}, "torch.float32"),
+        ({"weight_dtype": torch.float16}, "torch.float16"),
+        ({"columns": 96}, "96 columns"),
+        ({"columns": 0}, "0 columns"),
+        ({"pad": 4}, "multiples of 16"),
+        ({"outputs": 8}, "multiples of 16"),
+        ({"shift": 4}, "multiple of 16"),
+        ({"capability": (10, 0)}, "capability 9.0"),
+    ],
+)
+def test_what_the_kernel_cannot_take_is_named(arguments: dict[str, object], reason: str) -> None:
+    found = refusal(**arguments)  # type: ignore[arg-type]
+    assert found is not None and reason in found
+
+
+def test_tiles_of_little_use_are_left_to_the_two_ops() -> None:
+    """The shape of Qwen3-8B on an H200, by what was measured there (runtime/bench/LOG.md)."""
+    slower, faster = (0, 1, 128, 256, 384, 640, 768, 896, 1280, 1792), (512, 1000, 1024, 3000, 4096, 6000, 8192)
+    share = {rows: cuda_impl.use(rows, 12_288, 132) for rows in (*slower, *faster)}
+    assert max(share[rows] for rows in slower) < cuda_impl.LEAST_USE < min(share[rows] for rows in faster)
+    assert share[0] == 0 and share[8192] == pytest.approx(3072 / (47 * 66))
+
+
+@pytest.mark.parametrize("with_scratch", [True, False])
+@pytest.mark.parametrize("rows", [0, 1, 5, 33])
+def test_gated_product_is_that_of_the_two_ops(rows: int, with_scratch: bool) -> None:
+    weight = torch.randn(2 * 24, 40) / 6
+    x = torch.randn(rows, 40)
+    out = poisoned(rows, 24 + 3)[:, :24]
+    scratch = poisoned(rows, 48) if with_scratch else None
+    packed = dispatch.pack(weight)
+    assert dispatch.linear_silu_mul(x, packed, scratch=scratch, out=out) is out
+    gate, up = (x @ weight.T).chunk(2, dim=1)
+    assert_close(out, torch.nn.functional.silu(gate) * up)
+
+
+@dataclass(frozen=True)
+class Fusing:
+    """A weight that says whether it took the activation upon itself."""
+
+    takes: bool
+    nbytes: int = 0
+
+    def apply(self, x: Tensor, out: Tensor | None) -> Tensor:
+        result = torch.ones(x.shape[0], 4)
+        return result if out is None else out.copy_(result)
+
+    def outputs_from(self, first: int) -> None:
+        return None
+
+    def apply_silu_mul(self, x: Tensor, out: Tensor) -> bool:
+        if self.takes:
+            out.fill_(7.0)
+        return self.takes
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_a_weight_may_take_the_activation_upon_itself(takes: bool) -> None:
+    packed = PackedLinear(in_features=3, out_features=4, weight_dtype=torch.float32, weight=Fusing(takes))
+    out = dispatch.linear_silu_mul(torch.ones(2, 3), packed, out=poisoned(2, 2))
+    assert_close(out, torch.full((2, 2), 7.0 if takes else torch.nn.functional.silu(torch.ones(())).item()))
+
+
+def test_a_width_that_does_not_match_is_named() -> None:
+    with pytest.raises(ValueError, match=r"out: expected \[T, 6 / 2\], got \(2, 4\)"):
+        dispatch.linear_silu_mul(torch.ones(2, 3), dispatch.pack(torch.ones(6, 3)), out=torch.ones(2, 4))
