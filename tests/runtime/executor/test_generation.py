@@ -410,7 +410,14 @@ def test_scores_equal_transformers(name: str, late: bool, tmp_path: Path, start_
     assert not any(chunk.prompt_logprobs for chunks in (full, few) for chunk in chunks[1:])
 
 
-@pytest.mark.parametrize("name", ["gqa-tied", "qwen2-two-groups", "gemma3-two-ropes", "gpt-oss", "deepseek-v3"])
+# One of each family.
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gqa-tied", "mistral-window", "qwen2-two-groups", "qwen3-qk-norm", "qwen3-moe", "gemma2-softcaps"),
+        *("gemma3-two-ropes", "phi3-window", "gpt-oss", "deepseek-v2-lite", "deepseek-v3"),
+    ],
+)
 def test_prompts_from_the_prefix_cache_give_the_same_tokens(
     name: str, tmp_path: Path, start_engine: Callable[..., Any]
 ) -> None:
