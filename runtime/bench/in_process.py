@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
+from isthmus_runtime.commands.draft_model import load_drafts
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.engine.backend import EngineBackend, Streams
 from isthmus_runtime.engine.local import LocalEngine
@@ -45,13 +47,24 @@ def running(
     max_model_len: int = 2048,
     kv_bytes: int = 1 << 30,
     speculative_tokens: int = 0,
+    draft: str = "",
 ) -> Iterator[Engine]:
-    """A unified engine without prefix caching; must be entered inside a running event loop."""
+    """A unified engine without prefix caching; must be entered inside a running event loop.
+
+    `draft`: directory of a draft model; empty: drafts come from a request's own text.
+    """
     kv_config = KvConfig()
+    described = ModelConfig(path=model, device="cpu", dtype=dtype)
+    drafts = (
+        load_drafts(Path(draft), described, block_size=kv_config.block_size, max_model_len=max_model_len)
+        if draft
+        else None
+    )
+    draft_model = None if drafts is None else drafts.model
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_model_len=max_model_len, speculative_tokens=speculative_tokens
     )
-    loaded = load(ModelConfig(path=model, device="cpu", dtype=dtype), config)
+    loaded = load(described, config)
     kv = plan(
         KvPlanInput(
             ranks=(loaded.layer_specs(kv_config.block_size, kv_config.dtype),),
@@ -64,7 +77,8 @@ def running(
     executor = TorchExecutor(loaded, kv, config, kv_config)
     pool = BlockPool(kv.num_blocks, num_groups=len(kv.groups), prefix_caching=False)
     streams = Streams(asyncio.get_running_loop())
-    loop = EngineLoop(Scheduler(config, kv, pool, late_masks=True), executor, streams.sink)
+    scheduler = Scheduler(config, kv, pool, late_masks=True, draft_model=draft_model)
+    loop = EngineLoop(scheduler, executor, streams.sink, draft_model=draft_model)
     grammars = cache(
         lambda: Grammars.load(
             model, eos_token_ids=Tokenizer.load(model).eos_token_ids, vocab_size=loaded.spec.vocab_size
@@ -81,3 +95,5 @@ def running(
     finally:
         loop.stop()
         executor.close()
+        if drafts is not None:
+            drafts.executor.close()

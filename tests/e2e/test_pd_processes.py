@@ -33,10 +33,12 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(MODEL / "tokenizer.json"))
 
 
-@pytest.fixture(scope="module", params=["direct", "store"])
+@pytest.fixture(scope="module", params=["direct", "store", "direct, two processes an engine"])
 def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    mode, _, apart = request.param.partition(", ")
     args = ("--kv-memory", "256Ki", "--drain-timeout", "5s", "--transfer-timeout", "5s")
-    with stack(tmp_path_factory.mktemp(request.param), request.param, engine_args=args, decodes=2) as running:
+    args += ("--api-process", "on" if apart else "off")
+    with stack(tmp_path_factory.mktemp(mode), mode, engine_args=args, decodes=2) as running:
         yield running
 
 

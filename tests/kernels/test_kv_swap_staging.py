@@ -1,4 +1,5 @@
-"""The host side of kv_swap on a GPU, without one: pages in flight and the check of ids, against a fake stream."""
+"""The host side of kv_swap on a GPU, without one: pages in flight and the check of ids, against a fake stream; whole
+submissions by every way, against fake streams whose work runs as late and in as odd an order as events allow."""
 
 import shutil
 import subprocess
@@ -8,23 +9,24 @@ import pytest
 
 import isthmus_kernels
 
-FAKE = Path(__file__).parent / "fake_cuda"
+PROGRAMS = {"fake_cuda": "staging_check", "fake_streams": "submit_check"}
 
 
-@pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=PROGRAMS)
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    target = tmp_path_factory.mktemp("staging") / "staging_check"
+    folder, name = Path(__file__).parent / request.param, PROGRAMS[request.param]
+    target = tmp_path_factory.mktemp("staging") / name
     sources = Path(isthmus_kernels.__file__).parent
     command = [compiler, "-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    command += [f"-I{FAKE}", f"-I{sources}", str(FAKE / "staging_check.cpp"), "-o", str(target)]
+    command += [f"-I{folder}", f"-I{sources}", str(folder / f"{name}.cpp"), "-o", str(target)]
     subprocess.run(command, check=True)
     return target
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_pages_and_ids(program: Path, seed: int) -> None:
+def test_every_check(program: Path, seed: int) -> None:
     done = subprocess.run([program, str(seed)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"

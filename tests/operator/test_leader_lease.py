@@ -1,12 +1,15 @@
 """The lease against an API server of its own kind: one object with a version, over the same small client interface."""
 
 import asyncio
+import itertools
+from datetime import datetime, timedelta, tzinfo
 from typing import Any, cast
 
 import pytest
 from jumping_loop import run_jumping
 
 from isthmus_operator.errors import ApiError
+from isthmus_operator.shell import leader
 from isthmus_operator.shell.client import Api
 from isthmus_operator.shell.leader import LeaseSettings, lead
 
@@ -91,6 +94,34 @@ def test_one_works_and_gives_the_lease_back_when_it_ends() -> None:
         assert server.holder == ""
 
     asyncio.run(main())
+
+
+def test_a_wall_clock_that_jumps_moves_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a holder writes as the time of its renewal is for people: others see only that it has changed."""
+    hours = itertools.cycle((0, 26, -26, 1))
+
+    class Jumping(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> "Jumping":
+            return super().now(tz) + timedelta(hours=next(hours))
+
+    monkeypatch.setattr(leader, "datetime", Jumping)
+
+    async def main() -> None:
+        server, first, second = LeaseServer(), asyncio.Event(), asyncio.Event()
+        api = cast(Api, server)
+        both = [asyncio.create_task(lead(api, settings("one"), lambda: forever(first)))]
+        await first.wait()
+        both.append(asyncio.create_task(lead(api, settings("two"), lambda: forever(second))))
+        for _ in range(300):
+            server.written.clear()
+            await server.written.wait()
+            assert server.holder == "one" and not second.is_set()
+        for task in both:
+            task.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+
+    run_jumping(main())
 
 
 class Work:

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from isthmus_runtime.config import SchedulerConfig
+from isthmus_runtime.engine.draft_model import DraftModel
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import Effect
 from isthmus_runtime.executor.fake import ENTRY_BYTES, FakeExecutor, Windows
@@ -54,6 +55,7 @@ class World:
     poison: bool = True
     late_masks: bool = False
     speculative_tokens: int = 0
+    draft_model: DraftModel | None = None
     windows: Windows = (None,)
     """Of each KV group."""
     now: float = 0.0
@@ -77,7 +79,14 @@ class World:
             for window in self.windows
         )
         plan = make_plan(self.num_blocks, self.block_size, self.max_model_len, groups)
-        self.scheduler = Scheduler(config, plan, self.pool, layout_digest="fake", late_masks=self.late_masks)
+        self.scheduler = Scheduler(
+            config,
+            plan,
+            self.pool,
+            layout_digest="fake",
+            late_masks=self.late_masks,
+            draft_model=self.draft_model,
+        )
         self.in_flight: deque[StepOutput] = deque()
         self.steps = 0
 

@@ -138,7 +138,7 @@ class SchedulerConfig:
     """Longest step beside a request that generates: the gap that a prompt may make in another's stream."""
     max_num_seqs: int = 128
     speculative_tokens: int = 0
-    """Most tokens that a row guesses from its own text (n-grams) and verifies in one step; 0: it does not."""
+    """Most tokens that a row guesses (from its own text, or by a draft model) and verifies in one step; 0: none."""
     max_waiting: int = 1024
     """More waiting requests than this are refused with 429."""
     queue_timeout_s: float = 300.0
@@ -190,6 +190,8 @@ class EngineConfig:
     """Of the unified role, which has the API."""
     tensor_parallel_size: int = 1
     """Ranks that compute the model together, a process and on GPUs a device each."""
+    draft_model: str = ""
+    """Local directory of a small model that guesses tokens; empty: none does."""
     executor: str = "torch"
     """torch | fake (no weights, no torch: protocol tests and load tests)"""
 
@@ -300,7 +302,10 @@ def build_serve_parser() -> argparse.ArgumentParser:
     engine.add_argument("--max-batched-tokens", default="2048")
     engine.add_argument("--max-step-time", default="200ms", help="longest gap that prompts may make in a stream")
     engine.add_argument("--max-num-seqs", default="128")
-    engine.add_argument("--speculative-method", default="none", choices=["none", "ngram"], help="guess tokens ahead")
+    engine.add_argument(
+        "--speculative-method", default="none", choices=["none", "ngram", "model"], help="guess tokens ahead"
+    )
+    engine.add_argument("--speculative-model", default="", help="a small model of the same tokenizer that guesses")
     engine.add_argument("--speculative-tokens", default="6", help="most guesses of a row and step")
     engine.add_argument("--max-waiting", default="1024")
     engine.add_argument("--queue-timeout", default="300s")
@@ -541,6 +546,14 @@ def _engine(
         )
     speculative = read.integer("speculative_tokens", 1, 64)
     ranks = read.integer("tensor_parallel_size", 1, 64)
+    if (args.speculative_method == "model") != bool(args.speculative_model):
+        read.problems.append(
+            "--speculative-method model and --speculative-model PATH go together: give both or neither"
+        )
+    against = {"--role prefill": role is Role.PREFILL, "--executor fake": args.executor == "fake"}
+    against[f"--tensor-parallel-size {ranks}"] = ranks > 1
+    if args.speculative_model:
+        read.problems += [f"--speculative-model does not go with {flag}" for flag, given in against.items() if given]
     if ranks > 1 and transfer.mode != "none":
         read.problems.append(
             f"--tensor-parallel-size {ranks} does not go with --transfer-mode {transfer.mode}: only the first rank's "
@@ -571,13 +584,14 @@ def _engine(
             max_batched_tokens=read.integer("max_batched_tokens", 1),
             max_step_s=read.duration("max_step_time"),
             max_num_seqs=read.integer("max_num_seqs", 1, 65536),
-            speculative_tokens=speculative if args.speculative_method == "ngram" else 0,
+            speculative_tokens=0 if args.speculative_method == "none" else speculative,
             max_waiting=read.integer("max_waiting", 1),
             queue_timeout_s=read.duration("queue_timeout"),
         ),
         transfer=transfer,
         chat=chat,
         tensor_parallel_size=ranks,
+        draft_model=args.speculative_model,
         executor=args.executor,
     )
 

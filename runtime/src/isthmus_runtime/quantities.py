@@ -1,4 +1,4 @@
-"""Sizes and durations as people and Kubernetes write them. Pure."""
+"""Sizes and durations as people write them."""
 
 from __future__ import annotations
 

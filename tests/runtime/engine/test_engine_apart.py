@@ -9,7 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from engine_stack import Apart, engine_apart
@@ -286,6 +286,29 @@ def test_requests_are_refused_while_the_engine_does_not_read() -> None:
                     assert what == expected(one)
             assert 0 < refused < len(asked)
             await until_idle(backend)
+
+    run(main)
+
+
+def test_an_api_process_that_does_not_read_holds_no_engine_up() -> None:
+    """As one that stands still: the engine computes all that it has, and what it said is there afterwards."""
+
+    async def main() -> None:
+        async with engine_apart(executor=FakeExecutor(65, 4)) as backend:
+            engine = far(backend)
+            engine.theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            transport = cast(asyncio.Transport, engine._transport)
+            transport.pause_reading()
+            asked = [request(f"r{i}", [i + 1], 100) for i in range(40)]
+            running = [asyncio.ensure_future(tokens(backend, one)) for one in asked]
+            loop = engine.loop
+            await until(lambda: len(running) == len(backend._streams._queues))
+            while await asyncio.to_thread(loop.call, lambda: loop.scheduler.stats().prefix_queries < len(asked)):
+                pass
+            await until_idle(backend)
+            assert not any(task.done() for task in running)
+            transport.resume_reading()
+            assert await asyncio.gather(*running) == [expected(one) for one in asked]
 
     run(main)
 

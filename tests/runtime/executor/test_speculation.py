@@ -16,8 +16,9 @@ import torch
 from fake_device import FakeDevice
 
 from isthmus_runtime.config import SchedulerConfig
-from isthmus_runtime.engine import scheduler
+from isthmus_runtime.engine import drafts, scheduler
 from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.draft_model import ROWS, DraftModel, DraftRows
 from isthmus_runtime.engine.drafts import Drafter, Speculation
 from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import EngineLoop
@@ -39,10 +40,10 @@ ASKED: tuple[dict[str, Any], ...] = (
 )
 
 
-def save(folder: Path) -> Any:
+def save(folder: Path, seed: int = 0) -> Any:
     import transformers
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=72, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.4,
@@ -53,7 +54,12 @@ def save(folder: Path) -> Any:
 
 
 def generate(
-    served: Any, requests: Sequence[GenerateRequest], most: int, *, caching: bool = False
+    served: Any,
+    requests: Sequence[GenerateRequest],
+    most: int,
+    *,
+    caching: bool = False,
+    draft_model: DraftModel | None = None,
 ) -> tuple[list[list[TokenChunk]], Any]:
     """Every request's chunks, and the scheduler's counts at the end."""
 
@@ -68,9 +74,10 @@ def generate(
             served.plan,
             BlockPool(served.plan.num_blocks, num_groups=len(served.plan.groups), prefix_caching=caching),
             layout_digest=served.executor.kv_region().layout_digest,
+            draft_model=draft_model,
         )
         streams = Streams(asyncio.get_running_loop())
-        loop = EngineLoop(core, served.executor, streams.sink)
+        loop = EngineLoop(core, served.executor, streams.sink, draft_model=draft_model)
         loop.start()
         backend = EngineBackend(LocalEngine(loop, streams.sink), streams, vocab_size=VOCAB)
 
@@ -98,8 +105,8 @@ def guessing(monkeypatch: pytest.MonkeyPatch, guess: Callable[[Sequence[int], in
         def guess(self, tokens: Sequence[int], count: int) -> tuple[int, ...]:
             return guess(tokens, count)
 
-    monkeypatch.setattr(scheduler, "Drafter", Guessing)
-    monkeypatch.setattr(Speculation, "_most", lambda self, trust, most: most)
+    monkeypatch.setattr(drafts, "Drafter", Guessing)
+    monkeypatch.setattr(Speculation, "_most", lambda self, trust, most, seconds: most)
 
 
 @pytest.mark.parametrize("device", [None, FakeDevice((1, 2, 4, 8), (4, 12))], ids=["cpu", "captured late"])
@@ -148,6 +155,45 @@ def test_answers_are_those_without_guesses(
         told, again = ([p for c in chunks for p in c.logprobs] for chunks in (one, other))
         assert [p.token_id for p in told] == [p.token_id for p in again]
         assert [p.logprob for p in told] == pytest.approx([p.logprob for p in again], abs=1e-4)
+
+
+@pytest.mark.parametrize("seed", [0, 1], ids=["the same model", "another"])
+@pytest.mark.parametrize("device", [None, FakeDevice((1, 2, 4, 8), (4, 12))], ids=["cpu", "captured late"])
+def test_answers_are_those_without_a_draft_model(
+    device: Device | None, seed: int, tmp_path: Path, start_engine: Callable[..., Any]
+) -> None:
+    """Greedy and by seed, with every option; the same model is right about what is greedy."""
+    for name, weights in (("served", 0), ("draft", seed)):
+        (tmp_path / name).mkdir()
+        save(tmp_path / name, weights)
+    served = start_engine(
+        tmp_path / "served", block_size=4, budget=40, max_rows=7, num_blocks=256, max_model_len=64, device=device
+    )
+    small = start_engine(
+        tmp_path / "draft", block_size=4, budget=12, max_rows=ROWS, num_blocks=1 + ROWS * 16, max_model_len=64
+    )
+    rng = random.Random(3)
+    requests = [
+        GenerateRequest(
+            request_id=str(number),
+            prompt_token_ids=tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 26))),
+            sampling=SamplingParams(**{"max_tokens": COUNT, "temperature": 0.0, **ASKED[number % len(ASKED)]}),
+        )
+        for number in range(10)
+    ]
+    plain, _ = generate(served, requests, 0)
+    model = DraftModel(small.executor, DraftRows(small.plan, ROWS, small.budget))
+    fast, stats = generate(served, requests, 4, draft_model=model)
+    for number, (one, other) in enumerate(zip(plain, fast, strict=True)):
+        assert [t for c in one for t in c.token_ids] == [t for c in other for t in c.token_ids], f"request {number}"
+    alone, told = generate(
+        served, requests[:1], 4, draft_model=DraftModel(small.executor, DraftRows(small.plan, ROWS, small.budget))
+    )
+    assert [t for c in alone[0] for t in c.token_ids] == [t for c in plain[0] for t in c.token_ids]
+    assert told.drafted > 0
+    if seed == 0:
+        assert told.accepted > told.drafted / 2, (told.accepted, told.drafted)
+    assert stats.accepted <= stats.drafted
 
 
 def test_draws_have_the_distribution_of_the_model(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..checkpoints.provenance import pinned_revision, verify_files
 from ..config import EngineConfig, Role
@@ -37,6 +38,9 @@ from ..request import GENERATES, ServedTask
 from ..structured.grammars import Grammars
 from .pool_plan import plan_pool
 
+if TYPE_CHECKING:
+    from .draft_model import Drafts
+
 log = logging.getLogger(__name__)
 
 PREPARE_TIMEOUT_S = 30.0
@@ -57,6 +61,8 @@ class Loaded:
     task: ServedTask = GENERATES
     takes_hits: bool = True
     """False: every state of a prompt counts, so none is left out for a prefix hit."""
+    drafts: Drafts | None = None
+    """Of a draft model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +72,7 @@ class EngineCore:
     engine: LocalEngine
     facts: EngineFacts
     executor: Executor
+    drafts: Drafts | None = None
 
     def stop(self) -> None:
         """End all requests and transfers. Peers may still ask what is drained."""
@@ -74,6 +81,8 @@ class EngineCore:
     def close(self) -> None:
         """After `stop`: let go of the device."""
         self.executor.close()
+        if self.drafts is not None:
+            self.drafts.executor.close()
         if any(thread.name.startswith("transfer-") for thread in threading.enumerate()):
             log.warning("a call into the KV transport has not returned; leaving without it")
 
@@ -107,6 +116,7 @@ def start_engine(
     `sink` and `started`: of `EngineLoop`. `events`: where the block pool puts changes of its prefix cache.
     """
     kv, caches = loaded.plan, config.kv.prefix_caching and loaded.takes_hits
+    draft_model = None if loaded.drafts is None else loaded.drafts.model
     scheduler = Scheduler(
         config.scheduler,
         kv,
@@ -115,6 +125,7 @@ def start_engine(
         kv_heads=loaded.kv_heads,
         recompute=config.transfer.on_failure == "recompute",
         late_masks=config.tensor_parallel_size == 1,
+        draft_model=draft_model,
     )
     mover = _Mover.start(config, loaded, peer_credentials(config.server.peer_credentials, config.server.host))
     loop = EngineLoop(
@@ -124,6 +135,7 @@ def start_engine(
         handoff=mover.handoff,
         step_timeout_s=config.server.no_progress_timeout_s,
         started=started,
+        draft_model=draft_model,
     )
     grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
     facts = EngineFacts(
@@ -143,12 +155,13 @@ def start_engine(
     )
     loop.start()
     engine = LocalEngine(loop, sink, grammars=grammars, threads=LongLived())
-    return EngineCore(engine=engine, facts=facts, executor=loaded.executor)
+    return EngineCore(engine=engine, facts=facts, executor=loaded.executor, drafts=loaded.drafts)
 
 
 def _load_torch(config: EngineConfig) -> Loaded:
     from ..checkpoints.revision import weights_revision
     from ..models.pooling import read_task
+    from .draft_model import load_drafts
     from .ranks import load_engine
 
     served = read_task(config.model.path, config.model.task)
@@ -157,6 +170,13 @@ def _load_torch(config: EngineConfig) -> Loaded:
             f"--model {config.model.path} is an embedding model, which --role {config.role.value} cannot serve: its "
             "prompts have no KV to hand over; use --role unified (mode Unified of a resource), or --task generate"
         )
+    drafts = None
+    if config.draft_model:
+        if served.pooling is not None:
+            raise ConfigError(f"--task embed draws no tokens that a draft model ({config.draft_model}) could guess")
+        limit = config.scheduler.max_model_len
+        path = Path(config.draft_model)
+        drafts = load_drafts(path, config.model, block_size=config.kv.block_size, max_model_len=limit)
     loaded = load_engine(config)
     model, kv = loaded.model, loaded.plan
     specs = model.layer_specs(config.kv.block_size, config.kv.dtype)
@@ -178,6 +198,7 @@ def _load_torch(config: EngineConfig) -> Loaded:
         vocab_size=model.spec.vocab_size,
         task=served.task,
         takes_hits=served.pooling is None or not served.pooling.needs_every_state,
+        drafts=drafts,
     )
 
 

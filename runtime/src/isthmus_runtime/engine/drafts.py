@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Tokens
 
-from .sequence import Sequence
+from .draft_model import DraftModel
+from .sequence import Phase, Sequence
 from .step_time import StepSize, StepTimes
 
 GRAM = 3
@@ -29,6 +30,8 @@ CATCH_UP = 2048
 FIRST_TRUST, TRUSTED, WEIGHT = 0.4, 0.5, 0.15
 """A row guesses while its guesses are right more often than `TRUSTED`: a moving average with this weight of the newest,
 which begins below it."""
+FIRST_MODEL_TRUST, AGAIN = 0.7, 32
+"""Drafts of a model are trusted until they are wrong, and again after so many tokens."""
 MOST_FORCED = 16
 """Forced tokens of a row and step."""
 FORCED_WORTH = 3.0
@@ -51,6 +54,12 @@ class Drafter:
         """Of each position, the same for the n-gram that ends there and came before; 0: none did."""
         self._expected: int | None = None
         self.trust = FIRST_TRUST
+
+    seconds = 0.0
+    """What a guessed token takes before it is verified."""
+
+    def prepare(self, tokens: Tokens[int], count: int) -> None:
+        """The request waits for a guess of at most `count` tokens: here it is at hand."""
 
     def learn(self, tokens: Tokens[int]) -> bool:
         """Take in what is new of `tokens`; False: there is more than `CATCH_UP` of it."""
@@ -101,12 +110,53 @@ class Drafter:
         return tuple(tokens[best + i % (length - best)] for i in range(count)) if best else ()
 
 
+class ModelDrafter:
+    """One request's drafts of a small model. It guesses from the first, and tries again where it gave up."""
+
+    __slots__ = ("_model", "_rest", "_sid", "trust")
+
+    def __init__(self, model: DraftModel, sid: str) -> None:
+        self._model = model
+        self._sid = sid
+        self._rest = 0
+        self.trust = FIRST_MODEL_TRUST
+
+    @property
+    def seconds(self) -> float:
+        """As of `Drafter`."""
+        return self._model.seconds
+
+    def prepare(self, tokens: Tokens[int], count: int) -> None:
+        """As of `Drafter`: the model begins."""
+        self._model.ask(self._sid, tokens, count)
+
+    def learn(self, tokens: Tokens[int]) -> bool:
+        """Nothing is kept here of the tokens."""
+        return True
+
+    def watch(self, tokens: Tokens[int]) -> bool:
+        """A token came without a guess. Whether to guess the next."""
+        self._rest = self._rest + 1 if self.trust < TRUSTED else 0
+        if self._rest == AGAIN:
+            self.trust, self._rest = TRUSTED, 0
+        return self.trust >= TRUSTED
+
+    def judge(self, right: bool) -> None:
+        """As of `Drafter`."""
+        self.trust += WEIGHT * (right - self.trust)
+
+    def guess(self, tokens: Tokens[int], count: int) -> tuple[int, ...]:
+        """As of `Drafter`; none where the model has not answered."""
+        return self._model.answer(self._sid, len(tokens))[:count]
+
+
 class Speculation:
     """Who guesses, and how far."""
 
-    def __init__(self, most: int, times: StepTimes) -> None:
-        """`most`: drafts of a row and step; 0: none at all."""
+    def __init__(self, most: int, times: StepTimes, model: DraftModel | None = None) -> None:
+        """`most`: drafts of a row and step; 0: none at all. `model`: who guesses; None: each from its own text."""
         self.most = most
+        self._model = model
         self.drafted = self.accepted = 0
         """Tokens guessed so far, and how many of them were kept."""
         self.forced = 0
@@ -118,11 +168,22 @@ class Speculation:
         """A step is planned while so many requests run."""
         self._rows = rows
 
+    def drafter(self, sid: str) -> Drafter | ModelDrafter:
+        """For a new request."""
+        return Drafter() if self._model is None else ModelDrafter(self._model, sid)
+
+    @property
+    def busy(self) -> bool:
+        """Whether drafts that a request waits for are being computed."""
+        return self._model is not None and self._model.busy
+
     def saw(self, seq: Sequence) -> None:
         """A token of the request became visible without a guess."""
         drafter = seq.drafter
         assert drafter is not None
-        seq.holds = self._most(FIRST_TRUST, self.most) > 0 and drafter.watch(seq.tokens)
+        trust = max(FIRST_TRUST, drafter.trust)
+        seq.holds = self._most(trust, self.most, drafter.seconds) > 0 and drafter.watch(seq.tokens)
+        self._prepare(seq, drafter)
 
     def saw_masked(self, seq: Sequence, forced: int, others: int) -> None:
         """Of the newest tokens of a request with a grammar so many were forced; the others, after them, were not."""
@@ -141,7 +202,7 @@ class Speculation:
             return found.tokens[: max(0, min(room, len(found.masks)))] if self._forced_pay() else ()
         drafter = seq.drafter
         assert drafter is not None
-        count = min(room, self._most(drafter.trust, self.most))
+        count = min(room, self._most(drafter.trust, self.most, drafter.seconds))
         return drafter.guess(seq.tokens, count) if count > 0 else ()
 
     def verified(self, seq: Sequence, drafts: int, kept: int) -> None:
@@ -158,11 +219,18 @@ class Speculation:
             drafter.judge(False)
         drafter.learn(seq.tokens)
         seq.holds = drafter.trust >= TRUSTED
+        self._prepare(seq, drafter)
 
-    def _most(self, trust: float, most: int) -> int:
+    def _prepare(self, seq: Sequence, drafter: Drafter | ModelDrafter) -> None:
+        if seq.holds and seq.phase is Phase.RUNNING:
+            most = min(self.most, seq.end_len - seq.known - 1)
+            drafter.prepare(seq.tokens, min(most, self._most(drafter.trust, self.most, drafter.seconds)))
+
+    def _most(self, trust: float, most: int, seconds: float = 0.0) -> int:
         """How many of `most` drafts are worth their cost, when each is right with probability `trust` if those before
-        are."""
+        are. Each takes `seconds` before it is verified."""
         token, value = self._seconds()
+        token += seconds
         count, kept = 0, trust
         while count < most and kept * value >= token:
             count, kept = count + 1, kept * trust

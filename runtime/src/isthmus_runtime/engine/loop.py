@@ -32,6 +32,7 @@ from ..interfaces.steps import Constraint, Executor, Masks, RowStart, StepOutput
 from ..kv.pool import PoolCounts
 from ..protocol import CommitCall, PrefillAnswer, Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
+from .draft_model import DraftModel
 from .masks import MaskThread
 from .scheduler import Scheduler
 from .sequence import CancelAttempt, Effect, Emit, FinishSend, Kind, OpenReceive, SchedulerStats, SendBlocks
@@ -43,6 +44,8 @@ STEPS_IN_FLIGHT = 2
 
 MASK_PATIENCE_S = 0.005
 """Where requests with forced tokens are planned one step after the other, a step waits so long for their masks."""
+DRAFT_PATIENCE_S = 0.2
+"""It waits so long for a draft model, which has a prompt to compute before its first guess."""
 
 Reply = TokenChunk | Ticket | PrefillAnswer
 Sink = Callable[[Sequence[tuple[str, Reply]]], None]
@@ -75,10 +78,12 @@ class EngineLoop:
         clock: Callable[[], float] = time.monotonic,
         step_timeout_s: float = 120.0,
         started: Callable[[Sequence[RowStart]], None] | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         """`sink` receives batches of (scheduler id, reply) on the engine thread and must not block; nor must `started`,
         which is told there of the rows that begin with a step.
 
+        `draft_model`: the scheduler's, started and stopped with the loop.
         `step_timeout_s`: a step that has not ended for so long never will; every request is told.
         """
         self.scheduler = scheduler
@@ -90,7 +95,8 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[float], list[Effect]] | None] = queue.SimpleQueue()
         self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
         self._handoff = None if handoff is None else handoff(self._on_handoff)
-        self._masks = MaskThread(lambda: self._inbox.put(lambda now: []))
+        self._masks = MaskThread(lambda: self._inbox.put(_look_again))
+        self._draft_model = draft_model
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
         self._wake = True
@@ -109,6 +115,8 @@ class EngineLoop:
     def start(self) -> None:
         """Start the threads."""
         self._masks.start()
+        if self._draft_model is not None:
+            self._draft_model.start(lambda: self._inbox.put(_look_again))
         self._thread.start()
 
     def generate(
@@ -221,6 +229,8 @@ class EngineLoop:
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
         self._masks.stop(timeout_s)
+        if self._draft_model is not None:
+            self._draft_model.stop(timeout_s)
         if self._handoff is not None:
             self._handoff.close()
 
@@ -313,6 +323,8 @@ class EngineLoop:
                 return None
             if self._masks.busy:
                 return max(plan_at, self.last_progress_s + MASK_PATIENCE_S)
+            if self.scheduler.awaits_drafts:
+                return max(plan_at, self.last_progress_s + DRAFT_PATIENCE_S)
         return plan_at
 
     def _submit(self, plan: StepPlan) -> None:
@@ -441,6 +453,11 @@ class EngineLoop:
 
 def _step_ended(now: float) -> list[Effect]:
     """The command that a step which ends puts into the inbox: `turn` then finds its result."""
+    return []
+
+
+def _look_again(now: float) -> list[Effect]:
+    """The command of the threads beside this one: what a request waited for is there."""
     return []
 
 

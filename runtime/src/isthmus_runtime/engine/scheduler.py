@@ -29,7 +29,8 @@ from ..request import FinishReason, GenerateRequest, TokenLogprobs
 from .admission import Admission
 from .blocks import SequenceBlocks
 from .completion import Completion
-from .drafts import FIRST_FORCED, Drafter, Speculation
+from .draft_model import DraftModel
+from .drafts import FIRST_FORCED, Speculation
 from .handoffs import Handoffs
 from .in_flight import StepDraft, StepsInFlight
 from .intake import Intake
@@ -58,8 +59,12 @@ class Scheduler:
         kv_heads: int = 1,
         recompute: bool = True,
         late_masks: bool = False,
+        draft_model: DraftModel | None = None,
     ) -> None:
-        """`late_masks`: the executor waits for masks before it draws, so that their rows are planned ahead, too."""
+        """`late_masks`: the executor waits for masks before it draws, so that their rows are planned ahead, too.
+
+        `draft_model`: guesses tokens; None: each request's come from its own text, if any are wanted.
+        """
         self.config = config
         self.max_model_len = plan.max_model_len
         self.pool = pool
@@ -71,7 +76,7 @@ class Scheduler:
         self._intake = Intake(config, plan.max_model_len, self.blocks)
         self._preemption = Preemption(self.queues, self.blocks, self.handoffs, self.steps)
         self._admission = Admission(self.queues, self.blocks, self.handoffs, self._preemption, self.pace)
-        self._speculation = Speculation(config.speculative_tokens, self.pace.times)
+        self._speculation = Speculation(config.speculative_tokens, self.pace.times, draft_model)
         self._completion = Completion(self.queues, self.blocks, self.handoffs, self.steps, self._speculation)
         self._recompute = recompute
         self._late_masks = late_masks
@@ -109,7 +114,7 @@ class Scheduler:
             if masks is not None:
                 seq.forced_share = FIRST_FORCED
             elif self._speculation.most and request.pooling is None:
-                seq.drafter = Drafter()
+                seq.drafter = self._speculation.drafter(seq.sid)
             self._may_hold = self._may_hold or masks is not None
         sid, waiting = seq.sid, len(self.queues.waiting)
         if sid in self.queues.live or self.handoffs.known(attempt):
@@ -355,6 +360,11 @@ class Scheduler:
         """Whether so many running requests wait for their newest tokens that none should be planned before those."""
         running = self.queues.running
         return self._may_hold and HOLD_SHARE * sum(seq.holds for seq in running) >= max(1, len(running))
+
+    @property
+    def awaits_drafts(self) -> bool:
+        """Whether drafts that requests wait for are being computed."""
+        return self._speculation.busy
 
     @property
     def has_work(self) -> bool:

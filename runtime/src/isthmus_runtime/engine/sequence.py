@@ -11,7 +11,7 @@ from ..interfaces.steps import Masks
 from ..request import GenerateRequest, TokenChunk, TokenLogprobs
 
 if TYPE_CHECKING:
-    from .drafts import Drafter
+    from .drafts import Drafter, ModelDrafter
 
 FIRST = -(2**31) - 1
 """More urgent than any `priority` of a request."""
@@ -71,7 +71,7 @@ class Sequence:
     """Length from which on it may be planned before its mask is known."""
     forced_share: float = 0.0
     """How many of its tokens its grammar left no alternative to: a moving average."""
-    drafter: Drafter | None = None
+    drafter: Drafter | ModelDrafter | None = None
     """Guesses its next tokens; None: nobody does."""
     holds: bool = False
     """Its next step waits until its newest token was seen, to guess what follows."""

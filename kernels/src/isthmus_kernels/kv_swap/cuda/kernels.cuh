@@ -3,25 +3,12 @@
 // and stores of 1 to 16 bytes, for what bulk copies cannot: addresses or sizes that are no multiple of 16, and rows
 // too short to be worth one.
 #pragma once
-#include "../items.h"
+#include "submit.h"
 
 namespace isthmus {
 
 constexpr int kMaxSlots = 16;
 constexpr int kMaxWarps = 16;
-
-struct SwapLaunch {
-    SwapShape shape;
-    char *pool;
-    char *host;
-    // Pinned host memory, read when the kernel runs: a captured launch sees what is in it at each replay.
-    const int64_t *count;
-    const SwapPair *pairs;
-    int32_t slots;       // ring: items in flight per warp
-    int32_t slot_bytes;  // ring: a multiple of 16
-    int32_t ahead;       // ring: loads issued before the oldest item is stored, 1..slots
-    int32_t pace;        // picoseconds that a warp lets pass for each byte, 0: none
-};
 
 // Holds a warp to its share of a rate. Stores that come faster than the link takes them fill the queues that everybody's
 // memory traffic goes through; a little slower, and they leave those queues empty.

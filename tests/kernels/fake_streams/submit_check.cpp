@@ -1,0 +1,153 @@
+// Submissions of the swap against streams whose work runs late and in any order that events allow, by every way: the
+// copy engine, its rows, kernels, staging. Prints what is wrong, and returns 1; argv[1] is the seed.
+#include "kv_swap/cuda/submit.h"
+
+#include <cstdio>
+#include <numeric>
+
+using namespace isthmus;
+
+#define CHECK(condition)                                           \
+    do {                                                           \
+        if (!(condition)) {                                        \
+            printf("%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+            return 1;                                              \
+        }                                                          \
+    } while (0)
+
+// The kernels by their definition, on what they find when they run.
+int64_t isthmus::start_kernel(const Route &, bool in, const SwapLaunch &arguments, int64_t, cudaStream_t stream) {
+    fake_kernels++;
+    stream->work.push_back([=] {
+        const SwapShape &shape = arguments.shape;
+        for (int64_t i = 0; i < *arguments.count * shape.items; i++) {
+            const SwapItem item = kv_swap_item(shape, arguments.pairs[i / shape.items], uint32_t(i % shape.items));
+            for (uint32_t row = 0; row < item.rows; row++) {
+                char *pool = arguments.pool + item.pool + row * shape.pool_stride[0];
+                char *host = arguments.host + item.host + row * shape.host_stride[0];
+                memcpy(in ? pool : host, in ? host : pool, item.bytes);
+            }
+        }
+        return true;
+    });
+    return 0;
+}
+
+static std::mt19937 &random_ = fake_random;
+static int64_t below(int64_t limit) { return int64_t(random_() % uint64_t(limit)); }
+
+// A pool of `rows` fragments a block, layer by layer (or block by block), over a host buffer of whole blocks with
+// `gap` bytes between them.
+struct World {
+    int64_t fragment = 1 + below(40), rows = 1 + below(6), pool_blocks = 30, host_blocks = 40;
+    int64_t gap = below(3) ? 0 : 16;
+    bool layer_major = below(3) > 0;
+    std::vector<char> pool, host, slots;
+
+    SwapShape shape(bool staged) const {
+        SwapShape s = {};
+        s.fragment = s.piece = fragment;
+        s.splits = s.rows = 1;
+        for (int d = 0; d < KV_SWAP_DIMS; d++) s.count[d] = 1;
+        s.pool_block = layer_major ? fragment : rows * fragment;
+        s.host_block = staged ? rows * fragment : rows * fragment + gap;
+        if (!layer_major || rows == 1) {  // joined, as geometry.py does
+            s.fragment = s.piece = rows * fragment;
+            s.pool_stride[0] = s.host_stride[0] = s.fragment;
+            s.groups = s.items = 1;
+            return s;
+        }
+        s.count[0] = s.groups = s.items = rows;
+        s.pool_stride[0] = pool_blocks * fragment;
+        s.host_stride[0] = fragment;
+        return s;
+    }
+    char *row(std::vector<char> &pools, int64_t block, int64_t r) const {
+        return pools.data() + (layer_major ? (r * pool_blocks + block) : (block * rows + r)) * fragment;
+    }
+};
+
+static std::vector<int64_t> draw(int64_t blocks, int64_t count) {
+    std::vector<int64_t> ids(static_cast<size_t>(blocks));
+    std::iota(ids.begin(), ids.end(), 0);
+    if (below(3) == 0) {
+        std::shuffle(ids.begin(), ids.end(), random_);
+    } else {  // stretches that rise or fall
+        std::rotate(ids.begin(), ids.begin() + below(blocks), ids.end());
+        for (int64_t at = 0; at < blocks; at += 5)
+            if (below(2)) std::reverse(ids.begin() + at, ids.begin() + std::min(blocks, at + 5));
+    }
+    ids.resize(size_t(count));
+    return ids;
+}
+
+static int check_world(int direction) {
+    World world;
+    world.pool.resize(size_t(world.pool_blocks * world.rows * world.fragment));
+    world.host.resize(size_t(world.host_blocks * (world.rows * world.fragment + world.gap)));
+    for (std::vector<char> *memory : {&world.pool, &world.host})
+        for (char &byte : *memory) byte = char(random_());
+    FakeStream caller, last, first;
+    fake_streams = {&caller, &last, &first};
+    const int64_t slot_blocks = 1 + below(4), count_slots = 2 + below(3), block = world.rows * world.fragment;
+    const int64_t never = int64_t(1) << 40;
+    world.slots.assign(size_t(slot_blocks * count_slots * block), 0x55);
+    Swap swap;
+    swap.config = {};
+    for (int d : {IN, OUT}) {
+        swap.config.routes[d].shape = world.shape(false);
+        swap.config.routes[d].ctas = swap.config.routes[d].warps = 2;
+        swap.config.stages[d].route = swap.config.routes[d];
+        swap.config.stages[d].route.shape = world.shape(true);
+        swap.config.stages[d].slots = count_slots, swap.config.stages[d].slot_blocks = slot_blocks;
+        swap.config.stages[d].memory = below(3) ? int64_t(world.slots.data()) : 0;
+    }
+    swap.config.pool = int64_t(world.pool.data()), swap.config.host = int64_t(world.host.data());
+    swap.config.pool_blocks = world.pool_blocks, swap.config.host_blocks = world.host_blocks;
+    swap.config.engine_from = below(2) ? 1 + below(4 * block) : never;
+    swap.config.rows_from = below(3) ? never : 1;
+    swap.config.stage_from = below(2) ? 1 : 1 + below(3 * block);
+    swap.host_on_device = world.host.data();
+    Lane &lane = swap.lanes[direction];
+    CHECK(lane.open(swap.config.routes[direction], swap.config.stages[direction], 4096,
+                    direction == IN ? world.pool_blocks : world.host_blocks) == 0);
+    std::vector<char> pool = world.pool, host = world.host;  // what must come of it
+    for (int round = 0; round < 12; round++) {
+        const int64_t count = below(world.pool_blocks);
+        const std::vector<int64_t> on_pool = draw(world.pool_blocks, count), on_host = draw(world.host_blocks, count);
+        // The source changes right before the first, on the caller's stream; the copy has to wait for it.
+        std::vector<char> &source = direction == IN ? world.host : world.pool, &expected = direction == IN ? host : pool;
+        if (round == 0) {
+            for (int i = 0; i < 30; i++) caller.work.push_back([] { return true; });  // it takes its time
+            caller.work.push_back([&source] {
+                for (char &byte : source) byte++;
+                return true;
+            });
+            for (char &byte : expected) byte++;
+        }
+        const cudaStream_t after = &caller;
+        CHECK(submit(swap, direction, on_pool.data(), on_host.data(), count, {&last, &first}, &after) == 0);
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t r = 0; r < world.rows; r++) {
+                char *mine = world.row(pool, on_pool[size_t(i)], r);
+                char *other = host.data() + on_host[size_t(i)] * (block + world.gap) + r * world.fragment;
+                memcpy(direction == IN ? mine : other, direction == IN ? other : mine, size_t(world.fragment));
+            }
+        for (int64_t steps = below(40); steps > 0 && fake_step(); steps--) {}
+    }
+    const std::vector<int64_t> bad = {0, world.pool_blocks};
+    CHECK(submit(swap, direction, bad.data(), bad.data(), 2, {&last, &first}, nullptr) == BAD_IDS);
+    fake_drain();
+    CHECK(caller.work.empty() && last.work.empty() && first.work.empty());
+    CHECK(pool == world.pool && host == world.host);
+    return 0;
+}
+
+int main(int, char **argv) {
+    random_.seed(uint32_t(atoi(argv[1])));
+    for (int round = 0; round < 200; round++)
+        if (check_world(round % 2)) return printf("round %d\n", round), 1;
+    CHECK(fake_allocations == 0);
+    CHECK(fake_copies > 300 && fake_matrices > 300 && fake_kernels > 300);  // every way was taken
+    return 0;
+}
