@@ -44,6 +44,7 @@ def seeded() -> None:
     [
         ([1, 1, 0, 1], [130, 0, 0, 400], 8, 2, 64, 16, None),  # contexts that several programs share, and short ones
         ([1, 1], [300, 20], 3, 3, 32, 1, None),
+        ([1], [1150], 4, 1, 32, 16, None),  # in fewer parts than there are programs for
         ([1, 1, 1], [200, 64, 9], 5, 1, 80, 8, 70),
         ([1, 40, 1, 7], [70, 0, 0, 70], 3, 1, 80, 8, None),
         ([70, 3], [30, 64], 4, 2, 32, 16, 33),

@@ -9,13 +9,13 @@ from isthmus_kernels.device import power_of_two
 from isthmus_kernels.moe.triton_product import activated
 
 # Of gate and of up, a program.
-_CHANNELS = 4
+_CHANNELS = 2
 
 
 @triton.jit
 def _up(out, x, weight, scales, bias, experts, alpha, most, inner, columns, x_row, weight_expert, weight_row,
-        TOP_K: tl.constexpr, CHANNELS: tl.constexpr, PIECE: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr,
-        BIASED: tl.constexpr, CLAMPED: tl.constexpr):  # fmt: skip
+        TOP_K: tl.constexpr, CHANNELS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr,
+        SCALED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr):  # fmt: skip
     """One program a pair and few channels: gate and up of its expert, and their product."""
     pair = tl.program_id(1)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -26,8 +26,8 @@ def _up(out, x, weight, scales, bias, experts, alpha, most, inner, columns, x_ro
     source = x + (pair // TOP_K).to(tl.int64) * x_row
     gate = tl.zeros([CHANNELS, PIECE], tl.float32)
     up = tl.zeros([CHANNELS, PIECE], tl.float32)
-    for base in range(0, columns, PIECE):
-        column = base + tl.arange(0, PIECE)
+    for piece in tl.static_range(PIECES):
+        column = piece * PIECE + tl.arange(0, PIECE)
         if EVEN:
             first = tl.load(rows + column[None, :], mask=real[:, None], other=0.0)
             second = tl.load(rows + step + column[None, :], mask=real[:, None], other=0.0)
@@ -54,8 +54,8 @@ def _up(out, x, weight, scales, bias, experts, alpha, most, inner, columns, x_ro
 
 @triton.jit
 def _down(out, between, weight, scales, bias, weights, experts, inner, out_row, weight_expert, weight_row, bias_row,
-          TOP_K: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr,
-          BIASED: tl.constexpr):  # fmt: skip
+          TOP_K: tl.constexpr, SLOTS: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr, EVEN: tl.constexpr,
+          SCALED: tl.constexpr, BIASED: tl.constexpr):  # fmt: skip
     """One program a token and channel: the products of all its experts, weighted and added."""
     channel, token = tl.program_id(0), tl.program_id(1)
     slot = tl.arange(0, SLOTS)
@@ -66,8 +66,8 @@ def _down(out, between, weight, scales, bias, weights, experts, inner, out_row, 
     rows = weight + expert * weight_expert + channel.to(tl.int64) * weight_row
     sources = between + pair.to(tl.int64) * inner
     acc = tl.zeros([SLOTS, PIECE], tl.float32)
-    for base in range(0, inner, PIECE):
-        column = base + tl.arange(0, PIECE)
+    for piece in tl.static_range(PIECES):
+        column = piece * PIECE + tl.arange(0, PIECE)
         inside = real[:, None]
         if not EVEN:
             inside = inside & (column < inner)[None, :]
@@ -100,7 +100,7 @@ def moe_pairs(
     tokens, top_k = experts.shape
     _, hidden, inner = down.shape
     between = torch.empty((tokens * top_k, inner), dtype=x.dtype, device=x.device)
-    piece = min(512, power_of_two(hidden, 128))
+    piece = min(1024, power_of_two(hidden, 128))
     _up[(triton.cdiv(inner, _CHANNELS), tokens * top_k)](
         between,
         x,
@@ -117,11 +117,12 @@ def moe_pairs(
         TOP_K=top_k,
         CHANNELS=_CHANNELS,
         PIECE=piece,
+        PIECES=triton.cdiv(hidden, piece),
         EVEN=hidden % piece == 0,
         SCALED=gate_up_scale is not None,
         BIASED=gate_up_bias is not None,
         CLAMPED=clamp is not None,
-        num_warps=4,
+        num_warps=8,
     )
     piece = min(256, power_of_two(inner, 32))
     _down[(hidden, tokens)](
@@ -140,8 +141,9 @@ def moe_pairs(
         TOP_K=top_k,
         SLOTS=power_of_two(top_k),
         PIECE=piece,
+        PIECES=triton.cdiv(inner, piece),
         EVEN=inner % piece == 0,
         SCALED=down_scale is not None,
         BIASED=down_bias is not None,
-        num_warps=4,
+        num_warps=2,
     )

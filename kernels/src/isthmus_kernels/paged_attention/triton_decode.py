@@ -31,6 +31,8 @@ class Plan:
 
 
 _MANY_ROWS = 16
+_SPREAD = 0.5
+"""Of the root of a (request, head)'s tiles: the fewest tiles that a program takes."""
 
 
 def plan(row_bytes: int, wide: bool, rows: int) -> Plan:
@@ -38,13 +40,12 @@ def plan(row_bytes: int, wide: bool, rows: int) -> Plan:
 
     Measured on an H200 for 256 bytes (runtime/bench/LOG.md), the others fit.
     """
-    if row_bytes <= 256 and not wide and rows >= _MANY_ROWS:
+    if row_bytes <= 256 and not wide:
         # Single warps need no barrier for the softmax, and eight of them wait for memory at different times.
-        return Plan(tile=32, stages=3, programs=8, registers=None, warps=1, merged=4096)
+        programs = 8 if rows >= _MANY_ROWS else 4
+        return Plan(tile=32, stages=3, programs=programs, registers=None, warps=1, merged=4096)
     if row_bytes <= 256:
-        # A long request alone is in so many parts that merging them costs more than reading did, unless they are
-        # merged all at once.
-        return Plan(tile=64, stages=5, programs=2, registers=None, merged=2048 if wide else 16_384)
+        return Plan(tile=64, stages=5, programs=2, registers=None)
     if row_bytes <= 512:
         return Plan(tile=32, stages=3, programs=2, registers=None)
     return Plan(tile=16, stages=3, programs=2, registers=None)
@@ -88,6 +89,7 @@ def _decode(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    SPREAD: tl.constexpr,
 ):
     TO_LOG2: tl.constexpr = 1.4426950408889634
     program = tl.program_id(0)
@@ -101,7 +103,10 @@ def _decode(
         counts -= tl.maximum(length - window, 0) // TILE
     ends = tl.cumsum(counts, axis=0) * KV_HEADS
     line = tl.max(ends, axis=0)
-    chunk = tl.cdiv(line, tl.num_programs(0))
+    # With few requests there are programs for every tile, but a tile takes about as long as the merge of four parts:
+    # c tiles and n / 4 c parts are done soonest with c at half the root of n.
+    least = (tl.sqrt(tl.max(counts, axis=0).to(tl.float32)) * SPREAD).to(tl.int32)
+    chunk = tl.maximum(tl.cdiv(line, tl.num_programs(0)), least)
     begin = program * chunk
     end = tl.minimum(begin + chunk, line)
 
@@ -272,6 +277,7 @@ def decode(
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
         SINKS=sinks is not None,
+        SPREAD=_SPREAD,
         num_warps=chosen.warps,
         num_stages=chosen.stages,
         maxnreg=chosen.registers,
