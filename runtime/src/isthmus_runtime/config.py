@@ -285,12 +285,8 @@ def build_serve_parser() -> argparse.ArgumentParser:
         choices=["auto", "fp8", "none"],
         help="multiply 8-bit floats; auto: those of an fp8 checkpoint, where the device can; fp8: round all weights",
     )
-    engine.add_argument(
-        "--task",
-        default="auto",
-        choices=["auto", "generate", "embed", "score"],
-        help="auto: embed where the model says how to pool, else generate; embed and score: unified only",
-    )
+    tasks = ["auto", "generate", "embed", "score"]
+    engine.add_argument("--task", default="auto", choices=tasks, help="auto: embed where the model's files say so")
     engine.add_argument(
         "--deterministic", default="off", choices=["on", "off"], help="tokens alike in any batch; slower"
     )
