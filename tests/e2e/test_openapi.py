@@ -24,9 +24,9 @@ ENDLESS = "/internal/kv-events"
 DEADLINE_S = 240
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Addresses of a unified engine that computes nothing, and of a router before it."""
+@pytest.fixture(scope="module", params=["generate", "embed"])
+def service(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Addresses of a unified engine that computes nothing, and of a router before it; and the engine's task."""
     tmp = tmp_path_factory.mktemp("openapi")
     engine, router = free_port(), free_port()
     shared = ["--model", str(MODEL), "--served-model-name", "test", "--log-level", "warning"]
@@ -55,13 +55,14 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
             "on",
         ],
     }
+    roles["engine"] += ["--task", request.param]
     urls = {"engine": f"http://127.0.0.1:{engine}", "router": f"http://127.0.0.1:{router}"}
     with ExitStack() as stack:
         for name, args in roles.items():
             process = Process(name, [*serve, *args], tmp / f"{name}.log").start()
             stack.callback(process.stop)
             process.wait_http(urls[name] + "/ready")
-        yield urls
+        yield {**urls, "task": request.param}
 
 
 @pytest.mark.slow
@@ -72,6 +73,8 @@ def test_answers_are_as_documented(service: dict[str, str], role: str, tmp_path:
     argv += ["--phases", "examples,coverage,fuzzing", "--max-examples", str(EXAMPLES), "--seed", str(seed)]
     argv += ["--request-timeout", "20", "--suppress-health-check", "all", "--no-color", "--warnings", "off"]
     argv += ["--generation-database", "none", "--exclude-path", ENDLESS]
+    if service["task"] == "embed":  # what else there is refuses
+        argv += ["--include-path-regex", "embeddings|rerank|score"]
     # 502 to 504 are answers to what was asked for: a timeout of a nanosecond, an engine nobody listens on.
     (tmp_path / "schemathesis.toml").write_text(
         'checks.not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "502", "503", "504"]\n'
@@ -87,6 +90,7 @@ def test_the_document_names_what_is_served(service: dict[str, str]) -> None:
     assert isinstance(router, dict) and isinstance(engine, dict)
     shared = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{name}", "/version"}
     shared |= {"/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"}
+    shared |= {"/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"}
     shared |= {"/health", "/ping", "/ready", "/info", "/metrics"}
     shared |= {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     assert set(router) == shared | {"/accepting", "/status"}

@@ -14,6 +14,7 @@ from invariance_checks import check_attention, check_experts, check_linear, chec
 
 from isthmus_kernels import batch_invariance
 from isthmus_kernels.device import interpreted
+from isthmus_kernels.linear import cuda_impl
 from isthmus_kernels.linear.triton_invariant import FEW, MANY, multiply, tile_for
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels are compiled here: tests/gpu has these checks")
@@ -77,3 +78,17 @@ def test_a_switch_is_for_one_device() -> None:
     assert not batch_invariance.required(torch.device("cuda", 0))
     batch_invariance.switch(CPU, False)
     assert not batch_invariance.required(CPU)
+
+
+def test_the_gated_product_of_many_rows_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gated_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        out.zero_()
+
+    monkeypatch.setattr(cuda_impl, "use", lambda *_: 1.0)
+    monkeypatch.setattr(cuda_impl, "refusal", lambda *_: None)
+    monkeypatch.setattr(cuda_impl, "gated_product", gated_product)
+    weight = cuda_impl.pack(torch.ones(32, 8), None, torch.float32)
+    x, out = torch.ones(4, 8), torch.empty(4, 16)
+    assert not weight.apply_silu_mul(x, out)
+    batch_invariance.switch(CPU, False)
+    assert weight.apply_silu_mul(x, out)

@@ -40,6 +40,7 @@ def problems(argv: list[str]) -> tuple[str, ...]:
             "--tensor-parallel-size",
             "--transfer-mode direct",
         ),
+        (["--role", "prefill", "--model", "m", "--transfer-mode", "direct", "--task", "embed"], "--task", "unified"),
         ([*UNIFIED, "--port", "80x"], "--port", "0 to 65535"),
         ([*UNIFIED, "--served-model-name", ""], "--served-model-name", "give a name"),
         (["--role", "unified", "--model", ""], "--served-model-name", "--model"),

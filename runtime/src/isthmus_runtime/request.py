@@ -104,6 +104,36 @@ class AdapterName:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingParams:
+    """What is wanted of a prompt's embedding. How it is pooled is the model's to say (`models/pooling.py`)."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    dimensions: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """How many leading entries are kept, before the vector is normalised (Matryoshka, arXiv:2205.13147); 0: all."""
+
+
+TaskKind = Literal["generate", "embed", "score"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedTask:
+    """What a model is served for."""
+
+    kind: TaskKind = "generate"
+    """`embed`: a vector for each prompt; `score`: how well a document answers a query, by the model's "yes" or "no"."""
+    dimensions: int = 0
+    """Entries of an embedding."""
+    shorter: bool = False
+    """Whether embeddings may be cut (Matryoshka)."""
+    lengths: tuple[int, ...] = ()
+    """To these lengths alone; empty: to any."""
+
+
+GENERATES = ServedTask()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One prompt for a Backend. Token ids only: text stays at the API edge."""
 
@@ -120,6 +150,8 @@ class GenerateRequest:
     """None: any text."""
     adapter: AdapterName | None = None
     """None: the model as it is."""
+    pooling: PoolingParams | None = None
+    """Instead of tokens, one vector; None: tokens. Nothing is drawn then, whatever `sampling` says."""
     prompt_group: str = ""
     """Shared by requests that differ in nothing but how they are drawn, the first of which has its first token before
     the others begin. Where it ran is where the prompt's KV is; only routers look at it."""
@@ -141,3 +173,5 @@ class TokenChunk(NamedTuple):
     """Where the prompt was computed: `local`, `transferred`, `recomputed` (for logs and metrics)."""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """Of the prompt's tokens from the second on, where the request asks for them; on the first chunk."""
+    vector: bytes = b""
+    """fp32, little-endian: the embedding, on the one chunk of a request with `pooling`."""

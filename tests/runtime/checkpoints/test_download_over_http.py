@@ -30,6 +30,9 @@ WANTED = {
     "model-00001.safetensors": WEIGHTS,
     "model-00002.safetensors": WEIGHTS[::-1],
 }
+POOLING = b'{"pooling_mode_lasttoken": true}'
+"""The one file of a folder below that is wanted."""
+WHOLE = WANTED | {"1_Pooling.json": POOLING}
 UNWANTED = {"pytorch_model.bin": b"pickle", "modeling_evil.py": b"import os"}
 
 
@@ -90,7 +93,7 @@ def bucket(tmp_path: Path) -> Iterator[Bucket]:
         aws_secret_access_key="secret",
     )
     client.create_bucket(Bucket="models")
-    for name, content in (WANTED | UNWANTED | {"sub/config.json": b"{}"}).items():
+    for name, content in (WANTED | UNWANTED | {"sub/config.json": b"{}", "1_Pooling/config.json": POOLING}).items():
         client.put_object(Bucket="models", Key=f"tiny/{name}", Body=content)
     yield Bucket(f"http://{host}:{port}", credentials)
     client.close()
@@ -100,7 +103,7 @@ def bucket(tmp_path: Path) -> Iterator[Bucket]:
 def test_a_folder_of_a_bucket(bucket: Bucket, tmp_path: Path) -> None:
     done = bucket.fetch(tmp_path / "o" / "m")
     assert done.returncode == 0, done.stderr
-    assert holds(tmp_path / "o" / "m", WANTED)
+    assert holds(tmp_path / "o" / "m", WHOLE)
     assert "model-00002.safetensors (3 of 4, 24.0 MB)" in done.stderr
     tokenizer = bucket.fetch(tmp_path / "t", "--tokenizer-only")
     assert tokenizer.returncode == 0, tokenizer.stderr
@@ -115,7 +118,7 @@ def test_a_try_takes_the_whole_files_of_the_one_before(bucket: Bucket, tmp_path:
     (left / "model-00002.safetensors.6eF1").write_bytes(b"a piece")
     done = bucket.fetch(tmp_path / "m", "--resume-as", "pod")
     assert done.returncode == 0, done.stderr
-    assert holds(tmp_path / "m", WANTED)
+    assert holds(tmp_path / "m", WHOLE)
     assert "downloading model-00001" not in done.stderr
     assert "downloading model-00002" in done.stderr
 
@@ -156,7 +159,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 @contextmanager
 def hub_server() -> Iterator[Hub]:
     hub = Hub()
-    files = WANTED | UNWANTED
+    files = WANTED | UNWANTED | {"1_Pooling/config.json": POOLING}
     ended = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -227,7 +230,7 @@ def test_a_model_of_a_hub(tmp_path: Path) -> None:
     with hub_server() as hub:
         done = fetch("hf://owner/tiny@main", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
         assert done.returncode == 0, done.stderr
-        assert holds(tmp_path / "m", WANTED)
+        assert holds(tmp_path / "m", WHOLE)
         tokenizer = fetch("hf://owner/tiny", str(tmp_path / "t"), "--tokenizer-only", env={"HF_ENDPOINT": hub.url})
         assert tokenizer.returncode == 0, tokenizer.stderr
         assert holds(tmp_path / "t", {name: WANTED[name] for name in ("config.json", "tokenizer.json")})
@@ -308,5 +311,5 @@ def test_a_download_has_a_deadline_and_the_next_try_goes_on_from_it(tmp_path: Pa
         hub.ranges.clear()
         done = fetch(*arguments, "60s", env=env)
         assert done.returncode == 0, done.stderr
-        assert holds(tmp_path / "m", WANTED)
+        assert holds(tmp_path / "m", WHOLE)
         assert hub.ranges == ["model-00001.safetensors bytes=20971520-"]

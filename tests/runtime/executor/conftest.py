@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_models import gemma3_270m, smollm2_135m_instruct
+from real_models import gemma3_270m, qwen25_coder_05b, smollm2_135m_instruct
 
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.executor.device.base import Device
@@ -33,6 +33,15 @@ def smollm2() -> Path:
 def gemma3() -> Path:
     """Gemma 3 270M as a model directory."""
     return gemma3_270m()
+
+
+@pytest.fixture(scope="session")
+def qwen25_coder() -> Path:
+    """Qwen 2.5 Coder 0.5B Instruct as a model directory, where it is installed."""
+    found = qwen25_coder_05b()
+    if found is None:
+        pytest.skip("the packages of Qwen 2.5 Coder are not installed (480 MB): make test-models")
+    return found
 
 
 @dataclass(slots=True)

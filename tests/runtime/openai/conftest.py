@@ -18,7 +18,7 @@ from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.metrics import RequestMetrics, TenantMetrics, render
 from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
 from isthmus_runtime.openai.tokenizer import Tokenizer
-from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
+from isthmus_runtime.request import FinishReason, ServedTask, TokenChunk, TokenLogprobs
 from isthmus_runtime.serving.app import add_pages, make_app
 from isthmus_runtime.serving.in_flight import InFlight
 
@@ -81,6 +81,7 @@ class ScriptedBackend:
     def __init__(self, script) -> None:
         self.script = script
         self.max_model_len = 256
+        self.task = ServedTask()
         self.not_ready = ""
         self.requests = []
         self.ended = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isthmus_kernels import cuda_library
+from isthmus_kernels import batch_invariance, cuda_library
 from isthmus_kernels.device import multiprocessors
 from isthmus_kernels.linear import triton_impl
 from isthmus_kernels.linear.triton_impl import SkinnyWeight
@@ -79,6 +79,8 @@ class TiledWeight:
     def apply_silu_mul(self, x: Tensor, out: Tensor) -> bool:
         """Write ``silu(g) * u`` of the halves g, u of ``x @ weight.T`` to `out`; False where two ops do it faster."""
         weight, bias = self.skinny.plain.weight, self.skinny.plain.bias
+        if batch_invariance.required(x.device):
+            return False  # it does not round between product and activation, and is for many rows alone
         if bias is not None or use(out.shape[0], out.shape[1], multiprocessors(x.device)) < LEAST_USE:
             return False
         if refusal(x, weight, out) is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..errors import WeightsError
 from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place, no_space
-from .names import choose_files
+from .names import NESTED, choose_files
 from .provenance import record_files
 
 _COMMIT = re.compile(r"^[0-9a-f]{40}$|^[0-9a-f]{64}$")
@@ -55,14 +55,16 @@ def fetch(
             if not _COMMIT.match(commit):
                 raise WeightsError(f"{source}: the hub gave {commit!r} for revision {revision!r}, which is no commit")
             files = listing.siblings or []
-            names = choose_files([file.rfilename for file in files], patterns, source=source)
+            listed = [file.rfilename for file in files]
+            names = choose_files(listed, patterns, source=source)
+            nested = [] if tokenizer_only else [name for name in NESTED if name in listed]
 
             def one(name: str) -> None:
                 # Each by its name, not as a snapshot: that would ask for the listing again, and believe it.
                 hf_hub_download(repo, name, revision=commit, local_dir=folder, token=token or None)
 
             with ThreadPoolExecutor(_AT_ONCE, "download") as pool:
-                for done in [pool.submit(one, name) for name in names]:
+                for done in [pool.submit(one, name) for name in (*names, *nested)]:
                     done.result()
         except GatedRepoError as e:
             raise WeightsError(f"{repo} needs its licence accepted on the hub, and an access token: {e}") from e
@@ -80,6 +82,9 @@ def fetch(
                 "Check the network or HF_ENDPOINT, or copy the model here and name its directory"
             ) from e
         shutil.rmtree(folder / ".cache", ignore_errors=True)
+        for name in nested:
+            (folder / name).replace(folder / NESTED[name])
+            names.append(NESTED[name])
         for path in folder.iterdir():
             if path.name not in names:
                 # Of an earlier try, when the revision was another commit.

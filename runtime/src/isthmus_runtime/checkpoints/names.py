@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from ..errors import WeightsError
+from ..models.pooling import POOLING_HERE, POOLING_THERE
 from .provenance import MARKER, SOURCE_FILE
 
 MAX_PART_BYTES = 200
 """Of a file's name, or of a folder's in a listing: file systems take 255, and downloads add endings of their own."""
 MAX_NAME_BYTES = 1024
 MAX_FILES = 10_000
-OURS = (SOURCE_FILE, MARKER)
-"""Files that only we write."""
+NESTED: Mapping[str, str] = MappingProxyType({POOLING_THERE: POOLING_HERE})
+"""Files in folders of a source that belong to a model's weights -> their names in its own folder, which has none."""
+OURS = (SOURCE_FILE, MARKER, *NESTED.values())
+"""Files that only we name so."""
 _SHOWN = 8
 _DRIVE = re.compile(r"^[A-Za-z]:")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import WeightsError
 from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place, no_space
-from .names import choose_files
+from .names import NESTED, choose_files
 from .provenance import record_files
 
 
@@ -64,17 +64,20 @@ def fetch_s3(
                 aws_secret_access_key=access.secret_access_key or None,
             )
             sizes = _sizes(client, bucket, prefix, patterns)
+            nested = {} if tokenizer_only else _nested(client, bucket, prefix)
             if not sizes:
                 raise WeightsError(f"{uri} holds no model files; give the prefix under which config.json lies")
             # boto3 names a file only when it is whole: what is there under another name is a piece of one.
             for path in folder.iterdir():
-                if path.name not in sizes or path.stat().st_size != sizes[path.name]:
+                if path.name in nested or path.name not in sizes or path.stat().st_size != sizes[path.name]:
                     path.unlink()
             for number, (name, size) in enumerate(sizes.items(), start=1):
                 if (folder / name).exists():
                     continue
                 progress(f"downloading {name} ({number} of {len(sizes)}, {size / 1e6:.1f} MB)")
                 client.download_file(bucket, prefix + name, str(folder / name))
+            for name, key in nested.items():
+                client.download_file(bucket, key, str(folder / name))
         except (Boto3Error, BotoCoreError, ClientError) as e:
             if no_space(e):
                 raise
@@ -90,3 +93,13 @@ def _sizes(client: Any, bucket: str, prefix: str, patterns: tuple[str, ...]) -> 
     listed = {str(item["Key"])[len(prefix) :]: int(item["Size"]) for page in pages for item in page.get("Contents", ())}
     listed.pop("", None)  # the folder itself, as some tools store it
     return {name: listed[name] for name in choose_files(list(listed), patterns, source=f"s3://{bucket}/{prefix}")}
+
+
+def _nested(client: Any, bucket: str, prefix: str) -> dict[str, str]:
+    """Name in the model's folder -> key of the wanted files in folders below."""
+    found = {}
+    for there, here in NESTED.items():
+        listed = client.list_objects_v2(Bucket=bucket, Prefix=prefix + there, MaxKeys=1).get("Contents", ())
+        if any(item["Key"] == prefix + there for item in listed):
+            found[here] = prefix + there
+    return found

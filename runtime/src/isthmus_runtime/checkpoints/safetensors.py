@@ -41,6 +41,8 @@ _DTYPES = MappingProxyType(
 # Derived from config.json, and stored by old exporters all the same.
 _DERIVED = "rotary_emb.inv_freq"
 _MAX_LISTED = 8
+_BODY = "model."
+_HEAD = "lm_head."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +85,7 @@ class Checkpoint:
         self._entries: dict[str, _Entry] = {}
         try:
             self._open()
+            self._name_as(expected)
             found = {name: entry.shape for name, entry in self._entries.items()}
             self.parts = {} if scheme is None else _parts(scheme, expected, found)
             """Of each quantised weight, what stands for it."""
@@ -188,6 +191,14 @@ class Checkpoint:
                 )
         if problems:
             raise WeightsError(problems)
+
+    def _name_as(self, expected: Shapes) -> None:
+        """A decoder saved without its head (transformers' AutoModel, as embedding models are) has names that do not
+        begin with `model.`: give them the names they have within the whole model."""
+        if any(name.startswith(_BODY) for name in expected) and not any(
+            name.startswith((_BODY, _HEAD)) for name in self._entries
+        ):
+            self._entries = {_BODY + name: entry for name, entry in self._entries.items()}
 
     def _files(self) -> list[Path]:
         index = self._folder / _INDEX

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..checkpoints.provenance import pinned_revision, verify_files
-from ..config import EngineConfig
+from ..config import EngineConfig, Role
 from ..credentials import Credentials, peer_credentials
 from ..engine.adapter_registry import AdapterRegistry
 from ..engine.local import LocalEngine
@@ -35,6 +35,7 @@ from ..kv.plan import KvPlan
 from ..kv.pool import BlockEvent, BlockPool
 from ..openai.tokenizer import Tokenizer
 from ..protocol import KV_ABI, KvInfo, TransferInfo
+from ..request import GENERATES, ServedTask
 from ..structured.grammars import Grammars
 from .pool_plan import plan_pool
 
@@ -59,6 +60,9 @@ class Loaded:
     kv_heads: int
     vocab_size: int
     adapters: AdapterHolder | None
+    task: ServedTask = GENERATES
+    takes_hits: bool = True
+    """False: every state of a prompt counts, so none is left out for a prefix hit."""
     drafts: Drafts | None = None
     """Of a draft model."""
 
@@ -113,12 +117,12 @@ def start_engine(
 
     `sink` and `started`: of `EngineLoop`. `events`: where the block pool puts changes of its prefix cache.
     """
-    kv = loaded.plan
+    kv, caches = loaded.plan, config.kv.prefix_caching and loaded.takes_hits
     draft_model = None if loaded.drafts is None else loaded.drafts.model
     scheduler = Scheduler(
         config.scheduler,
         kv,
-        BlockPool(kv.num_blocks, num_groups=len(kv.groups), prefix_caching=config.kv.prefix_caching, events=events),
+        BlockPool(kv.num_blocks, num_groups=len(kv.groups), prefix_caching=caches, events=events),
         layout_digest=loaded.digest,
         kv_heads=loaded.kv_heads,
         recompute=config.transfer.on_failure == "recompute",
@@ -153,6 +157,7 @@ def start_engine(
         fingerprint=sha256(f"{loaded.digest}:{KV_ABI}:{mover.shares}".encode()).hexdigest()[:16],
         vocab_size=loaded.vocab_size,
         model_revision=pinned_revision(Path(config.model.path)),
+        task=loaded.task,
     )
     loop.start()
     engine = LocalEngine(loop, sink, grammars=grammars, threads=LongLived(), adapters=adapters)
@@ -161,11 +166,20 @@ def start_engine(
 
 def _load_torch(config: EngineConfig) -> Loaded:
     from ..checkpoints.revision import weights_revision
+    from ..models.pooling import read_task
     from .draft_model import load_drafts
     from .ranks import load_engine
 
+    served = read_task(config.model.path, config.model.task)
+    if served.task.kind != "generate" and config.role is not Role.UNIFIED:
+        raise ConfigError(
+            f"--model {config.model.path} is an embedding model, which --role {config.role.value} cannot serve: its "
+            "prompts have no KV to hand over; use --role unified (mode Unified of a resource), or --task generate"
+        )
     drafts = None
     if config.draft_model:
+        if served.pooling is not None:
+            raise ConfigError(f"--task embed draws no tokens that a draft model ({config.draft_model}) could guess")
         limit = config.scheduler.max_model_len
         path = Path(config.draft_model)
         drafts = load_drafts(path, config.model, block_size=config.kv.block_size, max_model_len=limit)
@@ -189,12 +203,14 @@ def _load_torch(config: EngineConfig) -> Loaded:
         kv_heads=model.spec.num_kv_heads,
         vocab_size=model.spec.vocab_size,
         adapters=model.adapters,
+        task=served.task,
+        takes_hits=served.pooling is None or not served.pooling.needs_every_state,
         drafts=drafts,
     )
 
 
 def _load_fake(config: EngineConfig) -> Loaded:
-    from ..executor.fake import ENTRY_BYTES, MAX_TOKEN_IDS, FakeExecutor
+    from ..executor.fake import DIMENSIONS, ENTRY_BYTES, MAX_TOKEN_IDS, FakeExecutor
 
     # One head of width 1 in fp32, keys and values, takes as many bytes as a fake entry.
     spec = LayerSpec(kind="full", layers=1, block_size=config.kv.block_size, dtype="fp32", kv_heads=1, head_dim=1)
@@ -212,12 +228,15 @@ def _load_fake(config: EngineConfig) -> Loaded:
         layout=config.kv.layout,
     )
     executor = FakeExecutor(kv.num_blocks, kv.block_size, layout_digest=digest)
+    embeds, scores = ServedTask(kind="embed", dimensions=DIMENSIONS, shorter=True), ServedTask(kind="score")
+    task = {"embed": embeds, "score": scores}.get(config.model.task, GENERATES)
     return Loaded(
         executor=executor,
         plan=kv,
         digest=digest,
         kv_heads=1,
         vocab_size=MAX_TOKEN_IDS,
+        task=task,
         adapters=executor if config.lora.max_loras else None,
     )
 

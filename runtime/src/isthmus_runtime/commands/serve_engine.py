@@ -164,7 +164,7 @@ async def _serve_ports(
     kv = facts.kv
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)
     tracer = open_tracer(config.server.tracing, config.role.value, model_name)
-    backend = EngineBackend(engine, streams, vocab_size=facts.vocab_size, starts=starts)
+    backend = EngineBackend(engine, streams, vocab_size=facts.vocab_size, task=facts.task, starts=starts)
     in_flight = InFlight()
     meters = EngineMeters(CollectorRegistry(), model_name)
     meters.engine.set_cache_config(block_size=str(kv.block_size), num_gpu_blocks=str(kv.physical_blocks))
@@ -190,6 +190,7 @@ async def _serve_ports(
             draining=in_flight.leaving,
             adapters=tuple(AdapterInfo(name=adapter.name, digest=adapter.digest) for adapter in now.adapters),
             vocab_size=facts.vocab_size,
+            task=facts.task,
             model_revision=facts.model_revision,
         )
 

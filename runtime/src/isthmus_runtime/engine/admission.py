@@ -154,7 +154,17 @@ class Admission:
         scores = -1 if seq.scores is None else sampling.prompt_logprobs
         adapter = self._queues.adapters.start(seq.adapter) if seq.adapter else 0
         draft.starts.append(
-            RowStart(seq.row, seq.sid, tuple(seq.tokens), seq.prompt_len, table, sampling, adapter, scores)
+            RowStart(
+                seq.row,
+                seq.sid,
+                tuple(seq.tokens),
+                seq.prompt_len,
+                table,
+                sampling,
+                adapter=adapter,
+                prompt_logprobs=scores,
+                pooling=seq.request.pooling,
+            )
         )
         draft.add(seq, count)
 

@@ -10,7 +10,7 @@ from itertools import chain
 from ..errors import InvalidRequest, RequestError
 from ..interfaces.backend import Backend
 from ..protocol import PrefillAnswer, PrefillCall, Ticket
-from ..request import FinishReason, GenerateRequest, TokenChunk
+from ..request import GENERATES, FinishReason, GenerateRequest, ServedTask, TokenChunk
 from ..tracing.span import current
 from .loop import Reply
 from .seam import Engine
@@ -63,6 +63,7 @@ class EngineBackend(Backend):
         streams: Streams,
         *,
         vocab_size: int = 0,
+        task: ServedTask = GENERATES,
         starts: StartTimes | None = None,
     ) -> None:
         """`vocab_size`: requests with other ids are refused; one would break the executor for everybody. 0: unknown.
@@ -73,6 +74,7 @@ class EngineBackend(Backend):
         self._streams = streams
         self._starts = starts
         self._vocab_size = vocab_size
+        self._task = task
         self.generated_tokens = 0
         """Given out since the start."""
 
@@ -80,6 +82,11 @@ class EngineBackend(Backend):
     def max_model_len(self) -> int:
         """Longest prompt plus output, tokens."""
         return self.engine.max_model_len
+
+    @property
+    def task(self) -> ServedTask:
+        """What the model is served for."""
+        return self._task
 
     def ready(self) -> str:
         """Empty, or why the engine cannot serve."""
@@ -106,7 +113,7 @@ class EngineBackend(Backend):
 
         Raises the RequestError that ends the request when nothing was yielded before it.
         """
-        self._check_ids(request)
+        self._check(request)
         name = attempt or local_attempt
         sid = name or request.request_id
         queue = self._claim(sid)
@@ -144,7 +151,7 @@ class EngineBackend(Backend):
     async def prefill(self, call: PrefillCall) -> PrefillAnswer:
         """Compute and send one prompt. Raises the RequestError that ended it; cancellation aborts it."""
         request = call.request.to_request()
-        self._check_ids(request)
+        self._check(request)
         queue = self._claim(call.attempt)
         trace = self._trace(call.attempt, request)
         ended = False
@@ -174,7 +181,18 @@ class EngineBackend(Backend):
             return None
         return RequestTrace(span, self._starts, sid, request)
 
-    def _check_ids(self, request: GenerateRequest) -> None:
+    def _check(self, request: GenerateRequest) -> None:
+        embeds = self.task.kind == "embed"
+        if embeds != (request.pooling is not None):
+            wanted = "tokens" if embeds else "embeddings"
+            raise InvalidRequest(
+                f"this engine runs with --task {self.task.kind} and has no {wanted} to give", param="pooling"
+            )
+        if request.pooling is not None and request.pooling.dimensions > self.task.dimensions:
+            raise InvalidRequest(
+                f"dimensions: {request.pooling.dimensions}, but the model's vectors have {self.task.dimensions}",
+                param="dimensions",
+            )
         sampling = request.sampling
         words = chain.from_iterable(sampling.bad_words)
         for name, ids in (

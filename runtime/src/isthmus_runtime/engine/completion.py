@@ -71,7 +71,7 @@ class Completion:
                 known.append(token)
                 if seq.prompt_len + 1 < len(known) < seq.end_len and token not in seq.stop_token_ids:
                     # In the middle of an answer. One per row and step: without the class's own `__new__` it costs half.
-                    append((seq.sid, _new(TokenChunk, (tokens, logprobs, None, None, 0, "", ()))))
+                    append((seq.sid, _new(TokenChunk, (tokens, logprobs, None, None, 0, "", (), b""))))
                 else:
                     append(self.emit(seq, tokens, logprobs))
                 if seq.phase is not ended:
@@ -80,8 +80,17 @@ class Completion:
                     elif seq.masks is not None:
                         was_forced = bool(seq.masks.forced().tokens)
                         self._ask_for_mask(seq, was_forced, not was_forced)
+        for number, vector in output.pooled:
+            seq = work[number][0]
+            if seq.phase is not ended:  # whoever was preempted meanwhile has its vector all the same
+                append(self._pooled(seq, vector))
         self._in_flight.lift(step)
         return effects
+
+    def _pooled(self, seq: Sequence, vector: bytes) -> Emit:
+        self.forget(seq)
+        cached, note = seq.cached_tokens, seq.note
+        return seq.sid, TokenChunk(finish_reason=FinishReason.STOP, cached_tokens=cached, note=note, vector=vector)
 
     def _verified(
         self, seq: Sequence, run: int, chunk: Chunk, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]

@@ -72,7 +72,7 @@ class StepDraft:
         start = seq.scheduled
         count += len(drafts)
         seq.scheduled = end = start + count
-        if end < len(seq.tokens) + seq.unseen + len(drafts):
+        if seq.pools or end < len(seq.tokens) + seq.unseen + len(drafts):
             self.work.append((seq, seq.run, Chunk(seq.row, start, count, 0)))
         else:
             if seq.masks is not None:

@@ -78,5 +78,6 @@ class Intake:
             )
 
     def _end_len(self, request: GenerateRequest, kind: Kind) -> int:
-        new_tokens = 1 if kind is Kind.SEND else request.sampling.max_tokens
+        # A prompt to be pooled ends one short of its end: with the vector, before anything is drawn.
+        new_tokens = 1 if kind is Kind.SEND or request.pooling is not None else request.sampling.max_tokens
         return min(len(request.prompt_token_ids) + new_tokens, self._max_model_len)

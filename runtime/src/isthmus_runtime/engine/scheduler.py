@@ -117,7 +117,7 @@ class Scheduler:
         if kind is not Kind.SEND:
             if masks is not None:
                 seq.forced_share = FIRST_FORCED
-            elif self._speculation.most:
+            elif self._speculation.most and request.pooling is None:
                 seq.drafter = self._speculation.drafter(seq.sid)
             self._may_hold = self._may_hold or masks is not None
         sid, waiting = seq.sid, len(self.queues.waiting)
@@ -226,7 +226,7 @@ class Scheduler:
             known = len(seq.tokens) + seq.unseen
             if known >= seq.end_len or seq.phase is not running:
                 continue
-            special = seq.masks is not None or seq.holds or seq.promised
+            special = seq.masks is not None or seq.holds or seq.promised or seq.pools
             if start + 1 == known <= seq.room and draft.budget and not special:
                 # What `StepDraft.add` does, without the call: most rows of most steps.
                 seq.scheduled = known

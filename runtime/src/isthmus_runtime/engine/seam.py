@@ -8,7 +8,7 @@ from typing import Protocol
 
 from ..interfaces.handoff import HandoffStats
 from ..protocol import CommitCall, KvInfo, Ticket, TransferInfo
-from ..request import AdapterName, GenerateRequest
+from ..request import GENERATES, AdapterName, GenerateRequest, ServedTask
 from .loop import Snapshot
 
 
@@ -42,6 +42,7 @@ class EngineFacts:
     vocab_size: int
     model_revision: str
     """What exactly is served; empty where that is not known."""
+    task: ServedTask = GENERATES
 
 
 class Engine(Protocol):

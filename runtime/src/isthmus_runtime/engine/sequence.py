@@ -116,6 +116,8 @@ class Sequence:
     rank: tuple[int, float, str] = field(init=False)
     """Scheduling order: lower goes first, the highest is preempted first."""
     prompt_len: int = field(init=False)
+    pools: bool = field(init=False)
+    """Its prompt's vector is wanted, and no token."""
     stop_token_ids: tuple[int, ...] = field(init=False)
     adapter: str = field(init=False)
     """Digest of its low-rank adapter; empty: it has none."""
@@ -123,6 +125,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.rank = (self.request.priority, self.arrival_s, self.sid)
         self.prompt_len = len(self.request.prompt_token_ids)
+        self.pools = self.request.pooling is not None
         self.stop_token_ids = self.request.sampling.stop_token_ids
         self.adapter = "" if self.request.adapter is None else self.request.adapter.digest
         if self.kind is not Kind.RECEIVE:

@@ -20,6 +20,7 @@ from ..interfaces.steps import (
     NOTHING_DRAWN,
     Adapter,
     Chunk,
+    Pooled,
     PromptScores,
     RowBlocks,
     RowOutput,
@@ -28,13 +29,15 @@ from ..interfaces.steps import (
     StepPlan,
 )
 from ..interfaces.transport import KvRegion
-from ..request import SamplingParams, TokenLogprobs
+from ..request import PoolingParams, SamplingParams, TokenLogprobs
 from ..threads import running_pool
 from . import late_masks
 
 ENTRY_BYTES = 8
 """KV bytes per position: token id and position, 4 bytes each."""
 _ENTRY = struct.Struct("<iI")
+DIMENSIONS = 8
+"""Of its embeddings."""
 VOCAB_SIZE = 997
 """Ids it generates."""
 _GROUP_SHIFT = 28
@@ -103,6 +106,17 @@ def expected_scores(prompt: Sequence[int], alternatives: int) -> list[TokenLogpr
     return found
 
 
+def expected_vector(prompt: Sequence[int], pooling: PoolingParams) -> bytes:
+    """The embedding of `prompt` when every KV byte is right (one group, no window)."""
+    state = crc32(b"".join(entry_bytes(0, token, position) for position, token in enumerate(prompt)))
+    return _vector(state, pooling)
+
+
+def _vector(state: int, pooling: PoolingParams) -> bytes:
+    count = pooling.dimensions or DIMENSIONS
+    return struct.pack(f"<{count}f", *((state >> 4 * i & 15) / 16 for i in range(count)))
+
+
 def _score(state: int, token: int, alternatives: int) -> TokenLogprobs:
     """Values that depend on all KV that the token's predecessor sees, and on the token."""
     seen = crc32(struct.pack("<q", token), state)
@@ -120,7 +134,7 @@ def _first_allowed(token: int, bits: bytes) -> int:
 class _Row:
     """One row of the persistent batch."""
 
-    __slots__ = ("blocks", "prompt_len", "salt", "sampling", "slot", "tokens", "wanted")
+    __slots__ = ("blocks", "pooling", "prompt_len", "salt", "sampling", "slot", "tokens", "wanted")
 
     def __init__(self, start: RowStart) -> None:
         self.slot = start.adapter
@@ -130,6 +144,7 @@ class _Row:
         self.sampling = start.sampling
         self.prompt_len = start.prompt_len
         self.wanted = start.prompt_logprobs
+        self.pooling = start.pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +219,7 @@ class FakeExecutor:
         masks = {mask.row: mask.allowed for mask in plan.masks} | {row: (mask,) for row, mask in late.items()}
         drawn: list[RowOutput] = []
         scores: list[PromptScores] = []
+        pooled: list[Pooled] = []
         for number, chunk in enumerate(plan.chunks):
             row = self._rows[chunk.row]
             row.salt = adapter_salt(self._slots[row.slot])
@@ -217,6 +233,8 @@ class FakeExecutor:
                 lengths = range(chunk.start + 1, min(chunk.start + chunk.num_tokens, row.prompt_len - 1) + 1)
                 told = [_score(self._state(row, n), row.tokens[n], row.wanted) for n in lengths]
                 scores.append(PromptScores(number, tuple(told)))
+            if row.pooling is not None and chunk.start + chunk.num_tokens == row.prompt_len:
+                pooled.append(Pooled(number, _vector(self._state(row, row.prompt_len), row.pooling)))
             if not chunk.draws:
                 drawn.append(NOTHING_DRAWN)
                 continue
@@ -227,7 +245,7 @@ class FakeExecutor:
             # The next token is certain, so it is its own only alternative.
             logprobs = tuple(TokenLogprobs(t, 0.0, ((t, 0.0),)) for t in tokens) if row.sampling.logprobs >= 0 else ()
             drawn.append(RowOutput(tokens, logprobs))
-        return StepOutput(plan.step, tuple(drawn), tuple(scores))
+        return StepOutput(plan.step, tuple(drawn), tuple(scores), tuple(pooled))
 
     def _draw(self, row: _Row, chunk: Chunk, masks: Sequence[bytes | None]) -> tuple[int, ...]:
         """As many tokens as drafts are right, and one."""

@@ -20,11 +20,13 @@ from torch import Tensor
 from ..interfaces.steps import AdapterSlot, LateRowMask, RowBlocks, RowStart, StepPlan
 from ..kv.groups import GroupPlan
 from ..layers.batch import ForwardBatch, GroupBatch, ReadBatch
+from ..models.pooling import Pooling
 from ..request import SamplingParams
 from .adjustments import AdjustedRows, Adjustments
 from .device.base import Device
 from .graphs import Graphs
 from .kv_cache import NULL_BLOCK
+from .pooling import PooledChunk, PooledRows
 from .prompt_scores import ScoredChunk, ScoredRows
 from .staging import Packer, StagingSlot
 
@@ -87,6 +89,8 @@ class StepInputs:
     """To be put into their slots before anything else."""
     scored: tuple[ScoredChunk, ...] = ()
     """Parts of prompts whose log-probabilities are wanted."""
+    pooled: tuple[PooledChunk, ...] = ()
+    """Chunks of prompts whose vectors are wanted."""
     read: ReadBatch | None = None
     """The tokens that the last layer is computed for, and what draws and scores number; None: those of the step."""
 
@@ -104,10 +108,12 @@ class InputBatch:
         max_len: int,
         groups: tuple[GroupPlan, ...],
         slots: int,
+        pooling: Pooling | None = None,
         adapters: bool = False,
     ) -> None:
-        """`slots`: most steps in flight. `adapters`: whether rows may have any."""
+        """`slots`: most steps in flight; `pooling`: how prompts become embeddings; `adapters`: if there are any."""
         self._graphs = graphs
+        self.max_rows = max_rows
         self._max_tokens = max_tokens
         self._max_len = max_len
         self._block_sizes = tuple(group.block_size for group in groups)
@@ -117,6 +123,7 @@ class InputBatch:
         self._parameters = SamplingRows(max_rows)
         self._adjusted = AdjustedRows()
         self._scored = ScoredRows()
+        self._pooled = PooledRows(pooling or Pooling())
 
         most_rows = graphs.most_rows
         most_tokens = max(max_tokens, most_rows)
@@ -252,6 +259,9 @@ class InputBatch:
         reads = draws.copy()
         for part in scored:
             reads[part.chunk] = counts[part.chunk]
+        pooled = self._pooled.of(columns)
+        for chunk in pooled:
+            reads[chunk.chunk] = chunk.reads
         # What was captured is cut short always or never. Otherwise two products in place of one have to pay.
         short = 2 * reads.sum() <= num_tokens if graph is None else graph[0].startswith("prompts")
         if not short:
@@ -270,6 +280,7 @@ class InputBatch:
             max_seq_len=longest,
             adapters=adapters,
         )
+        pooled = tuple(chunk._replace(end=int(read_last[chunk.chunk])) for chunk in pooled)
         read = None
         if short:
             tokens = self._arange[: read_last[-1] if len(rows) else 0] + np.repeat(last - read_last, reads)
@@ -286,6 +297,7 @@ class InputBatch:
             draws=drawn,
             adapters=loads,
             scored=scored,
+            pooled=pooled,
         )
 
     def _read(
@@ -422,6 +434,7 @@ class InputBatch:
         self._parameters.set(row.row, row.sampling)
         self._adjusted.set(row.row, row.sampling, row.prompt_len)
         self._scored.set(row)
+        self._pooled.set(row)
         return self.tokens[row.row, : len(row.token_ids)], slot.tokens(row.token_ids)
 
     def _grow(self, blocks: RowBlocks) -> None:

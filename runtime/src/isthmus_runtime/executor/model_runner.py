@@ -30,9 +30,10 @@ from ..kv.groups import LayerSpec
 from ..kv.plan import KvPlan
 from ..lora_config import LoraConfig
 from ..models.base import Model, ModelSpec, TensorSource
+from ..models.pooling import Pooling, read_task
 from ..models.registry import read_model_spec
 from ..models.shard import WHOLE, Shard, check_shards
-from ..request import SamplingParams
+from ..request import GENERATES, SamplingParams, ServedTask
 from . import adjustments
 from .adapters import AdapterSlots
 from .device.base import DTYPES, KV_NAMES, Device
@@ -42,6 +43,7 @@ from .input_batch import Draws, InputBatch, StepInputs
 from .kv_cache import KvCache
 from .late_masks import take
 from .pipeline import StepPipeline
+from .pooling import Pooler, StagedVectors
 from .prompt_scores import StagedScores, scores, stage_scores
 from .sampler import StagedLogprobs, outputs, sample, stage_logprobs, verified
 from .staging import StagingSlot
@@ -70,6 +72,9 @@ class LoadedModel:
     """Low-rank adapters, if there may be any."""
     kv_variants: tuple[str, ...] = ()
     """What the keys depend on besides weights, layout and element type."""
+    task: ServedTask = GENERATES
+    pooling: Pooling | None = None
+    """How prompts become embeddings; None: they do not."""
 
     def kv_dtype(self, kv_dtype: str) -> torch.dtype:
         """The pool's element type for `--kv-dtype`."""
@@ -101,7 +106,10 @@ def load(
     `device` instead of the one that `config` names; `source` instead of the directory's safetensors.
     """
     start = perf_counter()
-    spec = read_model_spec(config.path)
+    spec, served = read_model_spec(config.path), read_task(config.path, config.task)
+    if served.pooling is not None:
+        # Without a head of its own: what it would give, nobody asks for, and such checkpoints leave it out.
+        spec = replace(spec, tie_word_embeddings=True)
     check_shards(spec, shard.size)
     if config.deterministic and not spec.row_invariant:
         raise ConfigError(
@@ -150,6 +158,8 @@ def load(
         shard=shard,
         adapters=adapters,
         kv_variants=(*spec.kv_variants(max_len), *(("weights:fp8",) if fp8 else ()), *alike),
+        task=served.task,
+        pooling=served.pooling,
     )
 
 
@@ -199,12 +209,13 @@ def _read(spec: ModelSpec, config: ModelConfig, device: Device, dtype: torch.dty
         return model, fp8
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Staged:
     """What a step tells beside what it draws, once its work is enqueued."""
 
     logprobs: list[StagedLogprobs] = field(default_factory=list)
     scores: list[StagedScores] = field(default_factory=list)
+    vectors: StagedVectors | None = None
     undrawn: set[int] = field(default_factory=set)
     """Rows whose masks did not come in time."""
 
@@ -227,6 +238,10 @@ class ModelRunner:
         self._adapters = loaded.adapters
         self._kv, self._batch, self._graphs = kv, batch, graphs
         self._warm_up_plans = warm_up
+        self._pooler = None
+        if loaded.pooling is not None:
+            size = loaded.spec.hidden_size
+            self._pooler = Pooler(loaded.device, loaded.pooling, max_rows=batch.max_rows, hidden_size=size)
         self._drawn = loaded.device.zeros(len(batch.slots[0].drawn), dtype=torch.int64)
         self._drawn_ids = loaded.device.zeros(len(batch.slots[0].drawn), dtype=torch.int32)
         self._flat_tokens = batch.tokens.view(-1)
@@ -263,8 +278,9 @@ class ModelRunner:
         """One RowOutput a chunk."""
         staged = launched.staged
         scored = tuple(map(scores, staged.scores))
+        pooled = () if staged.vectors is None else staged.vectors.read()
         if launched.draws is None:
-            return StepOutput(plan.step, (NOTHING_DRAWN,) * len(plan.chunks), scored)
+            return StepOutput(plan.step, (NOTHING_DRAWN,) * len(plan.chunks), scored, pooled)
         drawn = iter(outputs(launched.draws, slot, staged.logprobs[0] if staged.logprobs else None))
         rows = [
             verified(chunk.drafts, list(islice(drawn, chunk.draws)))
@@ -277,7 +293,7 @@ class ModelRunner:
         if staged.undrawn:
             late = (chunk.row in staged.undrawn for chunk in plan.chunks)
             rows = [NOTHING_DRAWN if missed else row for missed, row in zip(late, rows, strict=True)]
-        return StepOutput(plan.step, tuple(rows), scored)
+        return StepOutput(plan.step, tuple(rows), scored, pooled)
 
     def _enqueue(self, inputs: StepInputs, slot: StagingSlot, staged: _Staged) -> None:
         self._device.enqueue(lambda: self._run(inputs, slot, staged))
@@ -311,6 +327,9 @@ class ModelRunner:
             staged.scores.append(
                 stage_scores(self._device, self._logits, self._batch.tokens, scored, self._model.spec.vocab_size)
             )
+        if inputs.pooled:
+            assert self._pooler is not None, "a model without pooling was asked for a vector"
+            staged.vectors = self._pooler.stage(self._states, inputs.pooled)
         draws = inputs.draws
         if draws is None:
             return
@@ -324,6 +343,9 @@ class ModelRunner:
 
     def _logits(self, rows: Tensor) -> Tensor:
         return self._model.logits(rows, self._workspace)
+
+    def _states(self, rows: Tensor) -> Tensor:
+        return self._model.states(rows, self._workspace)
 
     def _draw(self, draws: Draws, staged: _Staged) -> Tensor:
         """Draw, and keep what was drawn as the rows' next inputs: a step may start there before anybody has seen it."""
@@ -371,6 +393,7 @@ class TorchExecutor:
             groups=kv_plan.groups,
             slots=_SLOTS,
             adapters=loaded.adapters is not None,
+            pooling=loaded.pooling,
         )
         warm_up = _warm_up_plans(scheduler_cfg.max_batched_tokens, kv_plan, bool(graphs.sizes))
         self.runner = ModelRunner(loaded, self._kv, batch, graphs, warm_up)

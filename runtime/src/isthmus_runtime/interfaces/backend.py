@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from ..request import GenerateRequest, TokenChunk
+from ..request import GenerateRequest, ServedTask, TokenChunk
 
 
 class Backend(Protocol):
@@ -15,11 +15,16 @@ class Backend(Protocol):
     def max_model_len(self) -> int:
         """Longest prompt plus output, tokens; 0 while unknown (not ready)."""
 
+    @property
+    def task(self) -> ServedTask:
+        """What the model is served for; meaningful once `max_model_len` is known."""
+
     def ready(self) -> str:
         """Empty when requests can be served now, else the one reason why not."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
-        """Stream the answer; the last chunk has a finish reason. Closing the generator cancels the request.
+        """Stream the answer; the last chunk has a finish reason. With `pooling` there is one, with the vector.
+        Closing the generator cancels the request.
 
         Raises RequestError when it is refused before the first chunk; afterwards errors arrive as the last chunk.
         """

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from ..request import SamplingParams, TokenLogprobs
+from ..request import PoolingParams, SamplingParams, TokenLogprobs
 from .transport import KvRegion
 
 
@@ -28,6 +28,8 @@ class RowStart:
     """Adapter slot (LoRA) that the row computes with; 0: the base model alone."""
     prompt_logprobs: int = -1
     """-1 off; n >= 0: its chunks tell the log-probabilities of prompt tokens, and of the n likeliest at each."""
+    pooling: PoolingParams | None = None
+    """The chunk that ends the prompt tells its vector, and draws nothing; None: it does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,15 @@ class PromptScores(NamedTuple):
     """Of the token after each of the chunk's positions, in order, as far as that is a token of the prompt."""
 
 
+class Pooled(NamedTuple):
+    """The vector of a prompt, from the chunk that ends it."""
+
+    chunk: int
+    """Its place in the plan."""
+    vector: bytes
+    """fp32, little-endian."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """Result of one StepPlan."""
@@ -164,6 +175,8 @@ class StepOutput:
     """One for each chunk of the plan, in its order."""
     scores: tuple[PromptScores, ...] = ()
     """Of chunks whose rows ask for them, in the order of the plan."""
+    pooled: tuple[Pooled, ...] = ()
+    """Of chunks that end a prompt whose vector is asked for."""
 
 
 class Forced(NamedTuple):

@@ -172,5 +172,8 @@ class Model(Protocol):
         """The rest of the last layer, after a `forward` that was not whole, for the tokens of `read` alone, which from
         then on are the tokens of the forward pass."""
 
+    def states(self, rows: Tensor, scratch: Any) -> Tensor:
+        """States [S, H] after the final norm of the tokens `rows` (int64 [S]) of the last forward pass."""
+
     def logits(self, rows: Tensor, scratch: Any) -> Tensor:
         """Logits [S, V] of the tokens `rows` (int64 [S]) of the last forward pass."""

@@ -29,6 +29,8 @@ _HARMLESS = frozenset({
     "output_attentions", "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp",
     "problem_type", "remove_invalid_values", "repetition_penalty", "resid_pdrop", "return_dict",
     "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
+    # For embeddings: how short they may be cut (`pooling.py` reads it).
+    "is_matryoshka", "matryoshka_dimensions",
     "tf_legacy_loss", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "typical_p",
     "unsloth_fixed", "unsloth_version", "use_cache",
 })

@@ -385,11 +385,15 @@ class Decoder:
         if layer.after_mlp is not None:
             layer.after_mlp(projected, projected)
 
-    def logits(self, rows: Tensor, scratch: Workspace) -> Tensor:
-        """Logits [S, V] of the tokens `rows` of the last forward pass."""
+    def states(self, rows: Tensor, scratch: Workspace) -> Tensor:
+        """States [S, H] after the final norm of the tokens `rows` of the last forward pass."""
         hidden, residual = scratch.projected[rows], scratch.residual[rows]
         self._norm.add(hidden, residual, hidden)
-        logits = self._whole(self._head(hidden))
+        return hidden
+
+    def logits(self, rows: Tensor, scratch: Workspace) -> Tensor:
+        """Logits [S, V] of the tokens `rows` of the last forward pass."""
+        logits = self._whole(self._head(self.states(rows, scratch)))
         if self._softcap is not None:
             logits.div_(self._softcap).tanh_().mul_(self._softcap)
         return logits

@@ -29,6 +29,10 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
     }
 )
 """Architecture, as `config.json` names it -> module of this package."""
+_WITHOUT_HEAD: Mapping[str, str] = MappingProxyType(
+    {"LlamaModel": "llama", "MistralModel": "mistral", "Qwen2Model": "qwen2", "Qwen3Model": "qwen3"}
+)
+"""The same where a decoder was saved without its head, as embedding models are."""
 
 
 def read_model_spec(directory: str | Path) -> ModelSpec:
@@ -47,8 +51,8 @@ def parse_model_spec(config: Mapping[str, Any], generation: Mapping[str, Any], *
     """The record for a parsed `config.json`; `source` names the file in errors."""
     names = config.get("architectures")
     architecture = names[0] if isinstance(names, list) and len(names) == 1 else names
-    if not isinstance(architecture, str) or architecture not in FAMILIES:
-        known = ", ".join(FAMILIES)
+    if not isinstance(architecture, str) or architecture not in {**FAMILIES, **_WITHOUT_HEAD}:
+        known = ", ".join((*FAMILIES, *_WITHOUT_HEAD))
         raise WeightsError(f"{source}: architecture {architecture!r} is not supported; known: {known}")
     spec = _family(architecture).parse(ConfigReader(config, source, generation=generation))
     assert isinstance(spec, ModelSpec), architecture
@@ -66,4 +70,5 @@ def gguf_formats() -> dict[str, tuple[str, GgufFormat]]:
 
 
 def _family(architecture: str) -> ModuleType:
-    return import_module(f".{FAMILIES[architecture]}", __package__)
+    module = FAMILIES.get(architecture) or _WITHOUT_HEAD[architecture]
+    return import_module(f".{module}", __package__)

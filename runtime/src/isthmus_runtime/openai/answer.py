@@ -276,7 +276,7 @@ class Runner:
                         group.create_task(self._of_one_prompt(choices[i : i + job.n], sink, arrived))
             except BaseExceptionGroup as errors:
                 # The first error has cancelled the others; what they raise while ending is its echo.
-                raise _first(errors) from errors
+                raise first_error(errors) from errors
         cached = sum(c.cached for c in choices[:: job.n]) if job.show_cached else 0
         usage = Usage(job.prompt_tokens, sum(c.tokens for c in choices), cached)
         if self._metrics is not None:
@@ -336,10 +336,11 @@ def _best(job: Job, likelihood: Mapping[int, float]) -> list[int]:
     return [i for prompt in prompts for i in sorted(prompt, key=lambda c: -likelihood[c])[: job.shown]]
 
 
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What ended a group of tasks: a RequestError if there is one."""
     found = errors.exceptions[0]
     for error in errors.exceptions:
         if isinstance(error, RequestError):
             found = error
             break
-    return _first(found) if isinstance(found, BaseExceptionGroup) else found
+    return first_error(found) if isinstance(found, BaseExceptionGroup) else found

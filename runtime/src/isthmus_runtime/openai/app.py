@@ -8,7 +8,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,12 @@ from ..tracing.span import NO_TRACER, Span, Tracer, current, within
 from . import anthropic
 from .answer import Job, Runner
 from .anthropic import AnthropicMessage, CountRequest, MessagesRequest, TokenCount
+from .batches import WIDTH, Batch, BatchRunner
 from .chat import NeedsThread
+from .embeddings import Embeddings, EmbeddingsRequest, VectorRequests, plan_embeddings
 from .keys import Keys
 from .plan import Plan, Planner
+from .ranking import Ranker, Ranking, RerankRequest, ScoreRequest, Scores
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
 from .schema import ChatRequest, CompletionRequest, chat_request, json_object
@@ -53,6 +56,8 @@ _log = logging.getLogger(__name__)
 
 _OFF_LOOP_BYTES = 20_000
 """Bodies above this are parsed and tokenised in a thread, so that other streams do not wait (about 5 ms of work)."""
+_BRIEF_BATCH_BYTES = 2_000
+"""The same for batches, whose texts may each be rendered by a template."""
 _DEADLINE_MARGIN_S = 1.0
 """The backend enforces the deadline and knows the reason; we step in when it is stuck, or the client does not read."""
 _LAST_WORDS_S = 1.0
@@ -64,6 +69,9 @@ BODIES: tuple[type[BaseModel], ...] = (
     ResponsesRequest,
     MessagesRequest,
     CountRequest,
+    EmbeddingsRequest,
+    RerankRequest,
+    ScoreRequest,
     TokenizeRequest,
     DetokenizeRequest,
 )
@@ -113,7 +121,7 @@ def add_openai_routes(
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> None:
-    """Add the routes under /v1/, /tokenize and /detokenize to `app`.
+    """Add the routes under /v1/, and /tokenize and its like, to `app`.
 
     `adapters` that may be named as the model, at present. `grammars` None: requests for structured output are refused.
     `seeds` gives the seed of a request that names none: drawn here, so that prefill, decode and a recompute agree.
@@ -132,17 +140,22 @@ def add_openai_routes(
         clock=clock,
         wall_clock=wall_clock,
     )
+    routes: list[tuple[str, Callable[[Call], Awaitable[None]], type[BaseModel], type[BaseModel], dict[str, Any]]]
     streamed = {"text/event-stream": {"schema": {"type": "string"}}}
     named: dict[str, Any] = {"text/event-stream": {"schema": {}}}  # of events with names
-    for path, endpoint, body, answer, content in (
+    routes = [
         ("/v1/chat/completions", api.chat, ChatRequest, Chat, streamed),
         ("/v1/completions", api.completions, CompletionRequest, Completion, streamed),
         ("/v1/responses", api.responses, ResponsesRequest, Response, named),
         ("/v1/messages", api.messages, MessagesRequest, AnthropicMessage, named),
         ("/v1/messages/count_tokens", api.count_tokens, CountRequest, TokenCount, {}),
+        ("/v1/embeddings", api.embeddings, EmbeddingsRequest, Embeddings, {}),
+        *((path, api.rerank, RerankRequest, Ranking, {}) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
+        *((path, api.score, ScoreRequest, Scores, {}) for path in ("/v1/score", "/score")),
         ("/tokenize", api.tokenize, TokenizeRequest, Tokenized, {}),
         ("/detokenize", api.detokenize, DetokenizeRequest, Detokenized, {}),
-    ):
+    ]
+    for path, endpoint, body, answer, content in routes:
         add_call_route(
             app,
             path,
@@ -173,6 +186,8 @@ class _Progress:
 
 Describe = Callable[[RequestError], dict[str, Any]]
 """An error as the body of an answer."""
+Answering = Callable[[_Progress, float], Coroutine[Any, Any, None]]
+"""Answers a request that arrived at a time (monotonic)."""
 
 
 def openai_error(error: RequestError) -> dict[str, Any]:
@@ -222,6 +237,9 @@ class _Api:
             adapters=adapters,
         )
         self._runner = Runner(backend, metrics, clock)
+        self._batches = BatchRunner(backend, metrics, clock)
+        self._vectors = VectorRequests(self._planner, config.request_timeout_s)
+        self._ranker = Ranker(self._planner, self._vectors, tokenizer, lambda: backend.task, config.request_timeout_s)
         self._scores = ScoreBudget()
         self._tokenizer = tokenizer
         self._keys = Keys(config.api_key, config.tenants, clock)
@@ -241,7 +259,7 @@ class _Api:
 
     async def completions(self, call: Call) -> None:
         """Continue a prompt. With `stream` the answer is a stream of server-sent events."""
-        await self._serve(call, self._planner.completion)
+        await self._serve(call, self._planner.completion, operation="text_completion")
 
     async def chat(self, call: Call) -> None:
         """Answer a conversation. With `stream` the answer is a stream of server-sent events."""
@@ -254,6 +272,22 @@ class _Api:
     async def messages(self, call: Call) -> None:
         """Answer in Anthropic's form, errors included."""
         await self._serve(call, self._planner.messages, anthropic.error_body)
+
+    async def embeddings(self, call: Call) -> None:
+        """A vector for each input, from a model that is served to embed."""
+
+        def plan(body: bytes) -> Batch:
+            return plan_embeddings(body, self._planner, self._vectors, lambda: self._backend.task)
+
+        await self._serve_batch(call, plan, "embeddings")
+
+    async def rerank(self, call: Call) -> None:
+        """Documents by how well they answer a query, the best first."""
+        await self._serve_batch(call, self._ranker.rerank, "rerank")
+
+    async def score(self, call: Call) -> None:
+        """How well texts go together."""
+        await self._serve_batch(call, self._ranker.score, "score")
 
     async def count_tokens(self, call: Call) -> None:
         """How many tokens a request to /v1/messages has."""
@@ -294,23 +328,36 @@ class _Api:
 
     # ------------------------------------------------------------------------------------------------- one request
 
-    async def _serve(self, call: Call, plan: Plan, describe: Describe = openai_error) -> None:
+    async def _serve(
+        self, call: Call, plan: Plan, describe: Describe = openai_error, *, operation: str = "chat"
+    ) -> None:
+        async def answer(progress: _Progress, arrived: float) -> None:
+            await self._generate(call, plan, progress, arrived)
+
+        await self._traced(call, answer, describe, operation)
+
+    async def _serve_batch(self, call: Call, plan: Callable[[bytes], Batch], operation: str) -> None:
+        async def answer(progress: _Progress, arrived: float) -> None:
+            await self._answer_batch(call, plan, progress, arrived)
+
+        await self._traced(call, answer, openai_error, operation)
+
+    async def _traced(self, call: Call, answer: Answering, describe: Describe, operation: str) -> None:
         with within(self._tracer.request("request", call.headers)) as span:
-            operation = "text_completion" if call.path == "/v1/completions" else "chat"
             span.set({"http.request.method": call.method, "url.path": call.path, "gen_ai.operation.name": operation})
             try:
-                await self._respond(call, plan, describe)
+                await self._respond(call, answer, describe)
             finally:
                 span.end()
 
-    async def _respond(self, call: Call, plan: Plan, describe: Describe) -> None:
+    async def _respond(self, call: Call, answer: Answering, describe: Describe) -> None:
         arrived = self._clock()
         progress = _Progress()
         try:
             with self._in_flight.track():
                 progress.tenant = self._keys.check(call)
                 self._admit(progress.tenant)
-                await self._answer(call, plan, arrived, progress)
+                await self._within_limit(answer(progress, arrived))
                 self._count_tenant(progress, 200)
                 return
         except RequestError as e:
@@ -339,32 +386,63 @@ class _Api:
         else:
             await call.reply(*_described(error, describe))
 
-    async def _answer(self, call: Call, plan: Plan, arrived: float, progress: _Progress) -> None:
+    async def _within_limit(self, work: Coroutine[Any, Any, None]) -> None:
         limit = self._config.request_timeout_s
         try:
             async with asyncio.timeout(limit + _DEADLINE_MARGIN_S):
-                progress.stage = "reading"
-                body = await call.read()
-                progress.stage = "planning"
-                tokenise = current().child("tokenise")
-                try:
-                    job = await self._plan(plan, body)
-                finally:
-                    tokenise.end()
-                if (span := current()).recording:
-                    _describe_job(span, job, self._config.served_names[0])
-                del body  # megabytes, which an answer would keep as long as it streams
-                if job.structure is not None:
-                    who = "" if progress.tenant is None else progress.tenant.name
-                    await self._check_structure(job.structure, job.structure_param, who)
-                progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
-                with self._scores.holding(job.scores):
-                    if progress.tenant is None:
-                        await self._run(job, arrived, call)
-                    else:
-                        await self._run_of(progress.tenant, job, arrived, call)
+                await work
         except TimeoutError as e:
             raise DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)") from e
+
+    async def _generate(self, call: Call, plan: Plan, progress: _Progress, arrived: float) -> None:
+        progress.stage = "reading"
+        body = await call.read()
+        progress.stage = "planning"
+        tokenise = current().child("tokenise")
+        try:
+            job = await self._plan(plan, body)
+        finally:
+            tokenise.end()
+        if (span := current()).recording:
+            _describe_job(span, job, self._config.served_names[0])
+        del body  # megabytes, which an answer would keep as long as it streams
+        if job.structure is not None:
+            who = "" if progress.tenant is None else progress.tenant.name
+            await self._check_structure(job.structure, job.structure_param, who)
+        progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
+        with self._scores.holding(job.scores):
+            if progress.tenant is None:
+                await self._run(job, arrived, call)
+            else:
+                await self._run_of(progress.tenant, job, arrived, call)
+
+    async def _answer_batch(
+        self, call: Call, plan: Callable[[bytes], Batch], progress: _Progress, arrived: float
+    ) -> None:
+        progress.stage = "reading"
+        body = await call.read()
+        progress.stage = "planning"
+        tokenise = current().child("tokenise")
+        try:
+            batch = plan(body) if len(body) <= _BRIEF_BATCH_BYTES else await asyncio.to_thread(plan, body)
+        finally:
+            tokenise.end()
+        del body
+        progress.stage, progress.answer_id = "generation", batch.answer_id
+        tenant = progress.tenant
+        width = min(WIDTH, len(batch.requests))
+        if tenant is None:
+            usage = await self._batches.run(batch, width, arrived, call)
+        else:
+            assert self._tenants is not None
+            width = min(width, tenant.concurrency or width)
+            with self._tenants.tenants.running(tenant, width):
+                usage = await self._batches.run(tenant.own(batch), width, arrived, call)
+            if self._tenant_metrics is not None:
+                self._tenant_metrics.used(tenant.name, usage.prompt_tokens, usage.completion_tokens)
+        if (span := current()).recording:
+            span.set({"gen_ai.request.model": self._config.served_names[0], "gen_ai.response.id": batch.answer_id})
+            _describe_answer(span, usage)
 
     async def _run(self, job: Job, arrived: float, call: Call) -> Usage:
         usage = await (self._runner.stream if job.stream else self._runner.whole)(job, arrived, call)
@@ -401,7 +479,8 @@ class _Api:
     async def _last_words(self, call: Call, error: RequestError, progress: _Progress) -> None:
         try:
             async with asyncio.timeout(_LAST_WORDS_S):
-                assert progress.format is not None  # it has written what is there
+                if progress.format is None:  # an answer in one piece, of which a part is written
+                    raise Cut
                 await call.write(progress.format.error(error))
                 await call.end()
         except (TimeoutError, ConnectionResetError) as e:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import urandom
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from pydantic_core import from_json
@@ -39,6 +40,14 @@ MakeFormat = Callable[..., Format]
 """Takes what `Format` does."""
 _DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions."""
+_ROUTES: Mapping[str, str] = MappingProxyType(
+    {
+        "generate": "/v1/chat/completions, /v1/completions, /v1/responses and /v1/messages",
+        "embed": "/v1/embeddings, and by the vectors' cosine /v1/rerank and /v1/score",
+        "score": "/v1/rerank and /v1/score",
+    }
+)
+"""What a model answers, by the task that it is served for."""
 
 
 class Plan(Protocol):
@@ -81,7 +90,7 @@ class Planner:
         limit = self._admit(request.model)
         keep = request.truncate_prompt_tokens
         given = request.prompts()
-        prompts = [self._prompt_ids(p, limit, keep) for p in given]
+        prompts = [self.prompt_ids(p, limit, keep) for p in given]
         longest = max(map(len, prompts))
         _check_room("max_tokens", request.max_tokens, longest, limit)
         wanted = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
@@ -259,37 +268,66 @@ class Planner:
         return setting == "always" if asked is None else asked
 
     def _admit(self, model: str) -> int:
-        """The length limit. Raises when the model is not ours or no engine could serve it yet: the limit is known
-        from the first engine on. Whether one can serve it now is the backend's to say, which may wait for it."""
-        self.check_model(model)
+        """The length limit of a model that generates."""
+        return self.admit(model, "generate")
+
+    def admit(self, model: str, *tasks: str) -> int:
+        """The length limit. Raises when the model is not ours or is served for another task, or no engine could serve
+        it yet: the limit is known from the first engine on. Whether one can serve it now is the backend's to say, which
+        may wait for it."""
+        if self._adapter(model) is not None and tasks != ("generate",):
+            raise InvalidRequest(f"model: {model!r} is an adapter, and adapters only generate here", param="model")
         limit = self._backend.max_model_len
         if not limit:
             reason = self._backend.ready() or "the length limit is not known yet"
             raise Overloaded(f"not ready: {reason}", retry_after_s=1.0)
+        kind = self._backend.task.kind
+        if kind not in tasks:
+            raise InvalidRequest(
+                f"model: {model or self._names[0]} is served with --task {kind}, and this needs {' or '.join(tasks)}; "
+                f"it answers {_ROUTES[kind]}",
+                param="model",
+            )
         return limit
 
-    def _prompt_ids(self, prompt: str | tuple[int, ...], limit: int, keep: int | None = None) -> tuple[int, ...]:
-        """1 to `limit` - 1 ids; the last `keep` where that is given."""
+    def prompt_ids(
+        self, prompt: str | tuple[int, ...], limit: int, keep: int | None = None, name: str = "prompt"
+    ) -> tuple[int, ...]:
+        """1 to `limit` - 1 ids; the last `keep` where that is given. Errors call it `name`."""
         if keep is not None:
             ids = tuple(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
             prompt = tuple(_last(ids, keep, limit))
             if not prompt:
-                raise InvalidRequest("prompt: is empty; give at least one token", param="prompt")
+                raise InvalidRequest(f"{name}: is empty; give at least one token", param=name)
         if isinstance(prompt, str):
             try:
                 ids = tuple(self._tokenizer.encode(prompt, limit - 1))
             except TooManyTokens as e:
-                raise _too_long(str(e), limit, "prompt") from e
+                raise _too_long(str(e), limit, name) from e
             if not ids:
-                raise InvalidRequest("prompt: is empty; give at least one token", param="prompt")
+                raise InvalidRequest(f"{name}: is empty; give at least one token", param=name)
             return ids
         if len(prompt) >= limit:
-            raise _too_long(f"{len(prompt)} tokens", limit, "prompt")
+            raise _too_long(f"{len(prompt)} tokens", limit, name)
         low, high, size = min(prompt), max(prompt), self._tokenizer.vocab_size
         if low < 0 or high >= size:
             bad = low if low < 0 else high
-            raise InvalidRequest(f"prompt: token id {bad} is not in the vocabulary (0 to {size - 1})", param="prompt")
+            raise InvalidRequest(f"{name}: token id {bad} is not in the vocabulary (0 to {size - 1})", param=name)
         return prompt
+
+    def bounded(self, conversation: Conversation, limit: int, name: str) -> tuple[int, ...]:
+        """Ids of a conversation: 1 to `limit` - 1. Errors call it `name`."""
+        try:
+            ids = self._tokenizer.chat(conversation, limit - 1).ids
+        except TooManyTokens as e:
+            raise _too_long(str(e), limit, name) from e
+        if not ids:
+            raise InvalidRequest(f"{name}: the rendered prompt is empty", param=name)
+        return tuple(ids)
+
+    def named(self, model: str) -> str:
+        """The name that an answer tells, of a request for `model`."""
+        return model or self._names[0]
 
     def _job(
         self,

@@ -45,7 +45,7 @@ _NEUTRAL_BOTH: Mapping[str, tuple[object, ...]] = {
     "return_tokens_as_token_ids": (False,),
     "logits_processors": ([],),
 }
-_HINTS: Mapping[str, type | tuple[type, ...]] = {
+HINTS: Mapping[str, type | tuple[type, ...]] = {
     "metadata": dict,
     "service_tier": str,
     "prompt_cache_key": str,
@@ -73,19 +73,19 @@ _NEUTRAL_CHAT: Mapping[str, tuple[object, ...]] = {
 }
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
-_PROMPT = {"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]}
+PROMPT = {"anyOf": [{"type": "string"}, _TEXTS, _IDS, {"type": "array", "items": _IDS, "minItems": 1}]}
 
 
 def _neutral_schema(neutral: Mapping[str, tuple[object, ...]]) -> dict[str, Any]:
     """JSON schema of these parameters: their neutral values, or null."""
     text = "Not implemented; accepted only with values that have no effect."
     found: dict[str, Any] = {n: {"enum": [*values, None], "description": text} for n, values in neutral.items()}
-    for name, kind in _HINTS.items():
+    for name, kind in HINTS.items():
         found[name] = {"type": ["object" if kind is dict else "string", "null"], "description": "Without effect."}
     return found
 
 
-def _beside(neutral: Mapping[str, tuple[object, ...]]) -> Callable[[dict[str, Any]], None]:
+def hints(neutral: Mapping[str, tuple[object, ...]]) -> Callable[[dict[str, Any]], None]:
     """Adds parameters that are looked at before the model is to its JSON schema."""
     return lambda schema: schema["properties"].update(_neutral_schema(neutral))
 
@@ -224,9 +224,9 @@ class _Common(LogitOptions, _Sampling):
 class CompletionRequest(_Common):
     """POST /v1/completions."""
 
-    model_config = ConfigDict(json_schema_extra=_beside(_NEUTRAL_COMPLETION))
+    model_config = ConfigDict(json_schema_extra=hints(_NEUTRAL_COMPLETION))
 
-    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
+    prompt: Annotated[Any, WithJsonSchema(PROMPT)]
     """Checked by `prompts`: validating a long id list element by element is not pydantic's strength."""
     max_tokens: int | None = Field(default=None, ge=0)
     """0: nothing is generated, which leaves what is told of the prompt."""
@@ -265,20 +265,7 @@ class CompletionRequest(_Common):
 
     def prompts(self) -> list[Prompt]:
         """The prompts, each text or ids. InvalidRequest names `prompt` and what it may be."""
-        value = self.prompt
-        if isinstance(value, str):
-            found: list[Prompt] = [value]
-        elif isinstance(value, list) and value and all(isinstance(p, str) for p in value):
-            found = list(value)
-        elif _is_ids(value):
-            found = [tuple(value)]
-        elif isinstance(value, list) and value and all(_is_ids(p) for p in value):
-            found = [tuple(p) for p in value]
-        else:
-            raise InvalidRequest(
-                "prompt: must be a string, a list of strings, a list of token ids, or a list of such lists, none empty",
-                param="prompt",
-            )
+        found = as_prompts(self.prompt, "prompt")
         if len(found) * self.num_candidates > MAX_CHOICES:
             name = "n" if self.num_candidates == self.n else "best_of"
             raise InvalidRequest(
@@ -292,7 +279,7 @@ class CompletionRequest(_Common):
 class ChatRequest(_Common):
     """POST /v1/chat/completions."""
 
-    model_config = ConfigDict(json_schema_extra=_beside(_NEUTRAL_CHAT))
+    model_config = ConfigDict(json_schema_extra=hints(_NEUTRAL_CHAT))
 
     messages: Annotated[Any, WithJsonSchema(messages.MESSAGES)]
     """Checked by `conversation`, which gives paths into the messages."""
@@ -360,7 +347,7 @@ class ChatRequest(_Common):
         return messages.chosen(self.offered_tools(), self.tool_choice)
 
 
-_R = TypeVar("_R", CompletionRequest, ChatRequest)
+_R = TypeVar("_R", bound=BaseModel)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -370,7 +357,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def completion_request(data: Mapping[str, Any]) -> CompletionRequest:
     """The same of a body that is parsed."""
-    return _parse(CompletionRequest, data, _NEUTRAL_COMPLETION)
+    return parsed(CompletionRequest, data, _NEUTRAL_COMPLETION)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -380,19 +367,21 @@ def parse_chat(body: bytes) -> ChatRequest:
 
 def chat_request(data: Mapping[str, Any]) -> ChatRequest:
     """The same of a body that is parsed, or was translated from another endpoint's."""
-    return _parse(ChatRequest, data, _NEUTRAL_CHAT)
+    return parsed(ChatRequest, data, _NEUTRAL_CHAT)
 
 
-def _parse(model: type[_R], data: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]]) -> _R:
+def parsed(model: type[_R], data: Mapping[str, Any], neutral: Mapping[str, tuple[object, ...]]) -> _R:
+    """`data` as `model`. `neutral`: parameters beside the model's, by the values that ask for nothing. InvalidRequest
+    tells every problem and names the parameter of the first."""
     problems: list[tuple[str, str]] = []
     given = {}
     unknown = 0
     for name, value in data.items():
         if value is None:
             continue
-        if name in _HINTS:
-            if not isinstance(value, _HINTS[name]):
-                problems.append((name, f"{name}: must be a {'string' if _HINTS[name] is str else 'JSON object'}"))
+        if name in HINTS:
+            if not isinstance(value, HINTS[name]):
+                problems.append((name, f"{name}: must be a {'string' if HINTS[name] is str else 'JSON object'}"))
         elif name in neutral:
             _check_neutral(name, value, neutral[name], problems)
         elif name in _WITH_FIELDS and _has_too_many_fields(value):
@@ -485,6 +474,22 @@ def _problem(loc: tuple[int | str, ...], kind: str, message: str) -> tuple[str, 
     if kind == "missing":
         return param, f"{param}: required"
     return param, f"{param}: {message[0].lower()}{message[1:]}"
+
+
+def as_prompts(value: Any, param: str) -> list[Prompt]:
+    """Prompts as OpenAI lets them be given, each text or ids. InvalidRequest names `param` and what it may be."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(p, str) for p in value):
+        return list(value)
+    if _is_ids(value):
+        return [tuple(value)]
+    if isinstance(value, list) and value and all(_is_ids(p) for p in value):
+        return [tuple(p) for p in value]
+    raise InvalidRequest(
+        f"{param}: must be a string, a list of strings, a list of token ids, or a list of such lists, none empty",
+        param=param,
+    )
 
 
 def _is_ids(value: object) -> bool:

@@ -12,17 +12,19 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
 from ..errors import ConfigError, InvalidRequest, Overloaded
 from .answer import Job
+from .batches import Batch
 
 MAX_TENANTS = 1000
 """Each is a label of some metrics."""
 _MAX_FILE = 1 << 20
+_Work = TypeVar("_Work", Job, Batch)
 _Key = Annotated[str, StringConstraints(min_length=16, max_length=512, pattern=r"^[!-~]+$")]
 
 
@@ -49,7 +51,7 @@ class Tenant(BaseModel):
         """The cache salt of a request that came with `given`: no two tenants ever have the same."""
         return hashlib.sha256(f"isthmus tenant\0{self.name}\0{given}".encode()).hexdigest()
 
-    def own(self, job: Job) -> Job:
+    def own(self, job: _Work) -> _Work:
         """`job` with what this tenant may ask for."""
         requests = (
             replace(r, priority=max(r.priority, self.priority), cache_salt=self.salt(r.cache_salt))

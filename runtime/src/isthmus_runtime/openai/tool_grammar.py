@@ -11,13 +11,12 @@ from typing import Any
 
 from ..request import Structure
 from ..structured.grammars import WHITESPACE
+from ..structured.schemas import closed
 
 MAX_CALLS = 16
 """Most calls in one answer that must call: a model that is held to a list may go on with it."""
 
 _DATA = frozenset({"const", "enum", "default", "examples"})
-_COMBINING = frozenset({"allOf", "if", "dependentSchemas"})
-_OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "anyOf", "oneOf", "$ref"})
 
 TokenId = Callable[[str], int | None]
 """Id of a control token; None where the text is no token of its own."""
@@ -41,7 +40,7 @@ def calls_grammar(
     rules = ["start: " + ("thought " if thinking else "") + ("(calls | answer)" if answer is not None else "calls")]
     rules += calls
     if answer is not None:
-        rules.append(f"answer: {_json(answer)}")
+        rules.append(f"answer: {_json(closed(answer))}")
     if thinking:
         ends = token_id(thinking)
         if ends is None:
@@ -120,26 +119,7 @@ def _call(function: Mapping[str, Any], arguments: str) -> dict[str, Any]:
 
 def _arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     given = function.get("parameters") or {"type": "object", "properties": {}}
-    return dict(given if _combines(given) else _closed(given))
-
-
-def _combines(schema: Any) -> bool:
-    """Whether properties may be those of several schemas at once: none of them may be closed by itself."""
-    if isinstance(schema, list):
-        return any(map(_combines, schema))
-    return isinstance(schema, dict) and any(key in _COMBINING or _combines(value) for key, value in schema.items())
-
-
-def _closed(schema: Any) -> Any:
-    """A schema whose objects have the properties that they name: a model that may add others goes on with them."""
-    if isinstance(schema, list):
-        return [_closed(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: value if key in _DATA else _closed(value) for key, value in schema.items()}
-    if schema.get("type") == "object" and isinstance(schema.get("properties"), dict) and not _OPEN & schema.keys():
-        found["additionalProperties"] = False
-    return found
+    return closed(given)
 
 
 def _under(schema: Any, name: str) -> Any:

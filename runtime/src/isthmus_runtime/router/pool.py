@@ -18,7 +18,7 @@ from ..config import RouterConfig
 from ..credentials import Credentials
 from ..metrics import RouterMetrics
 from ..protocol import EngineInfo
-from ..request import AdapterName
+from ..request import GENERATES, AdapterName
 from .kv_events import follow
 from .policy import UNPAIRED, Endpoint, Fleet, Load, fleet
 from .prefixes import Prefixes, StoredBlocks
@@ -208,6 +208,8 @@ class EnginePool:
         """Why engines are no longer looked for or after; empty while they are."""
         self.max_model_len = 0
         """The shortest limit of the engines that generate; 0: none is known."""
+        self.task = GENERATES
+        """What the engines serve their model for; meaningful once one is known."""
 
     @property
     def loads(self) -> Mapping[str, Load]:
@@ -446,6 +448,7 @@ class EnginePool:
         self.adapters = _adapters(e.info for e in generate if e.info is not None)
         limits = [e.info.kv.max_model_len for e in generate if e.info is not None]
         self.max_model_len = min(limits, default=self.max_model_len)
+        self.task = next((e.info.task for e in generate if e.info is not None), self.task)
         self._changed.set()
         self._changed = asyncio.Event()
         if self._metrics is not None:

@@ -12,7 +12,7 @@ from ..config import RouterConfig
 from ..errors import Overloaded, RequestError
 from ..metrics import RouterMetrics
 from ..protocol import request_json
-from ..request import FinishReason, GenerateRequest, TokenChunk
+from ..request import FinishReason, GenerateRequest, ServedTask, TokenChunk
 from .attempt import Attempt, TryElsewhere
 from .links import Links
 from .policy import Choice, Facts, Fleet, PolicyName, Refusal, Rules, choose
@@ -84,6 +84,11 @@ class RouterBackend:
     def max_model_len(self) -> int:
         """Shortest limit of the engines that generate, tokens; 0 while none has reported."""
         return self._pool.max_model_len
+
+    @property
+    def task(self) -> ServedTask:
+        """What the engines serve their model for; meaningful once one has reported."""
+        return self._pool.task
 
     def ready(self) -> str:
         """Empty when a prompt could be served now, else why not."""

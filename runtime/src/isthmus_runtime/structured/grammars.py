@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from ..errors import ConfigError, EngineFailed, InvalidRequest
 from ..interfaces.steps import Forced
 from ..request import Structure
+from .schemas import closed
 
 MAX_TEXT = 256 * 1024
 """Most characters of a grammar."""
@@ -175,7 +176,7 @@ def _json_schema(text: str) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
-    grammar: str = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITESPACE})
+    grammar: str = LLMatcher.grammar_from_json_schema(closed(schema), overrides={"whitespace_pattern": WHITESPACE})
     return grammar
 
 

@@ -1,0 +1,63 @@
+"""JSON schemas before they become grammars. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose values are schemas by name."""
+_INNER = (
+    *("anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalItems", "contains", "propertyNames"),
+    *("additionalProperties", "unevaluatedProperties", "not", "if", "then", "else"),
+)
+"""Keywords whose values are a schema or a list of schemas."""
+_SAYS_MORE = frozenset({"additionalProperties", "unevaluatedProperties", "patternProperties"})
+_PLACES = frozenset({"properties", "$ref", "anyOf", "oneOf", "allOf", "if", "dependentSchemas"})
+"""Keywords that may each say what properties one object has."""
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, but that objects which list their properties have no others, unless the schema says what others may be.
+
+    By JSON Schema everything that is not forbidden is allowed, and a small model that may add properties goes on with
+    them until its tokens are used up. Whoever lists properties means these: xgrammar, outlines and OpenAI's strict mode
+    read it so. Objects that list none stay open; and so do all where one of them says in several places what it has,
+    each of which would forbid what the others allow.
+    """
+    return dict(schema) if _joins(schema) else _closed(schema)
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _BY_NAME and isinstance(value, Mapping):
+            found[name] = {key: _closed(one) for key, one in value.items()}
+        else:
+            found[name] = _closed(value) if name in _INNER else value
+    listed, required = schema.get("properties"), schema.get("required") or ()
+    if isinstance(listed, Mapping) and not _SAYS_MORE & schema.keys() and all(name in listed for name in required):
+        found["additionalProperties"] = False
+    return found
+
+
+def _joins(schema: Any) -> bool:
+    if isinstance(schema, list):
+        return any(map(_joins, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    together = schema.get("allOf")
+    several = len(_PLACES & schema.keys()) > 1 or (isinstance(together, list) and len(together) > 1)
+    return several or any(map(_joins, _parts(schema)))
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[Any]:
+    for name, value in schema.items():
+        if name in _BY_NAME and isinstance(value, Mapping):
+            yield from value.values()
+        elif name in _INNER:
+            yield value
