@@ -152,6 +152,17 @@ def test_a_model_that_fails_leaves_requests_without_drafts() -> None:
         model.ask("r", list(range(length)), 2)
     model.stop(30)
     assert not model.busy and model.answer("r", 3) == model.answer("r", 4) == () and woken
+    assert not ModelDrafter(model, "r").watch([1]), "its rows are planned ahead again"
+
+
+def test_the_thread_ends_while_asks_wait() -> None:
+    model = draft_model()
+    for length in (3, 4):
+        model.ask("r", list(range(length)), 2)
+    model.stop(0)
+    model.start(lambda: None)
+    model._thread.join(30)
+    assert not model._thread.is_alive() and not model.busy
 
 
 @pytest.mark.parametrize(

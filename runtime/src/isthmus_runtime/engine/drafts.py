@@ -139,7 +139,7 @@ class ModelDrafter:
         self._rest = self._rest + 1 if self.trust < TRUSTED else 0
         if self._rest == AGAIN:
             self.trust, self._rest = TRUSTED, 0
-        return self.trust >= TRUSTED
+        return self.trust >= TRUSTED and self._model.works
 
     def judge(self, right: bool) -> None:
         """As of `Drafter`."""
