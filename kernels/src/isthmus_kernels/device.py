@@ -38,7 +38,7 @@ _THREAD = threading.local()
 
 
 def own_scratch(owner: int) -> None:
-    """Give calls of this thread the scratch of `owner`, from now on: a number for each stream that runs beside others."""
+    """Give calls of this thread the scratch of `owner` from now on, a number of its stream."""
     _THREAD.owner = owner
 
 
