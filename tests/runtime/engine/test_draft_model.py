@@ -133,6 +133,15 @@ def test_a_drafter_that_gave_up_tries_again() -> None:
     assert turns == [False] * (AGAIN - 1) + [True]
 
 
+def test_a_model_that_does_not_answer_is_not_waited_for_again_and_again() -> None:
+    drafter, waits = ModelDrafter(draft_model(), "r"), 0
+    for _ in range(AGAIN):
+        if drafter.watch([1]):
+            assert drafter.guess([1], 2) == ()
+            waits += 1
+    assert waits <= 3
+
+
 def test_prefill_has_no_drafts() -> None:
     world = World(speculative_tokens=4, draft_model=at_once(0.0))
     world.add(request("send", [1, 2], 4), kind=Kind.SEND, attempt="send")

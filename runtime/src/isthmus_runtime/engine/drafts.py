@@ -146,8 +146,11 @@ class ModelDrafter:
         self.trust += WEIGHT * (right - self.trust)
 
     def guess(self, tokens: Tokens[int], count: int) -> tuple[int, ...]:
-        """As of `Drafter`; none where the model has not answered."""
-        return self._model.answer(self._sid, len(tokens))[:count]
+        """As of `Drafter`; none where the model has not answered, which is as bad as a wrong one: it was waited for."""
+        found = self._model.answer(self._sid, len(tokens))[:count]
+        if not found:
+            self.judge(False)
+        return found
 
 
 class Speculation:
