@@ -16,7 +16,7 @@ from isthmus_runtime.engine.draft_model import Ask, DraftModel, DraftRows
 from isthmus_runtime.engine.drafts import AGAIN, TRUSTED, ModelDrafter
 from isthmus_runtime.engine.sequence import Kind
 from isthmus_runtime.errors import ConfigError
-from isthmus_runtime.executor.fake import FakeExecutor, Windows, expected_tokens
+from isthmus_runtime.executor.fake import VOCAB_SIZE, FakeExecutor, Windows, expected_tokens
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.request import SamplingParams
 
@@ -75,7 +75,8 @@ class AtOnce(DraftModel):
             self._compute([Ask(sid, tuple(tokens), count)])
 
     def answer(self, sid: str, length: int) -> tuple[int, ...]:
-        return tuple(t + (self.rng.random() < self.wrong) for t in super().answer(sid, length))
+        # Ids that are never drawn: another one might be, by chance.
+        return tuple(t + VOCAB_SIZE * (self.rng.random() < self.wrong) for t in super().answer(sid, length))
 
 
 def at_once(wrong: float, seed: int = 0) -> AtOnce:
