@@ -111,6 +111,17 @@ def test_all_problems_of_the_matrices_at_once(tmp_path: Path) -> None:
     assert f"{LAYER}.mlp.gate_proj has rank 16, and --max-lora-rank is 8; raise it" in said
 
 
+@pytest.mark.parametrize("part", ["A", "B"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_numbers_that_are_not_finite_are_refused(tmp_path: Path, part: str, value: float) -> None:
+    save_adapter(tmp_path, SHAPES, seed=1)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors[f"base_model.model.{QUERY}.lora_{part}.weight"][1, 2] = value
+    save_file(tensors, path)
+    assert f"{QUERY} has numbers that are not finite" in problems(tmp_path)
+
+
 def test_files_that_are_no_adapter(tmp_path: Path) -> None:
     assert "adapter_config.json is missing" in problems(tmp_path)
     save_adapter(tmp_path, SHAPES, seed=1)

@@ -16,7 +16,7 @@ from isthmus_runtime.engine.draft_model import Ask, DraftModel, DraftRows
 from isthmus_runtime.engine.drafts import AGAIN, TRUSTED, ModelDrafter
 from isthmus_runtime.engine.sequence import Kind
 from isthmus_runtime.errors import ConfigError
-from isthmus_runtime.executor.fake import FakeExecutor, Windows, expected_tokens
+from isthmus_runtime.executor.fake import VOCAB_SIZE, FakeExecutor, Windows, expected_tokens
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.request import SamplingParams
 
@@ -75,7 +75,8 @@ class AtOnce(DraftModel):
             self._compute([Ask(sid, tuple(tokens), count)])
 
     def answer(self, sid: str, length: int) -> tuple[int, ...]:
-        return tuple(t + (self.rng.random() < self.wrong) for t in super().answer(sid, length))
+        # Ids that are never drawn: another one might be, by chance.
+        return tuple(t + VOCAB_SIZE * (self.rng.random() < self.wrong) for t in super().answer(sid, length))
 
 
 def at_once(wrong: float, seed: int = 0) -> AtOnce:
@@ -133,6 +134,15 @@ def test_a_drafter_that_gave_up_tries_again() -> None:
     assert turns == [False] * (AGAIN - 1) + [True]
 
 
+def test_a_model_that_does_not_answer_is_not_waited_for_again_and_again() -> None:
+    drafter, waits = ModelDrafter(draft_model(), "r"), 0
+    for _ in range(AGAIN):
+        if drafter.watch([1]):
+            assert drafter.guess([1], 2) == ()
+            waits += 1
+    assert waits <= 3
+
+
 def test_prefill_has_no_drafts() -> None:
     world = World(speculative_tokens=4, draft_model=at_once(0.0))
     world.add(request("send", [1, 2], 4), kind=Kind.SEND, attempt="send")
@@ -152,6 +162,17 @@ def test_a_model_that_fails_leaves_requests_without_drafts() -> None:
         model.ask("r", list(range(length)), 2)
     model.stop(30)
     assert not model.busy and model.answer("r", 3) == model.answer("r", 4) == () and woken
+    assert not ModelDrafter(model, "r").watch([1]), "its rows are planned ahead again"
+
+
+def test_the_thread_ends_while_asks_wait() -> None:
+    model = draft_model()
+    for length in (3, 4):
+        model.ask("r", list(range(length)), 2)
+    model.stop(0)
+    model.start(lambda: None)
+    model._thread.join(30)
+    assert not model._thread.is_alive() and not model.busy
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,9 @@ def _problem(module: str, pair: Mapping[str, Tensor], shapes: Shapes, adaptable:
             f"{module} has A {list(a.shape)} and B {list(b.shape)}, but the model's weight is {list(weight)}: "
             "the adapter is of another model"
         )
+    if not (a.isfinite().all() and b.isfinite().all()):
+        # On a GPU rows of several adapters go through one product, and zero times infinity is no number.
+        return f"{module} has numbers that are not finite: its training diverged, or was saved in too narrow a type"
     if not 1 <= a.shape[0] <= max_rank:
         return f"{module} has rank {a.shape[0]}, and --max-lora-rank is {max_rank}; raise it"
     return ""

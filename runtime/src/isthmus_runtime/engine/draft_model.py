@@ -126,6 +126,8 @@ class DraftModel:
         self._thread = threading.Thread(target=self._run, name="drafts", daemon=True)
         self.seconds = 0.0
         """What one draft of a request takes, of late."""
+        self.works = True
+        """Whether it answers; not any more once it has failed."""
 
     def start(self, wake: Callable[[], None]) -> None:
         """Start the thread. It calls `wake` when there are answers."""
@@ -156,19 +158,21 @@ class DraftModel:
         return drafts if asked_at == length else ()
 
     def _run(self) -> None:
-        works = True
         while (first := self._asks.get()) is not None:
             asks = [first]
-            while len(asks) < ROWS and not self._asks.empty() and (ask := self._asks.get()) is not None:
+            while len(asks) < ROWS and not self._asks.empty():
+                if (ask := self._asks.get()) is None:
+                    self._asks.put(None)  # the end, for the loop around this one
+                    break
                 asks.append(ask)
             newest = {ask.sid: ask for ask in asks}
-            if works:
+            if self.works:
                 try:
                     self._compute(list(newest.values()))
                 except Exception:
                     # Answers do not depend on guesses: the engine goes on without.
                     log.exception("the draft model failed; requests are computed without drafts from now on")
-                    works = False
+                    self.works = False
             self._answered += len(asks)
             self._wake()
 

@@ -139,15 +139,18 @@ class ModelDrafter:
         self._rest = self._rest + 1 if self.trust < TRUSTED else 0
         if self._rest == AGAIN:
             self.trust, self._rest = TRUSTED, 0
-        return self.trust >= TRUSTED
+        return self.trust >= TRUSTED and self._model.works
 
     def judge(self, right: bool) -> None:
         """As of `Drafter`."""
         self.trust += WEIGHT * (right - self.trust)
 
     def guess(self, tokens: Tokens[int], count: int) -> tuple[int, ...]:
-        """As of `Drafter`; none where the model has not answered."""
-        return self._model.answer(self._sid, len(tokens))[:count]
+        """As of `Drafter`; none where the model has not answered, which is as bad as a wrong one: it was waited for."""
+        found = self._model.answer(self._sid, len(tokens))[:count]
+        if not found:
+            self.judge(False)
+        return found
 
 
 class Speculation:
