@@ -37,6 +37,7 @@ SERVE = {
     "--max-step-time": "200ms",
     "--max-num-seqs": "128",
     "--speculative-method": "none",
+    "--speculative-model": "",
     "--speculative-tokens": "6",
     "--lora": [],
     "--max-loras": "auto",

@@ -118,7 +118,7 @@ def test_right_drafts_save_steps_and_wrong_ones_are_given_up() -> None:
         return world
 
     plain, fast = run(None), run(at_once(0.0))
-    assert fast.scheduler.steps._newest * 2 < plain.scheduler.steps._newest
+    assert fast.scheduler.steps.newest * 2 < plain.scheduler.steps.newest
     model = at_once(1.0)
     run(model)
     assert 0 < model.asked < 12

@@ -693,7 +693,7 @@ def test_decode_goes_on_with_forced_tokens_after_a_transfer() -> None:
     d.take(d.scheduler.received("t", record))
     d.run()
     assert d.tokens["t"] == whole.tokens["t"] and d.scheduler.stats().forced > 10
-    assert d.scheduler.steps._newest < whole.scheduler.steps._newest
+    assert d.scheduler.steps.newest < whole.scheduler.steps.newest
 
 
 # ------------------------------------------------------------------------------------------------ kinds of KV groups
