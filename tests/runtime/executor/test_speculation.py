@@ -182,13 +182,14 @@ def test_answers_are_those_without_a_draft_model(
         for number in range(10)
     ]
     plain, _ = generate(served, requests, 0)
-    model = DraftModel(small.executor, DraftRows(small.plan, ROWS, small.budget))
-    fast, stats = generate(served, requests, 4, draft_model=model)
+
+    def guessing() -> DraftModel:
+        return DraftModel(small.executor, DraftRows(small.plan, ROWS, small.budget), VOCAB)
+
+    fast, stats = generate(served, requests, 4, draft_model=guessing())
     for number, (one, other) in enumerate(zip(plain, fast, strict=True)):
         assert [t for c in one for t in c.token_ids] == [t for c in other for t in c.token_ids], f"request {number}"
-    alone, told = generate(
-        served, requests[:1], 4, draft_model=DraftModel(small.executor, DraftRows(small.plan, ROWS, small.budget))
-    )
+    alone, told = generate(served, requests[:1], 4, draft_model=guessing())
     assert [t for c in alone[0] for t in c.token_ids] == [t for c in plain[0] for t in c.token_ids]
     assert told.drafted > 0
     if seed == 0:

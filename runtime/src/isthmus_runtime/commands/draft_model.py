@@ -61,7 +61,7 @@ def load_drafts(draft: Path, model: ModelConfig, *, block_size: int, max_model_l
     pool = plan(replace(wanted, available_bytes=(blocks * shape.bytes_per_block,)))
     log.info("draft model %s: %d rows, %.1f MiB of KV", draft, ROWS, blocks * shape.bytes_per_block / 2**20)
     executor = TorchExecutor(loaded, pool, scheduler, kv_config)
-    return Drafts(DraftModel(executor, DraftRows(pool, ROWS, _STEP_TOKENS)), executor)
+    return Drafts(DraftModel(executor, DraftRows(pool, ROWS, _STEP_TOKENS), theirs), executor)
 
 
 def _vocabulary(model: Path) -> tuple[object, object]:
