@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus_runtime.config import SchedulerConfig
-from isthmus_runtime.engine import scheduler
+from isthmus_runtime.engine import drafts
 from isthmus_runtime.engine.aging import EVERY
 from isthmus_runtime.engine.completion import MASKS_EARLY
 from isthmus_runtime.engine.drafts import Drafter
@@ -736,7 +736,7 @@ def test_who_got_its_kv_from_a_peer_guesses_as_any_other(windows: Windows, monke
             at = len(tokens) - len(prompt)
             return tuple(t + (i % 3 == 2) for i, t in enumerate(answer[at : at + count], at))
 
-    monkeypatch.setattr(scheduler, "Drafter", Knows)
+    monkeypatch.setattr(drafts, "Drafter", Knows)
     p = World(num_blocks=120, max_model_len=128, max_batched_tokens=5, windows=windows, speculative_tokens=5)
     d = World(num_blocks=120, max_model_len=128, windows=windows, speculative_tokens=5)
     disaggregated(prompt, 30, p, d)
