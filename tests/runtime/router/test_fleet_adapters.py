@@ -25,7 +25,11 @@ def change(path: str | None, *answers: Exception | None, state: str = "ready") -
             raise error
 
     statuses = [SimpleNamespace(url=str(number), state=state) for number in left]
-    pool = SimpleNamespace(statuses=lambda: statuses, ask_again=lambda: again.append(1))
+
+    async def ask_again() -> None:
+        again.append(1)
+
+    pool = SimpleNamespace(statuses=lambda: statuses, ask_again=ask_again)
     adapters = FleetAdapters(cast(Any, pool), cast(Any, SimpleNamespace(adapter=adapter)))
     asyncio.run(adapters.change("sql", path))
     return len(again)
@@ -59,3 +63,30 @@ def test_who_failed_is_told(
 def test_no_engine_is_ready() -> None:
     with pytest.raises(Overloaded, match="no engine is ready"):
         change("sql", None, state="starting")
+
+
+def test_what_was_changed_may_be_asked_for_at_once(rig: Any, run: Any, kit: Any) -> None:
+    """Also where a probe was under way that was answered before, and where another name has the same content."""
+
+    async def main() -> None:
+        engines = [kit.Engine("unified"), kit.Engine("unified")]
+        async with rig(*engines, discovery_interval_s=25.0) as r:
+            names = lambda: {name: adapter.digest for name, adapter in r.pool.adapters.items()}  # noqa: E731
+            change = r.router.adapters.change
+            await change("sql", "d1")
+            assert names() == {"sql": "d1"}
+            await change("same", "d1")
+            assert names() == {"sql": "d1", "same": "d1"}
+            slow, probes = engines[0], engines[0].probes
+            slow.frozen = asyncio.Event()
+            r.pool._engines[slow.url].wake.set()
+            await slow.until(lambda e: e.probes == probes + 1)
+            changing = asyncio.ensure_future(change("sql", "d2", replace=True))
+            await slow.until(lambda e: any(adapter.digest == "d2" for adapter in e.adapters))
+            slow.frozen.set()
+            await changing
+            assert names() == {"sql": "d2", "same": "d1"}
+            await change("same", None)
+            assert names() == {"sql": "d2"}
+
+    run(main())

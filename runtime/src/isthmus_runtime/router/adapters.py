@@ -28,7 +28,7 @@ class FleetAdapters:
             raise Overloaded("no engine is ready; ask again when one is")
         call = AdapterCall(name=name, path=path, replace=replace)
         failed = [one for one in await asyncio.gather(*(self._one(url, call) for url in urls)) if one is not None]
-        self._pool.ask_again()
+        await self._pool.ask_again()  # a request for it may be the client's next
         if path is None and len(failed) < len(urls):
             # As when this is repeated for an engine that failed: the others have unloaded it before.
             failed = [(url, error) for url, error in failed if not isinstance(error, UnknownModel)]
