@@ -43,7 +43,7 @@ from isthmus_runtime.engine.channel import (
 from isthmus_runtime.engine.loop import Reply, Snapshot
 from isthmus_runtime.engine.seam import EngineFacts, EngineStatus
 from isthmus_runtime.engine.sequence import SchedulerStats
-from isthmus_runtime.errors import Cancelled, EngineFailed, NeverFits, Overloaded, TransferFailed
+from isthmus_runtime.errors import Cancelled, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
 from isthmus_runtime.interfaces.handoff import HandoffStats
 from isthmus_runtime.kv.pool import PoolCounts
 from isthmus_runtime.protocol import CommitCall, KvInfo, PrefillAnswer, ReservedBlocks, Ticket, TransferInfo
@@ -179,6 +179,7 @@ def test_bytes_come_in_any_pieces(
         TransferFailed("gone", stage="sending", attempt="a"),
         EngineFailed("broken").located("generation", "a"),
         Cancelled("left"),
+        InvalidRequest("lora_path: \ud800 is 1, and its meaning is not known here", param="\udfff"),
     ],
 )
 def test_errors_keep_what_they_are(error: EngineFailed) -> None:

@@ -245,12 +245,16 @@ class Ranker:
 
 
 def _cosines_of(pairs: Sequence[tuple[int, int]], chunks: Sequence[TokenChunk]) -> list[float]:
-    vectors = [numbers(chunk) for chunk in chunks]
-    lengths = [sqrt(sum(entry * entry for entry in vector)) or 1.0 for vector in vectors]
-    return [
-        sum(a * b for a, b in zip(vectors[first], vectors[second], strict=True)) / (lengths[first] * lengths[second])
-        for first, second in pairs
-    ]
+    # Two vectors at a time: as numbers of Python's, those of a large request would take half a gigabyte.
+    lengths = [sqrt(sum(entry * entry for entry in numbers(chunk))) or 1.0 for chunk in chunks]
+    found: list[float] = []
+    unpacked, vector = -1, tuple[float, ...]()
+    for first, second in pairs:
+        if first != unpacked:
+            unpacked, vector = first, numbers(chunks[first])
+        product = sum(a * b for a, b in zip(vector, numbers(chunks[second]), strict=True))
+        found.append(product / (lengths[first] * lengths[second]))
+    return found
 
 
 def _likelihoods_of(yes: int, no: int, chunks: Sequence[TokenChunk]) -> list[float]:
