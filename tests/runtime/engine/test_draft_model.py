@@ -62,6 +62,16 @@ def test_what_is_computed_of_a_request_is_not_computed_again() -> None:
     assert sum(plan.num_tokens for plan in again) == 1 + 2, "the third draft was wrong, the token after the second new"
 
 
+def test_its_thread_ends_after_asks_that_wait_beside_the_end() -> None:
+    model = draft_model()
+    model.ask("r", [1, 2, 3], 2)
+    model.ask("s", [1, 2], 2)
+    model.stop(0.0)
+    model.start(lambda: None)
+    model._thread.join(30.0)
+    assert not model._thread.is_alive() and not model.busy
+
+
 class AtOnce(DraftModel):
     """Answers when it is asked, as a thread that is waited for; now and then wrong."""
 

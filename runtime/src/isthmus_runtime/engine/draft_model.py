@@ -156,11 +156,15 @@ class DraftModel:
         return drafts if asked_at == length else ()
 
     def _run(self) -> None:
-        works = True
-        while (first := self._asks.get()) is not None:
+        works, ends = True, False
+        while not ends and (first := self._asks.get()) is not None:
             asks = [first]
-            while len(asks) < ROWS and not self._asks.empty() and (ask := self._asks.get()) is not None:
-                asks.append(ask)
+            while len(asks) < ROWS and not ends and not self._asks.empty():
+                ask = self._asks.get()
+                if ask is None:
+                    ends = True
+                else:
+                    asks.append(ask)
             newest = {ask.sid: ask for ask in asks}
             if works:
                 try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from ..errors import EngineFailed, InvalidRequest, Overloaded, RequestError
+from ..errors import EngineFailed, InvalidRequest, Overloaded, RequestError, UnknownModel
 from ..protocol import AdapterCall
 from .links import LOST, Links, lost
 from .pool import EnginePool
@@ -29,6 +29,9 @@ class FleetAdapters:
         call = AdapterCall(name=name, path=path, replace=replace)
         failed = [one for one in await asyncio.gather(*(self._one(url, call) for url in urls)) if one is not None]
         self._pool.ask_again()
+        if path is None and len(failed) < len(urls):
+            # Repeated, after some had failed: the others have done it before.
+            failed = [(url, error) for url, error in failed if not isinstance(error, UnknownModel)]
         if not failed:
             return
         for url, error in failed:
