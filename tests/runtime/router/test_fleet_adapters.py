@@ -1,4 +1,4 @@
-"""A change of an adapter goes to every engine that is ready; who fails is named, and it can be repeated until all have."""
+"""A change of an adapter goes to every engine that is ready; it can be repeated until all have done it."""
 
 from __future__ import annotations
 
