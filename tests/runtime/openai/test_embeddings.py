@@ -23,7 +23,7 @@ from isthmus_runtime.openai import app, ranking
 from isthmus_runtime.openai.batches import WIDTH
 from isthmus_runtime.openai.embeddings import numbers
 from isthmus_runtime.openai.ranking import INSTRUCTION
-from isthmus_runtime.openai.score_budget import MAX_NUMBERS_HELD, vector_budget
+from isthmus_runtime.openai.score_budget import MAX_NUMBERS_HELD, MAX_TOKENS_HELD
 from isthmus_runtime.openai.tenants_file import TenantsFile
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.request import FinishReason, ServedTask, TokenChunk, TokenLogprobs
@@ -168,15 +168,19 @@ def test_an_answer_that_would_be_too_large(serve, run):
     ("path", "body"),
     [("/v1/embeddings", {"input": ["a", "b"]}), ("/v1/rerank", {"query": "a", "documents": ["b"]})],
 )
-def test_vectors_of_all_requests_have_one_budget(serve, run, monkeypatch, path, body):
+@pytest.mark.parametrize(
+    ("name", "left", "text"),
+    [("vector_budget", 7, "8 numbers of vectors: requests that"), ("token_budget", 1, "2 tokens of prompts: requests")],
+)
+def test_what_all_requests_hold_has_a_budget(serve, run, monkeypatch, path, body, name, left, text):
     async def main():
-        budget = vector_budget()
-        monkeypatch.setattr(app, "vector_budget", lambda: budget)
+        budget = getattr(app, name)()
+        monkeypatch.setattr(app, name, lambda: budget)
         async with serve(embed) as api:
             api.backend.task = EMBEDS
-            with budget.holding(MAX_NUMBERS_HELD - 7):
+            with budget.holding({"vector_budget": MAX_NUMBERS_HELD, "token_budget": MAX_TOKENS_HELD}[name] - left):
                 status, answer = await post(api, path, body)
-                assert status == 429 and "8 numbers of vectors: requests that run" in answer["error"]["message"], answer
+                assert status == 429 and text in answer["error"]["message"], answer
                 assert not api.backend.requests
             status, _ = await post(api, path, body)
             assert status == 200 and budget.held == 0

@@ -45,7 +45,7 @@ from .ranking import Ranker, Ranking, RerankRequest, ScoreRequest, Scores
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
 from .schema import ChatRequest, CompletionRequest, chat_request, json_object
-from .score_budget import ScoreBudget, vector_budget
+from .score_budget import ScoreBudget, token_budget, vector_budget
 from .sse import Format, Usage
 from .tenants import Tenant
 from .tenants_file import TenantsFile
@@ -242,6 +242,7 @@ class _Api:
         self._ranker = Ranker(self._planner, self._vectors, tokenizer, lambda: backend.task, config.request_timeout_s)
         self._scores = ScoreBudget()
         self._numbers = vector_budget()
+        self._tokens = token_budget()
         self._tokenizer = tokenizer
         self._keys = Keys(config.api_key, config.tenants, clock)
         self._tenants = config.tenants
@@ -430,7 +431,7 @@ class _Api:
             tokenise.end()
         del body
         progress.stage, progress.answer_id = "generation", batch.answer_id
-        with self._numbers.holding(batch.numbers):
+        with self._numbers.holding(batch.numbers), self._tokens.holding(batch.prompt_tokens):
             await self._run_batch(batch, progress.tenant, arrived, call)
 
     async def _run_batch(self, batch: Batch, tenant: Tenant | None, arrived: float, call: Call) -> None:

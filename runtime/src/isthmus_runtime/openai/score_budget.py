@@ -1,4 +1,4 @@
-"""How many log-probabilities of prompts, and numbers of vectors, a server holds at once, all requests together.
+"""How many log-probabilities, numbers of vectors and tokens of batches a server holds at once, all requests together.
 
 Pure, of one event loop."""
 
@@ -9,12 +9,15 @@ from contextlib import contextmanager
 
 from ..errors import Overloaded
 from .embeddings import MAX_NUMBERS
+from .ranking import MAX_TOKENS
 from .schema import MAX_SCORES
 
 MAX_HELD = 4 * MAX_SCORES
 """About 240 MiB, in an engine as records and here as records and then as text."""
 MAX_NUMBERS_HELD = 16 * MAX_NUMBERS
 """256 MiB as vectors, and three times as much where all of them are told as text at once."""
+MAX_TOKENS_HELD = 8 * MAX_TOKENS
+"""512 MiB."""
 _RETRY_AFTER_S = 1.0
 
 
@@ -49,3 +52,8 @@ class ScoreBudget:
 def vector_budget() -> ScoreBudget:
     """The same for the numbers of vectors."""
     return ScoreBudget(MAX_NUMBERS_HELD, MAX_NUMBERS, "numbers of vectors")
+
+
+def token_budget() -> ScoreBudget:
+    """The same for the tokens of requests of many prompts, which are held until the last one is answered."""
+    return ScoreBudget(MAX_TOKENS_HELD, MAX_TOKENS, "tokens of prompts")
