@@ -243,3 +243,13 @@ def test_replies_are_split_where_a_frame_would_be_too_large(sizes: Sequence[int]
         else:
             assert got.finish_reason is FinishReason.ERROR and got.error is not None
             assert "cannot leave the engine process" in got.error.message and got.error.attempt == sid
+
+
+def test_half_a_character_in_an_error_stays_readable() -> None:
+    """What an error quotes may come from any file; the process must not end for it."""
+    frame = pack([AdapterChanged(1, InvalidRequest("key \ud800 is set"), ())])
+    assert frame is not None
+    (body,) = Frames().feed(frame)
+    (changed,) = from_engine(body)
+    assert isinstance(changed, AdapterChanged) and changed.error is not None
+    assert changed.error.message == "key \\ud800 is set"
