@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from ..api.v1alpha1 import InferenceService, parse
 from ..errors import UserError
 from ..files import Documents
+from ..render import adapters
 from ..render.names import ROUTER_PORT, Component, Defaults
 from ..render.service import render
 from ..settings import cache_dir, inherited_environment
@@ -49,6 +50,9 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
     issuer = LocalIssuer()
     manifests = render(service, Defaults(issuer=issuer.public))
     made = {("ConfigMap", m["metadata"]["name"]): m for m in manifests if m["kind"] == "ConfigMap"}
+    if service.spec.model.adapters:
+        listed = adapters.config_map(service, mounted=False)
+        made["ConfigMap", listed["metadata"]["name"]] = listed
     if service.spec.router.replicas > 1:
         if "replicas" in service.spec.router.model_fields_set:
             console.say(f"router: 1 of {service.spec.router.replicas} replicas, as they would share one port here")

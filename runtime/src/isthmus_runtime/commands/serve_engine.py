@@ -45,6 +45,8 @@ _LAME_DUCK_S = 2.0
 """Routers look at /info once a second; until they know, what they send here is served."""
 _STOP_S = 15.0
 """For an engine process to end its requests and transfers, after the drain."""
+_MOST_PROBLEMS = 65
+"""Of adapters, in /info: routers ask for it every second. Metrics count all."""
 _END_S = 45.0
 """For it to let go of its device and other ranks, after that."""
 
@@ -264,5 +266,5 @@ async def _serve_ports(
 
 
 def _told(found: AdapterList) -> AdapterListInfo:
-    problems = tuple(AdapterProblemInfo(name=one.name, problem=one.problem) for one in found.problems)
+    problems = tuple(AdapterProblemInfo(name=one.name, problem=one.problem) for one in found.problems[:_MOST_PROBLEMS])
     return AdapterListInfo(digest=found.digest, listed=found.listed, problems=problems)

@@ -25,7 +25,8 @@ MOST_BYTES = 1 << 20
 MOST_ADAPTERS = 1024
 FIRST_RETRY_S = 5.0
 LAST_RETRY_S = 300.0
-_MOST_TEXT = 512
+_MOST_TEXT = 256
+"""Of a problem. The operator reads 64 KiB of /info at most, with those of 64 adapters in it."""
 
 _log = logging.getLogger(__name__)
 
