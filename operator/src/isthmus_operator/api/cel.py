@@ -82,7 +82,7 @@ RULES: dict[Place, list[tuple[str, str]]] = {
             "transfer and store do not go with mode Unified",
         ),
         (
-            f"!{_DISAGGREGATED} || !has(self.engine) || !has(self.engine.parallelism)"
+            f"!({_DISAGGREGATED}) || !has(self.engine) || !has(self.engine.parallelism)"
             " || self.engine.parallelism.tensor == 1",
             "engine.parallelism.tensor above 1 needs mode Unified",
         ),
