@@ -1,5 +1,6 @@
 """Rendering: golden files for the examples, and the promises that hold for every service."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ import yaml
 
 from isthmus_operator.api.crd import to_yaml
 from isthmus_operator.api.v1alpha1 import InferenceService, parse
-from isthmus_operator.render import router
+from isthmus_operator.render import adapters, router
 from isthmus_operator.render.names import Component, Defaults, child_name
 from isthmus_operator.render.pod import merge
 from isthmus_operator.render.revision import pairing, role_revision, service_revision
@@ -279,6 +280,15 @@ def test_adapters_are_a_list_and_a_mount_of_each_volume() -> None:
         assert "configMap" in folders[os.path.dirname(file)] and os.path.basename(file) == "adapters.json"
     assert "--lora-file" not in pod_of(manifests, "router")["spec"]["containers"][0]["args"]
     assert "adapters" not in str(render(service(), Defaults()))
+
+
+def test_on_one_machine_the_list_names_folders_as_they_are() -> None:
+    node = {"path": "/srv"}
+    found = with_adapters(lora("own", hostPath=node), lora("sql", hostPath=node | {"subPath": "a/sql"}))
+    (text,) = adapters.config_map(found, mounted=False)["data"].values()
+    assert {one["name"]: one["path"] for one in json.loads(text)} == {"own": "/srv", "sql": "/srv/a/sql"}
+    (text,) = adapters.config_map(found)["data"].values()
+    assert adapters.digest(found) == hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def test_adapters_come_and_go_without_a_new_pod_but_for_a_new_mount() -> None:

@@ -65,7 +65,7 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
         ports={Component.ROUTER.value: options.port},
         objects={**documents.objects, **made},
     )
-    _check(pods)
+    _check(pods, service)
     run_dir.mkdir(parents=True, exist_ok=True)
     url = f"http://127.0.0.1:{options.port}"
     console.say(f"run folder: {run_dir}")
@@ -189,9 +189,12 @@ def _router_deployment(manifests: list[dict[str, Any]]) -> dict[str, Any]:
     )
 
 
-def _check(pods: list[Pod]) -> None:
+def _check(pods: list[Pod], service: InferenceService) -> None:
+    of_adapters = [one.source.host_path.path for one in service.spec.model.adapters if one.source.host_path]
     for pod in pods:
         for path in pod.needs:
+            if not Path(path).exists() and path in of_adapters:
+                raise UserError(f"spec.model.adapters: {path} is not on this machine; name one that is, or remove it")
             if not Path(path).exists():
                 raise UserError(
                     f"spec.model.source.hostPath.path: {path} is not on this machine; give the model with"

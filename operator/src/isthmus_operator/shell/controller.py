@@ -211,7 +211,7 @@ class Controller:
             times.append(max(0.0, wanted.wake - now))
         if _auto(service):
             times.append(AUTO_PERIOD_S)
-        if any(c["type"] == "AdaptersReady" and c["status"] != "True" for c in after["conditions"]):
+        if any(c["type"] == "AdaptersReady" and c["status"] == "False" for c in after["conditions"]):
             times.append(ADAPTERS_PERIOD_S)
         return min(times, default=None)
 
