@@ -49,10 +49,6 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
     service = parse(manifest, namespace=options.namespace)
     issuer = LocalIssuer()
     manifests = render(service, Defaults(issuer=issuer.public))
-    made = {("ConfigMap", m["metadata"]["name"]): m for m in manifests if m["kind"] == "ConfigMap"}
-    if service.spec.model.adapters:
-        listed = adapters.config_map(service, mounted=False)
-        made["ConfigMap", listed["metadata"]["name"]] = listed
     if service.spec.router.replicas > 1:
         if "replicas" in service.spec.router.model_fields_set:
             console.say(f"router: 1 of {service.spec.router.replicas} replicas, as they would share one port here")
@@ -63,7 +59,7 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
         run_dir=str(run_dir),
         take_address=Addresses().take,
         ports={Component.ROUTER.value: options.port},
-        objects={**documents.objects, **made},
+        objects={**documents.objects, **made_objects(service, manifests)},
     )
     _check(pods, service)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -86,6 +82,14 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
         return await Supervisor(launch).run()
 
     return asyncio.run(main())
+
+
+def made_objects(service: InferenceService, manifests: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """ConfigMaps of the service by (kind, name). Nothing is mounted here, so its adapters are listed where they are."""
+    made = [manifest for manifest in manifests if manifest["kind"] == "ConfigMap"]
+    if service.spec.model.adapters:
+        made.append(adapters.config_map(service, mounted=False))
+    return {("ConfigMap", one["metadata"]["name"]): one for one in made}
 
 
 def find_program(name: str) -> str | None:
