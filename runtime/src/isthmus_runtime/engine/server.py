@@ -196,6 +196,9 @@ class EngineServer:
         meters.engine.waiting.set(stats.waiting)
         meters.engine.kv_usage.set(engine.snapshot.kv_usage)
         meters.engine.quarantined_blocks.set(blocks.quarantined)
+        listed = engine.adapter_list
+        meters.engine.adapters.set(len(engine.adapters))
+        meters.engine.adapter_problems.set(0 if listed is None else len(listed.problems))
         meters.engine.no_progress_seconds.set(engine.stalled_s)
         meters.engine.prefix_queries.inc(meters.grown("queries", stats.prefix_queries))
         meters.engine.prefix_hits.inc(meters.grown("hits", stats.prefix_hits))
