@@ -134,7 +134,7 @@ class EngineServer:
             "POST",
             tags=["internal"],
             openapi_extra=json_body(GenerateCall),
-            responses={**errors(429, 499, 502, 504), **ndjson},
+            responses={**errors(404, 429, 499, 502, 504), **ndjson},
         )
         for name, endpoint, body, answer in (
             ("prefill", self.prefill, PrefillCall, PrefillAnswer),
@@ -149,7 +149,7 @@ class EngineServer:
                 tags=["internal"],
                 response_model=answer,
                 openapi_extra=json_body(body),
-                responses=errors(429, 499, 502, 504),
+                responses=errors(404, 429, 499, 502, 504),
             )
         app.add_api_route("/internal/drained", self.drained, tags=["internal"], responses=errors())
         if self._kv_events is not None:
