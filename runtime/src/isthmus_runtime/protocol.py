@@ -270,7 +270,7 @@ class PrefillCall(_Wire):
     """Compute the prompt, send KV as `ticket` says."""
 
     request: WireRequest
-    attempt: str
+    attempt: str = Field(min_length=1)
     ticket: Ticket
 
 
