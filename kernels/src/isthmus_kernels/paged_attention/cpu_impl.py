@@ -37,6 +37,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `reference.paged_attention`."""
@@ -56,6 +57,7 @@ def paged_attention(
             window=window,
             softcap=softcap,
             sinks=sinks,
+            scales=scales,
             out=out,
         )
     _check_ids("block_tables", block_tables)
@@ -65,8 +67,8 @@ def paged_attention(
         out = torch.empty((tokens, heads, dim), dtype=q.dtype)
     elif out.shape != q.shape or out.dtype != q.dtype or out.stride(2) != 1:
         raise ValueError(f"out: expected {q.dtype} {tuple(q.shape)}, got {out.dtype} {tuple(out.shape)}")
-    native.entry("paged_attention", "23q2d2q", _explain)(
-        (out, q, kv, block_tables, query_start_loc, seq_lens, sinks),
+    native.entry("paged_attention", "28q2d2q", _explain)(
+        (out, q, kv, block_tables, query_start_loc, seq_lens, sinks, scales),
         out.data_ptr(),
         q.data_ptr(),
         kv.data_ptr(),
@@ -90,9 +92,10 @@ def paged_attention(
         kv.stride(1),
         kv.stride(2),
         kv.stride(3),
+        *native.scale_slots(scales),
         scale,
         0.0 if softcap is None else softcap,
         native.dtype_code(q.dtype, "q"),
-        native.dtype_code(kv.dtype, "kv"),
+        native.pool_code(kv.dtype),
     )
     return out
