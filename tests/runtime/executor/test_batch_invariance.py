@@ -59,7 +59,10 @@ def model_dir(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32"), ("float32", "fp8"), ("bfloat16", "fp8")],
+)
 def test_alone_and_in_any_batch(
     name: str, dtype: str, kv_dtype: str, tmp_path: Path, start_engine: Callable[..., Any], job: Any
 ) -> None:
