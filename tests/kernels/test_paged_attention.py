@@ -59,7 +59,7 @@ def test_shapes(impl: str, block_size: int, head_dim: int, dtype: torch.dtype, k
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("group", [*range(1, 9), 70])
 @pytest.mark.parametrize("window", [None, 1, 3, 33, 100])
 def test_groups_and_windows(impl: str, group: int, window: int | None) -> None:
     case = paged_case(

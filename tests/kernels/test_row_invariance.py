@@ -114,7 +114,7 @@ def part_of(case: PagedCase, parts: Sequence[tuple[int, int, int]], window: int 
 @given(
     lengths=st.lists(st.sampled_from([1, 5, 64, 65, 127, 128, 200, 300, 520]), min_size=1, max_size=3),
     kv_heads=st.integers(1, 3),
-    group=st.sampled_from([1, 2, 3, 7, 9]),
+    group=st.sampled_from([1, 2, 3, 7, 9, 70]),
     head_dim=st.sampled_from([1, 8, 16, 20, 32, 64, 72, 80, 99, 128]),
     block_size=st.sampled_from([1, 16, 48, 64]),
     dtype=st.sampled_from(DTYPES),

@@ -423,7 +423,7 @@ def moe_route(
     """Choose experts by `logits` ``[T, E]``: weights fp32 ``[T, k]`` and ids int32 ``[T, k]``, best first.
 
     Weights are the softmax of the logits; `renormalize` makes each row's k sum to 1. Of equal experts the first is the
-    better one. The other arguments are DeepSeek's, and run as PyTorch operations on every device:
+    better one. The other arguments are DeepSeek's, and run as PyTorch operations on GPUs:
 
     Args:
         sigmoid: weights are the logits' sigmoids.
@@ -434,14 +434,11 @@ def moe_route(
     """
     if not 0 < top_k <= logits.shape[1]:
         raise ValueError(f"top_k: {top_k} is outside 1..{logits.shape[1]}, the number of experts")
+    options: dict[str, Any] = {"renormalize": renormalize}
     if sigmoid or bias is not None or groups is not None or scale != 1.0:
-        grouped: tuple[Tensor, Tensor] = _select("moe_route", logits.device.type, "reference")(
-            logits, top_k, renormalize=renormalize, sigmoid=sigmoid, bias=bias, groups=groups, scale=scale
-        )
-        return grouped
-    result: tuple[Tensor, Tensor] = _select("moe_route", logits.device.type, impl)(
-        logits, top_k, renormalize=renormalize
-    )
+        options |= {"sigmoid": sigmoid, "bias": bias, "groups": groups, "scale": scale}
+        impl = "reference" if impl is None and logits.device.type != "cpu" else impl
+    result: tuple[Tensor, Tensor] = _select("moe_route", logits.device.type, impl)(logits, top_k, **options)
     return result
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from isthmus_kernels import native
 from isthmus_kernels.paged_attention import torch_impl
 
-# What the compiled tiles hold; other shapes run as PyTorch operations.
+# What the compiled tiles hold. Wider heads run as PyTorch operations, larger groups in parts.
 _MAX_DIM = 576
 _MAX_GROUP = 64
 
@@ -44,7 +44,7 @@ def paged_attention(
     tokens, heads, dim = q.shape
     blocks, _, block_size, kv_heads, _ = kv.shape
     group = heads // kv_heads
-    if dim > _MAX_DIM or group > _MAX_GROUP:
+    if dim > _MAX_DIM:
         return torch_impl.paged_attention(
             q,
             kv,
@@ -67,6 +67,27 @@ def paged_attention(
         out = torch.empty((tokens, heads, dim), dtype=q.dtype)
     elif out.shape != q.shape or out.dtype != q.dtype or out.stride(2) != 1:
         raise ValueError(f"out: expected {q.dtype} {tuple(q.shape)}, got {out.dtype} {tuple(out.shape)}")
+    if group > _MAX_GROUP:
+        for first in range(0, heads, group):
+            own = slice(first // group, first // group + 1)
+            for begin in range(first, first + group, _MAX_GROUP):
+                part = slice(begin, min(begin + _MAX_GROUP, first + group))
+                paged_attention(
+                    q[:, part],
+                    kv[:, :, :, own],
+                    block_tables,
+                    query_start_loc,
+                    seq_lens,
+                    scale=scale,
+                    max_query_len=max_query_len,
+                    max_seq_len=max_seq_len,
+                    window=window,
+                    softcap=softcap,
+                    sinks=None if sinks is None else sinks[part],
+                    scales=None if scales is None else scales[:, :, :, own],
+                    out=out[:, part],
+                )
+        return out
     native.entry("paged_attention", "28q2d2q", _explain)(
         (out, q, kv, block_tables, query_start_loc, seq_lens, sinks, scales),
         out.data_ptr(),

@@ -125,13 +125,14 @@ def load(
         # Without a head of its own: what it would give, nobody asks for, and such checkpoints leave it out.
         spec = replace(spec, tie_word_embeddings=True)
     check_shards(spec, shard.size)
-    if config.deterministic and not spec.row_invariant:
-        raise ConfigError(
-            f"--deterministic on: {spec.architecture} has operations whose results depend on the batch; leave it out"
-        )
     device = device or open_device(
         config.device, threads=config.threads, index=shard.rank, deterministic=config.deterministic
     )
+    if config.deterministic and not spec.row_invariant and device.torch_device.type != "cpu":
+        raise ConfigError(
+            f"--deterministic on: {spec.architecture} has operations whose results depend on the batch on "
+            f"{device.name}; leave it out"
+        )
     device.enter()
     dtype = device.dtype(config.dtype)
     _check_quantization(config, device, dtype)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from isthmus_kernels import dispatch
 
 from .batch import AttentionBatch, LayerKv
-from .linear import Linear
+from .linear import HeadLinear, Linear
 from .norm import RmsNorm
 
 
@@ -32,10 +31,10 @@ class LatentAttention:
     latent: Linear
     """To [W]."""
     latent_norm: RmsNorm
-    key_up: Tensor
-    """[Hq, N, L]."""
-    value_up: Tensor
-    """[Hq, L, V]."""
+    key_up: HeadLinear
+    """N to L."""
+    value_up: HeadLinear
+    """L to V."""
     output: Linear
     scale: float
     """On the products of queries and keys."""
@@ -77,7 +76,7 @@ class LatentAttention:
             query[..., inner:], self._latents(x), batch.positions, cos, sin, pages, where.slot_mapping
         )
         q = qkv[:, : heads * pages.shape[4]].view(tokens, heads, pages.shape[4])
-        q[..., :width] = torch.bmm(query[..., :inner].transpose(0, 1), self.key_up).transpose(0, 1)
+        self.key_up(query[..., :inner], q[..., :width])
         q[..., width:] = query[..., inner:]
         dispatch.paged_attention(
             q,
@@ -91,8 +90,8 @@ class LatentAttention:
             max_seq_len=batch.max_seq_len,
             out=context,
         )
-        values = torch.bmm(context[..., :width].transpose(0, 1), self.value_up)
-        return self.output(values.transpose(0, 1).reshape(tokens, -1), out)
+        values = self.value_up(context[..., :width], x.new_empty(tokens, heads, self.value_up.shape[2]))
+        return self.output(values.view(tokens, -1), out)
 
     def write(
         self,

@@ -34,7 +34,7 @@ class ModelSpec(ABC):
     sharded: ClassVar[bool] = False
     """Whether several ranks can compute it together (`shard.py`)."""
     row_invariant: ClassVar[bool] = True
-    """Whether all its operations can compute a row alike in any batch (ADR 25 and 40)."""
+    """Whether all its operations can compute a row alike in any batch on a GPU (ADR 40); on a CPU all do (ADR 25)."""
 
     architecture: str
     vocab_size: int
