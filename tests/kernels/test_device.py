@@ -1,5 +1,7 @@
 """Scratch of the Triton launchers: made once, kept for graphs, and never made inside one."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -14,6 +16,16 @@ def test_the_same_buffer_every_time() -> None:
     first.fill_(7)
     assert device.scratch("test", CPU, (3, 4), torch.int32) is first
     assert device.scratch("test", CPU, (4, 4), torch.int32) is not first
+
+
+def test_threads_of_one_owner_share_what_others_have_beside_it() -> None:
+    def scratch(owner: int) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(device.own_scratch, owner).result()
+            return thread.submit(device.scratch, "owned", CPU, (3,), torch.int32).result()
+
+    assert scratch(1) is scratch(1) and scratch(2) is not scratch(1)
+    assert device.scratch("owned", CPU, (3,), torch.int32) is not scratch(1)
 
 
 def test_not_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:

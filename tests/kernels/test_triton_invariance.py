@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from invariance_checks import check_attention, check_experts, check_linear, check_sampling
+from invariance_checks import check_attention, check_experts, check_linear, check_lora, check_sampling
 
 from isthmus_kernels import batch_invariance
 from isthmus_kernels.device import interpreted
@@ -45,6 +45,11 @@ def alike(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_linear(dtype: torch.dtype) -> None:
     check_linear("cpu", dtype, 70, 200, batches=[1, 17, 70])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lora(dtype: torch.dtype) -> None:
+    check_lora("cpu", dtype, rows=1100, inputs=600, widths=(40, 8))
 
 
 def test_every_tile_gives_the_same_bits() -> None:

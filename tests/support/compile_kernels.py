@@ -118,7 +118,7 @@ def everything() -> None:
     # A weight with more outputs goes to cuBLAS from two rows on.
     for rows, outputs in ((1, 512), (4, 128)):
         linear.pack(some(outputs, 4096), None, BF16).apply(some(rows, 4096), None)
-    for dtype, rank in ((BF16, 16), (BF16, 256), (F32, 64)):
+    for dtype, rank in ((BF16, 16), (BF16, 256), (F32, 64), (F32, 256)):
         for rows in (1, 600):
             a, b = some(4, 3, rank, 2048, dtype=dtype), some(4, rank, 3072, dtype=dtype)
             x, out = some(rows, 2048, dtype=dtype), some(rows, 3072, dtype=dtype)

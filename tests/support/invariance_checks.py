@@ -25,6 +25,23 @@ def check_linear(device: str, dtype: torch.dtype, outputs: int, columns: int, ba
         assert torch.equal(dispatch.linear(x[first:], packed), alone[first:]), f"{batch} rows"
 
 
+def check_lora(device: str, dtype: torch.dtype, *, rows: int, inputs: int, widths: tuple[int, ...]) -> None:
+    x, out = (torch.randn(rows, size).to(device, dtype) for size in (inputs, sum(widths)))
+    a = (torch.randn(2, len(widths), 8, inputs) / inputs**0.5).to(device, dtype)
+    b = torch.randn(2, 8, sum(widths)).to(device, dtype)
+    slots = (torch.arange(rows, dtype=torch.int32) % 3).to(device)
+    starts = tuple(sum(widths[:part]) for part in range(len(widths)))
+
+    def some(first: int) -> Tensor:
+        changed = out[first:].clone()
+        dispatch.lora(x[first:], changed, slots[first:], a, b, starts, impl="triton")
+        return changed
+
+    whole = some(0)
+    for count in (1, 2, 17):
+        assert torch.equal(some(rows - count), whole[-count:]), f"{count} rows"
+
+
 def part_of(case: PagedCase, parts: Sequence[tuple[int, int, int]], window: int | None) -> Tensor:
     """Attention of queries [begin, end) of requests of `case`, whose chunks are whole contexts; each part a request of
     a batch."""

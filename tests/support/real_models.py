@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from isthmus_runtime.checkpoints.gguf import import_gguf
@@ -25,34 +26,36 @@ def smollm2_135m_instruct() -> Path:
 
 def gemma3_270m() -> Path:
     """Gemma 3 270M (not instruction-tuned) as a model directory. Its file comes in four parts."""
-    whole = _joined("gemma-3-270m-q4_k_m.gguf", _GEMMA3, 4, "data/*.gguf.part*")
+    folders = [_package(f"{_GEMMA3}_part{number}") for number in range(1, 5)]
+    whole = _joined("gemma-3-270m-q4_k_m.gguf", folders, "data/*.gguf.part*")
     out = _models() / "gemma3-270m"
     import_gguf(whole, out, print)
     return out
 
 
 def qwen25_coder_05b() -> Path | None:
-    """Qwen 2.5 Coder 0.5B Instruct as a model directory, of six packages (dependency group `more-models`); None: they
-    are not installed."""
+    """Qwen 2.5 Coder 0.5B Instruct as a model directory, of six packages (dependency group `more-models`), which `make
+    test-models` unpacks as data, where Python does not look for modules; None: it has not."""
     out = _models() / "qwen2.5-coder-0.5b-instruct"
-    if importlib.util.find_spec(f"{_QWEN25_CODER}_part1") is None:
+    folders = [_models() / "parts" / f"{_QWEN25_CODER}_part{number}" for number in range(1, 7)]
+    if not folders[0].is_dir():
         return None
-    whole = _joined("qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", _QWEN25_CODER, 6, "data/part*.bin")
+    whole = _joined("qwen2.5-coder-0.5b-instruct-q4_k_m.gguf", folders, "data/part*.bin")
     with whole.open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == _QWEN25_CODER_SHA256, f"{whole} is another file"
     import_gguf(whole, out, print)
     return out
 
 
-def _joined(name: str, packages: str, count: int, pattern: str) -> Path:
-    """A file out of parts, which packages numbered from 1 on have one each."""
+def _joined(name: str, folders: Sequence[Path], pattern: str) -> Path:
+    """A file out of parts, one in each folder."""
     whole = _models() / name
     if not whole.exists():
         whole.parent.mkdir(parents=True, exist_ok=True)
         partial = whole.with_name(f".{whole.name}.{os.getpid()}")
         with partial.open("wb") as target:
-            for number in range(1, count + 1):
-                with next(_package(f"{packages}_part{number}").glob(pattern)).open("rb") as part:
+            for folder in folders:
+                with next(folder.glob(pattern)).open("rb") as part:
                     shutil.copyfileobj(part, target)
         partial.rename(whole)
     return whole

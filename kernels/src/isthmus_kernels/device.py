@@ -2,9 +2,10 @@
 
 A captured graph replays the addresses it was captured with, so scratch is never freed or grown in place: a larger
 bound is a new allocation beside the old one. It belongs to the device: calls that may run at the same time, on two
-streams of one device, are not supported.
+streams of one device, are not supported, unless they come from threads that own scratch of their own (`own_scratch`).
 """
 
+import threading
 from functools import cache
 
 import torch
@@ -32,7 +33,13 @@ def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-_KEPT: dict[tuple[str, torch.device, tuple[int, ...], torch.dtype], Tensor] = {}
+_KEPT: dict[tuple[str, torch.device, tuple[int, ...], torch.dtype, int], Tensor] = {}
+_THREAD = threading.local()
+
+
+def own_scratch(owner: int) -> None:
+    """Give calls of this thread the scratch of `owner` from now on, a number of its stream."""
+    _THREAD.owner = owner
 
 
 def scratch(name: str, device: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -41,7 +48,7 @@ def scratch(name: str, device: torch.device, shape: tuple[int, ...], dtype: torc
     Raises RuntimeError when it would have to be made while a graph is captured: it would be zeroed by every replay of
     that graph and by no other graph. Run the op once with these shapes before.
     """
-    key = (name, device, shape, dtype)
+    key = (name, device, shape, dtype, getattr(_THREAD, "owner", 0))
     kept = _KEPT.get(key)
     if kept is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

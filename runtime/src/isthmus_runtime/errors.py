@@ -39,7 +39,10 @@ _MOST_TEXT = 2000
 
 
 def _bounded(text: str) -> str:
-    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ... ({len(text)} characters)"
+    if len(text) > _MOST_TEXT:
+        text = f"{text[:_MOST_TEXT]} ... ({len(text)} characters)"
+    # Files and names may hold half a character, which no answer can.
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class IsthmusError(Exception):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ def test_the_digest_is_of_the_content(tmp_path: Path) -> None:
         ({"lora_alpha": float("nan")}, "lora_alpha is nan"),
         ({"alpha_pattern": {"(a+)+": 1}}, "not regular expressions"),
         ({"alpha_pattern": {"q_proj": 0}}, "to numbers above 0"),
-        ({"a_new_feature": 3}, "a_new_feature is 3, and its meaning is not known here"),
+        ({"a_new_feature": 3}, "'a_new_feature' is 3, and its meaning is not known here"),
     ],
 )
 def test_settings_that_are_not_implemented_are_named(tmp_path: Path, config: dict[str, Any], said: str) -> None:
@@ -127,5 +128,23 @@ def test_files_that_are_no_adapter(tmp_path: Path) -> None:
     for text, said in (("[]", "holds list"), ("{", "cannot be read as JSON")):
         config.write_text(text)
         assert said in problems(tmp_path)
+    for text in ("[" * 100_000, '{"peft_type": "LORA", "\\ud800": 1}'):
+        config.write_text(text)
+        problems(tmp_path).encode()
     config.write_bytes(b" " * (2 << 20))
     assert "has more than the 1048576 bytes" in problems(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    save_adapter(tmp_path, SHAPES, seed=1)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    assert f"{name} is no regular file" in problems(tmp_path)
+
+
+def test_a_type_of_tensor_that_torch_does_not_have(tmp_path: Path) -> None:
+    save_adapter(tmp_path, SHAPES, seed=1)
+    header = json.dumps({"x": {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
+    assert "a tensor of type 'F8_E8M0', which no adapter has" in problems(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from engine_world import World, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus_runtime.engine.adapter_registry import AdapterRegistry
+from isthmus_runtime.engine.adapter_registry import MOST_TOLD, AdapterRegistry
 from isthmus_runtime.engine.adapters import AdapterSlots
 from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.local import LocalEngine
@@ -20,6 +21,7 @@ from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.errors import ConfigError, DeadlineExceeded, InvalidRequest, UnknownModel
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
 from isthmus_runtime.interfaces.steps import AdapterSlot
+from isthmus_runtime.protocol import AdapterInfo
 from isthmus_runtime.request import AdapterName, FinishReason, GenerateRequest, SamplingParams
 
 A, B, C, D = (AdapterName(name, name) for name in "abcd")
@@ -213,7 +215,8 @@ def test_registry(tmp_path: Path) -> None:
                 assert "no folder" in refused("x", path), path
             (tmp_path / "empty").mkdir()
             assert refused("x", "empty") == "lora_path: empty has no files"
-            assert "cannot be an adapter's name" in refused("base", "one")
+            for name in ("base", "a\nCRITICAL forged", "\x7f"):
+                assert "cannot be an adapter's name" in refused(name, "one"), name
             off = AdapterRegistry(loop_of(backend), executor)
             with pytest.raises(InvalidRequest, match="--lora-dir"):
                 await off.change("x", "one")
@@ -221,6 +224,25 @@ def test_registry(tmp_path: Path) -> None:
                 AdapterRegistry(loop_of(backend), None).load("x", str(tmp_path / "one"))
             with pytest.raises(ConfigError):
                 registry.load("x", str(tmp_path / "empty"))
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_names_have_room_in_what_an_engine_tells(tmp_path: Path) -> None:
+    executor = FakeExecutor(65, 4)
+
+    async def main() -> None:
+        with engine(executor=executor, max_loras=1) as backend:
+            registry = AdapterRegistry(loop_of(backend), executor)
+            folder = adapter(tmp_path / "one", "first")
+            with pytest.raises(InvalidRequest, match="bytes, of at most 49152; unload others"):
+                for number in range(1000):
+                    registry.load(f"{number:03}" + "é" * 200, folder)
+            loaded = registry.names
+            told = [AdapterInfo(name=each.name, digest=each.digest).model_dump(mode="json") for each in loaded]
+            assert len(loaded) > 30 and len(json.dumps(told)) < MOST_TOLD
+            registry.unload(loaded[0].name)
+            registry.load(loaded[0].name, folder)
 
     asyncio.run(asyncio.wait_for(main(), 60))
 

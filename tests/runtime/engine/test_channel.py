@@ -43,7 +43,7 @@ from isthmus_runtime.engine.channel import (
 from isthmus_runtime.engine.loop import Reply, Snapshot
 from isthmus_runtime.engine.seam import EngineFacts, EngineStatus
 from isthmus_runtime.engine.sequence import SchedulerStats
-from isthmus_runtime.errors import Cancelled, EngineFailed, NeverFits, Overloaded, TransferFailed
+from isthmus_runtime.errors import Cancelled, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
 from isthmus_runtime.interfaces.handoff import HandoffStats
 from isthmus_runtime.kv.pool import PoolCounts
 from isthmus_runtime.protocol import CommitCall, KvInfo, PrefillAnswer, ReservedBlocks, Ticket, TransferInfo
@@ -179,6 +179,7 @@ def test_bytes_come_in_any_pieces(
         TransferFailed("gone", stage="sending", attempt="a"),
         EngineFailed("broken").located("generation", "a"),
         Cancelled("left"),
+        InvalidRequest("lora_path: \ud800 is 1, and its meaning is not known here", param="\udfff"),
     ],
 )
 def test_errors_keep_what_they_are(error: EngineFailed) -> None:
@@ -242,3 +243,13 @@ def test_replies_are_split_where_a_frame_would_be_too_large(sizes: Sequence[int]
         else:
             assert got.finish_reason is FinishReason.ERROR and got.error is not None
             assert "cannot leave the engine process" in got.error.message and got.error.attempt == sid
+
+
+def test_half_a_character_in_an_error_stays_readable() -> None:
+    """What an error quotes may come from any file; the process must not end for it."""
+    frame = pack([AdapterChanged(1, InvalidRequest("key \ud800 is set"), ())])
+    assert frame is not None
+    (body,) = Frames().feed(frame)
+    (changed,) = from_engine(body)
+    assert isinstance(changed, AdapterChanged) and changed.error is not None
+    assert changed.error.message == "key \\ud800 is set"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from isthmus_runtime.engine.draft_model import Ask, DraftModel, DraftRows
 from isthmus_runtime.engine.drafts import AGAIN, TRUSTED, ModelDrafter
 from isthmus_runtime.engine.sequence import Kind
 from isthmus_runtime.errors import ConfigError
-from isthmus_runtime.executor.fake import FakeExecutor, Windows, expected_tokens
+from isthmus_runtime.executor.fake import MAX_TOKEN_IDS, VOCAB_SIZE, FakeExecutor, Windows, expected_tokens
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.request import SamplingParams
 
@@ -24,14 +25,16 @@ LIKELIEST = SamplingParams(max_tokens=1, temperature=0.0)
 MAX_LEN = 64
 
 
-def draft_model(rows: int = 2, budget: int = 8, windows: Windows = (None,)) -> DraftModel:
+def draft_model(
+    rows: int = 2, budget: int = 8, windows: Windows = (None,), vocab_size: int = MAX_TOKEN_IDS
+) -> DraftModel:
     """Of an executor whose KV is garbage wherever nothing was written."""
     groups = tuple(GroupPlan(block_size=4, window=w, tokens_in_flight=0 if w is None else 16) for w in windows)
     blocks = 1 + rows * len(groups) * MAX_LEN // 4
     executor = FakeExecutor(blocks, 4, windows=windows)
     for block in range(blocks):
         executor.block_bytes(block)[:] = b"\xa5" * 32
-    return DraftModel(executor, DraftRows(make_plan(blocks, 4, MAX_LEN, groups), rows, budget))
+    return DraftModel(executor, DraftRows(make_plan(blocks, 4, MAX_LEN, groups), rows, budget), vocab_size)
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,18 +71,21 @@ class AtOnce(DraftModel):
     wrong, asked = 0.0, 0
     rng = random.Random(0)
 
-    def ask(self, sid: str, tokens: Sequence[int], count: int) -> None:
+    def ask(self, sid: str, tokens: Sequence[int], count: int) -> bool:
         count = min(count, self._rows.max_len - len(tokens))
-        if count > 0:
-            self.asked += 1
-            self._compute([Ask(sid, tuple(tokens), count)])
+        if count <= 0:
+            return False
+        self.asked += 1
+        self._compute([Ask(sid, tuple(tokens), count)])
+        return True
 
     def answer(self, sid: str, length: int) -> tuple[int, ...]:
-        return tuple(t + (self.rng.random() < self.wrong) for t in super().answer(sid, length))
+        # Ids that are never drawn: another one might be, by chance.
+        return tuple(t + VOCAB_SIZE * (self.rng.random() < self.wrong) for t in super().answer(sid, length))
 
 
 def at_once(wrong: float, seed: int = 0) -> AtOnce:
-    model = draft_model()
+    model = draft_model(rows=5)
     model.__class__ = AtOnce
     assert isinstance(model, AtOnce)
     model.wrong, model.rng = wrong, random.Random(seed)
@@ -133,6 +139,15 @@ def test_a_drafter_that_gave_up_tries_again() -> None:
     assert turns == [False] * (AGAIN - 1) + [True]
 
 
+def test_a_model_that_does_not_answer_is_not_waited_for_again_and_again() -> None:
+    drafter, waits = ModelDrafter(draft_model(), "r"), 0
+    for _ in range(AGAIN):
+        if drafter.watch([1]):
+            assert drafter.guess([1], 2) == ()
+            waits += 1
+    assert waits <= 3
+
+
 def test_prefill_has_no_drafts() -> None:
     world = World(speculative_tokens=4, draft_model=at_once(0.0))
     world.add(request("send", [1, 2], 4), kind=Kind.SEND, attempt="send")
@@ -152,6 +167,69 @@ def test_a_model_that_fails_leaves_requests_without_drafts() -> None:
         model.ask("r", list(range(length)), 2)
     model.stop(30)
     assert not model.busy and model.answer("r", 3) == model.answer("r", 4) == () and woken
+
+
+def test_a_model_that_failed_is_not_asked_again() -> None:
+    model = draft_model()
+    model.works = False
+    assert not model.ask("r", [1, 2], 2) and not model.busy
+
+
+def test_the_end_is_not_lost_behind_what_is_asked() -> None:
+    model, begun, go = draft_model(), threading.Event(), threading.Event()
+    compute = model._compute
+
+    def slow(asks: list[Ask]) -> None:
+        begun.set()
+        assert go.wait(30)
+        compute(asks)
+
+    model._compute = slow  # type: ignore[method-assign]
+    model.start(lambda: None)
+    model.ask("a", [1, 2], 2)
+    assert begun.wait(30)
+    model.ask("b", [1, 2], 2)
+    model.stop(0.0)
+    go.set()
+    model._thread.join(30)
+    assert not model._thread.is_alive() and model.answer("b", 2)
+
+
+def test_ids_that_the_model_does_not_have_get_no_drafts_and_others_go_on() -> None:
+    """A served model may have more ids than its tokenizer has text for, and a request may name them."""
+    model = draft_model(vocab_size=50)
+    submit = model._executor.submit
+
+    def checked(plan: Any) -> Any:
+        if any(max(start.token_ids) >= 50 for start in plan.starts):
+            raise IndexError("outside the table")
+        return submit(plan)
+
+    model._executor.submit = checked  # type: ignore[method-assign]
+    model.start(lambda: None)
+    model.ask("odd", [1, 50], 2)
+    model.ask("even", [1, 49], 2)
+    model.stop(30)
+    assert not model.busy and not model.answer("odd", 2)
+    assert list(model.answer("even", 2)) == expected_tokens([1, 49], LIKELIEST, 2)
+
+
+def held(world: World) -> int:
+    """Turns in which a running request waited for its newest token."""
+    found = 0
+    while world.turn():
+        found += any(seq.holds for seq in world.scheduler.queues.running)
+    return found
+
+
+def test_a_request_that_gets_no_drafts_waits_for_none() -> None:
+    """It would be planned one step after the other for nothing: one beyond the model's length, or beside too many."""
+    for count, rows, length in ((1, 5, 63), (3, 2, 10)):
+        world = World(num_blocks=65, max_model_len=128, speculative_tokens=4, draft_model=draft_model(rows=rows))
+        for number in range(count):
+            world.add(request(f"r{number}", [number + 1] * length, 30))
+        assert held(world) <= 2, f"{count} requests, {rows} rows, {length} tokens"
+        assert all(len(world.tokens[f"r{number}"]) == 30 for number in range(count))
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_answers_are_those_without_telling_what_is_forced(
 ) -> None:
     """Through preemption, prefix hits, windows, stops and ends amid a forced stretch, beside rows without grammars."""
 
-    def answers(tells: bool) -> tuple[dict[str, list[int]], dict[str, FinishReason], int, World]:
+    def answers(tells: bool) -> tuple[dict[str, list[int]], dict[str, FinishReason]]:
         rng = random.Random(seed)
         world = World(
             num_blocks=blocks * len(windows), windows=windows, prefix_caching=caching, depth=depth, late_masks=late
@@ -205,14 +205,10 @@ def test_answers_are_those_without_telling_what_is_forced(
             masks = None if number == 5 else Stretches(tells=tells)
             world.add(request(f"r{number}", prompt, rng.randint(1, 30), **options), masks=masks)
         world.run()
-        return world.tokens, {sid: world.finish(sid) for sid in world.tokens}, world.scheduler.steps.newest, world
+        assert not world.scheduler.stats().drafted
+        return world.tokens, {sid: world.finish(sid) for sid in world.tokens}
 
-    *plain, steps, _ = answers(False)
-    *fast, fewer, world = answers(True)
-    assert fast == plain
-    if world.scheduler.stats().forced > 20 and not world.scheduler.stats().preemptions:
-        assert fewer < steps
-    assert not world.scheduler.stats().drafted
+    assert answers(True) == answers(False)
 
 
 def test_forced_tokens_save_steps() -> None:

@@ -86,9 +86,12 @@ def test_a_request_that_no_frame_can_hold_is_refused_and_those_beside_it_run() -
             asked = [request(f"r{i}", [1 + i], 4) for i in range(5)]
             asked[2] = replace(asked[2], sampling=replace(asked[2].sampling, max_tokens=2**70))
             asked[3] = replace(asked[3], cache_salt="\ud800")
-            found = await asyncio.gather(*(tokens(backend, one) for one in asked), return_exceptions=True)
+            asked[4] = replace(asked[4], cache_salt="\ud800")
+            names = [{}, {"local_attempt": "l1"}, {}, {}, {"local_attempt": "l4"}]
+            streams = [tokens(backend, one, **called) for one, called in zip(asked, names, strict=True)]
+            found = await asyncio.gather(*streams, return_exceptions=True)
             for number, (one, what) in enumerate(zip(asked, found, strict=True)):
-                if number in (2, 3):
+                if number >= 2:
                     assert isinstance(what, InvalidRequest) and "cannot be passed to the engine" in what.message
                 else:
                     assert what == expected(one)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from concurrent.futures import Future
 
 import pytest
-from engine_stack import engine
+from engine_stack import engine, make_loop
 from engine_world import request
 from executors import Breaking, Gated
 
 from isthmus_runtime.engine.backend import EngineBackend
+from isthmus_runtime.engine.loop import Reply
 from isthmus_runtime.errors import EngineFailed, InvalidRequest, NeverFits
-from isthmus_runtime.executor.fake import expected_tokens
+from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
+from isthmus_runtime.interfaces.steps import StepOutput
 from isthmus_runtime.request import FinishReason, TokenChunk
 
 DEADLINE_S = 20
@@ -113,6 +116,41 @@ def test_what_breaks_again_while_it_ends_strands_nobody(monkeypatch: pytest.Monk
             monkeypatch.undo()
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+def test_who_ends_in_the_turn_that_breaks_is_told_too() -> None:
+    """A prompt that is refused and a request that is aborted are no longer live when the executor's error is seen."""
+    said: list[tuple[str, Reply]] = []
+    executor, step = FakeExecutor(65, 4), Future[StepOutput]()
+    executor.submit = lambda plan: step  # type: ignore[method-assign]
+    loop = make_loop(said.extend, executor)
+    loop.generate(request("runs", [1, 2], 5))
+    loop.turn()
+    loop.generate(request("refused", [1] * 500, 1))
+    loop.generate(request("told", [1, 2], 5))
+    loop.abort("told", "", "the router says so")
+    step.set_exception(RuntimeError("no device"))
+    with pytest.raises(RuntimeError) as broken:
+        loop.turn()
+    loop._break(str(broken.value))
+    ends = [(sid, reply.finish_reason) for sid, reply in said if isinstance(reply, TokenChunk)]
+    error, abort = FinishReason.ERROR, FinishReason.ABORT
+    assert sorted(ends) == [("refused", error), ("runs", error), ("told", abort)]
+    loop.generate(request("late", [1, 2], 5))
+    loop.turn()
+    assert len(said) == 4, "nothing is said twice"
+
+
+def test_what_is_called_after_commands_comes_after_what_they_say() -> None:
+    said: list[object] = []
+    loop = make_loop(said.extend, FakeExecutor(65, 4))
+    loop.generate(request("same", [1] * 500, 1))
+    loop.abort("same", "", "its caller is gone", answer=False)
+    loop.after(lambda: said.append("gone"))
+    loop.generate(request("same", [1] * 600, 1))
+    loop.turn()
+    told = [one if one == "gone" else str(one[1].error) for one in said]  # type: ignore[index]
+    assert len(told) == 3 and "500 tokens" in told[0] and told[1] == "gone" and "600 tokens" in told[2]
 
 
 def test_an_attempt_on_an_engine_that_moves_no_kv_is_refused_and_breaks_nothing() -> None:

@@ -17,6 +17,7 @@ from fake_device import FakeDevice
 
 from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import SchedulerStats
@@ -138,7 +139,7 @@ def test_adjusted_rows_among_others(
         streams = Streams(asyncio.get_running_loop())
         loop = EngineLoop(core, served.executor, streams.sink)
         loop.start()
-        backend = Ruled(loop, streams, vocab_size=VOCAB)
+        backend = EngineBackend(Ruled(loop, streams.sink), streams, vocab_size=VOCAB)
         try:
             requests = [
                 GenerateRequest(
@@ -155,9 +156,9 @@ def test_adjusted_rows_among_others(
         finally:
             loop.stop()
 
-    class Ruled(EngineBackend):
-        async def _constraint(self, request: GenerateRequest) -> Any:
-            return rules[int(request.request_id)]
+    class Ruled(LocalEngine):
+        def _compiled(self, request: GenerateRequest, attempt: str, run: Callable[[Any], None]) -> None:
+            run(rules[int(request.request_id)])
 
     answers, stats = asyncio.run(asyncio.wait_for(main(), 120))
     assert (stats.preemptions > 0) == (num_blocks == 24)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from isthmus_kernels import batch_invariance, native
+from isthmus_kernels.device import scratch
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.executor.device import cuda
 from isthmus_runtime.executor.device.cpu import CpuDevice
@@ -117,6 +119,21 @@ def test_sizes_to_capture_end_at_the_most_rows(gpu: CudaDevice) -> None:
         assert sizes[-1] == last and list(sizes) == sorted(set(sizes)) and sizes[0] == 1
         # Padding wastes little where steps are long.
         assert all(b - a <= max(8, b // 8) for a, b in itertools.pairwise(sizes))
+
+
+def test_devices_on_two_streams_have_scratch_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda _: None)
+
+    def entered(stream: int) -> torch.Tensor:
+        device = object.__new__(CudaDevice)
+        device.torch_device = torch.device("cuda:0")
+        device._stream = SimpleNamespace(cuda_stream=stream)  # type: ignore[assignment]
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(device.enter).result()
+            return thread.submit(scratch, "entered", torch.device("cpu"), (2,), torch.int32).result()
+
+    assert entered(1) is entered(1) and entered(1) is not entered(2)
 
 
 def test_rows_are_alike_in_any_batch_where_that_is_asked_for(card: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_device import FakeDevice
 from lora_adapters import ATTENTION, MLP, save_adapter
+from safetensors.torch import load_file, save_file
 
 from isthmus_kernels import native
 from isthmus_runtime.config import SchedulerConfig
@@ -19,6 +20,7 @@ from isthmus_runtime.engine.backend import EngineBackend, Streams
 from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
+from isthmus_runtime.errors import WeightsError
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.lora_config import LoraConfig
 from isthmus_runtime.models.registry import read_model_spec
@@ -229,3 +231,21 @@ def test_neighbours_change_no_bit(dtype: str, tmp_path: Path, start_engine: Call
         assert told(got[key]) == told(want[key]), key
         if not adapter:
             assert told(got[key]) == told(without[key]), key
+
+
+@pytest.mark.parametrize(("dtype", "number"), [("float32", float("nan")), ("bfloat16", 3.4e38)])
+@pytest.mark.parametrize("matrix", ["A", "B"])
+def test_numbers_that_would_spread_are_refused(
+    dtype: str, number: float, matrix: str, tmp_path: Path, start_engine: Callable[..., Any]
+) -> None:
+    """On a GPU a row of another adapter in the same tile is multiplied with 0 of these."""
+    build("llama", tmp_path / "model")
+    save_adapter(tmp_path / "bad", read_model_spec(tmp_path / "model").tensor_shapes(), seed=1, layers=(1,))
+    path = tmp_path / "bad" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith(f"q_proj.lora_{matrix}.weight"))
+    tensors[name][0, 0] = number
+    save_file(tensors, path)
+    served = start_engine(tmp_path / "model", dtype=dtype, lora=LoraConfig(max_loras=1, max_rank=8))
+    with pytest.raises(WeightsError, match=r"1\.self_attn\.q_proj has NaN or infinity in A, or in B times its scale 2"):
+        served.loaded.adapters.read(str(tmp_path / "bad"))

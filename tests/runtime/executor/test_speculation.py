@@ -15,13 +15,16 @@ import pytest
 import torch
 from fake_device import FakeDevice
 
-from isthmus_runtime.config import SchedulerConfig
+from isthmus_runtime.checkpoints.provenance import record_files
+from isthmus_runtime.commands.draft_model import load_drafts
+from isthmus_runtime.config import ModelConfig, SchedulerConfig
 from isthmus_runtime.engine import drafts, scheduler
 from isthmus_runtime.engine.backend import EngineBackend, Streams
 from isthmus_runtime.engine.draft_model import ROWS, DraftModel, DraftRows
 from isthmus_runtime.engine.drafts import Drafter, Speculation
 from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import EngineLoop
+from isthmus_runtime.errors import WeightsError
 from isthmus_runtime.executor.device.base import Device
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.request import GenerateRequest, SamplingParams, TokenChunk
@@ -182,18 +185,29 @@ def test_answers_are_those_without_a_draft_model(
         for number in range(10)
     ]
     plain, _ = generate(served, requests, 0)
-    model = DraftModel(small.executor, DraftRows(small.plan, ROWS, small.budget))
-    fast, stats = generate(served, requests, 4, draft_model=model)
+
+    def guessing() -> DraftModel:
+        return DraftModel(small.executor, DraftRows(small.plan, ROWS, small.budget), VOCAB)
+
+    fast, stats = generate(served, requests, 4, draft_model=guessing())
     for number, (one, other) in enumerate(zip(plain, fast, strict=True)):
         assert [t for c in one for t in c.token_ids] == [t for c in other for t in c.token_ids], f"request {number}"
-    alone, told = generate(
-        served, requests[:1], 4, draft_model=DraftModel(small.executor, DraftRows(small.plan, ROWS, small.budget))
-    )
+    alone, told = generate(served, requests[:1], 4, draft_model=guessing())
     assert [t for c in alone[0] for t in c.token_ids] == [t for c in plain[0] for t in c.token_ids]
     assert told.drafted > 0
     if seed == 0:
         assert told.accepted > told.drafted / 2, (told.accepted, told.drafted)
     assert stats.accepted <= stats.drafted
+
+
+def test_a_draft_model_whose_files_were_changed_is_refused(tmp_path: Path) -> None:
+    for name in ("served", "draft"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text('{"model": {}}')
+    record_files(tmp_path / "draft", "hf://owner/name")
+    (tmp_path / "draft" / "tokenizer.json").write_text('{"model": {} }')
+    with pytest.raises(WeightsError, match="14 bytes, 13 were downloaded"):
+        load_drafts(tmp_path / "draft", ModelConfig(path=str(tmp_path / "served")), block_size=4, max_model_len=None)
 
 
 def test_draws_have_the_distribution_of_the_model(

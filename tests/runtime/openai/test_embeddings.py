@@ -19,9 +19,11 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as HfTokenizer
 
 from isthmus_runtime.errors import EngineFailed, Overloaded
+from isthmus_runtime.openai import app, ranking
 from isthmus_runtime.openai.batches import WIDTH
 from isthmus_runtime.openai.embeddings import numbers
 from isthmus_runtime.openai.ranking import INSTRUCTION
+from isthmus_runtime.openai.score_budget import MAX_NUMBERS_HELD, MAX_TOKENS_HELD
 from isthmus_runtime.openai.tenants_file import TenantsFile
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.request import FinishReason, ServedTask, TokenChunk, TokenLogprobs
@@ -98,6 +100,7 @@ def test_every_form_of_input(serve, run, tokenizer):
         ({"input": "a", "normalize": False}, "normalize", "normalize: not supported; remove it or set it to true"),
         ({"input": "a", "temperature": 1}, "temperature", "temperature: unknown parameter; remove it"),
         ({"input": "a", "user": 1}, "user", "user: must be a string"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "input", "input: is empty; give at least one token"),
         ({"input": "a", "model": "big"}, "model", "model: 'big' is not served here"),
     ],
 )
@@ -153,7 +156,34 @@ def test_an_answer_that_would_be_too_large(serve, run):
             api.backend.task = ServedTask(kind="embed", dimensions=1 << 20, shorter=True)
             status, answer = await post(api, "/v1/embeddings", {"input": ["a"] * 5})
             assert status == 400 and "5 vectors of 1048576 numbers are more than 4194304" in answer["error"]["message"]
+            body = {"query": "q", "documents": ["a", "b", "c", "d", "the"]}
+            status, answer = await post(api, "/v1/rerank", body)
+            assert status == 400 and "6 vectors of 1048576 numbers are more than 4194304" in answer["error"]["message"]
             assert not api.backend.requests
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/embeddings", {"input": ["a", "b"]}), ("/v1/rerank", {"query": "a", "documents": ["b"]})],
+)
+@pytest.mark.parametrize(
+    ("name", "left", "text"),
+    [("vector_budget", 7, "8 numbers of vectors: requests that"), ("token_budget", 1, "2 tokens of prompts: requests")],
+)
+def test_what_all_requests_hold_has_a_budget(serve, run, monkeypatch, path, body, name, left, text):
+    async def main():
+        budget = getattr(app, name)()
+        monkeypatch.setattr(app, name, lambda: budget)
+        async with serve(embed) as api:
+            api.backend.task = EMBEDS
+            with budget.holding({"vector_budget": MAX_NUMBERS_HELD, "token_budget": MAX_TOKENS_HELD}[name] - left):
+                status, answer = await post(api, path, body)
+                assert status == 429 and text in answer["error"]["message"], answer
+                assert not api.backend.requests
+            status, _ = await post(api, path, body)
+            assert status == 200 and budget.held == 0
 
     run(main())
 
@@ -324,6 +354,21 @@ def test_rerank_asks_the_model_for_yes_or_no(serve, run, words):
             status, got = await post(api, "/rerank", body | {"instruction": "Find dogs."})
             assert [set(r) for r in got["results"]] == [{"index", "relevance_score"}]
             assert "<Instruct>: Find dogs.\n" in used.pieces_with(None).join(api.backend.requests[-1].prompt_token_ids)
+
+    run(main())
+
+
+def test_a_query_is_not_repeated_without_end(serve, run, words, monkeypatch):
+    async def main():
+        used, yes, no = words
+        monkeypatch.setattr(ranking, "MAX_TOKENS", 1000)
+        async with serve(judge(yes, no), used=used) as api:
+            api.backend.task, api.backend.max_model_len = SCORES, 4000
+            status, got = await post(api, "/v1/rerank", {"query": "the dog " * 30, "documents": ["a"] * 500})
+            assert status == 400 and "of 500 pairs are more than 1000 tokens" in got["error"]["message"], got
+            assert not api.backend.requests
+            status, got = await post(api, "/v1/rerank", {"query": "the dog", "documents": ["a"]})
+            assert status == 200, got
 
     run(main())
 

@@ -15,6 +15,8 @@ from isthmus_runtime.errors import RequestError
 from isthmus_runtime.metrics import render
 from isthmus_runtime.protocol import (
     AbortCall,
+    AdapterCall,
+    AdapterInfo,
     CommitCall,
     EngineInfo,
     GenerateCall,
@@ -65,6 +67,7 @@ class FakeEngine:
         self.draining = False
         self.is_ready = True
         self.max_model_len = 4096
+        self.adapters = ()
         self.frozen = None
         """An event: nothing is answered before it is set."""
         self.probes = 0
@@ -107,7 +110,7 @@ class FakeEngine:
         app.router.add_get("/ready", self._ready)
         if self.kv_changes is not None:
             app.router.add_get("/internal/kv-events", self._kv_events)
-        for name in ("generate", "prefill", "commit", "abort"):
+        for name in ("generate", "prefill", "commit", "abort", "adapter"):
             app.router.add_post(f"/internal/{name}", getattr(self, f"_{name}"))
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.2)
         await runner.setup()
@@ -122,6 +125,7 @@ class FakeEngine:
 
     async def _info(self, request):
         self.probes += 1
+        adapters = self.adapters
         self.note()
         if self.frozen is not None:
             await self.frozen.wait()
@@ -141,6 +145,7 @@ class FakeEngine:
             transfer=TransferInfo(mode=self.mode, epoch=self.epoch),
             version="0",
             draining=self.draining,
+            adapters=adapters,
         )
         return web.Response(text=info.model_dump_json(), content_type="application/json")
 
@@ -221,6 +226,14 @@ class FakeEngine:
 
     async def _abort(self, request):
         self.aborts.append(AbortCall.model_validate_json(await request.read()))
+        self.note()
+        return web.json_response({})
+
+    async def _adapter(self, request):
+        call = AdapterCall.model_validate_json(await request.read())
+        left = [adapter for adapter in self.adapters if adapter.name != call.name]
+        new = [] if call.path is None else [AdapterInfo(name=call.name, digest=call.path)]
+        self.adapters = (*left, *new)
         self.note()
         return web.json_response({})
 

@@ -52,6 +52,33 @@ def test_good_ones_pass_and_bad_ones_are_named(model: Path) -> None:
     run(work, model)
 
 
+@pytest.mark.parametrize("required", [True, 5, [["a"]]])
+def test_a_schema_of_another_draft_is_named(model: Path, required: object) -> None:
+    """`required: true` is of draft 3."""
+    schema = {"type": "object", "properties": {"a": {}}, "required": required}
+
+    async def work(checker: Checker) -> None:
+        await checker.check(GOOD, "x")
+        first = pid_of(checker)
+        with pytest.raises(InvalidRequest, match="required"):
+            await checker.check(Structure("json_schema", json.dumps(schema)), "x")
+        assert pid_of(checker) == first
+
+    run(work, model)
+
+
+def test_what_nobody_has_foreseen_is_of_one_grammar(model: Path) -> None:
+    async def work(checker: Checker) -> None:
+        await checker.check(GOOD, "x")
+        first = pid_of(checker)
+        with pytest.raises(InvalidRequest, match=r"cannot be compiled \(KeyError"):
+            await checker.check(Structure("unheard-of", ""), "x")  # type: ignore[arg-type]
+        await checker.check(Structure("regex", "ab"), "x")
+        assert pid_of(checker) == first
+
+    run(work, model)
+
+
 def test_an_endless_one_is_ended_and_the_next_is_answered(model: Path) -> None:
     async def work(checker: Checker) -> None:
         await checker.check(GOOD, "x")

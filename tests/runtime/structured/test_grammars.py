@@ -177,3 +177,28 @@ def test_a_grammar_is_compiled_once_for_all_choices_of_a_request(grammars: Gramm
     assert second.allowed([]) == begin, "each is at a place of its own"
     third = grammars.guide(Structure("choice", '["once", "only"]'))
     assert third.allowed([]) == begin
+
+
+def test_forced_tokens_are_looked_for_once(grammars: Grammars) -> None:
+    """Where a long text is forced, that takes long, and the masks of other requests wait for it."""
+
+    class Counting:
+        def __init__(self, matcher: Any) -> None:
+            self.matcher, self.looked = matcher, 0
+
+        def __getattr__(self, name: str) -> Any:
+            self.looked += name == "compute_ff_tokens"
+            return getattr(self.matcher, name)
+
+    guide = grammars.guide(Structure("regex", "(x|y)" + "ab" * 200 + "[0-9]"))
+    counting = Counting(guide._matcher)
+    guide._matcher = counting
+    generated: list[int] = []
+    while (mask := int.from_bytes(guide.allowed(generated), "little")) and len(generated) < 1000:
+        tokens = guide.forced(generated, 0).tokens
+        token = tokens[0] if tokens else (mask & -mask).bit_length() - 1
+        assert mask >> token & 1
+        if token in (0, 2):
+            break
+        generated.append(token)
+    assert len(generated) > 50 and counting.looked < 10

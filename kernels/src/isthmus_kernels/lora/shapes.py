@@ -15,7 +15,8 @@ def check_adapters(x: Tensor, out: Tensor, slots: Tensor, a: Tensor, b: Tensor, 
         out: ``[T, O]`` of the same dtype: what the layer made of x, changed in place. Sums are fp32.
         slots: int32 ``[T]``, 0 to S: the row's adapter is number ``slots[t] - 1``; 0: none, the row of `out` is not
             touched.
-        a: ``[S, P, R, I]``, contiguous, in x's dtype: R is a multiple of 4, ranks beyond an adapter's own are zero.
+        a: ``[S, P, R, I]``, contiguous, in x's dtype: R is a multiple of 4, ranks beyond an adapter's own are zero, and
+            all are finite, as rows may be multiplied with 0 of an adapter that is not theirs.
         b: ``[S, R, O]``, likewise; the adapter's scale is in it.
         starts: first output of each of the P (1 to 3) parts, each with an A of its own, that make up O.
     """

@@ -11,10 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from isthmus_kernels import batch_invariance
+
 _ROWS = 16
 _INPUTS = 128
 _OUTPUTS = 128
 _MOST_CUTS = 8
+# Bytes of a column of the widest matrix A whose tiles of `_INPUTS` columns fit into shared memory.
+_WIDE = 512
 
 
 @triton.jit
@@ -82,13 +86,15 @@ def lora(x: Tensor, out: Tensor, slots: Tensor, a: Tensor, b: Tensor, starts: tu
     count, parts, rank, inputs = a.shape
     rows, outputs = out.shape
     tiles = triton.cdiv(rows, _ROWS)
-    cuts = max(1, min(_MOST_CUTS, inputs // 256, 64 // (tiles * parts)))
+    # Their sums are added up: their number is part of the order.
+    wanted = _MOST_CUTS if batch_invariance.required(x.device) else 64 // (tiles * parts)
+    cuts = max(1, min(_MOST_CUTS, inputs // 256, wanted))
     cut = triton.cdiv(triton.cdiv(inputs, cuts), _INPUTS) * _INPUTS
     inner = torch.empty((cuts, rows, parts * rank), dtype=torch.float32, device=x.device)
     padded = max(16, rank)
     _shrink[(tiles, parts, cuts)](
         inner, x, slots, a, rows, inputs, x.stride(0), cut, SLOTS=count, RANK=rank, PADDED=padded, WIDTH=parts * rank,
-        ROWS=_ROWS, INPUTS=_INPUTS,
+        ROWS=_ROWS, INPUTS=_INPUTS if padded * a.element_size() <= _WIDE else _INPUTS // 2,
     )  # fmt: skip
     widest = max(stop - start for start, stop in zip(starts, (*starts[1:], outputs), strict=True))
     second, third = (*starts[1:], outputs, outputs)[:2]

@@ -22,7 +22,7 @@ from ..models.base import Shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"^base_model\.model\.(.+)\.lora_(A|B)(?:\.default)?\.weight$")
-_MAX_LISTED = 8
+MAX_LISTED = 8
 _MAX_CONFIG_BYTES = 1 << 20
 _HEADER_BYTES = 100 << 20
 """The library's own limit of a header."""
@@ -93,6 +93,8 @@ def read_adapter(folder: str | Path, shapes: Shapes, adaptable: Collection[str],
     config = _config(folder / CONFIG, text)
     try:
         tensors = load(raw)
+    except KeyError as e:
+        raise WeightsError(f"{folder / WEIGHTS} holds a tensor of type {e}, which no adapter has") from e
     except (SafetensorError, ValueError) as e:
         raise WeightsError(f"{folder / WEIGHTS} is not a complete safetensors file ({len(raw)} bytes): {e}") from e
     digest = sha256(sha256(text).digest() + sha256(raw).digest()).hexdigest()[:32]
@@ -101,6 +103,9 @@ def read_adapter(folder: str | Path, shapes: Shapes, adaptable: Collection[str],
 
 def _bytes(path: Path, most: int) -> bytes:
     try:
+        # Opening a pipe would wait for whoever writes into it.
+        if path.exists() and not path.is_file():
+            raise WeightsError(f"{path} is no regular file")
         with path.open("rb") as file:
             found = file.read(most + 1)
     except FileNotFoundError:
@@ -115,7 +120,7 @@ def _bytes(path: Path, most: int) -> bytes:
 def _config(path: Path, text: bytes) -> dict[str, Any]:
     try:
         config = json.loads(text)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise WeightsError(f"{path} cannot be read as JSON: {e}") from e
     if not isinstance(config, dict):
         raise WeightsError(f"{path} holds {type(config).__name__}, expected a JSON object")
@@ -126,7 +131,7 @@ def _config(path: Path, text: bytes) -> dict[str, Any]:
         if value and key in _REFUSED:
             problems.append(f"{key} is set: {_REFUSED[key]} are not implemented")
         elif value and key not in _BOOKKEEPING and key not in _REFUSED:
-            problems.append(f"{key} is {value!r}, and its meaning is not known here")
+            problems.append(f"{key!r} is {value!r}, and its meaning is not known here")
     if config.get("bias", "none") != "none":
         problems.append(f"bias is {config['bias']!r}: trained biases are not implemented; train with bias none")
     start = config.get("init_lora_weights", True)
@@ -178,9 +183,9 @@ def _modules(
     if not pairs and not problems:
         problems.append("holds no matrices of an adapter")
     if problems:
-        hidden = len(problems) - _MAX_LISTED
+        hidden = len(problems) - MAX_LISTED
         more = [f"... and {hidden} more"] if hidden > 0 else []
-        raise WeightsError([f"{path}: {problem}" for problem in (*problems[:_MAX_LISTED], *more)])
+        raise WeightsError([f"{path}: {problem}" for problem in (*problems[:MAX_LISTED], *more)])
     return found
 
 

@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ..checkpoints.provenance import verify_files
 from ..config import KvConfig, ModelConfig, SchedulerConfig
 from ..engine.draft_model import ROWS, DraftModel, DraftRows
 from ..errors import ConfigError
@@ -32,11 +33,13 @@ class Drafts:
 
 
 def load_drafts(draft: Path, model: ModelConfig, *, block_size: int, max_model_len: int | None) -> Drafts:
-    """Load the draft model and make its pool. ConfigError where its tokenizer is not that of the served `model`.
+    """Load the draft model and make its pool. ConfigError where its files are not those that were fetched, or its
+    tokenizer is not that of the served `model`.
 
     To be called before memory is measured for the served model's pool. `max_model_len`: of requests; None: any.
     """
     served = Path(model.path)
+    verify_files(draft)
     if _vocabulary(served) != _vocabulary(draft):
         raise ConfigError(
             f"--speculative-model {draft}: its tokenizer is not that of --model {served}, the same text has other ids; "
@@ -61,7 +64,7 @@ def load_drafts(draft: Path, model: ModelConfig, *, block_size: int, max_model_l
     pool = plan(replace(wanted, available_bytes=(blocks * shape.bytes_per_block,)))
     log.info("draft model %s: %d rows, %.1f MiB of KV", draft, ROWS, blocks * shape.bytes_per_block / 2**20)
     executor = TorchExecutor(loaded, pool, scheduler, kv_config)
-    return Drafts(DraftModel(executor, DraftRows(pool, ROWS, _STEP_TOKENS)), executor)
+    return Drafts(DraftModel(executor, DraftRows(pool, ROWS, _STEP_TOKENS), theirs), executor)
 
 
 def _vocabulary(model: Path) -> tuple[object, object]:

@@ -223,7 +223,8 @@ async def _serve_ports(
             tracer=tracer,
             adapters=lambda: {adapter.name: adapter for adapter in engine.status().adapters},
         )
-        if config.lora.folder:
+        if config.lora.folder and credentials is None:
+            # Where peers know each other, changes come from the router by /internal/adapter: these ask for no key.
             add_adapter_routes(app, lambda request: None, engine.change_adapter)
     server.add_probes(app)  # routers ask here, too
     server.add_internal(app)

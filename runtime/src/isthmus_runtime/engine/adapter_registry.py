@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from pathlib import Path
@@ -12,6 +13,11 @@ from ..request import AdapterName
 from .loop import EngineLoop
 
 _LOG = logging.getLogger(__name__)
+
+MOST_TOLD = 48 << 10
+"""Bytes of /info that adapters may take: routers and the operator, which takes 64 KiB of it, read all of them often."""
+_DIGEST_TOLD = 64
+"""Of them, what an adapter takes beside its name."""
 
 
 class AdapterRegistry:
@@ -41,7 +47,7 @@ class AdapterRegistry:
         """
         if self._holder is None:
             raise InvalidRequest("lora_name: this engine has no room for adapters; start it with --max-loras")
-        if not name or name in self._taken:
+        if not name or not name.isprintable() or name in self._taken:
             raise InvalidRequest(f"lora_name: {name!r} cannot be an adapter's name; give another", param="lora_name")
         with self._lock:
             adapter = self._holder.read(folder)
@@ -51,6 +57,13 @@ class AdapterRegistry:
             if before is not None and not replace:
                 raise InvalidRequest(
                     f"lora_name: {name!r} is loaded, with other weights; unload it first, or set load_inplace",
+                    param="lora_name",
+                )
+            told = sum(len(json.dumps(each)) + _DIGEST_TOLD for each in {*self._names, name})
+            if told > MOST_TOLD:
+                raise InvalidRequest(
+                    f"lora_name: {len(self._names)} adapters are loaded, and with {name!r} their names would take "
+                    f"{told} bytes, of at most {MOST_TOLD}; unload others, or give shorter names",
                     param="lora_name",
                 )
             self._engine.add_adapter(name, adapter)

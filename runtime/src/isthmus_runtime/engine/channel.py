@@ -158,7 +158,9 @@ FromEngine = Ready | Replies | Gone | Started | KvChanges | Status | Drained | A
 
 def _encode(value: object) -> object:
     if isinstance(value, RequestError):
-        return value.status, value.to_json()
+        # What a message quotes may hold half a character, for which there would be no frame.
+        told = value.to_json().items()
+        return value.status, {k: v.encode(errors="backslashreplace").decode() if type(v) is str else v for k, v in told}
     if isinstance(value, BaseModel):
         return value.model_dump_json().encode()
     raise NotImplementedError(f"{type(value).__name__} does not travel between processes")

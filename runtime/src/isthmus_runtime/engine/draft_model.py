@@ -48,6 +48,7 @@ class DraftRows:
     def __init__(self, plan: KvPlan, rows: int, max_tokens: int) -> None:
         """`plan`: of a pool with blocks for so many rows of the longest length; `max_tokens`: of a step."""
         self.max_len = plan.max_model_len
+        self.count = rows
         self._max_tokens = max_tokens
         self._blocks: list[tuple[tuple[int, ...], ...]] = []
         free = iter(range(1, plan.num_blocks))
@@ -114,10 +115,11 @@ class DraftRows:
 class DraftModel:
     """Answers asks, together those that are there. `start` and the methods after it are for the engine's thread."""
 
-    def __init__(self, executor: Executor, rows: DraftRows) -> None:
-        """`executor`: of the small model; closed by whoever made it, after `stop`."""
+    def __init__(self, executor: Executor, rows: DraftRows, vocab_size: int) -> None:
+        """`executor`: of the small model, which has `vocab_size` ids; closed by whoever made it, after `stop`."""
         self._executor = executor
         self._rows = rows
+        self._vocab_size = vocab_size
         self._asks: queue.SimpleQueue[Ask | None] = queue.SimpleQueue()
         self._asked = self._answered = 0
         self._answers: OrderedDict[str, tuple[int, tuple[int, ...]]] = OrderedDict()
@@ -126,6 +128,8 @@ class DraftModel:
         self._thread = threading.Thread(target=self._run, name="drafts", daemon=True)
         self.seconds = 0.0
         """What one draft of a request takes, of late."""
+        self.works = True
+        """Whether it answers; not any more once it has failed."""
 
     def start(self, wake: Callable[[], None]) -> None:
         """Start the thread. It calls `wake` when there are answers."""
@@ -143,12 +147,19 @@ class DraftModel:
         """Whether it has not answered everything."""
         return self._asked != self._answered
 
-    def ask(self, sid: str, tokens: Tokens[int], count: int) -> None:
-        """Have at most `count` tokens guessed that follow `tokens`."""
+    @property
+    def rows(self) -> int:
+        """Where more requests guess than that, each takes the row of another, and computes all of its tokens again."""
+        return self._rows.count
+
+    def ask(self, sid: str, tokens: Tokens[int], count: int) -> bool:
+        """Have at most `count` tokens guessed that follow `tokens`. False: there will be none."""
         count = min(count, self._rows.max_len - len(tokens))
-        if count > 0:
-            self._asked += 1
-            self._asks.put(Ask(sid, tuple(tokens), count))
+        if count <= 0 or not self.works:
+            return False
+        self._asked += 1
+        self._asks.put(Ask(sid, tuple(tokens), count))
+        return True
 
     def answer(self, sid: str, length: int) -> tuple[int, ...]:
         """The guess for the request when it had `length` tokens; nothing where there is none (yet)."""
@@ -156,19 +167,23 @@ class DraftModel:
         return drafts if asked_at == length else ()
 
     def _run(self) -> None:
-        works = True
         while (first := self._asks.get()) is not None:
             asks = [first]
-            while len(asks) < ROWS and not self._asks.empty() and (ask := self._asks.get()) is not None:
+            while len(asks) < ROWS and not self._asks.empty():
+                if (ask := self._asks.get()) is None:
+                    self._asks.put(None)  # the end, which the outer loop looks for
+                    break
                 asks.append(ask)
             newest = {ask.sid: ask for ask in asks}
-            if works:
+            # A served model may have more ids than its tokenizer, and than this one.
+            known = [ask for ask in newest.values() if max(ask.tokens) < self._vocab_size]
+            if known and self.works:
                 try:
-                    self._compute(list(newest.values()))
+                    self._compute(known)
                 except Exception:
                     # Answers do not depend on guesses: the engine goes on without.
                     log.exception("the draft model failed; requests are computed without drafts from now on")
-                    works = False
+                    self.works = False
             self._answered += len(asks)
             self._wake()
 

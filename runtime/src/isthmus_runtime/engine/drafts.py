@@ -58,8 +58,10 @@ class Drafter:
     seconds = 0.0
     """What a guessed token takes before it is verified."""
 
-    def prepare(self, tokens: Tokens[int], count: int) -> None:
-        """The request waits for a guess of at most `count` tokens: here it is at hand."""
+    def prepare(self, tokens: Tokens[int], count: int) -> bool:
+        """The request waits for a guess of at most `count` tokens, unless there will be none (False): here it is at
+        hand."""
+        return True
 
     def learn(self, tokens: Tokens[int]) -> bool:
         """Take in what is new of `tokens`; False: there is more than `CATCH_UP` of it."""
@@ -126,9 +128,9 @@ class ModelDrafter:
         """As of `Drafter`."""
         return self._model.seconds
 
-    def prepare(self, tokens: Tokens[int], count: int) -> None:
+    def prepare(self, tokens: Tokens[int], count: int) -> bool:
         """As of `Drafter`: the model begins."""
-        self._model.ask(self._sid, tokens, count)
+        return self._model.ask(self._sid, tokens, count)
 
     def learn(self, tokens: Tokens[int]) -> bool:
         """Nothing is kept here of the tokens."""
@@ -146,8 +148,11 @@ class ModelDrafter:
         self.trust += WEIGHT * (right - self.trust)
 
     def guess(self, tokens: Tokens[int], count: int) -> tuple[int, ...]:
-        """As of `Drafter`; none where the model has not answered."""
-        return self._model.answer(self._sid, len(tokens))[:count]
+        """As of `Drafter`; none where the model has not answered, which is as bad as a wrong one: it was waited for."""
+        found = self._model.answer(self._sid, len(tokens))[:count]
+        if not found:
+            self.judge(False)
+        return found
 
 
 class Speculation:
@@ -224,7 +229,9 @@ class Speculation:
     def _prepare(self, seq: Sequence, drafter: Drafter | ModelDrafter) -> None:
         if seq.holds and seq.phase is Phase.RUNNING:
             most = min(self.most, seq.end_len - seq.known - 1)
-            drafter.prepare(seq.tokens, min(most, self._most(drafter.trust, self.most, drafter.seconds)))
+            enough = self._model is None or self._rows <= self._model.rows
+            count = min(most, self._most(drafter.trust, self.most, drafter.seconds))
+            seq.holds = enough and drafter.prepare(seq.tokens, count)
 
     def _most(self, trust: float, most: int, seconds: float = 0.0) -> int:
         """How many of `most` drafts are worth their cost, when each is right with probability `trust` if those before

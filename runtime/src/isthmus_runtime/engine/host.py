@@ -142,7 +142,7 @@ class EngineHost:
                     self._sock.sendall(frame)
             except OSError:
                 return  # the reader sees the end, too
-            except Exception:
+            except BaseException:  # Rust's panics are no Exception, and nobody would know that this thread has ended
                 _log.exception("a message to the API process could not be written")
                 self._lost("the channel to the API process broke")
                 return
@@ -158,7 +158,7 @@ class EngineHost:
                         self._obey(message)
         except (OSError, ChannelError) as error:
             reason = f"{reason}: {error}"
-        except Exception as error:
+        except BaseException as error:  # as above
             _log.exception("a command of the API process failed")
             reason = f"a command of the API process failed: {error}"
         if not self.stop.is_set():

@@ -149,14 +149,15 @@ class LocalEngine(Engine):
                 _log.exception("a grammar could not be compiled")
                 found = EngineFailed(f"structured output failed: {error}")
             with self._changed:
-                # Under the lock, so that an abort which comes now follows it into the loop's inbox.
+                # Under the lock, so that an abort which comes now follows it, and a later request of this id as well.
                 if self._compiling.get(sid) is not waits:
                     return
                 del self._compiling[sid]
-                if not isinstance(found, RequestError):
+                if isinstance(found, RequestError):
+                    refusal = found.located("admission", attempt)
+                    self._sink([(sid, TokenChunk(finish_reason=FinishReason.ERROR, error=refusal))])
+                else:
                     run(found)
-                    return
-            self._sink([(sid, TokenChunk(finish_reason=FinishReason.ERROR, error=found.located("admission", attempt)))])
 
         # The API layer has seen it compiled within its limits; it is still more than a caller has time for.
         self._compiler.submit(compile_and_run)

@@ -96,6 +96,8 @@ class EngineLoop:
         self._started = started
         self._adapters = adapters
         self._inbox: queue.SimpleQueue[Callable[[float], list[Effect]] | None] = queue.SimpleQueue()
+        self._effects: list[Effect] = []
+        """Of the turn that runs, not yet applied: if it breaks, its answers are given all the same."""
         self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
         self._handoff = None if handoff is None else handoff(self._on_handoff)
         self._masks = MaskThread(lambda: self._inbox.put(_look_again))
@@ -237,9 +239,11 @@ class EngineLoop:
         return result.result(timeout_s)
 
     def after(self, function: Callable[[], None]) -> None:
-        """Call `function` on the engine thread, after the commands given before and before any reply to later ones."""
+        """Call `function` on the engine thread, after the commands given before and what they say, and before any reply
+        to later ones."""
 
         def command(now: float) -> list[Effect]:
+            self._apply(now)
             function()
             return []
 
@@ -305,8 +309,8 @@ class EngineLoop:
 
     def turn(self) -> None:
         """One turn: wait until `wakes_at`, then commands, results, deadlines, and the next step."""
-        effects = self._take_inbox()
-        now = self._clock()
+        self._take_inbox()
+        now, effects = self._clock(), self._effects
         effects += self._take_results(now)
         effects += self.scheduler.tick(now)
         if self._handoff is not None:
@@ -324,7 +328,7 @@ class EngineLoop:
         if self._adapters is not None:
             for digest in self.scheduler.unused_adapters():
                 self._adapters.drop(digest)
-        self._apply(effects, now)
+        self._apply(now)
         self.snapshot = Snapshot(self.scheduler.stats(), self.scheduler.pool.counts())
 
     def wakes_at(self) -> float | None:
@@ -384,9 +388,8 @@ class EngineLoop:
             raise TimeoutError(f"a step has not ended for {self._step_timeout_s:g} s (--no-progress-timeout)")
         return effects
 
-    def _take_inbox(self) -> list[Effect]:
+    def _take_inbox(self) -> None:
         """Wait until there is something to do, and obey the commands that are there; those to come wait a turn."""
-        effects: list[Effect] = []
         try:
             command = self._inbox.get(timeout=self._patience())
             for left in range(self._inbox.qsize(), -1, -1):
@@ -394,21 +397,20 @@ class EngineLoop:
                     self._stopping = True
                     break
                 self._wake = True
-                effects += command(self._clock())
+                self._effects += command(self._clock())
                 if left:
                     command = self._inbox.get_nowait()
         except queue.Empty:
             pass  # a time has come
-        return effects
 
     def _patience(self) -> float | None:
         """How long the inbox may stay empty before a time comes that needs us; None: forever."""
         wake = self.wakes_at()
         return None if wake is None else max(0.0, wake - self._clock())
 
-    def _apply(self, effects: list[Effect], now: float) -> None:
+    def _apply(self, now: float) -> None:
         replies: list[tuple[str, Reply]] = []
-        for effect in effects:
+        for effect in self._effects:
             match effect:
                 case tuple():  # an Emit
                     replies.append(effect)
@@ -430,6 +432,7 @@ class EngineLoop:
                     self._handoff.cancel(attempt, reason, now)
         if replies:
             self._sink(replies)
+        self._effects.clear()
 
     def _handoff_event(self, event: HandoffEvent, now: float) -> list[Effect]:
         match event:
@@ -468,13 +471,16 @@ class EngineLoop:
         self._in_flight.clear()
         error = EngineFailed(self.failure)
         # The answers first: what broke once may break again, and nobody is to wait for it.
-        live = list(self.scheduler.live())
-        self._sink([_refused(seq.sid, error.located(seq.phase.value, seq.attempt)) for seq in live])
+        live = [_refused(seq.sid, error.located(seq.phase.value, seq.attempt)) for seq in self.scheduler.live()]
+        self._sink([*(effect for effect in self._effects if isinstance(effect, tuple)), *live])
+        self._effects.clear()
         try:
             effects = self.scheduler.abort_all(error)
-            self._apply([effect for effect in effects if not isinstance(effect, tuple)], self._clock())
+            self._effects += [effect for effect in effects if not isinstance(effect, tuple)]
+            self._apply(self._clock())
         except Exception:
             log.exception("the broken engine could not let go of what it held")
+            self._effects.clear()
 
 
 def _step_ended(now: float) -> list[Effect]:

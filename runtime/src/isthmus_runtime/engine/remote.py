@@ -230,7 +230,8 @@ class RemoteEngine(Engine):
         else:
             command = commands[0]
             assert isinstance(command, Generate | Prefill), "all else is small and checked"
-            sid = command.attempt or command.request.request_id
+            local = command.local_attempt if isinstance(command, Generate) else ""
+            sid = command.attempt or local or command.request.request_id
             self._refuse(sid, InvalidRequest(f"the request cannot be passed to the engine process: {UNFIT}"))
 
     # ---------------------------------------------------------------------------------------------- from the engine

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checkpoints.peft import LoraAdapter, read_adapter
+from ..checkpoints.peft import MAX_LISTED, LoraAdapter, read_adapter
+from ..errors import WeightsError
 from ..interfaces.steps import Adapter, AdapterSlot
 from ..layers.lora import Adaptable, Adapters
 from ..lora_config import LoraConfig
@@ -52,12 +53,14 @@ class AdapterSlots:
         return sum(slots.a.nbytes + slots.b.nbytes for _, slots in self._slots())
 
     def read(self, folder: str) -> Adapter:
-        """Read, check and lay out the adapter in `folder`. Any thread."""
+        """Read, check and lay out the adapter in `folder`. Any thread. Raises WeightsError."""
         found = read_adapter(folder, self._model.spec.tensor_shapes(), self._names, self._max_rank)
+        problems: list[str] = []
         with torch.inference_mode():
-            return HostAdapter(
-                found.digest, tuple(self._laid_out(layer, slots, found) for layer, slots in self._slots())
-            )
+            laid_out = tuple(self._laid_out(layer, slots, found, problems) for layer, slots in self._slots())
+        if problems:
+            raise WeightsError([f"{folder}: {problem}" for problem in problems[:MAX_LISTED]])
+        return HostAdapter(found.digest, laid_out)
 
     def keep(self, adapter: Adapter) -> None:
         """Steps may name it from now on."""
@@ -77,7 +80,9 @@ class AdapterSlots:
     def _slots(self) -> list[tuple[Adaptable, Adapters]]:
         return [(layer, layer.linear.adapters) for layer in self._layers if layer.linear.adapters is not None]
 
-    def _laid_out(self, layer: Adaptable, slots: Adapters, found: LoraAdapter) -> tuple[Tensor, Tensor]:
+    def _laid_out(
+        self, layer: Adaptable, slots: Adapters, found: LoraAdapter, problems: list[str]
+    ) -> tuple[Tensor, Tensor]:
         a = self._device.host(*slots.a.shape[1:], dtype=slots.a.dtype)
         b = self._device.host(*slots.b.shape[1:], dtype=slots.b.dtype)
         stops = (*slots.starts[1:], b.shape[1])
@@ -87,4 +92,10 @@ class AdapterSlots:
                 rank = len(pair.a)
                 a[part, :rank] = pair.a.to(a.dtype)
                 b[:rank, start:stop] = (pair.b.float() * pair.scale).T.to(b.dtype)
+                # On a GPU, rows of other adapters in the same tile are multiplied with these and 0: NaN would spread.
+                if not (a[part].isfinite().all() and b[:, start:stop].isfinite().all()):
+                    problems.append(
+                        f"{module} has NaN or infinity in A, or in B times its scale {pair.scale:g}, as {a.dtype}; "
+                        "save it whole and with finite numbers"
+                    )
         return a, b

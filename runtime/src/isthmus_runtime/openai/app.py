@@ -45,7 +45,7 @@ from .ranking import Ranker, Ranking, RerankRequest, ScoreRequest, Scores
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
 from .schema import ChatRequest, CompletionRequest, chat_request, json_object
-from .score_budget import ScoreBudget
+from .score_budget import ScoreBudget, token_budget, vector_budget
 from .sse import Format, Usage
 from .tenants import Tenant
 from .tenants_file import TenantsFile
@@ -56,8 +56,8 @@ _log = logging.getLogger(__name__)
 
 _OFF_LOOP_BYTES = 20_000
 """Bodies above this are parsed and tokenised in a thread, so that other streams do not wait (about 5 ms of work)."""
-_BRIEF_BATCH_BYTES = 2_000
-"""The same for batches, whose texts may each be rendered by a template."""
+_BRIEF_BATCH_BYTES = 200
+"""The same for batches: each text, of which one letter is enough, may be rendered by a template (0.15 ms)."""
 _DEADLINE_MARGIN_S = 1.0
 """The backend enforces the deadline and knows the reason; we step in when it is stuck, or the client does not read."""
 _LAST_WORDS_S = 1.0
@@ -241,6 +241,8 @@ class _Api:
         self._vectors = VectorRequests(self._planner, config.request_timeout_s)
         self._ranker = Ranker(self._planner, self._vectors, tokenizer, lambda: backend.task, config.request_timeout_s)
         self._scores = ScoreBudget()
+        self._numbers = vector_budget()
+        self._tokens = token_budget()
         self._tokenizer = tokenizer
         self._keys = Keys(config.api_key, config.tenants, clock)
         self._tenants = config.tenants
@@ -429,7 +431,10 @@ class _Api:
             tokenise.end()
         del body
         progress.stage, progress.answer_id = "generation", batch.answer_id
-        tenant = progress.tenant
+        with self._numbers.holding(batch.numbers), self._tokens.holding(batch.prompt_tokens):
+            await self._run_batch(batch, progress.tenant, arrived, call)
+
+    async def _run_batch(self, batch: Batch, tenant: Tenant | None, arrived: float, call: Call) -> None:
         width = min(WIDTH, len(batch.requests))
         if tenant is None:
             usage = await self._batches.run(batch, width, arrived, call)

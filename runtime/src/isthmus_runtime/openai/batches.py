@@ -29,6 +29,8 @@ class Batch:
     answer_id: str
     requests: tuple[GenerateRequest, ...]
     tell: Tell
+    numbers: int = 0
+    """Entries of all vectors, which are held until the answer is read."""
     show_cached: bool = True
     """As of `Job`; these answers tell no cached tokens."""
 

@@ -23,7 +23,7 @@ from .schema import PROMPT, as_prompts, hints, json_object, parsed
 MAX_INPUTS = 2048
 """Of one request, as of OpenAI's."""
 MAX_NUMBERS = 1 << 22
-"""Most entries of the vectors of one answer: about 50 MB of text."""
+"""Most entries of the vectors of one request: about 50 MB of text where they are told."""
 _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({"add_special_tokens": (True,), "normalize": (True,)})
 
 
@@ -41,7 +41,7 @@ class EmbeddingsRequest(BaseModel):
     dimensions: int | None = Field(default=None, ge=1, lt=2**31)
     """How many leading entries a vector keeps, where the model allows it (Matryoshka)."""
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, lt=2**31)
-    """Keep the last so many tokens of an input; -1: as many as fit."""
+    """Keep the last so many tokens of an input, at least 1; -1: as many as fit."""
     cache_salt: str = Field(default="", max_length=256)
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
 
@@ -112,12 +112,7 @@ def plan_embeddings(body: bytes, planner: Planner, vectors: VectorRequests, task
         raise InvalidRequest(f"input: {len(given)} inputs, a request may have {MAX_INPUTS}", param="input")
     dimensions = request.dimensions or served.dimensions
     _check_dimensions(request.dimensions, served)
-    if len(given) * dimensions > MAX_NUMBERS:
-        raise InvalidRequest(
-            f"input: {len(given)} vectors of {dimensions} numbers are more than {MAX_NUMBERS} numbers; send several "
-            "requests",
-            param="input",
-        )
+    check_numbers(len(given), dimensions, "input")
     answer_id = "embd-" + urandom(16).hex()
     prompts = [planner.prompt_ids(one, limit, request.truncate_prompt_tokens, "input") for one in given]
     return Batch(
@@ -129,8 +124,19 @@ def plan_embeddings(body: bytes, planner: Planner, vectors: VectorRequests, task
             priority=request.priority,
             cache_salt=request.cache_salt,
         ),
+        numbers=len(prompts) * dimensions,
         tell=partial(_tell, planner.named(request.model), request.encoding_format == "base64"),
     )
+
+
+def check_numbers(vectors: int, dimensions: int, param: str) -> None:
+    """Raise InvalidRequest for more numbers than one request may have made."""
+    if vectors * dimensions > MAX_NUMBERS:
+        raise InvalidRequest(
+            f"{param}: {vectors} vectors of {dimensions} numbers are more than {MAX_NUMBERS} numbers; send several "
+            "requests",
+            param=param,
+        )
 
 
 def _check_dimensions(asked: int | None, served: ServedTask) -> None:

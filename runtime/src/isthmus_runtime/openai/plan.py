@@ -496,7 +496,7 @@ def _schema(text: str) -> dict[str, Any]:
 
 def _last(ids: Sequence[int], keep: int | None, limit: int) -> Sequence[int]:
     """What `truncate_prompt_tokens` leaves; -1: as many as fit."""
-    return ids if keep is None else ids[-(limit - 1 if keep < 0 else keep) :]
+    return ids if keep is None else ids[max(0, len(ids) - (limit - 1 if keep < 0 else keep)) :]
 
 
 def _too_long(size: str, limit: int, param: str) -> NeverFits:

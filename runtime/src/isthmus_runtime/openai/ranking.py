@@ -20,12 +20,15 @@ from ..errors import EngineFailed, InvalidRequest
 from ..request import GenerateRequest, SamplingParams, ServedTask, TokenChunk
 from .batches import Batch
 from .chat import Conversation
-from .embeddings import PromptUsage, VectorRequests, numbers
+from .embeddings import PromptUsage, VectorRequests, check_numbers, numbers
 from .plan import Planner
 from .schema import hints, json_object, parsed
 from .tokenizer import Tokenizer
 
 MAX_PAIRS = 2048
+MAX_TOKENS = 1 << 23
+"""Most tokens of all prompts of one request, 64 MiB of them. A body has fewer, but a model that is served to score gets
+the query once for each document."""
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """What Qwen3-Reranker was trained to be told where a request says nothing else."""
 _SYSTEM = (
@@ -190,12 +193,14 @@ class Ranker:
             usage = {"prompt_tokens": tokens, "total_tokens": tokens}
             return json.dumps(tell(read(chunks), head, usage)).encode()
 
-        return Batch(answer_id=answer_id, requests=requests, tell=told)
+        held = len(requests) * self._task().dimensions
+        return Batch(answer_id=answer_id, requests=requests, tell=told, numbers=held)
 
     def _cosines(
         self, request: _Pairs, answer_id: str, pairs: list[tuple[str, str]], limit: int, param: str
     ) -> tuple[tuple[GenerateRequest, ...], _Read]:
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+        check_numbers(len(texts), self._task().dimensions, param)
         places = {text: number for number, text in enumerate(texts)}
         prompts = [self._planner.prompt_ids(text, limit, request.truncate_prompt_tokens, param) for text in texts]
         requests = self._vectors.of(answer_id, prompts, priority=request.priority, cache_salt=request.cache_salt)
@@ -212,7 +217,17 @@ class Ranker:
                 param="truncate_prompt_tokens",
             )
         yes, no = self._word("yes"), self._word("no")
-        prompts = [self._planner.bounded(self._question(request.instruction, *pair), limit, param) for pair in pairs]
+        prompts: list[tuple[int, ...]] = []
+        tokens = 0
+        for pair in pairs:
+            prompts.append(self._planner.bounded(self._question(request.instruction, *pair), limit, param))
+            tokens += len(prompts[-1])
+            if tokens > MAX_TOKENS:
+                raise InvalidRequest(
+                    f"{param}: the first {len(prompts)} of {len(pairs)} pairs are more than {MAX_TOKENS} tokens, with "
+                    "the query in each of them; send several requests",
+                    param=param,
+                )
         requests = tuple(
             GenerateRequest(
                 request_id=f"{answer_id}-{number}",
@@ -245,12 +260,16 @@ class Ranker:
 
 
 def _cosines_of(pairs: Sequence[tuple[int, int]], chunks: Sequence[TokenChunk]) -> list[float]:
-    vectors = [numbers(chunk) for chunk in chunks]
-    lengths = [sqrt(sum(entry * entry for entry in vector)) or 1.0 for vector in vectors]
-    return [
-        sum(a * b for a, b in zip(vectors[first], vectors[second], strict=True)) / (lengths[first] * lengths[second])
-        for first, second in pairs
-    ]
+    # Two vectors at a time: as numbers of Python's, those of a large request would take half a gigabyte.
+    lengths = [sqrt(sum(entry * entry for entry in numbers(chunk))) or 1.0 for chunk in chunks]
+    found: list[float] = []
+    unpacked, vector = -1, tuple[float, ...]()
+    for first, second in pairs:
+        if first != unpacked:
+            unpacked, vector = first, numbers(chunks[first])
+        product = sum(a * b for a, b in zip(vector, numbers(chunks[second]), strict=True))
+        found.append(product / (lengths[first] * lengths[second]))
+    return found
 
 
 def _likelihoods_of(yes: int, no: int, chunks: Sequence[TokenChunk]) -> list[float]:

@@ -1,4 +1,6 @@
-"""How many log-probabilities of prompts a server holds at once, all requests together. Pure, of one event loop."""
+"""How many log-probabilities, numbers of vectors and tokens of batches a server holds at once, all requests together.
+
+Pure, of one event loop."""
 
 from __future__ import annotations
 
@@ -6,20 +8,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..errors import Overloaded
+from .embeddings import MAX_NUMBERS
+from .ranking import MAX_TOKENS
 from .schema import MAX_SCORES
 
 MAX_HELD = 4 * MAX_SCORES
 """About 240 MiB, in an engine as records and here as records and then as text."""
+MAX_NUMBERS_HELD = 16 * MAX_NUMBERS
+"""256 MiB as vectors, and three times as much where all of them are told as text at once."""
+MAX_TOKENS_HELD = 8 * MAX_TOKENS
+"""512 MiB."""
 _RETRY_AFTER_S = 1.0
 
 
 class ScoreBudget:
     """Of one server. A request that asks for none is never held up."""
 
-    def __init__(self, most: int = MAX_HELD) -> None:
-        """`most`: at least what one request may ask for, or the largest would never be served."""
-        assert most >= MAX_SCORES, f"{most} scores for all requests, but one may ask for {MAX_SCORES}"
+    def __init__(self, most: int = MAX_HELD, each: int = MAX_SCORES, of: str = "log-probabilities of prompts") -> None:
+        """`most`: at least `each`, what one request may ask for, or the largest would never be served. `of` what."""
+        assert most >= each, f"{most} {of} for all requests, but one may ask for {each}"
         self._most = most
+        self._of = of
         self.held = 0
         """By the requests that run."""
 
@@ -28,7 +37,7 @@ class ScoreBudget:
         """Within, a request of `count` scores runs. Raises Overloaded (429) while others leave no room for them."""
         if count and self.held + count > self._most:
             raise Overloaded(
-                f"{count} log-probabilities of prompts: requests that run have {self.held}, and all together may have "
+                f"{count} {self._of}: requests that run have {self.held}, and all together may have "
                 f"{self._most}; retry later, or with fewer prompts or alternatives in a request",
                 status=429,
                 retry_after_s=_RETRY_AFTER_S,
@@ -38,3 +47,13 @@ class ScoreBudget:
             yield
         finally:
             self.held -= count
+
+
+def vector_budget() -> ScoreBudget:
+    """The same for the numbers of vectors."""
+    return ScoreBudget(MAX_NUMBERS_HELD, MAX_NUMBERS, "numbers of vectors")
+
+
+def token_budget() -> ScoreBudget:
+    """The same for the tokens of requests of many prompts, which are held until the last one is answered."""
+    return ScoreBudget(MAX_TOKENS_HELD, MAX_TOKENS, "tokens of prompts")

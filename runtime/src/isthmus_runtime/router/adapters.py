@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from ..errors import EngineFailed, InvalidRequest, Overloaded, RequestError
+from ..errors import EngineFailed, InvalidRequest, Overloaded, RequestError, UnknownModel
 from ..protocol import AdapterCall
 from .links import LOST, Links, lost
 from .pool import EnginePool
@@ -28,7 +28,10 @@ class FleetAdapters:
             raise Overloaded("no engine is ready; ask again when one is")
         call = AdapterCall(name=name, path=path, replace=replace)
         failed = [one for one in await asyncio.gather(*(self._one(url, call) for url in urls)) if one is not None]
-        self._pool.ask_again()
+        await self._pool.ask_again()  # a request for it may be the client's next
+        if path is None and len(failed) < len(urls):
+            # As when this is repeated for an engine that failed: the others have unloaded it before.
+            failed = [(url, error) for url, error in failed if not isinstance(error, UnknownModel)]
         if not failed:
             return
         for url, error in failed:

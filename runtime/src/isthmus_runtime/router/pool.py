@@ -8,7 +8,9 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import aiohttp
@@ -17,7 +19,7 @@ from pydantic import ValidationError
 from ..config import RouterConfig
 from ..credentials import Credentials
 from ..metrics import RouterMetrics
-from ..protocol import EngineInfo
+from ..protocol import AdapterInfo, EngineInfo
 from ..request import GENERATES, AdapterName
 from .kv_events import follow
 from .policy import UNPAIRED, Endpoint, Fleet, Load, fleet
@@ -121,8 +123,12 @@ class _RemoteEngine:
         self.failures = 0
         self.last_answer = 0.0
         self.wake = asyncio.Event()
+        self.probes = self.answered = 0
+        """Begun, and ended, so far."""
+        self.probed = asyncio.Condition()
+        """Notified when one has ended."""
         self.holds: set[Hold] = set()
-        self.shown: tuple[Endpoint, int] | None = None
+        self.shown: tuple[Endpoint, int, tuple[AdapterInfo, ...]] | None = None
         """`known()` as the fleet has it: a contact may fail while a probe that succeeds is on its way."""
         self.follower: asyncio.Task[None] | None = None
         """Follows its KV events."""
@@ -133,6 +139,16 @@ class _RemoteEngine:
     @property
     def routable(self) -> bool:
         return self.listed and not self.problem and self.info is not None
+
+    def has_answered(self, number: int) -> bool:
+        """Whether the probe of that number, counted from 1, has ended, or a later one."""
+        return self.answered >= number
+
+    async def tell_probed(self) -> None:
+        """The newest probe has ended, and what it found is known to the pool."""
+        async with self.probed:
+            self.answered = self.probes
+            self.probed.notify_all()
 
     def hold(self, tokens: int, on_lost: Callable[[str], None]) -> Hold:
         hold = Hold(self, tokens, on_lost)
@@ -157,9 +173,11 @@ class _RemoteEngine:
             self.url, self.info.fingerprint, mode, transfer.epoch, kv.block_size, kv.usable_blocks, adapters
         )
 
-    def known(self) -> tuple[Endpoint, int] | None:
+    def known(self) -> tuple[Endpoint, int, tuple[AdapterInfo, ...]] | None:
         """What the fleet shows of this engine; None: it takes no requests."""
-        return (self.endpoint(), self.info.kv.max_model_len) if self.routable and self.info is not None else None
+        if not self.routable or self.info is None:
+            return None
+        return self.endpoint(), self.info.kv.max_model_len, self.info.adapters
 
 
 class EnginePool:
@@ -261,10 +279,18 @@ class EnginePool:
             self._forget(engine)
             self._rebuild()
 
-    def ask_again(self) -> None:
-        """Probe every engine now: what they have was changed."""
-        for engine in self._engines.values():
+    async def ask_again(self) -> None:
+        """Probe every engine, since what they have was changed; returns when that is known here, or after as long as a
+        probe may take."""
+        # One that has begun may have been answered before the change.
+        wanted = [(engine, engine.probes + 1) for engine in self._engines.values()]
+        for engine, _ in wanted:
             engine.wake.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                for engine, number in wanted:
+                    async with engine.probed:
+                        await engine.probed.wait_for(partial(engine.has_answered, number))
 
     def statuses(self) -> list[EngineStatus]:
         """Every known engine."""
@@ -336,6 +362,8 @@ class EnginePool:
     async def _watch(self, engine: _RemoteEngine) -> None:
         """Probe one engine until it is neither listed nor in use."""
         while engine.listed or engine.holds:
+            engine.wake.clear()  # whoever sets it from now on wants another probe than this
+            engine.probes += 1
             problem = await self._probe(engine)
             engine.failures = engine.failures + 1 if problem else 0
             if problem == _LATE and engine.routable and self._silent(engine) < self._dead_after:
@@ -348,7 +376,7 @@ class EnginePool:
             if engine.known() != engine.shown:
                 self._rebuild()
             self._follow(engine)
-            engine.wake.clear()
+            await engine.tell_probed()
             try:
                 async with asyncio.timeout(self._pause(engine)):
                     await engine.wake.wait()

@@ -12,6 +12,7 @@ import json
 import logging
 import resource
 import sys
+import traceback
 from collections import OrderedDict
 from dataclasses import asdict
 from hashlib import sha256
@@ -169,6 +170,11 @@ def main() -> None:
             grammars.guide(Structure(**json.loads(line)))
         except InvalidRequest as error:
             problem = error.message.partition(": ")[2]
+        except MemoryError:
+            raise  # ends the process, by which it is told
+        except Exception as error:  # of one grammar: all others are still to be checked
+            traceback.print_exc()
+            problem = f"cannot be compiled ({type(error).__name__}: {error})"
         out.write(json.dumps(problem).encode() + b"\n")
         out.flush()
 

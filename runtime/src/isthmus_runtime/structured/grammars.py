@@ -115,6 +115,9 @@ class Guide:
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
         self._taken = 0
+        self._ahead: tuple[int, ...] = ()
+        """Forced tokens that were found when `_ahead_at` tokens were there."""
+        self._ahead_at = 0
 
     def allowed(self, generated: Sequence[int]) -> bytes:
         """The mask for the token after these: once the grammar is fulfilled, end-of-sequence tokens are in it.
@@ -133,8 +136,7 @@ class Guide:
         token that also fits the text that may follow is left to be drawn.
         """
         self._take(generated)
-        tokens = tuple(self._matcher.compute_ff_tokens())
-        self._check()
+        tokens = self._forced_tokens(generated)
         if not most or not tokens:
             return Forced(tokens[:1])
         masks: list[bytes] = []
@@ -149,6 +151,16 @@ class Guide:
         self._matcher.rollback(len(masks))
         self._check()
         return Forced(tokens[: len(masks)], tuple(masks))
+
+    def _forced_tokens(self, generated: Sequence[int]) -> tuple[int, ...]:
+        """As many as there are. Looked for again only where those found before end, or another token was drawn: for
+        `a{100000}` that takes a tenth of a second, and all requests' masks wait for it."""
+        done = len(generated) - self._ahead_at
+        if done < len(self._ahead) and self._ahead[:done] == tuple(generated[self._ahead_at :]):
+            return self._ahead[done:]
+        self._ahead, self._ahead_at = tuple(self._matcher.compute_ff_tokens()), len(generated)
+        self._check()
+        return self._ahead
 
     def _take(self, generated: Sequence[int]) -> None:
         assert len(generated) >= self._taken, "what was generated does not shrink"

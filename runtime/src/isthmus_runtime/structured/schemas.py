@@ -39,10 +39,15 @@ def _closed(schema: Any) -> Any:
             found[name] = {key: _closed(one) for key, one in value.items()}
         else:
             found[name] = _closed(value) if name in _INNER else value
-    listed, required = schema.get("properties"), schema.get("required") or ()
-    if isinstance(listed, Mapping) and not _SAYS_MORE & schema.keys() and all(name in listed for name in required):
+    listed = schema.get("properties")
+    if isinstance(listed, Mapping) and not _SAYS_MORE & schema.keys() and _lists(listed, schema.get("required")):
         found["additionalProperties"] = False
     return found
+
+
+def _lists(properties: Mapping[str, Any], required: Any) -> bool:
+    """Whether all that is required is listed. What is no list of names, whoever compiles the schema refuses."""
+    return not required or (isinstance(required, list) and all(type(n) is str and n in properties for n in required))
 
 
 def _joins(schema: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isthmus_kernels import batch_invariance
+from isthmus_kernels.device import own_scratch
 
 from ...errors import ConfigError
 from .base import Body, choose_dtype
@@ -83,9 +84,10 @@ class CudaDevice:
         )
 
     def enter(self) -> None:
-        """Device and stream are kept per thread."""
+        """Device and stream are kept per thread, and the scratch of kernels: a draft model has another stream."""
         torch.cuda.set_device(self.torch_device)
         torch.cuda.set_stream(self._stream)
+        own_scratch(self._stream.cuda_stream)
 
     def dtype(self, requested: str) -> torch.dtype:
         """`auto` is bf16: every supported GPU multiplies it at twice the rate of TF32, and reads half the bytes."""

@@ -1,0 +1,92 @@
+"""Adapters of all engines at once: what one engine answers must not hide what the others did."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from isthmus_runtime.errors import EngineFailed, InvalidRequest, Overloaded, RequestError, UnknownModel
+from isthmus_runtime.router.adapters import FleetAdapters
+
+UNKNOWN = UnknownModel("lora_name: no adapter 'sql' is loaded")
+WRONG = InvalidRequest("lora_path: there is no folder")
+
+
+def change(path: str | None, *answers: Exception | None, state: str = "ready") -> int:
+    """Ask engines that answer so; how often the pool was told to ask them again."""
+    again: list[int] = []
+    left = dict(enumerate(answers))
+
+    async def adapter(url: str, call: object) -> None:
+        if (error := left[int(url)]) is not None:
+            raise error
+
+    statuses = [SimpleNamespace(url=str(number), state=state) for number in left]
+
+    async def ask_again() -> None:
+        again.append(1)
+
+    pool = SimpleNamespace(statuses=lambda: statuses, ask_again=ask_again)
+    adapters = FleetAdapters(cast(Any, pool), cast(Any, SimpleNamespace(adapter=adapter)))
+    asyncio.run(adapters.change("sql", path))
+    return len(again)
+
+
+def test_all_have_done_it() -> None:
+    assert change("sql", None, None) == change(None, None, None) == 1
+
+
+def test_an_unload_that_is_repeated_for_one_that_failed_succeeds() -> None:
+    assert change(None, None, UNKNOWN, UNKNOWN) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "answers", "kind", "text"),
+    [
+        (None, (UNKNOWN, UNKNOWN), UnknownModel, "no adapter 'sql'"),
+        (None, (UNKNOWN, OSError("refused")), EngineFailed, "2 of 2 engines failed"),
+        (None, (None, OSError("refused"), UNKNOWN), EngineFailed, "1 of 3 engines failed"),
+        ("sql", (WRONG, WRONG), InvalidRequest, "no folder"),
+        ("sql", (None, WRONG), EngineFailed, "1 of 2 engines failed"),
+    ],
+)
+def test_who_failed_is_told(
+    path: str | None, answers: tuple[Exception | None, ...], kind: type[RequestError], text: str
+) -> None:
+    with pytest.raises(kind, match=text):
+        change(path, *answers)
+
+
+def test_no_engine_is_ready() -> None:
+    with pytest.raises(Overloaded, match="no engine is ready"):
+        change("sql", None, state="starting")
+
+
+def test_what_was_changed_may_be_asked_for_at_once(rig: Any, run: Any, kit: Any) -> None:
+    """Also where a probe was under way that was answered before, and where another name has the same content."""
+
+    async def main() -> None:
+        engines = [kit.Engine("unified"), kit.Engine("unified")]
+        async with rig(*engines, discovery_interval_s=25.0) as r:
+            names = lambda: {name: adapter.digest for name, adapter in r.pool.adapters.items()}  # noqa: E731
+            change = r.router.adapters.change
+            await change("sql", "d1")
+            assert names() == {"sql": "d1"}
+            await change("same", "d1")
+            assert names() == {"sql": "d1", "same": "d1"}
+            slow, probes = engines[0], engines[0].probes
+            slow.frozen = asyncio.Event()
+            r.pool._engines[slow.url].wake.set()
+            await slow.until(lambda e: e.probes == probes + 1)
+            changing = asyncio.ensure_future(change("sql", "d2", replace=True))
+            await slow.until(lambda e: any(adapter.digest == "d2" for adapter in e.adapters))
+            slow.frozen.set()
+            await changing
+            assert names() == {"sql": "d2", "same": "d1"}
+            await change("same", None)
+            assert names() == {"sql": "d2"}
+
+    run(main())
