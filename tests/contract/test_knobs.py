@@ -43,6 +43,7 @@ SERVE = {
     "--max-loras": "auto",
     "--max-lora-rank": "16",
     "--lora-dir": "",
+    "--lora-file": "",
     "--max-waiting": "1024",
     "--queue-timeout": "300s",
     "--block-size": "16",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -11,8 +13,9 @@ from typing import Any
 import openai
 import pytest
 import torch
+from config_mount import swap
 from lora_adapters import ATTENTION, MLP, save_adapter
-from processes import MODEL, Stack, metric, stack
+from processes import MODEL, Stack, get_json, metric, stack
 from tokenizers import Tokenizer
 
 from isthmus_runtime.executor.fake import expected_tokens
@@ -93,6 +96,51 @@ def test_loaded_and_unloaded_while_others_run(service: Stack, tokenizer: Tokeniz
     with pytest.raises(openai.BadRequestError, match="no folder"):
         change(service, "load", lora_name="three", lora_path="../..")
     assert {model.id for model in client(service).models.list()} == {"test", "one"}
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("apart", ["on", "off"])
+def test_a_mounted_list_is_followed(apart: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """By engines that run and by one that starts later; what one cannot load, probes and metrics tell."""
+    first, second = folder(tmp_path, "first", "first"), folder(tmp_path, "second", "second")
+    listed = tmp_path / "mount"
+
+    def change(**names: str) -> None:
+        entries = [{"name": name, "path": str(tmp_path / path)} for name, path in names.items()]
+        swap(listed, "adapters.json", json.dumps(entries))
+
+    change(one="first")
+    args = ("--kv-memory", "256Ki", "--drain-timeout", "5s", "--api-process", apart)
+    args += ("--lora-file", str(listed / "adapters.json"))
+    with stack(tmp_path, "direct", engine_args=args) as service:
+
+        def names() -> set[str]:
+            return {model.id for model in client(service).models.list()}
+
+        assert names() == {"test", "one"}
+        change(one="second", two="first", three="missing")
+        for engine in ("prefill0", "decode0"):
+            url = service.url(engine)
+            until(lambda url=url: metric(url, "isthmus_adapters") == 2, f"{engine} has not followed")  # type: ignore[misc]
+            assert metric(url, "isthmus_adapter_problems") == 1
+            told = get_json(url + "/info")["adapter_list"]
+            assert isinstance(told, dict) and told["listed"] == 3
+            assert [problem["name"] for problem in told["problems"]] == ["three"]
+        until(lambda: names() == {"test", "one", "two"}, "the router has not followed")
+        until(lambda: complete(service, "one") == expected(tokenizer, second), "one is still its former content")
+        assert complete(service, "two") == expected(tokenizer, first)
+        assert metric(service.url("decode0"), "isthmus_xfer_prompts_total", source="recomputed") == 0
+        service.all["decode0"].stop()
+        service.spawn("decode0")
+        service.ready("decode0")
+        until(lambda: names() == {"test", "one", "two"}, "the router does not know the new engine")
+        assert complete(service, "two") == expected(tokenizer, first)
 
 
 @pytest.mark.slow

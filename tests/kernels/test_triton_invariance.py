@@ -17,7 +17,10 @@ from isthmus_kernels.device import interpreted
 from isthmus_kernels.linear import cuda_impl
 from isthmus_kernels.linear.triton_invariant import FEW, MANY, multiply, tile_for
 
-pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels are compiled here: tests/gpu has these checks")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not interpreted(), reason="kernels are compiled here: tests/gpu has these checks"),
+]
 
 CPU = torch.device("cpu")
 

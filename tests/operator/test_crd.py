@@ -128,7 +128,7 @@ def test_cel_rules_sit_where_the_schema_has_a_place_for_them() -> None:
     for place, rules in cel.RULES.items():
         node = schema()
         for part in place:
-            node = node["properties"][part]
+            node = node["items"] if part == "*" else node["properties"][part]
         assert [rule["rule"] for rule in node["x-kubernetes-validations"]] == [rule for rule, _ in rules]
 
 

@@ -29,11 +29,36 @@ from isthmus_operator.plan.observe import observe
 from isthmus_operator.plan.observed import Facts
 from isthmus_operator.plan.ownership import differs
 from isthmus_operator.plan.rehearse import World, rehearse
-from isthmus_operator.render import engine, mooncake, router
+from isthmus_operator.render import adapters, engine, mooncake, router
 from isthmus_operator.render.names import REVISION_LABEL, UID_LABEL
 from isthmus_operator.render.revision import role_revision, service_revision
 
 Object = dict[str, Any]
+
+
+# ---------------------------------------------------------------------------------------------------- adapters
+
+
+def test_a_changed_list_of_adapters_is_written_and_no_pod_is_replaced() -> None:
+    def listing(*names: str) -> InferenceService:
+        sources = [{"name": name, "source": {"pvc": {"claimName": "c", "path": name}}} for name in names]
+        return service(model={"source": {"hostPath": {"path": "/m"}}, "adapters": sources})
+
+    def lists(found: Desired) -> list[list[str]]:
+        texts = [m["data"]["adapters.json"] for m in found.apply if m["kind"] == "ConfigMap"]
+        return [[one["name"] for one in json.loads(text)] for text in texts]
+
+    one, two = listing("a"), listing("a", "b")
+    children = engines(one)
+    before, after = wanted(one, children), wanted(two, children)
+    assert (lists(before), lists(after)) == ([["a"]], [["a", "b"]])
+    for part in (P, D):
+        assert deployments(before, part) == deployments(after, part) != []
+    assert lists(wanted(service(), children)) == []
+    listed = adapters.config_map(one)
+    assert lists(wanted(service(), [*children, listed])) == [[]], "engines that stay a while have none at once"
+    stranger = {**listed, "metadata": {**listed["metadata"], "ownerReferences": []}}
+    assert lists(wanted(service(), [*children, stranger])) == []
 
 
 # ------------------------------------------------------------------------------------------ images that pair

@@ -189,6 +189,21 @@ NONSENSE: list[bytes] = [
     ),
     json.dumps(INFO | {"waiting": float("inf")}).encode(),
     json.dumps(INFO | {"kv": 5}).encode(),
+    *(
+        json.dumps(INFO | {"adapter_list": told}).encode()
+        for told in (
+            5,
+            "x",
+            [1],
+            {"digest": "d"},
+            {"digest": "d", "problems": 5},
+            {"digest": "d", "problems": {"a": 1}},
+        )
+    ),
+    *(
+        json.dumps(INFO | {"adapter_list": {"digest": "d", "problems": [told]}}).encode()
+        for told in (5, "x", None, [], {"name": "x"})
+    ),
     json.dumps(INFO | {"transfer": None}).encode(),
 ]
 
@@ -206,6 +221,15 @@ def test_texts_are_cut_before_they_reach_a_status(monkeypatch: pytest.MonkeyPatc
     (found,), _ = ask(answer(json.dumps(info).encode()), monkeypatch)
     assert len(found.engines["p"].fingerprint) == facts.MOST_TEXT
     assert "\n" not in found.engines["p"].transfer_reason
+
+
+def test_problems_of_adapters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = [{"name": "n" * 300, "problem": "p\n" * 10}] * 120
+    info = INFO | {"adapter_list": {"digest": "d", "listed": 120, "problems": problems}}
+    (found,), _ = ask(answer(json.dumps(info).encode()), monkeypatch)
+    said = found.engines["p"]
+    assert said.adapter_list == "d" and len(said.adapter_problems) == facts.MOST_PROBLEMS
+    assert len(said.adapter_problems[0][0]) == facts.MOST_TEXT and "\n" not in said.adapter_problems[0][1]
 
 
 @pytest.mark.parametrize("address", ["", "169.254.169.254", "fe80::1", "0.0.0.0", "224.0.0.1", "example.com", "1.2.3"])

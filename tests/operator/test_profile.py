@@ -238,11 +238,26 @@ def test_no_other_volume_is_rendered() -> None:
     found = set()
     for model in sources:
         secret = {"name": "s", "key": "k"}
+        model["adapters"] = [{"name": "a", "source": {"hostPath": {"path": "/a"}}}]
         manifest = changed(model=model, router__auth={"apiKeySecretRef": secret}, store__secretRef=secret)
         for made in render(parse(manifest), Defaults()):
             template = made["spec"].get("template", {}) if "spec" in made else {}
             found |= {volume["name"] for volume in template.get("spec", {}).get("volumes", ())}
-    assert found == allowed_patch.RENDERED_VOLUMES
+    assert all(allowed_patch.is_rendered(name) for name in found)
+    (of_adapter,) = found - allowed_patch.RENDERED_VOLUMES
+    assert found >= allowed_patch.RENDERED_VOLUMES
+    # Folders of the node, too: a patch may neither mount them once more nor put something else there.
+    mount = {"name": of_adapter, "mountPath": "/x"}
+    patch = pod(volumes=[{"name": of_adapter}], containers=[{"name": "engine", "volumeMounts": [mount]}])
+    assert len(paths(changed(**patch))) == 2
+
+
+def test_the_folders_of_adapters_are_among_the_allowed_ones() -> None:
+    adapters = [
+        {"name": name, "source": {"hostPath": {"path": path}}} for name, path in (("a", "/models/a"), ("b", "/b"))
+    ]
+    manifest = changed(model__adapters=adapters, model__source={"pvc": {"claimName": "c"}})
+    assert paths(manifest, Profile(host_paths=("/models",))) == ["spec.model.adapters[1].source.hostPath.path"]
 
 
 def test_the_documented_patch_for_openshift_passes() -> None:

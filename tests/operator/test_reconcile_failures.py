@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 from isthmus_operator.api.profile import PERMISSIVE, Profile
+from isthmus_operator.api.v1alpha1 import parse
 from isthmus_operator.errors import ApiError, OverBudget, Refused
 from isthmus_operator.plan.observed import Facts
+from isthmus_operator.plan.planner import Plan
 from isthmus_operator.render.names import Defaults
 from isthmus_operator.shell import controller
 from isthmus_operator.shell.budget import Workbench
@@ -104,6 +106,21 @@ def reconcile(
         return ends
 
     return asyncio.run(main())
+
+
+def test_engines_that_lack_adapters_are_looked_at_again() -> None:
+    """No object changes when they have them."""
+    body = yaml.safe_load(EXAMPLE.read_text())
+    one = Controller(
+        api=cast(Api, Server()),
+        cache=Cache(lambda key: None, lambda key: None, lambda key: None),
+        facts=cast(KnownFacts, NoFacts()),
+        defaults=Defaults(),
+        metrics=Metrics(),
+    )
+    for status, expected in (("True", None), ("Unknown", None), ("False", controller.ADAPTERS_PERIOD_S)):
+        after = {"conditions": [{"type": "AdaptersReady", "status": status}, {"type": "Ready", "status": "False"}]}
+        assert one._again(KEY, parse(body), Plan(counts={}), after) == expected
 
 
 def condition(status: Object, name: str) -> tuple[str, str]:

@@ -1,5 +1,7 @@
 """Rendering: golden files for the examples, and the promises that hold for every service."""
 
+import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ import yaml
 
 from isthmus_operator.api.crd import to_yaml
 from isthmus_operator.api.v1alpha1 import InferenceService, parse
-from isthmus_operator.render import router
+from isthmus_operator.render import adapters, router
 from isthmus_operator.render.names import Component, Defaults, child_name
 from isthmus_operator.render.pod import merge
 from isthmus_operator.render.revision import pairing, role_revision, service_revision
@@ -239,6 +241,87 @@ def test_revisions_are_pinned() -> None:
     """If this fails, an operator upgrade would restart every pod of every service: keep the canonical form instead."""
     assert role_revision(service(), Component.PREFILL) == "49e72f1d"
     assert role_revision(service(), Component.ROUTER) == "5852f508"
+
+
+def lora(name: str, **source: Any) -> dict[str, Any]:
+    return {"name": name, "source": source}
+
+
+def with_adapters(*adapters: dict[str, Any]) -> InferenceService:
+    return service(model=SHARED["model"] | {"adapters": list(adapters)})
+
+
+CLAIM = {"claimName": "c"}
+
+
+def test_adapters_are_a_list_and_a_mount_of_each_volume() -> None:
+    """What an engine reads at the mounted path is where the source lies."""
+    claims = [lora("sql", pvc=CLAIM | {"path": "a/sql"}), lora("chat", pvc=CLAIM | {"path": "a/chat"})]
+    found = with_adapters(*claims, lora("own", hostPath={"path": "/srv/own"}), lora("art", oci={"image": "i:1"}))
+    manifests = render(found, Defaults())
+    (entries,) = (m["data"].values() for m in manifests if m["kind"] == "ConfigMap")
+    (text,) = entries
+    listed = {one["name"]: one["path"] for one in json.loads(text)}
+    for role in ("prefill", "decode"):
+        spec = pod_of(manifests, role)["spec"]
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        (engine,) = spec["containers"]
+        mounts = [m for m in engine["volumeMounts"] if m["name"].startswith("adapters")]
+        assert all(m["readOnly"] for m in mounts)
+        folders = {m["mountPath"]: volumes[m["name"]] for m in mounts}
+        places = {}
+        for name, path in listed.items():
+            (top,) = (folder for folder in folders if path == folder or path.startswith(f"{folder}/"))
+            places[name] = (folders[top], path.removeprefix(top).lstrip("/"))
+        assert places["sql"][0] is places["chat"][0] and places["sql"][0]["persistentVolumeClaim"]["claimName"] == "c"
+        assert [places[name][1] for name in ("sql", "chat", "own", "art")] == ["a/sql", "a/chat", "", ""]
+        assert places["own"][0]["hostPath"]["path"] == "/srv/own" and places["art"][0]["image"]["reference"] == "i:1"
+        file = engine["args"][engine["args"].index("--lora-file") + 1]
+        assert "configMap" in folders[os.path.dirname(file)] and os.path.basename(file) == "adapters.json"
+    assert "--lora-file" not in pod_of(manifests, "router")["spec"]["containers"][0]["args"]
+    assert "adapters" not in str(render(service(), Defaults()))
+
+
+def test_on_one_machine_the_list_names_folders_as_they_are() -> None:
+    node = {"path": "/srv"}
+    found = with_adapters(lora("own", hostPath=node), lora("sql", hostPath=node | {"subPath": "a/sql"}))
+    (text,) = adapters.config_map(found, mounted=False)["data"].values()
+    assert {one["name"]: one["path"] for one in json.loads(text)} == {"own": "/srv", "sql": "/srv/a/sql"}
+    (text,) = adapters.config_map(found)["data"].values()
+    assert adapters.digest(found) == hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def test_adapters_come_and_go_without_a_new_pod_but_for_a_new_mount() -> None:
+    def revisions(*adapters: dict[str, Any]) -> tuple[str, str]:
+        found = with_adapters(*adapters)
+        return role_revision(found, Component.DECODE), role_revision(found, Component.ROUTER)
+
+    none, one = revisions(), revisions(lora("a", pvc=CLAIM))
+    assert none[0] == role_revision(service(), Component.DECODE)
+    assert one[0] != none[0], "slots on the device are made at the start"
+    for same in (
+        [lora("b", pvc=CLAIM)],
+        [lora("a", pvc=CLAIM | {"path": "a"}), lora("b", pvc=CLAIM | {"path": "b"})],
+        [lora("b", pvc=CLAIM | {"path": "b"}), lora("a", pvc=CLAIM | {"path": "c"})],
+    ):
+        assert revisions(*same) == one
+    node = [lora(name, hostPath={"path": "/srv", "subPath": name}) for name in "ab"]
+    assert revisions(node[0]) == revisions(*node) != one
+    assert revisions(node[0], lora("a2", pvc=CLAIM)) == revisions(lora("a2", pvc=CLAIM), node[1])
+    assert {revisions(*listed)[1] for listed in ([], [lora("a", pvc=CLAIM)], node)} == {none[1]}, "a router changes"
+
+
+def test_a_model_on_several_ranks() -> None:
+    found = service(
+        mode="Unified",
+        engine={"parallelism": {"tensor": 2}},
+        roles={"worker": {"resources": {"limits": {"nvidia.com/gpu": 2}}}},
+    )
+    (engine,) = pod_of(render(found, Defaults()), "worker")["spec"]["containers"]
+    assert engine["args"][engine["args"].index("--tensor-parallel-size") + 1] == "2"
+    one = service(engine={"parallelism": {"tensor": 1}})
+    assert service_revision(one) == service_revision(service())
+    assert "--tensor-parallel-size" not in str(render(one, Defaults()))
 
 
 def test_pod_patch_is_a_strategic_merge_applied_last() -> None:

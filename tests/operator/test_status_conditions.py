@@ -18,6 +18,7 @@ from isthmus_operator.plan.observed import EngineFacts, Facts, Observed
 from isthmus_operator.plan.planner import plan
 from isthmus_operator.plan.rehearse import World, rehearse
 from isthmus_operator.plan.status import invalid_status, status_of
+from isthmus_operator.render import adapters
 from isthmus_operator.render.names import Component
 from isthmus_operator.shell import rbac
 
@@ -168,6 +169,37 @@ def test_what_engines_report_can_be_wrong(
     found = status(target, facts(settled(target).seen, **changes))
     assert condition(found, name) == ("False", expected)
     assert condition(found, "Ready") == ("False", expected)
+
+
+ADAPTERS = {
+    "source": {"hostPath": {"path": "/m"}},
+    "adapters": [{"name": name, "source": {"pvc": {"claimName": "c", "path": name}}} for name in ("sql", "chat")],
+}
+
+
+def test_adapters_are_ready_where_every_engine_has_them() -> None:
+    target = service(model=ADAPTERS)
+    seen, digest = settled(target).seen, adapters.digest(target)
+
+    def found(**changes: Any) -> tuple[dict[str, Any], tuple[str, str]]:
+        told = status(target, facts(seen, **changes))
+        return told, condition(told, "AdaptersReady")
+
+    told, state = found(adapter_list=digest)
+    assert state == ("True", "AdaptersLoaded") and condition(told, "Ready")[0] == "True"
+    told, state = found(prefill={"adapter_list": digest}, decode={"adapter_list": "of before"})
+    assert state == ("False", "AdaptersPending") == condition(told, "Ready")
+    assert "pod svc-decode" in message(told, "AdaptersReady") and "prefill" not in message(told, "AdaptersReady")
+    broken = {"adapter_problems": (("sql", "rank 64 is above --max-lora-rank 16"),)}
+    told, state = found(adapter_list=digest, decode=broken)
+    assert state == ("False", "AdaptersMissing") == condition(told, "Ready")
+    text = message(told, "AdaptersReady")
+    assert "sql fails on 2 of 4 engines (pod svc-decode" in text and "rank 64" in text and "chat" not in text
+    assert [event.reason for event in events({}, told) if event.warning] == [Reason.ADAPTERS_MISSING]
+    told, state = found(adapter_list=digest, adapter_problems=(("gone", "of a list that was"), ("", "cannot be read")))
+    assert "the list fails on 4 of 4" in message(told, "AdaptersReady") and "gone" not in message(told, "AdaptersReady")
+    assert condition(status(target, seen), "AdaptersReady") == ("Unknown", "NotReported")
+    assert not any(c["type"] == "AdaptersReady" for c in status(service(), settled(service()).seen)["conditions"])
 
 
 def test_routable_is_the_routers_word() -> None:

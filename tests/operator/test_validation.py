@@ -47,6 +47,12 @@ def problems(manifest: dict[str, Any]) -> list[Problem]:
     return list(caught.value.problems)
 
 
+def adapters(*listed: dict[str, Any]) -> dict[str, Any]:
+    return {"spec/model/adapters": list(listed)}
+
+
+LORA = {"pvc": {"claimName": "c", "path": "a"}}
+
 # (changes to a valid manifest, path of the only problem, pieces its text must hold)
 BAD: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"apiVersion": "serving.isthmus.dev/v1"}, "apiVersion", ["serving.isthmus.dev/v1alpha1"]),
@@ -67,6 +73,39 @@ BAD: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"spec/model/cache": {"emptyDir": {}}}, "spec.model.cache", ["mounted, not downloaded", "remove it"]),
     ({"spec/model/servedNames": ["a", "a"]}, "spec.model.servedNames[1]", ['"a"', "twice"]),
     ({"spec/model/servedNames": "a"}, "spec.model.servedNames", ["a list"]),
+    (adapters({"name": "a"}), "spec.model.adapters[0].source", ["names no source", "pvc, oci, hostPath"]),
+    (
+        adapters({"name": "a", "source": {"pvc": {"claimName": "c"}, "oci": {"image": "i"}}}),
+        "spec.model.adapters[0].source",
+        ["2 sources (pvc, oci)"],
+    ),
+    (adapters({"source": LORA}), "spec.model.adapters[0].name", ["is missing"]),
+    (adapters({"name": "", "source": LORA}), "spec.model.adapters[0].name", ["1"]),
+    (adapters({"name": "a", "source": LORA}, {"name": "a", "source": LORA}), "spec.model.adapters[1].name", ["twice"]),
+    (
+        adapters({"name": "m", "source": LORA}) | {"spec/model/servedNames": ["m"]},
+        "spec.model.adapters[0].name",
+        ["servedNames", "rename it"],
+    ),
+    (adapters({"name": "svc", "source": LORA}), "spec.model.adapters[0].name", ["name of the model", "servedNames"]),
+    (
+        adapters({"name": "a", "source": {"pvc": {"claimName": "c", "path": "a/../../b"}}}),
+        "spec.model.adapters[0].source.pvc.path",
+        ['"a/../../b"', "inside the volume"],
+    ),
+    (
+        adapters({"name": "a", "source": {"hostPath": {"path": "/a", "subPath": ".."}}}),
+        "spec.model.adapters[0].source.hostPath.subPath",
+        ["inside the volume"],
+    ),
+    (adapters(*({"name": f"n{i}", "source": LORA} for i in range(65))), "spec.model.adapters", ["64"]),
+    ({"spec/engine/parallelism": {"tensor": 2}}, "spec.engine.parallelism.tensor", ["mode Unified"]),
+    ({"spec/engine/parallelism": {"tensor": 65}}, "spec.engine.parallelism.tensor", ["64 or less"]),
+    (
+        {"spec/engine/extraArgs": {"tensor-parallel-size": "2"}},
+        "spec.engine.extraArgs.tensor-parallel-size",
+        ["set by the resource itself"],
+    ),
     ({"spec/router/auth": {}}, "spec.router.auth", ["no keys", "apiKeySecretRef, tenantsSecretRef"]),
     (
         {"spec/router/auth": {f"{kind}SecretRef": {"name": "n", "key": "k"} for kind in ("apiKey", "tenants")}},
@@ -209,9 +248,8 @@ def test_bad_value_names_path_value_and_fix(changes: dict[str, Any], path: str, 
 @pytest.mark.parametrize(
     "path",
     [
-        "engine/parallelism",
+        "engine/parallelism/pipeline",
         "engine/kvCache/hostOffload",
-        "roles/decode/engine/parallelism",
         "store/ssd",
         "store/ha",
         "store/master/managed/replicas",
@@ -296,3 +334,18 @@ def test_an_unknown_field_in_a_list_is_not_a_list_that_is_too_short() -> None:
     (found,) = problems(with_values(base(), {"spec/router/expose": {"httpRoute": {"parentRefs": refs}}}))
     assert found.path == "spec.router.expose.httpRoute.parentRefs[0].sectoinName"
     assert "did you mean sectionName?" in found.fix
+
+
+def test_ranks_of_a_unified_service() -> None:
+    """Each has a GPU where there are GPUs, and adapters have to wait for them."""
+    ranks = {"spec/engine/parallelism": {"tensor": 2}}
+
+    def limits(amount: int) -> dict[str, Any]:
+        return {"spec/roles/worker": {"resources": {"limits": {"nvidia.com/gpu": amount}}}}
+
+    parse(with_values(base("Unified"), ranks))
+    parse(with_values(base("Unified"), ranks | limits(2)))
+    (found,) = problems(with_values(base("Unified"), ranks | limits(1)))
+    assert found.path == "spec.roles.worker.resources.limits.nvidia.com/gpu" and "2 or more" in str(found)
+    (found,) = problems(with_values(base("Unified"), ranks | adapters({"name": "a", "source": LORA})))
+    assert found.path == "spec.engine.parallelism.tensor" and "adapters" in str(found)

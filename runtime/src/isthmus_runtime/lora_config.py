@@ -21,6 +21,8 @@ class LoraConfig:
     max_rank: int = 16
     adapters: tuple[tuple[str, str], ...] = ()
     """(name, folder) of those to load at start."""
+    file: str = ""
+    """What lists those to have, and may change; empty: none."""
     folder: str = ""
     """Where those are that may be loaded at run time through the API; empty: none may."""
 
@@ -28,6 +30,7 @@ class LoraConfig:
 def add_lora_flags(engine: argparse._ArgumentGroup) -> None:
     """Flags of an engine."""
     engine.add_argument("--lora", action="append", default=[], metavar="NAME=FOLDER", help="an adapter; repeatable")
+    engine.add_argument("--lora-file", default="", help="JSON list of {name, path} that adapters follow as it changes")
     engine.add_argument("--max-loras", default="auto", help="adapters on the device at once; auto: 4 if there are any")
     engine.add_argument("--max-lora-rank", default="16", choices=[str(rank) for rank in LORA_RANKS])
     engine.add_argument("--lora-dir", default="", help="folder of adapters that the API may load and unload; none: off")
@@ -54,7 +57,7 @@ def read_lora(args: argparse.Namespace, taken: Collection[str], ranks: int) -> t
         elif name in taken or name in dict(adapters):
             problems.append(f"--lora {text!r}: the name {name!r} is taken; give each adapter one of its own")
         adapters.append((name, folder))
-    wanted = bool(adapters or args.lora_dir)
+    wanted = bool(adapters or args.lora_dir or args.lora_file)
     most = _SLOTS if wanted else 0
     if args.max_loras != "auto":
         if args.max_loras.isdecimal() and int(args.max_loras) <= _MOST_SLOTS:
@@ -62,10 +65,16 @@ def read_lora(args: argparse.Namespace, taken: Collection[str], ranks: int) -> t
         else:
             problems.append(f"--max-loras {args.max_loras!r} is out of range; allowed: auto, or 0 to {_MOST_SLOTS}")
     if wanted and not most:
-        problems.append("--max-loras 0 leaves no room for adapters; give 1 or more, or neither --lora nor --lora-dir")
+        problems.append(
+            "--max-loras 0 leaves no room for adapters; give 1 or more, or none of --lora, --lora-file, --lora-dir"
+        )
     if most and ranks > 1:
         problems.append(f"--tensor-parallel-size {ranks} does not go with adapters yet; use 1, or --max-loras 0")
     config = LoraConfig(
-        max_loras=most, max_rank=int(args.max_lora_rank), adapters=tuple(adapters), folder=args.lora_dir
+        max_loras=most,
+        max_rank=int(args.max_lora_rank),
+        adapters=tuple(adapters),
+        file=args.lora_file,
+        folder=args.lora_dir,
     )
     return config, problems

@@ -188,6 +188,10 @@ class EngineMetrics:
         self.forced = names.counter(
             "forced_tokens", "Tokens that a grammar left no choice about, computed together with the token before."
         )
+        self.adapters = names.gauge("adapters", "Low-rank adapters that requests may ask for.")
+        self.adapter_problems = names.gauge(
+            "adapter_problems", "Adapters of --lora-file that could not be loaded; one more where the file is wrong."
+        )
         self.quarantined_blocks = names.gauge("quarantined_blocks", "KV blocks a peer may still write.")
         self.never_fit_rejections = names.counter(
             "never_fit_rejections", "Requests refused because they can never fit."

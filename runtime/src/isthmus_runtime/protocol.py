@@ -158,6 +158,23 @@ class AdapterInfo(_Reading):
     digest: str
 
 
+class AdapterProblemInfo(_Reading):
+    """Why an adapter is not as --lora-file says. `name` empty: it is about the file itself."""
+
+    name: str
+    problem: str
+
+
+class AdapterListInfo(_Reading):
+    """What --lora-file has come to."""
+
+    digest: str
+    """The first 16 hex digits of SHA-256 of the file that was understood last; empty: none was."""
+    listed: int = 0
+    """Adapters in it."""
+    problems: tuple[AdapterProblemInfo, ...] = ()
+
+
 class EngineInfo(_Reading):
     """Answer of GET /info. The router pairs only engines of equal `fingerprint`."""
 
@@ -173,6 +190,8 @@ class EngineInfo(_Reading):
     load: LoadInfo = LoadInfo()
     draining: bool = False
     adapters: tuple[AdapterInfo, ...] = ()
+    adapter_list: AdapterListInfo | None = None
+    """None: it has no --lora-file."""
     vocab_size: int = 0
     task: ServedTask = GENERATES
     model_revision: str = ""
@@ -251,7 +270,7 @@ class PrefillCall(_Wire):
     """Compute the prompt, send KV as `ticket` says."""
 
     request: WireRequest
-    attempt: str
+    attempt: str = Field(min_length=1)
     ticket: Ticket
 
 

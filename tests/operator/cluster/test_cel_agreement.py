@@ -27,6 +27,10 @@ BEYOND_CEL = {
     "spec.engine.kvCache.memory": "arithmetic on quantities",
     "spec.engine.kvCache.numBlocksOverride": "only known with the block size",
     "spec.engine.extraArgs.block-size": "the list of typed flags",
+    "spec.engine.extraArgs.tensor-parallel-size": "the list of typed flags",
+    "spec.model.adapters[0].name": "the name of the service, where the model has none of its own",
+    "spec.model.adapters[0].source.pvc.path": "`..` in a path",
+    "spec.model.adapters[0].source.hostPath.subPath": "`..` in a path",
     "spec.router.extraArgs.max-queue": "the list of typed flags",
     "spec.transfer.timeout": "durations",
     "spec.rollout.drainTimeout": "durations",
@@ -70,6 +74,21 @@ def test_the_examples_are_accepted(client: Client, name: str) -> None:
 @pytest.mark.parametrize("mode", ["Disaggregated", "Unified"])
 def test_the_smallest_is_accepted_and_gets_its_defaults(client: Client, mode: str) -> None:
     assert ask(client, cases.base(mode)) == (201, "")
+
+
+def test_adapters_and_ranks_are_accepted(client: Client) -> None:
+    adapters = {
+        "a/b": {"pvc": {"claimName": "c", "path": "a"}},
+        "b": {"oci": {"image": "i:1"}},
+        "c": {"hostPath": {"path": "/c", "subPath": "d"}},
+    }
+    changes = {
+        "spec/model/adapters": [{"name": name, "source": source} for name, source in adapters.items()],
+        "spec/model/servedNames": ["m"],
+    }
+    assert ask(client, cases.with_values(cases.base(), changes)) == (201, "")
+    ranks = {"spec/engine/parallelism": {"tensor": 2}}
+    assert ask(client, cases.with_values(cases.base("Unified"), ranks)) == (201, "")
 
 
 STATIC: dict[str, Any] = {"scaling": {"mode": "Static"}}

@@ -108,11 +108,11 @@ def test_kubectl_refuses_a_field_of_a_later_version(service: Service) -> None:
         "metadata": {"name": "x"},
         "spec": {
             "model": {"source": {"hostPath": {"path": "/m"}}},
-            "engine": {"parallelism": {"tensor": 2}},
+            "engine": {"hostOffload": {"memory": "1Gi"}},
             "roles": roles(1, 1),
         },
     }
-    with pytest.raises(CommandError, match='unknown field "parallelism"'):
+    with pytest.raises(CommandError, match='unknown field "hostOffload"'):
         service.cluster.apply(body, namespace=service.namespace)
 
 

@@ -1,14 +1,16 @@
 """Manifests to processes: names, mounts, environment and ports, without starting anything."""
 
 import base64
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from isthmus_operator.api.v1alpha1 import parse
+from isthmus_operator.api.v1alpha1 import InferenceService, parse
 from isthmus_operator.errors import UserError
 from isthmus_operator.local.pods import Pod, translate
+from isthmus_operator.local.up import made_objects
 from isthmus_operator.render.names import Defaults
 from isthmus_operator.render.service import render
 
@@ -21,8 +23,8 @@ SPEC: dict[str, Any] = {
 }
 
 
-def pods(objects: dict[tuple[str, str], dict[str, Any]] | None = None, port: int = 8000, **spec: Any) -> dict[str, Pod]:
-    service = parse(
+def parsed(**spec: Any) -> InferenceService:
+    return parse(
         {
             "apiVersion": "serving.isthmus.dev/v1alpha1",
             "kind": "InferenceService",
@@ -30,6 +32,10 @@ def pods(objects: dict[tuple[str, str], dict[str, Any]] | None = None, port: int
             "spec": SPEC | spec,
         }
     )
+
+
+def pods(objects: dict[tuple[str, str], dict[str, Any]] | None = None, port: int = 8000, **spec: Any) -> dict[str, Pod]:
+    service = parsed(**spec)
     taken: dict[str, Sequence[int]] = {}
 
     def take(pod: str, role: str, ports: Sequence[int]) -> str:
@@ -45,6 +51,17 @@ def pods(objects: dict[tuple[str, str], dict[str, Any]] | None = None, port: int
 def value(pod: Pod, flag: str) -> str:
     argv = pod.containers[0].argv
     return argv[argv.index(flag) + 1]
+
+
+def test_adapters_are_listed_where_they_are_on_this_machine() -> None:
+    sources = {name: {"hostPath": {"path": "/srv/adapters", "subPath": name}} for name in ("a", "b")}
+    listed = [{"name": name, "source": source} for name, source in sources.items()]
+    model = {"source": {"hostPath": {"path": "/data/m"}}, "adapters": listed}
+    service = parsed(model=model)
+    found = pods(made_objects(service, render(service, Defaults())), model=model)["decode-0"]
+    assert found.needs == ("/data/m", "/srv/adapters")
+    entries = json.loads(found.files[value(found, "--lora-file")])
+    assert {one["name"]: one["path"] for one in entries} == {"a": "/srv/adapters/a", "b": "/srv/adapters/b"}
 
 
 def test_service_names_become_the_addresses_of_their_pods() -> None:

@@ -41,7 +41,7 @@ from isthmus_runtime.engine.channel import (
     to_engine,
 )
 from isthmus_runtime.engine.loop import Reply, Snapshot
-from isthmus_runtime.engine.seam import EngineFacts, EngineStatus
+from isthmus_runtime.engine.seam import AdapterList, AdapterProblem, EngineFacts, EngineStatus
 from isthmus_runtime.engine.sequence import SchedulerStats
 from isthmus_runtime.errors import Cancelled, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
 from isthmus_runtime.interfaces.handoff import HandoffStats
@@ -66,6 +66,8 @@ STATUS = EngineStatus(
     stalled_s=0.5,
     transfer_failures={"sending": 3},
     moved=HandoffStats(*range(len(fields(HandoffStats)))),
+    adapters=(AdapterName("sql", "d"),),
+    adapter_list=AdapterList("0123", 2, (AdapterProblem("chat", "no such folder"),)),
 )
 TICKET = Ticket(
     mode="direct", attempt="a", layout_digest="d", blocks=(ReservedBlocks(group=0, first=1, block_ids=(3,)),)

@@ -217,10 +217,14 @@ def test_an_engine_that_breaks_off_anywhere_in_a_frame_ends_every_request(after:
     run(main)
 
 
-def test_when_the_api_process_is_gone_the_engine_is_told() -> None:
+@pytest.mark.parametrize("stops", [False, True], ids=["running", "stopping"])
+def test_when_the_api_process_is_gone_the_engine_is_told(stops: bool) -> None:
     async def main() -> None:
         async with engine_apart() as backend:
             engine = far(backend)
+            if stops:
+                await engine.stop(0.0)
+                assert await asyncio.to_thread(engine.host.stop.wait, DEADLINE_S)
             engine.close()
             await until(lambda: engine.lost)
             assert "API process has ended" in engine.lost[0]
@@ -417,5 +421,8 @@ def test_stopping_ends_what_runs_and_says_so_last() -> None:
                 for end in await asyncio.gather(*tasks):
                     assert end is None or "shutting down" in end.message
             assert not engine.status().failure, "it was asked to"
+            engine.close()
+            await asyncio.to_thread(engine.host._reader.join, DEADLINE_S)
+            assert not engine.lost, "all was told before"
 
     run(main)

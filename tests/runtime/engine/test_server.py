@@ -278,6 +278,20 @@ def test_a_refusal_while_draining_names_stage_and_attempt() -> None:
     asyncio.run(main())
 
 
+def test_a_prefill_without_an_attempt_is_refused_by_name() -> None:
+    """Its answer would go to an id that nobody waits for."""
+
+    async def main() -> None:
+        async with served() as (session, _, _):
+            ticket = Ticket(mode="memory", attempt="", layout_digest="d")
+            body = PrefillCall(request=WireRequest.of(request("a", [1], 3)), attempt="-", ticket=ticket)
+            data = body.model_dump_json().replace('"attempt":"-"', '"attempt":""')
+            status, text = await got(session.post("/internal/prefill", data=data))
+            assert status == 400 and json.loads(text)["error"]["param"] == "attempt"
+
+    asyncio.run(main())
+
+
 def test_a_prefill_that_a_drain_ends_is_refused_and_not_cut_off() -> None:
     """The router is still there: it hears that it may try elsewhere, and what for."""
 

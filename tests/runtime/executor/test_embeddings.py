@@ -120,6 +120,7 @@ def some_prompts(seed: str) -> list[tuple[int, ...]]:
     return [tuple(rng.randrange(97) for _ in range(n)) for n in (1, 2, 7, 16, 33, 50, 120)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", MODES)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_vectors_equal_transformers(name: str, pooling: str, tmp_path: Path, start_engine: Callable[..., Any]) -> None:

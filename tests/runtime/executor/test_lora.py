@@ -144,6 +144,7 @@ def tokens_of(chunks: list[TokenChunk]) -> list[int]:
 PROMPTS = [tuple((7 * i + 3 * n + i * i) % 97 for i in range(length)) for n, length in enumerate((5, 40, 23, 61, 11))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_equal_to_merged_weights(name: str, captured: bool, tmp_path: Path, start_engine: Callable[..., Any]) -> None:

@@ -197,8 +197,13 @@ def _described(node: Node) -> str:
     return node.value if isinstance(node, Leaf) else "a list" if isinstance(node, Items) else "a mapping"
 
 
-RENDERED_VOLUMES = frozenset({"model", "model-credentials", "api-key", "store-secret", "peers", "tmp"})
-"""Names of the volumes that pods have without a patch."""
+RENDERED_VOLUMES = frozenset({"model", "model-credentials", "api-key", "store-secret", "peers", "tmp", "adapters"})
+"""Names of the volumes that pods have without a patch; those of adapters go on behind `adapters`."""
+
+
+def is_rendered(name: str) -> bool:
+    """Whether a pod may have a volume of that name without a patch."""
+    return name in RENDERED_VOLUMES or name.startswith("adapters-")
 
 
 def foreign_mounts(patch: Mapping[str, Any], path: str) -> Iterator[Problem]:
@@ -210,12 +215,12 @@ def foreign_mounts(patch: Mapping[str, Any], path: str) -> Iterator[Problem]:
     spec = spec if isinstance(spec, Mapping) else {}
     volumes = [str(volume.get("name")) for volume in _mappings(spec.get("volumes"))]
     for index, name in enumerate(volumes):
-        if name in RENDERED_VOLUMES:
+        if is_rendered(name):
             names = f"a name other than {', '.join(sorted(RENDERED_VOLUMES))}"
             yield refused_field(
                 f"{path}.spec.volumes[{index}].name", f"{show(name)} is not allowed", names, "rename it"
             )
-    own = set(volumes) - RENDERED_VOLUMES
+    own = {name for name in volumes if not is_rendered(name)}
     for number, container in enumerate(_mappings(spec.get("containers"))):
         for index, mount in enumerate(_mappings(container.get("volumeMounts"))):
             if str(mount.get("name")) not in own:

@@ -82,6 +82,16 @@ RULES: dict[Place, list[tuple[str, str]]] = {
             "transfer and store do not go with mode Unified",
         ),
         (
+            f"!({_DISAGGREGATED}) || !has(self.engine) || !has(self.engine.parallelism)"
+            " || self.engine.parallelism.tensor == 1",
+            "engine.parallelism.tensor above 1 needs mode Unified",
+        ),
+        (
+            "!has(self.engine) || !has(self.engine.parallelism) || self.engine.parallelism.tensor == 1"
+            " || !has(self.model.adapters) || self.model.adapters.size() == 0",
+            "model.adapters do not go with engine.parallelism.tensor above 1 yet",
+        ),
+        (
             f"!has(self.scalingPolicy) || {_DISAGGREGATED}",
             "scalingPolicy does not go with mode Unified",
         ),
@@ -105,11 +115,18 @@ RULES: dict[Place, list[tuple[str, str]]] = {
             "give exactly one of huggingFace, pvc, s3, oci, hostPath",
         )
     ],
+    ("spec", "model", "adapters", "*", "source"): [
+        (_one_of("pvc", "oci", "hostPath"), "give exactly one of pvc, oci, hostPath")
+    ],
     ("spec", "model"): [
+        (
+            "!has(self.adapters) || !has(self.servedNames) || !self.adapters.exists(one, one.name in self.servedNames)",
+            "an adapter must not have one of servedNames as its name",
+        ),
         (
             "!has(self.cache) || has(self.source.huggingFace) || has(self.source.s3)",
             "cache is only for huggingFace and s3",
-        )
+        ),
     ],
     ("spec", "model", "cache"): [
         (_one_of("pvc", "hostPath", "emptyDir"), "give exactly one of pvc, hostPath, emptyDir")

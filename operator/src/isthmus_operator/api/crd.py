@@ -21,16 +21,23 @@ _KEPT = (
     "format", "default", "x-kubernetes-int-or-string", "x-kubernetes-preserve-unknown-fields",
 )  # fmt: skip
 
-_REQUIRED: dict[cel.Place, list[str]] = {(): ["spec"], ("spec",): ["model", "roles"], ("spec", "model"): ["source"]}
+_REQUIRED: dict[cel.Place, list[str]] = {
+    (): ["spec"],
+    ("spec",): ["model", "roles"],
+    ("spec", "model"): ["source"],
+    ("spec", "model", "adapters", "*"): ["source"],
+}
 """Fields that have a default only so that `parse` can go on and find further problems."""
 
 _LIST_TYPES: dict[cel.Place, dict[str, Any]] = {
     ("status", "conditions"): {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"], "maxItems": 32},
     ("spec", "model", "servedNames"): {"x-kubernetes-list-type": "set"},
+    ("spec", "model", "adapters"): {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
 }
 
 
 _DESCRIBED_ONCE: tuple[cel.Place, ...] = (
+    *(("spec", "model", "adapters", "*", "source", kind) for kind in ("pvc", "oci")),
     ("spec", "roles", "prefill", "engine"),
     ("spec", "roles", "decode"),
     ("spec", "roles", "worker"),

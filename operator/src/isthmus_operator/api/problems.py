@@ -20,6 +20,7 @@ from .spec import (
     KvMemory,
     ManagedMaster,
     Observability,
+    Parallelism,
     Rdma,
     RoleEngine,
     Router,
@@ -52,10 +53,8 @@ _PATTERNS = {
 }
 
 
-_ONE_DEVICE = "remove it: an engine pod computes on one device"
 _LATER: dict[tuple[type[BaseModel], str], str] = {
-    (Engine, "parallelism"): _ONE_DEVICE,
-    (RoleEngine, "parallelism"): _ONE_DEVICE,
+    (Parallelism, "pipeline"): "remove it; tensor splits a model over the processes of a pod",
     (KvCache, "hostOffload"): "remove it; spec.store keeps KV in the host memory of all engine pods",
     (Store, "ssd"): "remove it",
     (Store, "ha"): "remove it; engines register again with a master that was restarted",

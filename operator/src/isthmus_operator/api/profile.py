@@ -36,9 +36,9 @@ class Feature(StrEnum):
 class Profile:
     """restricted: False lets everything pass, for clusters where whoever may create a service may create any pod.
 
-    The rest is what `restricted` lets pass: host_paths: folders of the node below which models lie, which pods mount
-    read-only; writable_host_paths: below which caches lie; gateway_namespaces: of Gateways that routes may name beside
-    those of their own namespace; allow: features
+    The rest is what `restricted` lets pass: host_paths: folders of the node below which models and adapters lie, which
+    pods mount read-only; writable_host_paths: below which caches lie; gateway_namespaces: of Gateways that routes may
+    name beside those of their own namespace; allow: features
     """
 
     restricted: bool = True
@@ -96,9 +96,14 @@ def _replaces_security(patch: Mapping[str, Any]) -> bool:
 
 def _folders(spec: Spec, profile: Profile) -> Iterator[Problem]:
     model, cache = spec.model.source.host_path, spec.model.cache.host_path if spec.model.cache else None
+    adapters = [one.source.host_path for one in spec.model.adapters]
     for path, folder, allowed in (
         ("spec.model.source.hostPath.path", model.path if model else None, profile.host_paths),
         ("spec.model.cache.hostPath.path", cache.path if cache else None, profile.writable_host_paths),
+        *(
+            (f"spec.model.adapters[{index}].source.hostPath.path", one.path if one else None, profile.host_paths)
+            for index, one in enumerate(adapters)
+        ),
     ):
         if folder is None or (normpath(folder) == folder and any(_below(folder, top) for top in allowed)):
             continue

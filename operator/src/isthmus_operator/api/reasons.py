@@ -26,6 +26,7 @@ class Reason(StrEnum):
     SAME_FINGERPRINT = "SameFingerprint"
     STARTING = "Starting"
     NOT_REPORTED = "NotReported"
+    ADAPTERS_LOADED = "AdaptersLoaded"
     # Bad.
     INVALID_SPEC = "InvalidSpec"
     NO_ROUTER = "NoRouter"
@@ -49,6 +50,8 @@ class Reason(StrEnum):
     TRANSPORT_REPLACED = "TransportReplaced"
     FINGERPRINT_MISMATCH = "FingerprintMismatch"
     FOREIGN_PODS = "ForeignPods"
+    ADAPTERS_PENDING = "AdaptersPending"
+    ADAPTERS_MISSING = "AdaptersMissing"
     # Events only.
     ROLLOUT_STARTED = "RolloutStarted"
     CAPACITY_GAP = "CapacityGap"
@@ -173,6 +176,16 @@ TEXTS: dict[Reason, Text] = {
         " not counted; Services find pods by labels, so requests may go to them.",
         "Remove the labels `serving.isthmus.dev/*` from whatever creates the pods named, or delete it.",
     ),
+    Reason.ADAPTERS_LOADED: Text("All engines have the adapters that the spec lists.", _NOTHING),
+    Reason.ADAPTERS_PENDING: Text(
+        "Engines have not read the present list of adapters. Kubelets bring a changed one within two minutes or so.",
+        "Wait.",
+    ),
+    Reason.ADAPTERS_MISSING: Text(
+        "Engines could not load adapters, and try again. An adapter that was to be replaced is served as it was.",
+        'Put right what the message says of the adapter: its folder, its rank (`extraArgs: {max-lora-rank: "64"}`),'
+        " what it adapts.",
+    ),
     Reason.ROLLOUT_STARTED: Text("The spec asks for pods other than those that exist.", _NOTHING),
     Reason.CAPACITY_GAP: Text(
         "A role of one pod is replaced without a surge: it has no pod until the new one is ready.",
@@ -215,6 +228,7 @@ CONDITIONS = (
     ("ModelReady", "An engine of the current spec has loaded the model."),
     ("PrefillReady, DecodeReady, WorkerReady, RouterReady", "All pods of the role run the current spec and are ready."),
     ("StoreReady", "The Mooncake master is ready. Only with a store."),
+    ("AdaptersReady", "All engines that answer have the adapters that the spec lists. Only with adapters."),
     ("TransferReady", "KV can move, over the transport the message names. Only with mode Disaggregated."),
     ("Compatible", "The spec is valid, engines agree on one KV layout, and no foreign pod has the service's labels."),
 )
@@ -226,6 +240,7 @@ EVENTS = (
     Reason.CHILD_OVERRIDDEN,
     Reason.SCALED, Reason.OPTIONAL_API_MISSING, Reason.RECONCILE_FAILED, Reason.NAME_TAKEN,
     Reason.INTERNAL_ERROR, Reason.OVER_BUDGET, Reason.FOREIGN_PODS,
+    Reason.ADAPTERS_MISSING,
 )  # fmt: skip
 """Reasons that also come as Events, when they begin to hold."""
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..errors import Problem
 from . import pod_patch
+from .adapter_rules import adapters
 from .choices import Enforcement, Fallback, Mode, ScalingMode, TransferMode, Transport
 from .problems import show
 from .scaling_rules import ratio
@@ -27,7 +28,7 @@ TYPED_FLAGS = frozenset(
         *("store-master", "store-segment-size", "store-replicas", "store-secret-file"),
         *("prefill", "decode", "worker", "policy", "disaggregate-above", "on-prefill-unavailable", "max-queue"),
         *("request-timeout", "discovery-interval", "api-key-file", "tenants-file", "cors-origins", "peer-credentials"),
-        "metrics-port",
+        *("metrics-port", "lora-file", "tensor-parallel-size"),
     }
 )
 """Flags that the rendered arguments own; `extraArgs` may not repeat them."""
@@ -126,6 +127,26 @@ def _names_differ(spec: Spec) -> Iterator[Problem]:
                 f"spec.model.servedNames[{index}]", f"{show(name)} is there twice", "distinct names", "remove it"
             )
         seen.add(name)
+
+
+def _ranks(spec: Spec) -> Iterator[Problem]:
+    ranks, path = spec.engine.parallelism.tensor, "spec.engine.parallelism.tensor"
+    if ranks == 1:
+        return
+    if spec.mode is Mode.DISAGGREGATED:
+        yield Problem(path, f"{ranks} does not go with mode Disaggregated", "1, or mode Unified", "set it to 1")
+    if spec.model.adapters:
+        yield Problem(path, f"{ranks} does not go with spec.model.adapters yet", "1", "set it to 1")
+    for name, role in engine_roles(spec):
+        gpus = {key: amount for key, amount in role.resources.limits.items() if key.endswith("/gpu")}
+        if gpus and sum(amount.value for amount in gpus.values()) < ranks:
+            key, amount = next(iter(gpus.items()))
+            yield Problem(
+                f"spec.roles.{name}.resources.limits.{key}",
+                f"{amount} gives not each of the {ranks} ranks of {path} a GPU",
+                f"{ranks} or more",
+                f"set it to {ranks}",
+            )
 
 
 def _extra_args_are_extra(spec: Spec) -> Iterator[Problem]:
@@ -338,6 +359,8 @@ RULES: tuple[Rule, ...] = (
     Rule(_one_kind_of_keys, reads=("router.auth",)),
     Rule(_cache_is_used, reads=("model.source", "model.cache")),
     Rule(_names_differ, reads=("model.servedNames",)),
+    Rule(adapters, reads=("model.adapters", "model.servedNames")),
+    Rule(_ranks, reads=("roles",), asks_for=("mode", "model.adapters", "engine.parallelism.tensor")),
     Rule(_extra_args_are_extra, reads=("engine.extraArgs", "router.extraArgs")),
     Rule(_kv_size, reads=("engine.kvCache", "roles"), asks_for=("engine.maxModelLen",)),
     Rule(_scaling, reads=("roles",)),

@@ -110,6 +110,27 @@ class ModelSource(Block):
     """A folder on the node."""
 
 
+class AdapterHostPath(HostPathSource):
+    sub_path: Annotated[str, StringConstraints(max_length=512, pattern=r"^[^/\s][^\s]*$")] = "."
+    """Folder of the adapter below path. Adapters below one path share its mount."""
+
+
+class AdapterSource(Block):
+    pvc: PvcSource | None = None
+    """A volume that already holds it. Adapters of one claim share its mount."""
+    oci: OciSource | None = None
+    """An OCI image or artifact, a mount of its own."""
+    host_path: AdapterHostPath | None = None
+    """A folder on the node."""
+
+
+class Adapter(Block):
+    name: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    """What clients ask for as the model."""
+    source: AdapterSource = Field(default_factory=AdapterSource)
+    """Where it lies, in PEFT's format: exactly one kind."""
+
+
 class CachePvc(Block):
     claim_name: Name
     """PersistentVolumeClaim the pods write downloads to; ReadWriteMany when pods run on several nodes."""
@@ -139,6 +160,10 @@ class Model(Block):
     """Where the weights come from: exactly one kind."""
     served_names: Annotated[tuple[Text, ...], Field(max_length=16)] = ()
     """Names clients may ask for. Default: the name of the InferenceService."""
+    adapters: Annotated[tuple[Adapter, ...], Field(max_length=64)] = ()
+    """Low-rank adapters (LoRA). Running engines load and unload them as this list changes; pods are replaced only for
+    the first, after the last, and where an adapter needs a mount that they do not have. Files are read once: give
+    changed ones another path."""
     cache: ModelCache | None = None
     """Where downloaded models are kept. Only with huggingFace and s3."""
 
@@ -197,6 +222,11 @@ class Speculative(Block):
     """Most guesses of a request and step."""
 
 
+class Parallelism(Block):
+    tensor: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes of a pod that split the model, a GPU each where there are GPUs. Only with mode Unified."""
+
+
 class Engine(EngineTuning):
     image: Text | None = None
     """Image of the engine. Absent: the operator's default, fixed when a revision is first made."""
@@ -213,6 +243,8 @@ class Engine(EngineTuning):
     """Most tokens of prompt and answer together. Absent: the model's limit, or what the KV pool holds if less."""
     kv_cache: KvCache = Field(default_factory=KvCache)
     """The KV pool."""
+    parallelism: Parallelism = Field(default_factory=Parallelism)
+    """How a pod computes one model together."""
     speculative: Speculative | None = None
     """Guesses tokens ahead and verifies them in one step; answers stay the same."""
     extra_args: ExtraArgs = Field(default_factory=dict)

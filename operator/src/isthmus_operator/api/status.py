@@ -27,7 +27,7 @@ class Condition(Block):
 
     type: Annotated[str, StringConstraints(max_length=316)]
     """Ready, Available, Progressing, ModelReady, PrefillReady, DecodeReady, WorkerReady, RouterReady, StoreReady,
-    TransferReady or Compatible."""
+    AdaptersReady, TransferReady or Compatible."""
     status: ConditionStatus
     """True, False or Unknown."""
     reason: Annotated[str, StringConstraints(max_length=1024, pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$")]

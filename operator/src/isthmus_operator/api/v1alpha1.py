@@ -77,6 +77,7 @@ def _parse(
     found += problems
     namespace = str(metadata.get("namespace") or namespace)
     if spec is not None:
+        found += _names(spec, name)
         found += most(refused(spec, profile, namespace))
     if found or spec is None:
         raise InvalidSpec(str(name or ""), most(sorted(found, key=lambda problem: problem.path)))
@@ -122,6 +123,18 @@ def _spec(raw: object, strict: bool) -> tuple[Spec | None, list[Problem]]:
         return None, [problem for _, problem in found]
     wrong = tuple(path_of(where, "").lstrip(".").split("[")[0] for where in removed)
     return spec, [problem for _, problem in found] + most(rules.check(spec, wrong))
+
+
+def _names(spec: Spec, name: object) -> list[Problem]:
+    """Adapters that have the name which the model has where it is given none."""
+    if spec.model.served_names:
+        return []
+    allowed, fix = "a name of its own", "rename it, or give spec.model.servedNames"
+    return [
+        Problem(f"spec.model.adapters[{index}].name", f"{show(name)} is the name of the model", allowed, fix)
+        for index, adapter in enumerate(spec.model.adapters)
+        if adapter.name == name
+    ]
 
 
 def _below(location: Location, holder: Location) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 from ..api.v1alpha1 import InferenceService, parse
 from ..errors import UserError
 from ..files import Documents
+from ..render import adapters
 from ..render.names import ROUTER_PORT, Component, Defaults
 from ..render.service import render
 from ..settings import cache_dir, inherited_environment
@@ -48,7 +49,6 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
     service = parse(manifest, namespace=options.namespace)
     issuer = LocalIssuer()
     manifests = render(service, Defaults(issuer=issuer.public))
-    made = {("ConfigMap", m["metadata"]["name"]): m for m in manifests if m["kind"] == "ConfigMap"}
     if service.spec.router.replicas > 1:
         if "replicas" in service.spec.router.model_fields_set:
             console.say(f"router: 1 of {service.spec.router.replicas} replicas, as they would share one port here")
@@ -59,9 +59,9 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
         run_dir=str(run_dir),
         take_address=Addresses().take,
         ports={Component.ROUTER.value: options.port},
-        objects={**documents.objects, **made},
+        objects={**documents.objects, **made_objects(service, manifests)},
     )
-    _check(pods)
+    _check(pods, service)
     run_dir.mkdir(parents=True, exist_ok=True)
     url = f"http://127.0.0.1:{options.port}"
     console.say(f"run folder: {run_dir}")
@@ -82,6 +82,14 @@ def up(documents: Documents, options: Options, out: TextIO) -> int:
         return await Supervisor(launch).run()
 
     return asyncio.run(main())
+
+
+def made_objects(service: InferenceService, manifests: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:
+    """ConfigMaps of the service by (kind, name). Nothing is mounted here, so its adapters are listed where they are."""
+    made = [manifest for manifest in manifests if manifest["kind"] == "ConfigMap"]
+    if service.spec.model.adapters:
+        made.append(adapters.config_map(service, mounted=False))
+    return {("ConfigMap", one["metadata"]["name"]): one for one in made}
 
 
 def find_program(name: str) -> str | None:
@@ -185,9 +193,12 @@ def _router_deployment(manifests: list[dict[str, Any]]) -> dict[str, Any]:
     )
 
 
-def _check(pods: list[Pod]) -> None:
+def _check(pods: list[Pod], service: InferenceService) -> None:
+    of_adapters = [one.source.host_path.path for one in service.spec.model.adapters if one.source.host_path]
     for pod in pods:
         for path in pod.needs:
+            if not Path(path).exists() and path in of_adapters:
+                raise UserError(f"spec.model.adapters: {path} is not on this machine; name one that is, or remove it")
             if not Path(path).exists():
                 raise UserError(
                     f"spec.model.source.hostPath.path: {path} is not on this machine; give the model with"

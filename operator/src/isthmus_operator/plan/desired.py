@@ -8,7 +8,7 @@ from typing import Any
 
 from ..api.choices import ScalingMode
 from ..api.v1alpha1 import InferenceService
-from ..render import credentials, engine, mooncake, policies, router, scaler
+from ..render import adapters, credentials, engine, mooncake, policies, router, scaler
 from ..render.names import REVISION_LABEL, Component, Defaults, child_name, is_engine
 from ..render.revision import pairing, role_revision
 from ..render.service import components
@@ -53,7 +53,8 @@ def desired(
 ) -> Desired:
     """Everything the service should consist of now, with old revisions at the numbers of the plan. `seen` and `now`:
     what the plan was made from; `children`: the objects it was observed in."""
-    live = {name_of(child): child for child in children if child["kind"] in PRUNED and is_child(service, child)}
+    mine = {name_of(child): child for child in children if is_child(service, child)}
+    live = {name: child for name, child in mine.items() if name[0] in PRUNED}
     defaults = _paired(service, defaults, seen, live)
     parts = components(service)
     leaving = _leaving(service, live, wanted)
@@ -79,6 +80,9 @@ def desired(
         apply.append(_rescaled(present, service.spec.router.replicas))
     if defaults.issuer is not None:
         apply.insert(0, credentials.config_map(service, defaults.issuer, required=guarded and _all_guarded(apply)))
+    if service.spec.model.adapters or ("ConfigMap", adapters.name(service)) in mine:
+        # Where none are left, engines that stay a while have none at once.
+        apply.insert(0, adapters.config_map(service))
     scalers = [_scaler(service, part, wanted) for part in parts if is_engine(part)]
     create = tuple(one for one in scalers if one is not None)
     named = {name_of(one) for one in (*apply, *create)}

@@ -106,6 +106,8 @@ class EngineFacts:
     """What an engine says about itself at /info.
 
     model_revision: commit or digest that its weights were resolved to; empty where it does not say
+    adapter_list:   digest of the list of adapters that it follows; empty where it follows none
+    adapter_problems: (adapter, why it is not as the list says); an empty name is about the list itself
     stale:          it did not answer this time; this is what it said before
     """
 
@@ -123,6 +125,8 @@ class EngineFacts:
     max_model_len: int = 0
     queued: float = 0.0
     kv_usage: float = 0.0
+    adapter_list: str = ""
+    adapter_problems: tuple[tuple[str, str], ...] = ()
     stale: bool = False
 
 

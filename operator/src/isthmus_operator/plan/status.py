@@ -14,6 +14,7 @@ from ..render import mooncake
 from ..render.names import Component, is_engine, url
 from ..render.revision import role_revision, service_revision
 from ..render.service import components
+from .adapters import adapters_state
 from .causes import State, reason_of, workload_state, worst
 from .observe import seconds
 from .observed import EngineFacts, Observed, Workload
@@ -124,6 +125,8 @@ def _states(service: InferenceService, seen: Observed, wanted: Plan, now: float)
     if service.spec.store is not None:
         states["StoreReady"] = _store_state(service, seen, wanted, now)
     states["ModelReady"] = _model_state(seen, wanted)
+    if service.spec.model.adapters:
+        states["AdaptersReady"] = adapters_state(service, _answered(seen, wanted))
     if service.spec.mode is Mode.DISAGGREGATED:
         states["TransferReady"] = _transfer_state(service, seen, wanted)
     states["Compatible"] = _compatible_state(seen, wanted)
@@ -271,9 +274,13 @@ def _present(seen: Observed, wanted: Plan) -> list[Workload]:
     return [w for w in seen.engines if (w.component, w.revision) in goals]
 
 
-def _facts(seen: Observed, wanted: Plan) -> list[EngineFacts]:
+def _answered(seen: Observed, wanted: Plan) -> dict[str, EngineFacts]:
     names = [pod.name for w in _present(seen, wanted) for pod in w.live]
-    return [seen.facts.engines[name] for name in names if name in seen.facts.engines]
+    return {name: seen.facts.engines[name] for name in names if name in seen.facts.engines}
+
+
+def _facts(seen: Observed, wanted: Plan) -> list[EngineFacts]:
+    return list(_answered(seen, wanted).values())
 
 
 def _model_revision(facts: Sequence[EngineFacts]) -> str:
@@ -282,12 +289,7 @@ def _model_revision(facts: Sequence[EngineFacts]) -> str:
 
 def _transfer_state(service: InferenceService, seen: Observed, wanted: Plan) -> State:
     asked = service.spec.transfer.transport
-    answered = {
-        pod.name: seen.facts.engines[pod.name]
-        for w in _present(seen, wanted)
-        for pod in w.live
-        if pod.name in seen.facts.engines
-    }
+    answered = _answered(seen, wanted)
     if not answered:
         return State("Unknown", Reason.NOT_REPORTED, "no engine has reported its transport yet")
     for name, facts in answered.items():

@@ -13,7 +13,7 @@ from ..api.choices import Enforcement, KvLayout, Quantization, ScalingMode, Tran
 from ..api.rules import kv_memory, on_gpu
 from ..api.spec import Engine, EngineTuning, Locality, Rdma, Role
 from ..api.v1alpha1 import InferenceService
-from . import credentials
+from . import adapters, credentials
 from .model import model_parts
 from .names import (
     ENGINE_PORT,
@@ -79,6 +79,9 @@ def engine_args(service: InferenceService, component: Component, model_path: str
         args += ["--device", "cuda"]
     args += _tuning(spec.engine, role.engine)
     args += _kv(service, role)
+    if spec.engine.parallelism.tensor > 1:
+        args += ["--tensor-parallel-size", str(spec.engine.parallelism.tensor)]
+    args += adapters.args(service)
     if spec.engine.speculative is not None and component is not Component.PREFILL:
         guesses = spec.engine.speculative
         args += ["--speculative-method", guesses.method.value.lower(), "--speculative-tokens", str(guesses.tokens)]
@@ -151,7 +154,8 @@ def deployment(
     revision = role_revision(service, component)
     image = spec.engine.image or defaults.engine_image
     model = model_parts(service, image=image, deadline=spec.availability.startup_timeout.canonical)
-    volumes, mounts = list(model.volumes), list(model.mounts)
+    volumes = [*model.volumes, *adapters.volumes(service)]
+    mounts = [*model.mounts, *adapters.mounts(service)]
     if spec.store and (ref := spec.store.secret_ref) and component is not Component.WORKER:
         secret = {"secretName": ref.name, "items": [{"key": ref.key, "path": "secret"}], "defaultMode": 0o440}
         volumes.append({"name": "store-secret", "secret": secret})

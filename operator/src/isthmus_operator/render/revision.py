@@ -14,6 +14,7 @@ from functools import lru_cache
 from ..api.fields import canonical
 from ..api.spec import Role, Router
 from ..api.v1alpha1 import InferenceService
+from . import adapters
 from .names import Component
 
 LENGTH = 8
@@ -33,7 +34,7 @@ def _shared(service: InferenceService) -> dict[str, object]:
     spec = service.spec
     return {
         "name": service.name,
-        "model": canonical(spec.model),
+        "model": _without(canonical(spec.model), "adapters"),
         "drainTimeout": canonical(spec.rollout.drain_timeout),
         "logLevel": spec.observability.log_level.value,
         "pullPolicy": canonical(spec.engine.image_pull_policy),
@@ -47,6 +48,7 @@ def _engines(service: InferenceService) -> dict[str, object]:
     spec = service.spec
     return _shared(service) | {
         "engine": canonical(spec.engine),
+        "adapters": adapters.keys(spec.model),
         "transfer": canonical(spec.transfer),
         "store": _store_as_engines_see_it(service),
         "startupTimeout": canonical(spec.availability.startup_timeout),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..api.v1alpha1 import InferenceService
-from . import credentials, engine, mooncake, policies, router
+from . import adapters, credentials, engine, mooncake, policies, router
 from .names import Component, Defaults
 
 
@@ -31,6 +31,8 @@ def render(service: InferenceService, defaults: Defaults) -> list[dict[str, Any]
     out = policies.network_policies(service, parts, defaults) + policies.disruption_budgets(service, parts)
     if defaults.issuer is not None:
         out.append(credentials.config_map(service, defaults.issuer, required=True))
+    if service.spec.model.adapters:
+        out.append(adapters.config_map(service))
     for part in parts:
         if part is Component.STORE:
             out += [mooncake.master_service(service), mooncake.stateful_set(service, defaults)]

@@ -38,6 +38,8 @@ from .telemetry import Metrics
 Object = dict[str, Any]
 _log = logging.getLogger(__name__)
 AUTO_PERIOD_S = 15.0
+ADAPTERS_PERIOD_S = 15.0
+"""No object changes when an engine has read its list, or has loaded what it could not load before."""
 _FAILURES = (Reason.RECONCILE_FAILED, Reason.NAME_TAKEN, Reason.INTERNAL_ERROR, Reason.OVER_BUDGET)
 
 
@@ -151,7 +153,7 @@ class Controller:
         await self._report(applier, body, after, after, news)
         if changes.refused:
             raise Refused(changes.refused)
-        return self._again(key, service, wanted)
+        return self._again(key, service, wanted, after)
 
     async def _facts(self, key: Key, service: InferenceService, children: list[Object]) -> Facts | None:
         known = observe(service, children, Facts(), {})
@@ -202,13 +204,15 @@ class Controller:
                 news.append(scaled(component, before, decision))
         return news
 
-    def _again(self, key: Key, service: InferenceService, wanted: Plan) -> float | None:
+    def _again(self, key: Key, service: InferenceService, wanted: Plan, after: Status) -> float | None:
         now = self.clock()
         times = [until - now for until in self.contests.left_alone(key, now).values()]
         if wanted.wake is not None:
             times.append(max(0.0, wanted.wake - now))
         if _auto(service):
             times.append(AUTO_PERIOD_S)
+        if any(c["type"] == "AdaptersReady" and c["status"] == "False" for c in after["conditions"]):
+            times.append(ADAPTERS_PERIOD_S)
         return min(times, default=None)
 
     def _written(self, key: Key, verb: str, body: Object) -> None:

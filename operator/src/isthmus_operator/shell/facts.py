@@ -38,6 +38,8 @@ MOST_HEADERS = 32
 MOST_LINE = 4096
 MOST_TEXT = 256
 MOST_NUMBER = 2**53
+MOST_PROBLEMS = 65
+"""Of adapters: a service has 64 at most."""
 
 _log = logging.getLogger(__name__)
 
@@ -191,6 +193,7 @@ def engine_facts(info: Mapping[str, Any], metrics: str = "") -> EngineFacts:
     """The answer of an engine's /info; KeyError, TypeError or ValueError if it is malformed, or a number out of range.
     Texts are cut at MOST_TEXT."""
     kv, transfer = info["kv"], info["transfer"]
+    listed = info.get("adapter_list") or {"digest": "", "problems": []}
     return EngineFacts(
         fingerprint=_line(info["fingerprint"]),
         model=_line(info["model"]),
@@ -206,6 +209,10 @@ def engine_facts(info: Mapping[str, Any], metrics: str = "") -> EngineFacts:
         max_model_len=int(_number(kv["max_model_len"])),
         queued=_number(info.get("waiting", 0)),
         kv_usage=_number(_sample(metrics, "vllm:kv_cache_usage_perc")),
+        adapter_list=_line(listed["digest"]),
+        adapter_problems=tuple(
+            (_line(one["name"]), _line(one["problem"])) for one in listed["problems"][:MOST_PROBLEMS]
+        ),
     )
 
 

@@ -34,7 +34,10 @@ RULES = (
     Rule(("apps",), ("deployments", "statefulsets"), _CHILD, "engines, routers, the Mooncake master"),
     Rule(("",), ("services",), _CHILD, "addresses"),
     Rule(
-        ("",), ("configmaps",), (*_WATCHED, "create", "patch"), "whose tokens engines and routers take from each other"
+        ("",),
+        ("configmaps",),
+        (*_WATCHED, "create", "patch"),
+        "whose tokens engines and routers take from each other, and which adapters engines have",
     ),
     Rule(("",), ("pods",), _WATCHED, "readiness, and why it is missing"),
     Rule(("",), ("events",), ("create",), "Events on transitions"),

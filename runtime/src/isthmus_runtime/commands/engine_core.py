@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from ..checkpoints.provenance import pinned_revision, verify_files
 from ..config import EngineConfig, Role
 from ..credentials import Credentials, peer_credentials
+from ..engine.adapter_file import AdapterFileThread, ListedAdapters
 from ..engine.adapter_registry import AdapterRegistry
 from ..engine.local import LocalEngine
 from ..engine.long_lived import LongLived
@@ -75,9 +76,12 @@ class EngineCore:
     facts: EngineFacts
     executor: Executor
     drafts: Drafts | None = None
+    adapter_file: AdapterFileThread | None = None
 
     def stop(self) -> None:
         """End all requests and transfers. Peers may still ask what is drained."""
+        if self.adapter_file is not None:
+            self.adapter_file.stop()
         self.engine.loop.stop()
 
     def close(self) -> None:
@@ -143,6 +147,8 @@ def start_engine(
     )
     adapters = AdapterRegistry(loop, loaded.adapters, taken=config.model.served_names, folder=config.lora.folder)
     _load_adapters(adapters, config)
+    listed = _listed_adapters(adapters, config)
+    adapter_file = None if listed is None else AdapterFileThread(listed, time.monotonic)
     grammars = None if config.executor == "fake" else cache(lambda: _grammars(config.model.path, loaded.vocab_size))
     facts = EngineFacts(
         kv=KvInfo(
@@ -160,8 +166,12 @@ def start_engine(
         task=loaded.task,
     )
     loop.start()
-    engine = LocalEngine(loop, sink, grammars=grammars, threads=LongLived(), adapters=adapters)
-    return EngineCore(engine=engine, facts=facts, executor=loaded.executor, drafts=loaded.drafts)
+    if adapter_file is not None:
+        adapter_file.start()
+    engine = LocalEngine(loop, sink, grammars=grammars, threads=LongLived(), adapters=adapters, listed=listed)
+    return EngineCore(
+        engine=engine, facts=facts, executor=loaded.executor, drafts=loaded.drafts, adapter_file=adapter_file
+    )
 
 
 def _load_torch(config: EngineConfig) -> Loaded:
@@ -253,6 +263,15 @@ def _load_adapters(adapters: AdapterRegistry, config: EngineConfig) -> None:
             problems.append(f"--lora {name}: {e.message}")
     if problems:
         raise ConfigError(problems)
+
+
+def _listed_adapters(adapters: AdapterRegistry, config: EngineConfig) -> ListedAdapters | None:
+    """Those of --lora-file, tried once: an engine is ready with what can be loaded, and tells of the rest."""
+    if not config.lora.file:
+        return None
+    listed = ListedAdapters(adapters, Path(config.lora.file), reserved=[name for name, _ in config.lora.adapters])
+    listed.turn(time.monotonic())
+    return listed
 
 
 def _grammars(model: str, vocab_size: int) -> Grammars:

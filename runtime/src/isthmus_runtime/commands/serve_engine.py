@@ -19,7 +19,7 @@ from ..config import EngineConfig, Role
 from ..credentials import peer_credentials
 from ..engine.backend import EngineBackend, Streams
 from ..engine.kv_events import KvEventFeed
-from ..engine.seam import Engine, EngineFacts
+from ..engine.seam import AdapterList, Engine, EngineFacts
 from ..engine.server import BODIES, EngineMeters, EngineServer
 from ..engine.traces import StartTimes
 from ..errors import ConfigError, EngineFailed, IsthmusError
@@ -28,7 +28,7 @@ from ..openai.adapters import add_adapter_routes
 from ..openai.app import BODIES as OPENAI_BODIES
 from ..openai.app import ApiConfig, add_openai_routes
 from ..openai.tokenizer import Tokenizer
-from ..protocol import AdapterInfo, EngineInfo, LoadInfo
+from ..protocol import AdapterInfo, AdapterListInfo, AdapterProblemInfo, EngineInfo, LoadInfo
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
 from ..serving.limits import limits_of
@@ -45,6 +45,8 @@ _LAME_DUCK_S = 2.0
 """Routers look at /info once a second; until they know, what they send here is served."""
 _STOP_S = 15.0
 """For an engine process to end its requests and transfers, after the drain."""
+_MOST_PROBLEMS = 65
+"""Of adapters, in /info: routers ask for it every second. Metrics count all."""
 _END_S = 45.0
 """For it to let go of its device and other ranks, after that."""
 
@@ -189,6 +191,7 @@ async def _serve_ports(
             ),
             draining=in_flight.leaving,
             adapters=tuple(AdapterInfo(name=adapter.name, digest=adapter.digest) for adapter in now.adapters),
+            adapter_list=None if now.adapter_list is None else _told(now.adapter_list),
             vocab_size=facts.vocab_size,
             task=facts.task,
             model_revision=facts.model_revision,
@@ -261,3 +264,8 @@ async def _serve_ports(
     finally:
         await checker.close()
         await asyncio.to_thread(tracer.close)
+
+
+def _told(found: AdapterList) -> AdapterListInfo:
+    problems = tuple(AdapterProblemInfo(name=one.name, problem=one.problem) for one in found.problems[:_MOST_PROBLEMS])
+    return AdapterListInfo(digest=found.digest, listed=found.listed, problems=problems)

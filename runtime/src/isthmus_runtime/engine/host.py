@@ -77,6 +77,8 @@ class EngineHost:
         self.started = self._rows_started if traced else None
         self.stop = threading.Event()
         """The API process asks for the end."""
+        self._finished = threading.Event()
+        """It is told all; its end is no loss any more."""
         self._changer = running_pool(1, "adapters")
         self._reader = threading.Thread(target=self._read, name="channel-in", daemon=True)
         self._writer = threading.Thread(target=self._write, name="channel-out", daemon=True)
@@ -93,6 +95,7 @@ class EngineHost:
 
     def finish(self, timeout_s: float) -> None:
         """Say that nothing moves any more, after all else; returns when that is sent, or after `timeout_s`."""
+        self._finished.set()
         self._out.put(Stopped())
         self._out.put(None)
         self._writer.join(timeout_s)
@@ -133,11 +136,11 @@ class EngineHost:
             items = [item for item in taken if item is not None]
             last = len(items) < len(taken)
             now, found = self._clock(), self._engine.loop.failure
-            if now >= status_at or found != failure:
-                # Before the errors of requests: who sees one may look at probes at once.
-                items.insert(0, Status(self._engine.status()))
-                status_at, failure = now + STATUS_S, found
             try:
+                if now >= status_at or found != failure:
+                    # Before the errors of requests: who sees one may look at probes at once.
+                    items.insert(0, Status(self._engine.status()))
+                    status_at, failure = now + STATUS_S, found
                 for frame in _frames(items):
                     self._sock.sendall(frame)
             except OSError:
@@ -161,7 +164,8 @@ class EngineHost:
         except BaseException as error:  # as above
             _log.exception("a command of the API process failed")
             reason = f"a command of the API process failed: {error}"
-        if not self.stop.is_set():
+        # Also while the engine stops, which may take as long as a transfer or a rank that hangs.
+        if not self._finished.is_set():
             self._lost(reason)
 
     def _obey(self, message: ToEngine) -> None:

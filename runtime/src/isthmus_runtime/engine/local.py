@@ -14,6 +14,7 @@ from ..protocol import CommitCall, Ticket
 from ..request import FinishReason, GenerateRequest, Structure, TokenChunk
 from ..structured.grammars import Grammars
 from ..threads import running_pool
+from .adapter_file import ListedAdapters
 from .adapter_registry import AdapterRegistry
 from .long_lived import LongLived
 from .loop import EngineLoop, Sink
@@ -41,11 +42,13 @@ class LocalEngine(Engine):
         grammars: Callable[[], Grammars] | None = None,
         threads: LongLived | None = None,
         adapters: AdapterRegistry | None = None,
+        listed: ListedAdapters | None = None,
     ) -> None:
         """`sink`: the loop's. `grammars` reads the tokenizer at the first request that is structured; None: there is
-        none to read. `threads`: without which this process is of no use."""
+        none to read. `threads`: without which this process is of no use. `listed`: those of a file."""
         self.loop = loop
         self.adapters = adapters or AdapterRegistry(loop, None)
+        self._listed = listed
         self._sink = sink
         self._grammars = grammars
         self._loaded: Grammars | None = None
@@ -126,6 +129,7 @@ class LocalEngine(Engine):
             transfer_failures=dict(loop.transfer_failures),
             moved=loop.handoff_stats(),
             adapters=self.adapters.names,
+            adapter_list=None if self._listed is None else self._listed.status,
         )
 
     def _compiled(self, request: GenerateRequest, attempt: str, run: Callable[[Constraint | None], None]) -> None:

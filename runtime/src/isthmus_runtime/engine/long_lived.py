@@ -6,7 +6,7 @@ import threading
 
 NAMES = frozenset(
     {
-        *("engine", "masks", "executor", "executor-completion"),
+        *("engine", "masks", "executor", "executor-completion", "adapter-file"),
         *("transfer-direct", "transfer-greeter", "transfer-store", "memory-fabric"),
     }
 )

@@ -12,6 +12,26 @@ from ..request import GENERATES, AdapterName, GenerateRequest, ServedTask
 from .loop import Snapshot
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterProblem:
+    """Why an adapter is not as --lora-file says."""
+
+    name: str
+    """Empty: it is about the file itself."""
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterList:
+    """What --lora-file has come to."""
+
+    digest: str = ""
+    """The first 16 hex digits of SHA-256 of the file that was understood last; empty: none was."""
+    listed: int = 0
+    """Adapters in it."""
+    problems: tuple[AdapterProblem, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
     """What probes, metrics and /info tell of an engine."""
@@ -29,6 +49,8 @@ class EngineStatus:
     """Counters of the transfer side; None without one."""
     adapters: tuple[AdapterName, ...] = ()
     """What requests may ask for."""
+    adapter_list: AdapterList | None = None
+    """None: there is no --lora-file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

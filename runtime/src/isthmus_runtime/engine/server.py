@@ -134,7 +134,7 @@ class EngineServer:
             "POST",
             tags=["internal"],
             openapi_extra=json_body(GenerateCall),
-            responses={**errors(429, 499, 502, 504), **ndjson},
+            responses={**errors(404, 429, 499, 502, 504), **ndjson},
         )
         for name, endpoint, body, answer in (
             ("prefill", self.prefill, PrefillCall, PrefillAnswer),
@@ -149,7 +149,7 @@ class EngineServer:
                 tags=["internal"],
                 response_model=answer,
                 openapi_extra=json_body(body),
-                responses=errors(429, 499, 502, 504),
+                responses=errors(404, 429, 499, 502, 504),
             )
         app.add_api_route("/internal/drained", self.drained, tags=["internal"], responses=errors())
         if self._kv_events is not None:
@@ -196,6 +196,9 @@ class EngineServer:
         meters.engine.waiting.set(stats.waiting)
         meters.engine.kv_usage.set(engine.snapshot.kv_usage)
         meters.engine.quarantined_blocks.set(blocks.quarantined)
+        listed = engine.adapter_list
+        meters.engine.adapters.set(len(engine.adapters))
+        meters.engine.adapter_problems.set(0 if listed is None else len(listed.problems))
         meters.engine.no_progress_seconds.set(engine.stalled_s)
         meters.engine.prefix_queries.inc(meters.grown("queries", stats.prefix_queries))
         meters.engine.prefix_hits.inc(meters.grown("hits", stats.prefix_hits))

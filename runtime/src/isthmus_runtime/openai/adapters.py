@@ -7,7 +7,7 @@ from typing import Protocol
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 
 from ..serving.app import errors, json_body, read_model
 
@@ -72,7 +72,7 @@ def add_adapter_routes(app: FastAPI, check: Callable[[Request], object], change:
             endpoint,
             methods=["POST"],
             tags=["adapters"],
-            response_class=PlainTextResponse,
+            response_class=Response,  # of no type: errors are JSON, and what is done is told as text
             openapi_extra=json_body(body),
-            responses=errors(401, 404, 502),
+            responses={**errors(401, 404, 502), 200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
         )

@@ -1,0 +1,40 @@
+"""Pure: which adapters of the spec which engines lack, as a condition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..api.reasons import Reason
+from ..api.v1alpha1 import InferenceService
+from ..render import adapters
+from .causes import State
+from .observed import EngineFacts
+
+_MOST_TOLD = 8
+
+
+def adapters_state(service: InferenceService, answered: Mapping[str, EngineFacts]) -> State:
+    """`answered`: what the pods of the present revision say, by their names."""
+    if not answered:
+        return State("Unknown", Reason.NOT_REPORTED, "no engine has reported its adapters yet")
+    names, digest = [one.name for one in service.spec.model.adapters], adapters.digest(service)
+    lacking: dict[str, list[str]] = {}
+    for pod, facts in answered.items():
+        for name, problem in facts.adapter_problems:
+            if not name or name in names:
+                lacking.setdefault(name, []).append(f"pod {pod}: {problem}")
+    if lacking:
+        each = [
+            f"{name or 'the list'} fails on {len(told)} of {len(answered)} engines ({told[0]})"
+            for name, told in sorted(lacking.items())
+        ]
+        return State("False", Reason.ADAPTERS_MISSING, _some(each))
+    late = [f"pod {pod}" for pod, facts in answered.items() if facts.adapter_list != digest]
+    if late:
+        return State("False", Reason.ADAPTERS_PENDING, f"the present list of adapters was not read yet: {_some(late)}")
+    return State("True", Reason.ADAPTERS_LOADED, f"{len(names)} adapters on each of {len(answered)} engines")
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = len(texts) - _MOST_TOLD
+    return "; ".join(texts[:_MOST_TOLD]) + (f"; and {more} more" if more > 0 else "")
