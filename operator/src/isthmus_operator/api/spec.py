@@ -14,6 +14,7 @@ from .choices import (
     Dtype,
     Enforcement,
     Fallback,
+    KvDtype,
     KvLayout,
     LogLevel,
     Mode,
@@ -182,8 +183,8 @@ class KvMemory(Block):
 class KvCache(KvMemory):
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens in one KV block."""
-    dtype: Dtype = Dtype.AUTO
-    """Number format of the KV pool; auto: engine.dtype if that is given, else float32 on CPUs."""
+    dtype: KvDtype = KvDtype.AUTO
+    """Number format of the KV pool; auto: engine.dtype if that is given, else float32 on CPUs; fp8 halves bfloat16."""
     prefix_caching: bool = True
     """Whether finished blocks are kept and shared by prompts with the same beginning."""
     layout: KvLayout = KvLayout.BLOCK_MAJOR

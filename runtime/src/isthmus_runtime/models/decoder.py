@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..layers.attention import Attention
-from ..layers.batch import AttentionBatch, ForwardBatch, ReadBatch
+from ..layers.batch import AttentionBatch, ForwardBatch, LayerKv, ReadBatch
 from ..layers.embedding import Embedding
 from ..layers.latent_attention import LatentAttention
 from ..layers.linear import Linear
@@ -324,9 +324,7 @@ class Decoder:
             ropes=tuple(cos_sin_tables(rope, self._rope_dim, max_len, self.device) for rope in self._ropes),
         )
 
-    def forward(
-        self, batch: ForwardBatch, kv: Sequence[tuple[int, Tensor]], scratch: Workspace, *, whole: bool = True
-    ) -> None:
+    def forward(self, batch: ForwardBatch, kv: Sequence[LayerKv], scratch: Workspace, *, whole: bool = True) -> None:
         """Leaves in `residual` and `projected` two states whose sum is the last layer's output; without `whole`, its
         input in `residual`, and normed in `hidden`."""
         num = batch.token_ids.shape[0]
@@ -334,27 +332,25 @@ class Decoder:
         self._embedding(batch.token_ids, residual)
         self._layers[0].attention_norm(residual, hidden)
         last = len(self._layers) - 1
-        for number, (layer, (group, layer_kv)) in enumerate(zip(self._layers, kv, strict=True)):
+        for number, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
             if number == last and not whole:
-                layer.attention.write(hidden, batch, group, layer_kv, scratch.ropes, qkv=scratch.qkv[:num])
+                layer.attention.write(hidden, batch, layer_kv, scratch.ropes, qkv=scratch.qkv[:num])
                 return
-            self._layer(layer, batch, group, layer_kv, scratch, num)
+            self._layer(layer, batch, layer_kv, scratch, num)
             # The addition after a layer is fused with the next layer's norm; after the last, with the final one, on
             # the rows that sample only.
             if number < last:
                 self._layers[number + 1].attention_norm.add(projected, residual, hidden)
 
-    def finish(self, read: ReadBatch, kv: Sequence[tuple[int, Tensor]], scratch: Workspace) -> None:
+    def finish(self, read: ReadBatch, kv: Sequence[LayerKv], scratch: Workspace) -> None:
         """Leaves the states of `read` where `forward` leaves those of all tokens."""
         num = read.tokens.shape[0]
         # Copies first: tokens move to places where others are still to be read.
         for states in (scratch.hidden, scratch.residual):
             states[:num] = states[read.tokens]
-        self._layer(self._layers[-1], read, *kv[-1], scratch, num)
+        self._layer(self._layers[-1], read, kv[-1], scratch, num)
 
-    def _layer(
-        self, layer: DecoderLayer, batch: AttentionBatch, group: int, kv: Tensor, scratch: Workspace, num: int
-    ) -> None:
+    def _layer(self, layer: DecoderLayer, batch: AttentionBatch, kv: LayerKv, scratch: Workspace, num: int) -> None:
         """One layer over the first `num` rows: from its input in `residual`, and normed in `hidden`, to two states in
         `residual` and `projected`."""
         residual, hidden, projected = scratch.residual[:num], scratch.hidden[:num], scratch.projected[:num]
@@ -362,7 +358,6 @@ class Decoder:
         layer.attention(
             hidden,
             batch,
-            group,
             kv,
             scratch.ropes,
             qkv=scratch.qkv[:num],
