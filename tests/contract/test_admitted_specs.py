@@ -82,7 +82,8 @@ def objects(draw: st.DrawFn, schema: dict[str, Any], name: str) -> dict[str, Any
     if fields is None:
         if "additionalProperties" not in schema:
             return {}
-        return draw(st.dictionaries(st.sampled_from(["cpu", "memory", "a.b/c"]), values(schema["additionalProperties"])))
+        names = st.sampled_from(["cpu", "memory", "a.b/c"])
+        return draw(st.dictionaries(names, values(schema["additionalProperties"])))
     required = schema.get("required", [])
     optional = [field for field in fields if field not in required and field not in LEFT_OUT]
     if name in ONE_OF:
@@ -98,7 +99,8 @@ def specs(draw: st.DrawFn) -> dict[str, Any]:
     spec = draw(objects(SCHEMA, "spec"))
     roles = SCHEMA["properties"]["roles"]["properties"]
     unified = spec.get("mode") == "Unified"
-    spec["roles"] = {role: draw(values(roles[role], role)) for role in (("worker",) if unified else ("prefill", "decode"))}
+    wanted = ("worker",) if unified else ("prefill", "decode")
+    spec["roles"] = {role: draw(values(roles[role], role)) for role in wanted}
     for field in ("transfer", "store", "scalingPolicy") if unified else ():
         spec.pop(field, None)
     return spec
