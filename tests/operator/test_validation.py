@@ -72,6 +72,11 @@ BAD: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"spec/model/source": {"s3": {"uri": "http://b"}}}, "spec.model.source.s3.uri", ["s3://bucket/prefix"]),
     ({"spec/model/cache": {"emptyDir": {}}}, "spec.model.cache", ["mounted, not downloaded", "remove it"]),
     ({"spec/model/servedNames": ["a", "a"]}, "spec.model.servedNames[1]", ['"a"', "twice"]),
+    ({"spec/model/servedNames": ["a", " "]}, "spec.model.servedNames[1]", ["blank", "can be read"]),
+    ({"spec/model/servedNames": ["a\x1b[2J"]}, "spec.model.servedNames[0]", ["printed", "can be read"]),
+    (adapters({"name": "a\nb", "source": LORA}), "spec.model.adapters[0].name", ["printed", "rename it"]),
+    ({"spec/engine/maxModelLen": 1}, "spec.engine.maxModelLen", ["2"]),
+    ({"spec/rollout/drainTimeout": "8785h"}, "spec.rollout.drainTimeout", ["8784h"]),
     ({"spec/model/servedNames": "a"}, "spec.model.servedNames", ["a list"]),
     (adapters({"name": "a"}), "spec.model.adapters[0].source", ["names no source", "pvc, oci, hostPath"]),
     (

@@ -126,6 +126,9 @@ def _names_differ(spec: Spec) -> Iterator[Problem]:
             yield Problem(
                 f"spec.model.servedNames[{index}]", f"{show(name)} is there twice", "distinct names", "remove it"
             )
+        if not name.strip() or not name.isprintable():
+            wrong = f"{show(name)} is blank or holds characters that cannot be printed"
+            yield Problem(f"spec.model.servedNames[{index}]", wrong, "a name that can be read", "rename it")
         seen.add(name)
 
 

@@ -239,7 +239,7 @@ class Engine(EngineTuning):
     quantization: Quantization = Quantization.AUTO
     """Products of 8-bit floats. auto: for fp8 checkpoints, where the GPU can; fp8: for all weights, rounded at load, on
     GPUs of capability 8.9 or newer; none: never."""
-    max_model_len: Annotated[int, Field(ge=1, le=2**24)] | None = None
+    max_model_len: Annotated[int, Field(ge=2, le=2**24)] | None = None
     """Most tokens of prompt and answer together. Absent: the model's limit, or what the KV pool holds if less."""
     kv_cache: KvCache = Field(default_factory=KvCache)
     """The KV pool."""
