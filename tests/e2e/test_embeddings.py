@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,46 +13,15 @@ import numpy as np
 import openai
 import pytest
 import torch
-from processes import BIN, MODEL, Process, free_port, get_json, metric
+from embedding_model import HIDDEN, write_embedding_model
+from processes import BIN, Process, free_port, get_json, metric
 from tokenizers import Tokenizer
 
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
 ]
-HIDDEN = 48
 TEXTS = ["Two seas and a narrow strip of land.", "A fox.", "Zwei Meere, eine Landenge. " * 20, "A fox."]
-
-
-def build(directory: Path) -> Any:
-    """A random Qwen3 with SmolLM2's tokenizer, as sentence-transformers saves embedding models; transformers' model."""
-    import transformers
-
-    torch.manual_seed(0)
-    model = transformers.Qwen3Model(
-        transformers.Qwen3Config(
-            vocab_size=Tokenizer.from_file(str(MODEL / "tokenizer.json")).get_vocab_size(),
-            hidden_size=HIDDEN,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            max_position_embeddings=512,
-            initializer_range=0.3,
-            tie_word_embeddings=True,
-            attn_implementation="eager",
-        )
-    ).eval()
-    model.save_pretrained(directory, safe_serialization=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(MODEL / name, directory)
-    types = ("Transformer", "Pooling", "Normalize")
-    modules = [{"idx": i, "type": f"sentence_transformers.models.{kind}"} for i, kind in enumerate(types)]
-    (directory / "modules.json").write_text(json.dumps(modules))
-    (directory / "1_Pooling").mkdir()
-    (directory / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
-    return model
 
 
 @dataclass(frozen=True)
@@ -78,7 +45,7 @@ class Service:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder, logs = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("logs")
-    model = build(folder)
+    model = write_embedding_model(folder)
     ports = {"engine": free_port(), "router": free_port()}
     args = {
         "engine": ["--role", "unified", "--dtype", "float32", "--kv-memory", "64Mi", "--max-batched-tokens", "64"],

@@ -14,6 +14,7 @@ from .choices import (
     Dtype,
     Enforcement,
     Fallback,
+    KvDtype,
     KvLayout,
     LogLevel,
     Mode,
@@ -182,8 +183,8 @@ class KvMemory(Block):
 class KvCache(KvMemory):
     block_size: Annotated[int, Field(ge=1, le=1024)] = 16
     """Tokens in one KV block."""
-    dtype: Dtype = Dtype.AUTO
-    """Number format of the KV pool; auto: engine.dtype if that is given, else float32 on CPUs."""
+    dtype: KvDtype = KvDtype.AUTO
+    """Number format of the KV pool; auto: engine.dtype if that is given, else float32 on CPUs; fp8 halves bfloat16."""
     prefix_caching: bool = True
     """Whether finished blocks are kept and shared by prompts with the same beginning."""
     layout: KvLayout = KvLayout.BLOCK_MAJOR
@@ -238,7 +239,7 @@ class Engine(EngineTuning):
     quantization: Quantization = Quantization.AUTO
     """Products of 8-bit floats. auto: for fp8 checkpoints, where the GPU can; fp8: for all weights, rounded at load, on
     GPUs of capability 8.9 or newer; none: never."""
-    max_model_len: Annotated[int, Field(ge=1, le=2**24)] | None = None
+    max_model_len: Annotated[int, Field(ge=2, le=2**24)] | None = None
     """Most tokens of prompt and answer together. Absent: the model's limit, or what the KV pool holds if less."""
     kv_cache: KvCache = Field(default_factory=KvCache)
     """The KV pool."""
