@@ -6,7 +6,7 @@ is laid out as its slot when it is read: taking it there is a copy for each matr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,11 @@ class HostAdapter:
     digest: str
     matrices: tuple[tuple[Tensor, Tensor], ...]
     """Of each adaptable layer [P, R, in] and [R, out]; ranks that the adapter does not have are 0."""
+
+    @property
+    def nbytes(self) -> int:
+        """As much as one slot has."""
+        return sum(a.nbytes + b.nbytes for a, b in self.matrices)
 
 
 class AdapterSlots:
@@ -70,6 +75,10 @@ class AdapterSlots:
     def drop(self, digest: str) -> None:
         """Forget it; what is in slots stays there."""
         self._known.pop(digest, None)
+
+    def kept(self) -> Mapping[str, int]:
+        """Of `AdapterHolder`."""
+        return {digest: adapter.nbytes for digest, adapter in self._known.copy().items()}
 
     def load(self, wanted: AdapterSlot) -> None:
         """Within a body: put an adapter into its slot."""
