@@ -107,17 +107,17 @@ class Parts:
         tied = self.spec.tie_word_embeddings
         return Linear(rows.of(self._embedding) if tied else self._source.take(rows), None, self.dtype)
 
-    def linear(self, *names: str, rows: Callable[[Tensor], Tensor] | None = None) -> Linear:
-        """Projections of one input as one layer, their rows joined: one product instead of two or three. `rows` puts
-        the rows of weight and bias in another order."""
-        weights, biases = [f"{name}.weight" for name in names], [f"{name}.bias" for name in names]
-        weight, scale = self._matrix(*weights)
-        bias = self._source.take(*biases) if biases[0] in self._shapes else None
+    def linear(self, name: str, rows: Callable[[Tensor], Tensor] | None = None) -> Linear:
+        """A whole projection. `rows` puts the rows of weight and bias in another order."""
+        weight, scale = self._matrix(f"{name}.weight")
+        bias = self._source.take(f"{name}.bias") if f"{name}.bias" in self._shapes else None
         if rows is not None:
             # By bytes: few operations know 8-bit floats.
             weight = rows(weight) if scale is None else rows(weight.view(torch.uint8)).view(weight.dtype)
             bias, scale = (None if part is None else rows(part) for part in (bias, scale))
-        return Linear(weight, bias, self.dtype, scale)
+        linear = Linear(weight, bias, self.dtype, scale)
+        self.adaptable.append(Adaptable(linear, (Projection(name, 0, rows),)))
+        return linear
 
     def router(self, name: str) -> Linear:
         """The product that chooses experts, in the dtype of the computation: small, and a near tie would turn."""
