@@ -1,4 +1,4 @@
-"""What 8-bit products change: next-token distributions of a model, in bf16 and in fp8, against fp32, on a CPU.
+"""What 8-bit products and 8-bit KV change: next-token distributions of a model against fp32, on a CPU.
 
     python runtime/bench/fp8_accuracy.py MODEL TEXT [TEXT ...] [--tokens 512] [--pieces 16]
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from isthmus_runtime.config import ModelConfig, SchedulerConfig
 from isthmus_runtime.executor.device.cpu import CpuDevice
 from isthmus_runtime.executor.model_runner import LoadedModel, load
-from isthmus_runtime.layers.batch import ForwardBatch, GroupBatch
+from isthmus_runtime.layers.batch import ForwardBatch, GroupBatch, LayerKv
 
 BLOCK = 16
 
@@ -36,18 +36,31 @@ class Form:
 
     name: str
     dtype: str
-    quantization: str
+    quantization: str = "none"
+    kv_dtype: str = "auto"
 
 
-FORMS = (Form("float32", "float32", "none"), Form("bfloat16", "bfloat16", "none"), Form("fp8", "bfloat16", "fp8"))
+FORMS = (
+    Form("float32", "float32"),
+    Form("bfloat16", "bfloat16"),
+    Form("fp8 products", "bfloat16", quantization="fp8"),
+    Form("fp8 KV, float32", "float32", kv_dtype="fp8"),
+    Form("fp8 KV, bfloat16", "bfloat16", kv_dtype="fp8"),
+)
 
 
-def logits(loaded: LoadedModel, ids: list[int]) -> Tensor:
+def layer_kv(loaded: LoadedModel, blocks: int, kv_dtype: torch.dtype) -> LayerKv:
+    """One layer's pool, zero."""
+    shape = (blocks, 2, BLOCK, loaded.spec.num_kv_heads, loaded.spec.head_dim)
+    scales = torch.zeros(shape[:4]) if kv_dtype == torch.float8_e4m3fn else None
+    return LayerKv(0, torch.zeros(shape, dtype=kv_dtype), scales)
+
+
+def logits(loaded: LoadedModel, ids: list[int], kv_dtype: torch.dtype) -> Tensor:
     """fp32 [T, V]: of every position of one piece."""
-    spec, count = loaded.spec, len(ids)
+    count = len(ids)
     blocks = -(-count // BLOCK)
-    shape = (blocks + 1, 2, BLOCK, spec.num_kv_heads, spec.head_dim)
-    pool = [(0, torch.zeros(shape, dtype=loaded.model.dtype)) for _ in range(spec.num_layers)]
+    pool = [layer_kv(loaded, blocks + 1, kv_dtype) for _ in range(loaded.spec.num_layers)]
     batch = ForwardBatch(
         token_ids=torch.tensor(ids, dtype=torch.int32),
         positions=torch.arange(count),
@@ -87,7 +100,8 @@ def main() -> None:
     for form in FORMS:
         config = ModelConfig(path=str(args.model), dtype=form.dtype, quantization=form.quantization)
         loaded = load(config, scheduler, device=Able())
-        found = [logits(loaded, ids).log_softmax(dim=-1) for ids in pieces]
+        kv_dtype = loaded.kv_dtype(form.kv_dtype)
+        found = [logits(loaded, ids, kv_dtype).log_softmax(dim=-1) for ids in pieces]
         truth = truth or found
         apart, agree, loss = [], [], []
         for ids, exact, own in zip(pieces, truth, found, strict=True):
@@ -96,8 +110,8 @@ def main() -> None:
             loss.append(-own[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
         kl = torch.cat(apart)
         print(
-            f"{form.name:9} KL from float32: mean {kl.mean():.5f}, 99th percentile {kl.quantile(0.99):.4f}; same first "
-            f"choice {torch.cat(agree).mean():.2%}; perplexity {torch.cat(loss).mean().exp():.3f}; "
+            f"{form.name:16} KL from float32: mean {kl.mean():.5f}, 99th percentile {kl.quantile(0.99):.4f}; same "
+            f"first choice {torch.cat(agree).mean():.2%}; perplexity {torch.cat(loss).mean().exp():.3f}; "
             f"weights {loaded.model.weight_bytes / 1e6:.0f} MB",
             flush=True,
         )

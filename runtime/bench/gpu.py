@@ -355,7 +355,9 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
         quantization=args.quantization,
     )
     say(f"bench: {name} loaded {time.perf_counter() - began:.1f} s after its start")
-    bench = Bench(loaded, scheduler=scheduler, kv=KvConfig(memory_fraction=args.kv_memory_fraction))
+    bench = Bench(
+        loaded, scheduler=scheduler, kv=KvConfig(memory_fraction=args.kv_memory_fraction, dtype=args.kv_dtype)
+    )
     ready = time.perf_counter() - began
     peer, bar = START[name]
     report.line(f"\n{name}: {bench.plan.num_blocks} KV blocks, max_model_len {bench.plan.max_model_len}")
@@ -475,6 +477,7 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="last a table of kernels by time")
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--quantization", default="auto", choices=["auto", "fp8"], help="fp8: 8-bit products")
+    parser.add_argument("--kv-dtype", default="auto", choices=["auto", "bfloat16", "fp8"], help="of the KV pool")
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
     parser.add_argument("--kv-memory-fraction", type=float, default=0.9)

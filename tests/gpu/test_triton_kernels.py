@@ -28,7 +28,7 @@ from isthmus_kernels.testing import assert_close, paged_case, poisoned
 
 pytestmark = pytest.mark.gpu
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, E4M3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
@@ -58,17 +58,23 @@ GPT_OSS = {"heads": 64, "kv_heads": 8, "head_dim": 64, "block_size": 16}
         ([1, 0, 2, 0], [33, 0, 62, 0]),
     ],
 )
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
 def test_attention(
-    shape: dict[str, int], layout: str, window: int | None, query_lens: list[int], context_lens: list[int]
+    shape: dict[str, int],
+    layout: str,
+    window: int | None,
+    query_lens: list[int],
+    context_lens: list[int],
+    kv_dtype: torch.dtype,
 ) -> None:
     check_attention(
-        "triton", "cuda", query_lens, context_lens, window=window, dtype=BF16, kv_dtype=BF16, layout=layout, **shape
+        "triton", "cuda", query_lens, context_lens, window=window, dtype=BF16, kv_dtype=kv_dtype, layout=layout, **shape
     )
 
 
 @pytest.mark.parametrize("head_dim", [32, 80, 96, 256])
 @pytest.mark.parametrize("block_size", [1, 8, 32])
-@pytest.mark.parametrize(("dtype", "kv_dtype"), [(F32, F32), (F32, BF16), (BF16, BF16)])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(F32, F32), (F32, BF16), (BF16, BF16), (BF16, E4M3), (F32, E4M3)])
 def test_attention_in_other_forms(head_dim: int, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     check_attention(
         "triton",
@@ -89,8 +95,9 @@ def test_attention_in_other_forms(head_dim: int, block_size: int, dtype: torch.d
 @pytest.mark.parametrize("shape", [QWEN3_8B, GPT_OSS])
 def test_soft_cap_and_sinks(shape: dict[str, int], softcap: float | None, sinks: bool, window: int | None) -> None:
     batch: tuple[list[int], list[int]] = ([1, 60, 1, 1], [900, 20, 3, 9000])
-    kinds = {"dtype": BF16, "kv_dtype": BF16}
-    check_attention("triton", "cuda", *batch, window=window, softcap=softcap, sinks=sinks, **kinds, **shape)
+    for kv_dtype in (BF16, E4M3):
+        kinds = {"dtype": BF16, "kv_dtype": kv_dtype}
+        check_attention("triton", "cuda", *batch, window=window, softcap=softcap, sinks=sinks, **kinds, **shape)
 
 
 @pytest.mark.parametrize(("query_lens", "context_lens"), [([1] * 5, [0, 15, 700, 33, 3000]), ([40, 1], [100, 9])])
@@ -110,7 +117,8 @@ def test_values_of_one_give_one() -> None:
 @pytest.mark.parametrize("shape", [QWEN3_8B, SMOLLM2])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("layout", ["block-major", "layer-major"])
-def test_rope(tokens: int, shape: dict[str, int], norm: bool, layout: dispatch.Layout) -> None:
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
+def test_rope(tokens: int, shape: dict[str, int], norm: bool, layout: dispatch.Layout, kv_dtype: torch.dtype) -> None:
     check_rope(
         "triton",
         "cuda",
@@ -120,7 +128,7 @@ def test_rope(tokens: int, shape: dict[str, int], norm: bool, layout: dispatch.L
         head_dim=shape["head_dim"],
         rotary=shape["head_dim"],
         dtype=BF16,
-        kv_dtype=BF16,
+        kv_dtype=kv_dtype,
         q_norm=norm,
         k_norm=norm,
         layout=layout,

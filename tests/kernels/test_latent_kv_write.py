@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch, native
 
+IMPLS = ["reference", *(["cpu"] if native.available() else [])]
 DTYPES = [torch.float32, torch.bfloat16]
 LATENT, TURNED, HEADS, BLOCK = 48, 16, 4, 8
 
@@ -61,13 +62,14 @@ def test_attention_over_rows_that_are_keys_and_values() -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("biased", [False, True])
-def test_experts_are_chosen_out_of_the_best_groups(biased: bool) -> None:
+def test_experts_are_chosen_out_of_the_best_groups(biased: bool, impl: str) -> None:
     torch.manual_seed(2)
     logits = torch.randn(50, 12)
     bias = torch.rand(12) if biased else None
     weights, experts = dispatch.moe_route(
-        logits, 3, renormalize=False, sigmoid=biased, bias=bias, groups=(4, 2), scale=2.5
+        logits, 3, renormalize=False, sigmoid=biased, bias=bias, groups=(4, 2), scale=2.5, impl=impl
     )
     scores = logits.sigmoid() if biased else logits.softmax(-1)
     choice = scores if bias is None else scores + bias

@@ -52,6 +52,30 @@ def test_the_same_bits_alone_and_in_any_batch(dtype: torch.dtype, clamp: tuple[f
                     assert torch.equal(got, want[rows])
 
 
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sigmoid", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("groups", [None, (1, 1), (4, 2), (26, 3)])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_every_way_of_routing(
+    dtype: torch.dtype, sigmoid: bool, biased: bool, groups: tuple[int, int] | None, renormalize: bool
+) -> None:
+    """As defined, equal scores included, and the same bits alone and in a batch."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(33, 52, generator=generator).to(dtype)
+    logits[5], logits[6, 10:20] = 1.0, 2.5
+    bias = torch.randn(52, generator=generator) / 4 if biased else None
+    options = {"renormalize": renormalize, "sigmoid": sigmoid, "bias": bias, "groups": groups, "scale": 2.5}
+    weights, experts = dispatch.moe_route(logits, 5, impl="cpu", **options)
+    want_weights, want_experts = dispatch.moe_route(logits, 5, impl="reference", **options)
+    assert torch.equal(experts, want_experts)
+    torch.testing.assert_close(weights, want_weights, rtol=1e-5, atol=1e-7)
+    alone = [dispatch.moe_route(logits[t : t + 1], 5, impl="cpu", **options) for t in range(33)]
+    for got, parts in zip((weights, experts), zip(*alone, strict=True), strict=True):
+        assert torch.equal(got, torch.cat(parts))
+
+
 def test_an_id_that_is_no_expert_is_named() -> None:
     x, weights = torch.ones(2, 8), torch.ones(2, 1)
     experts = torch.tensor([[0], [4]], dtype=torch.int32)

@@ -13,6 +13,8 @@ from isthmus_kernels.testing import PagedCase, assert_close, paged_case, poisone
 
 IMPLS = ["torch", *(["cpu"] if native.available() else [])]
 DTYPES = [torch.float32, torch.bfloat16]
+FP8 = torch.float8_e4m3fn
+KV_DTYPES = [*DTYPES, FP8]
 
 
 def attend(case: PagedCase, impl: str, window: int | None = None) -> torch.Tensor:
@@ -27,6 +29,7 @@ def attend(case: PagedCase, impl: str, window: int | None = None) -> torch.Tenso
         max_query_len=case.max_query_len,
         max_seq_len=case.max_seq_len,
         window=window,
+        scales=case.scales,
         out=out,
         impl=impl,
     )
@@ -39,7 +42,7 @@ def attend(case: PagedCase, impl: str, window: int | None = None) -> torch.Tenso
 @pytest.mark.parametrize("block_size", [1, 8, 16, 32, 64])
 @pytest.mark.parametrize("head_dim", [20, 32, 64, 72, 80, 96, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_shapes(impl: str, block_size: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     case = paged_case(
         [1, 40, 1, 7],
@@ -56,7 +59,7 @@ def test_shapes(impl: str, block_size: int, head_dim: int, dtype: torch.dtype, k
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("group", [*range(1, 9), 70])
 @pytest.mark.parametrize("window", [None, 1, 3, 33, 100])
 def test_groups_and_windows(impl: str, group: int, window: int | None) -> None:
     case = paged_case(
@@ -74,7 +77,35 @@ def test_soft_cap_and_sinks(
 ) -> None:
     """Decode and prefill rows, contexts in one part and in several."""
     shape = {"heads": 6, "kv_heads": 2, "head_dim": 48, "block_size": 16, "dtype": dtype}
-    check_attention(impl, "cpu", [1, 40, 1, 7], [900, 20, 0, 300], window=window, softcap=softcap, sinks=sinks, **shape)
+    lens = [1, 40, 1, 7], [900, 20, 0, 300]
+    for kv_dtype in (torch.float32, FP8):
+        shape["kv_dtype"] = kv_dtype
+        check_attention(impl, "cpu", *lens, window=window, softcap=softcap, sinks=sinks, **shape)
+
+
+@pytest.mark.parametrize("impl", ["reference", *IMPLS])
+@pytest.mark.parametrize("queries", [1, 30])
+def test_every_8_bit_float_is_read_as_it_is(impl: str, queries: int) -> None:
+    """One key weighs 1: what comes out is its value. 0x7f and 0xff are NaN."""
+    case = paged_case([queries], [0], heads=1, kv_heads=1, head_dim=256, block_size=32, kv_dtype=FP8)
+    assert case.scales is not None
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8)
+    block = int(case.block_tables[0, 0])
+    case.kv[block, 0, :queries], case.kv[block, 1, :queries] = torch.zeros(256).to(FP8), codes
+    case.scales[block, 0, :queries], case.scales[block, 1, :queries] = 1.0, 0.375
+    got = attend(case, impl)[0, 0]
+    assert torch.equal(got.isnan(), codes.isnan()) and int(got.isnan().sum()) == 2
+    assert torch.equal(got.nan_to_num(), (codes.float() * 0.375).nan_to_num())
+
+
+def test_scales_go_with_8_bit_floats_and_with_nothing_else() -> None:
+    case = paged_case([1], [3], heads=1, kv_heads=1, head_dim=16, block_size=8, kv_dtype=FP8)
+    args = (case.block_tables, case.query_start_loc, case.seq_lens)
+    bounds = {"scale": 1.0, "max_query_len": 1, "max_seq_len": 4}
+    assert case.scales is not None
+    for kv, scales in ((case.kv, None), (case.kv.float(), case.scales), (case.kv, case.scales.bfloat16())):
+        with pytest.raises(ValueError, match=r"^scales: "):
+            dispatch.paged_attention(case.q, kv, *args, scales=scales, **bounds)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -91,7 +122,7 @@ def test_wide_heads(impl: str) -> None:
     head_dim=st.sampled_from([7, 32, 64, 72, 80, 96, 128]),
     block_size=st.sampled_from([1, 8, 16, 32, 64]),
     dtype=st.sampled_from(DTYPES),
-    kv_dtype=st.sampled_from(DTYPES),
+    kv_dtype=st.sampled_from(KV_DTYPES),
     window=st.none() | st.integers(1, 400),
     layout=st.sampled_from(["block-major", "layer-major"]),
     seed=st.integers(0, 2**31),

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled lib
 LEVELS = ["base", "avx2", "avx512"]
 HERE = LEVELS[: LEVELS.index(native.level() or "base") + 1]
 DTYPES = [torch.float32, torch.bfloat16]
+KV_DTYPES = [*DTYPES, torch.float8_e4m3fn]
 BATCHES = [1, 2, 3, 5, 6, 7, 11, 12, 13, 24, 25, 40, 97, 193]
 
 
@@ -102,6 +103,7 @@ def part_of(case: PagedCase, parts: Sequence[tuple[int, int, int]], window: int 
         window=window,
         softcap=3.0,
         sinks=torch.linspace(-2, 2, case.q.shape[1]),
+        scales=case.scales,
         out=poisoned(sum(len(part) for part in queries), *case.q.shape[1:], dtype=case.q.dtype),
         impl="cpu",
     )
@@ -112,11 +114,11 @@ def part_of(case: PagedCase, parts: Sequence[tuple[int, int, int]], window: int 
 @given(
     lengths=st.lists(st.sampled_from([1, 5, 64, 65, 127, 128, 200, 300, 520]), min_size=1, max_size=3),
     kv_heads=st.integers(1, 3),
-    group=st.sampled_from([1, 2, 3, 7, 9]),
+    group=st.sampled_from([1, 2, 3, 7, 9, 70]),
     head_dim=st.sampled_from([1, 8, 16, 20, 32, 64, 72, 80, 99, 128]),
     block_size=st.sampled_from([1, 16, 48, 64]),
     dtype=st.sampled_from(DTYPES),
-    kv_dtype=st.sampled_from(DTYPES),
+    kv_dtype=st.sampled_from(KV_DTYPES),
     window=st.none() | st.integers(1, 400),
     seed=st.integers(0, 2**31),
     data=st.data(),
@@ -193,24 +195,28 @@ def test_what_works_row_by_row(dtype: torch.dtype) -> None:
 
 @pytest.mark.usefixtures("instruction_set")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kv_dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_rope_and_kv(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     tokens, heads, kv_heads, dim = 150, 3, 1, 64
     qkv = randn(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     angles = torch.arange(512)[:, None] * 10000.0 ** (-torch.arange(0, dim, 2) / dim)
     norm = randn(dim, dtype=dtype, seed=3)
 
-    def run(rows: slice, kv: Tensor) -> Tensor:
-        at = torch.arange(tokens)[rows]
+    def run(rows: slice, kv: Tensor, scales: Tensor | None) -> Tensor:
+        at, norms = torch.arange(tokens)[rows], {"q_norm": norm, "k_norm": norm}
         return dispatch.rope_kv_write(
-            qkv[rows].clone(), at, angles.cos(), angles.sin(), kv, at, num_heads=heads, q_norm=norm, k_norm=norm
+            qkv[rows].clone(), at, angles.cos(), angles.sin(), kv, at, num_heads=heads, scales=scales, **norms
         )
 
     together, apart = (poisoned(10, 2, 16, kv_heads, dim, dtype=kv_dtype) for _ in range(2))
+    scaled = kv_dtype not in DTYPES
+    scales, own_scales = (poisoned(10, 2, 16, kv_heads) if scaled else None for _ in range(2))
     with threads(3):
-        q = run(slice(0, tokens), together)
-    assert torch.equal(q, torch.cat([run(slice(row, row + 1), apart) for row in range(tokens)]))
-    assert torch.equal(together.nan_to_num(), apart.nan_to_num())
+        q = run(slice(0, tokens), together, scales)
+    assert torch.equal(q, torch.cat([run(slice(row, row + 1), apart, own_scales) for row in range(tokens)]))
+    assert torch.equal(together.float().nan_to_num(), apart.float().nan_to_num())
+    if scales is not None and own_scales is not None:
+        assert torch.equal(scales.nan_to_num(), own_scales.nan_to_num())
 
 
 @pytest.mark.parametrize("filters", [(), ("top_k",), ("top_p", "min_p")])

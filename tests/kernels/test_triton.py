@@ -32,7 +32,7 @@ from isthmus_kernels.moe.triton_routing import arrange
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels are compiled here: tests/gpu has these checks")
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, FP8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +55,10 @@ def seeded() -> None:
         ([1] * 17, [90] * 17, 4, 2, 32, 16, 40),
     ],
 )
-@pytest.mark.parametrize(("dtype", "kv_dtype", "layout"), [(F32, BF16, "block-major"), (BF16, BF16, "layer-major")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "layout"),
+    [(F32, BF16, "block-major"), (BF16, BF16, "layer-major"), (BF16, FP8, "block-major"), (F32, FP8, "layer-major")],
+)
 def test_attention(
     query_lens: list[int],
     context_lens: list[int],
@@ -88,13 +91,18 @@ def test_attention(
 @pytest.mark.parametrize("window", [None, 30])
 def test_soft_cap_and_sinks(softcap: float | None, sinks: bool, window: int | None) -> None:
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 32, "block_size": 16}
-    check_attention("triton", "cpu", [1, 20, 1], [90, 10, 0], window=window, softcap=softcap, sinks=sinks, **shape)
+    for kv_dtype in (F32, FP8):
+        shape["kv_dtype"] = kv_dtype
+        check_attention("triton", "cpu", [1, 20, 1], [90, 10, 0], window=window, softcap=softcap, sinks=sinks, **shape)
 
 
 @pytest.mark.parametrize("heads", [14, 0])
 @pytest.mark.parametrize(("head_dim", "rotary"), [(32, 32), (80, 32), (10, 6)])
 @pytest.mark.parametrize(("q_norm", "k_norm"), [(False, False), (True, True), (True, False), (False, True)])
-@pytest.mark.parametrize(("dtype", "kv_dtype", "layout"), [(F32, BF16, "block-major"), (BF16, F32, "layer-major")])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "layout"),
+    [(F32, BF16, "block-major"), (BF16, F32, "layer-major"), (BF16, FP8, "block-major"), (F32, FP8, "layer-major")],
+)
 def test_rope(
     heads: int,
     head_dim: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -186,6 +187,17 @@ def test_the_public_format_is_read_and_a_wrong_line_is_named(tmp_path: Path) -> 
     path.write_text('{"timestamp": 1}\n')
     with pytest.raises(ConfigError, match=r"trace\.jsonl:1: not a trace line"):
         read_trace(path)
+
+
+def test_keys_and_values_of_8_bits_halve_what_is_held_and_moved() -> None:
+    model = MODELS["qwen3-8b"]
+    narrow = model.with_fp8_kv()
+    assert narrow.kv_bytes_per_token == 2 * 36 * 8 * (128 + 4) < 0.52 * model.kv_bytes_per_token
+    gpu = find_gpu("h100")
+    tokens = [StepModel(model=one, gpu=gpu).kv_tokens for one in (model, narrow)]
+    assert tokens[1] == pytest.approx(tokens[0] * 256 / 132, rel=1e-4)
+    with pytest.raises(ConfigError, match="--kv-dtype fp8: the latents"):
+        replace(model, kv_parts=1).with_fp8_kv()
 
 
 def test_unknown_names_list_what_is_known() -> None:

@@ -71,6 +71,7 @@ def attend(
         max_query_len=40,
         max_seq_len=40,
         window=window,
+        scales=case.scales,
     )
 
 
@@ -83,25 +84,31 @@ def everything() -> None:
         (F32, BF16, 9, 3, 64),
         (F32, F32, 4, 1, 128),
         (F32, F32, 2, 1, 256),
+        (BF16, E4M3, 32, 8, 128),
+        (BF16, E4M3, 9, 3, 64),
+        (BF16, E4M3, 8, 4, 256),
+        (F32, E4M3, 9, 3, 64),
     ):
         attend(dtype, kv_dtype, heads, kv_heads, dim, None)
     attend(BF16, BF16, 16, 1, 576, None)
     attend(BF16, BF16, 32, 8, 128, 128)
     # Larger batches decode by another plan.
     for heads, dim, window in ((32, 128, None), (32, 128, 128), (64, 64, None)):
-        attend(BF16, BF16, heads, 8, dim, window, ones=40)
+        for kv_dtype in (BF16, E4M3):
+            attend(BF16, kv_dtype, heads, 8, dim, window, ones=40)
 
     def some(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
         return torch.ones(shape, dtype=dtype)
 
-    case = paged_case([16], [0], heads=32, kv_heads=8, head_dim=128, block_size=16, kv_dtype=BF16)
     tables = some(64, 64, dtype=F32)
-    for norm in (None, some(128)):
-        for heads in (32, 0):
-            rope.rope_kv_write(
-                some(16, (heads + 16) * 128), case.positions, tables, tables, case.kv, case.slot_mapping,
-                num_heads=heads, q_norm=norm, k_norm=norm,
-            )  # fmt: skip
+    for kv_dtype in (BF16, E4M3):
+        case = paged_case([16], [0], heads=32, kv_heads=8, head_dim=128, block_size=16, kv_dtype=kv_dtype)
+        for norm in (None, some(128)):
+            for heads in (32, 0):
+                rope.rope_kv_write(
+                    some(16, (heads + 16) * 128), case.positions, tables, tables, case.kv, case.slot_mapping,
+                    num_heads=heads, q_norm=norm, k_norm=norm, scales=case.scales,
+                )  # fmt: skip
     rms_norm.rms_norm(some(16, 4096), some(4096), 1e-5)
     rms_norm.add_rms_norm(some(16, 4096), some(16, 4096), some(4096), 1e-5)
     silu.silu_mul(some(16, 24_576))

@@ -39,6 +39,7 @@ class FakeDevice:
     torch_device = torch.device("cpu")
     dtype_varies = False
     multiplies_fp8 = False
+    reads_fp8 = True
 
     def __init__(self, sizes: tuple[int, ...] = (1, 2, 4, 8), token_sizes: tuple[int, ...] = ()) -> None:
         self._sizes = sizes

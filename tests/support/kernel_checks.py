@@ -13,7 +13,7 @@ from torch import Tensor
 from isthmus_kernels import dispatch
 from isthmus_kernels.linear.reference import linear as reference_linear
 from isthmus_kernels.sampling.noise import gumbel
-from isthmus_kernels.testing import PagedCase, assert_close, paged_case, poisoned
+from isthmus_kernels.testing import PagedCase, assert_close, paged_case, poisoned, scales_like
 
 
 def attend(case: PagedCase, impl: str, **options: Any) -> Tensor:
@@ -28,6 +28,7 @@ def attend(case: PagedCase, impl: str, **options: Any) -> Tensor:
         scale=case.q.shape[2] ** -0.5,
         max_query_len=case.max_query_len,
         max_seq_len=case.max_seq_len,
+        scales=case.scales,
         out=out,
         impl=impl,
         **options,
@@ -91,6 +92,7 @@ def check_rope(
     for chosen in ("reference", impl):
         own = qkv.clone()
         pool = poisoned(*case.pool.shape, dtype=kv_dtype, device=device)
+        scales = None if case.scales is None else scales_like(pool, 1, layout)
         q = dispatch.rope_kv_write(
             own,
             case.positions,
@@ -102,15 +104,27 @@ def check_rope(
             q_norm=norms[0],
             k_norm=norms[1],
             eps=1e-5,
+            scales=scales,
             impl=chosen,
         )
         assert torch.equal(own[:, heads * head_dim :], qkv[:, heads * head_dim :]), "k and v of the projection changed"
-        results.append((q, pool))
-    (want_q, want), (got_q, got) = results
+        results.append((q, pool, scales))
+    (want_q, want, want_scales), (got_q, got, got_scales) = results
     assert_close(got_q, want_q)
     written = ~want.isnan()
     assert torch.equal(written, ~got.isnan()), "bytes outside the slots were written"
-    assert_close(got[written], want[written])
+    if got_scales is None or want_scales is None:
+        assert_close(got[written], want[written])
+        return
+    assert torch.equal(got_scales.isnan(), want_scales.isnan()), "scales outside the slots were written"
+    assert_close(got_scales[~got_scales.isnan()], want_scales[~want_scales.isnan()])
+    assert_same_codes(got[written], want[written])
+
+
+def assert_same_codes(got: Tensor, want: Tensor) -> None:
+    """E4M3 numbers of factors that may differ in their last bits: now and then one is rounded the other way."""
+    apart = (got.view(torch.uint8).int() - want.view(torch.uint8).int()).abs()
+    assert int(apart.max()) <= 1 and int((apart > 0).sum()) <= max(1, apart.numel() // 200), apart.max()
 
 
 def check_norms(impl: str, device: str, rows: int, width: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:

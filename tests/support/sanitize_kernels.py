@@ -39,6 +39,7 @@ from isthmus_kernels.kv_swap.geometry import DIRECTIONS
 ON = ("triton", "cuda")
 BF16 = torch.bfloat16
 KINDS = {"dtype": BF16, "kv_dtype": BF16}
+NARROW = {"dtype": BF16, "kv_dtype": torch.float8_e4m3fn}
 TOOLS: dict[str, tuple[str, ...]] = {
     "memcheck": (),
     "racecheck": (),
@@ -80,12 +81,16 @@ GROUPS: dict[str, list[Callable[[], None]]] = {
     "attention": [
         partial(check_attention, *ON, [1, 1, 0, 1], [300, 0, 0, 700], **SMALL, **KINDS),
         partial(check_attention, *ON, [70, 3, 1], [30, 64, 20], **SMALL, **KINDS),
+        partial(check_attention, *ON, [70, 3, 1, 1], [30, 64, 20, 700], **SMALL, **NARROW),
         partial(check_attention, *ON, [1, 20, 1], [190, 10, 0], window=30, softcap=2.0, sinks=True, **SMALL, **KINDS),
     ],
     "layers": [
-        partial(
-            check_rope, *ON, tokens=9, heads=14, kv_heads=3, head_dim=80, rotary=32, q_norm=True, k_norm=True,
-            layout="block-major", **KINDS,
+        *(
+            partial(
+                check_rope, *ON, tokens=9, heads=14, kv_heads=3, head_dim=80, rotary=32, q_norm=True, k_norm=True,
+                layout="block-major", **kinds,
+            )
+            for kinds in (KINDS, NARROW)
         ),
         partial(check_norms, *ON, 3, 1037, BF16, BF16),
         partial(check_gated, *ON, 3, 1037, BF16),

@@ -125,6 +125,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
     out: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
@@ -143,9 +144,11 @@ def paged_attention(
         softcap: scores s become ``softcap · tanh(s / softcap)`` (Gemma 2); None means none.
         sinks: fp32 ``[Hq]``: one more score for each head, uncapped, that takes its share of the softmax and has no
             value (GPT-OSS); None means none.
+        scales: fp32 ``[num_blocks, 2, block_size, Hkv]``, any strides, of a pool of 8-bit floats (E4M3): keys and
+            values are its numbers times these. None for other pools.
         out: ``[T, Hq, D]``; allocated when None. Accumulation is fp32 whatever the dtypes.
     """
-    check_layer(kv)
+    check_layer(kv, scales)
     if q.shape[1] % kv.shape[3]:
         raise ValueError(f"q: {q.shape[1]} heads are not a multiple of {kv.shape[3]} kv heads")
     if q.shape[2] != kv.shape[4]:
@@ -167,6 +170,7 @@ def paged_attention(
         window=window,
         softcap=softcap,
         sinks=sinks,
+        scales=scales,
         out=out,
     )
     return result
@@ -184,6 +188,7 @@ def rope_kv_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    scales: Tensor | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """Rotate q in place, and write rotated k and plain v to the paged pool.
@@ -193,14 +198,16 @@ def rope_kv_write(
             With ``num_heads`` 0 it is keys and values alone.
         positions: int64 ``[T]``, indices into the tables.
         cos, sin: fp32 ``[max_pos, rot / 2]``; neox (half-split) style on the first ``rot <= D`` channels.
-        kv: one layer of the pool (`layer_view`), fp32 or bf16.
+        kv: one layer of the pool (`layer_view`), fp32, bf16 or 8-bit floats (E4M3).
         slot_mapping: int64 ``[T]``: ``block_id * block_size + offset``; negative: this token is not written.
         q_norm, k_norm: weights ``[D]`` of a per-head RMSNorm before the rotation (Qwen3), or None.
+        scales: fp32 ``[num_blocks, 2, block_size, Hkv]``, any strides, of a pool of 8-bit floats: each head of each
+            token gets the one by which its largest magnitude is 448, the largest number. None for other pools.
 
     Returns:
         q as a view ``[T, num_heads, D]`` of `qkv`, ready for `paged_attention`.
     """
-    check_layer(kv)
+    check_layer(kv, scales)
     width = (num_heads + 2 * kv.shape[3]) * kv.shape[4]
     if qkv.dim() != 2 or qkv.shape[1] != width or not qkv.is_contiguous():
         raise ValueError(f"qkv: expected a contiguous [T, {width}], got {tuple(qkv.shape)}")
@@ -216,6 +223,7 @@ def rope_kv_write(
         q_norm=q_norm,
         k_norm=k_norm,
         eps=eps,
+        scales=scales,
     )
     return result
 
@@ -415,7 +423,7 @@ def moe_route(
     """Choose experts by `logits` ``[T, E]``: weights fp32 ``[T, k]`` and ids int32 ``[T, k]``, best first.
 
     Weights are the softmax of the logits; `renormalize` makes each row's k sum to 1. Of equal experts the first is the
-    better one. The other arguments are DeepSeek's, and run as PyTorch operations on every device:
+    better one. The other arguments are DeepSeek's, and run as PyTorch operations on GPUs:
 
     Args:
         sigmoid: weights are the logits' sigmoids.
@@ -426,14 +434,11 @@ def moe_route(
     """
     if not 0 < top_k <= logits.shape[1]:
         raise ValueError(f"top_k: {top_k} is outside 1..{logits.shape[1]}, the number of experts")
+    options: dict[str, Any] = {"renormalize": renormalize}
     if sigmoid or bias is not None or groups is not None or scale != 1.0:
-        grouped: tuple[Tensor, Tensor] = _select("moe_route", logits.device.type, "reference")(
-            logits, top_k, renormalize=renormalize, sigmoid=sigmoid, bias=bias, groups=groups, scale=scale
-        )
-        return grouped
-    result: tuple[Tensor, Tensor] = _select("moe_route", logits.device.type, impl)(
-        logits, top_k, renormalize=renormalize
-    )
+        options |= {"sigmoid": sigmoid, "bias": bias, "groups": groups, "scale": scale}
+        impl = "reference" if impl is None and logits.device.type != "cpu" else impl
+    result: tuple[Tensor, Tensor] = _select("moe_route", logits.device.type, impl)(logits, top_k, **options)
     return result
 
 

@@ -6,6 +6,7 @@ Every op takes one layer as a strided view ``[num_blocks, 2, block_size, kv_head
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 Layout = Literal["block-major", "layer-major"]
@@ -39,8 +40,9 @@ def block_view(pool: Tensor, layout: Layout = "block-major") -> Tensor:
     return pool if layout == "block-major" else pool.permute(2, 0, 1, 3, 4, 5)
 
 
-def check_layer(kv: Tensor) -> None:
-    """Raise ValueError unless `kv` is a layer view whose head_dim is contiguous."""
+def check_layer(kv: Tensor, scales: Tensor | None) -> None:
+    """Raise ValueError unless `kv` is a layer view whose head_dim is contiguous, with fp32 `scales`
+    ``[num_blocks, 2, block_size, kv_heads]`` if it is of 8-bit floats (E4M3): what a number is multiplied with."""
     if kv.dim() != 5 or kv.shape[1] != 2:
         raise ValueError(
             "kv: expected [num_blocks, 2, block_size, kv_heads, head_dim], got "
@@ -48,3 +50,7 @@ def check_layer(kv: Tensor) -> None:
         )
     if kv.stride(4) != 1:
         raise ValueError(f"kv: the last dimension must have stride 1, got {kv.stride(4)}")
+    if (kv.dtype == torch.float8_e4m3fn) != (scales is not None):
+        raise ValueError(f"scales: a pool of {kv.dtype} {'has none' if scales is not None else 'needs them'}")
+    if scales is not None and (scales.shape != kv.shape[:4] or scales.dtype != torch.float32):
+        raise ValueError(f"scales: expected fp32 {list(kv.shape[:4])}, got {scales.dtype} {list(scales.shape)}")

@@ -25,6 +25,7 @@ _LOG = logging.getLogger(__name__)
 _LEVELS = ("base", "avx2", "avx512")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 DTYPES = frozenset(_DTYPES)
+_POOL_DTYPES = _DTYPES | {torch.float8_e4m3fn: 2}
 # What each library is compiled from, as in setup.py.
 CPU_SOURCES = ("*/cpu/*.cpp", "cpu/*", "*/*.h")
 CUDA_SOURCES = ("*/cuda/*", "cuda/*", "*/*.h")
@@ -39,6 +40,22 @@ def dtype_code(dtype: torch.dtype, name: str) -> int:
     if code is None:
         raise ValueError(f"{name}: dtype {dtype} is not supported on CPU (float32 and bfloat16 are)")
     return code
+
+
+def pool_code(dtype: torch.dtype) -> int:
+    """Return the library's number for a KV pool of `dtype`; ValueError when it has none."""
+    code = _POOL_DTYPES.get(dtype)
+    if code is None:
+        raise ValueError(f"kv: dtype {dtype} is not supported on CPU (float32, bfloat16 and float8_e4m3fn are)")
+    return code
+
+
+def scale_slots(scales: Tensor | None) -> tuple[int, int, int, int, int]:
+    """Address and strides of a pool's scales (`kv_view.check_layer`), as entry points take them."""
+    if scales is None:
+        return 0, 0, 0, 0, 0
+    block, part, token, head = scales.stride()
+    return scales.data_ptr(), block, part, token, head
 
 
 @cache

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isthmus_kernels.fp8_linear.reference import quantize
 from isthmus_kernels.kv_view import Layout, layer_view
 
 # Relative and absolute bound on |got - want| by the dtype of the result, for values of order one.
@@ -42,6 +43,11 @@ def assert_close(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got.float(), want.float(), rtol=rtol, atol=atol)
 
 
+def scales_like(pool: Tensor, slot: int, layout: Layout) -> Tensor:
+    """Return poisoned scales of layer `slot` of `pool`, which is of 8-bit floats: a view, as that of the layer is."""
+    return layer_view(poisoned(*pool.shape[:5], 1, device=pool.device), slot, layout)[..., 0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedCase:
     """One batch over a paged pool: arguments of `paged_attention`, and how many tokens are real."""
@@ -49,6 +55,7 @@ class PagedCase:
     q: Tensor
     pool: Tensor
     kv: Tensor
+    scales: Tensor | None
     block_tables: Tensor
     query_start_loc: Tensor
     seq_lens: Tensor
@@ -87,6 +94,7 @@ def paged_case(
     shape = (blocks, 2, 2, *layer_shape) if layout == "block-major" else (2, 2, blocks, *layer_shape)
     pool = poisoned(*shape, dtype=kv_dtype)
     kv = layer_view(pool, 1, layout)
+    scales = scales_like(pool, 1, layout) if kv_dtype == torch.float8_e4m3fn else None
     free = iter(torch.randperm(blocks, generator=generator).tolist())
     tables = torch.full((len(seq_lens), max(counts, default=0) + 2), GARBAGE_ID, dtype=torch.int32)
     slots: list[int] = []
@@ -94,10 +102,14 @@ def paged_case(
     for row, (count, length) in enumerate(zip(counts, seq_lens, strict=True)):
         ids = list(itertools.islice(free, count))
         tables[row, :count] = torch.tensor(ids, dtype=torch.int32)
-        data = torch.randn(length, 2, kv_heads, head_dim, generator=generator).to(kv_dtype)
+        data = torch.randn(length, 2, kv_heads, head_dim, generator=generator)
+        numbers, own_scales = (data.to(kv_dtype), data) if scales is None else quantize(data)
         for index, block in enumerate(ids):
-            part = data[index * block_size : (index + 1) * block_size]
-            kv[block, :, : len(part)] = part.transpose(0, 1)
+            inside = slice(index * block_size, (index + 1) * block_size)
+            part = numbers[inside].transpose(0, 1)
+            kv[block, :, : part.shape[1]] = part
+            if scales is not None:
+                scales[block, :, : part.shape[1]] = own_scales[inside].transpose(0, 1)
         for token in range(length - query_lens[row], length):
             slots.append(ids[token // block_size] * block_size + token % block_size)
             positions.append(token)
@@ -108,6 +120,7 @@ def paged_case(
         q=torch.randn(tokens + spare_tokens, heads, head_dim, generator=generator).to(device, dtype),
         pool=pool,
         kv=layer_view(pool, 1, layout),
+        scales=None if scales is None else scales.to(device),
         block_tables=tables.to(device),
         query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),

@@ -307,7 +307,7 @@ def build_serve_parser() -> argparse.ArgumentParser:
     engine.add_argument("--max-waiting", default="1024")
     engine.add_argument("--queue-timeout", default="300s")
     engine.add_argument("--block-size", default="16")
-    engine.add_argument("--kv-dtype", default="auto", choices=["auto", "float32", "bfloat16"])
+    engine.add_argument("--kv-dtype", default="auto", choices=["auto", "float32", "bfloat16", "fp8"])
     engine.add_argument("--kv-memory", default="", help="pool size of a rank, as 2Gi; default: by fraction")
     engine.add_argument("--kv-memory-fraction", default="0.5", help="CPU: of free memory; GPU: of the whole GPU")
     engine.add_argument("--num-blocks-override", default="")
@@ -495,7 +495,7 @@ def _engine(
         )
     if ranks > 1 and args.executor == "fake":
         read.problems.append(f"--tensor-parallel-size {ranks} does not go with --executor fake, which has no ranks")
-    lora, problems = read_lora(args, model.served_names, ranks)
+    lora, problems = read_lora(args, model.served_names)
     read.problems += problems
     override = read.integer("num_blocks_override", 1) if args.num_blocks_override else None
     return EngineConfig(

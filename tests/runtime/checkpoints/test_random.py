@@ -6,7 +6,7 @@ import torch
 from tiny_config import CONFIG
 
 from isthmus_runtime.checkpoints.random import RandomTensors
-from isthmus_runtime.layers.batch import ForwardBatch, GroupBatch
+from isthmus_runtime.layers.batch import ForwardBatch, GroupBatch, LayerKv
 from isthmus_runtime.models.registry import parse_model_spec
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def test_a_model_of_them_computes() -> None:
     with torch.inference_mode():
         model = spec.build(source, torch.float32)
         workspace = model.workspace(5, 8)
-        kv = [(0, torch.zeros(2, 2, 8, spec.num_kv_heads, spec.head_dim)) for _ in range(spec.num_layers)]
+        kv = [LayerKv(0, torch.zeros(2, 2, 8, spec.num_kv_heads, spec.head_dim)) for _ in range(spec.num_layers)]
         group = GroupBatch(torch.ones(1, 1, dtype=torch.int32), torch.arange(8, 13))
         batch = ForwardBatch(
             token_ids=torch.arange(5, dtype=torch.int32),

@@ -147,6 +147,9 @@ def test_rows_are_alike_in_any_batch_where_that_is_asked_for(card: pytest.Monkey
         assert batch_invariance.required(device.torch_device) is asked
         # Products of 8-bit floats depend on the batch.
         assert device.multiplies_fp8 is not asked
+        assert device.reads_fp8
+    card.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    assert not open_device("cuda").reads_fp8
 
 
 def test_a_cpu_without_compiled_kernels_computes_no_rows_alike(monkeypatch: pytest.MonkeyPatch) -> None:

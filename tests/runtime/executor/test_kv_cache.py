@@ -14,13 +14,15 @@ from isthmus_runtime.kv.groups import LayerSpec
 from isthmus_runtime.kv.plan import KvPlan, KvPlanInput, plan
 
 
-def specs_of(*windows: int | None, block_size: int = 4, kv_heads: int = 3, head_dim: int = 10) -> tuple[LayerSpec, ...]:
+def specs_of(
+    *windows: int | None, block_size: int = 4, kv_heads: int = 3, head_dim: int = 10, dtype: str = "fp32"
+) -> tuple[LayerSpec, ...]:
     return tuple(
         LayerSpec(
             kind="full" if window is None else "sliding",
             layers=2,
             block_size=block_size,
-            dtype="fp32",
+            dtype=dtype,
             kv_heads=kv_heads,
             head_dim=head_dim,
             window=window,
@@ -48,13 +50,48 @@ def test_every_element_of_every_layer_is_its_own(layout: str, windows: tuple[int
     specs = specs_of(*windows)
     cache = KvCache(plan_of(specs, 6), specs, torch.float32, layout, CpuDevice())
     assert len(cache.layers) == 2 * len(windows)
-    for group in {group for group, _ in cache.layers}:
-        views = [view for own, view in cache.layers if own == group]
+    for group in {layer.group for layer in cache.layers}:
+        views = [layer.pages for layer in cache.layers if layer.group == group]
         for number, view in enumerate(views):
             assert view.shape == (6, 2, 4, 3, 10)
             view.copy_(torch.arange(view.numel(), dtype=torch.float32).reshape(view.shape) + number * 10_000)
         for number, view in enumerate(views):
             assert torch.equal(view.reshape(-1), torch.arange(view.numel(), dtype=torch.float32) + number * 10_000)
+
+
+@pytest.mark.parametrize("layout", ["block-major", "layer-major"])
+@pytest.mark.parametrize("windows", [(None,), (None, 8), (8, None, 16)])
+def test_every_number_and_scale_of_8_bit_floats_is_its_own(layout: str, windows: tuple[int | None, ...]) -> None:
+    specs = specs_of(*windows, dtype="fp8_per_token_head")
+    cache = KvCache(plan_of(specs, 6), specs, torch.float8_e4m3fn, layout, CpuDevice())
+    for group in {layer.group for layer in cache.layers}:
+        layers = [layer for layer in cache.layers if layer.group == group]
+        for number, layer in enumerate(layers):
+            assert layer.scales is not None and layer.scales.shape == layer.pages.shape[:4] == (6, 2, 4, 3)
+            layer.pages.copy_((torch.arange(layer.pages.numel()) % 13 + number).reshape(layer.pages.shape))
+            layer.scales.copy_((torch.arange(layer.scales.numel()) + number * 10_000).reshape(layer.scales.shape))
+        for number, layer in enumerate(layers):
+            assert layer.scales is not None
+            want = torch.arange(layer.pages.numel()) % 13 + number
+            assert torch.equal(layer.pages.reshape(-1).float(), want.float())
+            assert torch.equal(layer.scales.reshape(-1), torch.arange(layer.scales.numel()) + number * 10_000.0)
+
+
+def test_a_block_of_8_bit_floats_is_one_run_of_half_the_bytes() -> None:
+    specs = specs_of(None, 8, dtype="fp8_per_token_head", head_dim=64)
+    cache = KvCache(plan_of(specs, 7), specs, torch.float8_e4m3fn, "block-major", CpuDevice())
+    memory = cache.memory()
+    heads = 2 * 2 * 4 * 3
+    assert memory.block_bytes == heads * (64 + 4) < 0.54 * heads * 64 * 2
+    for layer in cache.layers:
+        assert layer.scales is not None
+        for block in range(7):
+            first = memory.base + block * memory.block_stride
+            for part in (layer.pages[block], layer.scales[block]):
+                assert part.is_contiguous()
+                assert first <= part.data_ptr() <= first + memory.block_bytes - part.nbytes
+    cache.poison([3])
+    assert all(layer.scales is not None and layer.scales[3].isnan().all() for layer in cache.layers)
 
 
 def test_block_major_block_is_one_aligned_run() -> None:
@@ -63,7 +100,7 @@ def test_block_major_block_is_one_aligned_run() -> None:
     memory = cache.memory()
     assert memory.base % 64 == 0 and memory.block_stride % 64 == 0
     assert memory.block_stride >= memory.block_bytes == 2 * 2 * 4 * 3 * 10 * 4
-    for _, view in cache.layers:
+    for view in (layer.pages for layer in cache.layers):
         for block in range(7):
             first = view[block].data_ptr()
             assert memory.base + block * memory.block_stride <= first
@@ -79,6 +116,9 @@ def test_layout_digest_tells_layouts_apart() -> None:
     assert digest(same) == digest(specs_of(None))
     others = [specs_of(None, block_size=8), specs_of(None, kv_heads=2), specs_of(None, 8)]
     assert len({digest(same), *map(digest, others)}) == 4
+    assert digest(specs_of(None, dtype="bf16"), torch.bfloat16) != digest(
+        specs_of(None, dtype="fp8_per_token_head"), torch.float8_e4m3fn
+    )
 
 
 def test_layer_major_cannot_be_transferred() -> None:
@@ -100,7 +140,7 @@ def test_a_large_pool_is_not_committed_and_reads_zero() -> None:
     count = (12 << 30) // size
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     cache = KvCache(plan_of(specs, count), specs, torch.float32, "block-major", CpuDevice())
-    _, view = cache.layers[1]
+    view = cache.layers[1].pages
     view[count - 1, 1] = 3.0
     assert float(view[count - 1, 0].abs().max()) == 0 and float(view[count - 1, 1].min()) == 3
     # Addresses far past 2^31 elements, and next to no memory.
@@ -112,8 +152,8 @@ def test_poison_spares_the_null_block() -> None:
     specs = specs_of(None)
     cache = KvCache(plan_of(specs, 4), specs, torch.float32, "block-major", CpuDevice())
     cache.poison([0, 2])
-    for _, view in cache.layers:
+    for view in (layer.pages for layer in cache.layers):
         assert view[2].isnan().all() and not view[[0, 1, 3]].isnan().any()
     cache.poison()
-    for _, view in cache.layers:
+    for view in (layer.pages for layer in cache.layers):
         assert view[1:].isnan().all() and not view[0].isnan().any()

@@ -77,8 +77,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "topk_method": "greedy",
     },
 }
-# Their products are PyTorch's in part, whose order of additions follows the number of rows (ADR 25).
-VARIANT = {"deepseek"}
 
 
 class MultipliesFp8(CpuDevice):
@@ -162,13 +160,6 @@ def test_every_family_answers_the_same(
     short = whole(False)
     got = answers(start_engine, directory, jobs, dtype=dtype)
     assert short and min(of - read for read, of in short) > 0
-    if name in VARIANT:
-        for (tokens, told), (other, known) in zip(got, want, strict=True):
-            same = next((i for i, (a, b) in enumerate(zip(tokens, other, strict=True)) if a != b), len(tokens))
-            assert same or (tokens[:1] != other[:1] and dtype == "bfloat16")
-            for one, two in zip(told[:same], known[:same], strict=True):
-                assert one.logprob == pytest.approx(two.logprob, abs=1e-4 if dtype == "float32" else 5e-2)
-        return
     assert got == want
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from isthmus_runtime.errors import ConfigError, EngineFailed, WeightsError
 from isthmus_runtime.executor.device import cpu
 from isthmus_runtime.executor.model_runner import load
 from isthmus_runtime.interfaces.steps import NOTHING_DRAWN, Chunk, RowStart, StepPlan
+from isthmus_runtime.kv.groups import LayerSpec
 from isthmus_runtime.models.registry import read_model_spec
 from isthmus_runtime.request import SamplingParams
 
@@ -128,14 +131,36 @@ def test_close_fails_what_waits_and_what_comes(model_dir: Path, start_engine: Ca
 def test_bfloat16_runs_close_to_float32(model_dir: Path, start_engine: Callable[..., Any]) -> None:
     sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=31)
     tables = []
-    for dtype, kv_dtype in (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32")):
+    kinds = (
+        ("float32", "auto"),
+        ("bfloat16", "auto"),
+        ("bfloat16", "float32"),
+        ("float32", "fp8"),
+        ("bfloat16", "fp8"),
+    )
+    for dtype, kv_dtype in kinds:
         engine = start_engine(model_dir, dtype=dtype, kv_dtype=kv_dtype)
         output = engine.executor.submit(step(1, sampling=sampling)).result(DEADLINE_S)
         tables.append(dict(output.rows[0].logprobs[0].top))
-    # Random unit weights make large logits; bf16 keeps three digits of them.
+    # Random unit weights make large logits; bf16 keeps three digits of them, and KV of 8 bits one of its own.
     scale = max(abs(value) for value in tables[0].values())
     for table in tables[1:]:
         assert max(abs(tables[0][token] - table[token]) for token in table) < 0.1 * scale
+
+
+def test_kv_of_8_bits_is_refused_by_name(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load(ModelConfig(path=str(model_dir), device="cpu", dtype="float32"))
+    assert loaded.kv_dtype("fp8") == torch.float8_e4m3fn
+    latents = LayerSpec(kind="mla", layers=1, block_size=1, dtype="bf16", width=40)
+    monkeypatch.setattr(type(loaded.spec), "layer_specs", lambda *_: (latents,))
+    monkeypatch.setattr(loaded.device, "reads_fp8", False, raising=False)
+    odd = replace(loaded, spec=replace(loaded.spec, head_dim=9))
+    with pytest.raises(ConfigError) as error:
+        odd.kv_dtype("fp8")
+    assert re.search(
+        r"^--kv-dtype fp8: cpu does not read it.*8\.9.*latents of Qwen2ForCausalLM.*heads of 9.*use auto",
+        str(error.value),
+    )
 
 
 def test_unknown_dtype_and_missing_model(model_dir: Path, tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from isthmus_runtime.config import ModelConfig
 from isthmus_runtime.errors import ConfigError, WeightsError
+from isthmus_runtime.executor.device.cpu import CpuDevice
 from isthmus_runtime.executor.model_runner import load
 from isthmus_runtime.kv.groups import LayerSpec
 from isthmus_runtime.models.registry import parse_model_spec
@@ -146,9 +148,14 @@ def test_what_is_not_computed_is_refused(base: dict[str, Any], changes: dict[str
     assert any(text in problem for problem in caught.value.problems), caught.value.problems
 
 
-def test_rows_alike_in_any_batch_are_refused(tmp_path: Path) -> None:
+class _Gpu(CpuDevice):
+    name = "cuda:0"
+    torch_device = torch.device("cuda:0")
+
+
+def test_rows_alike_in_any_batch_are_refused_on_a_gpu(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LITE))
     with pytest.raises(
-        ConfigError, match="--deterministic on: DeepseekV2ForCausalLM has operations whose results depend"
+        ConfigError, match=r"--deterministic on: DeepseekV2ForCausalLM has operations whose .* on cuda:0"
     ):
-        load(ModelConfig(path=str(tmp_path), device="cpu", deterministic=True))
+        load(ModelConfig(path=str(tmp_path), deterministic=True), device=_Gpu())

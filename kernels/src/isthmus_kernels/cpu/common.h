@@ -36,12 +36,26 @@ typedef float vf __attribute__((vector_size(VW * 4)));
 typedef int32_t vi __attribute__((vector_size(VW * 4)));
 typedef uint32_t vu __attribute__((vector_size(VW * 4)));
 typedef uint16_t vh __attribute__((vector_size(VW * 2)));
+typedef uint8_t vb __attribute__((vector_size(VW)));
+typedef int8_t vsb __attribute__((vector_size(VW)));
+typedef int16_t vsh __attribute__((vector_size(VW * 2)));
 
 struct bf16 {
     uint16_t bits;
 };
 
-enum { F32 = 0, BF16 = 1 };
+// E4M3 (OFP8; Micikevicius et al. 2022): 1 sign, 4 exponent bits with bias 7, 3 of mantissa; no infinity, 0x7f is NaN.
+struct fp8 {
+    uint8_t bits;
+};
+
+enum { F32 = 0, BF16 = 1, FP8 = 2 };
+
+// Whether numbers of a pool of this type are multiples of a scale (../rope_kv_write/README.md).
+template <class C>
+constexpr bool SCALED = false;
+template <>
+constexpr bool SCALED<fp8> = true;
 
 struct Arguments {
     const uint64_t *at;
@@ -67,6 +81,15 @@ INLINE float to_float(bf16 x) {
     return f;
 }
 
+INLINE float to_float(fp8 x) {
+    const uint32_t code = x.bits & 0x7fu;
+    uint32_t u = code << 20 | uint32_t(x.bits & 0x80u) << 24;
+    float f;
+    memcpy(&f, &u, 4);
+    f *= 0x1p120f;  // from a bias of 7 to one of 127: right for subnormal numbers, too
+    return code == 0x7fu ? NAN : f;
+}
+
 // Round to nearest even; a NaN stays a NaN.
 INLINE uint16_t bf16_bits(float f) {
     uint32_t u;
@@ -81,6 +104,29 @@ INLINE void put(bf16 *p, float x) {
     p->bits = bf16_bits(x);
 }
 
+// Round to nearest even; what is larger than the largest number, 448, becomes that; a NaN stays a NaN.
+INLINE uint8_t fp8_bits(float f) {
+    uint32_t u, code;
+    memcpy(&u, &f, 4);
+    const uint32_t sign = u >> 24 & 0x80u;
+    u &= 0x7fffffffu;
+    if (u > 0x7f800000u) return uint8_t(sign | 0x7fu);
+    if (u > 0x43e00000u) u = 0x43e00000u;
+    if (u < 0x3c800000u) {  // below 2^-6 numbers are 2^-9 apart, as floats at 2^14 are
+        float magnitude;
+        memcpy(&magnitude, &u, 4);
+        magnitude += 0x1p14f;
+        memcpy(&code, &magnitude, 4);
+        code -= 0x46800000u;
+    } else {
+        code = ((u + 0x7ffffu + (u >> 20 & 1)) >> 20) - (120u << 3);
+    }
+    return uint8_t(sign | code);
+}
+INLINE void put(fp8 *p, float x) {
+    p->bits = fp8_bits(x);
+}
+
 INLINE vf load(const float *p) {
     vf v;
     memcpy(&v, p, sizeof v);
@@ -91,6 +137,24 @@ INLINE vf load(const bf16 *p) {
     memcpy(&h, p, sizeof h);
     return (vf)(__builtin_convertvector(h, vu) << 16);
 }
+INLINE vf load(const fp8 *p) {
+#if defined(__AVX2__)
+    // By way of fp16, whose subnormal numbers cost nothing to widen.
+    vsb b;
+    memcpy(&b, p, sizeof b);
+    vh h = (vh)(__builtin_convertvector(b, vsh) << 7) & 0xbf80;
+    h |= ((h & 0x3f80) + 0x80) & 0x4000;  // NaN: all bits but the sign
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps((__m256i)h) * 0x1p8f;
+#else
+    return (vf)_mm256_cvtph_ps((__m128i)h) * 0x1p8f;
+#endif
+#else
+    vf v;
+    for (int i = 0; i < VW; i++) v[i] = to_float(p[i]);
+    return v;
+#endif
+}
 INLINE void store(float *p, vf v) {
     memcpy(p, &v, sizeof v);
 }
@@ -100,6 +164,17 @@ INLINE void store(bf16 *p, vf v) {
     vu nan = (vu)((u & 0x7fffffffu) > 0x7f800000u);
     vh h = __builtin_convertvector((nan & ((u >> 16) | 0x40)) | (~nan & rounded), vh);
     memcpy(p, &h, sizeof h);
+}
+INLINE void store(fp8 *p, vf v) {
+    vu u = (vu)v;
+    const vu sign = u >> 24 & 0x80, nan = (vu)((u & 0x7fffffffu) > 0x7f800000u);
+    u &= 0x7fffffffu;
+    const vu over = (vu)(u > 0x43e00000u), small = (vu)(u < 0x3c800000u);
+    u = (over & 0x43e00000u) | (~over & u);
+    const vu low = (vu)((vf)u + 0x1p14f) - 0x46800000u, high = ((u + 0x7ffffu + (u >> 20 & 1)) >> 20) - (120u << 3);
+    const vu code = (small & low) | (~small & high);
+    const vb b = __builtin_convertvector(sign | (nan & 0x7f) | (~nan & code), vb);
+    memcpy(p, &b, sizeof b);
 }
 INLINE vf splat(float x) {
     return vf{} + x;

@@ -12,10 +12,10 @@ _LEAST = 1e-12
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round `x` ``[T, K]`` to E4M3 by rows: what is stored, and fp32 scales ``[T]``."""
+    """Round `x` ``[..., K]`` to E4M3 by rows: what is stored, and fp32 scales ``[...]``."""
     wide = x.float()
     most = wide.abs().amax(dim=-1).clamp_min(_LEAST)
-    return (wide * (most.reciprocal() * LARGEST)[:, None]).to(torch.float8_e4m3fn), most * (1 / LARGEST)
+    return (wide * (most.reciprocal() * LARGEST)[..., None]).to(torch.float8_e4m3fn), most * (1 / LARGEST)
 
 
 @dataclass(frozen=True, slots=True)

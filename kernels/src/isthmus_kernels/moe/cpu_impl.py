@@ -6,24 +6,39 @@ from torch import Tensor
 from isthmus_kernels import native
 
 
-def moe_route(logits: Tensor, top_k: int, *, renormalize: bool = True) -> tuple[Tensor, Tensor]:
+def moe_route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    renormalize: bool = True,
+    sigmoid: bool = False,
+    bias: Tensor | None = None,
+    groups: tuple[int, int] | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
     """Same contract as `reference.moe_route`."""
     if logits.stride(1) != 1:
         raise ValueError("logits: expected contiguous rows")
     tokens, count = logits.shape
+    if bias is not None and (bias.dtype != torch.float32 or bias.shape != (count,) or not bias.is_contiguous()):
+        raise ValueError(f"bias: expected contiguous fp32 [{count}], got {bias.dtype} {tuple(bias.shape)}")
     weights = torch.empty((tokens, top_k), dtype=torch.float32)
     experts = torch.empty((tokens, top_k), dtype=torch.int32)
-    native.entry("moe_route", "9q")(
-        (weights, experts, logits),
+    native.entry("moe_route", "13qd")(
+        (weights, experts, logits, bias),
         weights.data_ptr(),
         experts.data_ptr(),
         logits.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
         tokens,
         count,
         top_k,
         logits.stride(0),
         native.dtype_code(logits.dtype, "logits"),
         renormalize,
+        sigmoid,
+        *(groups or (0, 0)),
+        scale,
     )
     return weights, experts
 

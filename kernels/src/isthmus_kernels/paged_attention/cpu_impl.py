@@ -6,7 +6,7 @@ from torch import Tensor
 from isthmus_kernels import native
 from isthmus_kernels.paged_attention import torch_impl
 
-# What the compiled tiles hold; other shapes run as PyTorch operations.
+# What the compiled tiles hold. Wider heads run as PyTorch operations, larger groups in parts.
 _MAX_DIM = 576
 _MAX_GROUP = 64
 
@@ -37,13 +37,14 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `reference.paged_attention`."""
     tokens, heads, dim = q.shape
     blocks, _, block_size, kv_heads, _ = kv.shape
     group = heads // kv_heads
-    if dim > _MAX_DIM or group > _MAX_GROUP:
+    if dim > _MAX_DIM:
         return torch_impl.paged_attention(
             q,
             kv,
@@ -56,6 +57,7 @@ def paged_attention(
             window=window,
             softcap=softcap,
             sinks=sinks,
+            scales=scales,
             out=out,
         )
     _check_ids("block_tables", block_tables)
@@ -65,8 +67,29 @@ def paged_attention(
         out = torch.empty((tokens, heads, dim), dtype=q.dtype)
     elif out.shape != q.shape or out.dtype != q.dtype or out.stride(2) != 1:
         raise ValueError(f"out: expected {q.dtype} {tuple(q.shape)}, got {out.dtype} {tuple(out.shape)}")
-    native.entry("paged_attention", "23q2d2q", _explain)(
-        (out, q, kv, block_tables, query_start_loc, seq_lens, sinks),
+    if group > _MAX_GROUP:
+        for first in range(0, heads, group):
+            own = slice(first // group, first // group + 1)
+            for begin in range(first, first + group, _MAX_GROUP):
+                part = slice(begin, min(begin + _MAX_GROUP, first + group))
+                paged_attention(
+                    q[:, part],
+                    kv[:, :, :, own],
+                    block_tables,
+                    query_start_loc,
+                    seq_lens,
+                    scale=scale,
+                    max_query_len=max_query_len,
+                    max_seq_len=max_seq_len,
+                    window=window,
+                    softcap=softcap,
+                    sinks=None if sinks is None else sinks[part],
+                    scales=None if scales is None else scales[:, :, :, own],
+                    out=out[:, part],
+                )
+        return out
+    native.entry("paged_attention", "28q2d2q", _explain)(
+        (out, q, kv, block_tables, query_start_loc, seq_lens, sinks, scales),
         out.data_ptr(),
         q.data_ptr(),
         kv.data_ptr(),
@@ -90,9 +113,10 @@ def paged_attention(
         kv.stride(1),
         kv.stride(2),
         kv.stride(3),
+        *native.scale_slots(scales),
         scale,
         0.0 if softcap is None else softcap,
         native.dtype_code(q.dtype, "q"),
-        native.dtype_code(kv.dtype, "kv"),
+        native.pool_code(kv.dtype),
     )
     return out

@@ -37,6 +37,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `reference.paged_attention`."""
@@ -60,12 +61,12 @@ def paged_attention(
             window=window,
             softcap=softcap,
             sinks=sinks,
+            scales=scales,
             out=out,
         )
-    decode(
-        q, kv, block_tables, query_start_loc, seq_lens, out, scale=scale, window=None, softcap=None, sinks=None
-    )  # fmt: skip
-    prefill(q, kv, block_tables, query_start_loc, seq_lens, out, scale=scale)
+    batch = (q, kv, block_tables, query_start_loc, seq_lens, out)
+    decode(*batch, scale=scale, window=None, softcap=None, sinks=None, scales=None)
+    prefill(*batch, scale=scale)
     return out
 
 

@@ -29,11 +29,14 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Same contract as `reference.paged_attention`, but for sinks, which raise ValueError."""
+    """Same contract as `reference.paged_attention`, but for sinks and scales, which raise ValueError."""
     if sinks is not None:
         raise ValueError("sinks: FlashInfer's paged wrapper has none; leave impl out")
+    if scales is not None:
+        raise ValueError("scales: FlashInfer's paged wrapper has one scale for all keys; leave impl out")
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if torch.cuda.is_current_stream_capturing():

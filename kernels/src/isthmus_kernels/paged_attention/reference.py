@@ -17,6 +17,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Attend each query of each request to its context; see the README for the formula."""
@@ -35,6 +36,9 @@ def paged_attention(
         blocks = block_tables[row, tokens // block_size].long()
         keys = kv[blocks, 0, tokens % block_size].float()
         values = kv[blocks, 1, tokens % block_size].float()
+        if scales is not None:
+            keys = keys * scales[blocks, 0, tokens % block_size][..., None]
+            values = values * scales[blocks, 1, tokens % block_size][..., None]
         positions = torch.arange(seq_len - query_len, seq_len, device=q.device)
         visible = tokens[None, :] <= positions[:, None]
         if window is not None:

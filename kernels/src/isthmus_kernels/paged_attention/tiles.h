@@ -25,6 +25,8 @@ struct Args {
     int64_t q_token, q_head, out_token, out_head, block, half, token, head;
     float scale, cap;    // cap: 0 for none
     const float *sinks;  // of each q head, or null
+    const float *scales;  // of a scaled pool: of each key and value, [blocks, 2, block_size, kv_heads]
+    int64_t scale_block, scale_half, scale_token, scale_head;
 };
 
 // A softmax over some of the keys: of each query row the maximum, the sum of the weights, the unnormalised result.
@@ -241,6 +243,7 @@ template <class C>
 struct Tile {
     int64_t first, count;
     const C *keys[KEYS], *values[KEYS];
+    const float *scales[KEYS];  // of keys; scaled pools only
 
     // The tile that key `begin` is in, as far as `end`. Keys before `begin` are none of the request's any more: `begin`
     // stands for them, and is masked there.
@@ -254,13 +257,25 @@ struct Tile {
             for (; offset < a.block_size && k < count; offset++, k++, at += a.token) {
                 keys[k] = at;
                 values[k] = at + a.half;
+                if constexpr (SCALED<C>)
+                    scales[k] = a.scales + int64_t(table[block]) * a.scale_block + offset * a.scale_token;
             }
         }
-        for (int64_t k = 0; k < skipped; k++) keys[k] = keys[skipped], values[k] = values[skipped];
+        for (int64_t k = 0; k < skipped; k++) {
+            keys[k] = keys[skipped], values[k] = values[skipped];
+            if constexpr (SCALED<C>) scales[k] = scales[skipped];
+        }
         // Keys are taken SIDE at a time; the surplus repeats the last one and is masked.
         for (int64_t k = count; k % SIDE; k++) keys[k] = keys[count - 1];
     }
 };
+
+// The tile's scales of keys or of values of one kv head, in whole registers.
+template <class C>
+INLINE void gather_scales(float *to, const Tile<C> &tile, int64_t shift) {
+    for (int64_t k = 0; k < tile.count; k++) to[k] = tile.scales[k][shift];
+    for (int64_t k = tile.count; k < KEYS; k++) to[k] = 0.0f;
+}
 
 INLINE void prefetch(const void *at, int64_t bytes) {
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)at + b, 0, 2);
@@ -274,10 +289,11 @@ INLINE vf rescaled(vf total, vf shrink, vf added) {
 // Take one tile into the softmax of the few query rows of one kv head, while the next tile (or head) is on its way
 // from memory.
 template <class C>
-void few_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shift, const Tile<C> *next,
-              int64_t next_shift, int64_t rows, int64_t position, int64_t group) {
+void few_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t head, const Tile<C> *next,
+              int64_t next_head, int64_t rows, int64_t position, int64_t group) {
     const int64_t dim = a.dim, count = tile.count, padded = (count + VW - 1) / VW * VW;
-    float *sum = s.now.sum;
+    const int64_t shift = head * a.head, next_shift = next_head * a.head;
+    float *sum = s.now.sum, scales[KEYS];
     for (int64_t k = 0; k < count; k += SIDE) {
         if (next)
             for (int64_t i = k; i < smaller(k + SIDE, next->count); i++) {
@@ -287,6 +303,13 @@ void few_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shif
 #define FORM(M) dots<M>(s.scores + m * KEYS + k, s.q + m * dim, tile.keys + k, shift, dim)
         EACH_FEW(FORM)
 #undef FORM
+    }
+    if constexpr (SCALED<C>) {
+        gather_scales(scales, tile, head * a.scale_head);
+        for (int64_t m = 0; m < rows; m++)
+            for (int64_t k = 0; k < padded; k += VW)
+                store(s.scores + m * KEYS + k, load(s.scores + m * KEYS + k) * load(scales + k));
+        gather_scales(scales, tile, head * a.scale_head + a.scale_half);
     }
     for (int64_t m = 0; m < rows; m++) {
         float *row = s.scores + m * KEYS;
@@ -310,7 +333,7 @@ void few_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shif
         vf added = {};
         for (int64_t k = 0; k < padded; k += VW) {
             const vf p = vexp(load(row + k) - peak);
-            store(row + k, p);
+            store(row + k, SCALED<C> ? p * load(scales + k) : p);
             added += p;
         }
         s.now.total[m] = rescaled(splat(s.now.total[m]), shrink, splat(hsum(added)))[0];
@@ -340,14 +363,22 @@ INLINE void widen(float *to, const C *const *from, int64_t shift, int64_t count,
 
 // As few_rows, with scores [keys][padded rows].
 template <class C>
-void many_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shift, int64_t rows, int64_t padded,
+void many_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t head, int64_t rows, int64_t padded,
                int64_t position, int64_t group) {
-    const int64_t dim = a.dim, first = tile.first, count = tile.count;
+    const int64_t dim = a.dim, first = tile.first, count = tile.count, shift = head * a.head;
+    float scales[KEYS];
     widen(s.keys, tile.keys, shift, count, dim, a.real);
     int64_t done = 0;
     for (; done + AT_ONCE <= count; done += AT_ONCE)
         scores_of<AT_ONCE>(s.scores + done * padded, s.keys + done * dim, s.q, padded, dim);
     for (; done < count; done++) scores_of<1>(s.scores + done * padded, s.keys + done * dim, s.q, padded, dim);
+    if constexpr (SCALED<C>) {
+        gather_scales(scales, tile, head * a.scale_head);
+        for (int64_t k = 0; k < count; k++)
+            for (int64_t m = 0; m < padded; m += VW)
+                store(s.scores + k * padded + m, load(s.scores + k * padded + m) * scales[k]);
+        gather_scales(scales, tile, head * a.scale_head + a.scale_half);
+    }
     if (a.cap > 0.0f) soft_cap(a, s.scores, count * padded);
     for (int64_t k = 0; k < count; k++) {
         // Key first + k is visible to the query rows [from, to).
@@ -363,7 +394,7 @@ void many_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t shi
         const auto weigh_key = [&](int64_t k, vf &sum) __attribute__((always_inline)) {
             float *at = s.scores + k * padded + m;
             const vf p = vexp(load(at) - peak);
-            store(at, p);
+            store(at, SCALED<C> ? p * scales[k] : p);
             sum += p;
         };
         int64_t k = 0;

@@ -21,6 +21,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `reference.paged_attention`."""
@@ -42,8 +43,10 @@ def paged_attention(
     ids = torch.where(in_context, block_tables.long()[:, token // block_size], 0)
     offset = (token % block_size).expand(rows, -1)
     hide = ~in_context[:, :, None, None]
-    keys = kv[ids, 0, offset].float().masked_fill(hide, 0.0)
-    values = kv[ids, 1, offset].float().masked_fill(hide, 0.0)
+    keys, values = kv[ids, 0, offset].float(), kv[ids, 1, offset].float()
+    if scales is not None:
+        keys, values = keys * scales[ids, 0, offset][..., None], values * scales[ids, 1, offset][..., None]
+    keys, values = keys.masked_fill(hide, 0.0), values.masked_fill(hide, 0.0)
 
     index = torch.arange(max_query_len, device=q.device)
     live = index[None, :] < lens[:, None]

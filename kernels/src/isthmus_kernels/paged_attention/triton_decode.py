@@ -75,6 +75,11 @@ def _decode(
     kv_part,
     kv_token,
     kv_head,
+    scales,  # fp32 [blocks, 2, block size, kv heads]; not read unless SCALED
+    scale_block,
+    scale_part,
+    scale_token,
+    scale_head,
     table_row,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -89,6 +94,7 @@ def _decode(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
     SPREAD: tl.constexpr,
 ):
     TO_LOG2: tl.constexpr = 1.4426950408889634
@@ -134,6 +140,7 @@ def _decode(
         acc = tl.zeros([GROUP_PAD, DIM_PAD], tl.float32)
         table = tables + request.to(tl.int64) * table_row
         head_offset = head.to(tl.int64) * kv_head
+        scale_head_offset = head.to(tl.int64) * scale_head
         first = low // TILE + at - head_begin
         for tile in range(first, first + stop - at):
             total, peak, acc = attend_tile(
@@ -154,6 +161,11 @@ def _decode(
                 kv_block,
                 kv_part,
                 kv_token,
+                scales,
+                scale_head_offset,
+                scale_block,
+                scale_part,
+                scale_token,
                 DIM,
                 DIM_PAD,
                 BLOCK_SIZE,
@@ -162,6 +174,7 @@ def _decode(
                 False,
                 WINDOWED,
                 CAPPED,
+                SCALED,
             )
 
         target = out + token * out_token
@@ -228,6 +241,7 @@ def decode(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    scales: Tensor | None,
 ) -> None:
     """Write `out` for the requests that have exactly one query; the others are left alone."""
     rows = block_tables.shape[0]
@@ -263,6 +277,8 @@ def decode(
         kv.stride(1),
         kv.stride(2),
         kv.stride(3),
+        q if scales is None else scales,
+        *((0, 0, 0, 0) if scales is None else scales.stride()),
         block_tables.stride(0),
         KV_HEADS=kv_heads,
         GROUP=group,
@@ -277,6 +293,7 @@ def decode(
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
         SINKS=sinks is not None,
+        SCALED=scales is not None,
         SPREAD=_SPREAD,
         num_warps=chosen.warps,
         num_stages=chosen.stages,

@@ -25,6 +25,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scales: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `reference.paged_attention`."""
@@ -34,9 +35,9 @@ def paged_attention(
         return out
     batch = (q, kv, block_tables, query_start_loc, seq_lens, out)
     if batch_invariance.required(q.device):
-        prefill(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks, alike=True)
+        prefill(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks, scales=scales, alike=True)
         return out
-    decode(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
+    decode(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks, scales=scales)
     if max_query_len > 1:
-        prefill(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        prefill(*batch, scale=scale, window=window, softcap=softcap, sinks=sinks, scales=scales)
     return out

@@ -56,6 +56,11 @@ def _prefill(
     kv_part,
     kv_token,
     kv_head,
+    scales,  # fp32 [blocks, 2, block size, kv heads]; not read unless SCALED
+    scale_block,
+    scale_part,
+    scale_token,
+    scale_head,
     table_row,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -67,6 +72,7 @@ def _prefill(
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
     ALIKE: tl.constexpr,
 ):
     TO_LOG2: tl.constexpr = 1.4426950408889634
@@ -104,6 +110,7 @@ def _prefill(
     acc = tl.zeros([M, DIM_PAD], tl.float32)
     table = tables + request.to(tl.int64) * table_row
     head_offset = head.to(tl.int64) * kv_head
+    scale_head_offset = head.to(tl.int64) * scale_head
     begin = 0
     # Tiles that every query of this program sees whole need no mask.
     whole = (lowest + 1) // TILE
@@ -131,6 +138,11 @@ def _prefill(
             kv_block,
             kv_part,
             kv_token,
+            scales,
+            scale_head_offset,
+            scale_block,
+            scale_part,
+            scale_token,
             DIM,
             DIM_PAD,
             BLOCK_SIZE,
@@ -139,6 +151,7 @@ def _prefill(
             True,
             False,
             CAPPED,
+            SCALED,
         )
     for tile in range(tl.maximum(whole, begin // TILE), highest // TILE + 1):
         total, peak, acc = attend_tile(
@@ -159,6 +172,11 @@ def _prefill(
             kv_block,
             kv_part,
             kv_token,
+            scales,
+            scale_head_offset,
+            scale_block,
+            scale_part,
+            scale_token,
             DIM,
             DIM_PAD,
             BLOCK_SIZE,
@@ -167,6 +185,7 @@ def _prefill(
             True,
             WINDOWED,
             CAPPED,
+            SCALED,
         )
     if SINKS:
         total += tl.exp2(tl.load(sinks + heads) * TO_LOG2 - peak)
@@ -186,6 +205,7 @@ def prefill(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    scales: Tensor | None,
     alike: bool = False,
 ) -> None:
     """Write `out` for the requests that have more than one query; the others are left alone.
@@ -224,6 +244,8 @@ def prefill(
         kv.stride(1),
         kv.stride(2),
         kv.stride(3),
+        q if scales is None else scales,
+        *((0, 0, 0, 0) if scales is None else scales.stride()),
         block_tables.stride(0),
         GROUP=group,
         DIM=dim,
@@ -235,6 +257,7 @@ def prefill(
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
         SINKS=sinks is not None,
+        SCALED=scales is not None,
         ALIKE=alike,
         num_warps=chosen.warps,
         num_stages=chosen.stages,

@@ -27,6 +27,11 @@ def attend_tile(
     kv_block,
     kv_part,
     kv_token,
+    scales,  # pointer to head 0 of the layer's scales; not read unless SCALED
+    scale_head_offset,  # int64, of the kv head
+    scale_block,
+    scale_part,
+    scale_token,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -35,6 +40,7 @@ def attend_tile(
     CAUSAL: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     TO_LOG2: tl.constexpr = 1.4426950408889634
     key = first + tl.arange(0, TILE)
@@ -61,6 +67,16 @@ def attend_tile(
         v = tl.load(keys + kv_part, mask=(channel < DIM)[None, :], other=0.0)
     # fp32 goes through the tensor cores in three parts, which keeps its accuracy.
     scores = tl.dot(query, tl.trans(k.to(query.dtype)), input_precision="tf32x3")
+    if SCALED:
+        # A key's scale leaves its products, a value's goes into its weight.
+        of_key = scales + block * scale_block + (key % BLOCK_SIZE).to(tl.int64) * scale_token + scale_head_offset
+        if MASKED:
+            k_scale = tl.load(of_key, mask=inside, other=0.0)
+            v_scale = tl.load(of_key + scale_part, mask=inside, other=0.0)
+        else:
+            k_scale = tl.load(of_key)
+            v_scale = tl.load(of_key + scale_part)
+        scores = scores * k_scale[None, :]
     if CAPPED:
         # cap · tanh(s / cap), in the form that neither overflows nor needs a library
         scores = softcap * TO_LOG2 * (1.0 - 2.0 / (tl.exp2(scores * (scale * 2.0 * TO_LOG2 / softcap)) + 1.0))
@@ -84,5 +100,7 @@ def attend_tile(
     fade = tl.exp2(peak - base)
     total = total * fade + tl.sum(weights, axis=1)
     acc = acc * fade[:, None]
+    if SCALED:
+        weights = weights * v_scale[None, :]
     acc = tl.dot(weights.to(query.dtype), v.to(query.dtype), acc, input_precision="tf32x3")
     return total, higher, acc

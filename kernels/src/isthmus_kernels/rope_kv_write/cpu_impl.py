@@ -14,7 +14,7 @@ def _check(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def _explain(code: int, kept: native.Kept) -> Exception:
-    _, positions, cos, _, kv, slot_mapping, _, _ = kept
+    _, positions, cos, _, kv, slot_mapping, *_ = kept
     assert positions is not None and cos is not None and kv is not None and slot_mapping is not None
     token, bad_slot = divmod(code - 1, 2)
     if bad_slot:
@@ -35,6 +35,7 @@ def rope_kv_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `reference.rope_kv_write`."""
     tokens = qkv.shape[0]
@@ -53,8 +54,8 @@ def rope_kv_write(
             _check(name, norm, norm_dtype, (dim,))
     if q_norm is not None and k_norm is not None and q_norm.dtype != k_norm.dtype:
         raise ValueError(f"k_norm: dtype {k_norm.dtype} differs from q_norm's {q_norm.dtype}")
-    native.entry("rope_kv_write", "20qd3q", _explain)(
-        (qkv, positions, cos, sin, kv, slot_mapping, q_norm, k_norm),
+    native.entry("rope_kv_write", "25qd3q", _explain)(
+        (qkv, positions, cos, sin, kv, slot_mapping, q_norm, k_norm, scales),
         qkv.data_ptr(),
         positions.data_ptr(),
         cos.data_ptr(),
@@ -75,9 +76,10 @@ def rope_kv_write(
         kv.stride(1),
         kv.stride(2),
         kv.stride(3),
+        *native.scale_slots(scales),
         eps,
         native.dtype_code(qkv.dtype, "qkv"),
-        native.dtype_code(kv.dtype, "kv"),
+        native.pool_code(kv.dtype),
         native.dtype_code(norm_dtype, "q_norm"),
     )
     return qkv[:, : num_heads * dim].view(tokens, num_heads, dim)

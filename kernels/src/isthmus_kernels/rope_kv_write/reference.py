@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from isthmus_kernels.fp8_linear.reference import quantize
+
 
 def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
@@ -29,6 +31,7 @@ def rope_kv_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Rotate q in place, write rotated k and plain v to the pool, return q; see the README."""
     tokens = qkv.shape[0]
@@ -42,6 +45,10 @@ def rope_kv_write(
     rotated = _rotate(_norm(k.float(), k_norm, eps), cos_t, sin_t)
     keep = slot_mapping >= 0
     slots = slot_mapping[keep]
-    kv[slots // block_size, 0, slots % block_size] = rotated[keep].to(kv.dtype)
-    kv[slots // block_size, 1, slots % block_size] = v[keep].to(kv.dtype)
+    for part, rows in enumerate((rotated[keep], v[keep])):
+        where = (slots // block_size, part, slots % block_size)
+        if scales is None:
+            kv[where] = rows.to(kv.dtype)
+        else:
+            kv[where], scales[where] = quantize(rows)
     return q

@@ -28,6 +28,11 @@ def _rope_kv_write(
     kv_part,
     kv_token,
     kv_head,
+    scales,  # fp32 [blocks, 2, block size, kv heads]; not written unless SCALED
+    scale_block,
+    scale_part,
+    scale_token,
+    scale_head,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -38,6 +43,7 @@ def _rope_kv_write(
     HEADS: tl.constexpr,
     Q_NORM: tl.constexpr,
     K_NORM: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -84,12 +90,27 @@ def _rope_kv_write(
     to_pool = (is_k | is_v)[:, None] & (slot >= 0)
     place = slot // BLOCK_SIZE * kv_block + slot % BLOCK_SIZE * kv_token
     kv_index = tl.where(is_v, head - Q_HEADS - KV_HEADS, head - Q_HEADS).to(tl.int64)
+    if SCALED:
+        # As fp8_linear/reference.py, by heads.
+        most = tl.maximum(tl.max(tl.abs(turned_first), axis=1), tl.max(tl.abs(turned_second), axis=1))
+        if REST_PAD > 0:
+            most = tl.maximum(most, tl.max(tl.abs(third), axis=1))
+        most = tl.maximum(most, 1e-12)
+        factor = (tl.div_rn(1.0 + tl.zeros_like(most), most) * 448.0)[:, None]
+        turned_first, turned_second = turned_first * factor, turned_second * factor
+        if REST_PAD > 0:
+            scaled_third = third * factor
+        scale_place = slot // BLOCK_SIZE * scale_block + slot % BLOCK_SIZE * scale_token
+        of_head = scales + scale_place + is_v.to(tl.int64) * scale_part + kv_index * scale_head
+        tl.store(of_head, most * (1.0 / 448.0), mask=(is_k | is_v) & (slot >= 0))
+    elif REST_PAD > 0:
+        scaled_third = third
     target = kv + place + (is_v.to(tl.int64) * kv_part + kv_index * kv_head)[:, None]
     tl.store(target + half[None, :], turned_first.to(kv.dtype.element_ty), mask=to_pool & in_half)
     tl.store(target + HALF + half[None, :], turned_second.to(kv.dtype.element_ty), mask=to_pool & in_half)
     if REST_PAD > 0:
         tl.store(source + rest[None, :], third.to(qkv.dtype.element_ty), mask=to_q & in_rest)
-        tl.store(target + rest[None, :], third.to(kv.dtype.element_ty), mask=to_pool & in_rest)
+        tl.store(target + rest[None, :], scaled_third.to(kv.dtype.element_ty), mask=to_pool & in_rest)
 
 
 def rope_kv_write(
@@ -104,6 +125,7 @@ def rope_kv_write(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """Same contract as `reference.rope_kv_write`."""
     tokens = qkv.shape[0]
@@ -134,6 +156,8 @@ def rope_kv_write(
         kv.stride(1),
         kv.stride(2),
         kv.stride(3),
+        qkv if scales is None else scales,
+        *((0, 0, 0, 0) if scales is None else scales.stride()),
         Q_HEADS=num_heads,
         KV_HEADS=kv_heads,
         DIM=dim,
@@ -144,6 +168,7 @@ def rope_kv_write(
         HEADS=heads,
         Q_NORM=q_norm is not None,
         K_NORM=k_norm is not None,
+        SCALED=scales is not None,
         num_warps=_WARPS,
     )
     return q

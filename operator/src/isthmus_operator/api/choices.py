@@ -27,6 +27,13 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class KvDtype(StrEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FP8 = "fp8"
+
+
 class Quantization(StrEnum):
     AUTO = "auto"
     FP8 = "fp8"

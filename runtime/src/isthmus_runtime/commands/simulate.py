@@ -38,6 +38,7 @@ def build_simulate_parser() -> argparse.ArgumentParser:
     proof.add_argument("--keep-going", action="store_true", help="do not stop at the first violation")
     plan = p.add_argument_group("planning: a coarse model of a whole cluster")
     plan.add_argument("--model", default="qwen3-8b", help=f"model directory, or {', '.join(sorted(MODELS))}")
+    plan.add_argument("--kv-dtype", default="auto", choices=["auto", "fp8"], help="of the KV pool; auto: 2 bytes")
     plan.add_argument("--gpu", default="h100", help=f"JSON file, or {', '.join(sorted(GPUS))}")
     plan.add_argument("--tp", type=int, default=1, help="GPUs per engine")
     plan.add_argument("--trace", default="synthetic", help="Mooncake trace (JSON lines), synthetic or fan-out")
@@ -111,7 +112,10 @@ def _problems(args: argparse.Namespace) -> list[str]:
 
 def _engine(args: argparse.Namespace) -> tuple[Steps, Calibration | None]:
     """Step times: measured, or a roofline."""
-    roof = StepModel(model=find_model(args.model), gpu=find_gpu(args.gpu), tp=args.tp)
+    model = find_model(args.model)
+    if args.kv_dtype == "fp8":
+        model = model.with_fp8_kv()
+    roof = StepModel(model=model, gpu=find_gpu(args.gpu), tp=args.tp)
     kv_tokens = roof.kv_tokens if args.kv_tokens is None else args.kv_tokens
     if kv_tokens < 1:
         raise ConfigError(f"{args.model} does not fit {args.tp} x {args.gpu}; raise --tp")

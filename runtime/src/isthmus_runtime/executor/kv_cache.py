@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..interfaces.transport import KvRegion
-from ..kv.groups import LayerSpec, RankGroups
+from ..kv.groups import LayerPlacement, LayerSpec, RankGroups
 from ..kv.plan import KvPlan
+from ..layers.batch import LayerKv
 from .device.base import KV_NAMES, Device
 
 NULL_BLOCK = 0
 # Of each block: a cache line, and what a DMA engine likes.
 _ALIGN = 64
+# Bytes of a scale.
+_SCALE = 4
 LAYOUTS = ("block-major", "layer-major")
 
 
@@ -30,16 +33,20 @@ def _page(spec: LayerSpec) -> tuple[int, ...]:
 class KvCache:
     """Keys and values of all layers, in blocks.
 
+    A page is the keys and values of one layer in one block. In 8-bit floats (E4M3) each head of a token has a scale,
+    and the scales, fp32 [2, block_size, Hk], lie behind the page's numbers: a block is still one run of bytes, so that
+    what moves, seals or copies blocks need not know.
+
     Layouts:
         block-major: `[num_blocks, slots, 2, block_size, Hk, D]`, a block of all layers in one run (with pages of
             several sizes, each block packs its layers' pages one after another, as the plan says).
-        layer-major: `[slots, 2, num_blocks, block_size, Hk, D]`; pages of one size only, no transfer.
+        layer-major: `[slots, 2, num_blocks, block_size, Hk, D]`, behind it the scales of all pages in the same order;
+            pages of one size only, no transfer.
 
     The pool is zero, hence finite, until it is written.
 
     Attributes:
-        layers: per model layer, its group and its view `[num_blocks, 2, block_size, Hk, D]`; of latent attention
-            `[num_blocks, 1, block_size, 1, W]`, one row a token.
+        layers: of each model layer, its group and its views of the pool.
     """
 
     def __init__(
@@ -63,36 +70,54 @@ class KvCache:
         self.dtype = dtype
         self._device = device.name
         self._rank = rank
-        self._pool = device.pool(self.num_blocks * self.block_stride).view(dtype)
+        self._bytes = device.pool(self.num_blocks * self.block_stride)
+        self._scaled = dtype == torch.float8_e4m3fn
         first = [0]
         for spec in specs:
             first.append(first[-1] + spec.layers)
-        views: dict[int, tuple[int, Tensor]] = {}
+        views: dict[int, LayerKv] = {}
         for place in own.placements:
             spec = specs[place.spec]
             assert KV_NAMES[dtype] == spec.dtype, (dtype, spec)
             page = _page(spec)
-            view = (
-                self._block_major(place.offset, page)
-                if layout == "block-major"
-                else self._layer_major(place.slot, place.page_bytes, page, own)
-            )
-            views[first[place.spec] + place.index] = (place.group, view)
+            of_page = self._block_major if layout == "block-major" else self._layer_major
+            views[first[place.spec] + place.index] = LayerKv(place.group, *of_page(place, page, own))
         self.layers = [views[number] for number in range(first[-1])]
         self._digest = hashlib.sha256(repr((layout, dtype, self.block_bytes, specs, own)).encode()).hexdigest()[:16]
 
-    def _block_major(self, offset: int, page: tuple[int, ...]) -> Tensor:
+    def _block_major(
+        self, place: LayerPlacement, page: tuple[int, ...], own: RankGroups
+    ) -> tuple[Tensor, Tensor | None]:
+        del own
         parts, size, heads, dim = page
-        strides = (self.block_stride // self.dtype.itemsize, size * heads * dim, heads * dim, dim, 1)
-        return self._pool.as_strided((self.num_blocks, parts, size, heads, dim), strides, offset // self.dtype.itemsize)
+        token = heads * dim
+        block = self.block_stride // self.dtype.itemsize
+        pages = self._view(self.dtype, page, (block, size * token, token, dim, 1), place.offset)
+        if not self._scaled:
+            return pages, None
+        block, at = self.block_stride // _SCALE, place.offset + parts * size * token
+        return pages, self._view(torch.float32, page[:3], (block, size * heads, heads, 1), at)
 
-    def _layer_major(self, slot: int, page_bytes: int, page: tuple[int, ...], own: RankGroups) -> Tensor:
-        if any(place.page_bytes != page_bytes for place in own.placements):
+    def _layer_major(
+        self, place: LayerPlacement, page: tuple[int, ...], own: RankGroups
+    ) -> tuple[Tensor, Tensor | None]:
+        if any(other.page_bytes != place.page_bytes for other in own.placements):
             raise ConfigError("--kv-layout layer-major needs layers with pages of one size; use block-major")
         parts, size, heads, dim = page
-        part = self.num_blocks * size * heads * dim
-        strides = (size * heads * dim, part, heads * dim, dim, 1)
-        return self._pool.as_strided((self.num_blocks, parts, size, heads, dim), strides, slot * parts * part)
+        token = heads * dim
+        part = self.num_blocks * size * token
+        at = place.slot * parts * part * self.dtype.itemsize
+        pages = self._view(self.dtype, page, (size * token, part, token, dim, 1), at)
+        if not self._scaled:
+            return pages, None
+        slots = own.bytes_per_block // place.page_bytes
+        part = self.num_blocks * size * heads
+        at = slots * parts * part * dim + place.slot * parts * part * _SCALE
+        return pages, self._view(torch.float32, page[:3], (size * heads, part, heads, 1), at)
+
+    def _view(self, dtype: torch.dtype, page: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
+        """Of all blocks, from `offset` bytes on."""
+        return self._bytes.view(dtype).as_strided((self.num_blocks, *page), strides, offset // dtype.itemsize)
 
     def memory(self) -> KvRegion:
         """The pool as plain memory, for a transport. ConfigError when a block is not one run."""
@@ -102,7 +127,7 @@ class KvCache:
                 "use --kv-layout block-major with --transfer-mode direct or store"
             )
         return KvRegion(
-            base=self._pool.data_ptr(),
+            base=self._bytes.data_ptr(),
             num_blocks=self.num_blocks,
             block_bytes=self.block_bytes,
             block_stride=self.block_stride,
@@ -114,11 +139,13 @@ class KvCache:
     def free(self) -> None:
         """Give the memory back. Whoever still holds a view or an address must be done with it."""
         self.layers = []
-        self._pool = torch.empty(0, dtype=self.dtype)
+        self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def poison(self, block_ids: Iterable[int] | None = None) -> None:
         """Fill blocks (None: all but the null block) with NaN, so that a read of bytes nobody wrote shows. For tests:
         it commits the memory."""
         ids = [block for block in (range(self.num_blocks) if block_ids is None else block_ids) if block != NULL_BLOCK]
-        for _, view in self.layers:
-            view[ids] = float("nan")
+        for layer in self.layers:
+            layer.pages[ids] = float("nan")
+            if layer.scales is not None:
+                layer.scales[ids] = float("nan")

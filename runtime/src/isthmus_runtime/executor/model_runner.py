@@ -36,7 +36,7 @@ from ..models.shard import WHOLE, Shard, check_shards
 from ..request import GENERATES, SamplingParams, ServedTask
 from . import adjustments
 from .adapters import AdapterSlots
-from .device.base import DTYPES, KV_NAMES, Device
+from .device.base import KV_DTYPES, KV_NAMES, Device
 from .device.select import open_device
 from .graphs import Graphs
 from .input_batch import Draws, InputBatch, StepInputs
@@ -80,9 +80,23 @@ class LoadedModel:
         """The pool's element type for `--kv-dtype`."""
         if kv_dtype == "auto":
             return self.kv_auto
-        if kv_dtype not in DTYPES:
-            raise ConfigError(f"--kv-dtype {kv_dtype!r} is not supported; known: auto, {', '.join(DTYPES)}")
-        return DTYPES[kv_dtype]
+        if kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"--kv-dtype {kv_dtype!r} is not supported; known: auto, {', '.join(KV_DTYPES)}")
+        dtype = KV_DTYPES[kv_dtype]
+        if dtype == torch.float8_e4m3fn:
+            self._check_fp8_kv()
+        return dtype
+
+    def _check_fp8_kv(self) -> None:
+        reasons = []
+        if not self.device.reads_fp8:
+            reasons.append(f"{self.device.name} does not read it (a GPU of compute capability 8.9 or newer, or a CPU)")
+        if any(layer.width is not None for layer in self.spec.layer_specs(1, "bf16")):
+            reasons.append(f"the latents of {self.spec.architecture} are kept as they are")
+        if self.spec.head_dim % 2:
+            reasons.append(f"heads of {self.spec.head_dim} numbers leave its scales between addresses of fp32")
+        if reasons:
+            raise ConfigError(f"--kv-dtype fp8: {'; '.join(reasons)}; use auto (engine.kvCache.dtype)")
 
     def layer_specs(self, block_size: int, kv_dtype: str) -> tuple[LayerSpec, ...]:
         """What `kv.plan` needs to know about the layers of one rank."""
@@ -111,13 +125,14 @@ def load(
         # Without a head of its own: what it would give, nobody asks for, and such checkpoints leave it out.
         spec = replace(spec, tie_word_embeddings=True)
     check_shards(spec, shard.size)
-    if config.deterministic and not spec.row_invariant:
-        raise ConfigError(
-            f"--deterministic on: {spec.architecture} has operations whose results depend on the batch; leave it out"
-        )
     device = device or open_device(
         config.device, threads=config.threads, index=shard.rank, deterministic=config.deterministic
     )
+    if config.deterministic and not spec.row_invariant and device.torch_device.type != "cpu":
+        raise ConfigError(
+            f"--deterministic on: {spec.architecture} has operations whose results depend on the batch on "
+            f"{device.name}; leave it out"
+        )
     device.enter()
     dtype = device.dtype(config.dtype)
     _check_quantization(config, device, dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isthmus_kernels import dispatch
 
-from .batch import AttentionBatch
+from .batch import AttentionBatch, LayerKv
 from .linear import Linear
 
 
@@ -43,8 +43,7 @@ class Attention:
         self,
         x: Tensor,
         batch: AttentionBatch,
-        group: int,
-        kv: Tensor,
+        kv: LayerKv,
         ropes: Sequence[tuple[Tensor, Tensor]],
         *,
         qkv: Tensor,
@@ -55,12 +54,11 @@ class Attention:
         """x [T, H] to `out` [T, H]; this step's keys and values are written to `kv` first.
 
         Args:
-            group: which of `batch.groups` this layer belongs to.
-            kv: this layer's view of the pool, [num_blocks, 2, block_size, Hk, D].
+            kv: this layer's part of the pool.
             ropes: cosines and sines of each rotary embedding of the model.
             qkv, context: scratch, [T, (Hq + 2 Hk) D] and [T, Hq, D]; `flat` is context seen as [T, Hq D].
         """
-        where = batch.groups[group]
+        where = batch.groups[kv.group]
         cos, sin = ropes[self.rope]
         self.qkv(x, qkv, batch.adapters)
         q = dispatch.rope_kv_write(
@@ -68,16 +66,17 @@ class Attention:
             batch.positions,
             cos,
             sin,
-            kv,
+            kv.pages,
             where.slot_mapping,
             num_heads=self.num_heads,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             eps=self.eps,
+            scales=kv.scales,
         )
         dispatch.paged_attention(
             q,
-            kv,
+            kv.pages,
             where.block_tables,
             batch.query_start_loc,
             batch.seq_lens,
@@ -87,6 +86,7 @@ class Attention:
             window=self.window,
             softcap=self.softcap,
             sinks=self.sinks,
+            scales=kv.scales,
             out=context,
         )
         return self.output(flat, out, batch.adapters)
@@ -95,14 +95,13 @@ class Attention:
         self,
         x: Tensor,
         batch: AttentionBatch,
-        group: int,
-        kv: Tensor,
+        kv: LayerKv,
         ropes: Sequence[tuple[Tensor, Tensor]],
         *,
         qkv: Tensor,
     ) -> None:
         """Of all that a call does with x [T, H] only the write of keys and values; arguments as there."""
-        keys = None if batch.adapters is not None else self.qkv.outputs_from(self.num_heads * kv.shape[4])
+        keys = None if batch.adapters is not None else self.qkv.outputs_from(self.num_heads * kv.pages.shape[4])
         cos, sin = ropes[self.rope]
         if keys is not None:
             qkv = qkv.view(-1)[: len(x) * keys.out_features].view(len(x), keys.out_features)
@@ -114,10 +113,11 @@ class Attention:
             batch.positions,
             cos,
             sin,
-            kv,
-            batch.groups[group].slot_mapping,
+            kv.pages,
+            batch.groups[kv.group].slot_mapping,
             num_heads=self.num_heads if keys is None else 0,
             q_norm=self.q_norm if keys is None else None,
             k_norm=self.k_norm,
             eps=self.eps,
+            scales=kv.scales,
         )

@@ -22,6 +22,18 @@ class GroupBatch:
     """int64 [T]: block id * block size + offset; -1: the token is not written."""
 
 
+@dataclass(frozen=True, slots=True)
+class LayerKv:
+    """One layer's part of the KV pool."""
+
+    group: int
+    """Which of a batch's groups the layer belongs to."""
+    pages: Tensor
+    """[num_blocks, 2, block_size, Hk, D], keys before values; of latent attention [num_blocks, 1, block_size, 1, W]."""
+    scales: Tensor | None = None
+    """fp32 [num_blocks, 2, block_size, Hk] of a pool of 8-bit floats: what a head's numbers are multiplied with."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBatch:
     """The tokens of a step, or some of them, as attention sees them."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from isthmus_kernels import dispatch
 
-from .batch import AttentionBatch
-from .linear import Linear
+from .batch import AttentionBatch, LayerKv
+from .linear import HeadLinear, Linear
 from .norm import RmsNorm
 
 
@@ -32,10 +31,10 @@ class LatentAttention:
     latent: Linear
     """To [W]."""
     latent_norm: RmsNorm
-    key_up: Tensor
-    """[Hq, N, L]."""
-    value_up: Tensor
-    """[Hq, L, V]."""
+    key_up: HeadLinear
+    """N to L."""
+    value_up: HeadLinear
+    """L to V."""
     output: Linear
     scale: float
     """On the products of queries and keys."""
@@ -50,8 +49,7 @@ class LatentAttention:
         self,
         x: Tensor,
         batch: AttentionBatch,
-        group: int,
-        kv: Tensor,
+        kv: LayerKv,
         ropes: Sequence[tuple[Tensor, Tensor]],
         *,
         qkv: Tensor,
@@ -62,29 +60,28 @@ class LatentAttention:
         """x [T, H] to `out` [T, H]; this step's rows are written to `kv` first.
 
         Args:
-            group: which of `batch.groups` this layer belongs to.
-            kv: this layer's view of the pool, [num_blocks, 1, block_size, 1, W].
+            kv: this layer's part of the pool.
             ropes: cosines and sines, of the one rotary embedding.
             qkv, context: scratch, [T, (Hq + 2) W] and [T, Hq, W]; `flat` is not used.
         """
         del flat
-        where, (cos, sin) = batch.groups[group], ropes[0]
+        where, (cos, sin), pages = batch.groups[kv.group], ropes[0], kv.pages
         tokens, (heads, inner, width) = x.shape[0], self.key_up.shape
         query = x
         if self.query_down is not None and self.query_norm is not None:
-            down = self.query_down(x)
+            down = self.query_down(x, slots=batch.adapters)
             query = self.query_norm(down, down)
-        query = self.query_up(query).view(tokens, heads, -1)
+        query = self.query_up(query, slots=batch.adapters).view(tokens, heads, -1)
         dispatch.latent_kv_write(
-            query[..., inner:], self._latents(x), batch.positions, cos, sin, kv, where.slot_mapping
+            query[..., inner:], self._latents(x, batch), batch.positions, cos, sin, pages, where.slot_mapping
         )
-        q = qkv[:, : heads * kv.shape[4]].view(tokens, heads, kv.shape[4])
-        q[..., :width] = torch.bmm(query[..., :inner].transpose(0, 1), self.key_up).transpose(0, 1)
+        q = qkv[:, : heads * pages.shape[4]].view(tokens, heads, pages.shape[4])
+        self.key_up(query[..., :inner], q[..., :width])
         q[..., width:] = query[..., inner:]
         dispatch.paged_attention(
             q,
             # Keys and values are the same rows.
-            kv.expand(-1, 2, -1, -1, -1),
+            pages.expand(-1, 2, -1, -1, -1),
             where.block_tables,
             batch.query_start_loc,
             batch.seq_lens,
@@ -93,15 +90,14 @@ class LatentAttention:
             max_seq_len=batch.max_seq_len,
             out=context,
         )
-        values = torch.bmm(context[..., :width].transpose(0, 1), self.value_up)
-        return self.output(values.transpose(0, 1).reshape(tokens, -1), out)
+        values = self.value_up(context[..., :width], x.new_empty(tokens, heads, self.value_up.shape[2]))
+        return self.output(values.view(tokens, -1), out, batch.adapters)
 
     def write(
         self,
         x: Tensor,
         batch: AttentionBatch,
-        group: int,
-        kv: Tensor,
+        kv: LayerKv,
         ropes: Sequence[tuple[Tensor, Tensor]],
         *,
         qkv: Tensor,
@@ -109,11 +105,11 @@ class LatentAttention:
         """Of all that a call does with x [T, H] only the write of its rows; arguments as there."""
         cos, sin = ropes[0]
         none = qkv[:, :0].view(len(x), 0, 2 * cos.shape[1])
-        slots = batch.groups[group].slot_mapping
-        dispatch.latent_kv_write(none, self._latents(x), batch.positions, cos, sin, kv, slots)
+        slots = batch.groups[kv.group].slot_mapping
+        dispatch.latent_kv_write(none, self._latents(x, batch), batch.positions, cos, sin, kv.pages, slots)
 
-    def _latents(self, x: Tensor) -> Tensor:
+    def _latents(self, x: Tensor, batch: AttentionBatch) -> Tensor:
         """x [T, H] to latents, normed, beside the part that turns: [T, W]."""
-        row, width = self.latent(x), self.key_up.shape[2]
+        row, width = self.latent(x, slots=batch.adapters), self.key_up.shape[2]
         row[:, :width] = self.latent_norm(plain := row[:, :width].contiguous(), plain)
         return row

@@ -25,6 +25,32 @@ def storage_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if exact else torch.float32
 
 
+class HeadLinear:
+    """A product for each head: ``y_h = x_h W_h`` for x [T, heads, in]."""
+
+    __slots__ = ("_packed", "_weight", "nbytes", "shape")
+
+    def __init__(self, weight: Tensor) -> None:
+        """`weight` [heads, in, out], in the dtype of the computation."""
+        self.shape = tuple(weight.shape)
+        self._weight: Tensor | None = None
+        self._packed: list[PackedLinear] = []
+        if weight.device.type == "cpu":
+            # Head by head: the batched product of PyTorch chooses its order of additions by the number of rows.
+            self._packed = [dispatch.pack(one.T.contiguous(), dtype=weight.dtype) for one in weight]
+            self.nbytes = sum(one.nbytes for one in self._packed)
+        else:
+            self._weight, self.nbytes = weight, weight.nbytes
+
+    def __call__(self, x: Tensor, out: Tensor) -> Tensor:
+        """x [T, heads, in] to `out` [T, heads, out]; neighbours in memory are those of the last dimension."""
+        if self._weight is not None:
+            return out.copy_(torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1))
+        for head, packed in enumerate(self._packed):
+            dispatch.linear(x[:, head], packed, out=out[:, head])
+        return out
+
+
 class Linear:
     """``y = x W^T + b`` for x [T, in]. Several projections of the same input are one layer with joined rows."""
 

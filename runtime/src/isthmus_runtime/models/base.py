@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from ..layers.batch import ForwardBatch, ReadBatch
+    from ..layers.batch import ForwardBatch, LayerKv, ReadBatch
     from ..layers.lora import Adaptable
 
 Shapes = dict[str, tuple[int, ...]]
@@ -34,7 +34,7 @@ class ModelSpec(ABC):
     sharded: ClassVar[bool] = False
     """Whether several ranks can compute it together (`shard.py`)."""
     row_invariant: ClassVar[bool] = True
-    """Whether all its operations can compute a row alike in any batch (ADR 25 and 40)."""
+    """Whether all its operations can compute a row alike in any batch on a GPU (ADR 40); on a CPU all do (ADR 25)."""
 
     architecture: str
     vocab_size: int
@@ -157,18 +157,15 @@ class Model(Protocol):
         Made once: allocating per step costs page faults, and fixed addresses let a step be captured and replayed.
         """
 
-    def forward(
-        self, batch: ForwardBatch, kv: Sequence[tuple[int, Tensor]], scratch: Any, *, whole: bool = True
-    ) -> None:
+    def forward(self, batch: ForwardBatch, kv: Sequence[LayerKv], scratch: Any, *, whole: bool = True) -> None:
         """All layers over `batch`; the states before the final norm are left in `scratch`. Without `whole`, of the last
         layer only the keys and values: `finish` does the rest.
 
         Capturable: it reads and writes tensors at fixed addresses only, and its control flow depends on nothing but
-        shapes and `batch.max_query_len`. `kv` holds per layer its group and its view of the pool,
-        [num_blocks, 2, block_size, Hk, D]; of latent attention [num_blocks, 1, block_size, 1, W].
+        shapes and `batch.max_query_len`. `kv` has an entry a layer.
         """
 
-    def finish(self, read: ReadBatch, kv: Sequence[tuple[int, Tensor]], scratch: Any) -> None:
+    def finish(self, read: ReadBatch, kv: Sequence[LayerKv], scratch: Any) -> None:
         """The rest of the last layer, after a `forward` that was not whole, for the tokens of `read` alone, which from
         then on are the tokens of the forward pass."""
 

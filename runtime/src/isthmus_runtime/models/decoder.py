@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..layers.attention import Attention
-from ..layers.batch import AttentionBatch, ForwardBatch, ReadBatch
+from ..layers.batch import AttentionBatch, ForwardBatch, LayerKv, ReadBatch
 from ..layers.embedding import Embedding
 from ..layers.latent_attention import LatentAttention
 from ..layers.linear import Linear
-from ..layers.lora import Adaptable
+from ..layers.lora import Adaptable, Projection
 from ..layers.mlp import Activation, GatedMlp, Mlp
 from ..layers.moe import ExpertWeights
 from ..layers.norm import RmsNorm
@@ -107,17 +107,17 @@ class Parts:
         tied = self.spec.tie_word_embeddings
         return Linear(rows.of(self._embedding) if tied else self._source.take(rows), None, self.dtype)
 
-    def linear(self, *names: str, rows: Callable[[Tensor], Tensor] | None = None) -> Linear:
-        """Projections of one input as one layer, their rows joined: one product instead of two or three. `rows` puts
-        the rows of weight and bias in another order."""
-        weights, biases = [f"{name}.weight" for name in names], [f"{name}.bias" for name in names]
-        weight, scale = self._matrix(*weights)
-        bias = self._source.take(*biases) if biases[0] in self._shapes else None
+    def linear(self, name: str, rows: Callable[[Tensor], Tensor] | None = None) -> Linear:
+        """A whole projection. `rows` puts the rows of weight and bias in another order."""
+        weight, scale = self._matrix(f"{name}.weight")
+        bias = self._source.take(f"{name}.bias") if f"{name}.bias" in self._shapes else None
         if rows is not None:
             # By bytes: few operations know 8-bit floats.
             weight = rows(weight) if scale is None else rows(weight.view(torch.uint8)).view(weight.dtype)
             bias, scale = (None if part is None else rows(part) for part in (bias, scale))
-        return Linear(weight, bias, self.dtype, scale)
+        linear = Linear(weight, bias, self.dtype, scale)
+        self.adaptable.append(Adaptable(linear, (Projection(name, 0, rows),)))
+        return linear
 
     def router(self, name: str) -> Linear:
         """The product that chooses experts, in the dtype of the computation: small, and a near tie would turn."""
@@ -174,23 +174,25 @@ class Parts:
         """`name`'s projections (part, rows, start, stop) as one layer of this rank's rows: out of one tensor, `whole`,
         where the checkpoint has that."""
         outputs: list[tuple[str, int, int]] = []
-        modules: dict[str, int] = {}
+        modules: dict[str, tuple[int, list[tuple[int, int]]]] = {}
         first = at = 0
         for part, rows, start, stop in parts:
             if f"{name}.{whole}.weight" in self._shapes:
                 outputs.append((f"{name}.{whole}", first + start, first + stop))
             else:
                 outputs.append((f"{name}.{part}", start, stop))
-            modules.setdefault(outputs[-1][0], at)
+            module, *own = outputs[-1]
+            modules.setdefault(module, (at, []))[1].append((own[0], own[1]))
             first, at = first + rows, at + stop - start
         linear = self.split(*outputs)
-        self.adaptable.append(Adaptable(linear, tuple(modules), tuple(modules.values())))
+        projections = (Projection(module, at, _rows(ranges)) for module, (at, ranges) in modules.items())
+        self.adaptable.append(Adaptable(linear, tuple(projections)))
         return linear
 
     def _output(self, name: str, start: int, stop: int) -> Linear:
         """The projection back to the hidden size."""
         linear = self.summand(name, start, stop)
-        self.adaptable.append(Adaptable(linear, (name,), (0,)))
+        self.adaptable.append(Adaptable(linear, (Projection(name, 0),), (start, stop)))
         return linear
 
     def _qkv(self, name: str) -> Linear:
@@ -247,6 +249,11 @@ class Parts:
     def _norm_weight(self, name: str) -> Tensor:
         weight = self._source.take(f"{name}.weight")
         return weight.float() + self.norm_offset if self.norm_offset else weight
+
+
+def _rows(ranges: Sequence[tuple[int, int]]) -> Callable[[Tensor], Tensor]:
+    """Takes the rows [start, stop) out of a matrix, joined."""
+    return lambda matrix: torch.cat([matrix[start:stop] for start, stop in ranges])
 
 
 class Decoder:
@@ -324,9 +331,7 @@ class Decoder:
             ropes=tuple(cos_sin_tables(rope, self._rope_dim, max_len, self.device) for rope in self._ropes),
         )
 
-    def forward(
-        self, batch: ForwardBatch, kv: Sequence[tuple[int, Tensor]], scratch: Workspace, *, whole: bool = True
-    ) -> None:
+    def forward(self, batch: ForwardBatch, kv: Sequence[LayerKv], scratch: Workspace, *, whole: bool = True) -> None:
         """Leaves in `residual` and `projected` two states whose sum is the last layer's output; without `whole`, its
         input in `residual`, and normed in `hidden`."""
         num = batch.token_ids.shape[0]
@@ -334,27 +339,25 @@ class Decoder:
         self._embedding(batch.token_ids, residual)
         self._layers[0].attention_norm(residual, hidden)
         last = len(self._layers) - 1
-        for number, (layer, (group, layer_kv)) in enumerate(zip(self._layers, kv, strict=True)):
+        for number, (layer, layer_kv) in enumerate(zip(self._layers, kv, strict=True)):
             if number == last and not whole:
-                layer.attention.write(hidden, batch, group, layer_kv, scratch.ropes, qkv=scratch.qkv[:num])
+                layer.attention.write(hidden, batch, layer_kv, scratch.ropes, qkv=scratch.qkv[:num])
                 return
-            self._layer(layer, batch, group, layer_kv, scratch, num)
+            self._layer(layer, batch, layer_kv, scratch, num)
             # The addition after a layer is fused with the next layer's norm; after the last, with the final one, on
             # the rows that sample only.
             if number < last:
                 self._layers[number + 1].attention_norm.add(projected, residual, hidden)
 
-    def finish(self, read: ReadBatch, kv: Sequence[tuple[int, Tensor]], scratch: Workspace) -> None:
+    def finish(self, read: ReadBatch, kv: Sequence[LayerKv], scratch: Workspace) -> None:
         """Leaves the states of `read` where `forward` leaves those of all tokens."""
         num = read.tokens.shape[0]
         # Copies first: tokens move to places where others are still to be read.
         for states in (scratch.hidden, scratch.residual):
             states[:num] = states[read.tokens]
-        self._layer(self._layers[-1], read, *kv[-1], scratch, num)
+        self._layer(self._layers[-1], read, kv[-1], scratch, num)
 
-    def _layer(
-        self, layer: DecoderLayer, batch: AttentionBatch, group: int, kv: Tensor, scratch: Workspace, num: int
-    ) -> None:
+    def _layer(self, layer: DecoderLayer, batch: AttentionBatch, kv: LayerKv, scratch: Workspace, num: int) -> None:
         """One layer over the first `num` rows: from its input in `residual`, and normed in `hidden`, to two states in
         `residual` and `projected`."""
         residual, hidden, projected = scratch.residual[:num], scratch.hidden[:num], scratch.projected[:num]
@@ -362,7 +365,6 @@ class Decoder:
         layer.attention(
             hidden,
             batch,
-            group,
             kv,
             scratch.ropes,
             qkv=scratch.qkv[:num],

@@ -29,7 +29,7 @@ _EPS = 1e-6
 class DeepseekSpec(ModelSpec):
     """Pre-norm decoder. To the KV cache it has one head, as wide as a latent and the part of a key that turns."""
 
-    row_invariant: ClassVar[bool] = False  # its routing and what brings queries to latents are PyTorch's
+    row_invariant: ClassVar[bool] = False  # on a GPU its routing and what brings queries to latents are PyTorch's
 
     rope: RopeSpec
     q_lora_rank: int | None
@@ -128,6 +128,7 @@ class DeepseekSpec(ModelSpec):
 
     def _attention(self, parts: Parts, at: str) -> LatentAttention:
         from ..layers.latent_attention import LatentAttention
+        from ..layers.linear import HeadLinear
 
         heads, nope, latent = self.num_heads, self.qk_nope_head_dim, self.kv_lora_rank
         narrow = self.q_lora_rank is not None
@@ -138,8 +139,8 @@ class DeepseekSpec(ModelSpec):
             query_up=parts.linear(f"{at}.q_b_proj" if narrow else f"{at}.q_proj", rows=self._halves_of_heads),
             latent=parts.linear(f"{at}.kv_a_proj_with_mqa", rows=self._halves_of_latent),
             latent_norm=parts.norm(f"{at}.kv_a_layernorm", _EPS),
-            key_up=up[:, :nope].contiguous(),
-            value_up=up[:, nope:].transpose(1, 2).contiguous(),
+            key_up=HeadLinear(up[:, :nope].contiguous()),
+            value_up=HeadLinear(up[:, nope:].transpose(1, 2).contiguous()),
             output=parts.linear(f"{at}.o_proj"),
             scale=self.attention_scale,
         )

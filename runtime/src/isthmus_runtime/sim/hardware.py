@@ -8,7 +8,7 @@ at hand, `measured.py` knows better.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -38,6 +38,13 @@ class ModelShape:
     def kv_bytes_per_token(self) -> float:
         """Keys and values of all layers."""
         return self.kv_parts * self.layers * self.kv_heads * self.head_dim * self.bytes_per_kv
+
+    def with_fp8_kv(self) -> ModelShape:
+        """The same with keys and values in 8-bit floats: a byte a number, four for the scale of a head. ConfigError for
+        latents, which an engine does not round."""
+        if self.kv_parts == 1:
+            raise ConfigError(f"--kv-dtype fp8: the latents of {self.name} are kept as they are; leave it out")
+        return replace(self, bytes_per_kv=1 + 4 / self.head_dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -192,6 +192,38 @@ int64_t run(T *out, const T *x, const float *weights, const int32_t *experts, co
     return 0;
 }
 
+INLINE void softmax(float *x, int64_t count) {
+    float top = -INFINITY, total = 0.0f;
+    for (int64_t e = 0; e < count; e++) top = x[e] > top ? x[e] : top;
+    for (int64_t e = 0; e < count; e++) total += x[e] = expf(x[e] - top);
+    for (int64_t e = 0; e < count; e++) x[e] /= total;
+}
+
+// The first of the best, which is then none any more.
+INLINE int64_t take_best(float *x, int64_t count) {
+    int64_t best = 0;
+    for (int64_t e = 1; e < count; e++)
+        if (!(x[e] <= x[best])) best = e;
+    x[best] = -INFINITY;
+    return best;
+}
+
+// Leaves experts of the `kept` groups of `size` neighbours that are worth most: as much as their best, or their best two.
+void keep_groups(float *choice, float *worth, int64_t size, int64_t groups, int64_t kept, bool two) {
+    for (int64_t g = 0; g < groups; g++) {
+        float first = -INFINITY, second = -INFINITY;
+        for (int64_t e = g * size; e < (g + 1) * size; e++) {
+            if (choice[e] > first) second = first, first = choice[e];
+            else if (choice[e] > second) second = choice[e];
+        }
+        worth[g] = two && size > 1 ? first + second : first;
+    }
+    for (int64_t k = 0; k < kept; k++) take_best(worth, groups);
+    for (int64_t g = 0; g < groups; g++)
+        if (worth[g] != -INFINITY)
+            for (int64_t e = g * size; e < (g + 1) * size; e++) choice[e] = -INFINITY;
+}
+
 }  // namespace
 
 EXPORT(moe) {
@@ -226,38 +258,47 @@ EXPORT(moe) {
 #undef CASE
 }
 
-// The k best of each row by a softmax; of equal ones the first.
+// The k best of each row, as the definition has it (reference.py).
 EXPORT(moe_route) {
     Arguments in = {arguments};
     float *weights = in.pointer<float>();
     int32_t *chosen = in.pointer<int32_t>();
     const void *logits = in.pointer<const void>();
+    const float *bias = in.pointer<const float>();
     const int64_t tokens = in.number();
     const int64_t count = in.number();
     const int64_t top_k = in.number();
     const int64_t step = in.number();
     const int64_t dtype = in.number();
     const int64_t renormalize = in.number();
-    float *scratch = (float *)malloc(tokens * count * sizeof(float));
+    const int64_t sigmoid = in.number();
+    const int64_t groups = in.number();  // 0: none
+    const int64_t kept_groups = in.number();
+    const float scale = in.real();
+    float *scratch = (float *)malloc(3 * tokens * count * sizeof(float));
     if (tokens && !scratch) return 1;
     parallel_ranges(tokens, tokens * count * 8, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; t++) {
-            float *probs = scratch + t * count, top = -INFINITY, total = 0.0f, kept = 0.0f;
-            for (int64_t e = 0; e < count; e++) {
-                probs[e] = at(logits, t * step + e, dtype);
-                top = probs[e] > top ? probs[e] : top;
+            float *probs = scratch + 3 * t * count, *choice = probs + count, *worth = choice + count;
+            for (int64_t e = 0; e < count; e++) probs[e] = at(logits, t * step + e, dtype);
+            if (sigmoid) {
+                for (int64_t e = 0; e < count; e++) probs[e] = 1.0f / (1.0f + expf(-probs[e]));
+            } else {
+                softmax(probs, count);
             }
-            for (int64_t e = 0; e < count; e++) total += probs[e] = expf(probs[e] - top);
+            for (int64_t e = 0; e < count; e++) choice[e] = bias ? probs[e] + bias[e] : probs[e];
+            if (groups) keep_groups(choice, worth, count / groups, groups, kept_groups, bias != nullptr);
+            float kept = 0.0f;
             for (int64_t j = 0; j < top_k; j++) {
-                int64_t best = 0;
-                for (int64_t e = 1; e < count; e++)
-                    if (!(probs[e] <= probs[best])) best = e;
+                const int64_t best = take_best(choice, count);
                 chosen[t * top_k + j] = int32_t(best);
-                weights[t * top_k + j] = probs[best] / total;
-                kept += weights[t * top_k + j];
-                probs[best] = -1.0f;
+                weights[t * top_k + j] = probs[best];
+                kept += probs[best];
             }
-            for (int64_t j = 0; renormalize && j < top_k; j++) weights[t * top_k + j] /= kept;
+            for (int64_t j = 0; j < top_k; j++) {
+                if (renormalize) weights[t * top_k + j] /= kept;
+                weights[t * top_k + j] *= scale;
+            }
         }
     });
     free(scratch);

@@ -48,15 +48,14 @@ void attend(const Args &a, const C *pool, const Unit &u, Scratch &s, int64_t row
         const int64_t end = tiles[i].first + KEYS;
         const bool more = end < u.end;
         if (more) tiles[i ^ 1].locate(a, pool, table, end, u.end);
-        if (!few) many_rows(a, s, tiles[i], u.head * a.head, rows, padded, position, group);
+        if (!few) many_rows(a, s, tiles[i], u.head, rows, padded, position, group);
         for (int64_t h = 0; few && h < u.heads; h++) {
             const bool last = h == u.heads - 1;
             const Tile<C> *next = !last ? &tiles[i] : more ? &tiles[i ^ 1] : nullptr;
             Scratch own = s;
             own.q += h * rows * a.dim;
             own.now = state_at(s.now, h * rows, a.dim);
-            few_rows(a, own, tiles[i], (u.head + h) * a.head, next, (u.head + (last ? 0 : h + 1)) * a.head, rows,
-                     position, group);
+            few_rows(a, own, tiles[i], u.head + h, next, u.head + (last ? 0 : h + 1), rows, position, group);
         }
         fresh = !more || end % PARTITION == 0;
         if (fresh && first) {
@@ -263,13 +262,19 @@ EXPORT(paged_attention) {
     const int64_t half = in.number();
     const int64_t token = in.number();
     const int64_t head = in.number();
+    const float *scales = in.pointer<const float>();
+    const int64_t scale_block = in.number();
+    const int64_t scale_half = in.number();
+    const int64_t scale_token = in.number();
+    const int64_t scale_head = in.number();
     const float scale = in.real();
     const float cap = in.real();
     const int64_t dtype = in.number();
     const int64_t pool_dtype = in.number();
     const int64_t dim = (real + VW - 1) / VW * VW;
     const Args a = {tables, starts, lens,      heads,    kv_heads, dim,  real,  block_size, table_stride, window, q_token,
-                    q_head, out_token, out_head, block,    half, token, head,       scale,        cap,    sinks};
+                    q_head, out_token, out_head, block,    half, token, head,       scale,        cap,    sinks,
+                    scales, scale_block, scale_half, scale_token, scale_head};
     for (int64_t r = 0; r < requests; r++) {
         if (starts[r + 1] == starts[r]) continue;
         for (int64_t b = 0; b * block_size < lens[r]; b++) {
@@ -278,7 +283,8 @@ EXPORT(paged_attention) {
         }
     }
 #define CASE(T, C) run(a, (T *)out, (const T *)q, (const C *)pool, requests)
-    if (dtype == F32) return pool_dtype == F32 ? CASE(float, float) : CASE(float, bf16);
-    return pool_dtype == F32 ? CASE(bf16, float) : CASE(bf16, bf16);
+#define BY_POOL(T) pool_dtype == F32 ? CASE(T, float) : pool_dtype == BF16 ? CASE(T, bf16) : CASE(T, fp8)
+    return dtype == F32 ? (BY_POOL(float)) : (BY_POOL(bf16));
+#undef BY_POOL
 #undef CASE
 }

@@ -5,6 +5,8 @@ namespace {
 
 struct Pool {
     int64_t blocks, block_size, heads, dim, block_stride, half_stride, token_stride, head_stride;
+    float *scales;  // fp8 only, with strides of its own
+    int64_t scale_block, scale_half, scale_token, scale_head;
 };
 
 // out[0..dim) = rotate(norm(in)); `in` may alias `out`, hence the fp32 copy.
@@ -36,6 +38,22 @@ INLINE void rotate(O *out, const T *in, const W *norm, const float *cos, const f
 
 constexpr int64_t MAX_DIM = 1024;
 
+template <class T>
+INLINE void copy_row(float *to, const T *from, int64_t dim) {
+    for (int64_t i = 0; i < dim; i++) to[i] = to_float(from[i]);
+}
+
+// As fp8_linear/reference.py: the largest magnitude becomes the largest number of E4M3.
+void quantize(fp8 *to, float *scale, const float *from, int64_t dim) {
+    float most = 1e-12f;
+    for (int64_t i = 0; i < dim; i++) most = fabsf(from[i]) > most ? fabsf(from[i]) : most;
+    const float factor = 1.0f / most * 448.0f;
+    *scale = most * (1.0f / 448.0f);
+    int64_t i = 0;
+    for (; i + VW <= dim; i += VW) store(to + i, load(from + i) * factor);
+    for (; i < dim; i++) put(to + i, from[i] * factor);
+}
+
 template <class T, class C, class W>
 int64_t run(T *qkv, const int64_t *positions, const float *cos, const float *sin, C *pool, const int64_t *slots,
             const W *q_norm, const W *k_norm, int64_t tokens, int64_t q_heads, int64_t max_pos, int64_t half, Pool p,
@@ -56,10 +74,25 @@ int64_t run(T *qkv, const int64_t *positions, const float *cos, const float *sin
             if (slots[t] < 0) continue;
             C *to = pool + (slots[t] / p.block_size) * p.block_stride + (slots[t] % p.block_size) * p.token_stride;
             const T *k = row + q_heads * p.dim, *v = k + p.heads * p.dim;
+            float *scales = p.scales;
+            if constexpr (SCALED<C>)
+                scales += (slots[t] / p.block_size) * p.scale_block + (slots[t] % p.block_size) * p.scale_token;
             for (int64_t h = 0; h < p.heads; h++) {
+                if constexpr (SCALED<C>) {
+                    float wide[MAX_DIM];
+                    rotate(wide, k + h * p.dim, k_norm, c, s, p.dim, half, eps, buffer);
+                    quantize(to + h * p.head_stride, scales + h * p.scale_head, wide, p.dim);
+                    copy_row(wide, v + h * p.dim, p.dim);
+                    quantize(to + p.half_stride + h * p.head_stride, scales + p.scale_half + h * p.scale_head, wide,
+                             p.dim);
+                    continue;
+                }
                 rotate(to + h * p.head_stride, k + h * p.dim, k_norm, c, s, p.dim, half, eps, buffer);
                 C *values = to + p.half_stride + h * p.head_stride;
-                for (int64_t i = 0; i < p.dim; i++) put(values + i, to_float(v[h * p.dim + i]));
+                const T *from = v + h * p.dim;
+                int64_t i = 0;
+                for (; i + VW <= p.dim; i += VW) store(values + i, load(from + i));
+                for (; i < p.dim; i++) put(values + i, to_float(from[i]));
             }
         }
     });
@@ -102,15 +135,23 @@ EXPORT(rope_kv_write) {
     const int64_t half_stride = in.number();
     const int64_t token_stride = in.number();
     const int64_t head_stride = in.number();
+    float *scales = in.pointer<float>();
+    const int64_t scale_block = in.number();
+    const int64_t scale_half = in.number();
+    const int64_t scale_token = in.number();
+    const int64_t scale_head = in.number();
     const float eps = in.real();
     const int64_t dtype = in.number();
     const int64_t pool_dtype = in.number();
     const int64_t norm_dtype = in.number();
-    const Pool p = {blocks, block_size, kv_heads, dim, block_stride, half_stride, token_stride, head_stride};
+    const Pool p = {blocks,       block_size,   kv_heads,    dim,    block_stride, half_stride,
+                    token_stride, head_stride,  scales,      scale_block, scale_half,   scale_token,
+                    scale_head};
 #define CASE(T, C)                                                                                                   \
     by_norm((T *)qkv, positions, cos, sin, (C *)pool, slots, q_norm, k_norm, tokens, q_heads, max_pos, half, p, eps, \
             norm_dtype)
-    if (dtype == F32) return pool_dtype == F32 ? CASE(float, float) : CASE(float, bf16);
-    return pool_dtype == F32 ? CASE(bf16, float) : CASE(bf16, bf16);
+#define BY_POOL(T) pool_dtype == F32 ? CASE(T, float) : pool_dtype == BF16 ? CASE(T, bf16) : CASE(T, fp8)
+    return dtype == F32 ? (BY_POOL(float)) : (BY_POOL(bf16));
+#undef BY_POOL
 #undef CASE
 }

@@ -16,7 +16,9 @@ from torch import Tensor
 from ...errors import ConfigError
 
 DTYPES = MappingProxyType({"float32": torch.float32, "bfloat16": torch.bfloat16})
-KV_NAMES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16"})
+KV_DTYPES = MappingProxyType({**DTYPES, "fp8": torch.float8_e4m3fn})
+KV_NAMES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8_per_token_head"})
+"""The pool's element types, as `kv.groups.DTYPES` has them."""
 
 Body = Callable[[], object]
 
@@ -41,6 +43,8 @@ class Device(Protocol):
     """Whether `auto` may be another dtype on another machine of the same service."""
     multiplies_fp8: bool
     """Whether products of 8-bit floats (E4M3) run on it, and fast."""
+    reads_fp8: bool
+    """Whether its attention reads keys and values that are 8-bit floats."""
 
     def enter(self) -> None:
         """Make it the calling thread's device, with the threads and the stream of this process. Once a thread."""

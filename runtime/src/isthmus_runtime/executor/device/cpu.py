@@ -28,6 +28,7 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     dtype_varies = True
     multiplies_fp8 = False
+    reads_fp8 = True
 
     def __init__(self, threads: int = 0, *, deterministic: bool = False) -> None:
         """`deterministic` asks for nothing but the compiled kernels, which compute rows alike in any batch (ADR 25)."""

@@ -69,9 +69,8 @@ class CudaDevice:
         torch.cuda.set_device(self.torch_device)
         self._stream = torch.cuda.Stream(self.torch_device)
         self._graph_memory = torch.cuda.graph_pool_handle()
-        self.multiplies_fp8 = (
-            not deterministic and torch.cuda.get_device_capability(self.torch_device) >= _FP8_CAPABILITY
-        )
+        self.reads_fp8 = torch.cuda.get_device_capability(self.torch_device) >= _FP8_CAPABILITY
+        self.multiplies_fp8 = self.reads_fp8 and not deterministic
         properties = torch.cuda.get_device_properties(self.torch_device)
         _LOG.info(
             "%s: %s, %.1f GiB, compute capability %d.%d, %d multiprocessors, CUDA %s",
