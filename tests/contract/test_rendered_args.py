@@ -249,3 +249,16 @@ def test_init_containers_fetch_what_the_main_container_serves(source: dict[str, 
         assert found["tokenizer_only"] == (pod["containers"][0]["name"] == "router")
         config = parse_serve(pod["containers"][0]["args"][1:])
         assert found["out"] == config.model.path
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("300h", 1_080_000), ("8784h", 31_622_400), ("1234567ms", 1234.567)])
+def test_durations_of_any_length_arrive_as_they_were_written(text: str, seconds: float) -> None:
+    router = configs({**FULL, "rollout": {"drainTimeout": text}, "router": {"requestTimeout": text}})["router"]
+    assert isinstance(router, RouterConfig)
+    assert (router.server.drain_timeout_s, router.request_timeout_s) == (seconds, seconds)
+
+
+def test_a_text_that_begins_like_a_flag_is_none() -> None:
+    model = FULL["model"] | {"servedNames": ["--host", "-m"]}
+    found = configs({**FULL, "model": model})
+    assert [one.model.served_names for one in found.values()] == [("--host", "-m")] * 3

@@ -12,8 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from lora_adapters import save_adapter
 from processes import BIN, Process, free_port
 from real_models import smollm2_135m_instruct
+
+from isthmus_runtime.models.registry import read_model_spec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -21,22 +24,26 @@ PROMPTS = ("The capital of France is", "def fibonacci(n):", "Once upon a time, i
 DEADLINE_S = 60.0
 
 
-def engine(tmp: Path, ranks: int) -> tuple[Process, str]:
+def engine(tmp: Path, ranks: int, *more: str) -> tuple[Process, str]:
     """SmolLM2, whose nine heads three ranks share."""
     port = free_port()
     argv = [str(BIN / "isthmus-runtime"), "serve", "--role", "unified", "--port", str(port)]
     argv += ["--model", str(smollm2_135m_instruct()), "--served-model-name", "test", "--device", "cpu"]
     argv += ["--dtype", "float32", "--threads", "1", "--kv-memory", "64Mi", "--max-model-len", "512"]
-    argv += ["--tensor-parallel-size", str(ranks)]
+    argv += ["--tensor-parallel-size", str(ranks), *more]
     return Process(f"tp{ranks}", argv, tmp / f"tp{ranks}.log").start(), f"http://127.0.0.1:{port}"
 
 
-def complete(url: str, prompt: str, tokens: int = 24) -> str:
-    body = {"model": "test", "prompt": prompt, "max_tokens": tokens, "temperature": 0}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+def post(url: str, body: dict[str, object]) -> bytes:
+    request = urllib.request.Request(url, json.dumps(body).encode())
     request.add_header("content-type", "application/json")
     with urllib.request.urlopen(request, timeout=DEADLINE_S) as response:
-        return str(json.load(response)["choices"][0]["text"])
+        return bytes(response.read())
+
+
+def complete(url: str, prompt: str, tokens: int = 24, model: str = "test") -> str:
+    body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+    return str(json.loads(post(f"{url}/v1/completions", body))["choices"][0]["text"])
 
 
 def children(pid: int) -> list[int]:
@@ -78,6 +85,29 @@ def test_three_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
         until(lambda pids=followers: not any(map(running, pids)), "ranks outlived their engine")
     assert answers[0] == answers[1]
     assert len(set(answers[0])) == len(PROMPTS)
+
+
+def test_adapters_of_three_ranks(tmp_path: Path) -> None:
+    """One from the start, one that comes and goes as they run."""
+    shapes = read_model_spec(smollm2_135m_instruct()).tensor_shapes()
+    for seed, name in enumerate(("one", "two")):
+        save_adapter(tmp_path / name, shapes, seed=seed, size=0.02)
+    answers = []
+    for ranks in (1, 3):
+        process, url = engine(tmp_path, ranks, "--lora", f"one={tmp_path / 'one'}", "--lora-dir", str(tmp_path))
+        try:
+            process.wait_http(f"{url}/ready")
+            found = [complete(url, PROMPTS[0], model=name) for name in ("test", "one")]
+            post(f"{url}/v1/load_lora_adapter", {"lora_name": "two", "lora_path": "two"})
+            found += [complete(url, PROMPTS[0], model=name) for name in ("test", "one", "two")]
+            post(f"{url}/v1/unload_lora_adapter", {"lora_name": "two"})
+            found.append(complete(url, PROMPTS[0], model="one"))
+            answers.append(found)
+        finally:
+            status = process.stop()
+        assert status == 0, process.tail()
+    assert answers[0] == answers[1]
+    assert answers[0][:2] == answers[0][2:4] and len(set(answers[0])) == 3
 
 
 @pytest.mark.parametrize("lost", ["follower", "first"])

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from invariance_checks import check_attention, check_experts, check_linear, check_sampling
+from invariance_checks import check_attention, check_experts, check_linear, check_lora, check_sampling
 
 from isthmus_kernels import batch_invariance
 from isthmus_kernels.linear import triton_invariant
@@ -26,6 +26,11 @@ def alike() -> Iterator[None]:
 @pytest.mark.parametrize(("outputs", "columns"), [(6144, 4096), (4096, 12288), (1000, 328), (4096, 4096)])
 def test_linear(outputs: int, columns: int) -> None:
     check_linear("cuda", BF16, outputs, columns, batches=[1, 2, 16, 17, 63, 64, 65, 128, 500, 2000])
+
+
+@pytest.mark.parametrize(("inputs", "widths"), [(4096, (4096, 1024, 1024)), (12288, (4096,)), (600, (40, 8))])
+def test_lora(inputs: int, widths: tuple[int, ...]) -> None:
+    check_lora("cuda", BF16, rows=1100, inputs=inputs, widths=widths)
 
 
 @pytest.mark.parametrize("rows", [1, 64, 130, 2000])

@@ -35,10 +35,12 @@ def definition(x: Tensor, weight: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+@pytest.mark.parametrize("tile", [128, 96])
 @pytest.mark.parametrize(
     ("rows", "width", "columns"),
     [
         (256, 128, 64),
+        (256, 12_288, 4096),
         (1, 8, 64),
         (17, 264, 128),
         (127, 8, 640),
@@ -53,24 +55,25 @@ def definition(x: Tensor, weight: Tensor) -> Tensor:
         (5000, 3000, 64),
     ],
 )
-def test_shapes(rows: int, width: int, columns: int) -> None:
+def test_shapes(rows: int, width: int, columns: int, tile: int) -> None:
     x, weight = noise(rows, columns), noise(2 * width, columns, columns**-0.5)
     wide = poisoned(rows + 2, width + 16, dtype=BF16, device="cuda")
     out = wide[1:-1, 8:-8]
-    cuda_impl.gated_product(x, weight, out)
+    cuda_impl.gated_product(x, weight, out, tile)
     assert_close(out, definition(x, weight))
     out.fill_(float("nan"))
     assert wide.isnan().all(), "written outside of the result"
 
 
-def test_bits_of_a_row_do_not_depend_on_the_others() -> None:
+def test_bits_of_a_row_do_not_depend_on_the_others_or_the_tile() -> None:
     x, weight = noise(3000, 1024), noise(2048, 1024, 1 / 32)
     whole = poisoned(3000, 1024, dtype=BF16, device="cuda")
     cuda_impl.gated_product(x, weight, whole)
     for first in (0, 1, 1700, 2999):
-        part = poisoned(3000 - first, 1024, dtype=BF16, device="cuda")
-        cuda_impl.gated_product(x[first:].clone(), weight, part)
-        assert torch.equal(part, whole[first:])
+        for tile in (128, 96):
+            part = poisoned(3000 - first, 1024, dtype=BF16, device="cuda")
+            cuda_impl.gated_product(x[first:].clone(), weight, part, tile)
+            assert torch.equal(part, whole[first:])
 
 
 def test_gates_far_from_zero() -> None:

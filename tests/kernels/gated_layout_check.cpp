@@ -33,11 +33,13 @@ static void order() {
             }
 }
 
-// A warp writes the 16 x 64 parts of its result so that the copy engine finds them: lane l gives the address of row l % 8
+// A warp writes the boxes of its result so that the copy engine finds them: lane l gives the address of row l % 8
 // of part l / 8, and parts of a pair of 8-column groups are rows 0-7 and 8-15 of one, then of the other.
+template <typename T>
 static void boxes() {
+    static_assert(T::kBoxes * T::kBoxColumns == T::kWidth && T::kHalfBytes % 1024 == 0);
     std::set<int> places;
-    for (int pair = 0; pair < 4; pair++)
+    for (int pair = 0; pair < T::kBoxColumns / 16; pair++)
         for (int lane = 0; lane < 32; lane++) {
             const int part = lane / 8, row = part % 2 * 8 + lane % 8, chunk = 2 * pair + part / 2;
             check(row == lane % 16 && chunk == 2 * pair + lane / 16, "lane", lane, pair);
@@ -45,15 +47,20 @@ static void boxes() {
             const int element = pair * 8 + part * 2;
             check(fragment_column(0, element) == 8 * chunk, "column", element, chunk);
             check(fragment_row(0, element) == part % 2 * 8, "row", element, part);
-            // A gate's value is half of the 256 columns, and half of the registers, further.
-            check(fragment_column(0, element + 64) == 8 * chunk + kWidth, "value", element, chunk);
-            places.insert(swizzled(lane % 16, 2 * pair + lane / 16));
+            // A gate's value is half of the columns, and half of the registers, further.
+            check(fragment_column(0, element + T::kSums / 2) == 8 * chunk + T::kWidth, "value", element, chunk);
+            const int place = swizzled<T::kBoxRowBytes>(lane % 16, 2 * pair + lane / 16);
+            // The copy engine's rule, on addresses: 16-byte places of 128-byte lines, by the line's number.
+            const int plain = lane % 16 * T::kBoxRowBytes + (2 * pair + lane / 16) * 16;
+            check(place == (plain ^ ((plain >> 7) & (T::kBoxRowBytes / 16 - 1)) << 4), "swizzle", place, plain);
+            places.insert(place);
         }
-    check(int(places.size()) * 16 == kBoxBytes && *places.rbegin() == kBoxBytes - 16, "box", int(places.size()), 0);
+    check(int(places.size()) * 16 == T::kBoxBytes && *places.rbegin() == T::kBoxBytes - 16, "box", int(places.size()), 0);
 }
 
 int main() {
     order();
-    boxes();
+    boxes<Tile<128>>();
+    boxes<Tile<96>>();
     return 0;
 }

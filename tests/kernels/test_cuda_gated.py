@@ -1,51 +1,33 @@
 """What of the CUDA gated product needs no card: its tiles, what it refuses, and the two ops that stand for it."""
 
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from compiled_cuda import assert_in_registers, check_layout, hopper_code
 from torch import Tensor
 
-import isthmus_kernels
-from isthmus_kernels import dispatch, native
+from isthmus_kernels import dispatch
 from isthmus_kernels.linear import cuda_impl
 from isthmus_kernels.linear.packed import PackedLinear
 from isthmus_kernels.testing import assert_close, poisoned
 
-CHECK = Path(__file__).parent / "gated_layout_check.cpp"
 BF16 = torch.bfloat16
 
 
 def test_layout(tmp_path: Path) -> None:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++")
-    program = tmp_path / "gated_layout_check"
-    command = [compiler, "-std=c++17", "-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all", "-Wall", "-Werror"]
-    sources = Path(isthmus_kernels.__file__).parent
-    subprocess.run([*command, f"-I{sources}", str(CHECK), "-o", str(program)], check=True)
-    done = subprocess.run([program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_layout(Path(__file__).parent / "gated_layout_check.cpp", tmp_path)
 
 
 def test_machine_code_keeps_everything_in_registers() -> None:
-    """A thread holds 128 sums: one that goes through local memory, or a product that waits for the last, is slow."""
-    triton = pytest.importorskip("triton")
-    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    library = native.find(Path(isthmus_kernels.__file__).parent, "_cuda")
-    if library is None or not dump.exists():
-        pytest.skip("needs the compiled library, and cuobjdump, which Triton brings")
-    code = subprocess.run([dump, "--dump-sass", str(library)], capture_output=True, text=True, check=True).stdout
-    kernels = [part for part in code.split("Function : ") if "gated_product" in part.split("\n", 1)[0]]
-    kernels = [part for part in kernels if "HGMMA" in part]
-    assert len(kernels) == 1, "for sm_90a"
+    """A thread holds up to 128 sums: through local memory, or where a product waits for the last, they are slow."""
+    kernels = hopper_code("gated_product")
+    assert len(kernels) == 2, "one a width of tiles, for sm_90a"
+    assert sorted((k.count("HGMMA.64x256x16"), k.count("HGMMA.64x192x16")) for k in kernels) == [(0, 4), (4, 0)]
     for kernel in kernels:
-        assert kernel.count("HGMMA.64x256x16") == 4
         assert "UTMALDG.2D.MULTICAST" in kernel and "UTMASTG" in kernel and "USETMAXREG" in kernel
-        assert " LDL" not in kernel and " STL" not in kernel
+        assert_in_registers(kernel)
 
 
 def refusal(
@@ -92,10 +74,17 @@ def test_what_the_kernel_cannot_take_is_named(arguments: dict[str, object], reas
 
 def test_tiles_of_little_use_are_left_to_the_two_ops() -> None:
     """The shape of Qwen3-8B on an H200, by what was measured there (runtime/bench/LOG.md)."""
-    slower, faster = (0, 1, 128, 256, 384, 640, 768, 896, 1280, 1792), (512, 1000, 1024, 3000, 4096, 6000, 8192)
-    share = {rows: cuda_impl.use(rows, 12_288, 132) for rows in (*slower, *faster)}
-    assert max(share[rows] for rows in slower) < cuda_impl.LEAST_USE < min(share[rows] for rows in faster)
-    assert share[0] == 0 and share[8192] == pytest.approx(3072 / (47 * 66))
+    best = {
+        None: (0, 1, 128, 192, 384, 640, 896),
+        96: (256, 768, 1280, 1792),
+        128: (512, 1000, 1024, 2048, 3000, 4096, 6000, 8192),
+    }
+    assert {rows: cuda_impl.useful_tile(rows, 12_288, 132) for tile in best for rows in best[tile]} == {
+        rows: tile for tile in best for rows in best[tile]
+    }
+    assert cuda_impl.use(0, 12_288, 128, 132) == 0
+    assert cuda_impl.use(8192, 12_288, 128, 132) == pytest.approx(3072 / (47 * 66))
+    assert cuda_impl.use(256, 12_288, 96, 132) == pytest.approx(128 / 132)
 
 
 @pytest.mark.parametrize("with_scratch", [True, False])

@@ -89,7 +89,7 @@ def test_a_switch_is_for_one_device() -> None:
 
 
 def test_the_gated_product_of_many_rows_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gated_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    def gated_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tile: int) -> None:
         out.zero_()
 
     monkeypatch.setattr(cuda_impl, "use", lambda *_: 1.0)

@@ -223,6 +223,14 @@ def test_texts_are_cut_before_they_reach_a_status(monkeypatch: pytest.MonkeyPatc
     assert "\n" not in found.engines["p"].transfer_reason
 
 
+def test_texts_are_stored_as_they_are_and_move_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a surrogate pair is stored as something else: each look would write the status again."""
+    info = INFO | {"model": "a\ud800b", "transfer": INFO["transfer"] | {"reason": "\x1b[2Jgone \x00 \u202e"}}
+    (found,), _ = ask(answer(json.dumps(info).encode()), monkeypatch)
+    assert found.engines["p"].model == "a?b"
+    assert found.engines["p"].transfer_reason == "?[2Jgone ? ?"
+
+
 def test_problems_of_adapters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = [{"name": "n" * 300, "problem": "p\n" * 10}] * 120
     info = INFO | {"adapter_list": {"digest": "d", "listed": 120, "problems": problems}}

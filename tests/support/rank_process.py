@@ -1,25 +1,35 @@
 """One rank of a test: runs a tiny model's executor, leading or following. Arguments: rank, model folder, meeting file,
-blocks, and for rank 0 a file for its tokens."""
+blocks, a file for the tokens of rank 0, and the folder of an adapter or nothing."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from datetime import timedelta
 
 from torch import distributed
 
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.errors import ConfigError
+from isthmus_runtime.executor.adapters import AdapterSlots
 from isthmus_runtime.executor.model_runner import TorchExecutor, load
-from isthmus_runtime.executor.ranks import LeadingExecutor, follow
-from isthmus_runtime.interfaces.steps import Chunk, RowStart, StepPlan
+from isthmus_runtime.executor.ranks import LeadingAdapters, LeadingExecutor, follow
+from isthmus_runtime.interfaces.steps import AdapterSlot, Chunk, RowStart, StepPlan
 from isthmus_runtime.kv.plan import KvPlanInput, plan
+from isthmus_runtime.lora_config import LoraConfig
 from isthmus_runtime.request import SamplingParams
 
 PROMPT = [5, 9, 2, 61, 33, 8]
 BLOCKS = ((1, 2, 3, 4),)
 COUNT = 12
+
+
+def adapted(digest: str) -> list[StepPlan]:
+    """The same with an adapter."""
+    first, *others = steps()
+    slot = AdapterSlot(1, "one", digest)
+    return [replace(first, starts=(replace(first.starts[0], adapter=1),), adapters=(slot,)), *others]
 
 
 def steps() -> list[StepPlan]:
@@ -29,10 +39,13 @@ def steps() -> list[StepPlan]:
     return plans + [StepPlan(n, (), (), (Chunk(0, len(PROMPT) + n - 1, 1, 1),), 1) for n in range(1, COUNT)]
 
 
-def executor(folder: str, blocks: int) -> TorchExecutor:
+def executor(folder: str, blocks: int) -> tuple[TorchExecutor, AdapterSlots]:
     """In float32, on one thread."""
     scheduler = SchedulerConfig(max_batched_tokens=16, max_num_seqs=2)
-    loaded = load(ModelConfig(path=folder, device="cpu", dtype="float32", threads=1), scheduler)
+    loaded = load(
+        ModelConfig(path=folder, device="cpu", dtype="float32", threads=1), scheduler, lora=LoraConfig(max_loras=1)
+    )
+    assert loaded.adapters is not None
     kv_plan = plan(
         KvPlanInput(
             ranks=(loaded.layer_specs(8, "auto"),),
@@ -42,22 +55,32 @@ def executor(folder: str, blocks: int) -> TorchExecutor:
             num_blocks_override=blocks,
         )
     )
-    return TorchExecutor(loaded, kv_plan, scheduler, KvConfig(block_size=8))
+    return TorchExecutor(loaded, kv_plan, scheduler, KvConfig(block_size=8)), loaded.adapters
 
 
 def main() -> int:
     rank, folder, meeting, blocks, out = int(sys.argv[1]), *sys.argv[2:4], int(sys.argv[4]), sys.argv[5]
-    local = executor(folder, blocks)
+    local, slots = executor(folder, blocks)
     distributed.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=2, timeout=timedelta(seconds=180)
     )
     try:
         if rank:
-            follow(local)
+            follow(local, adapters=slots)
             local.close()
         else:
             leader = LeadingExecutor(local)
-            tokens = [leader.submit(step).result(180).rows[0].tokens[0] for step in steps()]
+            plans = steps()
+            if adapter := sys.argv[6]:
+                holder = LeadingAdapters(slots, leader)
+                # One that goes again, at once after its last step, and comes back.
+                found = holder.read(adapter)
+                holder.keep(found)
+                leader.submit(adapted(found.digest)[0]).result(180)
+                holder.drop(found.digest)
+                holder.keep(holder.read(adapter))
+                plans = adapted(found.digest)
+            tokens = [leader.submit(step).result(180).rows[0].tokens[0] for step in plans]
             leader.close()
             with open(out, "w", encoding="utf-8") as file:
                 json.dump(tokens, file)

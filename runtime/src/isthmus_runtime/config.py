@@ -495,7 +495,7 @@ def _engine(
         )
     if ranks > 1 and args.executor == "fake":
         read.problems.append(f"--tensor-parallel-size {ranks} does not go with --executor fake, which has no ranks")
-    lora, problems = read_lora(args, model.served_names, ranks)
+    lora, problems = read_lora(args, model.served_names)
     read.problems += problems
     override = read.integer("num_blocks_override", 1) if args.num_blocks_override else None
     return EngineConfig(

@@ -46,8 +46,8 @@ def add_router_lora_flags(router: argparse._ArgumentGroup) -> None:
     )
 
 
-def read_lora(args: argparse.Namespace, taken: Collection[str], ranks: int) -> tuple[LoraConfig, list[str]]:
-    """The settings, and what is wrong with them. `taken`: names of the model; `ranks` that compute it."""
+def read_lora(args: argparse.Namespace, taken: Collection[str]) -> tuple[LoraConfig, list[str]]:
+    """The settings, and what is wrong with them. `taken`: names of the model."""
     problems: list[str] = []
     adapters: list[tuple[str, str]] = []
     for text in args.lora:
@@ -68,8 +68,6 @@ def read_lora(args: argparse.Namespace, taken: Collection[str], ranks: int) -> t
         problems.append(
             "--max-loras 0 leaves no room for adapters; give 1 or more, or none of --lora, --lora-file, --lora-dir"
         )
-    if most and ranks > 1:
-        problems.append(f"--tensor-parallel-size {ranks} does not go with adapters yet; use 1, or --max-loras 0")
     config = LoraConfig(
         max_loras=most,
         max_rank=int(args.max_lora_rank),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _QUANTITY = re.compile(r"^(\d+(?:\.\d+)?)(k|M|G|T|Ki|Mi|Gi|Ti)?$")
@@ -16,7 +17,7 @@ def parse_quantity(text: str) -> int:
     match = _QUANTITY.match(text)
     if match is None:
         raise ValueError(f"{text!r} is not a size; write a number with one of k M G T Ki Mi Gi Ti, for example 512Mi")
-    size = float(match[1]) * _UNITS[match[2] or ""]
+    size = Decimal(match[1]) * _UNITS[match[2] or ""]
     if size >= _MAX_BYTES:
         raise ValueError(f"{text!r} is more than 64-bit addresses can reach; write less than 8Ei")
     return int(size)

@@ -12,7 +12,7 @@ import torch
 from lora_adapters import save_adapter
 from safetensors.torch import load_file, save_file
 
-from isthmus_runtime.checkpoints.peft import read_adapter
+from isthmus_runtime.checkpoints.peft import parse_adapter, read_files
 from isthmus_runtime.errors import WeightsError
 
 LAYER = "model.layers.0"
@@ -28,7 +28,7 @@ QUERY = f"{LAYER}.self_attn.q_proj"
 
 
 def read(folder: Path, max_rank: int = 8) -> Any:
-    return read_adapter(folder, SHAPES, ADAPTABLE, max_rank)
+    return parse_adapter(read_files(folder, SHAPES, ADAPTABLE, max_rank), SHAPES, ADAPTABLE, max_rank)
 
 
 def problems(folder: Path, max_rank: int = 8) -> str:
@@ -110,6 +110,16 @@ def test_all_problems_of_the_matrices_at_once(tmp_path: Path) -> None:
     assert f"{LAYER}.mlp.other is not a module of this model" in said
     assert "lora_magnitude_vector is no matrix A or B" in said
     assert f"{LAYER}.mlp.gate_proj has rank 16, and --max-lora-rank is 8; raise it" in said
+
+
+def test_a_matrix_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    """PEFT saves without the adapter's name; which of both was meant, nobody knows."""
+    save_adapter(tmp_path, SHAPES, seed=1)
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = f"base_model.model.{QUERY}.lora_A"
+    save_file({**tensors, f"{name}.default.weight": tensors[f"{name}.weight"] + 1}, path)
+    assert f"matrix A of {QUERY} is there twice, with and without .default; keep one" in problems(tmp_path)
 
 
 def test_files_that_are_no_adapter(tmp_path: Path) -> None:

@@ -28,6 +28,20 @@ from isthmus_runtime.request import AdapterName, GenerateRequest, SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
+DEEPSEEK: dict[str, Any] = {
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "qwen2 with windows": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
@@ -37,7 +51,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ),
+    "deepseek v3": ("DeepseekV3Config", DEEPSEEK),
+    "deepseek v2, queries not narrowed": (
+        "DeepseekV2Config",
+        DEEPSEEK | {"q_lora_rank": None, "topk_method": "greedy", "norm_topk_prob": False, "attention_bias": True},
+    ),
 }
+LATENT = ("self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.q_a_proj", "self_attn.q_proj")
+"""Projections of latent attention that can have adapters, beside the one to the output."""
 
 
 def build(name: str, folder: Path) -> Any:
@@ -154,6 +175,9 @@ def test_equal_to_merged_weights(name: str, captured: bool, tmp_path: Path, star
         "phi3": ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"),
         "qwen3 moe": ATTENTION,
     }.get(name, ATTENTION + MLP)
+    if name.startswith("deepseek"):
+        shared = tuple(f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down"))
+        targets = (*LATENT, "self_attn.o_proj", *MLP, *shared)
     folders = {key: tmp_path / key for key in ("one", "two", "three")}
     models = {
         "": model,

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import rank_process
-from rank_process import executor, steps
+from lora_adapters import save_adapter
+from rank_process import adapted, executor, steps
 
 from isthmus_runtime.checkpoints.random import RandomTensors
 from isthmus_runtime.executor.ranks import decode, encode
@@ -43,12 +44,12 @@ def model_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run_ranks(folder: Path, blocks: tuple[int, int]) -> list[tuple[int, str]]:
+def run_ranks(folder: Path, blocks: tuple[int, int], adapter: str = "") -> list[tuple[int, str]]:
     """Both ranks to their end: exit status and output of each."""
     out = folder / "tokens.json"
     processes = [
         subprocess.Popen(
-            [sys.executable, rank_process.__file__, *map(str, (rank, folder, folder / "meeting", count, out))],
+            [sys.executable, rank_process.__file__, *map(str, (rank, folder, folder / "meeting", count, out, adapter))],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -63,11 +64,19 @@ def run_ranks(folder: Path, blocks: tuple[int, int]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-def test_two_ranks_run_one_plan(model_dir: Path) -> None:
-    alone = executor(str(model_dir), 9)
-    expected = [alone.submit(step).result(DEADLINE_S).rows[0].tokens[0] for step in steps()]
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_two_ranks_run_one_plan(model_dir: Path, with_adapter: bool) -> None:
+    alone, slots = executor(str(model_dir), 9)
+    plans, folder = steps(), ""
+    if with_adapter:
+        folder = str(model_dir / "adapter")
+        save_adapter(model_dir / "adapter", read_model_spec(model_dir).tensor_shapes(), seed=2, size=2.0)
+        adapter = slots.read(folder)
+        slots.keep(adapter)
+        plans = adapted(adapter.digest)
+    expected = [alone.submit(step).result(DEADLINE_S).rows[0].tokens[0] for step in plans]
     alone.close()
-    assert [status for status, _ in run_ranks(model_dir, (9, 9))] == [0, 0]
+    assert [status for status, _ in run_ranks(model_dir, (9, 9), folder)] == [0, 0]
     assert json.loads((model_dir / "tokens.json").read_text()) == expected
     assert len(set(expected)) > 2
 

@@ -10,21 +10,23 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from lora_adapters import ATTENTION, MLP, save_adapter
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load
-from isthmus_runtime.interfaces.steps import StepOutput, StepPlan
+from isthmus_runtime.interfaces.steps import AdapterSlot, StepOutput, StepPlan
 from isthmus_runtime.kv.plan import KvPlan, KvPlanInput, plan
+from isthmus_runtime.lora_config import LoraConfig
 from isthmus_runtime.models.registry import parse_model_spec, read_model_spec
 from isthmus_runtime.models.shard import Shard, check_shards
 from isthmus_runtime.request import SamplingParams
@@ -108,6 +110,19 @@ class AllRanks:
             rank.close()
 
 
+class Adapted(AllRanks):
+    """Every row computes with one adapter, in the second slot."""
+
+    def __init__(self, ranks: list[TorchExecutor], digest: str) -> None:
+        super().__init__(ranks)
+        self.digest = digest
+
+    def submit(self, step: StepPlan) -> Future[StepOutput]:
+        slot = AdapterSlot(2, "one", self.digest)
+        starts = tuple(replace(start, adapter=2) for start in step.starts)
+        return super().submit(replace(step, starts=starts, adapters=(slot,) if starts else ()))
+
+
 @dataclass(frozen=True)
 class Ranked:
     """What `start_ranks` gives."""
@@ -130,18 +145,18 @@ def write(folder: Path, config: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def start_ranks() -> Iterator[Callable[[Path, int], Ranked]]:
-    """`start_ranks(folder, size)`: an engine of as many ranks; closed after the test."""
+def start_ranks() -> Iterator[Callable[..., Ranked]]:
+    """`start_ranks(folder, size)`: an engine of as many ranks; closed after the test. `adapter`: all rows have it."""
     started: list[AllRanks] = []
 
-    def start(folder: Path, size: int) -> Ranked:
+    def start(folder: Path, size: int, adapter: Path | None = None) -> Ranked:
         scheduler = SchedulerConfig(max_batched_tokens=24, max_num_seqs=4, max_model_len=96)
         meeting = Meeting(size)
 
         def rank(number: int) -> tuple[Any, Any, TorchExecutor]:
             shard = Shard(number, size, InMemory(number, meeting) if size > 1 else None)
             model = ModelConfig(path=str(folder), device="cpu", dtype="float32", threads=1)
-            loaded = load(model, scheduler, shard=shard)
+            loaded = load(model, scheduler, shard=shard, lora=LoraConfig(max_loras=2, max_rank=8) if adapter else None)
             kv_plan = plan(
                 KvPlanInput(
                     ranks=(loaded.layer_specs(8, "auto"),) * size,
@@ -157,7 +172,15 @@ def start_ranks() -> Iterator[Callable[[Path, int], Ranked]]:
         # All at once: warming up is steps, in which they meet.
         with ThreadPoolExecutor(size) as threads:
             ranks = list(threads.map(rank, range(size)))
-        started.append(AllRanks([executor for _, _, executor in ranks]))
+        executors = [executor for _, _, executor in ranks]
+        if adapter is not None:
+            found = [loaded.adapters.read(str(adapter)) for loaded, _, _ in ranks]
+            assert len({one.digest for one in found}) == 1
+            for (loaded, _, _), one in zip(ranks, found, strict=True):
+                loaded.adapters.keep(one)
+            started.append(Adapted(executors, found[0].digest))
+        else:
+            started.append(AllRanks(executors))
         loaded, kv_plan, _ = ranks[0]
         return Ranked(loaded, kv_plan, started[-1])
 
@@ -181,8 +204,36 @@ def test_ranks_give_what_one_gives(
     write(tmp_path, MODELS[name])
     alone, together = start_ranks(tmp_path, 1), start_ranks(tmp_path, size)
     expected, got = answers(alone, driver, job), answers(together, driver, job)
-    assert got[0] == expected[0]
+    assert_equal(got, expected)
     assert len({token for tokens in got[0] for token in tokens}) > 4, "a model that repeats itself proves little"
+
+
+@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in MODELS), ("llama", 4), ("qwen3-one-kv-head", 4)])
+def test_adapters_of_ranks_equal_merged_weights(
+    name: str, size: int, tmp_path: Path, start_ranks: Callable[..., Ranked], driver: Any, job: Any
+) -> None:
+    """A of an output's projection whole and B cut, of an input's A cut and B whole: one sum over the ranks for both."""
+    write(tmp_path, MODELS[name])
+    joined = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    added = save_adapter(
+        tmp_path / "one",
+        read_model_spec(tmp_path).tensor_shapes(),
+        seed=6,
+        size=0.1,
+        targets=joined if name.startswith("phi3") else ATTENTION + MLP,
+    )
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "config.json").write_text((tmp_path / "config.json").read_text())
+    changed = {key: weight + added.get(key, 0) for key, weight in weights.items()}
+    save_file(changed, tmp_path / "merged" / "model.safetensors")
+    expected = answers(start_ranks(tmp_path / "merged", 1), driver, job)
+    assert_equal(answers(start_ranks(tmp_path, size, tmp_path / "one"), driver, job), expected)
+    assert answers(start_ranks(tmp_path, 1), driver, job)[0] != expected[0], "the adapter changes nothing"
+
+
+def assert_equal(got: tuple[list[list[int]], list[Any]], expected: tuple[list[list[int]], list[Any]]) -> None:
+    assert got[0] == expected[0]
     for found, wanted in zip(got[1], expected[1], strict=True):
         assert [token for token, _ in found.top] == [token for token, _ in wanted.top]
         for (_, logprob), (_, reference) in zip(found.top, wanted.top, strict=True):

@@ -265,6 +265,23 @@ __device__ __forceinline__ void product_rows(float (&d)[128], uint64_t a, uint64
                  : "l"(a), "l"(b), "r"(add));
 }
 
+#define HOPPER_R96(d) \
+    HOPPER_R16(d, 0), HOPPER_R16(d, 16), HOPPER_R16(d, 32), HOPPER_R16(d, 48), HOPPER_R16(d, 64), HOPPER_R16(d, 80)
+#define HOPPER_D96 \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, " \
+    "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, " \
+    "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, " \
+    "%62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
+    "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95}"
+
+// The same with b [192 x 16] and d [64 x 192].
+__device__ __forceinline__ void product_rows(float (&d)[96], uint64_t a, uint64_t b, int add, Bf16) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %98, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 " HOPPER_D96 ", %96, %97, p, 1, 1, 0, 0;\n}"
+                 : HOPPER_R96(d)
+                 : "l"(a), "l"(b), "r"(add));
+}
+
 // The first value in the lower half.
 __device__ __forceinline__ uint32_t pack(float low, float high, Bf16) {
     uint32_t packed;

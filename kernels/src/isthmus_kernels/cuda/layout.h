@@ -13,10 +13,12 @@ namespace isthmus::hopper {
 
 constexpr int kRowBytes = 128;  // of a swizzled row: 64 columns of 2 bytes
 
-// Offset of the 16 bytes with columns 8 `chunk`.. of row `row`, of 64 columns: the copy engine's 128-byte
-// swizzle, in which bits 4-6 of an address are xored with bits 7-9.
+// Offset of the 16 bytes with columns 8 `chunk`.. of row `row`, of kBytes / 2 columns: the copy engine's swizzle of kBytes,
+// 128 or 64, in which bits 4-6 of an address are xored with bits 7-9, or bits 4-5 with bits 7-8.
+template <int kBytes = kRowBytes>
 ISTHMUS_FN int swizzled(int row, int chunk) {
-    return row * kRowBytes + ((chunk ^ (row & 7)) << 4);
+    static_assert(kBytes == 128 || kBytes == 64);
+    return row * kBytes + ((chunk ^ (kBytes == 128 ? row & 7 : row >> 1 & 3)) << 4);
 }
 
 // A thread of a warpgroup holds 64 of the 64 x 128 elements of a product: its place of element `i`.

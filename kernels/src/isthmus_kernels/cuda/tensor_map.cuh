@@ -22,7 +22,7 @@ inline Encode encoder() {
     return found;
 }
 
-// Dimensions innermost first; `strides` in elements, from the second dimension on.
+// Dimensions innermost first; `strides` in elements, from the second dimension on. The swizzle is that of the box's rows.
 template <int kRank>
 bool describe(Encode encode, CUtensorMap *map, bool half_precision, int64_t address, const cuuint64_t (&sizes)[kRank],
               const int64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
@@ -32,7 +32,7 @@ bool describe(Encode encode, CUtensorMap *map, bool half_precision, int64_t addr
     std::fill(steps, steps + kRank, 1);
     return encode(map, half_precision ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank,
                   (void *)address, sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  box[0] * 2 == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 

@@ -12,10 +12,12 @@ from isthmus_kernels.device import multiprocessors
 from isthmus_kernels.linear import triton_impl
 from isthmus_kernels.linear.triton_impl import SkinnyWeight
 
-# As the kernel has them (gated_layout.h): rows of x and columns of the result of a tile; two multiprocessors take one.
-_TILE = (256, 128)
+# As the kernel has them (gated_layout.h): rows of x and columns of the result of a tile. Two multiprocessors take one.
+# The wider tile moves less for a product.
+_ROWS = 256
+_WIDTHS = (128, 96)
 _COLUMNS = 64
-_CALL = struct.Struct("11q")
+_CALL = struct.Struct("12q")
 # Measured on an H200 (runtime/bench/LOG.md): below this share of useful work cuBLAS and the activation are faster.
 LEAST_USE = 0.94
 
@@ -36,17 +38,23 @@ def refusal(x: Tensor, weight: Tensor, out: Tensor) -> str | None:
     return None
 
 
-def use(rows: int, width: int, processors: int) -> float:
-    """Share of the work of the kernel's tiles that is of use: edges stick out, and the last tiles leave some idle."""
-    tiles = -(-rows // _TILE[0]) * -(-width // _TILE[1])
+def use(rows: int, width: int, tile: int, processors: int) -> float:
+    """Share of the work of tiles of `tile` columns that is of use: edges stick out, the last tiles leave some idle."""
+    tiles = -(-rows // _ROWS) * -(-width // tile)
     at_once = processors // 2
-    return rows * width / (-(-tiles // at_once) * at_once * _TILE[0] * _TILE[1]) if tiles else 0.0
+    return rows * width / (-(-tiles // at_once) * at_once * _ROWS * tile) if tiles else 0.0
 
 
-def gated_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
+def useful_tile(rows: int, width: int, processors: int) -> int | None:
+    """Columns of the widest tile whose work is of use; None where two ops are faster."""
+    return next((tile for tile in _WIDTHS if use(rows, width, tile, processors) >= LEAST_USE), None)
+
+
+def gated_product(x: Tensor, weight: Tensor, out: Tensor, tile: int = _WIDTHS[0]) -> None:
     """Write ``silu(x @ G.T) * (x @ U.T)`` to `out` ``[T, I]``; the rows of `weight` ``[2 I, K]`` are G's, then U's.
 
-    A row's bits depend on that row and the weight alone, not on the number of rows.
+    `tile`: columns of the result that are computed at once, 128 or 96. A row's bits depend on that row and the weight
+    alone, not on the number of rows or the tile.
     """
     assert weight.shape == (2 * out.shape[1], x.shape[1]) and out.shape[0] == x.shape[0]
     lib = cuda_library.library()
@@ -55,7 +63,7 @@ def gated_product(x: Tensor, weight: Tensor, out: Tensor) -> None:
         *(matrix.data_ptr() for matrix in (out, x, weight)),
         *(x.shape[0], out.shape[1], x.shape[1]),
         *(matrix.stride(0) for matrix in (out, x, weight)),
-        *(x.device.index, multiprocessors(x.device)),
+        *(x.device.index, multiprocessors(x.device), tile),
     )
     stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
     cuda_library.check(lib.isthmus_gated_product(call, stream), "linear_silu_mul: cannot launch the kernel")
@@ -81,11 +89,10 @@ class TiledWeight:
         weight, bias = self.skinny.plain.weight, self.skinny.plain.bias
         if batch_invariance.required(x.device):
             return False  # it does not round between product and activation, and is for many rows alone
-        if bias is not None or use(out.shape[0], out.shape[1], multiprocessors(x.device)) < LEAST_USE:
+        tile = useful_tile(out.shape[0], out.shape[1], multiprocessors(x.device))
+        if bias is not None or tile is None or refusal(x, weight, out) is not None:
             return False
-        if refusal(x, weight, out) is not None:
-            return False
-        gated_product(x, weight, out)
+        gated_product(x, weight, out, tile)
         return True
 
     def outputs_from(self, first: int) -> "TiledWeight":

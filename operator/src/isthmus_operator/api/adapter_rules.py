@@ -20,6 +20,9 @@ def adapters(spec: Spec) -> Iterator[Problem]:
             taken = f"{show(adapter.name)} is one of spec.model.servedNames"
             yield Problem(f"{path}.name", taken, "a name of its own", "rename it")
         seen.add(adapter.name)
+        if not adapter.name.isprintable():
+            wrong = f"{show(adapter.name)} holds characters that cannot be printed"
+            yield Problem(f"{path}.name", wrong, "letters, digits, marks and spaces", "rename it")
         kinds = {"pvc": source.pvc, "oci": source.oci, "hostPath": source.host_path}
         given = [name for name, value in kinds.items() if value is not None]
         if len(given) != 1:

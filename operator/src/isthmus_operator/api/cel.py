@@ -87,11 +87,6 @@ RULES: dict[Place, list[tuple[str, str]]] = {
             "engine.parallelism.tensor above 1 needs mode Unified",
         ),
         (
-            "!has(self.engine) || !has(self.engine.parallelism) || self.engine.parallelism.tensor == 1"
-            " || !has(self.model.adapters) || self.model.adapters.size() == 0",
-            "model.adapters do not go with engine.parallelism.tensor above 1 yet",
-        ),
-        (
             f"!has(self.scalingPolicy) || {_DISAGGREGATED}",
             "scalingPolicy does not go with mode Unified",
         ),

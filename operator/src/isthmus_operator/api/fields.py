@@ -23,8 +23,8 @@ _QUANTITY = re.compile(r"^([0-9]+(?:[.][0-9]+)?)(?:([eE][0-9]{1,2})|([numkMGTP]|
 _MOST_CHARACTERS = 32
 MOST_QUANTITY = 2**63 - 1
 """As Kubernetes has it."""
-MOST_DURATION_S = 10_000 * 3600
-"""Over a year. Kubernetes keeps seconds in 32 bits."""
+MOST_DURATION_S = 366 * 24 * 3600
+"""A year, the most that engines and routers take."""
 MOST_COUNT = 10_000
 _UNITS: dict[str, Decimal] = {
     **{unit: Decimal(f"1e{power}") for unit, power in zip("numkMGTP", (-9, -6, -3, 3, 6, 9, 12, 15), strict=True)},
@@ -93,11 +93,15 @@ class Duration(str):
 
     @property
     def seconds(self) -> float:
-        return float(sum(Decimal(n) * _SECONDS[unit] for n, unit in _DURATION_PART.findall(self)))
+        return float(self._exact)
 
     @property
     def canonical(self) -> str:
-        return f"{self.seconds:g}s"
+        return f"{format(self._exact.normalize(), 'f')}s"
+
+    @property
+    def _exact(self) -> Decimal:
+        return sum((Decimal(n) * _SECONDS[unit] for n, unit in _DURATION_PART.findall(self)), Decimal(0))
 
     @classmethod
     def parse(cls, value: object) -> Duration:

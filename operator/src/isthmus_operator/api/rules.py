@@ -126,6 +126,9 @@ def _names_differ(spec: Spec) -> Iterator[Problem]:
             yield Problem(
                 f"spec.model.servedNames[{index}]", f"{show(name)} is there twice", "distinct names", "remove it"
             )
+        if not name.strip() or not name.isprintable():
+            wrong = f"{show(name)} is blank or holds characters that cannot be printed"
+            yield Problem(f"spec.model.servedNames[{index}]", wrong, "a name that can be read", "rename it")
         seen.add(name)
 
 
@@ -135,8 +138,6 @@ def _ranks(spec: Spec) -> Iterator[Problem]:
         return
     if spec.mode is Mode.DISAGGREGATED:
         yield Problem(path, f"{ranks} does not go with mode Disaggregated", "1, or mode Unified", "set it to 1")
-    if spec.model.adapters:
-        yield Problem(path, f"{ranks} does not go with spec.model.adapters yet", "1", "set it to 1")
     for name, role in engine_roles(spec):
         gpus = {key: amount for key, amount in role.resources.limits.items() if key.endswith("/gpu")}
         if gpus and sum(amount.value for amount in gpus.values()) < ranks:
@@ -360,7 +361,7 @@ RULES: tuple[Rule, ...] = (
     Rule(_cache_is_used, reads=("model.source", "model.cache")),
     Rule(_names_differ, reads=("model.servedNames",)),
     Rule(adapters, reads=("model.adapters", "model.servedNames")),
-    Rule(_ranks, reads=("roles",), asks_for=("mode", "model.adapters", "engine.parallelism.tensor")),
+    Rule(_ranks, reads=("roles",), asks_for=("mode", "engine.parallelism.tensor")),
     Rule(_extra_args_are_extra, reads=("engine.extraArgs", "router.extraArgs")),
     Rule(_kv_size, reads=("engine.kvCache", "roles"), asks_for=("engine.maxModelLen",)),
     Rule(_scaling, reads=("roles",)),

@@ -16,6 +16,12 @@ SICK_AFTER_S = 30.0
 """A pod that ran and is unready for less than this is having a moment; after that it is sick."""
 
 
+def printable(text: str) -> str:
+    """A text of a pod as a terminal and the API server take it: without escape sequences, and without halves of
+    surrogate pairs, which the server stores as something else, so that a status with one would be written for ever."""
+    return "".join(one if one.isprintable() or one == "\n" else "?" for one in text)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
     """One pod.

@@ -17,7 +17,7 @@ from ..render.service import components
 from .adapters import adapters_state
 from .causes import State, reason_of, workload_state, worst
 from .observe import seconds
-from .observed import EngineFacts, Observed, Workload
+from .observed import EngineFacts, Observed, Workload, printable
 from .planner import Plan, Rollout
 from .rollout import Goal
 
@@ -108,7 +108,7 @@ def conditions(states: dict[str, State], before: Status, generation: int, now: s
                 "type": name,
                 "status": state.status,
                 "reason": str(state.reason),
-                "message": state.message[:32768],
+                "message": printable(state.message[:32768]),
                 "lastTransitionTime": old["lastTransitionTime"] if same and old is not None else now,
                 "observedGeneration": generation,
             }

@@ -29,7 +29,7 @@ from .names import (
     metadata,
     selector,
 )
-from .pod import GRACE_AFTER_DRAIN_S, http_probes, pod_env, pod_template, resources, security_context
+from .pod import GRACE_AFTER_DRAIN_S, flag, http_probes, pod_env, pod_template, resources, security_context
 from .revision import pairing, role_revision
 
 _RUNTIME_ROLES = {Component.PREFILL: "prefill", Component.DECODE: "decode", Component.WORKER: "unified"}
@@ -71,7 +71,7 @@ def engine_args(service: InferenceService, component: Component, model_path: str
     args += credentials.ARGS if guarded else ()
     args += ["--model", model_path]
     for name in service.served_names:
-        args += ["--served-model-name", name]
+        args += flag("served-model-name", name)
     args += ["--log-level", spec.observability.log_level.value]
     args += ["--drain-timeout", spec.rollout.drain_timeout.canonical]
     if on_gpu(role):
@@ -87,8 +87,8 @@ def engine_args(service: InferenceService, component: Component, model_path: str
         args += ["--speculative-method", guesses.method.value.lower(), "--speculative-tokens", str(guesses.tokens)]
     if component is not Component.WORKER:
         args += _transfer(service)
-    for flag, value in sorted(spec.engine.extra_args.items()):
-        args += [f"--{flag}", value]
+    for name, value in sorted(spec.engine.extra_args.items()):
+        args += flag(name, value)
     return args
 
 

@@ -18,6 +18,11 @@ GRACE_AFTER_DRAIN_S = 15
 USER_ID = 65532
 
 
+def flag(name: str, value: str) -> list[str]:
+    """Arguments that set a flag to a user's text. One that begins like a flag would be taken for one."""
+    return [f"--{name}={value}"] if value.startswith("-") else [f"--{name}", value]
+
+
 def pod_env() -> list[dict[str, Any]]:
     """Environment of every container: the pod's identity, and a home that can be written to."""
     return [

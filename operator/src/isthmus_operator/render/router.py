@@ -19,7 +19,7 @@ from .names import (
     metadata,
     selector,
 )
-from .pod import GRACE_AFTER_DRAIN_S, http_probes, pod_env, pod_template, resources
+from .pod import GRACE_AFTER_DRAIN_S, flag, http_probes, pod_env, pod_template, resources
 from .revision import role_revision
 
 _POLICIES = {
@@ -42,7 +42,7 @@ def router_args(service: InferenceService, model_path: str) -> list[str]:
     args = ["serve", "--role", "router", "--host", "0.0.0.0", "--port", str(ROUTER_PORT)]
     args += [*credentials.ARGS, "--model", model_path]
     for name in service.served_names:
-        args += ["--served-model-name", name]
+        args += flag("served-model-name", name)
     args += ["--log-level", spec.observability.log_level.value]
     args += ["--drain-timeout", spec.rollout.drain_timeout.canonical]
     if spec.mode is Mode.DISAGGREGATED:
@@ -56,12 +56,12 @@ def router_args(service: InferenceService, model_path: str) -> list[str]:
     args += ["--policy", _POLICIES[router.policy]]
     args += ["--max-queue", str(router.max_queue), "--request-timeout", router.request_timeout.canonical]
     if router.auth:
-        flag = "--api-key-file" if router.auth.api_key_secret_ref else "--tenants-file"
-        args += [flag, f"{KEY_FOLDER}/key"]
+        keys = "--api-key-file" if router.auth.api_key_secret_ref else "--tenants-file"
+        args += [keys, f"{KEY_FOLDER}/key"]
     if router.cors_origins:
         args += ["--cors-origins", ",".join(router.cors_origins)]
-    for flag, value in sorted(router.extra_args.items()):
-        args += [f"--{flag}", value]
+    for name, value in sorted(router.extra_args.items()):
+        args += flag(name, value)
     return args
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from ..plan.observed import EngineFacts, Facts, Pod
+from ..plan.observed import EngineFacts, Facts, Pod, printable
 from ..render.names import ENGINE_PORT, METRICS_PORT, ROUTER_PORT, Component
 
 DEADLINE_S = 2.0
@@ -217,7 +217,7 @@ def engine_facts(info: Mapping[str, Any], metrics: str = "") -> EngineFacts:
 
 
 def _line(value: object) -> str:
-    return " ".join(str(value)[:MOST_TEXT].split())
+    return printable(" ".join(str(value)[:MOST_TEXT].split()))
 
 
 def _number(value: Any) -> float:

@@ -73,8 +73,29 @@ class LoraAdapter:
     """By the name of the module in the model's checkpoint."""
 
 
-def read_adapter(folder: str | Path, shapes: Shapes, adaptable: Collection[str], max_rank: int) -> LoraAdapter:
-    """Read the adapter in `folder` and check that it fits.
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The files of an adapter, as they were at one time."""
+
+    folder: Path
+    """Where they are from."""
+    config: bytes
+    weights: bytes
+
+
+def read_files(folder: str | Path, shapes: Shapes, adaptable: Collection[str], max_rank: int) -> AdapterFiles:
+    """Read the adapter in `folder`, unless it is larger than one that fits. Raises WeightsError. Arguments as of
+    `parse_adapter`."""
+    folder = Path(folder)
+    text = _bytes(folder / CONFIG, _MAX_CONFIG_BYTES)
+    widest = sum(8 * max_rank * sum(shapes[f"{module}.weight"]) for module in adaptable)
+    if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
+        raise WeightsError(f"{folder} holds only adapter_model.bin, a pickle, which is not loaded; save {WEIGHTS}")
+    return AdapterFiles(folder, text, _bytes(folder / WEIGHTS, widest + _HEADER_BYTES))
+
+
+def parse_adapter(files: AdapterFiles, shapes: Shapes, adaptable: Collection[str], max_rank: int) -> LoraAdapter:
+    """Check that an adapter fits.
 
     Args:
         shapes: every tensor of the model, `ModelSpec.tensor_shapes`.
@@ -84,21 +105,16 @@ def read_adapter(folder: str | Path, shapes: Shapes, adaptable: Collection[str],
     Raises:
         WeightsError: with all that is wrong, and where.
     """
-    folder = Path(folder)
-    text = _bytes(folder / CONFIG, _MAX_CONFIG_BYTES)
-    widest = sum(8 * max_rank * sum(shapes[f"{module}.weight"]) for module in adaptable)
-    if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
-        raise WeightsError(f"{folder} holds only adapter_model.bin, a pickle, which is not loaded; save {WEIGHTS}")
-    raw = _bytes(folder / WEIGHTS, widest + _HEADER_BYTES)
-    config = _config(folder / CONFIG, text)
+    path, raw = files.folder / WEIGHTS, files.weights
+    config = _config(files.folder / CONFIG, files.config)
     try:
         tensors = load(raw)
     except KeyError as e:
-        raise WeightsError(f"{folder / WEIGHTS} holds a tensor of type {e}, which no adapter has") from e
+        raise WeightsError(f"{path} holds a tensor of type {e}, which no adapter has") from e
     except (SafetensorError, ValueError) as e:
-        raise WeightsError(f"{folder / WEIGHTS} is not a complete safetensors file ({len(raw)} bytes): {e}") from e
-    digest = sha256(sha256(text).digest() + sha256(raw).digest()).hexdigest()[:32]
-    return LoraAdapter(digest, _modules(folder / WEIGHTS, config, tensors, shapes, adaptable, max_rank))
+        raise WeightsError(f"{path} is not a complete safetensors file ({len(raw)} bytes): {e}") from e
+    digest = sha256(sha256(files.config).digest() + sha256(raw).digest()).hexdigest()[:32]
+    return LoraAdapter(digest, _modules(path, config, tensors, shapes, adaptable, max_rank))
 
 
 def _bytes(path: Path, most: int) -> bytes:
@@ -170,8 +186,10 @@ def _modules(
         match = _TENSOR.match(name)
         if match is None:
             problems.append(f"tensor {name} is no matrix A or B of a linear layer; only those are implemented")
+        elif match[2] in (pair := pairs.setdefault(match[1], {})):
+            problems.append(f"matrix {match[2]} of {match[1]} is there twice, with and without .default; keep one")
         else:
-            pairs.setdefault(match[1], {})[match[2]] = tensor
+            pair[match[2]] = tensor
     found: dict[str, LoraPair] = {}
     for module, pair in sorted(pairs.items()):
         wrong = _problem(module, pair, shapes, adaptable, max_rank)

@@ -212,7 +212,7 @@ def _load_torch(config: EngineConfig) -> Loaded:
         digest=digest,
         kv_heads=model.spec.num_kv_heads,
         vocab_size=model.spec.vocab_size,
-        adapters=model.adapters,
+        adapters=loaded.adapters,
         task=served.task,
         takes_hits=served.pooling is None or not served.pooling.needs_every_state,
         drafts=drafts,

@@ -25,8 +25,8 @@ from ..executor.device.base import Device
 from ..executor.device.cpu import usable_threads
 from ..executor.device.select import open_device
 from ..executor.model_runner import LoadedModel, TorchExecutor, load
-from ..executor.ranks import LeadingExecutor, Ranks, follow, join
-from ..interfaces.steps import Executor, StepOutput, StepPlan
+from ..executor.ranks import LeadingAdapters, LeadingExecutor, Ranks, follow, join
+from ..interfaces.steps import AdapterHolder, Executor, StepOutput, StepPlan
 from ..interfaces.transport import KvRegion
 from ..kv.plan import KvPlan
 from ..models.registry import read_model_spec
@@ -140,6 +140,7 @@ class LoadedEngine:
     model: LoadedModel
     plan: KvPlan
     executor: Executor
+    adapters: AdapterHolder | None
 
 
 def load_engine(config: EngineConfig) -> LoadedEngine:
@@ -150,7 +151,9 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     check_shards(read_model_spec(config.model.path), config.tensor_parallel_size)
     followers = Followers(config)
     own, ranks = _load_rank(_Order(config, 0, followers.meeting))
-    return replace(own, executor=RankedExecutor(LeadingExecutor(own.executor, ranks.plans), followers))
+    leader, slots = LeadingExecutor(own.executor, ranks.plans), own.model.adapters
+    adapters = None if slots is None else LeadingAdapters(slots, leader, ranks.plans)
+    return replace(own, executor=RankedExecutor(leader, followers), adapters=adapters)
 
 
 def rank_main() -> int:
@@ -163,7 +166,7 @@ def rank_main() -> int:
         stream=sys.stderr,
     )
     own, ranks = _load_rank(order)
-    follow(own.executor, ranks.plans)
+    follow(own.executor, ranks.plans, own.model.adapters)
     own.executor.close()
     return 0
 
@@ -176,7 +179,7 @@ def _load_rank(order: _Order) -> tuple[LoadedEngine, Ranks]:
     device = open_device(config.model.device, threads=threads, index=order.rank)
     device.enter()
     ranks = join(order.rank, size, order.meeting, device.torch_device, config.server.no_progress_timeout_s)
-    model = load(config.model, config.scheduler, device=device, shard=ranks.shard)
+    model = load(config.model, config.scheduler, device=device, shard=ranks.shard, lora=config.lora)
     # Ranks on CPUs share the memory of their host.
     share = config.kv.memory_fraction / (size if device.name == "cpu" else 1)
     return _with_pool(config, model, ranks.each(_available(config, device, share))), ranks
@@ -191,7 +194,7 @@ def _with_pool(config: EngineConfig, model: LoadedModel, available: tuple[int, .
     """`available`: what each rank has for its pool."""
     specs = model.layer_specs(config.kv.block_size, config.kv.dtype)
     kv = plan_pool(config, specs, available, model.spec.max_position)
-    return LoadedEngine(model, kv, TorchExecutor(model, kv, config.scheduler, config.kv))
+    return LoadedEngine(model, kv, TorchExecutor(model, kv, config.scheduler, config.kv), model.adapters)
 
 
 def _end_process(reason: str) -> None:

@@ -6,13 +6,13 @@ is laid out as its slot when it is read: taking it there is a copy for each matr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..checkpoints.peft import MAX_LISTED, LoraAdapter, read_adapter
+from ..checkpoints.peft import MAX_LISTED, AdapterFiles, LoraPair, parse_adapter, read_files
 from ..errors import WeightsError
 from ..interfaces.steps import Adapter, AdapterSlot
 from ..layers.lora import Adaptable, Adapters
@@ -39,13 +39,13 @@ class AdapterSlots:
         self._device = device
         self._max_rank = config.max_rank
         self._layers: Sequence[Adaptable] = model.adaptable
-        self._names = frozenset(module for layer in self._layers for module in layer.modules)
+        self._names = frozenset(one.name for layer in self._layers for one in layer.projections)
         self._known: dict[str, HostAdapter] = {}
         for layer in self._layers:
             outputs, inputs = layer.linear.shape
-            a = device.zeros(config.max_loras, len(layer.modules), config.max_rank, inputs, dtype=model.dtype)
+            a = device.zeros(config.max_loras, len(layer.projections), config.max_rank, inputs, dtype=model.dtype)
             b = device.zeros(config.max_loras, config.max_rank, outputs, dtype=model.dtype)
-            layer.linear.adapters = Adapters(a, b, layer.starts)
+            layer.linear.adapters = Adapters(a, b, tuple(one.start for one in layer.projections))
 
     @property
     def nbytes(self) -> int:
@@ -54,12 +54,21 @@ class AdapterSlots:
 
     def read(self, folder: str) -> Adapter:
         """Read, check and lay out the adapter in `folder`. Any thread. Raises WeightsError."""
-        found = read_adapter(folder, self._model.spec.tensor_shapes(), self._names, self._max_rank)
-        problems: list[str] = []
+        return self.lay_out(self.files(folder))
+
+    def files(self, folder: str) -> AdapterFiles:
+        """The files of the adapter in `folder`. Any thread. Raises WeightsError."""
+        return read_files(folder, self._model.spec.tensor_shapes(), self._names, self._max_rank)
+
+    def lay_out(self, files: AdapterFiles) -> HostAdapter:
+        """Check the adapter of these files and lay it out. Any thread. Raises WeightsError for what is wrong anywhere
+        in it: every rank of an engine finds the same."""
+        found = parse_adapter(files, self._model.spec.tensor_shapes(), self._names, self._max_rank)
         with torch.inference_mode():
-            laid_out = tuple(self._laid_out(layer, slots, found, problems) for layer, slots in self._slots())
-        if problems:
-            raise WeightsError([f"{folder}: {problem}" for problem in problems[:MAX_LISTED]])
+            problems = [text for name, pair in found.modules.items() if (text := self._unfit(name, pair))]
+            if problems:
+                raise WeightsError([f"{files.folder}: {problem}" for problem in problems[:MAX_LISTED]])
+            laid_out = tuple(self._laid_out(layer, slots, found.modules) for layer, slots in self._slots())
         return HostAdapter(found.digest, laid_out)
 
     def keep(self, adapter: Adapter) -> None:
@@ -80,22 +89,28 @@ class AdapterSlots:
     def _slots(self) -> list[tuple[Adaptable, Adapters]]:
         return [(layer, layer.linear.adapters) for layer in self._layers if layer.linear.adapters is not None]
 
-    def _laid_out(
-        self, layer: Adaptable, slots: Adapters, found: LoraAdapter, problems: list[str]
-    ) -> tuple[Tensor, Tensor]:
+    def _unfit(self, module: str, pair: LoraPair) -> str:
+        # On a GPU, rows of other adapters in the same tile are multiplied with these and 0: NaN would spread.
+        if all(bool(matrix.isfinite().all()) for matrix in self._matrices(pair)):
+            return ""
+        return (
+            f"{module} has NaN or infinity in A, or in B times its scale {pair.scale:g}, as {self._model.dtype}; "
+            "save it whole and with finite numbers"
+        )
+
+    def _matrices(self, pair: LoraPair) -> tuple[Tensor, Tensor]:
+        """A and the scaled B, [r, in] and [out, r], as they are computed with."""
+        dtype = self._model.dtype
+        return pair.a.to(dtype), (pair.b.float() * pair.scale).to(dtype)
+
+    def _laid_out(self, layer: Adaptable, slots: Adapters, modules: Mapping[str, LoraPair]) -> tuple[Tensor, Tensor]:
         a = self._device.host(*slots.a.shape[1:], dtype=slots.a.dtype)
         b = self._device.host(*slots.b.shape[1:], dtype=slots.b.dtype)
-        stops = (*slots.starts[1:], b.shape[1])
-        for part, (module, start, stop) in enumerate(zip(layer.modules, slots.starts, stops, strict=True)):
-            pair = found.modules.get(module)
+        for part, projection in enumerate(layer.projections):
+            pair = modules.get(projection.name)
             if pair is not None:
-                rank = len(pair.a)
-                a[part, :rank] = pair.a.to(a.dtype)
-                b[:rank, start:stop] = (pair.b.float() * pair.scale).T.to(b.dtype)
-                # On a GPU, rows of other adapters in the same tile are multiplied with these and 0: NaN would spread.
-                if not (a[part].isfinite().all() and b[:, start:stop].isfinite().all()):
-                    problems.append(
-                        f"{module} has NaN or infinity in A, or in B times its scale {pair.scale:g}, as {a.dtype}; "
-                        "save it whole and with finite numbers"
-                    )
+                down, up = self._matrices(pair)
+                own = up if projection.outputs is None else projection.outputs(up)
+                a[part, : len(down)] = down if layer.inputs is None else down[:, slice(*layer.inputs)]
+                b[: len(down), projection.start : projection.start + len(own)] = own.T
         return a, b

@@ -5,25 +5,31 @@ rank is a collective inside the model (`Collected`). So a plan is all that trave
 nothing comes back: rank 0's result is everybody's.
 
 Plans travel between host memories (gloo), in the order of submission and on a group of their own: a step that runs
-meanwhile has its collectives on another.
+meanwhile has its collectives on another. Low-rank adapters travel among them, as the files that the first rank read:
+each rank lays out its part, and steps may name an adapter as soon as its files are on their way.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import IntEnum
+from pathlib import Path
 
 import torch
 from pydantic import ConfigDict, TypeAdapter
 from torch import distributed
 
+from ..checkpoints.peft import AdapterFiles
 from ..errors import ConfigError, EngineFailed
-from ..interfaces.steps import Executor, StepOutput, StepPlan
+from ..interfaces.steps import Adapter, Executor, StepOutput, StepPlan
 from ..interfaces.transport import KvRegion
 from ..models.shard import Shard
+from .adapters import AdapterSlots, HostAdapter
 
 _LOG = logging.getLogger(__name__)
 # A plain dataclass takes the configuration of what it is in. Late masks are the arbitrary type, and never travel.
@@ -31,9 +37,19 @@ _PLAN = TypeAdapter(
     tuple[StepPlan],
     config=ConfigDict(ser_json_bytes="base64", val_json_bytes="base64", arbitrary_types_allowed=True),
 )
-_END = -1
 _IDLE = timedelta(days=3650)
 """For a plan ranks wait without a limit: an engine may be idle for long. Whoever starts them ends them."""
+
+
+class _Kind(IntEnum):
+    """What the first rank says. Each has two texts."""
+
+    END = 0
+    PLAN = 1
+    KEEP = 2
+    """The two files of an adapter."""
+    DROP = 3
+    """The digest of one."""
 
 
 class Collected:
@@ -130,11 +146,7 @@ class LeadingExecutor:
         # The other ranks get the step: it cannot be taken back any more.
         promised: Future[StepOutput] = Future()
         promised.set_running_or_notify_cancel()
-        if not self._broken:
-            try:
-                _send(encode(plan), self._group)
-            except RuntimeError as e:
-                self.lost(str(e).splitlines()[0])
+        self.tell(lambda: _send(_Kind.PLAN, encode(plan), group=self._group))
         with self._changed:
             broken = self._broken
             if not broken:
@@ -144,6 +156,14 @@ class LeadingExecutor:
             return promised
         self._local.submit(plan).add_done_callback(lambda done: self._ended(plan.step, done))
         return promised
+
+    def tell(self, send: Callable[[], None]) -> None:
+        """Send something to the other ranks, unless one is lost. The engine's thread."""
+        if not self._broken:
+            try:
+                send()
+            except RuntimeError as e:
+                self.lost(str(e).splitlines()[0])
 
     def lost(self, reason: str) -> None:
         """A rank is gone, and with it every step that runs: its collectives may wait for it for long. Any thread."""
@@ -178,39 +198,84 @@ class LeadingExecutor:
 
     def close(self) -> None:
         """Let the other ranks end, then this one."""
-        if not self._broken:
-            try:
-                distributed.broadcast(torch.tensor([_END]), 0, group=self._group)
-            except RuntimeError as e:
-                self.lost(str(e).splitlines()[0])
+        self.tell(lambda: _send(_Kind.END, group=self._group))
         self._local.close()
 
 
-def follow(local: Executor, group: distributed.ProcessGroup | None = None) -> None:
+@dataclass(frozen=True, slots=True)
+class _ReadAdapter:
+    """`interfaces.steps.Adapter` that the other ranks do not have yet."""
+
+    own: HostAdapter
+    files: AdapterFiles
+
+    @property
+    def digest(self) -> str:
+        return self.own.digest
+
+
+class LeadingAdapters:
+    """`interfaces.steps.AdapterHolder` of rank 0: its own slots, and those of the others."""
+
+    def __init__(self, local: AdapterSlots, leader: LeadingExecutor, group: distributed.ProcessGroup | None = None):
+        self._local, self._leader, self._group = local, leader, group
+
+    def read(self, folder: str) -> Adapter:
+        """Read and check it, for all ranks. Any thread. Raises WeightsError."""
+        files = self._local.files(folder)
+        return _ReadAdapter(self._local.lay_out(files), files)
+
+    def keep(self, adapter: Adapter) -> None:
+        """Have it on every rank."""
+        assert isinstance(adapter, _ReadAdapter)
+        files = adapter.files
+        self._local.keep(adapter.own)
+        self._leader.tell(lambda: _send(_Kind.KEEP, files.config, files.weights, group=self._group))
+
+    def drop(self, digest: str) -> None:
+        """Forget it on every rank."""
+        self._local.drop(digest)
+        self._leader.tell(lambda: _send(_Kind.DROP, digest.encode(), group=self._group))
+
+
+def follow(
+    local: Executor, group: distributed.ProcessGroup | None = None, adapters: AdapterSlots | None = None
+) -> None:
     """Run what rank 0 broadcasts, until it ends. Raises what a step of this rank raised, or ConfigError (`agree`)."""
     agree(local.kv_region(), group)
     newest: Future[StepOutput] | None = None
-    while (data := _receive(group)) is not None:
-        if newest is not None and newest.done():
-            newest.result()
-        newest = local.submit(decode(data))
+    while (kind := (said := _receive(group))[0]) is not _Kind.END:
+        if newest is not None and (newest.done() or kind is _Kind.DROP):
+            newest.result()  # its adapters are in their slots
+        if kind is _Kind.PLAN:
+            newest = local.submit(decode(said[1]))
+            continue
+        assert adapters is not None, "the first rank has adapters and this one has no slots"
+        if kind is _Kind.KEEP:
+            adapters.keep(adapters.lay_out(AdapterFiles(Path("the first rank's"), said[1], said[2])))
+        else:
+            adapters.drop(said[1].decode())
     if newest is not None:
         newest.result()
 
 
-def _send(data: bytes, group: distributed.ProcessGroup | None) -> None:
-    distributed.broadcast(torch.tensor([len(data)]), 0, group=group)
-    distributed.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group=group)
+def _send(kind: _Kind, first: bytes = b"", second: bytes = b"", *, group: distributed.ProcessGroup | None) -> None:
+    distributed.broadcast(torch.tensor([kind, len(first), len(second)]), 0, group=group)
+    for data in (first, second):
+        if data:
+            distributed.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group=group)
 
 
-def _receive(group: distributed.ProcessGroup | None) -> bytes | None:
-    length = torch.empty(1, dtype=torch.int64)
-    distributed.broadcast(length, 0, group=group)
-    if int(length) == _END:
-        return None
-    data = torch.empty(int(length), dtype=torch.uint8)
-    distributed.broadcast(data, 0, group=group)
-    return data.numpy().tobytes()
+def _receive(group: distributed.ProcessGroup | None) -> tuple[_Kind, bytes, bytes]:
+    head = torch.empty(3, dtype=torch.int64)
+    distributed.broadcast(head, 0, group=group)
+    kind, *lengths = head.tolist()
+    texts = [torch.empty(length, dtype=torch.uint8) for length in lengths]
+    for text in texts:
+        if len(text):
+            distributed.broadcast(text, 0, group=group)
+    first, second = (text.numpy().tobytes() for text in texts)
+    return _Kind(kind), first, second
 
 
 def _digest_words(digest: str) -> list[int]:

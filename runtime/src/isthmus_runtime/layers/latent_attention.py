@@ -69,11 +69,11 @@ class LatentAttention:
         tokens, (heads, inner, width) = x.shape[0], self.key_up.shape
         query = x
         if self.query_down is not None and self.query_norm is not None:
-            down = self.query_down(x)
+            down = self.query_down(x, slots=batch.adapters)
             query = self.query_norm(down, down)
-        query = self.query_up(query).view(tokens, heads, -1)
+        query = self.query_up(query, slots=batch.adapters).view(tokens, heads, -1)
         dispatch.latent_kv_write(
-            query[..., inner:], self._latents(x), batch.positions, cos, sin, pages, where.slot_mapping
+            query[..., inner:], self._latents(x, batch), batch.positions, cos, sin, pages, where.slot_mapping
         )
         q = qkv[:, : heads * pages.shape[4]].view(tokens, heads, pages.shape[4])
         self.key_up(query[..., :inner], q[..., :width])
@@ -91,7 +91,7 @@ class LatentAttention:
             out=context,
         )
         values = self.value_up(context[..., :width], x.new_empty(tokens, heads, self.value_up.shape[2]))
-        return self.output(values.view(tokens, -1), out)
+        return self.output(values.view(tokens, -1), out, batch.adapters)
 
     def write(
         self,
@@ -106,10 +106,10 @@ class LatentAttention:
         cos, sin = ropes[0]
         none = qkv[:, :0].view(len(x), 0, 2 * cos.shape[1])
         slots = batch.groups[kv.group].slot_mapping
-        dispatch.latent_kv_write(none, self._latents(x), batch.positions, cos, sin, kv.pages, slots)
+        dispatch.latent_kv_write(none, self._latents(x, batch), batch.positions, cos, sin, kv.pages, slots)
 
-    def _latents(self, x: Tensor) -> Tensor:
+    def _latents(self, x: Tensor, batch: AttentionBatch) -> Tensor:
         """x [T, H] to latents, normed, beside the part that turns: [T, W]."""
-        row, width = self.latent(x), self.key_up.shape[2]
+        row, width = self.latent(x, slots=batch.adapters), self.key_up.shape[2]
         row[:, :width] = self.latent_norm(plain := row[:, :width].contiguous(), plain)
         return row

@@ -17,7 +17,7 @@ from ..layers.batch import AttentionBatch, ForwardBatch, LayerKv, ReadBatch
 from ..layers.embedding import Embedding
 from ..layers.latent_attention import LatentAttention
 from ..layers.linear import Linear
-from ..layers.lora import Adaptable
+from ..layers.lora import Adaptable, Projection
 from ..layers.mlp import Activation, GatedMlp, Mlp
 from ..layers.moe import ExpertWeights
 from ..layers.norm import RmsNorm
@@ -107,17 +107,17 @@ class Parts:
         tied = self.spec.tie_word_embeddings
         return Linear(rows.of(self._embedding) if tied else self._source.take(rows), None, self.dtype)
 
-    def linear(self, *names: str, rows: Callable[[Tensor], Tensor] | None = None) -> Linear:
-        """Projections of one input as one layer, their rows joined: one product instead of two or three. `rows` puts
-        the rows of weight and bias in another order."""
-        weights, biases = [f"{name}.weight" for name in names], [f"{name}.bias" for name in names]
-        weight, scale = self._matrix(*weights)
-        bias = self._source.take(*biases) if biases[0] in self._shapes else None
+    def linear(self, name: str, rows: Callable[[Tensor], Tensor] | None = None) -> Linear:
+        """A whole projection. `rows` puts the rows of weight and bias in another order."""
+        weight, scale = self._matrix(f"{name}.weight")
+        bias = self._source.take(f"{name}.bias") if f"{name}.bias" in self._shapes else None
         if rows is not None:
             # By bytes: few operations know 8-bit floats.
             weight = rows(weight) if scale is None else rows(weight.view(torch.uint8)).view(weight.dtype)
             bias, scale = (None if part is None else rows(part) for part in (bias, scale))
-        return Linear(weight, bias, self.dtype, scale)
+        linear = Linear(weight, bias, self.dtype, scale)
+        self.adaptable.append(Adaptable(linear, (Projection(name, 0, rows),)))
+        return linear
 
     def router(self, name: str) -> Linear:
         """The product that chooses experts, in the dtype of the computation: small, and a near tie would turn."""
@@ -174,23 +174,25 @@ class Parts:
         """`name`'s projections (part, rows, start, stop) as one layer of this rank's rows: out of one tensor, `whole`,
         where the checkpoint has that."""
         outputs: list[tuple[str, int, int]] = []
-        modules: dict[str, int] = {}
+        modules: dict[str, tuple[int, list[tuple[int, int]]]] = {}
         first = at = 0
         for part, rows, start, stop in parts:
             if f"{name}.{whole}.weight" in self._shapes:
                 outputs.append((f"{name}.{whole}", first + start, first + stop))
             else:
                 outputs.append((f"{name}.{part}", start, stop))
-            modules.setdefault(outputs[-1][0], at)
+            module, *own = outputs[-1]
+            modules.setdefault(module, (at, []))[1].append((own[0], own[1]))
             first, at = first + rows, at + stop - start
         linear = self.split(*outputs)
-        self.adaptable.append(Adaptable(linear, tuple(modules), tuple(modules.values())))
+        projections = (Projection(module, at, _rows(ranges)) for module, (at, ranges) in modules.items())
+        self.adaptable.append(Adaptable(linear, tuple(projections)))
         return linear
 
     def _output(self, name: str, start: int, stop: int) -> Linear:
         """The projection back to the hidden size."""
         linear = self.summand(name, start, stop)
-        self.adaptable.append(Adaptable(linear, (name,), (0,)))
+        self.adaptable.append(Adaptable(linear, (Projection(name, 0),), (start, stop)))
         return linear
 
     def _qkv(self, name: str) -> Linear:
@@ -247,6 +249,11 @@ class Parts:
     def _norm_weight(self, name: str) -> Tensor:
         weight = self._source.take(f"{name}.weight")
         return weight.float() + self.norm_offset if self.norm_offset else weight
+
+
+def _rows(ranges: Sequence[tuple[int, int]]) -> Callable[[Tensor], Tensor]:
+    """Takes the rows [start, stop) out of a matrix, joined."""
+    return lambda matrix: torch.cat([matrix[start:stop] for start, stop in ranges])
 
 
 class Decoder:

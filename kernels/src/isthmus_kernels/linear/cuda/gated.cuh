@@ -14,44 +14,45 @@
 
 namespace isthmus::gated {
 
-constexpr int kStages = 4;
 constexpr int kThreads = 384;
 constexpr int kWarps = 8;  // that multiply
 
 struct Arguments {
     CUtensorMap x;       // [rows][columns], boxes of kRows x kColumns
-    CUtensorMap weight;  // [2 * width][columns], gates first, boxes of kWidth x kColumns
-    CUtensorMap out;     // [rows][width], boxes of kBoxRows x 64
+    CUtensorMap weight;  // [2 * width][columns], gates first, boxes of a tile's width x kColumns
+    CUtensorMap out;     // [rows][width], boxes of kBoxRows x kBoxColumns
     int row_tiles, width_tiles;
     int steps;  // of kColumns columns
     int width;
     int band;  // as in `place`
 };
 
+template <typename T>
 struct Shared {
-    alignas(1024) char x[kStages][kRowsBytes];
-    alignas(1024) char weight[kStages][kCluster * kHalfBytes];
-    alignas(1024) char out[kWarps][2][kBoxBytes];
-    uint64_t full[kStages], empty[kStages];
+    alignas(1024) char x[T::kStages][kRowsBytes];
+    alignas(1024) char weight[T::kStages][kCluster * T::kHalfBytes];
+    alignas(1024) char out[kWarps][T::kBoxes][T::kBoxBytes];
+    uint64_t full[T::kStages], empty[T::kStages];
 };
 
 // Loads the tiles of a block; by a whole warp, one lane of which issues the loads.
-__device__ __forceinline__ void load_tiles(const Arguments &arguments, Shared &shared) {
+template <typename T>
+__device__ __forceinline__ void load_tiles(const Arguments &arguments, Shared<T> &shared) {
     const int rank = int(cluster_rank());
     const bool leads = leader();
     const int tiles = arguments.row_tiles * arguments.width_tiles;
-    Turn<kStages> turn;
+    Turn<T::kStages> turn;
     for (int tile = blockIdx.x / kCluster; tile < tiles; tile += gridDim.x / kCluster) {
         const Place at = place(tile, arguments.row_tiles, arguments.width_tiles, arguments.band);
         const int row = (at.rows * kCluster + rank) * kRows;
-        const int half = rank * arguments.width + at.width * kWidth;
+        const int half = rank * arguments.width + at.width * T::kWidth;
         for (int step = 0; step < arguments.steps; step++) {
             wait(&shared.empty[turn.index], turn.phase ^ 1);
             if (leads) {
                 uint64_t *full = &shared.full[turn.index];
-                expect(full, kRowsBytes + kCluster * kHalfBytes);
+                expect(full, kRowsBytes + kCluster * T::kHalfBytes);
                 load(shared_address(shared.x[turn.index]), &arguments.x, full, step * kColumns, row);
-                load_for((1 << kCluster) - 1, shared_address(shared.weight[turn.index]) + rank * kHalfBytes,
+                load_for((1 << kCluster) - 1, shared_address(shared.weight[turn.index]) + rank * T::kHalfBytes,
                          &arguments.weight, full, step * kColumns, half);
             }
             __syncwarp();
@@ -69,42 +70,44 @@ __device__ __forceinline__ uint32_t gate(float g0, float u0, float g1, float u1)
     return pack(g0 * u0 * (r * b), g1 * u1 * (r * a), Bf16());
 }
 
-// Writes a warp's 16 rows of a tile, 64 columns at a time, each through a buffer of its own. `d`: of each row the sums of
-// 128 gates, then those of their values.
-__device__ __forceinline__ void write(const Arguments &arguments, const float (&d)[128], char (*buffers)[kBoxBytes],
-                                      int row, int column) {
+// Writes a warp's 16 rows of a tile, a box of columns at a time, each through a buffer of its own. `d`: of each row the sums
+// of the tile's gates, then those of their values.
+template <typename T>
+__device__ __forceinline__ void write(const Arguments &arguments, const float (&d)[T::kSums],
+                                      char (*buffers)[T::kBoxBytes], int row, int column) {
     const int lane = threadIdx.x % 32;
     const bool leads = leader();
 #pragma unroll
-    for (int box = 0; box < 2; box++) {
+    for (int box = 0; box < T::kBoxes; box++) {
         const uint32_t buffer = shared_address(buffers[box]);
-        if (leads) stores_read<1>();  // the last tile's store from this buffer
+        if (leads) stores_read<T::kBoxes - 1>();  // the last tile's store from this buffer
         __syncwarp();
 #pragma unroll
-        for (int pair = 0; pair < 4; pair++) {
+        for (int pair = 0; pair < T::kBoxColumns / 16; pair++) {
             uint32_t parts[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int at = box * 32 + pair * 8 + i * 2;
-                parts[i] = gate(d[at], d[64 + at], d[at + 1], d[64 + at + 1]);
+                const int at = box * T::kBoxColumns / 2 + pair * 8 + i * 2, value = at + T::kSums / 2;
+                parts[i] = gate(d[at], d[value], d[at + 1], d[value + 1]);
             }
-            store_parts(buffer + swizzled(lane % 16, 2 * pair + lane / 16), parts);
+            store_parts(buffer + swizzled<T::kBoxRowBytes>(lane % 16, 2 * pair + lane / 16), parts);
         }
         fence_async();
         __syncwarp();
         if (leads) {
-            store(&arguments.out, buffer, column + box * 64, row);
+            store(&arguments.out, buffer, column + box * T::kBoxColumns, row);
             stores_commit();
         }
     }
 }
 
 // Multiplies 64 rows of each tile of a block; by a warpgroup.
-__device__ __forceinline__ void multiply(const Arguments &arguments, Shared &shared, int group) {
+template <typename T>
+__device__ __forceinline__ void multiply(const Arguments &arguments, Shared<T> &shared, int group) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, rank = int(cluster_rank());
     const int tiles = arguments.row_tiles * arguments.width_tiles;
-    Turn<kStages> turn;
-    float d[128] = {};
+    Turn<T::kStages> turn;
+    float d[T::kSums] = {};
     if (group == 1 && arguments.steps > 1) wait(&shared.full[1], 0);
     for (int tile = blockIdx.x / kCluster; tile < tiles; tile += gridDim.x / kCluster) {
         const Place at = place(tile, arguments.row_tiles, arguments.width_tiles, arguments.band);
@@ -129,19 +132,20 @@ __device__ __forceinline__ void multiply(const Arguments &arguments, Shared &sha
         product_wait<0>();
         pin(d);
         if (lane < kCluster) arrive(&shared.empty[previous], lane);
-        write(arguments, d, shared.out[group * 4 + warp],
-              (at.rows * kCluster + rank) * kRows + group * 64 + warp * kBoxRows, at.width * kWidth);
+        write<T>(arguments, d, shared.out[group * 4 + warp],
+              (at.rows * kCluster + rank) * kRows + group * 64 + warp * kBoxRows, at.width * T::kWidth);
     }
     if (leader()) stores_wait();
 }
 
+template <typename T>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     gated_product(const __grid_constant__ Arguments arguments) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     extern __shared__ char memory[];
-    Shared &shared = *reinterpret_cast<Shared *>((reinterpret_cast<uintptr_t>(memory) + 1023) / 1024 * 1024);
+    auto &shared = *reinterpret_cast<Shared<T> *>((reinterpret_cast<uintptr_t>(memory) + 1023) / 1024 * 1024);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < kStages; i++) init(&shared.full[i], 1), init(&shared.empty[i], kWarps * kCluster);
+        for (int i = 0; i < T::kStages; i++) init(&shared.full[i], 1), init(&shared.empty[i], kWarps * kCluster);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         fence_async();
         prefetch(&arguments.x), prefetch(&arguments.weight), prefetch(&arguments.out);
