@@ -20,6 +20,7 @@ def test_layout(tmp_path: Path) -> None:
     check_layout(Path(__file__).parent / "gated_layout_check.cpp", tmp_path)
 
 
+@pytest.mark.slow
 def test_machine_code_keeps_everything_in_registers() -> None:
     """A thread holds up to 128 sums: through local memory, or where a product waits for the last, they are slow."""
     kernels = hopper_code("gated_product")

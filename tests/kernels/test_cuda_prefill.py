@@ -13,6 +13,7 @@ def test_layout(tmp_path: Path) -> None:
     check_layout(Path(__file__).parent / "prefill_layout_check.cpp", tmp_path)
 
 
+@pytest.mark.slow
 def test_machine_code_keeps_everything_in_registers() -> None:
     kernels = hopper_code("prefill9attention")
     assert len(kernels) == 2, "bf16 and fp16, for sm_90a"
