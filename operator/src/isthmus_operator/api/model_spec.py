@@ -24,7 +24,7 @@ class SecretName(Block):
 
 
 class HuggingFaceSource(Block):
-    repo: Annotated[str, StringConstraints(max_length=200, pattern=r"^[\w.-]+/[\w.-]+$")]
+    repo: Annotated[str, StringConstraints(max_length=200, pattern=r"^\w[\w.-]*/\w[\w.-]*$")]
     """Hub id, owner/name."""
     revision: Annotated[str, StringConstraints(max_length=100, pattern=r"^[\w./-]+$")] = "main"
     """Branch, tag or commit. Give a commit to make restarts reproducible."""
