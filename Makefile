@@ -98,9 +98,9 @@ SEED    =
 MINUTES = 10
 MODE    = direct
 
-.PHONY: test test-gpu test-models lint type verify size chaos clients
-test: setup ## Run the test suite but for what needs the full cluster, which is `make e2e` (ARGS= narrows it)
-	@status=0; $(PY) -m pytest -q -m 'not cluster' $(ARGS) || status=$$?; \
+.PHONY: test test-fast test-slow test-gpu test-models lint type verify size chaos clients
+test: setup ## Run the test suite, a test at a time, but for the full cluster's and the long ones: `make e2e`, `make e2e-full`
+	@status=0; $(PY) -m pytest -q -m 'not (cluster or long)' $(ARGS) || status=$$?; \
 	$(CLUSTER) find --fast || echo "make test: THE TESTS AGAINST A KUBERNETES API SERVER DID NOT RUN (the line above says why)" >&2; \
 	command -v chromium chromium-browser google-chrome >/dev/null || echo "make test: THE PAGE WAS NOT DRIVEN BY A BROWSER (make browser)" >&2; \
 	exit $$status
@@ -118,6 +118,13 @@ FAST_WORKERS = $(shell echo $$(( $$(nproc) + $$(nproc) / 2 )))
 
 test-fast: setup ## What to run while editing: no test that starts services or a cluster, or is slow
 	@$(PY) -m pytest -q -n $(FAST_WORKERS) --dist worksteal -m 'not (slow or e2e or light_cluster or cluster or gpu)' $(ARGS)
+
+# Tests that start services wait for them most of the time. A file stays in one process: its tests share what it starts.
+SLOW_WORKERS = 3
+
+test-slow: setup ## What `make test` has beyond test-fast, several files at a time; but for tests marked `alone`
+	@$(PY) -m pytest -q -n $(SLOW_WORKERS) --dist loadfile \
+		-m '(slow or e2e or light_cluster) and not (cluster or long or alone or gpu)' $(ARGS)
 
 clients: setup ## Users' own libraries, unchanged, against the Direct example (docs/clients.md); installs each, GBs (ARGS= chooses)
 	@$(PY) tests/clients/run.py $(ARGS)
@@ -205,5 +212,5 @@ E2E       := E2E_KUBECONFIG='$(E2E_KUBECONFIG)' ISTHMUS_REQUIRE_CLUSTER=1 $(PY) 
 e2e: $(E2E_NEEDS) ## Run the tests on the full cluster: make e2e [KUBECONFIG=file: on your own cluster] [ARGS=...]
 	@$(E2E) -m 'cluster and not long' $(ARGS)
 
-e2e-full: $(E2E_NEEDS) ## Those and the long ones (lost node, 90 s of silence, slow downloads, the cluster's own end), the light cluster's too
-	@$(E2E) -m 'cluster or light_cluster' $(ARGS)
+e2e-full: setup $(E2E_NEEDS) ## Those and the long ones (lost node, 90 s of silence, slow downloads, the cluster's own end, every family in Store mode), the light cluster's too
+	@$(E2E) -m 'cluster or light_cluster or long' $(ARGS)

@@ -1,4 +1,4 @@
-"""A short storm with a fixed seed; the long one is `make chaos` (docs/chaos.md)."""
+"""Short storms with a fixed seed, the second not in CI; the long one is `make chaos` (docs/chaos.md)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.e2e
-
+pytestmark = [pytest.mark.e2e, pytest.mark.alone]
 
 RUNNING_OUT = "few descriptors,little memory,full disk,clock jump,no names"
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    ("mode", "minutes", "only"), [("direct", 0.25, ""), ("store", 0.5, RUNNING_OUT)], ids=["all", "running out"]
+    ("mode", "minutes", "only"),
+    [
+        pytest.param("direct", 0.25, "", id="all"),
+        pytest.param("store", 0.5, RUNNING_OUT, id="running out", marks=pytest.mark.long),
+    ],
 )
 def test_a_short_storm_breaks_no_guarantee(tmp_path: Path, mode: str, minutes: float, only: str) -> None:
     script = Path(__file__).with_name("run_storm.py")

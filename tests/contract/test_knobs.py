@@ -42,6 +42,7 @@ SERVE = {
     "--lora": [],
     "--max-loras": "auto",
     "--max-lora-rank": "16",
+    "--lora-memory": "4Gi",
     "--lora-dir": "",
     "--lora-file": "",
     "--max-waiting": "1024",

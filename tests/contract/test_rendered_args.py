@@ -186,7 +186,7 @@ LIMITS = {"api-process", "max-connections", "max-connections-per-address", "max-
 
 
 TRACES = {"trace-endpoint", "trace-sampling"}
-ADAPTERS = {"lora", "lora-dir", "lora-updates", "max-loras", "max-lora-rank"}
+ADAPTERS = {"lora", "lora-dir", "lora-memory", "lora-updates", "max-loras", "max-lora-rank"}
 
 
 def test_extra_args_may_hold_only_flags_that_no_field_sets() -> None:

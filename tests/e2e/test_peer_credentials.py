@@ -57,5 +57,14 @@ def test_a_pair_serves_its_router_alone_through_a_rotation(tmp_path: Path) -> No
             assert time.monotonic() < end, "the old key is still taken"
         while complete(3) != 200:
             assert time.monotonic() < end, "the router does not show its new token"
-        moved = [metric(service.url(n), "isthmus_xfer_prompts_total", source="transferred") for n in engines]
-        assert sum(moved) >= 3
+
+        def moved() -> float:
+            return sum(metric(service.url(n), "isthmus_xfer_prompts_total", source="transferred") for n in engines)
+
+        # A request in mid-rotation may have been computed again; with the new key alone KV moves.
+        before, number = moved(), 4
+        assert before >= 1
+        while moved() == before:
+            assert complete(number) == 200
+            number += 1
+            assert time.monotonic() < end, "no KV moves under the new key"

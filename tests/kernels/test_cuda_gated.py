@@ -1,51 +1,34 @@
 """What of the CUDA gated product needs no card: its tiles, what it refuses, and the two ops that stand for it."""
 
-import shutil
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from compiled_cuda import assert_in_registers, check_layout, hopper_code
 from torch import Tensor
 
-import isthmus_kernels
-from isthmus_kernels import dispatch, native
+from isthmus_kernels import dispatch
 from isthmus_kernels.linear import cuda_impl
 from isthmus_kernels.linear.packed import PackedLinear
 from isthmus_kernels.testing import assert_close, poisoned
 
-CHECK = Path(__file__).parent / "gated_layout_check.cpp"
 BF16 = torch.bfloat16
 
 
 def test_layout(tmp_path: Path) -> None:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++")
-    program = tmp_path / "gated_layout_check"
-    command = [compiler, "-std=c++17", "-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all", "-Wall", "-Werror"]
-    sources = Path(isthmus_kernels.__file__).parent
-    subprocess.run([*command, f"-I{sources}", str(CHECK), "-o", str(program)], check=True)
-    done = subprocess.run([program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_layout(Path(__file__).parent / "gated_layout_check.cpp", tmp_path)
 
 
+@pytest.mark.slow
 def test_machine_code_keeps_everything_in_registers() -> None:
     """A thread holds up to 128 sums: through local memory, or where a product waits for the last, they are slow."""
-    triton = pytest.importorskip("triton")
-    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    library = native.find(Path(isthmus_kernels.__file__).parent, "_cuda")
-    if library is None or not dump.exists():
-        pytest.skip("needs the compiled library, and cuobjdump, which Triton brings")
-    code = subprocess.run([dump, "--dump-sass", str(library)], capture_output=True, text=True, check=True).stdout
-    kernels = [part for part in code.split("Function : ") if "gated_product" in part.split("\n", 1)[0]]
-    kernels = [part for part in kernels if "HGMMA" in part]
+    kernels = hopper_code("gated_product")
     assert len(kernels) == 2, "one a width of tiles, for sm_90a"
     assert sorted((k.count("HGMMA.64x256x16"), k.count("HGMMA.64x192x16")) for k in kernels) == [(0, 4), (4, 0)]
     for kernel in kernels:
         assert "UTMALDG.2D.MULTICAST" in kernel and "UTMASTG" in kernel and "USETMAXREG" in kernel
-        assert " LDL" not in kernel and " STL" not in kernel
+        assert_in_registers(kernel)
 
 
 def refusal(

@@ -1,45 +1,25 @@
 """What of the CUDA prefill kernel needs no card: where it keeps what, ranges of keys, and what it refuses."""
 
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from compiled_cuda import assert_in_registers, check_layout, hopper_code
 
-import isthmus_kernels
-from isthmus_kernels import native
 from isthmus_kernels.paged_attention import cuda_impl
-
-CHECK = Path(__file__).parent / "prefill_layout_check.cpp"
 
 
 def test_layout(tmp_path: Path) -> None:
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs g++")
-    program = tmp_path / "prefill_layout_check"
-    command = [compiler, "-std=c++17", "-O1", "-fsanitize=undefined", "-fno-sanitize-recover=all", "-Wall", "-Werror"]
-    sources = Path(isthmus_kernels.__file__).parent
-    subprocess.run([*command, f"-I{sources}", str(CHECK), "-o", str(program)], check=True)
-    done = subprocess.run([program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_layout(Path(__file__).parent / "prefill_layout_check.cpp", tmp_path)
 
 
+@pytest.mark.slow
 def test_machine_code_keeps_everything_in_registers() -> None:
-    """A product whose registers do not suffice goes through local memory, and then takes twice as long."""
-    triton = pytest.importorskip("triton")
-    dump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    library = native.find(Path(isthmus_kernels.__file__).parent, "_cuda")
-    if library is None or not dump.exists():
-        pytest.skip("needs the compiled library, and cuobjdump, which Triton brings")
-    code = subprocess.run([dump, "--dump-sass", str(library)], capture_output=True, text=True, check=True).stdout
-    kernels = [part for part in code.split("Function : ") if "prefill9attention" in part.split("\n", 1)[0]]
-    kernels = [part for part in kernels if "HGMMA" in part]
+    kernels = hopper_code("prefill9attention")
     assert len(kernels) == 2, "bf16 and fp16, for sm_90a"
     for kernel in kernels:
         assert "UTMALDG" in kernel and "USETMAXREG" in kernel
-        assert " LDL" not in kernel and " STL" not in kernel
+        assert_in_registers(kernel)
 
 
 def refusal(

@@ -27,6 +27,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.slow
 def test_every_check(program: Path, seed: int) -> None:
     done = subprocess.run([program, str(seed)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"

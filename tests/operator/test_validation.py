@@ -69,6 +69,12 @@ BAD: list[tuple[dict[str, Any], str, list[str]]] = [
     ({"spec/model/source/hostPath/path": "~/m"}, "spec.model.source.hostPath.path", ['"~/m"', "absolute path"]),
     ({"spec/model/source": {"huggingFace": {}}}, "spec.model.source.huggingFace.repo", ["is missing"]),
     ({"spec/model/source": {"huggingFace": {"repo": "x"}}}, "spec.model.source.huggingFace.repo", ["owner/name"]),
+    ({"spec/model/source": {"huggingFace": {"repo": "../x"}}}, "spec.model.source.huggingFace.repo", ["owner/name"]),
+    (
+        {"spec/model/source": {"pvc": {"claimName": "c", "path": "../../etc"}}},
+        "spec.model.source.pvc.path",
+        ["leads out", "without `..`"],
+    ),
     ({"spec/model/source": {"s3": {"uri": "http://b"}}}, "spec.model.source.s3.uri", ["s3://bucket/prefix"]),
     ({"spec/model/cache": {"emptyDir": {}}}, "spec.model.cache", ["mounted, not downloaded", "remove it"]),
     ({"spec/model/servedNames": ["a", "a"]}, "spec.model.servedNames[1]", ['"a"', "twice"]),

@@ -60,7 +60,9 @@ def test_all_problems_at_once() -> None:
     assert [p.split()[0].rstrip(":") for p in found] == ["--port", "--block-size", "--kv-memory", "--queue-timeout"]
 
 
-@pytest.mark.parametrize("argv", [[], ["--role", "chef", "--model", "m"], [*UNIFIED, "--colour", "red"]])
+@pytest.mark.parametrize(
+    "argv", [[], ["--role", "chef", "--model", "m"], [*UNIFIED, "--colour", "red"], [*UNIFIED, "--metrics-por", "1"]]
+)
 def test_the_parser_itself_answers_in_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", *argv]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -110,7 +110,7 @@ class World:
     def load(self, name: str) -> AdapterName:
         """Make an adapter known, whose digest is its name."""
         adapter = AdapterName(name, name)
-        self.executor.keep(FakeAdapter(name))
+        self.executor.keep(FakeAdapter(name, 0))
         self.scheduler.adapters.add(adapter)
         return adapter
 

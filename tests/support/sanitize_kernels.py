@@ -17,6 +17,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from invariance_checks import check_attention as alike_attention
+from invariance_checks import check_experts as alike_experts
+from invariance_checks import check_linear as alike_linear
+from invariance_checks import check_lora as alike_lora
+from invariance_checks import check_sampling as alike_sampling
 from kernel_checks import (
     check_attention,
     check_block_copy,
@@ -25,16 +30,20 @@ from kernel_checks import (
     check_gated,
     check_linear,
     check_logprobs,
+    check_lora,
     check_moe,
     check_moe_of_8_bits,
     check_norms,
     check_rope,
     check_sample,
 )
+from torch.nn import functional
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import batch_invariance, dispatch
 from isthmus_kernels.kv_swap.cases import SwapCase
 from isthmus_kernels.kv_swap.geometry import DIRECTIONS
+from isthmus_kernels.linear import cuda_impl
+from isthmus_kernels.testing import assert_close
 
 ON = ("triton", "cuda")
 BF16 = torch.bfloat16
@@ -72,12 +81,33 @@ def _swaps(options: dict[str, Any]) -> None:
             swap.close()
 
 
+def _gated_product(rows: int, width: int, columns: int) -> None:
+    x = torch.randn(rows, columns, device="cuda", dtype=BF16)
+    weight = torch.randn(2 * width, columns, device="cuda", dtype=BF16) * columns**-0.5
+    out = torch.full((rows, width), float("nan"), device="cuda", dtype=BF16)
+    cuda_impl.gated_product(x, weight, out)
+    gate, up = (x.float() @ weight.float().T).chunk(2, dim=1)
+    assert_close(out, functional.silu(gate) * up)
+
+
+def _alike(check: Callable[..., None], *args: Any, **options: Any) -> None:
+    """With the kernels of `--deterministic on`."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    batch_invariance.switch(device, True)
+    try:
+        check("cuda", *args, **options)
+    finally:
+        batch_invariance.switch(device, False)
+
+
 SMALL = {"heads": 8, "kv_heads": 2, "head_dim": 128, "block_size": 16}
+TINY = {"heads": 2, "kv_heads": 1, "head_dim": 128, "block_size": 16}
 GROUPS: dict[str, list[Callable[[], None]]] = {
     "prefill": [  # of the CUDA library
-        partial(check_attention, "cuda", "cuda", lengths, contexts, **SMALL, **KINDS)
-        for lengths, contexts in (([70, 3, 1], [30, 64, 20]), ([140], [130]))
+        partial(check_attention, "cuda", "cuda", [70, 3, 1], [30, 64, 20], **TINY, **KINDS),
+        partial(check_attention, "cuda", "cuda", [140], [130], **TINY, **KINDS),
     ],
+    "gated product": [partial(_gated_product, *shape) for shape in ((17, 264, 128), (300, 136, 192))],
     "attention": [
         partial(check_attention, *ON, [1, 1, 0, 1], [300, 0, 0, 700], **SMALL, **KINDS),
         partial(check_attention, *ON, [70, 3, 1], [30, 64, 20], **SMALL, **KINDS),
@@ -113,11 +143,22 @@ GROUPS: dict[str, list[Callable[[], None]]] = {
     "moe of many": [partial(check_moe, *ON, 60, 4, 2, 64, 32, BF16)],
     "moe of most": [partial(check_moe, *ON, 330, 3, 1, 32, 16, BF16)],  # the largest tiles
     "moe of 8 bits": [partial(check_moe_of_8_bits, *ON, tokens, 4, 2, 128, 64) for tokens in (3, 40)],
+    "adapters": [
+        partial(check_lora, *ON, 9, 200, (48, 16, 16), 8, BF16),
+        partial(check_lora, *ON, 70, 130, (96,), 16, BF16),
+    ],
+    "alike": [
+        partial(_alike, alike_linear, BF16, 100, 328, [1, 3, 66]),
+        partial(_alike, alike_attention, BF16, lengths=[1, 40, 70], window=None, **TINY),
+        partial(_alike, alike_lora, BF16, rows=5, inputs=200, widths=(48, 16)),
+        partial(_alike, alike_sampling, rows=3, vocab=5001),
+    ],
+    "moe alike": [partial(_alike, alike_experts, BF16, tokens=12, count=4, top_k=2, hidden=64, inner=32)],
 }  # fmt: skip
 SUMMARY = re.compile(r"ERROR SUMMARY: .*|RACECHECK SUMMARY: .*")
 
 
-def _checked(pair: tuple[str, str]) -> tuple[str, bool, str]:
+def _checked(pair: tuple[str, str], limit_s: float) -> tuple[str, bool, str]:
     """Run one group under one tool: what to print, whether all was well, the whole output."""
     tool, group = pair
     begin = time.monotonic()
@@ -127,7 +168,7 @@ def _checked(pair: tuple[str, str]) -> tuple[str, bool, str]:
             [*command, sys.executable, __file__, "--run", group],
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=limit_s,
             check=False,
         )
     except subprocess.TimeoutExpired as late:
@@ -145,6 +186,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--groups", default=",".join(GROUPS))
+    parser.add_argument("--limit", type=float, default=280, help="seconds a process may take")
     parser.add_argument("--run", choices=GROUPS, help="run the cases of a group, here")
     arguments = parser.parse_args()
     if arguments.run:
@@ -156,7 +198,7 @@ def main() -> int:
     pairs = [(tool, group) for tool in arguments.tools.split(",") for group in arguments.groups.split(",")]
     ok = True
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for done in as_completed([pool.submit(_checked, pair) for pair in pairs]):
+        for done in as_completed([pool.submit(_checked, pair, arguments.limit) for pair in pairs]):
             text, well, output = done.result()
             print(text, flush=True)
             ok = ok and well

@@ -251,7 +251,8 @@ class _Parser(argparse.ArgumentParser):
 
 def build_serve_parser() -> argparse.ArgumentParser:
     """Flags of `isthmus-runtime serve`. tests/contract freezes this list."""
-    p = _Parser(prog="isthmus-runtime serve", description="Run one role of an Isthmus service.")
+    # Whole names only: the operator refuses in extraArgs the flags that it sets, by their names.
+    p = _Parser(prog="isthmus-runtime serve", description="Run one role of an Isthmus service.", allow_abbrev=False)
     p.add_argument("--role", required=True, choices=[r.value for r in Role])
     p.add_argument("--host", default="127.0.0.1", help="address to listen on")
     p.add_argument("--port", default="8000", help="port to listen on")

@@ -6,8 +6,12 @@ import argparse
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from .quantities import parse_quantity
+
 LORA_RANKS = (8, 16, 32, 64, 128, 256)
 """What --max-lora-rank may be: the room of every slot."""
+MEMORY_BYTES = 4 << 30
+"""Of --lora-memory."""
 _SLOTS = 4
 _MOST_SLOTS = 1024
 
@@ -25,6 +29,8 @@ class LoraConfig:
     """What lists those to have, and may change; empty: none."""
     folder: str = ""
     """Where those are that may be loaded at run time through the API; empty: none may."""
+    memory_bytes: int = MEMORY_BYTES
+    """Of the host, for all that are loaded: each takes as much as a slot, whatever its rank."""
 
 
 def add_lora_flags(engine: argparse._ArgumentGroup) -> None:
@@ -33,6 +39,7 @@ def add_lora_flags(engine: argparse._ArgumentGroup) -> None:
     engine.add_argument("--lora-file", default="", help="JSON list of {name, path} that adapters follow as it changes")
     engine.add_argument("--max-loras", default="auto", help="adapters on the device at once; auto: 4 if there are any")
     engine.add_argument("--max-lora-rank", default="16", choices=[str(rank) for rank in LORA_RANKS])
+    engine.add_argument("--lora-memory", default="4Gi", help="host memory for all adapters that are loaded, in bytes")
     engine.add_argument("--lora-dir", default="", help="folder of adapters that the API may load and unload; none: off")
 
 
@@ -68,11 +75,17 @@ def read_lora(args: argparse.Namespace, taken: Collection[str]) -> tuple[LoraCon
         problems.append(
             "--max-loras 0 leaves no room for adapters; give 1 or more, or none of --lora, --lora-file, --lora-dir"
         )
+    memory = MEMORY_BYTES
+    try:
+        memory = parse_quantity(args.lora_memory)
+    except ValueError as e:
+        problems.append(f"--lora-memory {args.lora_memory!r}: {e}")
     config = LoraConfig(
         max_loras=most,
         max_rank=int(args.max_lora_rank),
         adapters=tuple(adapters),
         file=args.lora_file,
         folder=args.lora_dir,
+        memory_bytes=memory,
     )
     return config, problems

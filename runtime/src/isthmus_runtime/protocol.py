@@ -22,7 +22,6 @@ from base64 import b64decode, b64encode
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
-from pydantic_core import from_json, to_json
 
 from .errors import RequestError, error_from_json
 from .request import (
@@ -37,6 +36,7 @@ from .request import (
     TokenChunk,
     TokenLogprobs,
 )
+from .score_wire import read_scores, read_with_scores, write_scores
 
 KV_ABI = 3
 """Engine KV ABI; part of the fingerprint. Raise it when bytes in a block or in the pool, or the records between
@@ -351,22 +351,20 @@ def token_line(chunk: TokenChunk) -> bytes:
         body["c"] = chunk.cached_tokens
     if chunk.note:
         body["n"] = chunk.note
-    if chunk.prompt_logprobs:
-        body["p"] = chunk.prompt_logprobs  # a long line: written below in a fifth of the time
     if chunk.vector:
         body["v"] = b64encode(chunk.vector).decode()
     if chunk.finish_reason is not None:
         body["f"] = chunk.finish_reason.value
     if chunk.error is not None:
         body["e"] = {"status": chunk.error.status, **chunk.error.to_json()}
-    if chunk.prompt_logprobs:
-        return to_json(body, inf_nan_mode="constants") + b"\n"
-    return json.dumps(body, separators=(",", ":")).encode() + b"\n"
+    line = json.dumps(body, separators=(",", ":")).encode() + b"\n"
+    # First, so that no text comes before them.
+    return b'{"p":%b,%b' % (write_scores(chunk.prompt_logprobs), line[1:]) if chunk.prompt_logprobs else line
 
 
 def parse_line(line: bytes) -> Ticket | TokenChunk:
     """Inverse of `reserved_line` and `token_line`. Raises ValueError on anything else."""
-    body = from_json(line)
+    body, scores = read_with_scores(line, "p")
     if not isinstance(body, dict):
         raise ValueError(f"stream line is {type(body).__name__}, expected an object")
     if "reserved" in body:
@@ -376,30 +374,22 @@ def parse_line(line: bytes) -> Ticket | TokenChunk:
         error = error_from_json(int(raw.get("status", 500)), raw)
     return TokenChunk(
         token_ids=tuple(body["t"]),
-        logprobs=tuple(_logprobs(*entry) for entry in body.get("l", ())),
+        logprobs=tuple(read_scores(body.get("l", ()))),
         finish_reason=FinishReason(body["f"]) if "f" in body else None,
         error=error,
         cached_tokens=body.get("c", 0),
         note=body.get("n", ""),
-        prompt_logprobs=tuple(_logprobs(*entry) for entry in body.get("p", ())),
+        prompt_logprobs=scores,
         vector=b64decode(body.get("v", ""), validate=True),
     )
 
 
 def parse_prefill_answer(raw: bytes) -> PrefillAnswer:
-    """A `PrefillAnswer` as JSON. Raises ValueError on anything else.
-
-    The scores of a long prompt are read by interpreted code: in a thread, that lets others run.
-    """
-    body = from_json(raw)
-    if not isinstance(body, dict):
-        raise ValueError(f"the answer is {type(body).__name__}, expected an object")
+    """A `PrefillAnswer` as JSON. Raises ValueError on anything else."""
     try:
-        scores = tuple(_logprobs(*entry) for entry in body.pop("prompt_logprobs", ()))
+        body, scores = read_with_scores(raw, "prompt_logprobs")
     except TypeError as e:
         raise ValueError(f"prompt_logprobs: {e}") from e
+    if not isinstance(body, dict):
+        raise ValueError(f"the answer is {type(body).__name__}, expected an object")
     return PrefillAnswer.model_validate(body).model_copy(update={"prompt_logprobs": scores})
-
-
-def _logprobs(token_id: int, logprob: float, top: list[tuple[int, float]], rank: int = 0) -> TokenLogprobs:
-    return TokenLogprobs(token_id, logprob, tuple((other, value) for other, value in top), rank)

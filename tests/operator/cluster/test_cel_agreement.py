@@ -20,6 +20,7 @@ cases = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(cases)
 
 BEYOND_CEL = {
+    "spec.model.servedNames[0]": "what can be printed",
     "spec.model.servedNames[1]": "a set list: the server refuses it, in its own words",
     "spec.roles.decode.resources.requests.cpu": "arithmetic on quantities",
     "spec.roles.decode.resources.limits.memory": "arithmetic on quantities",
@@ -29,6 +30,7 @@ BEYOND_CEL = {
     "spec.engine.extraArgs.block-size": "the list of typed flags",
     "spec.engine.extraArgs.tensor-parallel-size": "the list of typed flags",
     "spec.model.adapters[0].name": "the name of the service, where the model has none of its own",
+    "spec.model.source.pvc.path": "`..` in a path",
     "spec.model.adapters[0].source.pvc.path": "`..` in a path",
     "spec.model.adapters[0].source.hostPath.subPath": "`..` in a path",
     "spec.router.extraArgs.max-queue": "the list of typed flags",

@@ -262,3 +262,37 @@ def test_two_names_of_one_content(tmp_path: Path) -> None:
 
     tokens, named = asyncio.run(asyncio.wait_for(main(), 60))
     assert tokens == expected_tokens([1, 2], greedy(3), 3, adapter=named.digest)
+
+
+def test_memory_of_the_host_is_bounded(tmp_path: Path) -> None:
+    """What requests still use counts though its name is gone."""
+    executor = FakeExecutor(65, 4)
+
+    async def main() -> None:
+        with engine(executor=executor, max_loras=1) as backend:
+            registry = AdapterRegistry(loop_of(backend), executor, memory_bytes=25)
+            folders = [adapter(tmp_path / str(number), f"{number:010}") for number in range(4)]
+            first = registry.load("a", folders[0])
+            registry.load("same", folders[0])
+            registry.load("b", folders[1])
+            with pytest.raises(
+                InvalidRequest, match=r"2 adapters are in memory, and with 'c' .* 30 bytes .*of at most 25 "
+            ):
+                registry.load("c", folders[2])
+            with pytest.raises(InvalidRequest, match="--lora-memory"):
+                registry.load("b", folders[2], replace=True)
+            registry.load("again", folders[1])
+            registry.unload("again")
+            asked = GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=greedy(100), adapter=first)
+            stream = backend.generate(asked)
+            await anext(stream)
+            registry.unload("a")
+            registry.unload("same")
+            with pytest.raises(InvalidRequest, match="--lora-memory"):
+                registry.load("c", folders[2])
+            await stream.aclose()
+            while first.digest in executor.kept():  # noqa: ASYNC110  (another thread drops it)
+                await asyncio.sleep(0)
+            registry.load("c", folders[2])
+
+    asyncio.run(asyncio.wait_for(main(), 60))

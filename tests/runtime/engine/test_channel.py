@@ -255,3 +255,21 @@ def test_half_a_character_in_an_error_stays_readable() -> None:
     (changed,) = from_engine(body)
     assert isinstance(changed, AdapterChanged) and changed.error is not None
     assert changed.error.message == "key \\ud800 is set"
+
+
+@pytest.mark.parametrize("top", [0, 3])
+def test_many_scores_are_read_apart_from_their_frame(top: int) -> None:
+    """A frame is read on the event loop, in one go: what is long in it stays bytes, in pieces."""
+    alternatives = tuple((i, -0.5 * i) for i in range(top))
+    scores = tuple(TokenLogprobs(i, -math.inf if i % 7 else -0.25, alternatives, i % 5) for i in range(9000))
+    ticket_first = [("b", TICKET), ("b", TokenChunk((7,), prompt_logprobs=scores)), ("b", TokenChunk((8,)))]
+    answer = PrefillAnswer(attempt="c", num_tokens=9001, prompt_logprobs=scores)
+    few = TokenChunk((1,), prompt_logprobs=scores[:9])
+    frame = pack([replies([*ticket_first, ("c", answer), ("a", few)])])
+    assert frame is not None
+    (message,) = from_engine(bodies(frame)[0])
+    assert isinstance(message, Replies)
+    assert message.tickets == [("b", TICKET)] and message.answers == []
+    assert message.chunks == [("b", TokenChunk((8,))), ("a", few)]
+    assert [(sid, reply.read()) for sid, reply in message.long] == [ticket_first[1], ("c", answer)]
+    assert all(len(piece) < 100_000 for _, reply in message.long for piece in reply.pieces)

@@ -25,7 +25,7 @@ from isthmus_runtime.engine.traces import StartTimes
 from isthmus_runtime.errors import EngineLost, InvalidRequest, Overloaded, RequestError
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
 from isthmus_runtime.interfaces.steps import Forced
-from isthmus_runtime.request import GenerateRequest, Structure, TokenChunk
+from isthmus_runtime.request import FinishReason, GenerateRequest, Structure, TokenChunk, TokenLogprobs
 
 DEADLINE_S = 30
 
@@ -421,8 +421,28 @@ def test_stopping_ends_what_runs_and_says_so_last() -> None:
                 for end in await asyncio.gather(*tasks):
                     assert end is None or "shutting down" in end.message
             assert not engine.status().failure, "it was asked to"
+            assert await engine.is_drained("anything"), "a peer that asks now need not wait for the port to close"
             engine.close()
             await asyncio.to_thread(engine.host._reader.join, DEADLINE_S)
             assert not engine.lost, "all was told before"
+
+    run(main)
+
+
+def test_many_scores_arrive_in_order_and_as_they_were() -> None:
+    async def main() -> None:
+        async with engine_apart() as backend:
+            scores = tuple(TokenLogprobs(i, -0.5, ((i, -0.5),), 1) for i in range(5000))
+            engine = far(backend)
+
+            def told(request: GenerateRequest, **names: object) -> None:
+                first = TokenChunk((1,), prompt_logprobs=scores)
+                last = TokenChunk((3,), finish_reason=FinishReason.LENGTH)
+                engine.host.sink([("r", first), ("r", TokenChunk((2,))), ("r", last)])
+
+            engine.generate = told  # type: ignore[assignment, method-assign]
+            found = [chunk async for chunk in backend.generate(request("r", [1], 3))]
+            assert [t for chunk in found for t in chunk.token_ids] == [1, 2, 3]
+            assert found[0].prompt_logprobs == scores
 
     run(main)

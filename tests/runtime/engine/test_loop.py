@@ -13,8 +13,10 @@ from executors import Breaking, Gated
 
 from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.loop import Reply
+from isthmus_runtime.engine.sequence import CancelAttempt, Effect, FinishSend
 from isthmus_runtime.errors import EngineFailed, InvalidRequest, NeverFits
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
+from isthmus_runtime.interfaces.handoff import PromptResult
 from isthmus_runtime.interfaces.steps import StepOutput
 from isthmus_runtime.request import FinishReason, TokenChunk
 
@@ -184,3 +186,71 @@ def test_the_next_step_is_planned_while_one_runs_and_a_stall_is_visible() -> Non
             assert backend.engine.loop.stalled_s() == 0
 
     asyncio.run(main())
+
+
+class Transfers:
+    """A handoff that notes what is asked of it, and fails at one attempt."""
+
+    def __init__(self, breaks: str) -> None:
+        self.breaks = breaks
+        self.asked: list[tuple[str, str]] = []
+
+    def finish_send(self, attempt: str, result: PromptResult, now: float) -> None:
+        self.asked.append(("finish", attempt))
+        if attempt == self.breaks:
+            raise RuntimeError("no such segment")
+
+    def cancel(self, attempt: str, reason: str, now: float) -> None:
+        self.asked.append(("cancel", attempt))
+
+    def tick(self, now: float) -> None: ...
+
+    def next_deadline(self) -> None: ...
+
+
+def test_transfers_that_were_to_end_in_the_turn_that_breaks_end_all_the_same() -> None:
+    """Peers hold blocks for them."""
+    said: list[tuple[str, Reply]] = []
+    executor, step = FakeExecutor(65, 4), Future[StepOutput]()
+    executor.submit = lambda plan: step  # type: ignore[method-assign]
+    transfers = Transfers("breaks")
+    loop = make_loop(said.extend, executor, handoff=lambda notify: transfers)  # type: ignore[arg-type, return-value]
+    loop.generate(request("runs", [1, 2], 5))
+    loop.turn()
+    result = PromptResult(num_tokens=2, first_token=1)
+    ends: list[Effect] = [CancelAttempt("left", "its client left"), ("x", TokenChunk((5,))), FinishSend("done", result)]
+    loop._inbox.put(lambda now: ends)
+    step.set_exception(RuntimeError("no device"))
+    with pytest.raises(RuntimeError, match="no device") as broken:
+        loop.turn()
+    loop._break(str(broken.value))
+    assert transfers.asked == [("cancel", "left"), ("finish", "done")]
+    assert said[0] == ("x", TokenChunk((5,)))
+
+    transfers.asked.clear()
+    said.clear()
+    loop._inbox.put(lambda now: [("y", TokenChunk((6,))), FinishSend("breaks", result), *ends])
+    with pytest.raises(RuntimeError, match="no such segment"):
+        loop.turn()
+    loop._break("no such segment")
+    assert transfers.asked == [("finish", "breaks"), ("cancel", "left"), ("finish", "done")], "each once"
+    assert said == [("y", TokenChunk((6,))), ("x", TokenChunk((5,)))], "each once"
+
+
+def test_all_threads_end_within_one_deadline() -> None:
+    now = 0.0
+
+    class Hangs:
+        ident = 1
+
+        def join(self, timeout: float) -> None:
+            nonlocal now
+            now += timeout
+
+        stop = join
+
+    loop = make_loop(lambda replies: None, FakeExecutor(65, 4))
+    loop._clock = lambda: now
+    loop._thread, loop._masks, loop._draft_model = Hangs(), Hangs(), Hangs()  # type: ignore[assignment]
+    loop.stop(10.0)
+    assert now == 10.0

@@ -410,12 +410,18 @@ def test_scores_equal_transformers(name: str, late: bool, tmp_path: Path, start_
     assert not any(chunk.prompt_logprobs for chunks in (full, few) for chunk in chunks[1:])
 
 
+def slow(*names: str) -> list[Any]:
+    """Cases for `make test`: one or two of their kind run while editing."""
+    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 # One of each family.
 @pytest.mark.parametrize(
     "name",
     [
-        *("gqa-tied", "mistral-window", "qwen2-two-groups", "qwen3-qk-norm", "qwen3-moe", "gemma2-softcaps"),
-        *("gemma3-two-ropes", "phi3-window", "gpt-oss", "deepseek-v2-lite", "deepseek-v3"),
+        *("gqa-tied", "gemma3-two-ropes", "deepseek-v3"),
+        *slow("mistral-window", "qwen2-two-groups", "qwen3-qk-norm", "qwen3-moe", "gemma2-softcaps"),
+        *slow("phi3-window", "gpt-oss", "deepseek-v2-lite"),
     ],
 )
 def test_prompts_from_the_prefix_cache_give_the_same_tokens(
@@ -465,7 +471,7 @@ def test_steps_submitted_ahead_give_the_same_tokens(tmp_path: Path, start_engine
     assert got == [greedy(model, p, 12) for p in prompts]
 
 
-@pytest.mark.parametrize("name", ["gqa-tied", "qwen2-two-groups", "mqa-narrow-heads"])
+@pytest.mark.parametrize("name", ["gqa-tied", *slow("qwen2-two-groups", "mqa-narrow-heads")])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_padded_captured_late_steps_give_the_same_tokens(
     name: str, ahead: bool, tmp_path: Path, start_engine: Callable[..., Any], job: Any

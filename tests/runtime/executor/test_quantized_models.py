@@ -134,7 +134,9 @@ def llama() -> Any:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in {"fp8-block", "gptq"} else pytest.mark.slow) for name in METHODS]
+)
 def test_tokens_equal_the_model_it_stands_for(
     name: str,
     tmp_path: Path,

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from isthmus_runtime.errors import EngineFailed, InvalidRequest, Overloaded, RequestError, UnknownModel
+from isthmus_runtime.errors import EngineLost, InvalidRequest, Overloaded, RequestError, UnknownModel
 from isthmus_runtime.router.adapters import FleetAdapters
 
 UNKNOWN = UnknownModel("lora_name: no adapter 'sql' is loaded")
@@ -24,7 +24,7 @@ def change(path: str | None, *answers: Exception | None, state: str = "ready") -
         if (error := left[int(url)]) is not None:
             raise error
 
-    statuses = [SimpleNamespace(url=str(number), state=state) for number in left]
+    statuses = [SimpleNamespace(url=str(number), state=state, role="decode") for number in left]
 
     async def ask_again() -> None:
         again.append(1)
@@ -47,10 +47,10 @@ def test_an_unload_that_is_repeated_for_one_that_failed_succeeds() -> None:
     ("path", "answers", "kind", "text"),
     [
         (None, (UNKNOWN, UNKNOWN), UnknownModel, "no adapter 'sql'"),
-        (None, (UNKNOWN, OSError("refused")), EngineFailed, "2 of 2 engines failed"),
-        (None, (None, OSError("refused"), UNKNOWN), EngineFailed, "1 of 3 engines failed"),
+        (None, (UNKNOWN, OSError("refused")), EngineLost, "2 of 2 engines failed"),
+        (None, (None, OSError("refused"), UNKNOWN), EngineLost, "1 of 3 engines failed"),
         ("sql", (WRONG, WRONG), InvalidRequest, "no folder"),
-        ("sql", (None, WRONG), EngineFailed, "1 of 2 engines failed"),
+        ("sql", (None, WRONG), EngineLost, "1 of 2 engines failed"),
     ],
 )
 def test_who_failed_is_told(
@@ -58,6 +58,13 @@ def test_who_failed_is_told(
 ) -> None:
     with pytest.raises(kind, match=text):
         change(path, *answers)
+
+
+def test_where_engines_are_is_not_told() -> None:
+    refused = OSError("Connect call failed ('10.1.2.3', 8000)")
+    with pytest.raises(EngineLost, match=r"2 of 3 engines .*\(2 x decode: did not answer or broke; .*log") as caught:
+        change("sql", None, refused, refused)
+    assert "10.1.2.3" not in caught.value.message and caught.value.status == 502
 
 
 def test_no_engine_is_ready() -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from isthmus_runtime.errors import InvalidRequest
+from isthmus_runtime.errors import EngineFailed, InvalidRequest
 from isthmus_runtime.request import Structure
 from isthmus_runtime.structured.grammars import MAX_TEXT, Grammars
 
@@ -163,6 +163,22 @@ def test_what_cannot_be_held_to_is_refused(grammars: Grammars, structure: Struct
         grammars.guide(structure)
     assert all(word in str(caught.value) for word in words), caught.value
     assert len(str(caught.value)) < 600
+
+
+def test_a_grammar_that_proves_too_much_work_is_the_request_s_fault(grammars: Grammars) -> None:
+    """Its first mask is cheap, so that compiling accepts it: engines would fail one after another, each with a 500."""
+    guide = grammars.guide(Structure("regex", "a{1000000}"))
+    token = next(i for i in allowed_ids(guide.allowed([])) if i not in EOS)
+    with pytest.raises(InvalidRequest, match=r"after 0 tokens: .*simplify the grammar") as caught:
+        guide.allowed([token])
+    assert caught.value.param == "structure"
+
+
+def test_a_token_that_was_not_allowed_is_the_engine_s_fault(grammars: Grammars) -> None:
+    guide = grammars.guide(Structure("choice", '["once"]'))
+    refused = next(i for i in range(VOCAB) if i not in set(allowed_ids(guide.allowed([]))))
+    with pytest.raises(EngineFailed, match=f"token {refused} was drawn"):
+        guide.allowed([refused])
 
 
 def test_a_grammar_is_compiled_once_for_all_choices_of_a_request(grammars: Grammars) -> None:

@@ -26,6 +26,12 @@ STAGE_BYTES = 32 << 20
 # Pinned bytes of a direction: 131,000 pairs of ids in flight. A submission that finds them all in use waits.
 STAGING_BYTES = 1 << 20
 
+# What `isthmus_kv_swap_submit` takes.
+_SUBMIT = (
+    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
+)
+
 _BAD_IDS, _NOT_PINNED, _OUT_OF_MEMORY = -1, -2, -3
 
 
@@ -108,6 +114,7 @@ class CudaSwap(KvSwap):
         lib = cuda_library.library()
         assert lib is not None, "dispatch chose this implementation without the library"
         self._lib = lib
+        lib.isthmus_kv_swap_submit.argtypes = _SUBMIT
         config = array.array("q", [number for direction in DIRECTIONS for number in routes[direction].pack()])
         slots = []
         for direction in DIRECTIONS:
@@ -123,6 +130,7 @@ class CudaSwap(KvSwap):
         code = lib.isthmus_kv_swap_open(ctypes.c_void_p(config.buffer_info()[0]), ctypes.byref(handle))
         _explain(code, "kv_swap: cannot open")
         self._handle = handle
+        self._index = pool.device.index
         # For each direction, the stream on which it ends and the one on which a staged swap begins. 0 is the lowest
         # priority; the device clamps what is higher than it has.
         self._streams = {
@@ -143,21 +151,22 @@ class CudaSwap(KvSwap):
         last, first = self._streams[direction]
         before = 0
         if after is None:
-            before = torch.cuda.current_stream(self.pool.device).cuda_stream
+            # torch's object for a stream takes 3.5 us to make, a fifth of the submission of a block.
+            before = torch._C._cuda_getCurrentRawStream(self._index)
         else:
             after.wait(last)
             after.wait(first)
         code = self._lib.isthmus_kv_swap_submit(
             self._handle,
-            ctypes.c_int64(DIRECTIONS.index(direction)),
-            ctypes.c_void_p(pool_ids.data_ptr()),
-            ctypes.c_void_p(host_ids.data_ptr()),
-            ctypes.c_int64(pool_ids.element_size()),
-            ctypes.c_int64(len(pool_ids)),
-            ctypes.c_void_p(last.cuda_stream),
-            ctypes.c_void_p(first.cuda_stream),
-            ctypes.c_int64(after is None),
-            ctypes.c_void_p(before),
+            DIRECTIONS.index(direction),
+            pool_ids.data_ptr(),
+            host_ids.data_ptr(),
+            pool_ids.element_size(),
+            len(pool_ids),
+            last.cuda_stream,
+            first.cuda_stream,
+            after is None,
+            before,
         )
         if code:
             self._raise(code, direction, pool_ids, host_ids)

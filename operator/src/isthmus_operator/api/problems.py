@@ -44,7 +44,7 @@ _TYPES = {
 }
 _PATTERNS = {
     r"^/[^\s]*[^/\s]$": "an absolute path without spaces and without a slash at its end",
-    r"^[\w.-]+/[\w.-]+$": "owner/name",
+    r"^\w[\w.-]*/\w[\w.-]*$": "owner/name",
     r"^s3://[^/\s]+/[^\s]+$": "s3://bucket/prefix",
     r"^[^\s:/]+:[0-9]{1,5}$": "host:port",
     r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$": "lower-case letters, digits, '-' and '.'",

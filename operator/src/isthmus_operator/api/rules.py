@@ -95,6 +95,9 @@ def _one_source(spec: Spec) -> Iterator[Problem]:
             else f"keep one of {', '.join(given)}"
         )
         yield Problem("spec.model.source", found, f"exactly one of {', '.join(kinds)}", fix)
+    if source.pvc is not None and ".." in source.pvc.path.split("/"):
+        found, allowed = f"{show(source.pvc.path)} leads out of it", "a folder inside the volume, without `..`"
+        yield Problem("spec.model.source.pvc.path", found, allowed, "name it directly")
 
 
 def _one_kind_of_keys(spec: Spec) -> Iterator[Problem]:

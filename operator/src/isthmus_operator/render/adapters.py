@@ -11,7 +11,7 @@ import json
 from posixpath import normpath
 from typing import Any
 
-from ..api.spec import AdapterSource, Model
+from ..api.model_spec import AdapterSource, Model
 from ..api.v1alpha1 import InferenceService
 from .names import child_name, metadata
 

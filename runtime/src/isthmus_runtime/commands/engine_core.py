@@ -145,7 +145,13 @@ def start_engine(
         adapters=loaded.adapters,
         draft_model=draft_model,
     )
-    adapters = AdapterRegistry(loop, loaded.adapters, taken=config.model.served_names, folder=config.lora.folder)
+    adapters = AdapterRegistry(
+        loop,
+        loaded.adapters,
+        taken=config.model.served_names,
+        folder=config.lora.folder,
+        memory_bytes=config.lora.memory_bytes,
+    )
     _load_adapters(adapters, config)
     listed = _listed_adapters(adapters, config)
     adapter_file = None if listed is None else AdapterFileThread(listed, time.monotonic)

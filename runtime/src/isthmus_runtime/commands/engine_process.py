@@ -8,6 +8,7 @@ the engine process ends at once, the API process ends its requests first.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -60,6 +61,7 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 [*COMMAND, str(fd)], stdin=subprocess.PIPE, pass_fds=(fd,), start_new_session=True
             )
+        self._ends_by = math.inf
         assert self._process.stdin is not None
         with self._process.stdin as orders:
             orders.write(_CONFIG.dump_json(config))
@@ -69,9 +71,14 @@ class EngineProcess:
         """Of the process."""
         return self._process.pid
 
+    def expect_end(self, within_s: float) -> None:
+        """It is told to stop: `end` waits no longer than `within_s` from now."""
+        self._ends_by = time.monotonic() + within_s
+
     def end(self, timeout_s: float) -> int:
         """Wait until it has ended, by force after `timeout_s`; its exit status, negative for a signal."""
         self.socket.close()
+        timeout_s = max(0.0, min(timeout_s, self._ends_by - time.monotonic()))
         try:
             return self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

@@ -43,12 +43,15 @@ log = logging.getLogger(__name__)
 
 _LAME_DUCK_S = 2.0
 """Routers look at /info once a second; until they know, what they send here is served."""
-_STOP_S = 15.0
+_STOP_S = 8.0
 """For an engine process to end its requests and transfers, after the drain."""
+_LEAVE_S = 10.0
+"""For that, and for it to let go of its device and other ranks; then it is killed, which they notice. With the rest of
+what `run_app` takes, within the 15 s that pods have after their drain."""
 _MOST_PROBLEMS = 65
 """Of adapters, in /info: routers ask for it every second. Metrics count all."""
 _END_S = 45.0
-"""For it to let go of its device and other ranks, after that."""
+"""To let go of them where nothing asked for its end: it broke, or could not start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,11 +134,16 @@ def _apart(config: EngineConfig, process: EngineProcess) -> _Open:
             check_status(process.end(_END_S))
             raise EngineFailed("the engine process ended before it served") from error
         log.info("engine process %d serves", process.pid)
+
+        async def stop_engine() -> None:
+            process.expect_end(_LEAVE_S)
+            await engine.stop(_STOP_S)
+
         stop = asyncio.Event()  # signals set it, too
         watch = asyncio.ensure_future(engine.ended.wait())
         watch.add_done_callback(lambda _: stop.set())
         try:
-            yield _Served(engine=engine, facts=facts, leave=stop, stop=lambda: engine.stop(_STOP_S))
+            yield _Served(engine=engine, facts=facts, leave=stop, stop=stop_engine)
         finally:
             watch.cancel()
             engine.close()

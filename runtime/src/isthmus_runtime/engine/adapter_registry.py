@@ -8,7 +8,8 @@ import threading
 from pathlib import Path
 
 from ..errors import ConfigError, InvalidRequest, UnknownModel
-from ..interfaces.steps import AdapterHolder
+from ..interfaces.steps import Adapter, AdapterHolder
+from ..lora_config import MEMORY_BYTES
 from ..request import AdapterName
 from .loop import EngineLoop
 
@@ -24,14 +25,24 @@ class AdapterRegistry:
     """Loads and unloads adapters, one at a time. Any thread."""
 
     def __init__(
-        self, engine: EngineLoop, holder: AdapterHolder | None, *, taken: tuple[str, ...] = (), folder: str = ""
+        self,
+        engine: EngineLoop,
+        holder: AdapterHolder | None,
+        *,
+        taken: tuple[str, ...] = (),
+        folder: str = "",
+        memory_bytes: int = MEMORY_BYTES,
     ) -> None:
         """`holder` None: this engine has no slots for adapters. `taken`: names that no adapter may have. `folder`:
-        where those must be that a client asks for; empty: clients may not."""
+        where those must be that a client asks for; empty: clients may not. `memory_bytes`: of the host, that all of
+        them may take."""
         self._engine = engine
         self._holder = holder
         self._taken = taken
         self._folder = folder
+        self._memory = memory_bytes
+        self._sizes: dict[str, int] = {}
+        """Bytes of those that have a name, by digest."""
         self._lock = threading.Lock()
         self._names: dict[str, AdapterName] = {}
 
@@ -66,8 +77,10 @@ class AdapterRegistry:
                     f"{told} bytes, of at most {MOST_TOLD}; unload others, or give shorter names",
                     param="lora_name",
                 )
+            self._check_memory(name, adapter)
             self._engine.add_adapter(name, adapter)
             self._names[name] = AdapterName(name, adapter.digest)
+            self._sizes[adapter.digest] = adapter.nbytes
             self._retire(before)
             _LOG.info("adapter %s is loaded from %s: %s", name, folder, adapter.digest)
             return self._names[name]
@@ -107,6 +120,19 @@ class AdapterRegistry:
             pass  # no path at all, such as one with a NUL
         raise InvalidRequest(f"lora_path: there is no folder {path!r} in the folder of adapters", param="lora_path")
 
+    def _check_memory(self, name: str, adapter: Adapter) -> None:
+        """Those that were replaced or unloaded count for as long as requests run that use them."""
+        assert self._holder is not None
+        taken = {**self._holder.kept(), **self._sizes}
+        wanted = sum({**taken, adapter.digest: adapter.nbytes}.values())
+        if wanted > self._memory:
+            raise InvalidRequest(
+                f"lora_name: {len(taken)} adapters are in memory, and with {name!r} they would take {wanted} bytes of "
+                f"it, of at most {self._memory} (--lora-memory); unload others, or raise it",
+                param="lora_name",
+            )
+
     def _retire(self, before: AdapterName | None) -> None:
         if before is not None and all(other.digest != before.digest for other in self._names.values()):
+            del self._sizes[before.digest]
             self._engine.retire_adapter(before.digest)

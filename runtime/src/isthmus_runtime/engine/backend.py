@@ -12,6 +12,7 @@ from ..interfaces.backend import Backend
 from ..protocol import PrefillAnswer, PrefillCall, Ticket
 from ..request import GENERATES, FinishReason, GenerateRequest, ServedTask, TokenChunk
 from ..tracing.span import current
+from .long_reply import LongReply
 from .loop import Reply
 from .seam import Engine
 from .traces import RequestTrace, StartTimes
@@ -22,14 +23,14 @@ class Streams:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._queues: dict[str, asyncio.Queue[Reply]] = {}
+        self._queues: dict[str, asyncio.Queue[Reply | LongReply]] = {}
 
     def sink(self, replies: Sequence[tuple[str, Reply]]) -> None:
         """Called on the engine thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.deliver, replies)
 
-    def open(self, sid: str) -> asyncio.Queue[Reply]:
+    def open(self, sid: str) -> asyncio.Queue[Reply | LongReply]:
         """A queue for the replies to `sid`; close it in a `finally`."""
         return self._queues.setdefault(sid, asyncio.Queue())
 
@@ -46,7 +47,7 @@ class Streams:
         for sid, queue in self._queues.items():
             queue.put_nowait(TokenChunk(finish_reason=FinishReason.ERROR, error=error.located("generation", sid)))
 
-    def deliver(self, replies: Sequence[tuple[str, Reply]]) -> None:
+    def deliver(self, replies: Sequence[tuple[str, Reply | LongReply]]) -> None:
         """Called on the event loop."""
         for sid, reply in replies:
             queue = self._queues.get(sid)
@@ -128,7 +129,7 @@ class EngineBackend(Backend):
                 peer_epoch=peer_epoch,
             )
             while not ended:
-                reply = await queue.get()
+                reply = await _next(queue)
                 assert not isinstance(reply, PrefillAnswer)
                 if isinstance(reply, TokenChunk):
                     ended = reply.finish_reason is not None
@@ -157,7 +158,7 @@ class EngineBackend(Backend):
         ended = False
         try:
             self.engine.prefill(request, call.attempt, call.ticket)
-            reply = await queue.get()
+            reply = await _next(queue)
             ended = True
             if isinstance(reply, PrefillAnswer):
                 if trace is not None:
@@ -210,7 +211,12 @@ class EngineBackend(Backend):
                     param=name,
                 )
 
-    def _claim(self, sid: str) -> asyncio.Queue[Reply]:
+    def _claim(self, sid: str) -> asyncio.Queue[Reply | LongReply]:
         if self._streams.busy(sid):
             raise InvalidRequest(f"request id {sid!r} is already in progress; use a new one", param="request_id")
         return self._streams.open(sid)
+
+
+async def _next(queue: asyncio.Queue[Reply | LongReply]) -> Reply:
+    reply = await queue.get()
+    return await asyncio.to_thread(reply.read) if isinstance(reply, LongReply) else reply

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from ..errors import EngineFailed, IsthmusError, RequestError, error_from_json
 from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_prefill_answer
 from ..request import AdapterName, FinishReason, GenerateRequest, TokenChunk
+from .long_reply import LongReply, has_many_scores, long_reply
 from .loop import Reply
 from .seam import EngineFacts, EngineStatus
 
@@ -104,6 +105,8 @@ class Replies(_Message, frozen=True):
     tickets: list[tuple[str, Ticket]] = []
     """Of requests that are in no `chunks` but for their end."""
     answers: list[tuple[str, PrefillAnswer]] = []
+    long: list[tuple[str, LongReply]] = []
+    """Those with many scores, which come before any token of their request."""
 
 
 class Gone(_Message, frozen=True):
@@ -197,11 +200,17 @@ def pack(messages: Sequence[ToEngine | FromEngine], limit: int = MAX_FRAME_BYTES
 
 def replies(found: Sequence[tuple[str, Reply]]) -> Replies:
     """The replies of one or more turns. Those of one request keep their order: a ticket comes before its tokens."""
-    return Replies(
-        [(sid, reply) for sid, reply in found if isinstance(reply, TokenChunk)],
-        [(sid, reply) for sid, reply in found if isinstance(reply, Ticket)],
-        [(sid, reply) for sid, reply in found if isinstance(reply, PrefillAnswer)],
-    )
+    told = Replies([], [], [], [])
+    for sid, reply in found:
+        if isinstance(reply, Ticket):
+            told.tickets.append((sid, reply))
+        elif has_many_scores(reply.prompt_logprobs):
+            told.long.append((sid, long_reply(reply)))
+        elif isinstance(reply, TokenChunk):
+            told.chunks.append((sid, reply))
+        else:
+            told.answers.append((sid, reply))
+    return told
 
 
 def reply_frames(found: Sequence[tuple[str, Reply]], limit: int = MAX_FRAME_BYTES) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ import threading
 
 NAMES = frozenset(
     {
-        *("engine", "masks", "executor", "executor-completion", "adapter-file"),
+        *("engine", "masks", "drafts", "executor", "executor-completion", "adapter-file"),
         *("transfer-direct", "transfer-greeter", "transfer-store", "memory-fabric"),
     }
 )

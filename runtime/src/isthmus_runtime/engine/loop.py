@@ -96,8 +96,10 @@ class EngineLoop:
         self._started = started
         self._adapters = adapters
         self._inbox: queue.SimpleQueue[Callable[[float], list[Effect]] | None] = queue.SimpleQueue()
-        self._effects: list[Effect] = []
-        """Of the turn that runs, not yet applied: if it breaks, its answers are given all the same."""
+        self._effects: deque[Effect] = deque()
+        """Of the turn that runs, not yet applied: if it breaks, its answers and ends are given all the same."""
+        self._replies: list[tuple[str, Reply]] = []
+        """Of effects that were applied, not yet given."""
         self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
         self._handoff = None if handoff is None else handoff(self._on_handoff)
         self._masks = MaskThread(lambda: self._inbox.put(_look_again))
@@ -250,14 +252,19 @@ class EngineLoop:
         self._inbox.put(command)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the thread; live requests end with an error first."""
+        """End the threads, all together within `timeout_s`; live requests end with an error first."""
+        ends_at = self._clock() + timeout_s
+
+        def left() -> float:
+            return max(0.0, ends_at - self._clock())
+
         self.abort_all(EngineFailed("the engine is shutting down"))
         self._inbox.put(None)
         if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        self._masks.stop(timeout_s)
+            self._thread.join(left())
+        self._masks.stop(left())
         if self._draft_model is not None:
-            self._draft_model.stop(timeout_s)
+            self._draft_model.stop(left())
         if self._handoff is not None:
             self._handoff.close()
 
@@ -409,30 +416,32 @@ class EngineLoop:
         return None if wake is None else max(0.0, wake - self._clock())
 
     def _apply(self, now: float) -> None:
-        replies: list[tuple[str, Reply]] = []
-        for effect in self._effects:
-            match effect:
-                case tuple():  # an Emit
-                    replies.append(effect)
-                case OpenReceive(job):
-                    assert self._handoff is not None
-                    try:
-                        replies.append((job.attempt, self._handoff.open_receive(job, now)))
-                    except RequestError as error:
-                        refused = self.scheduler.refuse_receive(job.attempt, error)
-                        replies += [e for e in refused if isinstance(e, tuple)]
-                case SendBlocks(attempt, blocks):
-                    assert self._handoff is not None
-                    self._handoff.send_blocks(attempt, blocks, now)
-                case FinishSend(attempt, result):
-                    assert self._handoff is not None
-                    self._handoff.finish_send(attempt, result, now)
-                case CancelAttempt(attempt, reason):
-                    assert self._handoff is not None
-                    self._handoff.cancel(attempt, reason, now)
-        if replies:
+        while self._effects:
+            effect = self._effects.popleft()  # first: one that breaks is not tried again
+            if isinstance(effect, tuple):  # an Emit
+                self._replies.append(effect)
+            else:
+                self._move(effect, now)
+        if self._replies:
+            replies, self._replies = self._replies, []
             self._sink(replies)
-        self._effects.clear()
+
+    def _move(self, effect: OpenReceive | SendBlocks | FinishSend | CancelAttempt, now: float) -> None:
+        """Pass on what concerns KV of others."""
+        assert self._handoff is not None
+        match effect:
+            case OpenReceive(job):
+                try:
+                    self._replies.append((job.attempt, self._handoff.open_receive(job, now)))
+                except RequestError as error:
+                    refused = self.scheduler.refuse_receive(job.attempt, error)
+                    self._replies += [e for e in refused if isinstance(e, tuple)]
+            case SendBlocks(attempt, blocks):
+                self._handoff.send_blocks(attempt, blocks, now)
+            case FinishSend(attempt, result):
+                self._handoff.finish_send(attempt, result, now)
+            case CancelAttempt(attempt, reason):
+                self._handoff.cancel(attempt, reason, now)
 
     def _handoff_event(self, event: HandoffEvent, now: float) -> list[Effect]:
         match event:
@@ -472,15 +481,22 @@ class EngineLoop:
         error = EngineFailed(self.failure)
         # The answers first: what broke once may break again, and nobody is to wait for it.
         live = [_refused(seq.sid, error.located(seq.phase.value, seq.attempt)) for seq in self.scheduler.live()]
-        self._sink([*(effect for effect in self._effects if isinstance(effect, tuple)), *live])
-        self._effects.clear()
+        left, self._effects = self._effects, deque()
+        replies, self._replies = self._replies, []
+        self._sink([*replies, *(effect for effect in left if isinstance(effect, tuple)), *live])
+        # Peers wait for the end of an attempt too, and hold blocks for it. What would begin now, does not.
+        ends: list[Effect] = [effect for effect in left if isinstance(effect, CancelAttempt | FinishSend)]
         try:
-            effects = self.scheduler.abort_all(error)
-            self._effects += [effect for effect in effects if not isinstance(effect, tuple)]
-            self._apply(self._clock())
+            ends += [effect for effect in self.scheduler.abort_all(error) if not isinstance(effect, tuple)]
         except Exception:
             log.exception("the broken engine could not let go of what it held")
-            self._effects.clear()
+        for end in ends:
+            assert not isinstance(end, tuple)
+            try:
+                self._move(end, self._clock())
+            except Exception:
+                log.exception("the broken engine could not end a transfer: %s", end)
+        self._replies.clear()
 
 
 def _step_ended(now: float) -> list[Effect]:

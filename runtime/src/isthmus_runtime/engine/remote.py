@@ -132,6 +132,8 @@ class RemoteEngine(Engine):
 
     async def is_drained(self, attempt: str) -> bool:
         """Of `Engine`."""
+        if self._stopped:
+            return True
         if self.ended.is_set():
             raise self._lost()
         self._questions += 1
@@ -252,8 +254,8 @@ class RemoteEngine(Engine):
 
     def _take(self, message: FromEngine) -> None:
         match message:
-            case Replies(chunks=chunks, tickets=tickets, answers=answers):
-                for replies in (tickets, answers, chunks):
+            case Replies(chunks=chunks, tickets=tickets, answers=answers, long=long):
+                for replies in (tickets, long, answers, chunks):
                     if replies:
                         self._streams.deliver([r for r in replies if r[0] not in self._leaving])
             case Gone(sid=sid):
@@ -296,7 +298,11 @@ class RemoteEngine(Engine):
         if not self.ready.done():
             self.ready.set_exception(error)
         for asked in self._asked.values():
-            if not asked.done():
+            if asked.done():
+                continue
+            if self._stopped:
+                asked.set_result(True)
+            else:
                 asked.set_exception(error)
         for changing in self._changing.values():
             if not changing.done():

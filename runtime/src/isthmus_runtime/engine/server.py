@@ -36,6 +36,7 @@ from ..serving.in_flight import InFlight
 from ..tracing.span import NO_TRACER, Tracer, within
 from .backend import EngineBackend
 from .kv_events import KvEventFeed
+from .long_reply import has_many_scores
 
 log = logging.getLogger(__name__)
 
@@ -250,7 +251,8 @@ class EngineServer:
                     await call.write(reserved_line(reply))
                 else:
                     observer.chunk(reply)
-                    await call.write(token_line(reply))
+                    long = has_many_scores(reply.prompt_logprobs)
+                    await call.write(await asyncio.to_thread(token_line, reply) if long else token_line(reply))
         except asyncio.CancelledError:
             error = self._in_flight.cancelled()
             if error is None:

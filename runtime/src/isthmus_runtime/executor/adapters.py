@@ -29,6 +29,11 @@ class HostAdapter:
     matrices: tuple[tuple[Tensor, Tensor], ...]
     """Of each adaptable layer [P, R, in] and [R, out]; ranks that the adapter does not have are 0."""
 
+    @property
+    def nbytes(self) -> int:
+        """As much as one slot has."""
+        return sum(a.nbytes + b.nbytes for a, b in self.matrices)
+
 
 class AdapterSlots:
     """`interfaces.steps.AdapterHolder`, and the slots on the device."""
@@ -79,6 +84,10 @@ class AdapterSlots:
     def drop(self, digest: str) -> None:
         """Forget it; what is in slots stays there."""
         self._known.pop(digest, None)
+
+    def kept(self) -> Mapping[str, int]:
+        """Of `AdapterHolder`."""
+        return {digest: adapter.nbytes for digest, adapter in self._known.copy().items()}
 
     def load(self, wanted: AdapterSlot) -> None:
         """Within a body: put an adapter into its slot."""

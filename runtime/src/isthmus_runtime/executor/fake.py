@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from hashlib import sha256
@@ -149,9 +149,10 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class FakeAdapter:
-    """`interfaces.steps.Adapter`: nothing but its name."""
+    """`interfaces.steps.Adapter`: nothing but its name and size."""
 
     digest: str
+    nbytes: int
 
 
 class FakeExecutor:
@@ -180,7 +181,7 @@ class FakeExecutor:
             layout_digest=layout_digest,
         )
         self._rows: dict[int, _Row] = {}
-        self._known: set[str] = set()
+        self._known: dict[str, int] = {}
         self._slots: dict[int, str] = {0: ""}
         """Digest of the adapter in each."""
         self._thread = running_pool(1, "fake-executor")
@@ -190,15 +191,21 @@ class FakeExecutor:
         files = sorted(path for path in Path(folder).glob("*") if path.is_file())
         if not files:
             raise WeightsError(f"{folder} has no files")
-        return FakeAdapter(sha256(b"".join(sha256(path.read_bytes()).digest() for path in files)).hexdigest()[:32])
+        found = [path.read_bytes() for path in files]
+        digest = sha256(b"".join(sha256(data).digest() for data in found)).hexdigest()[:32]
+        return FakeAdapter(digest, sum(map(len, found)))
 
     def keep(self, adapter: Adapter) -> None:
         """Steps may name it from now on."""
-        self._known.add(adapter.digest)
+        self._known[adapter.digest] = adapter.nbytes
 
     def drop(self, digest: str) -> None:
         """No step may name it any more."""
-        self._known.discard(digest)
+        self._known.pop(digest, None)
+
+    def kept(self) -> Mapping[str, int]:
+        """Of `AdapterHolder`."""
+        return self._known.copy()
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         """Queue a step."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -213,6 +213,10 @@ class _ReadAdapter:
     def digest(self) -> str:
         return self.own.digest
 
+    @property
+    def nbytes(self) -> int:
+        return self.own.nbytes
+
 
 class LeadingAdapters:
     """`interfaces.steps.AdapterHolder` of rank 0: its own slots, and those of the others."""
@@ -236,6 +240,10 @@ class LeadingAdapters:
         """Forget it on every rank."""
         self._local.drop(digest)
         self._leader.tell(lambda: _send(_Kind.DROP, digest.encode(), group=self._group))
+
+    def kept(self) -> Mapping[str, int]:
+        """Of this rank, as every other one has them."""
+        return self._local.kept()
 
 
 def follow(

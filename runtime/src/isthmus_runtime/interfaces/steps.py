@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
@@ -232,6 +232,10 @@ class Adapter(Protocol):
     def digest(self) -> str:
         """Of its content: of its settings and its weights."""
 
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the host's memory."""
+
 
 class AdapterHolder(Protocol):
     """An executor's adapters in the host's memory, from where steps take them to their slots."""
@@ -245,6 +249,9 @@ class AdapterHolder(Protocol):
 
     def drop(self, digest: str) -> None:
         """No step in flight takes it to a slot, and none will."""
+
+    def kept(self) -> Mapping[str, int]:
+        """Bytes of those that are kept, by digest. Any thread."""
 
 
 class Executor(Protocol):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
-from ..errors import EngineFailed, InvalidRequest, Overloaded, RequestError, UnknownModel
+from ..errors import EngineLost, InvalidRequest, Overloaded, RequestError, UnknownModel
 from ..protocol import AdapterCall
 from .links import LOST, Links, lost
 from .pool import EnginePool
@@ -22,14 +23,14 @@ class FleetAdapters:
 
     async def change(self, name: str, path: str | None, *, replace: bool = False) -> None:
         """Load the adapter at `path` of the engines' folders; None: unload. Raises InvalidRequest where all engines
-        refuse it alike, EngineFailed naming those that failed where only some did."""
-        urls = [status.url for status in self._pool.statuses() if status.state == "ready"]
-        if not urls:
+        refuse it alike, EngineLost (502) where only some did: where they are is for this process's log alone."""
+        roles = {status.url: status.role for status in self._pool.statuses() if status.state == "ready"}
+        if not roles:
             raise Overloaded("no engine is ready; ask again when one is")
         call = AdapterCall(name=name, path=path, replace=replace)
-        failed = [one for one in await asyncio.gather(*(self._one(url, call) for url in urls)) if one is not None]
+        failed = [one for one in await asyncio.gather(*(self._one(url, call) for url in roles)) if one is not None]
         await self._pool.ask_again()  # a request for it may be the client's next
-        if path is None and len(failed) < len(urls):
+        if path is None and len(failed) < len(roles):
             # As when this is repeated for an engine that failed: the others have unloaded it before.
             failed = [(url, error) for url, error in failed if not isinstance(error, UnknownModel)]
         if not failed:
@@ -37,11 +38,15 @@ class FleetAdapters:
         for url, error in failed:
             _LOG.warning("adapter %s: %s: %s", name, url, error.message)
         first = failed[0][1]
-        if len(failed) == len(urls) and all(isinstance(error, InvalidRequest) for _, error in failed):
+        if len(failed) == len(roles) and all(isinstance(error, InvalidRequest) for _, error in failed):
             raise first
-        told = "; ".join(f"{url}: {error.message}" for url, error in failed)
-        raise EngineFailed(
-            f"{len(failed)} of {len(urls)} engines failed, the others did it; repeat this for all of them ({told})",
+        told = Counter(
+            f"{roles[url]}: {error.message if isinstance(error, InvalidRequest) else 'did not answer or broke'}"
+            for url, error in failed
+        )
+        raise EngineLost(
+            f"{len(failed)} of {len(roles)} engines failed, the others did it; repeat this for all of them "
+            f"({'; '.join(f'{count} x {text}' for text, count in told.items())}; the router's log names them)",
             stage="adapters",
         )
 

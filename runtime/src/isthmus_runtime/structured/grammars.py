@@ -122,7 +122,8 @@ class Guide:
     def allowed(self, generated: Sequence[int]) -> bytes:
         """The mask for the token after these: once the grammar is fulfilled, end-of-sequence tokens are in it.
 
-        Raises EngineFailed when a limit of the work for one token was met, or a token was not allowed.
+        Raises InvalidRequest when a limit of the work for one token was met, which compiling did not show, and
+        EngineFailed when a token was not allowed.
         """
         self._take(generated)
         mask: bytes = self._matcher.compute_bitmask()
@@ -165,15 +166,23 @@ class Guide:
     def _take(self, generated: Sequence[int]) -> None:
         assert len(generated) >= self._taken, "what was generated does not shrink"
         if len(generated) > self._taken:
-            self._matcher.consume_tokens(list(generated[self._taken :]))
-            self._taken = len(generated)
+            new = list(generated[self._taken :])
+            taken = self._matcher.try_consume_tokens(new)
+            self._taken += taken
             self._check()
+            if taken < len(new):
+                raise EngineFailed(
+                    f"structured output: token {new[taken]} was drawn after {self._taken} others, though not allowed"
+                )
 
     def _check(self) -> None:
+        # Which grammar is too much work is known only where it is walked: what is wrong is the request, not the engine,
+        # and another engine would do no better.
         if self._matcher.is_error():
-            raise EngineFailed(
-                f"structured output ended after {self._taken} tokens: {_first_line(self._matcher)}; "
-                "simplify the grammar"
+            raise InvalidRequest(
+                f"structure: structured output ended after {self._taken} tokens: {_first_line(self._matcher)}; "
+                "simplify the grammar",
+                param="structure",
             )
 
 
