@@ -268,6 +268,28 @@ def test_rows_with_a_few_forced_tokens_are_in_every_step_of_a_batch(grammars: in
         assert world.tokens[f"r{number}"][3::4] == [301] * 20
 
 
+class Computing(EveryFourth):
+    """Its masks are computed only while the step runs."""
+
+    def allowed(self, generated: Sequence[int], most: int = 0) -> bytes | Later:  # type: ignore[override]
+        mask = super().allowed(generated, most)
+        return Later.MASK if generated else mask
+
+    def forced(self) -> Forced:
+        return Forced()
+
+
+def test_a_step_that_is_planned_late_does_not_leave_out_rows_whose_masks_are_being_computed() -> None:
+    world = World(max_num_seqs=4, max_model_len=128, num_blocks=129, late_masks=True, depth=1)
+    for number in range(4):
+        sid = f"r{number}"
+        world.add(request(sid, [number, 2], 40), masks=Computing(world, sid) if number < 2 else None)
+    world.run()
+    assert world.scheduler.steps.newest == 40
+    assert all(len(tokens) == 40 for tokens in world.tokens.values())
+    assert world.tokens["r0"][3::4] == world.tokens["r1"][3::4] == [301] * 10
+
+
 def test_a_row_whose_mask_is_slow_is_not_waited_for_again() -> None:
     class Slow(Stretches):
         slow = False

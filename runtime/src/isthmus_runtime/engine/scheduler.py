@@ -264,10 +264,12 @@ class Scheduler:
     def _may_draw(self, seq: Sequence, draft: StepDraft) -> bool:
         """Whether a running request with masks may be in the step: its mask is known, or comes before the draw."""
         if not seq.unseen:
-            known = draft.may_draw(seq)
-            if not known and seq.holds and self.holds:
-                self._speculation.too_late(seq)
-            return known
+            if draft.may_draw(seq):
+                return True
+            if seq.holds:
+                if self.holds:
+                    self._speculation.too_late(seq)
+                return False
         return self._late_masks and draft.may_draw_later(seq)
 
     def _give_room(self, seq: Sequence, upto: int, draft: StepDraft) -> bool:
