@@ -11,8 +11,11 @@ from isthmus_kernels import batch_invariance
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.linear import torch_impl, triton_invariant
 from isthmus_kernels.linear.torch_impl import PlainWeight
+from isthmus_kernels.rms_norm.triton_impl import add_parts_rms_norm, rms_norm
 
 MOST_ROWS = 16
+# Rows up to which columns may be summed in parts.
+MOST_SUMMED = 512
 # Outputs per multiprocessor up to which a weight is short.
 _SHORT = 32
 _LEAST_PIECE = 1024
@@ -178,6 +181,11 @@ def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     )
 
 
+def column_parts(rows: int, outputs: int, columns: int) -> int:
+    """In how many parts the columns are summed, so that few outputs are work for all multiprocessors."""
+    return 1
+
+
 @dataclass(frozen=True, slots=True)
 class SkinnyWeight:
     """A row-major weight that goes to the kernels above for few rows, and to cuBLAS for more."""
@@ -212,6 +220,28 @@ class SkinnyWeight:
         else:
             multiply_few(x, weight, bias, out)
         return out
+
+    def apply_add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, out: Tensor) -> bool:
+        """``residual += x @ weight.T``, its RMSNorm to `out`; False where two ops do it faster, or must.
+
+        Sums are rounded once, as part of the residual, which is closer to the definition than product and addition.
+        """
+        weight, rows = self.plain.weight, x.shape[0]
+        if self.plain.bias is not None or x.dtype not in _DTYPES or batch_invariance.required(x.device):
+            return False
+        if rows <= MOST_ROWS:
+            return False
+        parts = column_parts(rows, *weight.shape)
+        if parts == 1:
+            residual.addmm_(x, weight.T)
+            rms_norm(residual, norm, eps, out=out)
+        else:
+            sums = scratch("linear sums", x.device, (parts * weight.shape[0] * MOST_SUMMED,), torch.float32)
+            sums = sums[: parts * rows * weight.shape[0]].view(parts, rows, weight.shape[0])
+            left, right = x.unflatten(1, (parts, -1)).transpose(0, 1), weight.unflatten(1, (parts, -1)).permute(1, 2, 0)
+            torch.bmm(left, right, out_dtype=torch.float32, out=sums)
+            add_parts_rms_norm(sums, residual, norm, eps, out)
+        return True
 
     def outputs_from(self, first: int) -> "SkinnyWeight":
         """The outputs from `first` on, in the same memory."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from isthmus_kernels import dispatch
+from isthmus_kernels.dispatch import Heads
 
 from .batch import AttentionBatch, LayerKv
 from .linear import Linear
+from .norm import Joint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +52,9 @@ class Attention:
         context: Tensor,
         flat: Tensor,
         out: Tensor,
-    ) -> Tensor:
-        """x [T, H] to `out` [T, H]; this step's keys and values are written to `kv` first.
+        joint: Joint,
+    ) -> None:
+        """x [T, H] to `joint`, by way of `out` [T, H] if need be; this step's keys and values to `kv` first.
 
         Args:
             kv: this layer's part of the pool.
@@ -59,21 +62,7 @@ class Attention:
             qkv, context: scratch, [T, (Hq + 2 Hk) D] and [T, Hq, D]; `flat` is context seen as [T, Hq D].
         """
         where = batch.groups[kv.group]
-        cos, sin = ropes[self.rope]
-        self.qkv(x, qkv, batch.adapters)
-        q = dispatch.rope_kv_write(
-            qkv,
-            batch.positions,
-            cos,
-            sin,
-            kv.pages,
-            where.slot_mapping,
-            num_heads=self.num_heads,
-            q_norm=self.q_norm,
-            k_norm=self.k_norm,
-            eps=self.eps,
-            scales=kv.scales,
-        )
+        q = self.qkv.rope_kv_write(x, qkv, self._heads(batch, kv, ropes), batch.adapters)
         dispatch.paged_attention(
             q,
             kv.pages,
@@ -89,7 +78,7 @@ class Attention:
             scales=kv.scales,
             out=context,
         )
-        return self.output(flat, out, batch.adapters)
+        self.output.join(flat, out, joint, batch.adapters)
 
     def write(
         self,
@@ -102,21 +91,23 @@ class Attention:
     ) -> None:
         """Of all that a call does with x [T, H] only the write of keys and values; arguments as there."""
         keys = None if batch.adapters is not None else self.qkv.outputs_from(self.num_heads * kv.pages.shape[4])
+        heads = self._heads(batch, kv, ropes)
+        if keys is None:
+            dispatch.write_heads(self.qkv(x, qkv, batch.adapters), heads)
+            return
+        qkv = qkv.view(-1)[: len(x) * keys.out_features].view(len(x), keys.out_features)
+        dispatch.linear_rope_kv_write(x, keys, replace(heads, num_heads=0, q_norm=None), qkv=qkv)
+
+    def _heads(self, batch: AttentionBatch, kv: LayerKv, ropes: Sequence[tuple[Tensor, Tensor]]) -> Heads:
         cos, sin = ropes[self.rope]
-        if keys is not None:
-            qkv = qkv.view(-1)[: len(x) * keys.out_features].view(len(x), keys.out_features)
-            dispatch.linear(x, keys, out=qkv)
-        else:
-            self.qkv(x, qkv, batch.adapters)
-        dispatch.rope_kv_write(
-            qkv,
-            batch.positions,
-            cos,
-            sin,
-            kv.pages,
-            batch.groups[kv.group].slot_mapping,
-            num_heads=self.num_heads if keys is None else 0,
-            q_norm=self.q_norm if keys is None else None,
+        return Heads(
+            positions=batch.positions,
+            cos=cos,
+            sin=sin,
+            kv=kv.pages,
+            slot_mapping=batch.groups[kv.group].slot_mapping,
+            num_heads=self.num_heads,
+            q_norm=self.q_norm,
             k_norm=self.k_norm,
             eps=self.eps,
             scales=kv.scales,
