@@ -17,7 +17,7 @@ BF16 = torch.bfloat16
 
 
 def test_layout(tmp_path: Path) -> None:
-    check_layout(Path(__file__).parent / "product_layout_check.cpp", tmp_path)
+    check_layout(Path(__file__).parent / "gated_layout_check.cpp", tmp_path)
 
 
 @pytest.mark.slow

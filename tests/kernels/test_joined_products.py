@@ -1,15 +1,14 @@
-"""Products that go on to the residual stream or to the pool: the two ops that define them, and weights that do both."""
+"""Products that go on to the residual stream: the two ops that define that, and weights that do both."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
 from isthmus_kernels import dispatch
-from isthmus_kernels.dispatch import Heads
 from isthmus_kernels.linear.packed import PackedLinear
-from isthmus_kernels.testing import assert_close, paged_case, poisoned
+from isthmus_kernels.testing import assert_close, poisoned
 
 BF16 = torch.bfloat16
 
@@ -38,11 +37,6 @@ class Joining:
         if self.takes:
             residual.fill_(5.0)
             out.fill_(7.0)
-        return self.takes
-
-    def apply_rope_kv_write(self, x: Tensor, qkv: Tensor, heads: Heads) -> bool:
-        if self.takes:
-            qkv.fill_(7.0)
         return self.takes
 
 
@@ -82,53 +76,13 @@ def test_a_residual_that_does_not_match_is_named() -> None:
         )
 
 
-def heads_of(tokens: int, *, kv_heads: int = 2, head_dim: int = 8) -> tuple[Heads, Tensor]:
-    """Four query heads, and the pool they belong to, of NaN."""
-    case = paged_case(
-        [tokens], [5], heads=4, kv_heads=kv_heads, head_dim=head_dim, block_size=8, kv_dtype=torch.float32
-    )
-    pool = poisoned(*case.pool.shape)
-    angles = torch.rand(tokens + 5, head_dim // 2)
-    heads = Heads(
-        positions=case.positions,
-        cos=angles.cos(),
-        sin=angles.sin(),
-        kv=dispatch.layer_view(pool, 1),
-        slot_mapping=case.slot_mapping,
-        num_heads=4,
-        q_norm=torch.rand(head_dim),
-        k_norm=None,
-        eps=1e-5,
-        scales=None,
-    )
-    return heads, pool
+def test_columns_are_summed_in_parts_where_tiles_leave_half_of_the_device_idle() -> None:
+    """As measured on an H200 (runtime/bench/LOG.md)."""
+    pytest.importorskip("triton")
+    from isthmus_kernels.linear.triton_impl import column_parts  # needs Triton
 
-
-@pytest.mark.parametrize("queries", [4, 0])
-def test_heads_have_the_bits_of_the_two_ops(queries: int) -> None:
-    heads, pool = heads_of(11)
-    heads = replace(heads, num_heads=queries)
-    width = (queries + 4) * 8
-    packed, x = dispatch.pack(torch.randn(width, 40) / 6), torch.randn(11, 40)
-    want = dispatch.write_heads(dispatch.linear(x, packed), heads)
-    written = pool.clone()
-    pool.fill_(float("nan"))
-    q = dispatch.linear_rope_kv_write(x, packed, heads, qkv=poisoned(11, width))
-    assert torch.equal(q, want)
-    torch.testing.assert_close(pool, written, rtol=0, atol=0, equal_nan=True)
-    assert bool((~written.isnan()).any())
-
-
-@pytest.mark.parametrize("takes", [True, False])
-def test_a_weight_may_write_heads_by_itself(takes: bool) -> None:
-    heads, pool = heads_of(3)
-    q = dispatch.linear_rope_kv_write(torch.ones(3, 3), joining(takes, 64), heads, qkv=poisoned(3, 64))
-    assert q.shape == (3, 4, 8)
-    assert bool((q == 7.0).all()) == takes
-    assert bool(pool.isnan().all()) == takes
-
-
-def test_a_product_of_other_heads_is_named() -> None:
-    heads, _ = heads_of(2)
-    with pytest.raises(ValueError, match=r"qkv: expected \[2, 72\] = \[T, 64\], got \(2, 72\)"):
-        dispatch.linear_rope_kv_write(torch.ones(2, 3), dispatch.pack(torch.ones(72, 3)), heads, qkv=torch.ones(2, 72))
+    shapes = {(rows, columns) for rows in (17, 64, 128, 256) for columns in (4096, 12_288)}
+    assert {column_parts(rows, 4096, columns, 132) for rows, columns in shapes} == {2}
+    assert {column_parts(rows, 4096, 4096, 132) for rows in (257, 384, 512, 8192)} == {1}
+    assert column_parts(256, 5120, 8192, 132) == 1
+    assert column_parts(64, 4096, 4095, 132) == 1, "columns that have no halves"

@@ -20,12 +20,11 @@ from isthmus_kernels import cuda_library, native
 from isthmus_kernels.device import interpreted
 from isthmus_kernels.kv_swap.swap import KvSwap
 from isthmus_kernels.kv_view import Layout, block_view, check_layer, layer_view
-from isthmus_kernels.linear.packed import GatedWeight, Heads, PackedLinear, RotatingWeight, SummingWeight, Weight
+from isthmus_kernels.linear.packed import GatedWeight, PackedLinear, SummingWeight, Weight
 from isthmus_kernels.lora.shapes import check_adapters
 from isthmus_kernels.native import Program, record
 
 __all__ = [
-    "Heads",
     "KvSwap",
     "Layout",
     "PackedLinear",
@@ -40,7 +39,6 @@ __all__ = [
     "layer_view",
     "linear",
     "linear_add_rms_norm",
-    "linear_rope_kv_write",
     "linear_silu_mul",
     "logprobs",
     "lora",
@@ -57,7 +55,6 @@ __all__ = [
     "rope_kv_write",
     "sample",
     "silu_mul",
-    "write_heads",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -230,23 +227,6 @@ def rope_kv_write(
         scales=scales,
     )
     return result
-
-
-def write_heads(qkv: Tensor, heads: Heads) -> Tensor:
-    """`rope_kv_write` with its arguments in a record."""
-    return rope_kv_write(
-        qkv,
-        heads.positions,
-        heads.cos,
-        heads.sin,
-        heads.kv,
-        heads.slot_mapping,
-        num_heads=heads.num_heads,
-        q_norm=heads.q_norm,
-        k_norm=heads.k_norm,
-        eps=heads.eps,
-        scales=heads.scales,
-    )
 
 
 def latent_kv_write(
@@ -428,23 +408,6 @@ def linear_silu_mul(x: Tensor, packed: PackedLinear, *, scratch: Tensor | None =
     if isinstance(packed.weight, GatedWeight) and packed.weight.apply_silu_mul(x, out):
         return out
     return silu_mul(linear(x, packed, out=scratch), out=out)
-
-
-def linear_rope_kv_write(x: Tensor, packed: PackedLinear, heads: Heads, *, qkv: Tensor) -> Tensor:
-    """`rope_kv_write` of ``linear(x, packed)``: queries, normed and turned, to the first columns of `qkv`
-    ``[T, (num_heads + 2 Hkv) * D]``, contiguous, and keys and values to the pool. Returns the view of the queries.
-
-    In one product where there is a kernel for it, which does not round what it norms and turns, and leaves the other
-    columns of `qkv` as they are. Otherwise as the two ops, by way of `qkv`.
-    """
-    check_layer(heads.kv, heads.scales)
-    dim = heads.kv.shape[4]
-    width = (heads.num_heads + 2 * heads.kv.shape[3]) * dim
-    if packed.out_features != width or qkv.shape != (x.shape[0], width):
-        raise ValueError(f"qkv: expected [{x.shape[0]}, {packed.out_features}] = [T, {width}], got {tuple(qkv.shape)}")
-    if isinstance(packed.weight, RotatingWeight) and packed.weight.apply_rope_kv_write(x, qkv, heads):
-        return qkv[:, : heads.num_heads * dim].view(x.shape[0], heads.num_heads, dim)
-    return write_heads(linear(x, packed, out=qkv), heads)
 
 
 def linear_add_rms_norm(

@@ -294,9 +294,4 @@ __device__ __forceinline__ uint32_t pack(float low, float high, Fp16) {
     return packed;
 }
 
-// The two values of a pair of bf16.
-__device__ __forceinline__ void unpack(uint32_t packed, float (&x)[2]) {
-    x[0] = __uint_as_float(packed << 16), x[1] = __uint_as_float(packed & 0xffff0000u);
-}
-
 }  // namespace isthmus::hopper

@@ -1,4 +1,4 @@
-"""Linear on Hopper: products of many rows by cuda/gated.cuh and cuda/rotated.cuh, the rest as in `triton_impl`."""
+"""Linear on Hopper: the gated product of many rows by cuda/gated.cuh, the rest as in `triton_impl`."""
 
 import ctypes
 import struct
@@ -10,18 +10,14 @@ from torch import Tensor
 from isthmus_kernels import batch_invariance, cuda_library
 from isthmus_kernels.device import multiprocessors
 from isthmus_kernels.linear import triton_impl
-from isthmus_kernels.linear.packed import Heads
 from isthmus_kernels.linear.triton_impl import SkinnyWeight
 
-# As the kernels have them (product_layout.h): rows of x and columns of the result of a tile, which two multiprocessors
-# take.
+# As the kernel has them (gated_layout.h): rows of x and columns of the result of a tile. Two multiprocessors take one.
 # The wider tile moves less for a product.
 _ROWS = 256
 _WIDTHS = (128, 96)
 _COLUMNS = 64
 _CALL = struct.Struct("12q")
-_ROTATED_CALL = struct.Struct("11q6q2q5q2qd")
-_HEAD = 128
 # Measured on an H200 (runtime/bench/LOG.md): below this share of useful work cuBLAS and the activation are faster.
 LEAST_USE = 0.94
 
@@ -73,55 +69,9 @@ def gated_product(x: Tensor, weight: Tensor, out: Tensor, tile: int = _WIDTHS[0]
     cuda_library.check(lib.isthmus_gated_product(call, stream), "linear_silu_mul: cannot launch the kernel")
 
 
-def rotated_refusal(x: Tensor, weight: Tensor, qkv: Tensor, heads: Heads) -> str | None:
-    """Why the kernel cannot take these; None when it can."""
-    if (reason := refusal(x, weight, qkv)) is not None:
-        return reason
-    kv, cos, sin = heads.kv, heads.cos, heads.sin
-    if kv.dtype != torch.bfloat16:
-        return f"a pool of {kv.dtype}, not bfloat16"
-    if kv.shape[4] != _HEAD or cos.shape[1] != _HEAD // 2:
-        return f"heads of {kv.shape[4]} channels, {2 * cos.shape[1]} of which turn, not {_HEAD}"
-    if heads.num_heads == 0 or heads.num_heads % 2:
-        return f"{heads.num_heads} query heads, not pairs"
-    # Stored 16 bytes at a time.
-    if kv.data_ptr() % 16 or any(stride % 8 for stride in kv.stride()[:4]):
-        return "a pool whose heads do not begin at multiples of 16 bytes"
-    if any(table.data_ptr() % 8 or table.stride(0) % 2 or table.stride(1) != 1 for table in (cos, sin)):
-        return "rotary tables that are not read in pairs"
-    norms = [norm for norm in (heads.q_norm, heads.k_norm) if norm is not None]
-    if any(norm.dtype != torch.bfloat16 or norm.data_ptr() % 4 for norm in norms):
-        return "norms that are not bfloat16"
-    return None
-
-
-def rotated_product(x: Tensor, weight: Tensor, qkv: Tensor, heads: Heads) -> None:
-    """`rope_kv_write` of ``x @ weight.T``: queries to the first columns of `qkv`, of which the others are not touched.
-
-    What is normed and turned is not rounded before. A row's bits depend on that row and the weight alone.
-    """
-    assert weight.shape == (qkv.shape[1], x.shape[1]) and qkv.shape[0] == x.shape[0]
-    lib = cuda_library.library()
-    assert lib is not None, "dispatch chose this implementation without the library"
-    kv, cos, sin = heads.kv, heads.cos, heads.sin
-    call = _ROTATED_CALL.pack(
-        *(matrix.data_ptr() for matrix in (qkv, x, weight)),
-        *(x.shape[0], heads.num_heads * _HEAD, x.shape[1]),
-        *(matrix.stride(0) for matrix in (qkv, x, weight)),
-        *(x.device.index, multiprocessors(x.device)),
-        *(vector.data_ptr() for vector in (heads.positions, heads.slot_mapping, cos, sin)),
-        *(cos.stride(0), sin.stride(0)),
-        *(0 if norm is None else norm.data_ptr() for norm in (heads.q_norm, heads.k_norm)),
-        *(kv.data_ptr(), *kv.stride()[:4]),
-        *(kv.shape[3], kv.shape[2], heads.eps),
-    )
-    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-    cuda_library.check(lib.isthmus_rotated_product(call, stream), "linear_rope_kv_write: cannot launch the kernel")
-
-
 @dataclass(frozen=True, slots=True)
 class TiledWeight:
-    """A row-major weight that goes to the kernels above for products of many rows."""
+    """A row-major weight that goes to the kernel above for gated products of many rows."""
 
     skinny: SkinnyWeight
 
@@ -143,19 +93,6 @@ class TiledWeight:
         if bias is not None or tile is None or refusal(x, weight, out) is not None:
             return False
         gated_product(x, weight, out, tile)
-        return True
-
-    def apply_rope_kv_write(self, x: Tensor, qkv: Tensor, heads: Heads) -> bool:
-        """`rope_kv_write` of ``x @ weight.T``, queries to `qkv`; False where two ops do it faster, or must."""
-        weight, bias = self.skinny.plain.weight, self.skinny.plain.bias
-        if bias is not None or batch_invariance.required(x.device) or heads.scales is not None:
-            return False
-        # A tile is of two heads.
-        if use(x.shape[0], weight.shape[0], 2 * _HEAD, multiprocessors(x.device)) < LEAST_USE:
-            return False
-        if rotated_refusal(x, weight, qkv, heads) is not None:
-            return False
-        rotated_product(x, weight, qkv, heads)
         return True
 
     def apply_add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, out: Tensor) -> bool:

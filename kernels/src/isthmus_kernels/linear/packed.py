@@ -29,30 +29,6 @@ class GatedWeight(Weight, Protocol):
         """Write ``silu(g) * u`` of the halves g, u of ``x @ weight.T`` to `out`; False where the caller has to."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heads:
-    """What becomes of a product's queries, keys and values: the arguments of `dispatch.rope_kv_write`."""
-
-    positions: Tensor
-    cos: Tensor
-    sin: Tensor
-    kv: Tensor
-    slot_mapping: Tensor
-    num_heads: int
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
-    scales: Tensor | None
-
-
-@runtime_checkable
-class RotatingWeight(Weight, Protocol):
-    """A weight of joined queries, keys and values that can norm, turn and write them within the product."""
-
-    def apply_rope_kv_write(self, x: Tensor, qkv: Tensor, heads: Heads) -> bool:
-        """`rope_kv_write` of the product, queries to the first columns of `qkv`; False where the caller has to."""
-
-
 @runtime_checkable
 class SummingWeight(Weight, Protocol):
     """A weight that can add its products to the residual stream as it makes them."""

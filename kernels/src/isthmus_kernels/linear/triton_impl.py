@@ -14,8 +14,8 @@ from isthmus_kernels.linear.torch_impl import PlainWeight
 from isthmus_kernels.rms_norm.triton_impl import add_parts_rms_norm, rms_norm
 
 MOST_ROWS = 16
-# Rows up to which columns may be summed in parts.
-MOST_SUMMED = 512
+# Rows, and outputs, that a multiprocessor takes at once in cuBLAS's products.
+_TILE = 128
 # Outputs per multiprocessor up to which a weight is short.
 _SHORT = 32
 _LEAST_PIECE = 1024
@@ -181,9 +181,13 @@ def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     )
 
 
-def column_parts(rows: int, outputs: int, columns: int) -> int:
-    """In how many parts the columns are summed, so that few outputs are work for all multiprocessors."""
-    return 1
+def column_parts(rows: int, outputs: int, columns: int, processors: int) -> int:
+    """In how many parts cuBLAS is to sum the columns: two where its tiles of 128 by 128 leave half of the device idle.
+
+    Measured on an H200 (runtime/bench/LOG.md): three and more lose on their sums' way through memory.
+    """
+    tiles = -(-rows // _TILE) * -(-outputs // _TILE)
+    return 2 if 2 * tiles <= processors and columns % 2 == 0 else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,16 +235,18 @@ class SkinnyWeight:
             return False
         if rows <= MOST_ROWS:
             return False
-        parts = column_parts(rows, *weight.shape)
+        outputs, columns = weight.shape
+        processors = multiprocessors(x.device)
+        parts = column_parts(rows, outputs, columns, processors)
         if parts == 1:
             residual.addmm_(x, weight.T)
             rms_norm(residual, norm, eps, out=out)
-        else:
-            sums = scratch("linear sums", x.device, (parts * weight.shape[0] * MOST_SUMMED,), torch.float32)
-            sums = sums[: parts * rows * weight.shape[0]].view(parts, rows, weight.shape[0])
-            left, right = x.unflatten(1, (parts, -1)).transpose(0, 1), weight.unflatten(1, (parts, -1)).permute(1, 2, 0)
-            torch.bmm(left, right, out_dtype=torch.float32, out=sums)
-            add_parts_rms_norm(sums, residual, norm, eps, out)
+            return True
+        room = scratch("linear sums", x.device, (processors * _TILE * _TILE,), torch.float32)
+        sums = room[: parts * rows * outputs].view(parts, rows, outputs)
+        left, right = (matrix.unflatten(1, (parts, -1)) for matrix in (x, weight))
+        torch.bmm(left.transpose(0, 1), right.permute(1, 2, 0), out_dtype=torch.float32, out=sums)
+        add_parts_rms_norm(sums, residual, norm, eps, out)
         return True
 
     def outputs_from(self, first: int) -> "SkinnyWeight":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from isthmus_kernels import dispatch
-from isthmus_kernels.dispatch import Heads
 
 from .batch import AttentionBatch, LayerKv
 from .linear import Linear
@@ -62,7 +61,21 @@ class Attention:
             qkv, context: scratch, [T, (Hq + 2 Hk) D] and [T, Hq, D]; `flat` is context seen as [T, Hq D].
         """
         where = batch.groups[kv.group]
-        q = self.qkv.rope_kv_write(x, qkv, self._heads(batch, kv, ropes), batch.adapters)
+        cos, sin = ropes[self.rope]
+        self.qkv(x, qkv, batch.adapters)
+        q = dispatch.rope_kv_write(
+            qkv,
+            batch.positions,
+            cos,
+            sin,
+            kv.pages,
+            where.slot_mapping,
+            num_heads=self.num_heads,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            eps=self.eps,
+            scales=kv.scales,
+        )
         dispatch.paged_attention(
             q,
             kv.pages,
@@ -91,23 +104,21 @@ class Attention:
     ) -> None:
         """Of all that a call does with x [T, H] only the write of keys and values; arguments as there."""
         keys = None if batch.adapters is not None else self.qkv.outputs_from(self.num_heads * kv.pages.shape[4])
-        heads = self._heads(batch, kv, ropes)
-        if keys is None:
-            dispatch.write_heads(self.qkv(x, qkv, batch.adapters), heads)
-            return
-        qkv = qkv.view(-1)[: len(x) * keys.out_features].view(len(x), keys.out_features)
-        dispatch.linear_rope_kv_write(x, keys, replace(heads, num_heads=0, q_norm=None), qkv=qkv)
-
-    def _heads(self, batch: AttentionBatch, kv: LayerKv, ropes: Sequence[tuple[Tensor, Tensor]]) -> Heads:
         cos, sin = ropes[self.rope]
-        return Heads(
-            positions=batch.positions,
-            cos=cos,
-            sin=sin,
-            kv=kv.pages,
-            slot_mapping=batch.groups[kv.group].slot_mapping,
-            num_heads=self.num_heads,
-            q_norm=self.q_norm,
+        if keys is not None:
+            qkv = qkv.view(-1)[: len(x) * keys.out_features].view(len(x), keys.out_features)
+            dispatch.linear(x, keys, out=qkv)
+        else:
+            self.qkv(x, qkv, batch.adapters)
+        dispatch.rope_kv_write(
+            qkv,
+            batch.positions,
+            cos,
+            sin,
+            kv.pages,
+            batch.groups[kv.group].slot_mapping,
+            num_heads=self.num_heads if keys is None else 0,
+            q_norm=self.q_norm if keys is None else None,
             k_norm=self.k_norm,
             eps=self.eps,
             scales=kv.scales,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from isthmus_kernels import dispatch
-from isthmus_kernels.dispatch import Heads, PackedLinear
+from isthmus_kernels.dispatch import PackedLinear
 
 from .lora import Adapters
 from .norm import Joint
@@ -82,13 +82,6 @@ class Linear:
     def silu_mul(self, x: Tensor, out: Tensor, scratch: Tensor | None = None) -> Tensor:
         """``silu(g) * u`` of the halves g, u of the product; x [T, in] to `out` [T, out / 2]. Scratch: [T, out]."""
         return dispatch.linear_silu_mul(x, self._packed, scratch=scratch, out=out)
-
-    def rope_kv_write(self, x: Tensor, qkv: Tensor, heads: Heads, slots: Tensor | None = None) -> Tensor:
-        """The product x [T, in] to queries, normed and turned, and keys and values in the pool: the queries [T, Hq, D],
-        a view of `qkv` [T, out], which is scratch otherwise."""
-        if slots is None or self.adapters is None:
-            return dispatch.linear_rope_kv_write(x, self._packed, heads, qkv=qkv)
-        return dispatch.write_heads(self(x, qkv, slots), heads)
 
     def join(self, x: Tensor, out: Tensor, joint: Joint, slots: Tensor | None = None) -> None:
         """The product x [T, in] of a branch to its joint. `out` [T, out], not x, is for what is not added."""

@@ -1,9 +1,9 @@
-// Tiles of products of many rows (cuda/product.cuh) and their order: pure arithmetic, compiled for the GPU and for the CPU alike,
+// Tiles of the gated product (cuda/gated.cuh) and their order: pure arithmetic, compiled for the GPU and for the CPU alike,
 // so that tests check it without a card (tests/kernels/test_cuda_gated.py).
 #pragma once
 #include "../cuda/layout.h"
 
-namespace isthmus::product {
+namespace isthmus::gated {
 
 using namespace isthmus::hopper;
 
@@ -41,4 +41,4 @@ ISTHMUS_FN Place place(int index, int row_tiles, int width_tiles, int band) {
     return {first + within % height, within / height};
 }
 
-}  // namespace isthmus::product
+}  // namespace isthmus::gated

@@ -1,12 +1,12 @@
-// Checks of linear/product_layout.h, run by test_cuda_gated.py: exits with a line about the first failure.
+// Checks of linear/gated_layout.h, run by test_cuda_gated.py: exits with a line about the first failure.
 #include <cstdio>
 #include <cstdlib>
 #include <set>
 #include <utility>
 
-#include "linear/product_layout.h"
+#include "linear/gated_layout.h"
 
-using namespace isthmus::product;
+using namespace isthmus::gated;
 
 static void check(bool good, const char *what, int a, int b) {
     if (good) return;
