@@ -30,7 +30,7 @@ from ..config import apply_native_environment
 from ..credentials import Credentials
 from ..errors import ConfigError
 from ..interfaces.handoff import ReceiveJob
-from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
+from ..interfaces.transport import CLOSE_S, Done, KvRegion, Piece, TransferResult
 from ..protocol import Ticket
 from ..threads import running_pool
 from .backend import Effective
@@ -59,8 +59,6 @@ GRACE_S = 0.1
 PROBE_BYTES = 8 << 20
 PROBE_PARTS = 8
 PROBE_S = 4.0
-CLOSE_S = 5.0
-"""For the threads to end: longer than any greeting or question for a drain takes."""
 IDLE_POLL_S = 0.01
 """Pace of looking at transfers that have not moved for BUSY_S."""
 BUSY_S = 0.1
@@ -366,13 +364,13 @@ class DirectTransfer:
             if address is not None:
                 self._slots.give(address)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         self._closing.set()
         with self._wake:
             self._wake.notify()
-        end = time.monotonic() + CLOSE_S
+        end = time.monotonic() + timeout_s
         if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
+            self._thread.join(timeout_s)
         ended = not self._thread.is_alive()
         try:
             left = max(0.0, end - time.monotonic())
@@ -382,7 +380,7 @@ class DirectTransfer:
         if self._greeter is not None:
             self._greeter.close()
         if not ended:
-            _log.warning("transfers have not ended within %g s; their memory stays registered", CLOSE_S)
+            _log.warning("transfers have not ended within %g s; their memory stays registered", timeout_s)
         elif self._engine is not None and self._region is not None:
             self._engine.unregister_memory(self._region.base)
             self._engine.unregister_memory(self._slots.base)
