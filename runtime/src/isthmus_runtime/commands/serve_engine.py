@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 _LAME_DUCK_S = 2.0
 """Routers look at /info once a second; until they know, what they send here is served."""
 _LEAVE_S = STOP_S + 2.0
-"""For an engine process to stop, and to let go of its device and other ranks; then it is killed, which they notice. With
-the rest of what `run_app` takes, within the 15 s that pods have after their drain."""
+"""For an engine process to stop, and to let go of its device and other ranks; then it is killed, which they notice.
+With the rest of what `run_app` takes, within the 15 s that pods have after their drain."""
 _MOST_PROBLEMS = 65
 """Of adapters, in /info: routers ask for it every second. Metrics count all."""
 _END_S = 45.0
