@@ -24,6 +24,7 @@ from kernel_checks import (
     check_lora,
     check_moe,
     check_moe_of_8_bits,
+    check_norm_of_parts,
     check_norms,
     check_rope,
     check_sample,
@@ -151,6 +152,12 @@ def test_rope(
 @pytest.mark.parametrize(("dtype", "weight_dtype"), [(F32, F32), (BF16, F32), (BF16, BF16)])
 def test_norms(shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     check_norms("triton", "cpu", *shape, dtype, weight_dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 576), (2, 3, 37), (4, 2, 1000)])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_norm_of_sums_in_parts(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check_norm_of_parts("cpu", *shape, dtype)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (1, 1), (3, 37), (2, 1500)])
