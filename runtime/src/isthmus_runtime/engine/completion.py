@@ -15,8 +15,8 @@ from .queues import Queues
 from .sequence import CancelAttempt, Effect, Emit, Kind, Phase, Sequence
 
 MASKS_EARLY, MASKS_EARLY_MOST = 2, 32
-"""A request that missed a draw waits with as many tokens for their masks before it is planned: with twice as many as the
-last time if it misses another soon after, for its grammar is slow then. One that its machine held up is not."""
+"""A request that missed a draw waits with as many tokens for their masks before it is planned: with twice as many as
+the last time if it misses another soon after, for its grammar is slow then. One that its machine held up is not."""
 _new = tuple.__new__
 
 
@@ -115,7 +115,7 @@ class Completion:
         assert seq.masks is not None, f"{seq.sid} has no mask, and no token was drawn"
         seq.masks.drop()
         length = len(seq.tokens)
-        soon = 0 < seq.masks_rest and length <= seq.masks_late_from + MASKS_EARLY_MOST
+        soon = seq.masks_rest > 0 and length <= seq.masks_late_from + MASKS_EARLY_MOST
         seq.masks_rest = min(2 * seq.masks_rest, MASKS_EARLY_MOST) if soon else MASKS_EARLY
         seq.masks_late_from = length + seq.masks_rest
         seq.unseen, seq.void_step = 0, seq.last_step
