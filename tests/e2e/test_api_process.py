@@ -18,6 +18,8 @@ import pytest
 from processes import BIN, MODEL, Process, free_port, metric
 from real_models import smollm2_135m_instruct
 
+from isthmus_operator.render.pod import GRACE_AFTER_DRAIN_S
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 DEADLINE_S = 60.0
@@ -187,6 +189,19 @@ def test_an_engine_process_that_stands_still_makes_health_red(tmp_path: Path) ->
         finally:
             os.kill(other, signal.SIGCONT)
         until(lambda: health()[0] == 200, "it stays red")
+
+
+@pytest.mark.parametrize("stands", ["engine", "neither"])
+def test_both_processes_end_within_what_pods_have_after_their_drain(tmp_path: Path, stands: str) -> None:
+    """The kubelet would kill them otherwise, and peers would take that for a crash."""
+    with fake(tmp_path) as (process, _, other):
+        if stands == "engine":
+            os.kill(other, signal.SIGSTOP)
+        process.popen.terminate()
+        status = process.popen.wait(GRACE_AFTER_DRAIN_S)
+        assert status == (1 if stands == "engine" else 0), process.tail()
+        assert ("has not ended within" in process.tail()) == (stands == "engine")
+        until(lambda: not running(other), "an orphan")
 
 
 def test_a_start_that_cannot_be_is_told_with_its_reason_and_status(tmp_path: Path) -> None:

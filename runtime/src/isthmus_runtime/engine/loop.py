@@ -24,6 +24,7 @@ from ..interfaces.handoff import (
     SendJob,
 )
 from ..interfaces.steps import Adapter, AdapterHolder, Constraint, Executor, Masks, RowStart, StepOutput, StepPlan
+from ..interfaces.transport import CLOSE_S
 from ..kv.pool import PoolCounts
 from ..protocol import CommitCall, Ticket
 from ..request import AdapterName, GenerateRequest
@@ -40,6 +41,9 @@ STEPS_IN_FLIGHT = 2
 
 MASK_PATIENCE_S = 0.005
 """Where requests with forced tokens are planned one step after the other, a step waits so long for their masks."""
+STOP_S = 8.0
+"""For an engine to end its requests and transfers. With the rest of what its process does at the end, within the 15 s
+that pods have after their drain."""
 DRAFT_PATIENCE_S = 0.2
 """It waits so long for a draft model, which has a prompt to compute before its first guess."""
 
@@ -238,12 +242,13 @@ class EngineLoop:
 
         self._inbox.put(command)
 
-    def stop(self, timeout_s: float = 10.0) -> None:
-        """End the threads, all together within `timeout_s`; live requests end with an error first."""
+    def stop(self, timeout_s: float = STOP_S) -> None:
+        """End the threads and the transfers, all together within `timeout_s`; live requests end with an error first."""
         ends_at = self._clock() + timeout_s
+        for_transfers = 0.0 if self._handoff is None else min(CLOSE_S, timeout_s / 2)
 
-        def left() -> float:
-            return max(0.0, ends_at - self._clock())
+        def left(kept: float = for_transfers) -> float:
+            return max(0.0, ends_at - kept - self._clock())
 
         self.abort_all(EngineFailed("the engine is shutting down"))
         self._inbox.put(None)
@@ -253,7 +258,7 @@ class EngineLoop:
         if self._draft_model is not None:
             self._draft_model.stop(left())
         if self._handoff is not None:
-            self._handoff.close()
+            self._handoff.close(left(0.0))
 
     def is_drained(self, attempt: str) -> bool:
         """For a peer: may no byte of this attempt leave this process any more?"""
