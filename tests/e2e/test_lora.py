@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 import torch
 from config_mount import swap
 from lora_adapters import ATTENTION, MLP, save_adapter
-from processes import MODEL, Stack, get_json, metric, stack
+from processes import MODEL, Stack, get_json, metric, stack, until
 from tokenizers import Tokenizer
 
 from isthmus_runtime.executor.fake import expected_tokens
@@ -96,13 +95,6 @@ def test_loaded_and_unloaded_while_others_run(service: Stack, tokenizer: Tokeniz
     with pytest.raises(openai.BadRequestError, match="no folder"):
         change(service, "load", lora_name="three", lora_path="../..")
     assert {model.id for model in client(service).models.list()} == {"test", "one"}
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("apart", ["on", "off"])
