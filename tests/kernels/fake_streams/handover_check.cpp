@@ -26,7 +26,7 @@ static int check_threads(unsigned seed) {
         Handover handover;
         CHECK(handover.open(0, [&](const Job &job) -> int64_t {
             most = std::max(most.load(), ++open_swaps);
-            seen.push_back(job.pool[0]);
+            seen.push_back(job.ids.pool[0]);
             TRY(cudaStreamWaitEvent(&last, job.begin, 0));
             {
                 ALONE;
@@ -43,7 +43,7 @@ static int check_threads(unsigned seed) {
                 for (uint32_t i = 0; i < kEach; i++) {
                     const uint32_t name = uint32_t(t) * kEach + i;
                     int64_t turn = -1;
-                    const auto fill = [&](Job &job) -> int64_t { return job.pool.assign(1, name), 0; };
+                    const auto fill = [&](Ids &ids) -> int64_t { return ids.pool.assign(1, name), 0; };
                     if (handover.give(&caller, random() % 2, fill, &turn) || turn <= before) wrong++;
                     before = turn;
                     if (random() % 4 == 0 && handover.synchronize(turn)) wrong++;
@@ -73,7 +73,7 @@ static int check_failure(bool here) {
         TRY(cudaEventRecord(job.done, &last));
         return 0;
     }) == 0);
-    const auto fill = [](Job &job) -> int64_t { return job.pool.assign(1, 0), 0; };
+    const auto fill = [](Ids &ids) -> int64_t { return ids.pool.assign(1, 0), 0; };
     int64_t turn = -1, first = -1, code = 0;
     for (int i = 0; i < 5 && !code; i++) {
         code = handover.give(&caller, here, fill, &turn);
@@ -97,7 +97,7 @@ static int check_stop() {
     Handover handover;
     CHECK(handover.open(0, [&](const Job &job) { return submissions++, int64_t(cudaEventRecord(job.done, &last)); }) == 0);
     int64_t turn = -1;
-    for (int i = 0; i < 40; i++) CHECK(handover.give(&caller, false, [](Job &) { return int64_t(0); }, &turn) == 0);
+    for (int i = 0; i < 40; i++) CHECK(handover.give(&caller, false, [](Ids &) { return int64_t(0); }, &turn) == 0);
     handover.stop();
     CHECK(submissions == 40 && handover.query(39) == NOT_YET);
     fake_drain();

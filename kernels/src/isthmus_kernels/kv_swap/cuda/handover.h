@@ -19,9 +19,13 @@ enum { NOT_YET = -4 };
 // Swaps whose copies have not all ended, at most: who gives one more waits for the oldest.
 constexpr int64_t kSwapsInFlight = 64;
 
+struct Ids {
+    std::vector<uint32_t> pool, host;
+};
+
 // A swap as it was given: ids that are checked, an event on the caller's stream, and one at its own end.
 struct Job {
-    std::vector<uint32_t> pool, host;
+    Ids ids;
     cudaEvent_t begin = nullptr, done = nullptr;
 };
 
@@ -41,6 +45,7 @@ class Handover {
 
     int64_t open(int device, Submit submit) {
         submit_ = std::move(submit);
+        spare_.reserve(kSwapsInFlight + 1);
         for (Job &job : jobs_) {
             TRY(cudaEventCreateWithFlags(&job.begin, cudaEventDisableTiming));
             TRY(cudaEventCreateWithFlags(&job.done, cudaEventDisableTiming));
@@ -75,8 +80,9 @@ class Handover {
         {
             const std::lock_guard<std::mutex> lock(mutex_);
             taken_ = mine + 1;
+            if (!spare_.empty()) job.ids = std::move(spare_.back()), spare_.pop_back();
         }
-        if (const int64_t code = fill(job)) return code;
+        if (const int64_t code = fill(job.ids)) return code;
         TRY(cudaEventRecord(job.begin, after));
         std::unique_lock<std::mutex> lock(mutex_);
         *turn = mine;
@@ -150,6 +156,8 @@ class Handover {
     // The first turn that was not, is submitted now, or has failed. Under `mutex_`.
     void note(int64_t code) {
         if (code && !failed_) failed_ = code, first_failed_ = submitted_;
+        // The memory that was just used is the likeliest to be in a cache.
+        spare_.push_back(std::move(jobs_[submitted_ % kSwapsInFlight].ids));
         submitted_++;
         submitted_more_.notify_all();
     }
@@ -165,6 +173,7 @@ class Handover {
 
     Submit submit_;
     Job jobs_[kSwapsInFlight];
+    std::vector<Ids> spare_;  // of jobs that are submitted
     std::mutex giving_;  // by who gives, for as long as that takes
     std::mutex mutex_;   // the numbers below
     std::condition_variable given_more_, submitted_more_;

@@ -277,8 +277,8 @@ inline int64_t submit_staged(const Swap &swap, Lane &lane, int direction, Stream
 
 // Sends runs and rows that are long enough to the copy engine, and all else through staging or to the kernels.
 inline int64_t divide(const Swap &swap, Lane &lane, int direction, const Job &job, Streams streams) {
-    const uint32_t *const pool = job.pool.data(), *const host = job.host.data();
-    const int64_t count = int64_t(job.pool.size());
+    const uint32_t *const pool = job.ids.pool.data(), *const host = job.ids.host.data();
+    const int64_t count = int64_t(job.ids.pool.size());
     const SwapShape &shape = lane.uncut;
     const int64_t engine_from = swap.config.engine_from;
     char *const to_pool = (char *)swap.config.pool, *const to_host = (char *)swap.config.host;
@@ -360,9 +360,9 @@ inline int64_t open(Swap &swap) {
 template <class Id>
 int64_t give(Swap &swap, int direction, const Id *pool, const Id *host, int64_t count, cudaStream_t after,
              int64_t *turn) {
-    const auto fill = [&](Job &job) -> int64_t {
+    const auto fill = [&](Ids &ids) -> int64_t {
         if (!good(swap, direction, pool, host, count)) return BAD_IDS;
-        job.pool.assign(pool, pool + count), job.host.assign(host, host + count);
+        ids.pool.assign(pool, pool + count), ids.host.assign(host, host + count);
         return 0;
     };
     return swap.lanes[direction].handover.give(after, count < swap.config.hand_over_from, fill, turn);
