@@ -148,6 +148,8 @@ inline int64_t submit_kernels(const Swap &swap, Lane &lane, int direction, cudaS
 // In batches of some megabytes: the driver starts a batch when it has written all of it, so that one batch is copied
 // while the next is written.
 constexpr size_t kBatchBytes = 8 << 20;
+// Of rows, which take the driver longer, less: who records an event meanwhile waits for the driver.
+constexpr size_t kMatrixBytes = 2 << 20;
 
 inline int64_t submit_engine(Lane &lane, cudaStream_t stream) {
     cudaMemcpyAttributes attributes = {};
@@ -165,7 +167,7 @@ inline int64_t submit_engine(Lane &lane, cudaStream_t stream) {
 
 inline int64_t submit_matrices(Lane &lane, cudaStream_t stream) {
     const size_t count = lane.matrices.size(), bytes = size_t(block_bytes(lane.uncut));
-    const size_t batch = std::max<size_t>(1, kBatchBytes / bytes);
+    const size_t batch = std::max<size_t>(1, kMatrixBytes / bytes);
     for (size_t begin = 0; begin < count; begin += batch)
         TRY(cudaMemcpy3DBatchAsync(std::min(batch, count - begin), lane.matrices.data() + begin, 0, stream));
     lane.matrices.clear();
