@@ -25,6 +25,8 @@ ARGS =
 export ISTHMUS_CACHE
 # The folder operator/ must never be importable as the standard library's `operator`.
 export PYTHONSAFEPATH := 1
+# Images of Python set it. The tests start hundreds of processes; each would compile every module it imports, PyTorch's too.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help: ## List the targets

@@ -1,4 +1,11 @@
-"""Shared by every test: the hypothesis profile, clusters (kube.py), and skipping `gpu` tests without a GPU."""
+"""Shared by every test: the hypothesis profile, how threads wait, clusters (kube.py), and skipping `gpu` tests without
+a GPU."""
+
+import os
+
+# Before torch is loaded, for this process and all that tests start. OpenMP's threads spin for milliseconds at the end
+# of each operation; where there are more of them than cores they take the cores from those they wait for.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 from hypothesis import settings

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -15,8 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import BIN, MODEL, Process, free_port, metric
+from processes import BIN, MODEL, Process, free_port, metric, running, until
 from real_models import smollm2_135m_instruct
+
+from isthmus_operator.render.pod import GRACE_AFTER_DRAIN_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -46,20 +47,6 @@ def engine_of(process: Process) -> int:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     (found,) = [int(child) for child in children if b"\0engine\0" in Path(f"/proc/{child}/cmdline").read_bytes()]
     return found
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
 
 
 def request(url: str, **body: object) -> urllib.request.Request:
@@ -187,6 +174,19 @@ def test_an_engine_process_that_stands_still_makes_health_red(tmp_path: Path) ->
         finally:
             os.kill(other, signal.SIGCONT)
         until(lambda: health()[0] == 200, "it stays red")
+
+
+@pytest.mark.parametrize("stands", ["engine", "neither"])
+def test_both_processes_end_within_what_pods_have_after_their_drain(tmp_path: Path, stands: str) -> None:
+    """The kubelet would kill them otherwise, and peers would take that for a crash."""
+    with fake(tmp_path) as (process, _, other):
+        if stands == "engine":
+            os.kill(other, signal.SIGSTOP)
+        process.popen.terminate()
+        status = process.popen.wait(GRACE_AFTER_DRAIN_S)
+        assert status == (1 if stands == "engine" else 0), process.tail()
+        assert ("has not ended within" in process.tail()) == (stands == "engine")
+        until(lambda: not running(other), "an orphan")
 
 
 def test_a_start_that_cannot_be_is_told_with_its_reason_and_status(tmp_path: Path) -> None:

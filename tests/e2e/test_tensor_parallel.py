@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from lora_adapters import save_adapter
-from processes import BIN, Process, free_port
+from processes import BIN, Process, free_port, running, until
 from real_models import smollm2_135m_instruct
 
 from isthmus_runtime.models.registry import read_model_spec
@@ -54,18 +52,15 @@ def children(pid: int) -> list[int]:
     return [child for child in found if b"\0rank\0" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
-def running(pid: int) -> bool:
+def unhealthy(url: str) -> str:
+    """What /health answers with 503; empty while it is well."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
+        with urllib.request.urlopen(f"{url}/health", timeout=DEADLINE_S):
+            return ""
+    except urllib.error.HTTPError as answer:
+        with answer:
+            assert answer.code == 503
+            return answer.read().decode()
 
 
 def test_three_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
@@ -121,15 +116,13 @@ def test_a_lost_rank_ends_the_engine(lost: str, tmp_path: Path) -> None:
         if lost == "first":
             until(lambda: not any(map(running, followers)), "ranks outlived the first")
             return
+        # At once, though nothing runs that would miss it.
+        until(lambda: "rank-1 has ended" in unhealthy(url), "health stays green")
         with pytest.raises(urllib.error.HTTPError) as answer:
             complete(url, PROMPTS[0])
         with answer.value:
             assert answer.value.code >= 500
-        with pytest.raises(urllib.error.HTTPError) as health:
-            urllib.request.urlopen(f"{url}/health", timeout=DEADLINE_S)
-        with health.value:
-            text = health.value.read().decode()
-        assert health.value.code == 503 and "a rank of this engine is lost" in text, text
+        assert "a rank of this engine is lost" in unhealthy(url)
     finally:
         process.stop()
     until(lambda: not any(map(running, followers)), "ranks outlived their engine")

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus_kernels import dispatch, native
+from isthmus_kernels.linear.cpu_impl import pack
 from isthmus_kernels.linear.reference import linear as reference
 from isthmus_kernels.testing import TOLERANCES, poisoned, threads
 
@@ -38,6 +39,15 @@ def test_row_counts(impl: str, m: int, dtype: torch.dtype, weight_dtype: torch.d
     if impl == "torch" and dtype != weight_dtype:
         dtype = weight_dtype
     check(impl, m, 80, 100, dtype, weight_dtype, with_bias=True)
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the compiled library")
+@pytest.mark.parametrize("rows", [1023, 1024, 4000])
+def test_a_large_weight_is_on_large_pages(rows: int) -> None:
+    check("cpu", 1, rows, 1024, torch.bfloat16, torch.bfloat16, with_bias=False)
+    packed = pack(torch.randn(rows, 1024).bfloat16(), None, torch.bfloat16)
+    assert packed.nbytes >= 2 << 20
+    assert packed.panels.data_ptr() % (2 << 20) == 0
 
 
 @settings(max_examples=40)

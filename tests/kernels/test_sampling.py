@@ -122,6 +122,37 @@ def test_greedy_takes_the_first_of_equals(impl: str) -> None:
     assert out.tolist() == [0, 7, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_greedy_over_a_large_vocabulary(dtype: torch.dtype, rows: int) -> None:
+    """More ids than one task of the compiled library looks at, with equals in several and a part of no numbers."""
+    generator = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, 50_001, generator=generator).clamp(max=3.0).to(dtype)
+    for at, ties in enumerate(((50_000,), (16_383, 16_384, 49_999), (33_000, 40_000))[:rows]):
+        logits[at, list(ties)] = 7.0
+    want = [50_000, 16_383, 33_000][:rows]
+    for impl in ("reference", *FAST):
+        assert dispatch.sample(logits, impl=impl).tolist() == want, impl
+    assert dispatch.sample(torch.full((rows, 50_001), float("-inf"), dtype=dtype)).tolist() == [0] * rows
+    logits[:, :16_384] = float("nan")
+    if native.available():
+        assert dispatch.sample(logits, impl="cpu").tolist() == [50_000, 16_384, 33_000][:rows]
+
+
+@pytest.mark.skipif(not native.available(), reason="needs the compiled library")
+def test_bfloat16_logits_are_read_as_they_are() -> None:
+    """A converted copy would be PyTorch's work, on threads that fight with the library's for the processors."""
+    logits = torch.randn(4, 300).bfloat16()
+    args = batch(4, top_p=0.9, top_k=40)
+    assert torch.equal(dispatch.sample(logits, impl="cpu", **args), dispatch.sample(logits.float(), impl="cpu", **args))
+    out = torch.empty(4, dtype=torch.int64)
+    with dispatch.record() as program:
+        dispatch.sample(logits, impl="cpu", out=out)
+    logits.neg_()
+    program.run()
+    assert out.tolist() == logits.float().argmax(dim=1).tolist()
+
+
 @pytest.mark.parametrize("impl", FAST)
 def test_a_request_does_not_feel_its_batch(impl: str) -> None:
     logits = torch.randn(8, 500)

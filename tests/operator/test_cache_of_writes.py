@@ -3,7 +3,7 @@
 import asyncio
 from typing import Any
 
-from isthmus_operator.shell.cache import Cache
+from isthmus_operator.shell.cache import MOST_KEPT, Cache
 
 KEY = ("ns", "svc")
 
@@ -11,7 +11,9 @@ KEY = ("ns", "svc")
 def body(version: int, *, uid: str = "u", name: str = "d", kind: str = "Deployment", **more: Any) -> dict[str, Any]:
     meta = {"name": name, "namespace": "ns", "uid": uid, "resourceVersion": str(version)}
     labels = {"serving.isthmus.dev/service": "svc"}
-    return {"apiVersion": "v1", "kind": kind, "metadata": meta | {"labels": labels}, **more}
+    owner = {"apiVersion": "serving.isthmus.dev/v1alpha1", "kind": "InferenceService", "name": "svc", "uid": "s"}
+    meta |= {"labels": labels, "ownerReferences": [owner]}
+    return {"apiVersion": "v1", "kind": kind, "metadata": meta, **more}
 
 
 def service(version: int = 1, **more: Any) -> dict[str, Any]:
@@ -155,6 +157,7 @@ def test_an_object_that_changes_its_service_is_no_more_the_first_ones() -> None:
         one.cache.changed(body(1))
         moved = body(2)
         moved["metadata"]["labels"] = {"serving.isthmus.dev/service": "other"}
+        moved["metadata"]["ownerReferences"][0]["name"] = "other"
         one.cache.changed(moved)
         assert one.versions() == {}
         assert [child["metadata"]["name"] for child in one.cache.children(("ns", "other"))] == ["d"]
@@ -179,5 +182,56 @@ def test_an_edited_spec_is_told_apart_from_other_changes_of_a_service() -> None:
         one.cache.gone(told(4, 2))
         one.cache.changed(told(5, 1, uid="another"))
         assert one.since() == ["removed", "changed"]
+
+    asyncio.run(main())
+
+
+def test_of_what_is_only_labelled_as_a_services_nothing_is_kept() -> None:
+    async def main() -> None:
+        one = Woken()
+        one.cache.changed(service())
+        foreign = body(1, kind="ConfigMap", data={"x": "y" * 1000})
+        for owners in ([], [{"apiVersion": "apps/v1", "kind": "Deployment", "name": "svc", "uid": "d"}]):
+            foreign["metadata"] |= {"ownerReferences": owners, "resourceVersion": str(len(owners) + 2)}
+            one.cache.changed(foreign)
+            assert one.versions() == {}
+        one.since()
+        one.cache.changed(body(4, kind="ConfigMap"))
+        assert (one.versions(), one.since()) == ({"d": 4}, ["changed"]), "it has been given to the service"
+        foreign["metadata"]["resourceVersion"] = "5"
+        one.cache.changed(foreign)
+        assert (one.versions(), one.since()) == ({}, ["changed"]), "its owner reference was taken off"
+
+    asyncio.run(main())
+
+
+def test_labels_and_annotations_that_nobody_reads_are_not_kept() -> None:
+    async def main() -> None:
+        one = Woken()
+        many = {f"example.com/l{n}": "x" for n in range(1000)}
+        ours = {"serving.isthmus.dev/template": "1"}
+        child = body(1)
+        child["metadata"]["labels"] |= many
+        child["metadata"]["annotations"] = many | ours
+        names = {f"f:{name}": {} for name in (*many, *ours)}
+        fields = {"f:metadata": {"f:labels": names, "f:annotations": names}, "f:spec": {}}
+        entry = {"manager": "kubectl", "operation": "Update", "fieldsV1": fields}
+        child["metadata"]["managedFields"] = [entry]
+        one.cache.changed(child)
+        (kept,) = one.cache.children(KEY)
+        assert kept["metadata"]["labels"] == {"serving.isthmus.dev/service": "svc"}
+        assert kept["metadata"]["annotations"] == ours
+        (fields,) = (known["fieldsV1"] for known in kept["metadata"]["managedFields"])
+        mine = {"f:serving.isthmus.dev/template": {}}
+        assert fields == {"f:metadata": {"f:labels": mine, "f:annotations": mine}, "f:spec": {}}
+
+    asyncio.run(main())
+
+
+def test_a_child_larger_than_any_spec_asks_for_is_not_kept() -> None:
+    async def main() -> None:
+        one = Woken()
+        one.cache.changed(body(1, kind="ConfigMap", data={"x": "y" * MOST_KEPT}))
+        assert one.versions() == {}
 
     asyncio.run(main())

@@ -87,6 +87,19 @@ def test_what_is_listed_and_told_is_known_and_kopf_writes_nothing(tmp_path: Path
     play(tmp_path, test)
 
 
+def test_finalizers_of_others_stay_be_they_those_that_kopf_has_by_default(tmp_path: Path) -> None:
+    async def test(server: ScriptedCluster) -> None:
+        theirs = server.put("configmaps", "theirs")
+        theirs["metadata"]["finalizers"] = ["kopf.zalando.org/KopfFinalizerMarker"]
+        async with working(server, tmp_path) as one:
+            await until(lambda: server.watches == len(WATCHED))
+            server.tell("configmaps", "MODIFIED", theirs)
+            server.tell("pods", "ADDED", server.put("pods", "last"))
+            await until(lambda: names(one) == {"theirs", "last"})
+
+    play(tmp_path, test)
+
+
 def test_a_broken_watch_goes_on_and_a_forgotten_place_means_a_new_list(tmp_path: Path) -> None:
     async def test(server: ScriptedCluster) -> None:
         async with working(server, tmp_path) as one:

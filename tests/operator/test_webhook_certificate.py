@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,22 +12,13 @@ from typing import Any
 
 import aiohttp
 import pytest
-from processes import free_port
+from tls_pair import make_pair
 
 from isthmus_operator.errors import UserError
 from isthmus_operator.shell.handlers import webhook_server
 from isthmus_operator.shell.operator import OperatorOptions
 
 WITHIN_S = 20.0
-
-
-def make_pair(folder: Path) -> None:
-    """A self-signed certificate for 127.0.0.1 and its key."""
-    folder.mkdir()
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-days", "2", "-subj", "/CN=webhook", "-addext", "subjectAltName=IP:127.0.0.1,DNS:webhook.ns.svc"]
-    command += ["-keyout", str(folder / "tls.key"), "-out", str(folder / "tls.crt")]
-    subprocess.run(command, check=True, capture_output=True)
 
 
 class Mounted:
@@ -47,31 +37,31 @@ class Mounted:
 @asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[str]:
     """The operator's own server, with a webhook that allows everything; its URL."""
-    server = webhook_server(OperatorOptions(webhook_port=free_port(), webhook_cert_dir=str(folder)))
+    server = webhook_server(OperatorOptions(webhook_port=0, webhook_cert_dir=str(folder)), lambda: None)
 
     async def allow(review: Any, **_: Any) -> Any:
         return {"response": {"allowed": True, "uid": review["request"]["uid"]}}
 
-    async with server:
-        configs = server(allow)
-        config = await anext(configs)
-        url = str(config["url"])
-        waiting = asyncio.ensure_future(anext(configs))
-        try:
-            yield url
-            assert not waiting.done(), "the server was started again"
-        finally:
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            await configs.aclose()  # type: ignore[attr-defined]
+    configs = server(allow)
+    config = await anext(configs)
+    url = str(config["url"]).replace("0.0.0.0", "127.0.0.1")
+    waiting = asyncio.ensure_future(anext(configs))
+    try:
+        yield url
+        assert not waiting.done(), "the server was started again"
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await configs.aclose()  # type: ignore[attr-defined]
 
 
 async def ask(client: aiohttp.ClientSession, url: str, trust: Path, *, name: str | None = None) -> str:
     """What the webhook answers to somebody who trusts one certificate alone, or why there is no answer."""
     context = ssl.create_default_context(cafile=trust / "tls.crt")
-    review = {"request": {"uid": "u"}}
+    kind = {"group": "serving.isthmus.dev", "version": "v1alpha1", "resource": "inferenceservices"}
+    review = {"request": {"uid": "u", "resource": kind, "object": {"metadata": {"name": "n"}}}}
     try:
-        async with client.post(f"{url}/validate", json=review, ssl=context, server_hostname=name) as answer:
+        async with client.post(url, json=review, ssl=context, server_hostname=name) as answer:
             return str(json.loads(await answer.text())["response"]["uid"])
     except aiohttp.ClientConnectorCertificateError:
         return "not trusted"
@@ -152,4 +142,4 @@ def test_an_unusable_folder_is_named_with_its_flag(tmp_path: Path, broken: str) 
     for spoil in (lambda file: file.write_text("no PEM"), lambda file: file.unlink()):
         spoil(tmp_path / "one" / broken)
         with pytest.raises(UserError, match=r"--webhook-cert-dir .*one: no usable tls.crt and tls.key"):
-            webhook_server(OperatorOptions(webhook_port=1, webhook_cert_dir=str(tmp_path / "one")))
+            webhook_server(OperatorOptions(webhook_port=1, webhook_cert_dir=str(tmp_path / "one")), lambda: None)

@@ -93,10 +93,12 @@ class ScriptedCluster:
     # ------------------------------------------------------------------------------------------ what a test directs
 
     def put(self, plural: str, name: str, **more: Any) -> Object:
-        """Make or change an object, unheard."""
+        """Make or change an object of the service, unheard."""
         self.version += 1
         meta = {"name": name, "namespace": "ns", "uid": f"uid-{name}", "resourceVersion": str(self.version)}
-        body = {"metadata": meta | {"labels": {f"{GROUP}/service": "svc"}}, **more}
+        owner = {"apiVersion": f"{GROUP}/v1alpha1", "kind": "InferenceService", "name": "svc", "uid": "uid-svc"}
+        meta |= {"labels": {f"{GROUP}/service": "svc"}, "ownerReferences": [owner]}
+        body = {"metadata": meta, **more}
         self.objects[plural][name] = body
         return body
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
@@ -45,6 +45,10 @@ engines, change meaning."""
 
 ATTEMPT = r"^[!-~]{0,128}$"
 """An attempt's name is part of a line where processes greet each other."""
+SESSION = r"^[!-~]{0,261}$"
+GREETING = r"^([!-~]{1,255}:[0-9]{1,5}(/[!-~]{1,128})?)?$"
+_Word = Annotated[int, Field(ge=0, lt=2**64)]
+"""An address or a size in a peer's memory."""
 PEER_URL = r"^(http://([0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5})?$"
 """An engine's address as discovery makes it: an IP address and a port, no name, no path, no user."""
 
@@ -201,39 +205,39 @@ class EngineInfo(_Reading):
 class ReservedBlocks(_Wire):
     """Decode's blocks for a run of neighbouring prompt blocks of one KV group."""
 
-    group: int
-    first: int
+    group: int = Field(ge=0, lt=2**31)
+    first: int = Field(ge=0, lt=2**31)
     """Prompt block index, 0-based, that the first of `block_ids` is for."""
-    block_ids: tuple[int, ...]
+    block_ids: tuple[Annotated[int, Field(ge=0, lt=2**31)], ...]
 
 
 class Ticket(_Wire):
     """What decode tells prefill, through the router, so that prefill can send. Opaque to the router."""
 
     mode: Literal["direct", "store", "memory"]
-    attempt: str
+    attempt: str = Field(pattern=ATTEMPT)
     layout_digest: str
-    skip_blocks: int = 0
+    skip_blocks: int = Field(default=0, ge=0, lt=2**31)
     """Leading full blocks decode already has in its own prefix cache: not sent."""
     peer_epoch: str = ""
     """The prefill process that may write. One that was started since then knows of no drain it acknowledged before,
     and refuses. Empty: not checked."""
-    session: str = ""
+    session: str = Field(default="", pattern=SESSION)
     """Direct: TransferEngine peer id `host:port`."""
-    greeting: str = ""
+    greeting: str = Field(default="", pattern=GREETING)
     """Direct: `host:port/WORD`. The process that reserved says its epoch there to whoever says the word, its signature
     of this ticket (transfer/tickets.py)."""
     epoch: str = ""
     """Direct: of the process that reserved. Nothing is written to another one at the same address."""
-    pool_base: int = 0
+    pool_base: _Word = 0
     """Direct: address of block 0 of decode's pool."""
-    block_stride: int = 0
+    block_stride: _Word = 0
     """Direct: bytes between two blocks."""
     blocks: tuple[ReservedBlocks, ...] = ()
     """Direct: of each KV group, the prompt blocks that decode takes: from skip_blocks on, and of a sliding group only
     what the next token looks back at."""
-    record_address: int = 0
-    record_capacity: int = 0
+    record_address: _Word = 0
+    record_capacity: _Word = 0
     """Direct: where the record is written, last, and how many bytes it may take."""
 
 
@@ -270,7 +274,7 @@ class PrefillCall(_Wire):
     """Compute the prompt, send KV as `ticket` says."""
 
     request: WireRequest
-    attempt: str = Field(min_length=1)
+    attempt: str = Field(min_length=1, pattern=ATTEMPT)
     ticket: Ticket
 
 
@@ -374,18 +378,27 @@ def parse_line(line: bytes) -> Ticket | TokenChunk:
         error = error_from_json(int(raw.get("status", 500)), raw)
     return TokenChunk(
         token_ids=tuple(body["t"]),
-        logprobs=tuple(read_scores(body.get("l", ()))),
+        logprobs=tuple(read_scores(body["l"])) if "l" in body else (),
         finish_reason=FinishReason(body["f"]) if "f" in body else None,
         error=error,
         cached_tokens=body.get("c", 0),
         note=body.get("n", ""),
         prompt_logprobs=scores,
-        vector=b64decode(body.get("v", ""), validate=True),
+        vector=b64decode(body["v"], validate=True) if "v" in body else b"",
     )
 
 
+def prefill_answer_json(answer: PrefillAnswer) -> bytes:
+    """A `PrefillAnswer` as JSON. Routers of an older version refuse a field that they do not know: one is there only
+    for who asks for it."""
+    plain = answer.model_dump_json(exclude_defaults=True, exclude={"prompt_logprobs"}).encode()
+    if not answer.prompt_logprobs:
+        return plain
+    return b'{"prompt_logprobs":%b,%b' % (write_scores(answer.prompt_logprobs), plain[1:])
+
+
 def parse_prefill_answer(raw: bytes) -> PrefillAnswer:
-    """A `PrefillAnswer` as JSON. Raises ValueError on anything else."""
+    """Inverse of `prefill_answer_json`. Raises ValueError on anything else."""
     try:
         body, scores = read_with_scores(raw, "prompt_logprobs")
     except TypeError as e:

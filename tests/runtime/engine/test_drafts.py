@@ -17,7 +17,7 @@ from isthmus_runtime.engine.masks import MaskThread
 from isthmus_runtime.engine.sequence import Kind
 from isthmus_runtime.engine.step_time import StepSize, StepTimes
 from isthmus_runtime.executor.fake import expected_tokens
-from isthmus_runtime.interfaces.steps import Forced, Later
+from isthmus_runtime.interfaces.steps import Forced, LateMask, Later
 from isthmus_runtime.request import FinishReason, SamplingParams
 
 
@@ -221,6 +221,87 @@ def test_forced_tokens_save_steps() -> None:
     (many, none, plain), (few, forced, fast) = steps(False), steps(True)
     assert fast == plain and none == 0
     assert forced > 30 and many - few >= 0.9 * forced, (many, few, forced)
+
+
+class EveryFourth(Stretches):
+    """One token of four is forced. A late mask is there by the time of the draw."""
+
+    def __init__(self, world: World, sid: str) -> None:
+        super().__init__(tells=True)
+        self.world, self.sid = world, sid
+
+    def next(self, generated: Sequence[int]) -> int | None:
+        return 301 if len(generated) % 4 == 3 else None
+
+    def late(self, count: int) -> LateMask:
+        return Drawn(self)
+
+
+class Drawn:
+    """Looks at what the steps in flight have drawn."""
+
+    def __init__(self, masks: EveryFourth) -> None:
+        self.masks = masks
+
+    def wait(self, patience_s: float) -> bytes:
+        world, sid = self.masks.world, self.masks.sid
+        tokens = list(world.tokens[sid])
+        for (_, work), output in zip(world.scheduler.steps.steps, world.in_flight, strict=False):
+            for (seq, _, _), row in zip(work, output.rows, strict=True):
+                tokens += row.tokens if seq.sid == sid else ()
+        return self.masks.mask(tokens)
+
+
+@pytest.mark.parametrize("grammars", [8, 4, 1])
+def test_rows_with_a_few_forced_tokens_are_in_every_step_of_a_batch(grammars: int) -> None:
+    """What is forced saves them a fourth of their steps. To wait for it would cost them, or all, more."""
+    world = World(max_num_seqs=8, num_blocks=257, max_model_len=128, late_masks=True)
+    for number in range(8):
+        sid = f"r{number}"
+        world.add(request(sid, [number, 2], 80), masks=EveryFourth(world, sid) if number < grammars else None)
+    while world.turn():
+        newest = world.scheduler.steps.steps[-1][1] if world.scheduler.steps.steps else []
+        if world.steps > 12 and not any(world.ends.values()):
+            assert len(newest) == 8 and len(world.in_flight) == 1, "steps are full, and planned ahead"
+    assert not world.scheduler.stats().forced
+    for number in range(grammars):
+        assert world.tokens[f"r{number}"][3::4] == [301] * 20
+
+
+class Computing(EveryFourth):
+    """Its masks are computed only while the step runs."""
+
+    def allowed(self, generated: Sequence[int], most: int = 0) -> bytes | Later:  # type: ignore[override]
+        mask = super().allowed(generated, most)
+        return Later.MASK if generated else mask
+
+    def forced(self) -> Forced:
+        return Forced()
+
+
+def test_a_step_that_is_planned_late_does_not_leave_out_rows_whose_masks_are_being_computed() -> None:
+    world = World(max_num_seqs=4, max_model_len=128, num_blocks=129, late_masks=True, depth=1)
+    for number in range(4):
+        sid = f"r{number}"
+        world.add(request(sid, [number, 2], 40), masks=Computing(world, sid) if number < 2 else None)
+    world.run()
+    assert world.scheduler.steps.newest == 40
+    assert all(len(tokens) == 40 for tokens in world.tokens.values())
+    assert world.tokens["r0"][3::4] == world.tokens["r1"][3::4] == [301] * 10
+
+
+def test_a_row_that_misses_draws_again_and_again_is_planned_after_its_masks_ever_longer() -> None:
+    """One that missed a single draw, on a machine that was held up, is planned ahead again at once."""
+    world = World(max_model_len=256, num_blocks=257, late_masks=True)
+    world.add(request("slow", [1, 2, 3], 150), masks=Stretches(tells=False))
+    world.add(request("free", [4, 5, 6], 150))
+    slow, missed, till = world.scheduler.queues.live["slow"], [], 0
+    while world.turn():
+        if slow.masks_late_from != till:
+            till = slow.masks_late_from
+            missed.append(till - len(slow.tokens))
+    assert missed[:7] == [2, 4, 8, 16, 32, 32, 32], missed
+    assert len(world.tokens["slow"]) == 150
 
 
 def test_a_row_whose_mask_is_slow_is_not_waited_for_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import random
 import socket
 import threading
@@ -425,6 +426,25 @@ def test_stopping_ends_what_runs_and_says_so_last() -> None:
             engine.close()
             await asyncio.to_thread(engine.host._reader.join, DEADLINE_S)
             assert not engine.lost, "all was told before"
+
+    run(main)
+
+
+def test_a_message_that_the_kernel_cannot_take_ends_the_engine_process() -> None:
+    """Its API process would have been told nothing more, and have waited for the end of its patience."""
+
+    class Full:
+        def sendall(self, frame: bytes) -> None:
+            raise OSError(errno.ENOBUFS, "No buffer space available")
+
+    async def main() -> None:
+        async with engine_apart() as backend:
+            engine = far(backend)
+            engine.host._sock = Full()  # type: ignore[assignment]
+            await until(lambda: engine.lost)
+            assert engine.lost == ["the channel to the API process broke: [Errno 105] No buffer space available"]
+            await asyncio.to_thread(engine.host._writer.join, DEADLINE_S)
+            assert not engine.host._writer.is_alive()
 
     run(main)
 

@@ -12,7 +12,7 @@ from engine_world import request
 from executors import Breaking, Gated
 
 from isthmus_runtime.engine.backend import EngineBackend
-from isthmus_runtime.engine.loop import Reply
+from isthmus_runtime.engine.exchange import Reply
 from isthmus_runtime.engine.sequence import CancelAttempt, Effect, FinishSend
 from isthmus_runtime.errors import EngineFailed, InvalidRequest, NeverFits
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
@@ -237,20 +237,25 @@ def test_transfers_that_were_to_end_in_the_turn_that_breaks_end_all_the_same() -
     assert said == [("y", TokenChunk((6,))), ("x", TokenChunk((5,)))], "each once"
 
 
-def test_all_threads_end_within_one_deadline() -> None:
-    now = 0.0
+@pytest.mark.parametrize("moves_kv", [False, True])
+def test_all_threads_end_within_one_deadline(moves_kv: bool) -> None:
+    """Transfers have time of their own, however long the others take."""
+    now, waits = 0.0, list[float]()
 
     class Hangs:
         ident = 1
 
         def join(self, timeout: float) -> None:
             nonlocal now
+            waits.append(timeout)
             now += timeout
 
-        stop = join
+        stop = close = join
 
     loop = make_loop(lambda replies: None, FakeExecutor(65, 4))
     loop._clock = lambda: now
     loop._thread, loop._masks, loop._draft_model = Hangs(), Hangs(), Hangs()  # type: ignore[assignment]
+    loop._handoff = Hangs() if moves_kv else None  # type: ignore[assignment]
     loop.stop(10.0)
     assert now == 10.0
+    assert waits[-1] == (5.0 if moves_kv else 0.0)

@@ -319,9 +319,10 @@ def test_a_prefill_that_a_drain_ends_is_refused_and_not_cut_off() -> None:
     asyncio.run(main())
 
 
-def test_a_thread_that_has_ended_makes_the_process_unhealthy() -> None:
+@pytest.mark.parametrize("name", ["transfer-greeter", "rank-1", "channel-in"])
+def test_a_thread_that_has_ended_makes_the_process_unhealthy(name: str) -> None:
     go = threading.Event()
-    greeter = threading.Thread(target=go.wait, name="transfer-greeter", daemon=True)
+    greeter = threading.Thread(target=go.wait, name=name, daemon=True)
     greeter.start()
     threads = LongLived()
 
@@ -331,7 +332,7 @@ def test_a_thread_that_has_ended_makes_the_process_unhealthy() -> None:
             go.set()
             await asyncio.to_thread(greeter.join, DEADLINE_S)
             for path in ("/health", "/ready"):
-                assert "transfer-greeter has ended" in await becomes(session, path, 503)
+                assert f"{name} has ended" in await becomes(session, path, 503)
 
     asyncio.run(main())
 

@@ -123,6 +123,29 @@ def test_another_speed_is_learnt(costs: tuple[float, float, float, float], faste
         assert abs(times.seconds(size) / device(size) - 1) < 0.05
 
 
+def test_a_long_prompt_alone_is_one_step_where_it_takes_half_of_what_it_may() -> None:
+    # An 8B model on one H200 (runtime/bench/LOG.md): 8,192 tokens take 0.2 s of the 0.4 s that nobody waits for.
+    times, device = StepTimes(), Device(4.1e-3, 2.7e-5, 2.13e-5, 5.5e-10, noise=0.05, seed=1)
+
+    def alone(count: int, length: int) -> list[int]:
+        steps = []
+        for _ in range(count):
+            at = 0
+            while at < length:
+                rest = times.seconds(StepSize(1, 0, 0.0))
+                tokens = PromptBudget(times, prompt_seconds(0.2, rest, generating=False)).take(at, length - at)
+                size = StepSize(1, tokens, attended(at, tokens))
+                times.learn(size, device(size))
+                steps.append(tokens)
+                at += tokens
+        return steps
+
+    for count, length in ((8, 128), (2, 4096), (5, 1024)):
+        alone(count, length)
+        decode(times, device, 1, 50)
+    assert alone(3, 8192) == [8192, 8192, 8192]
+
+
 def test_a_cold_start_is_careful_and_short() -> None:
     times, sizes = StepTimes(), []
     device = Device(0.01, 1e-4, 1e-5, 1e-9)

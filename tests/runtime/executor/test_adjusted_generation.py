@@ -16,6 +16,8 @@ import torch
 from fake_device import FakeDevice
 
 from isthmus_runtime.config import SchedulerConfig
+from isthmus_runtime.engine import drafts
+from isthmus_runtime.engine import loop as loop_of_engine
 from isthmus_runtime.engine.backend import EngineBackend, Streams
 from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import EngineLoop
@@ -29,6 +31,7 @@ from isthmus_runtime.request import GenerateRequest, SamplingParams, TokenChunk
 
 VOCAB = 97
 COUNT = 12
+DEADLINE_S = 120.0
 
 
 class NextResidue:
@@ -103,12 +106,27 @@ def reference(model: Any, prompt: Sequence[int], rule: NextResidue | None, asked
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("device", [None, FakeDevice((1, 2, 4, 8), (4, 12))], ids=["cpu", "captured late"])
-@pytest.mark.parametrize("num_blocks", [512, 24], ids=["roomy", "preempting"])
+@pytest.mark.parametrize(
+    ("num_blocks", "device"),
+    [
+        pytest.param(512, None, id="roomy-cpu", marks=pytest.mark.slow),
+        pytest.param(24, None, id="preempting-cpu"),
+        pytest.param(512, FakeDevice((1, 2, 4, 8), (4, 12)), id="roomy-captured late"),
+        pytest.param(24, FakeDevice((1, 2, 4, 8), (4, 12)), id="preempting-captured late", marks=pytest.mark.slow),
+    ],
+)
 def test_adjusted_rows_among_others(
-    device: Device | None, num_blocks: int, tmp_path: Path, start_engine: Callable[..., Any]
+    device: Device | None,
+    num_blocks: int,
+    tmp_path: Path,
+    start_engine: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import transformers
+
+    # Whether forced tokens are worth being computed together follows from measured times: here they always are.
+    monkeypatch.setattr(drafts, "FORCED_WORTH", 0.0)
+    monkeypatch.setattr(loop_of_engine, "MASK_PATIENCE_S", DEADLINE_S)
 
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -160,7 +178,7 @@ def test_adjusted_rows_among_others(
         def _compiled(self, request: GenerateRequest, attempt: str, run: Callable[[Any], None]) -> None:
             run(rules[int(request.request_id)])
 
-    answers, stats = asyncio.run(asyncio.wait_for(main(), 120))
+    answers, stats = asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
     assert (stats.preemptions > 0) == (num_blocks == 24)
     assert stats.forced > 6
     for number, (prompt, rule, chunks) in enumerate(zip(prompts, rules, answers, strict=True)):

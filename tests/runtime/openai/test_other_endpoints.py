@@ -6,7 +6,6 @@ import json
 import shutil
 
 import aiohttp
-import anthropic
 import openai
 import pytest
 from api_calls import HELLO, client, events, spell
@@ -34,8 +33,20 @@ def caller(model_dir, tmp_path) -> Tokenizer:
     return Tokenizer.load(root)
 
 
-def claude(api, key="any"):
-    return anthropic.AsyncAnthropic(base_url=api.url, api_key=key, max_retries=0, timeout=20)
+@pytest.fixture
+def anthropic():
+    """The client's module: importing it takes seconds, which not every process that collects this file should spend."""
+    import anthropic
+
+    return anthropic
+
+
+@pytest.fixture
+def claude(anthropic):
+    def make(api, key="any"):
+        return anthropic.AsyncAnthropic(base_url=api.url, api_key=key, max_retries=0, timeout=20)
+
+    return make
 
 
 def shown(tokenizer, api):
@@ -195,7 +206,7 @@ def test_a_failed_call_of_a_tool_is_told_as_one(serve, run, caller):
     run(main())
 
 
-def test_messages(serve, run, caller):
+def test_messages(serve, run, caller, claude, anthropic):
     async def main():
         async with serve(spell(caller, ANSWER), used=caller, api_key="k") as api, claude(api, "k") as c:
             api.backend.max_model_len = 4000
@@ -243,7 +254,7 @@ def test_messages(serve, run, caller):
     run(main())
 
 
-def test_a_stream_of_a_message(serve, run, caller):
+def test_a_stream_of_a_message(serve, run, caller, claude):
     async def main():
         async with serve(spell(caller, ANSWER), used=caller) as api, claude(api) as c:
             api.backend.max_model_len = 4000
@@ -262,7 +273,7 @@ def test_a_stream_of_a_message(serve, run, caller):
     run(main())
 
 
-def test_errors_in_their_form(serve, run, tokenizer):
+def test_errors_in_their_form(serve, run, tokenizer, claude, anthropic):
     async def main():
         first = tokenizer.encode("a")[0]
         async with serve(lambda _: [first, EngineFailed("decode died", attempt="a1")]) as api, claude(api) as c:

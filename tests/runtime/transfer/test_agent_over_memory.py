@@ -29,7 +29,8 @@ from isthmus_runtime.interfaces.handoff import (
 )
 from isthmus_runtime.interfaces.transport import KvRegion
 from isthmus_runtime.protocol import CommitCall
-from isthmus_runtime.transfer.agent import TransferAgent, blocks_crc32
+from isthmus_runtime.transfer import agent as module
+from isthmus_runtime.transfer.agent import TransferAgent, block_crc32
 from isthmus_runtime.transfer.factory import make_transfer
 from isthmus_runtime.transfer.memory import Faults, MemoryFabric, MemoryTransfer
 
@@ -313,6 +314,44 @@ def test_checksums_catch_damaged_blocks() -> None:
     pair.decode.agent.close()
 
 
+@pytest.mark.parametrize("stuck", [False, True])
+def test_checksums_do_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stuck: bool
+) -> None:
+    """The rest of a long prompt is left out; one block that is stuck is given up."""
+    pair = make_pair(real=True, crc=True)
+    computed, began, go_on = list[int](), threading.Event(), threading.Event()
+
+    def one(region: KvRegion, block: int, crc: int) -> int:
+        computed.append(block)
+        began.set()
+        assert go_on.wait(20)
+        return 0
+
+    monkeypatch.setattr(module, "block_crc32", one)
+    agent = pair.prefill.agent
+    pair.open("a", [1, 2])
+    pair.send("a", [0, 1])
+    agent.finish_send("a", prompt_of(), pair.now)
+    for _ in range(500):
+        pair.fabric.advance(pair.now)
+        pair.now += 0.001
+        if began.wait(0.01):
+            break
+    closing = threading.Thread(target=agent.close, args=(0.1 if stuck else 20.0,), daemon=True)
+    closing.start()
+    assert agent._closing.wait(20)
+    if stuck:
+        closing.join(10)
+        assert not closing.is_alive(), "it waits without a deadline"
+    go_on.set()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert computed == [100], "it went on with the next block"
+    assert ("a checksum has not ended" in caplog.text) == stuck
+    pair.decode.agent.close()
+
+
 def test_crc_is_over_the_payload_in_order() -> None:
     import zlib
 
@@ -320,7 +359,7 @@ def test_crc_is_over_the_payload_in_order() -> None:
     base = ctypes.addressof(ctypes.c_char.from_buffer(raw))
     memory = KvRegion(base=base, num_blocks=4, block_bytes=100, block_stride=128, layout_digest="L")
     expected = zlib.crc32(bytes(raw[256:356]) + bytes(raw[0:100]))
-    assert blocks_crc32(memory, [2, 0]) == expected
+    assert block_crc32(memory, 0, block_crc32(memory, 2, 0)) == expected
 
 
 fault_rates = st.fixed_dictionaries(

@@ -1,11 +1,15 @@
 """Linear on CPU through the compiled panel product (cpu/linear.cpp)."""
 
+import mmap
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from isthmus_kernels import native
+
+_LARGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,25 @@ def _panel_width() -> int:
     return native.entry("linear_panel_width", "").query()
 
 
+def _on_large_pages(count: int, dtype: torch.dtype) -> Tensor:
+    """`count` uninitialised elements, on pages of 2 MiB where the system has them.
+
+    A product with one row reads its weight once: with pages of 4 KiB the processor's prefetch stops at each, and the
+    addresses of a model's pages do not fit its tables.
+    """
+    size = count * dtype.itemsize
+    if size < _LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(count, dtype=dtype)
+    # Room to begin at a page's multiple; what is never touched costs addresses alone.
+    memory = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # A kernel without them says so: plain pages then.
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    room = torch.frombuffer(memory, dtype=torch.uint8)
+    first = -room.data_ptr() % _LARGE_PAGE
+    return room[first : first + size].view(dtype)
+
+
 def pack(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PanelWeight:
     """Cut `weight` into panels for activations of `dtype`."""
     native.dtype_code(dtype, "dtype")
@@ -77,7 +100,7 @@ def pack(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PanelWeight
     source = weight.contiguous()
     bias = None if bias is None else bias.float().contiguous()
     paired = weight.dtype == dtype == torch.bfloat16 and native.multiplies_bf16()
-    panels = torch.empty(padded * (columns + columns % 2 if paired else columns), dtype=weight.dtype)
+    panels = _on_large_pages(padded * (columns + columns % 2 if paired else columns), weight.dtype)
     kept, addresses = (panels, source), (panels.data_ptr(), source.data_ptr())
     if paired:
         native.entry("linear_pairs_pack", "4q")(kept, *addresses, rows, columns)

@@ -19,7 +19,8 @@ def sample(
 ) -> Tensor:
     """Same contract as `reference.sample`."""
     rows, vocab = logits.shape
-    scores = logits.float()
+    # Not converted: PyTorch's threads would take the processors of the library's (cpu/pool.cpp), and spin after it.
+    scores = logits if logits.dtype in native.DTYPES else logits.float()
     if scores.stride(1) != 1:
         scores = scores.contiguous()
     if out is None:
@@ -32,7 +33,7 @@ def sample(
             raise ValueError(f"{name}: expected {dtype} [{rows}], got {tensor.dtype} {list(tensor.shape)}")
         return tensor.data_ptr()
 
-    native.entry("sample", "11q")(
+    native.entry("sample", "12q")(
         (out, scores, temperature, top_k, top_p, min_p, seeds, positions),
         address("out", out, torch.int64),
         scores.data_ptr(),
@@ -45,5 +46,6 @@ def sample(
         rows,
         vocab,
         scores.stride(0),
+        native.dtype_code(scores.dtype, "logits"),
     )
     return out

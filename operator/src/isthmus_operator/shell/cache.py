@@ -4,7 +4,8 @@ A watch lags behind our own writes. Until it has caught up, the API server's ans
 that no decision is taken twice from an old state.
 
 Only what is read is kept, as compressed JSON: an object takes a hundredth of what it takes as Python dictionaries, and
-is looked at once a minute or so.
+is looked at once a minute or so. Anybody may label an object as a service's: of one that belongs to no service nothing
+is kept but that it is there, so that nobody fills the operator's memory with his own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ..api.v1alpha1 import API_VERSION, GROUP
 from ..render.names import SERVICE_LABEL
 
 Object = dict[str, Any]
@@ -38,11 +40,16 @@ _META = (
     "creationTimestamp",
     "deletionTimestamp",
 )
+_LABELS = (f"{GROUP}/", "app.kubernetes.io/", "llm-d.ai/", "pod-template-hash", "controller-revision-hash")
+"""Beginnings of labels that are read, be it as ours; of annotations only those of our group are."""
+MOST_KEPT = 512 * 1024
+"""Characters of a child. The largest that a spec can ask for, with a `podPatch` in it, has fewer than 400 KiB."""
 _POD_STATUS = ("phase", "reason", "message", "podIP", "conditions", "containerStatuses", "initContainerStatuses")
 
 
 class _Kept(NamedTuple):
-    """One object. data: without the resource version, so that equal data means that nothing has changed."""
+    """One object. data: without the resource version, so that equal data means that nothing has changed; empty for one
+    that no service can have made."""
 
     uid: str
     version: int
@@ -80,8 +87,9 @@ class Cache:
         return _body(found) if found is not None else None
 
     def children(self, key: Key) -> list[Object]:
-        """Every object labelled as the service's, without those we have deleted."""
-        return [_body(kept) for (kind, _), kept in self._newest(key).items() if kind != SERVICE]
+        """Every object labelled as the service's that a service of its name has made, and every pod; without those we
+        have deleted."""
+        return [_body(kept) for (kind, _), kept in self._newest(key).items() if kind != SERVICE and kept.data]
 
     def services(self) -> list[Key]:
         """Of all there are."""
@@ -203,9 +211,23 @@ def _is_ready(body: Mapping[str, Any]) -> bool:
 
 def _keep(body: Mapping[str, Any]) -> _Kept:
     meta = body["metadata"]
+    uid, version = meta.get("uid", ""), int(meta["resourceVersion"])
+    if body["kind"] not in (SERVICE, "Pod") and not _is_of_its_service(meta):
+        return _Kept(uid, version, b"")
     # In the server's own order, which is the same each time.
     text = json.dumps(_read(body), separators=(",", ":"))
-    return _Kept(meta.get("uid", ""), int(meta["resourceVersion"]), zlib.compress(text.encode(), 1))
+    fits = body["kind"] == SERVICE or len(text) <= MOST_KEPT
+    return _Kept(uid, version, zlib.compress(text.encode(), 1) if fits else b"")
+
+
+def _is_of_its_service(meta: Mapping[str, Any]) -> bool:
+    """Whether the service that an object's label names is, or was, its owner. The garbage collector removes what says
+    so without being true."""
+    named = (meta.get("labels") or {}).get(SERVICE_LABEL)
+    return any(
+        owner["kind"] == SERVICE and owner["name"] == named and owner["apiVersion"] == API_VERSION
+        for owner in meta.get("ownerReferences") or ()
+    )
 
 
 def _body(kept: _Kept) -> Object:
@@ -217,7 +239,7 @@ def _body(kept: _Kept) -> Object:
 def _read(body: Mapping[str, Any]) -> Object:
     """What anybody reads of an object. The rest changes often, and would be handled for nothing."""
     kind, status = body["kind"], body.get("status") or {}
-    meta = {key: body["metadata"][key] for key in _META if key in body["metadata"]}
+    meta = _marked({key: body["metadata"][key] for key in _META if key in body["metadata"]}, "")
     found: Object = {"apiVersion": body["apiVersion"], "kind": kind, "metadata": meta}
     if kind == SERVICE:
         return found | {"spec": body.get("spec"), "status": status}
@@ -226,7 +248,7 @@ def _read(body: Mapping[str, Any]) -> Object:
     if kind == "Pod":
         return found | {"status": {key: status[key] for key in _POD_STATUS if key in status}}
     meta["managedFields"] = [
-        {key: value for key, value in entry.items() if key != "time"}
+        _marks_of({key: value for key, value in entry.items() if key != "time"})
         for entry in body["metadata"].get("managedFields") or ()
         if entry.get("subresource") != "status"
     ]
@@ -236,3 +258,22 @@ def _read(body: Mapping[str, Any]) -> Object:
     elif kind == "RoleScaler":
         found["status"] = status
     return found | {key: value for key, value in body.items() if key not in (*found, "status")}
+
+
+def _marks_of(entry: Object) -> Object:
+    """An entry of managedFields, as far as it says who set what is kept of labels and annotations."""
+    fields = entry.get("fieldsV1") or {}
+    if "f:metadata" not in fields:
+        return entry
+    return {**entry, "fieldsV1": {**fields, "f:metadata": _marked(fields["f:metadata"], "f:")}}
+
+
+def _marked(meta: Object, prefix: str) -> Object:
+    """Metadata with those labels and annotations alone that are read. `prefix`: of each field's name."""
+    out = dict(meta)
+    for name, known in (("labels", _LABELS), ("annotations", (f"{GROUP}/",))):
+        there = meta.get(prefix + name)
+        if there:
+            begins = tuple(prefix + one for one in known)
+            out[prefix + name] = {key: value for key, value in there.items() if key.startswith(begins)}
+    return out

@@ -6,7 +6,7 @@ read has changed. Only `on.event`, so that kopf writes nothing: no finalizer, no
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import chain, repeat
@@ -24,9 +24,12 @@ from .client import connect
 from .operator import Operator, OperatorOptions
 from .start import require_port
 from .watched import PAGE, WATCHED
+from .webhook import Webhook
 
 WEBHOOK_HOST = "0.0.0.0"
-NEVER_S = 1e9
+NO_FINALIZER = "no finalizer of ours"
+"""Which no object can have: Kubernetes takes no spaces. kopf takes its own off whatever is watched and needs none, and
+by default that is the one of every operator that is made with it."""
 LOGIN_S = 3600.0
 """The credentials are read anew after that: tokens of service accounts change."""
 WATCH_S = 240
@@ -104,6 +107,7 @@ def settings_of(operator: Operator) -> kopf.OperatorSettings:
     settings.posting.enabled = False
     settings.scanning.disabled = True
     settings.persistence.diffbase_storage = NoMemory()
+    settings.persistence.finalizer = NO_FINALIZER
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 10
     settings.networking.error_backoffs = Pauses()
@@ -117,7 +121,7 @@ def settings_of(operator: Operator) -> kopf.OperatorSettings:
     settings.queueing.worker_limit = WORKERS_PER_KIND
     settings.admission.managed = None
     if operator.options.webhook_port:
-        settings.admission.server = _answering(webhook_server(operator.options), operator)
+        settings.admission.server = webhook_server(operator.options, operator.serving.set)
     return settings
 
 
@@ -137,33 +141,13 @@ async def review(bench: Workbench, profile: Profile, /, body: kopf.Body, **_: An
         raise kopf.AdmissionError(f"spec: {error}; make it smaller", code=422) from None
 
 
-def webhook_server(options: OperatorOptions) -> kopf.WebhookServer:
-    """Serves the webhook, and each renewed certificate from the first connection after it was written.
+def webhook_server(options: OperatorOptions, serving: Callable[[], object]) -> Webhook:
+    """Serves the webhook, and each renewed certificate from the first connection after it was written. `serving`:
+    called when it listens.
 
     UserError where the certificate cannot be used.
     """
-    certificates = Certificates(options.webhook_cert_dir)
-    return kopf.WebhookServer(
-        addr=WEBHOOK_HOST,
-        port=options.webhook_port,
-        context=certificates.context,
-        # kopf loads them once more at its start. Its own look at the files would stop and start the server.
-        certfile=certificates.certificate,
-        pkeyfile=certificates.key,
-        file_check_interval=NEVER_S,
-    )
-
-
-def _answering(server: kopf.WebhookServer, operator: Operator) -> kopf.WebhookServerProtocol:
-    """The server, which tells the operator when it listens."""
-
-    async def serving(fn: kopf.WebhookFn) -> AsyncIterator[kopf.WebhookClientConfig]:
-        async with server:
-            async for config in server(fn):
-                operator.serving.set()
-                yield config
-
-    return serving
+    return Webhook(WEBHOOK_HOST, options.webhook_port, Certificates(options.webhook_cert_dir), serving)
 
 
 async def be(operator: Operator) -> None:

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 WORKERS = 8
 LOOK_S = 120.0
 """Between two lists of everything: as long may something stay that was deleted while the watches were cut off."""
-LOOK_PAUSE_S = 0.2
+LOOK_PAUSE_S = 0.02
 """After each page of those lists: nobody waits for them, and reconciles would."""
 LAST_WORDS_S = 10.0
 """To tell services, at a start that is refused, that they are not looked after."""

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from .door import listening
+
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
@@ -47,13 +49,5 @@ async def serve(metrics: Metrics, host: str, port: int, *, unready: Callable[[],
     async def show(request: web.Request) -> web.Response:
         return web.Response(body=generate_latest(metrics.registry), content_type="text/plain", charset="utf-8")
 
-    app = web.Application()
-    app.add_routes([web.get("/readyz", readyz), web.get("/metrics", show)])
-    runner = web.AppRunner(app, access_log=None, handle_signals=False)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, host, port)
-        await site.start()
-        yield int(runner.addresses[0][1])
-    finally:
-        await runner.cleanup()
+    async with listening({("GET", "/readyz"): readyz, ("GET", "/metrics"): show}, host, port) as bound:
+        yield bound

@@ -16,7 +16,8 @@ from ..render.names import SERVICE_LABEL
 from .cache import Cache
 from .client import Api
 
-PAGE = 100
+PAGE = 10
+"""Objects of a list that are asked for at once. Each may have a megabyte, and takes three of them until it is read."""
 UNREADABLE = (401, 403, 404)
 """HTTP statuses that say that a kind may not be read; others are of the API server's own state, and pass."""
 

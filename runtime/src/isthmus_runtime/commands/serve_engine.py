@@ -19,6 +19,7 @@ from ..config import EngineConfig, Role
 from ..credentials import peer_credentials
 from ..engine.backend import EngineBackend, Streams
 from ..engine.kv_events import KvEventFeed
+from ..engine.loop import STOP_S
 from ..engine.seam import AdapterList, Engine, EngineFacts
 from ..engine.server import BODIES, EngineMeters, EngineServer
 from ..engine.traces import StartTimes
@@ -43,11 +44,9 @@ log = logging.getLogger(__name__)
 
 _LAME_DUCK_S = 2.0
 """Routers look at /info once a second; until they know, what they send here is served."""
-_STOP_S = 8.0
-"""For an engine process to end its requests and transfers, after the drain."""
-_LEAVE_S = 10.0
-"""For that, and for it to let go of its device and other ranks; then it is killed, which they notice. With the rest of
-what `run_app` takes, within the 15 s that pods have after their drain."""
+_LEAVE_S = STOP_S + 2.0
+"""For an engine process to stop, and to let go of its device and other ranks; then it is killed, which they notice.
+With the rest of what `run_app` takes, within the 15 s that pods have after their drain."""
 _MOST_PROBLEMS = 65
 """Of adapters, in /info: routers ask for it every second. Metrics count all."""
 _END_S = 45.0
@@ -137,7 +136,7 @@ def _apart(config: EngineConfig, process: EngineProcess) -> _Open:
 
         async def stop_engine() -> None:
             process.expect_end(_LEAVE_S)
-            await engine.stop(_STOP_S)
+            await engine.stop(STOP_S)
 
         stop = asyncio.Event()  # signals set it, too
         watch = asyncio.ensure_future(engine.ended.wait())

@@ -37,9 +37,15 @@ MOST_FORCED = 16
 FORCED_WORTH = 3.0
 """They are computed together where a token of a step's own costs so many times what one more in a step costs. Below,
 what is won is lost again, for the step is planned only when its rows' newest tokens and masks are known."""
+HOLD_SHARE = 4
+"""Where one in so many requests guesses tokens, steps are planned one after the other, with all requests in each. Where
+fewer do, they are left out of every second step, and the others are planned ahead."""
 FIRST_FORCED, ENOUGH_FORCED, WEIGHT_FORCED = 0.08, 0.1, 0.05
 """The same for a row with a grammar: how many of its tokens are forced. They may be fewer, for none is wrong. It begins
 just below: where keys of JSON are forced, the first of them shows it."""
+MOSTLY_FORCED = 0.5
+"""With more rows than `HOLD_SHARE`, half of them must be: it is left out of every second step then, or all others wait
+for its mask."""
 
 
 class Drafter:
@@ -194,7 +200,8 @@ class Speculation:
         """Of the newest tokens of a request with a grammar so many were forced; the others, after them, were not."""
         for was in (1.0,) * forced + (0.0,) * others:
             seq.forced_share += WEIGHT_FORCED * (was - seq.forced_share)
-        seq.holds = seq.forced_share >= ENOUGH_FORCED and self._forced_pay()
+        enough = ENOUGH_FORCED if self._rows <= HOLD_SHARE else MOSTLY_FORCED
+        seq.holds = seq.forced_share >= enough and self._forced_pay()
 
     def too_late(self, seq: Sequence) -> None:
         """The request's mask was waited for and did not come: its grammar is slow, and forced tokens not worth it."""

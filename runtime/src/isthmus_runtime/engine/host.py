@@ -44,9 +44,9 @@ from .channel import (
     reply_frames,
     to_engine,
 )
+from .exchange import Reply
 from .kv_events import QUEUE_EVENTS, EventQueue
 from .local import LocalEngine
-from .loop import Reply
 from .seam import EngineFacts
 
 _log = logging.getLogger(__name__)
@@ -143,8 +143,11 @@ class EngineHost:
                     status_at, failure = now + STATUS_S, found
                 for frame in _frames(items):
                     self._sock.sendall(frame)
-            except OSError:
-                return  # the reader sees the end, too
+            except OSError as error:
+                # The reader sees the end of the API process, and not that this kernel had no memory for a message.
+                if not self._finished.is_set():
+                    self._lost(f"the channel to the API process broke: {error}")
+                return
             except BaseException:  # Rust's panics are no Exception, and nobody would know that this thread has ended
                 _log.exception("a message to the API process could not be written")
                 self._lost("the channel to the API process broke")

@@ -53,8 +53,9 @@ class StepDraft:
         return True
 
     def may_draw_later(self, seq: Sequence) -> bool:
-        """Whether the request, of whose tokens one is not seen yet, may draw the next by a mask that comes late."""
-        if seq.masks is None or len(seq.tokens) < seq.masks_late_from:
+        """Whether the request, whose newest token or its mask is not known yet, may draw by a mask that comes late."""
+        failed = any(other is seq for other, _ in self.failed)
+        if seq.masks is None or failed or len(seq.tokens) < seq.masks_late_from:
             return False
         self._allowed[seq.sid] = seq.masks.late(seq.known - seq.prompt_len)
         return True

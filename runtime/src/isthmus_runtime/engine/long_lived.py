@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import threading
 
-NAMES = frozenset(
+_NAMES = frozenset(
     {
-        *("engine", "masks", "drafts", "executor", "executor-completion", "adapter-file"),
+        *("engine", "masks", "drafts", "executor", "executor-completion", "adapter-file", "channel-in"),
         *("transfer-direct", "transfer-greeter", "transfer-store", "memory-fabric"),
     }
 )
 """Of all threads that are started once. Those that serve one call, and pools of them, may end."""
+_RANK = "rank-"
+"""With its number: who waits for the process of another rank. An idle engine would not miss it."""
+
+
+def _needed(name: str) -> bool:
+    return name in _NAMES or name.startswith(_RANK)
 
 
 class LongLived:
-    """Those of `NAMES` that run when this is made, after the start of everything."""
+    """Those that run when this is made, after the start of everything."""
 
     def __init__(self) -> None:
-        self._threads = tuple(thread for thread in threading.enumerate() if thread.name in NAMES)
+        self._threads = tuple(thread for thread in threading.enumerate() if _needed(thread.name))
 
     @property
     def names(self) -> tuple[str, ...]:

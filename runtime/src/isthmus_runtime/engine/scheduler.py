@@ -31,7 +31,7 @@ from .admission import Admission
 from .blocks import SequenceBlocks
 from .completion import Completion
 from .draft_model import DraftModel
-from .drafts import FIRST_FORCED, Speculation
+from .drafts import FIRST_FORCED, HOLD_SHARE, Speculation
 from .handoffs import Handoffs
 from .in_flight import StepDraft, StepsInFlight
 from .intake import Intake
@@ -41,10 +41,6 @@ from .queues import Queues
 from .sequence import Effect, Kind, Phase, SchedulerStats, Sequence
 
 _new = tuple.__new__
-
-HOLD_SHARE = 4
-"""Where one in so many requests guesses tokens, steps are planned one after the other, with all requests in each. Where
-fewer do, they are left out of every second step, and the others are planned ahead."""
 
 
 class Scheduler:
@@ -268,10 +264,12 @@ class Scheduler:
     def _may_draw(self, seq: Sequence, draft: StepDraft) -> bool:
         """Whether a running request with masks may be in the step: its mask is known, or comes before the draw."""
         if not seq.unseen:
-            known = draft.may_draw(seq)
-            if not known and seq.holds and self.holds:
-                self._speculation.too_late(seq)
-            return known
+            if draft.may_draw(seq):
+                return True
+            if seq.holds:
+                if self.holds:
+                    self._speculation.too_late(seq)
+                return False
         return self._late_masks and draft.may_draw_later(seq)
 
     def _give_room(self, seq: Sequence, upto: int, draft: StepDraft) -> bool:

@@ -161,5 +161,5 @@ class KvHandoff(Protocol):
     def stats(self) -> HandoffStats:
         """A snapshot of the counters. Thread-safe."""
 
-    def close(self) -> None:
-        """Stop threads; nothing moves afterwards."""
+    def close(self, timeout_s: float) -> None:
+        """Stop threads, within `timeout_s`; nothing is started afterwards."""

@@ -8,6 +8,9 @@ from typing import Protocol
 
 from ..protocol import Ticket
 
+CLOSE_S = 5.0
+"""For the threads of a transport to end: longer than any question to a peer takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class KvRegion:
@@ -82,5 +85,5 @@ class KvTransfer(Protocol):
     def drained(self, attempt: str, peer_url: str, peer_epoch: str, done: Callable[[bool], None]) -> None:
         """Ask whether any byte of the attempt may still arrive here; `done(True)` is the drain acknowledgement."""
 
-    def close(self) -> None:
-        """Unregister and stop."""
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Unregister and stop, within `timeout_s`: what has not ended by then stays registered."""

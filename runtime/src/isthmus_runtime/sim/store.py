@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from ..errors import Overloaded
 from ..interfaces.handoff import ReceiveJob
-from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
+from ..interfaces.transport import CLOSE_S, Done, KvRegion, Piece, TransferResult
 from ..kv.keys import record_key
 from ..protocol import Ticket
 from ..transfer.backend import Effective
@@ -332,6 +332,6 @@ class StoreTransfer:
             self._reserved.discard(attempt)
             self.store.remove_scoped(attempt)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         """The process ends."""
         self.store.forget_process(self)

@@ -8,11 +8,14 @@ engine is called, and the events of an attempt are applied, and its results repo
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
+import time
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..config import TransferConfig
 from ..errors import ConfigError
@@ -27,14 +30,17 @@ from ..interfaces.handoff import (
     SendJob,
     Sent,
 )
-from ..interfaces.transport import KvRegion, Piece, TransferResult
+from ..interfaces.transport import CLOSE_S, KvRegion, Piece, TransferResult
 from ..kv.keys import keys_digest
 from ..protocol import CommitCall, PrefillRecord, Ticket
 from ..threads import running_pool
 from . import leg as lg
 from .backend import TransferBackend
+from .bounded import TookTooLong, run_bounded
 from .places import Place, block_at, gaps, place
 from .record import Expected, mismatch, pack_record, unpack_record
+
+_log = logging.getLogger(__name__)
 
 _CLOSED_KEPT = 65536
 """Ended attempts remembered, so that a late message cannot bring one back."""
@@ -66,13 +72,10 @@ class _Resume:
     work: Callable[[_Attempt], None]
 
 
-def blocks_crc32(region: KvRegion, block_ids: Sequence[int]) -> int:
-    """CRC-32 over the payload bytes of host-memory blocks, in the given order."""
-    crc = 0
-    for block in block_ids:
-        view = (ctypes.c_char * region.block_bytes).from_address(region.base + block * region.block_stride)
-        crc = zlib.crc32(view, crc)
-    return crc
+def block_crc32(region: KvRegion, block: int, crc: int) -> int:
+    """`crc`, of the blocks before it, with the payload bytes of one more block in host memory (CRC-32)."""
+    view = (ctypes.c_char * region.block_bytes).from_address(region.base + block * region.block_stride)
+    return zlib.crc32(view, crc)
 
 
 class TransferAgent:
@@ -111,6 +114,7 @@ class TransferAgent:
         self._closed: OrderedDict[str, None] = OrderedDict()
         self._counts = {"sent": 0, "received": 0, "failed": 0, "dropped": 0, "sent_bytes": 0}
         self._checksums = running_pool(1, "transfer-crc") if with_crc else None
+        self._closing = threading.Event()
 
     # ------------------------------------------------------------------------------------------------ engine's calls
 
@@ -243,10 +247,17 @@ class TransferAgent:
                 sent_bytes=self._counts["sent_bytes"],
             )
 
-    def close(self) -> None:
-        self._backend.close()
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        ends_at = time.monotonic() + timeout_s
+        self._closing.set()
+        self._backend.close(timeout_s)
         if self._checksums is not None:
-            self._checksums.shutdown(wait=True, cancel_futures=True)
+            left = max(0.0, ends_at - time.monotonic())
+            end = partial(self._checksums.shutdown, wait=True, cancel_futures=True)
+            try:
+                run_bounded(end, left, "transfer-close")
+            except TookTooLong:
+                _log.warning("a checksum has not ended within %g s", timeout_s)
 
     # -------------------------------------------------------------------------------------------------------- events
 
@@ -361,7 +372,11 @@ class TransferAgent:
         attempt = entry.leg.attempt
 
         def compute() -> None:
-            crc = blocks_crc32(self._region, block_ids)
+            crc = 0
+            for block in block_ids:
+                if self._closing.is_set():
+                    return
+                crc = block_crc32(self._region, block, crc)
             self._post(_Resume(attempt, lambda e: work(e, crc)), self._clock())
 
         self._checksums.submit(compute)

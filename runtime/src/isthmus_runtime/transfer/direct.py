@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -29,13 +30,14 @@ from ..config import apply_native_environment
 from ..credentials import Credentials
 from ..errors import ConfigError
 from ..interfaces.handoff import ReceiveJob
-from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
+from ..interfaces.transport import CLOSE_S, Done, KvRegion, Piece, TransferResult
 from ..protocol import Ticket
 from ..threads import running_pool
 from .backend import Effective
 from .bounded import INSTALL_HINT, TookTooLong, built_for_cpus, run_bounded, split_address
 from .drain import Answer, ask_peer
 from .greeting import Greeter, greeting_problem
+from .handshakes import Handshakes, started
 from .places import reserved
 from .slots import SLOT_BYTES, RecordSlots
 from .sockets import end_connections_from, listening_ports, probe_accepted, stuck_bytes_to
@@ -57,8 +59,6 @@ GRACE_S = 0.1
 PROBE_BYTES = 8 << 20
 PROBE_PARTS = 8
 PROBE_S = 4.0
-CLOSE_S = 5.0
-"""For the threads to end: longer than any greeting or question for a drain takes."""
 IDLE_POLL_S = 0.01
 """Pace of looking at transfers that have not moved for BUSY_S."""
 BUSY_S = 0.1
@@ -141,6 +141,7 @@ class DirectTransfer:
         self._broken: dict[str, str] = {}
         """Peer's host, per attempt that had a failed write."""
         self._ports: frozenset[int] = frozenset()
+        self._handshakes = Handshakes(clock)
         self._helpers = running_pool(4, "transfer-peers")
         self._thread = threading.Thread(target=self._run, name="transfer-direct", daemon=True)
         self._engine: Any = None
@@ -232,7 +233,7 @@ class DirectTransfer:
             ]
             count = len(flying)
             while flying:
-                if not _started(flying[0]):
+                if not started(flying[0]):
                     raise ConfigError(f"a probe of {nbytes} bytes to this process's own {self._session} failed")
                 status = self._engine.transfer_check_status(flying[0])
                 if status == _DONE:
@@ -326,7 +327,7 @@ class DirectTransfer:
             for op in (*self._ops, *self._new):
                 if op.attempt == attempt:
                     _stop(op, "cancelled")
-            self._wake.notify()
+        self._call(_look_again)
 
     def drained(self, attempt: str, peer_url: str, peer_epoch: str, done: Callable[[bool], None]) -> None:
         def look() -> None:
@@ -363,29 +364,35 @@ class DirectTransfer:
             if address is not None:
                 self._slots.give(address)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         self._closing.set()
         with self._wake:
             self._wake.notify()
-        end = time.monotonic() + CLOSE_S
+        end = time.monotonic() + timeout_s
         if self._thread.is_alive():
-            self._thread.join(CLOSE_S)
+            self._thread.join(timeout_s)
         ended = not self._thread.is_alive()
         try:
             left = max(0.0, end - time.monotonic())
-            run_bounded(lambda: self._helpers.shutdown(wait=True, cancel_futures=True), left, "transfer-close")
+            run_bounded(self._end_helpers, left, "transfer-close")
         except TookTooLong:
             ended = False
         if self._greeter is not None:
             self._greeter.close()
         if not ended:
-            _log.warning("transfers have not ended within %g s; their memory stays registered", CLOSE_S)
+            _log.warning("transfers have not ended within %g s; their memory stays registered", timeout_s)
         elif self._engine is not None and self._region is not None:
             self._engine.unregister_memory(self._region.base)
             self._engine.unregister_memory(self._slots.base)
             self._engine = None
 
+    def _end_helpers(self) -> None:
+        self._helpers.shutdown(wait=True, cancel_futures=True)
+        self._handshakes.close()
+
     def _call(self, work: Callable[[], None]) -> None:
+        """Have the transfer thread call `work` and look at every operation. A notification alone would be lost while
+        it is busy, and it might then sleep until the next deadline."""
         with self._wake:
             self._calls.append(work)
             self._wake.notify()
@@ -410,11 +417,14 @@ class DirectTransfer:
 
     def _check_peer(self, op: _Op) -> None:
         problem = self._greet(op.peer, op.claim, op.attempt)
-        with self._wake:
-            if problem:
-                _stop(op, problem)
-            op.asking = False
-            self._wake.notify()
+
+        def checked() -> None:
+            with self._wake:
+                if problem:
+                    _stop(op, problem)
+                op.asking = False
+
+        self._call(checked)
 
     # ------------------------------------------------------------------------------------------------------- the thread
 
@@ -474,13 +484,20 @@ class DirectTransfer:
                     run, op.record = Run(op.record[0], op.record_target, op.record[1]), None
                 else:
                     return
-            transfer = self._engine.transfer_submit_write(op.peer.session, run.source, run.target, run.nbytes)
-            if _started(transfer):
+            session, problem = op.peer.session, ""
+            write = partial(self._engine.transfer_submit_write, session, run.source, run.target, run.nbytes)
+            try:
+                transfer = self._handshakes.submit(session, write)
+            except Exception as error:  # what one peer's ticket says ends its own transfer, and no other
+                transfer, problem = 0, f"cannot be written to: {error!r}"
+            if started(transfer):
                 op.flying[transfer] = run
                 self._moved_at = self._clock()
             else:
+                silent = self._handshakes.silent(session)
+                problem = problem or ("does not answer a handshake" if silent else "refused the handshake")
                 with self._wake:
-                    _stop(op, f"{op.peer.session} refused the handshake")
+                    _stop(op, f"{session} {problem}")
 
     def _finish(self, op: _Op) -> None:
         host = split_address(op.peer.session)[0] if op.broken else ""
@@ -502,6 +519,5 @@ def _stop(op: _Op, problem: str) -> None:
     op.problem = op.problem or problem
 
 
-def _started(transfer: int) -> bool:
-    """Mooncake answers 0, or -1 as signed or unsigned 64 bits, for a transfer that it did not take."""
-    return transfer not in (0, -1, 2**64 - 1)
+def _look_again() -> None:
+    """For `_call`: nothing more than that."""

@@ -17,7 +17,7 @@ from random import Random
 
 from ..errors import ConfigError, Overloaded
 from ..interfaces.handoff import ReceiveJob
-from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
+from ..interfaces.transport import CLOSE_S, Done, KvRegion, Piece, TransferResult
 from ..protocol import Ticket
 from .backend import Effective
 from .places import reserved
@@ -373,5 +373,5 @@ class MemoryTransfer:
     def forget(self, attempt: str) -> None:
         self._slots.pop(attempt, None)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
         self.fabric.crash(self.name)

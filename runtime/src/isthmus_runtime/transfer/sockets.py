@@ -11,7 +11,7 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
@@ -98,12 +98,22 @@ def probe_accepted() -> int:
 
 def end_connections_from(host: str, ports: frozenset[int]) -> int:
     """End what this process accepted from `host` on `ports`; later bytes are answered by a reset. Returns how many."""
+    return _end(host, lambda sock: sock.getsockname()[1] in ports)
+
+
+def end_connections_to(host: str, port: int) -> int:
+    """End this process's connections to `port` of `host`: who waits for an answer there gets an end. Returns how
+    many."""
+    return _end(host, lambda sock: sock.getpeername()[1] == port)
+
+
+def _end(host: str, chosen: Callable[[socket.socket], bool]) -> int:
     peers, ended = addresses_of(host), 0
     for sock in _sockets():
         try:
             peer = ip_address(sock.getpeername()[0].partition("%")[0])
             mapped = peer.ipv4_mapped if isinstance(peer, IPv6Address) else None
-            if str(mapped or peer) in peers and sock.getsockname()[1] in ports:
+            if str(mapped or peer) in peers and chosen(sock):
                 sock.shutdown(socket.SHUT_RDWR)
                 ended += 1
         except OSError:

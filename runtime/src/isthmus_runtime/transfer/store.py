@@ -28,7 +28,7 @@ from functools import partial
 
 from ..config import apply_native_environment
 from ..interfaces.handoff import ReceiveJob
-from ..interfaces.transport import Done, KvRegion, Piece, TransferResult
+from ..interfaces.transport import CLOSE_S, Done, KvRegion, Piece, TransferResult
 from ..kv.keys import record_key
 from ..protocol import Ticket
 from .backend import Effective
@@ -48,7 +48,7 @@ CHUNK_KEYS = 256
 STALL_S = 0.3
 """A call that takes longer makes the watch look whether the master still answers."""
 CONNECT_S = 0.25
-CLOSE_S = 2.0
+LAST_ASK_S = 2.0
 """A master that is stopped accepts connections, and answers nothing."""
 FRESH_S = 0.25
 """The master is not asked again within this time of an answer."""
@@ -231,13 +231,18 @@ class StoreTransfer:
                 return
         self._remove(attempt)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        ends_at = time.monotonic() + timeout_s
+
+        def left() -> float:
+            return max(0.0, ends_at - time.monotonic())
+
         self._closing.set()
         with self._wake:
             self._wake.notify_all()
         for thread in self._threads:
             # One may sit in a call that does not end; it is a daemon.
-            thread.join(timeout=1.0)
+            thread.join(min(1.0, left()))
         if self._pool is not None:
             store, probing = self._pool.store, not self._pool.probe_over.is_set()
             self._pool = self._open_values = None
@@ -248,7 +253,7 @@ class StoreTransfer:
                 return
             try:
                 # Closing keeps the interpreter lock: nobody could give it up. This call does not.
-                run_bounded(lambda: store.batch_is_exist(["closing"]), CLOSE_S, "transfer-close")
+                run_bounded(lambda: store.batch_is_exist(["closing"]), min(LAST_ASK_S, left()), "transfer-close")
             except TookTooLong:
                 leave_behind(store)
                 return

@@ -2,7 +2,8 @@
 //
 // Work unit: one request, a tile of queries (all q heads of a kv head together, so that each key and value is
 // read once for the group) and its context, or one partition of it. Few query rows (decode) take all kv heads in one
-// unit and read keys and values in place, which walks the pool in long runs. Many rows (prefill) take one kv head and
+// unit, or where units are few a thread's share of them, and read keys and values in place, which walks the pool in long
+// runs. Many rows (prefill) take one kv head and
 // compute the scores transposed, [keys][rows]: the queries are laid out as [D][rows] once, keys are broadcast, and the
 // softmax and the weighted sum need no transposition and no horizontal operation.
 //
@@ -138,6 +139,8 @@ Plan plan(const Args &a, int64_t requests, int64_t group, int64_t threads, Unit 
     }
     // With plenty of units every thread is busy anyway. The bits are the same either way.
     const bool split = threads > 1 && whole < 8 * threads;
+    // A short context is one partition or two of unlike length: its heads are shared out as well.
+    const int64_t parts = split ? smaller(threads, a.kv_heads) : 1;
     Plan plan = {to, 0, 0};
     for (int64_t r = 0; r < requests; r++) {
         const int64_t queries = a.starts[r + 1] - a.starts[r], start = a.lens[r] - queries;
@@ -147,8 +150,9 @@ Plan plan(const Args &a, int64_t requests, int64_t group, int64_t threads, Unit 
             const int64_t begin = a.window ? larger(0, start + first + 1 - a.window) : 0, end = start + first + count;
             const int64_t start_of = begin / PARTITION * PARTITION;
             const int64_t splits = split ? (end - start_of + PARTITION - 1) / PARTITION : 1;
-            const int64_t heads = in_place(a, count * group) ? a.kv_heads : 1;
-            for (int64_t h = 0; h < a.kv_heads; h += heads) {
+            const int64_t most = !in_place(a, count * group) ? 1 : (a.kv_heads + parts - 1) / parts;
+            for (int64_t h = 0; h < a.kv_heads; h += most) {
+                const int64_t heads = smaller(most, a.kv_heads - h);
                 for (int64_t p = 0; p < splits; p++) {
                     const int64_t next = start_of + (p + 1) * PARTITION;
                     if (to)

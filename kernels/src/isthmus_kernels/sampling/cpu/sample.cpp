@@ -1,4 +1,4 @@
-// One pass over the batch, a thread per row. Filters need no sort: the k-th largest logit and the smallest
+// One pass over the batch, a thread per row (greedy: per piece of a row). Filters need no sort: the k-th largest logit and the smallest
 // logit inside the top-p mass are found by descending a histogram of the bits of the float (11 + 11 + 10).
 // Noise is the counter-based Gumbel of ../noise.py; a token that cannot win is
 // passed over before any logarithm.
@@ -65,14 +65,47 @@ float cut(const float *z, const float *mass, int64_t count, float floor, double 
     return unordered(prefix);
 }
 
-INLINE int64_t first_best(const float *logits, int64_t vocab) {
+struct Best {
+    float logit;
+    int64_t token;  // -1: there is no number among them
+};
+
+// The largest of the logits [begin, end), the first of equal ones.
+template <class T>
+INLINE Best first_best(const T *logits, int64_t begin, int64_t end) {
     vf lanes = splat(-INFINITY);
-    int64_t i = 0;
-    for (; i + VW <= vocab; i += VW) lanes = vmax(load(logits + i), lanes);
+    int64_t i = begin;
+    for (; i + VW <= end; i += VW) lanes = vmax(load(logits + i), lanes);
     float best = hmax(lanes);
-    for (; i < vocab; i++) best = logits[i] > best ? logits[i] : best;
-    for (i = 0; i < vocab; i++)
-        if (logits[i] == best) return i;
+    for (; i < end; i++) {
+        const float logit = to_float(logits[i]);
+        best = logit > best ? logit : best;
+    }
+    for (i = begin; i < end; i++)
+        if (to_float(logits[i]) == best) return {best, i};
+    return {best, -1};
+}
+
+// Logits of one task: a greedy draw of few rows from a large vocabulary has work for every thread.
+constexpr int64_t PIECE = 16384;
+
+// Returns 0, or 1 when memory is short.
+template <class T>
+int64_t greedy(int64_t *out, const T *logits, int64_t rows, int64_t vocab, int64_t row_stride) {
+    const int64_t pieces = (vocab + PIECE - 1) / PIECE;
+    Best *found = (Best *)malloc(size_t(rows * pieces) * sizeof(Best));
+    if (!found) return 1;
+    parallel(rows * pieces, [&](int64_t i, int) {
+        const int64_t begin = i % pieces * PIECE, end = begin + PIECE < vocab ? begin + PIECE : vocab;
+        found[i] = first_best(logits + i / pieces * row_stride, begin, end);
+    });
+    for (int64_t b = 0; b < rows; b++) {
+        Best best = {-INFINITY, -1};
+        for (const Best *one = found + b * pieces; one < found + (b + 1) * pieces; one++)
+            if (one->token >= 0 && (best.token < 0 || one->logit > best.logit)) best = *one;
+        out[b] = best.token < 0 ? 0 : best.token;
+    }
+    free(found);
     return 0;
 }
 
@@ -83,10 +116,11 @@ struct Row {
 };
 
 // `z` and `mass` have room for vocab + VW values.
-int64_t choose(const float *logits, int64_t vocab, const Row &r, float *z, float *mass) {
-    const int64_t peak_token = first_best(logits, vocab);
+template <class T>
+int64_t choose(const T *logits, int64_t vocab, const Row &r, float *z, float *mass) {
+    const int64_t best_token = first_best(logits, 0, vocab).token, peak_token = best_token < 0 ? 0 : best_token;
     if (r.temperature == 0.0f) return peak_token;
-    for (int64_t i = 0; i < vocab; i++) z[i] = logits[i] / r.temperature;
+    for (int64_t i = 0; i < vocab; i++) z[i] = to_float(logits[i]) / r.temperature;
     for (int64_t i = vocab; i < vocab + VW; i++) z[i] = -INFINITY;
     const float peak = z[peak_token];
     // So cold that scores overflow: all but the largest logit are out of reach of any noise.
@@ -120,13 +154,37 @@ int64_t choose(const float *logits, int64_t vocab, const Row &r, float *z, float
     return choice;
 }
 
+// Null pointers stand for filters that are off.
+struct Filters {
+    const float *temperature;
+    const int32_t *top_k;
+    const float *top_p, *min_p;
+    const int64_t *seeds, *positions;
+};
+
+// Returns 0, or 1 when memory is short.
+template <class T>
+int64_t run(int64_t *out, const T *logits, const Filters &f, int64_t rows, int64_t vocab, int64_t row_stride) {
+    if (!f.temperature) return greedy(out, logits, rows, vocab, row_stride);
+    float *scratch = (float *)malloc(omp_get_max_threads() * 2 * (vocab + VW) * sizeof(float));
+    if (!scratch) return 1;
+    parallel(rows, [&](int64_t b, int thread) {
+        float *own = scratch + thread * 2 * (vocab + VW);
+        const Row r = {f.temperature[b], f.top_p ? f.top_p[b] : 1.0f, f.min_p ? f.min_p[b] : 0.0f,
+                       f.top_k ? f.top_k[b] : 0,
+                       mix64(uint64_t(f.seeds[b]) + uint64_t(f.positions[b] + 1) * GOLDEN)};
+        out[b] = choose(logits + b * row_stride, vocab, r, own, own + vocab + VW);
+    });
+    free(scratch);
+    return 0;
+}
+
 }  // namespace
 
-// Null pointers stand for filters that are off. Returns 0, or 1 when memory is short.
 EXPORT(sample) {
     Arguments in = {arguments};
     int64_t *out = in.pointer<int64_t>();
-    const float *logits = in.pointer<const float>();
+    const void *logits = in.pointer<const void>();
     const float *temperature = in.pointer<const float>();
     const int32_t *top_k = in.pointer<const int32_t>();
     const float *top_p = in.pointer<const float>();
@@ -136,23 +194,8 @@ EXPORT(sample) {
     const int64_t rows = in.number();
     const int64_t vocab = in.number();
     const int64_t row_stride = in.number();
-    const int64_t threads = omp_get_max_threads();
-    float *scratch = nullptr;
-    if (temperature) {
-        scratch = (float *)malloc(threads * 2 * (vocab + VW) * sizeof(float));
-        if (!scratch) return 1;
-    }
-    parallel(rows, [&](int64_t b, int thread) {
-        const float *row = logits + b * row_stride;
-        if (!temperature) {
-            out[b] = first_best(row, vocab);
-            return;
-        }
-        float *own = scratch + thread * 2 * (vocab + VW);
-        const Row r = {temperature[b], top_p ? top_p[b] : 1.0f, min_p ? min_p[b] : 0.0f, top_k ? top_k[b] : 0,
-                       mix64(uint64_t(seeds[b]) + uint64_t(positions[b] + 1) * GOLDEN)};
-        out[b] = choose(row, vocab, r, own, own + vocab + VW);
-    });
-    free(scratch);
-    return 0;
+    const int64_t dtype = in.number();
+    const Filters filters = {temperature, top_k, top_p, min_p, seeds, positions};
+    if (dtype == F32) return run(out, (const float *)logits, filters, rows, vocab, row_stride);
+    return run(out, (const bf16 *)logits, filters, rows, vocab, row_stride);
 }

@@ -1,0 +1,75 @@
+"""The first write to a TransferEngine, which waits for the other one's answer: with a bound.
+
+Mooncake asks a session for its segments when it is first written to. It waits a minute for the answer of a process that
+accepts the connection and says nothing, under a lock that every other write takes, and offers no deadline. What can be
+done from outside is to end the connection that it waits on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from ..threads import running_pool
+from .bounded import split_address
+from .sockets import end_connections_to
+
+_log = logging.getLogger(__name__)
+
+ANSWER_S = 1.0
+"""A TransferEngine that does not answer within this is silent."""
+SILENT_S = 10.0
+"""Nothing is tried with it for this long: each try holds up all other writes."""
+
+
+class Handshakes:
+    """Submits writes for one thread, and knows who has answered. `clock`: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._met: set[str] = set()
+        """Mooncake asks none of them again."""
+        self._silent: dict[str, float] = {}
+        """Until when nothing is tried with them."""
+        self._watch = running_pool(1, "transfer-handshakes")
+
+    def silent(self, session: str) -> bool:
+        """Whether the session `host:port` has not answered a moment ago, and is not tried."""
+        return self._clock() < self._silent.get(session, 0.0)
+
+    def submit(self, session: str, write: Callable[[], int]) -> int:
+        """What `write` gives, after ANSWER_S or little more; 0 for a session that is silent. ValueError: it is none."""
+        if session in self._met:
+            return write()
+        if self.silent(session):
+            return 0
+        answered, late = threading.Event(), threading.Event()
+        self._watch.submit(_end_unanswered, *split_address(session), answered, late)
+        try:
+            transfer = write()
+        finally:
+            answered.set()
+        if late.is_set():
+            _log.warning("the TransferEngine at %s has not answered within %g s", session, ANSWER_S)
+            now = self._clock()
+            self._silent = {other: until for other, until in self._silent.items() if now < until}
+            self._silent[session] = now + SILENT_S
+        elif started(transfer):
+            self._met.add(session)
+        return transfer
+
+    def close(self) -> None:
+        """Returns when no write waits any more."""
+        self._watch.shutdown(wait=True)
+
+
+def started(transfer: int) -> bool:
+    """Mooncake answers 0, or -1 as signed or unsigned 64 bits, for a transfer that it did not take."""
+    return transfer not in (0, -1, 2**64 - 1)
+
+
+def _end_unanswered(host: str, port: int, answered: threading.Event, late: threading.Event) -> None:
+    while not answered.wait(ANSWER_S):
+        late.set()
+        end_connections_to(host, port)

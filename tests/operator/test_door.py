@@ -1,0 +1,240 @@
+"""Who may connect to the operator, and how many: real sockets of several addresses of loopback."""
+
+import asyncio
+import io
+import json
+import logging
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+from aiohttp import web
+from tls_pair import make_pair
+
+from isthmus_operator.shell import door, webhook
+from isthmus_operator.shell.door import listening
+from isthmus_operator.shell.handlers import webhook_server
+from isthmus_operator.shell.operator import OperatorOptions
+
+WITHIN_S = 60.0
+KIND = {"group": "serving.isthmus.dev", "version": "v1alpha1", "resource": "inferenceservices"}
+STRANGER, OTHER = "127.0.0.1", "127.0.0.2"
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(WITHIN_S):
+            await test()
+
+    asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair") / "pair"
+    make_pair(folder)
+    return folder
+
+
+def trusting() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+class Hall:
+    """The operator's webhook and who is connected to it. asked: the reviews that kopf was given."""
+
+    def __init__(self) -> None:
+        self.port = 0
+        self.asked: list[Any] = []
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def connect(self, host: str, *, tls: bool = True) -> Connection:
+        both = await asyncio.open_connection(
+            "127.0.0.1", self.port, ssl=trusting() if tls else None, local_addr=(host, 0)
+        )
+        self.writers.append(both[1])
+        return both
+
+    async def post(self, host: str, body: bytes) -> tuple[int, str]:
+        connector = aiohttp.TCPConnector(local_addr=(host, 0), ssl=trusting())
+        url = f"https://127.0.0.1:{self.port}/validate"
+        async with (
+            aiohttp.ClientSession(connector=connector) as client,
+            client.post(url, data=io.BytesIO(body)) as answer,
+        ):
+            return answer.status, await answer.text()
+
+
+@asynccontextmanager
+async def hall(pair: Path) -> AsyncIterator[Hall]:
+    server = webhook_server(OperatorOptions(webhook_port=0, webhook_cert_dir=str(pair)), lambda: None)
+    found = Hall()
+
+    async def allow(request: Any, **_: Any) -> Any:
+        found.asked.append(request)
+        return {"response": {"allowed": True}}
+
+    configs = server(allow)
+    found.port = urlsplit((await anext(configs))["url"]).port or 0
+    waiting = asyncio.ensure_future(anext(configs))
+    try:
+        yield found
+        assert not waiting.done()
+    finally:
+        for writer in found.writers:
+            writer.transport.abort()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await configs.aclose()  # type: ignore[attr-defined]
+
+
+def review(**changes: Any) -> bytes:
+    request = {"uid": "u", "resource": KIND, "object": {"metadata": {"name": "n"}}, "userInfo": {}}
+    return json.dumps({"request": request | changes}).encode()
+
+
+async def open_ones(readers: list[asyncio.StreamReader]) -> int:
+    """How many of the connections the server has not ended, when it has had time to."""
+    await asyncio.wait([asyncio.ensure_future(reader.read(1)) for reader in readers], timeout=1.0)
+    return sum(not reader.at_eof() and reader.exception() is None for reader in readers)
+
+
+def test_one_address_cannot_take_all_connections(pair: Path) -> None:
+    async def main() -> None:
+        async with hall(pair) as there:
+            readers = [(await there.connect(STRANGER))[0] for _ in range(3 * door.MOST_OF_ONE)]
+            assert (await there.post(OTHER, review()))[0] == 200
+            assert (await there.post(STRANGER, review()))[0] == 200
+            assert await open_ones(readers) <= door.MOST_OF_ONE
+
+    run(main)
+
+
+def test_many_addresses_cannot_take_all_connections_either(pair: Path) -> None:
+    async def main() -> None:
+        async with hall(pair) as there:
+            for number in range(door.MOST + 20):
+                await there.connect(f"127.0.{1 + number % 6}.1")
+            assert (await there.post(OTHER, review()))[0] == 200
+
+    run(main)
+
+
+def test_who_is_being_answered_does_not_give_way_to_its_own_address(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(webhook, "BODY_S", 30.0)
+
+    async def main() -> None:
+        async with hall(pair) as there:
+            body = review()
+            reader, writer = await there.connect(STRANGER)
+            writer.write(f"POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+            await writer.drain()
+            for _ in range(2 * door.MOST_OF_ONE):
+                await there.connect(STRANGER)
+            writer.write(body)
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+
+    run(main)
+
+
+def test_a_handshake_that_never_ends_is_ended(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "HANDSHAKE_S", 0.2)
+
+    async def main() -> None:
+        async with hall(pair) as there:
+            reader, _ = await there.connect(STRANGER, tls=False)
+            assert await reader.read(1) == b""
+
+    run(main)
+
+
+def test_metrics_are_behind_such_a_door_too() -> None:
+    async def hello(request: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+    async def main() -> None:
+        async with listening({("GET", "/"): hello}, "127.0.0.1", 0) as port:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(door.MOST_OF_ONE + 9)]
+            connector = aiohttp.TCPConnector(local_addr=(OTHER, 0))
+            async with (
+                aiohttp.ClientSession(connector=connector) as client,
+                client.get(f"http://127.0.0.1:{port}/") as answer,
+            ):
+                assert await answer.text() == "hello"
+            assert await open_ones([reader for reader, _ in silent]) == door.MOST_OF_ONE
+            for _, writer in silent:
+                writer.transport.abort()
+
+    run(main)
+
+
+NESTED = b'{"request": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"no JSON", 400),
+        (b"\xff\xfe", 400),
+        (b"[]", 400),
+        (b"{}", 400),
+        (NESTED, 400),
+        (b'{"request": []}', 400),
+        (b'{"request": {"uid": "u"}}', 400),
+        (review(object=None), 400),
+        (review(object={"metadata": []}), 400),
+        (review(object={"metadata": {"name": "n", "uid": {}}}), 400),
+        (review(object={"metadata": {"name": ["n"]}}), 400),
+        (review(resource={"group": "apps", "version": "v1", "resource": "deployments"}), 404),
+        (review(resource=7), 404),
+        (b"x" * (2**20 + 1), 413),
+    ],
+)
+def test_what_is_no_review_is_refused_and_nothing_else_happens(
+    pair: Path, body: bytes, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with hall(pair) as there:
+            assert (await there.post(STRANGER, body))[0] == status
+            assert there.asked == []
+            assert (await there.post(STRANGER, review()))[0] == 200
+
+    with caplog.at_level(logging.INFO):
+        run(main)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(webhook, "BODY_S", 0.2)
+
+    async def main() -> None:
+        async with hall(pair) as there:
+            reader, writer = await there.connect(STRANGER)
+            writer.write(b"POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+
+    run(main)
+
+
+def test_kopf_is_not_asked_to_remember_what_anybody_makes_up(pair: Path) -> None:
+    async def main() -> None:
+        async with hall(pair) as there:
+            made_up = {"metadata": {"name": "n", "uid": "made-up"}}
+            await there.post(STRANGER, review(operation="UPDATE", object=made_up, oldObject={"spec": {}}))
+            (asked,) = there.asked
+            assert asked["request"]["operation"] == "CREATE"
+            assert "oldObject" not in asked["request"]
+            assert asked["request"]["object"] == made_up
+
+    run(main)

@@ -1,0 +1,147 @@
+"""The thread of Direct transfers: what one peer says, or when it says it, is no matter to other transfers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from isthmus_runtime.interfaces.transport import KvRegion, Piece, TransferResult
+from isthmus_runtime.protocol import PrefillCall, Ticket
+from isthmus_runtime.transfer import direct as module
+from isthmus_runtime.transfer.direct import DirectTransfer
+
+WAIT_S = 20.0
+TICKET = Ticket(
+    mode="direct",
+    attempt="a",
+    layout_digest="d",
+    session="127.0.0.1:1",
+    greeting="127.0.0.1:2/word",
+    epoch="decode",
+    pool_base=1 << 20,
+    block_stride=64,
+    record_address=1 << 16,
+    record_capacity=8192,
+)
+PIECE = Piece(block_id=1, key="k", nbytes=64, remote_address=1 << 20)
+
+
+class _Run:
+    """A transfer whose thread runs over a TransferEngine that takes every address of 64 bits."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked, self.answers = threading.Event(), threading.Event()
+        """Of attempt "late": the others are answered at once."""
+        monkeypatch.setattr(module, "greeting_problem", self._greet)
+        self.transfer = DirectTransfer(host="127.0.0.1", epoch="prefill")
+        parts: Any = self.transfer
+        parts._engine = SimpleNamespace(
+            transfer_submit_write=self._write, transfer_check_status=lambda _: 1, unregister_memory=lambda _: None
+        )
+        parts._region = KvRegion(base=4096, num_blocks=4, block_bytes=64, block_stride=64, layout_digest="d")
+        parts._effective = SimpleNamespace(transport="tcp")
+        parts._thread.start()
+
+    def _greet(self, address: str, claim: bytes, *_: object) -> str:
+        if not claim.endswith(b" late"):
+            return ""
+        self.asked.set()
+        return "" if self.answers.wait(WAIT_S) else "the test has left"
+
+    def _write(self, session: str, source: int, target: int, nbytes: int) -> int:
+        if target >= 2**64:
+            raise TypeError("incompatible function arguments")  # as Mooncake's binding
+        return 7
+
+    def write(
+        self, attempt: str, piece: Piece = PIECE, then: Callable[[], object] = lambda: None
+    ) -> Callable[[], TransferResult]:
+        """Begin one; call what comes back for its end. `then` is called first, on the thread."""
+        ended, found = threading.Event(), list[TransferResult]()
+
+        def done(result: TransferResult) -> None:
+            then()
+            found.append(result)
+            ended.set()
+
+        ticket = TICKET.model_copy(update={"attempt": attempt})
+        # Its own deadline is far away: nothing but an event may be what ends it.
+        self.transfer.write(attempt, ticket, [piece], None, 600.0, done)
+
+        def end() -> TransferResult:
+            assert ended.wait(WAIT_S), "the transfer thread sleeps or has ended"
+            return found[0]
+
+        return end
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Run]:
+    running = _Run(monkeypatch)
+    yield running
+    running.answers.set()
+    running.transfer.close()
+
+
+def test_an_answer_that_comes_while_the_thread_is_busy_is_not_lost(run: _Run) -> None:
+    """It was told of by a notification that nobody waited for: the write then stood until its deadline."""
+    busy, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        busy.set()
+        assert go_on.wait(WAIT_S)
+
+    end = run.write("late")
+    assert run.asked.wait(WAIT_S)
+    other = run.write("other", then=hold)
+    # The thread has looked at the first one in this turn, and is not done with the second.
+    assert busy.wait(WAIT_S)
+    run.answers.set()
+    parts: Any = run.transfer
+    parts._helpers.shutdown(wait=True)  # the answer has been told
+    go_on.set()
+    assert other().ok and end().ok
+
+
+def test_an_address_that_is_none_ends_its_own_write_alone(run: _Run) -> None:
+    run.answers.set()
+    beyond = run.write("a", Piece(block_id=1, key="k", nbytes=64, remote_address=2**64))()
+    assert not beyond.ok and "127.0.0.1:1 cannot be written to" in beyond.reason
+    assert run.write("b")().ok
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("pool_base", 2**64),
+        ("pool_base", -1),
+        ("block_stride", -1),
+        ("record_address", 2**64),
+        ("record_capacity", -1),
+        ("skip_blocks", -1),
+        ("session", "127.0.0.1:1\r\nDELETE"),
+        ("session", "a" * 262),
+        ("greeting", "127.0.0.1:1/x\r\nDELETE / HTTP/1.1\r\n"),
+        ("greeting", "127.0.0.1:123456"),
+        ("attempt", "a b"),
+        ("blocks", [{"group": 0, "first": 0, "block_ids": [-1]}]),
+        ("blocks", [{"group": -1, "first": 0, "block_ids": [1]}]),
+    ],
+)
+def test_a_ticket_that_no_decode_makes_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValidationError) as refused:
+        Ticket.model_validate({**TICKET.model_dump(), field: value})
+    assert all(error["loc"][0] == field for error in refused.value.errors())
+
+
+def test_an_attempt_of_a_prefill_call_is_a_word() -> None:
+    request = {"request_id": "r", "prompt_token_ids": [1], "sampling": {"max_tokens": 1}}
+    call = {"request": request, "attempt": "a", "ticket": TICKET.model_dump()}
+    assert PrefillCall.model_validate(call).attempt == "a"
+    with pytest.raises(ValidationError, match="attempt"):
+        PrefillCall.model_validate({**call, "attempt": "a\nb"})
