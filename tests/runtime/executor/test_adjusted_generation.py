@@ -124,8 +124,10 @@ def test_adjusted_rows_among_others(
 ) -> None:
     import transformers
 
-    # Whether forced tokens are worth being computed together follows from measured times: here they always are.
+    # Whether forced tokens are worth being computed together follows from measured times, and in a batch from how many
+    # there are: here they always are.
     monkeypatch.setattr(drafts, "FORCED_WORTH", 0.0)
+    monkeypatch.setattr(drafts, "MOSTLY_FORCED", drafts.ENOUGH_FORCED)
     monkeypatch.setattr(loop_of_engine, "MASK_PATIENCE_S", DEADLINE_S)
 
     torch.manual_seed(0)
