@@ -7,6 +7,10 @@ are printed, each beside the peer's of the same kind: one engine by turns, by pr
 At the end 1,000 concurrent streams run through ours.
 
     python runtime/bench/router.py [--rounds 5] [--requests 3200] [--peer PATH/bin/vllm-router] [--out FILE]
+                                   [--python /usr/bin/python3.11]
+
+An interpreter that was built without profile guidance (pyenv's, by default) takes a quarter more than those of the
+images do; `--python` runs the router on another one of the same version, with the packages of this one.
 
 What is compared: vllm-router passes bodies through; ours validates, applies limits, tokenises and detokenises. Its rows
 with token-id prompts show the routing alone, those with text what a user gets. Exits with 1 when a bar is missed.
@@ -211,10 +215,16 @@ def upstream(engines: Engines, interval: float) -> list[subprocess.Popen[bytes]]
     return [subprocess.Popen([*argv, "--role", role, str(port)]) for role, ports in roles.items() for port in ports]
 
 
-def ours(name: str, engines: Engines, model: Path, body: Body, policy: str, **flags: str) -> Router:
-    """Our router before `engines`."""
+def interpreter(python: str) -> list[str]:
+    """What runs Python: this interpreter for "", or another one, which finds this one's packages."""
+    found = [path for path in sys.path if path and not path.startswith(sys.base_prefix)]
+    return ["env", f"PYTHONPATH={os.pathsep.join(found)}", python] if python else [sys.executable]
+
+
+def ours(name: str, engines: Engines, model: Path, body: Body, policy: str, python: str = "", **flags: str) -> Router:
+    """Our router before `engines`; `python` runs it, "" for this interpreter."""
     port = free_port()
-    argv = [sys.executable, "-m", "isthmus_runtime", "serve", "--role", "router", "--port", str(port)]
+    argv = [*interpreter(python), "-m", "isthmus_runtime", "serve", "--role", "router", "--port", str(port)]
     argv += ["--model", str(model), "--served-model-name", "m", "--log-level", "error", "--policy", policy]
     for flag, ports in vars(engines).items():
         argv += [f"--{flag}", ",".join(f"127.0.0.1:{p}" for p in ports)] if ports else []
@@ -236,11 +246,11 @@ def theirs(name: str, peer: Path, engines: Engines, policy: str, body: Body) -> 
     return Router(name, argv, port, "/health", body)
 
 
-def many_streams(model: Path, count: int, log: Path) -> dict[str, float]:
+def many_streams(model: Path, count: int, log: Path, python: str) -> dict[str, float]:
     """`count` concurrent streams, 64 chunks 20 ms apart, through ours: memory before, at most and after, MB."""
     workers = Engines(worker=(free_port(), free_port()))
     engines = upstream(workers, 0.02)
-    router = ours("many", workers, model, text_prompt, "least-load", max_queue=str(2 * count))
+    router = ours("many", workers, model, text_prompt, "least-load", python, max_queue=str(2 * count))
     try:
         router.start(log)
         uvloop.run(load(router.port, CONNECTIONS, CONNECTIONS, text_prompt, True, 1))
@@ -269,16 +279,17 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, default=PEER)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--python", default="", help="runs our router, instead of the interpreter of this script")
     args = parser.parse_args()
     workers = Engines(worker=(free_port(), free_port()))
     pairs = Engines(prefill=(free_port(), free_port()), decode=(free_port(), free_port()))
     by_turns, by_prefix, paired = "vllm-router round_robin", "vllm-router cache_aware", "vllm-router prefill + decode"
     beside = {
-        ours("isthmus ids", workers, args.model, id_prompt, "round-robin"): by_turns,
-        ours("isthmus text", workers, args.model, text_prompt, "round-robin"): by_turns,
-        ours("isthmus text prefix-aware", workers, args.model, text_prompt, "prefix-aware"): by_prefix,
-        ours("isthmus ids prefill + decode", pairs, args.model, id_prompt, "round-robin"): paired,
-        ours("isthmus text prefill + decode", pairs, args.model, text_prompt, "round-robin"): paired,
+        ours("isthmus ids", workers, args.model, id_prompt, "round-robin", args.python): by_turns,
+        ours("isthmus text", workers, args.model, text_prompt, "round-robin", args.python): by_turns,
+        ours("isthmus text prefix-aware", workers, args.model, text_prompt, "prefix-aware", args.python): by_prefix,
+        ours("isthmus ids prefill + decode", pairs, args.model, id_prompt, "round-robin", args.python): paired,
+        ours("isthmus text prefill + decode", pairs, args.model, text_prompt, "round-robin", args.python): paired,
     }
     routers = list(beside)
     if args.peer.exists():
@@ -321,9 +332,16 @@ def main() -> None:
         missed += [f"{router.name}: {k} {r:.2f}x, bar {BARS[k]:g}x" for k, r in ratios.items() if r > BARS[k]]
         tail = "".join(f"{ratios[kind]:>9.2f}" for kind in BARS) + f"  {peer}" if ratios else ""
         print(f"{router.name:<32}{row['plain']:>8.3f}{row['stream']:>8.2f}{row['rss_mb']:>13.0f}{tail}")
-    report: dict[str, object] = {"machine": platform.platform(), "cpus": os.cpu_count(), "routers": rows}
+    report: dict[str, object] = {
+        "machine": platform.platform(),
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg(),
+        "python": subprocess.check_output([args.python or sys.executable, "-VV"], text=True).strip(),
+        "routers": rows,
+    }
+    print(report["python"], "load", *(f"{load:.1f}" for load in os.getloadavg()))
     if args.streams:
-        report["many"] = many = many_streams(args.model, args.streams, log)
+        report["many"] = many = many_streams(args.model, args.streams, log, args.python)
         print(", ".join(f"{k} {v:.1f}" for k, v in many.items()))
         if many["rss_peak_mb"] > RSS_BAR_MB:
             missed.append(f"{args.streams} streams: {many['rss_peak_mb']:.0f} MB, bar {RSS_BAR_MB:g} MB")

@@ -118,13 +118,8 @@ def body(spec: dict[str, Any]) -> dict[str, Any]:
 
 @settings(max_examples=150, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
 @given(specs())
-def test_what_the_schema_takes_the_parser_reads(spec: dict[str, Any]) -> None:
+def test_the_parser_reads_what_the_schema_takes_and_processes_take_what_is_rendered(spec: dict[str, Any]) -> None:
     Spec.model_validate_json(json.dumps(spec))
-
-
-@settings(max_examples=150, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
-@given(specs())
-def test_what_is_admitted_renders_into_arguments_that_its_processes_take(spec: dict[str, Any]) -> None:
     try:
         service = admit(body(spec))
     except InvalidSpec as error:

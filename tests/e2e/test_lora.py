@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import pytest
 import torch
 from config_mount import swap
 from lora_adapters import ATTENTION, MLP, save_adapter
-from processes import MODEL, Stack, get_json, metric, stack
+from processes import MODEL, Stack, free_port, get_json, metric, stack
 from tokenizers import Tokenizer
+from tokens import Issuer, write
 
 from isthmus_runtime.executor.fake import expected_tokens
 from isthmus_runtime.models.registry import read_model_spec
@@ -96,6 +98,35 @@ def test_loaded_and_unloaded_while_others_run(service: Stack, tokenizer: Tokeniz
     with pytest.raises(openai.BadRequestError, match="no folder"):
         change(service, "load", lora_name="three", lora_path="../..")
     assert {model.id for model in client(service).models.list()} == {"test", "one"}
+
+
+def test_where_peers_know_each_other_adapters_are_the_routers_alone(tmp_path: Path) -> None:
+    """Engines with the real executor have no routes that ask for no key; the router's reach them all the same."""
+    shapes = read_model_spec(MODEL).tensor_shapes()
+    save_adapter(tmp_path / "one", shapes, seed=0, rank=8, targets=ATTENTION[:1], size=0.02)
+    issuer, peers = Issuer(), tmp_path / "peers"
+    write(peers, token=issuer.token(), trust=issuer.trust())
+    flags = ("--peer-credentials", str(peers))
+    args = ("--dtype", "float32", "--device", "cpu", "--kv-memory", "64Mi", "--lora-dir", str(tmp_path), *flags)
+    service = Stack(tmp_path, "none", executor="torch", engine_args=args, prefills=0, decodes=0)
+    service.ports = {"unified0": free_port(), "router": free_port()}
+    service.router_args = ("--worker", f"127.0.0.1:{service.ports['unified0']}", "--lora-updates", "on", *flags)
+    with ExitStack() as exits:
+        for name in service.ports:
+            exits.callback(service.spawn(name).stop)
+        service.ready(*service.ports)
+        shown = {}
+        for name in service.ports:
+            paths = get_json(service.url(name) + "/openapi.json")["paths"]
+            assert isinstance(paths, dict) and "/v1/completions" in paths
+            shown[name] = {path for path in paths if "lora" in path}
+        assert shown == {"unified0": set(), "router": {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}}
+        engine = openai.OpenAI(base_url=service.url("unified0") + "/v1", api_key="none", max_retries=0, timeout=60)
+        with pytest.raises(openai.NotFoundError):
+            engine.post("/load_lora_adapter", body={"lora_name": "one", "lora_path": "one"}, cast_to=str)
+        change(service, "load", lora_name="one", lora_path="one")
+        assert len(complete(service, "one")) > 0
+        change(service, "unload", lora_name="one")
 
 
 def until(holds: Callable[[], bool], what: str) -> None:

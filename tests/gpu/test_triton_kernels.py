@@ -17,6 +17,7 @@ from kernel_checks import (
     check_lora,
     check_moe,
     check_moe_of_8_bits,
+    check_norm_of_parts,
     check_norms,
     check_rope,
     check_sample,
@@ -139,6 +140,12 @@ def test_rope(tokens: int, shape: dict[str, int], norm: bool, layout: dispatch.L
 @pytest.mark.parametrize(("dtype", "weight_dtype"), [(BF16, BF16), (F32, F32)])
 def test_norms(shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     check_norms("triton", "cuda", *shape, dtype, weight_dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 576), (2, 256, 4096), (4, 64, 4096), (3, 17, 37)])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_norm_of_sums_in_parts(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check_norm_of_parts("cuda", *shape, dtype)
 
 
 @pytest.mark.parametrize("shape", [(1, 12288), (300, 768), (40, 28672), (3, 37)])

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from isthmus_kernels import dispatch, native
+from isthmus_kernels import dispatch, native, selection
 
 WITHOUT_LIBRARY = """
 import logging, sys
@@ -39,8 +39,8 @@ def test_everything_works_without_the_library_and_says_so_once() -> None:
 
 
 def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    dispatch._select.cache_clear()
-    with caplog.at_level(logging.INFO, logger="isthmus_kernels.dispatch"):
+    selection.select.cache_clear()
+    with caplog.at_level(logging.INFO, logger="isthmus_kernels.selection"):
         for _ in range(3):
             dispatch.silu_mul(torch.ones(1, 4))
     assert len(caplog.messages) == 1 and caplog.messages[0].startswith("silu_mul on cpu: ")
@@ -52,12 +52,12 @@ def test_unknown_implementation_is_named() -> None:
 
 
 def test_a_peer_is_used_only_where_it_is_asked_for_and_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "find_spec", lambda name: object())
-    assert dispatch._usable("flashinfer", "cuda", "flashinfer")
-    assert not dispatch._usable("flashinfer", "cuda", None)
-    assert not dispatch._usable("flashinfer", "cpu", "flashinfer")
-    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
-    assert not dispatch._usable("flashinfer", "cuda", "flashinfer")
+    monkeypatch.setattr(selection, "find_spec", lambda name: object())
+    assert selection.usable("flashinfer", "cuda", "flashinfer")
+    assert not selection.usable("flashinfer", "cuda", None)
+    assert not selection.usable("flashinfer", "cpu", "flashinfer")
+    monkeypatch.setattr(selection, "find_spec", lambda name: None)
+    assert not selection.usable("flashinfer", "cuda", "flashinfer")
 
 
 @pytest.mark.skipif(not native.available(), reason="the compiled library is not built")

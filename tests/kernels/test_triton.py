@@ -3,10 +3,13 @@
 Where a card is present, tests/gpu runs the same checks on it at real shapes, and these do not run.
 """
 
+import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from kernel_checks import (
     check_lora,
     check_moe,
     check_moe_of_8_bits,
+    check_norm_of_parts,
     check_norms,
     check_rope,
     check_sample,
@@ -33,6 +37,13 @@ from isthmus_kernels.moe.triton_routing import arrange
 pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels are compiled here: tests/gpu has these checks")
 
 F32, BF16, FP8 = torch.float32, torch.bfloat16, torch.float8_e4m3fn
+STORED = (
+    (F32, BF16, "block-major"),
+    (BF16, BF16, "layer-major"),
+    (BF16, FP8, "block-major"),
+    (F32, FP8, "layer-major"),
+)
+"""Data types of activations and of KV, and how KV lies."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,24 +51,32 @@ def seeded() -> None:
     torch.manual_seed(7)
 
 
+def each_with(cases: Sequence[tuple[Any, ...]], others: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Every case with every other; while editing, every case with one of the others in turn."""
+    return [
+        pytest.param(*case, *other, marks=[pytest.mark.slow] if (i - j) % len(others) else [])
+        for i, case in enumerate(cases)
+        for j, other in enumerate(others)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("query_lens", "context_lens", "heads", "kv_heads", "dim", "block_size", "window"),
-    [
-        ([1, 1, 0, 1], [130, 0, 0, 400], 8, 2, 64, 16, None),  # contexts that several programs share, and short ones
-        ([1, 1], [300, 20], 3, 3, 32, 1, None),
-        ([1], [1150], 4, 1, 32, 16, None),  # in fewer parts than there are programs for
-        ([1, 1, 1], [200, 64, 9], 5, 1, 80, 8, 70),
-        ([1, 40, 1, 7], [70, 0, 0, 70], 3, 1, 80, 8, None),
-        ([70, 3], [30, 64], 4, 2, 32, 16, 33),
-        ([17, 2], [0, 1], 8, 1, 96, 32, 1),
-        ([130], [70], 2, 2, 64, 64, None),
-        ([1] * 18, [0, 150, 31, 32] * 4 + [5, 64], 4, 2, 32, 16, None),  # enough requests for the plan of many
-        ([1] * 17, [90] * 17, 4, 2, 32, 16, 40),
-    ],
-)
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "layout"),
-    [(F32, BF16, "block-major"), (BF16, BF16, "layer-major"), (BF16, FP8, "block-major"), (F32, FP8, "layer-major")],
+    ("query_lens", "context_lens", "heads", "kv_heads", "dim", "block_size", "window", "dtype", "kv_dtype", "layout"),
+    each_with(
+        [
+            ([1, 1, 0, 1], [130, 0, 0, 400], 8, 2, 64, 16, None),  # contexts that several programs share, and short
+            ([1, 1], [300, 20], 3, 3, 32, 1, None),
+            ([1], [1150], 4, 1, 32, 16, None),  # in fewer parts than there are programs for
+            ([1, 1, 1], [200, 64, 9], 5, 1, 80, 8, 70),
+            ([1, 40, 1, 7], [70, 0, 0, 70], 3, 1, 80, 8, None),
+            ([70, 3], [30, 64], 4, 2, 32, 16, 33),
+            ([17, 2], [0, 1], 8, 1, 96, 32, 1),
+            ([130], [70], 2, 2, 64, 64, None),
+            ([1] * 18, [0, 150, 31, 32] * 4 + [5, 64], 4, 2, 32, 16, None),  # enough requests for the plan of many
+            ([1] * 17, [90] * 17, 4, 2, 32, 16, 40),
+        ],
+        STORED,
+    ),
 )
 def test_attention(
     query_lens: list[int],
@@ -96,23 +115,23 @@ def test_soft_cap_and_sinks(softcap: float | None, sinks: bool, window: int | No
         check_attention("triton", "cpu", [1, 20, 1], [90, 10, 0], window=window, softcap=softcap, sinks=sinks, **shape)
 
 
-@pytest.mark.parametrize("heads", [14, 0])
-@pytest.mark.parametrize(("head_dim", "rotary"), [(32, 32), (80, 32), (10, 6)])
-@pytest.mark.parametrize(("q_norm", "k_norm"), [(False, False), (True, True), (True, False), (False, True)])
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype", "layout"),
-    [(F32, BF16, "block-major"), (BF16, F32, "layer-major"), (BF16, FP8, "block-major"), (F32, FP8, "layer-major")],
+    ("q_norm", "k_norm", "heads", "dims", "dtype", "kv_dtype", "layout"),
+    each_with(
+        list(itertools.product((False, True), (False, True), (14, 0), ((32, 32), (80, 32), (10, 6)))),
+        [(F32, BF16, "block-major"), (BF16, F32, "layer-major"), (BF16, FP8, "block-major"), (F32, FP8, "layer-major")],
+    ),
 )
 def test_rope(
-    heads: int,
-    head_dim: int,
-    rotary: int,
     q_norm: bool,
     k_norm: bool,
+    heads: int,
+    dims: tuple[int, int],
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     layout: str,
 ) -> None:
+    head_dim, rotary = dims
     check_rope(
         "triton",
         "cpu",
@@ -133,6 +152,12 @@ def test_rope(
 @pytest.mark.parametrize(("dtype", "weight_dtype"), [(F32, F32), (BF16, F32), (BF16, BF16)])
 def test_norms(shape: tuple[int, int], dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
     check_norms("triton", "cpu", *shape, dtype, weight_dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 576), (2, 3, 37), (4, 2, 1000)])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_norm_of_sums_in_parts(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    check_norm_of_parts("cpu", *shape, dtype)
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (1, 1), (3, 37), (2, 1500)])

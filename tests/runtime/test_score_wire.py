@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from isthmus_runtime import score_wire
 from isthmus_runtime.errors import Cancelled
-from isthmus_runtime.protocol import PrefillAnswer, parse_line, parse_prefill_answer, token_line
+from isthmus_runtime.protocol import PrefillAnswer, parse_line, parse_prefill_answer, prefill_answer_json, token_line
 from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
 
 number = st.sampled_from([-math.inf, -0.0, -1e-300, -12.5]) | st.floats(-100, 0)
@@ -39,7 +39,8 @@ def test_what_is_read_is_what_was_written(scores: list[TokenLogprobs], long: int
         assert isinstance(found, TokenChunk)
         assert found._replace(error=None) == chunk._replace(error=None)
         assert found.error is not None and found.error.message == error.message
-        assert parse_prefill_answer(answer.model_dump_json(exclude_defaults=True).encode()) == answer
+        assert parse_prefill_answer(prefill_answer_json(answer)) == answer
+        assert PrefillAnswer.model_validate_json(prefill_answer_json(answer)) == answer
 
 
 def test_no_piece_of_a_long_answer_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +59,9 @@ def test_no_piece_of_a_long_answer_is_long(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(score_wire, "from_json", note)
     monkeypatch.setattr(score_wire, "to_json", noted)
+    answer = PrefillAnswer(attempt="a", num_tokens=5001, prompt_logprobs=scores)
+    assert parse_prefill_answer(prefill_answer_json(answer)) == answer
+    assert len(written) > 9 and len(read) > 9
     line = token_line(TokenChunk((1,), prompt_logprobs=scores))
     assert parse_line(line) == TokenChunk((1,), prompt_logprobs=scores)
     assert len(line) > 20 * score_wire.LONG

@@ -20,7 +20,7 @@ HELM_S = 120.0
 Manifest = dict[str, Any]
 
 
-class StrictLoader(yaml.SafeLoader):
+class StrictLoader(yaml.CSafeLoader):
     """YAML without repeated keys: the API server and GitOps tools refuse them, PyYAML keeps the last one silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -141,6 +141,19 @@ def check_norms(impl: str, device: str, rows: int, width: int, dtype: torch.dtyp
     assert_close(got, want)
 
 
+def check_norm_of_parts(device: str, parts: int, rows: int, width: int, dtype: torch.dtype) -> None:
+    from isthmus_kernels.rms_norm.triton_impl import add_parts_rms_norm  # needs Triton
+
+    sums = poisoned(parts, rows + 1, width, dtype=torch.float32, device=device)[:, :rows]
+    sums.copy_(torch.randn(parts, rows, width))
+    residual, weight = torch.randn(rows, width).to(device, dtype), torch.rand(width).to(device, dtype)
+    want_residual = (residual.float() + sums.sum(dim=0)).to(dtype)
+    out = poisoned(rows, width, dtype=dtype, device=device)
+    add_parts_rms_norm(sums, residual, weight, 1e-5, out)
+    assert_close(residual, want_residual)
+    assert_close(out, dispatch.rms_norm(residual, weight, 1e-5, impl="reference"))
+
+
 def check_gated(impl: str, device: str, rows: int, width: int, dtype: torch.dtype) -> None:
     x = (torch.randn(rows, 2 * width) * 4).to(device, dtype)
     x[:, :1], x[1:2, :1] = 200.0, -200.0

@@ -1,28 +1,23 @@
 """The ops of the engine. Each call goes to the best implementation for the device of its tensors.
 
 `impl` overrides the choice by name: "cpu" (compiled C++), "cuda" (compiled CUDA), "triton", "torch" or "reference", or
-a peer that is installed ("flashinfer"). The choice per (op, device) is logged once. Our ops never synchronise with the
+a peer that is installed ("flashinfer"); `selection` has the choice. Our ops never synchronise with the
 device, never loop over requests in Python and write to the given buffers, so that a captured graph can replay them.
 """
 
-import importlib
-import logging
-from collections.abc import Callable, Sequence
-from functools import cache
-from importlib.util import find_spec
-from types import MappingProxyType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isthmus_kernels import cuda_library, native
-from isthmus_kernels.device import interpreted
+from isthmus_kernels import native
 from isthmus_kernels.kv_swap.swap import KvSwap
 from isthmus_kernels.kv_view import Layout, block_view, check_layer, layer_view
-from isthmus_kernels.linear.packed import GatedWeight, PackedLinear, Weight
+from isthmus_kernels.linear.packed import GatedWeight, PackedLinear, SummingWeight, Weight
 from isthmus_kernels.lora.shapes import check_adapters
 from isthmus_kernels.native import Program, record
+from isthmus_kernels.selection import select
 
 __all__ = [
     "KvSwap",
@@ -38,6 +33,7 @@ __all__ = [
     "latent_kv_write",
     "layer_view",
     "linear",
+    "linear_add_rms_norm",
     "linear_silu_mul",
     "logprobs",
     "lora",
@@ -55,61 +51,6 @@ __all__ = [
     "sample",
     "silu_mul",
 ]
-
-_LOG = logging.getLogger(__name__)
-
-# Per op: its folder, and the implementations that exist, best first.
-_OPS = MappingProxyType(
-    {
-        "paged_attention": ("paged_attention", ("cpu", "cuda", "triton", "torch", "reference", "flashinfer")),
-        "rope_kv_write": ("rope_kv_write", ("cpu", "triton", "reference")),
-        "latent_kv_write": ("latent_kv_write", ("reference",)),
-        "rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
-        "add_rms_norm": ("rms_norm", ("cpu", "triton", "reference")),
-        "silu_mul": ("silu_mul", ("cpu", "triton", "reference")),
-        "gelu_tanh_mul": ("silu_mul", ("cpu", "triton", "reference")),
-        "embedding": ("embedding", ("cpu", "triton", "reference")),
-        "moe_route": ("moe", ("cpu", "triton", "reference")),
-        "moe": ("moe", ("cpu", "triton", "reference")),
-        "pack": ("linear", ("cpu", "cuda", "triton", "torch")),
-        "pack_fp8": ("fp8_linear", ("triton", "reference")),
-        "quantize": ("fp8_linear", ("triton", "reference")),
-        "lora": ("lora", ("cpu", "triton", "reference")),
-        "block_copy": ("block_copy", ("triton", "torch", "reference")),
-        "kv_swap": ("kv_swap", ("cuda", "cpu", "reference")),
-        "penalize": ("penalties", ("torch", "reference")),
-        "mask_logits": ("mask_logits", ("cpu", "torch", "reference")),
-        "sample": ("sampling", ("cpu", "triton", "torch", "reference")),
-        "logprobs": ("sampling", ("triton", "reference")),
-    }
-)
-
-
-def _usable(impl: str, device: str, asked: str | None) -> bool:
-    if impl == "cpu":
-        return device == "cpu" and native.available()
-    if impl == "triton":
-        # The interpreter is for tests: it runs when it is asked for, and is never chosen.
-        return device == "cuda" or (asked == "triton" and interpreted())
-    if impl == "flashinfer":
-        # Nobody's dependency, and never chosen: whoever asks for it compares.
-        return device == "cuda" and asked == "flashinfer" and find_spec("flashinfer") is not None
-    if impl == "cuda":
-        return device == "cuda" and cuda_library.available()
-    return True
-
-
-@cache
-def _select(op: str, device: str, impl: str | None) -> Callable[..., Any]:
-    folder, known = _OPS[op]
-    usable = [name for name in known if _usable(name, device, impl)]
-    if impl is not None and impl not in usable:
-        raise ValueError(f"impl: {impl!r} cannot run {op} on {device}; usable here: {', '.join(usable)}")
-    chosen = impl or usable[0]
-    _LOG.info("%s on %s: %s", op, device, f"cpu ({native.level()})" if chosen == "cpu" else chosen)
-    module = chosen if chosen == "reference" else f"{chosen}_impl"
-    found: Callable[..., Any] = getattr(importlib.import_module(f"isthmus_kernels.{folder}.{module}"), op)
-    return found
 
 
 def paged_attention(
@@ -157,7 +98,7 @@ def paged_attention(
         raise ValueError(f"softcap: {softcap} is not above 0")
     if sinks is not None and (sinks.shape != q.shape[1:2] or sinks.dtype != torch.float32 or sinks.stride(0) != 1):
         raise ValueError(f"sinks: expected contiguous fp32 [{q.shape[1]}], got {sinks.dtype} {tuple(sinks.shape)}")
-    run = _select("paged_attention", q.device.type, impl)
+    run = select("paged_attention", q.device.type, impl)
     result: Tensor = run(
         q,
         kv,
@@ -211,7 +152,7 @@ def rope_kv_write(
     width = (num_heads + 2 * kv.shape[3]) * kv.shape[4]
     if qkv.dim() != 2 or qkv.shape[1] != width or not qkv.is_contiguous():
         raise ValueError(f"qkv: expected a contiguous [T, {width}], got {tuple(qkv.shape)}")
-    run = _select("rope_kv_write", qkv.device.type, impl)
+    run = select("rope_kv_write", qkv.device.type, impl)
     result: Tensor = run(
         qkv,
         positions,
@@ -254,12 +195,12 @@ def latent_kv_write(
             f"kv: expected [num_blocks, 1, block_size, 1, {row.shape[1]}] and q [T, Hq, {2 * cos.shape[1]}], got "
             f"{tuple(kv.shape)} and {tuple(q.shape)}"
         )
-    _select("latent_kv_write", row.device.type, impl)(q, row, positions, cos, sin, kv, slot_mapping)
+    select("latent_kv_write", row.device.type, impl)(q, row, positions, cos, sin, kv, slot_mapping)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None, impl: str | None = None) -> Tensor:
     """Return ``x / sqrt(mean(x^2) + eps) * weight`` of `x` ``[T, H]``, computed in fp32."""
-    result: Tensor = _select("rms_norm", x.device.type, impl)(x, weight, eps, out=out)
+    result: Tensor = select("rms_norm", x.device.type, impl)(x, weight, eps, out=out)
     return result
 
 
@@ -273,19 +214,19 @@ def add_rms_norm(
     impl: str | None = None,
 ) -> Tensor:
     """Set ``residual += x`` in place and return its RMSNorm; `out` may be `x`."""
-    result: Tensor = _select("add_rms_norm", x.device.type, impl)(x, residual, weight, eps, out=out)
+    result: Tensor = select("add_rms_norm", x.device.type, impl)(x, residual, weight, eps, out=out)
     return result
 
 
 def silu_mul(x: Tensor, *, out: Tensor | None = None, impl: str | None = None) -> Tensor:
     """Return ``silu(x[:, :I]) * x[:, I:]`` of `x` ``[T, 2 I]``, computed in fp32."""
-    result: Tensor = _select("silu_mul", x.device.type, impl)(x, out=out)
+    result: Tensor = select("silu_mul", x.device.type, impl)(x, out=out)
     return result
 
 
 def gelu_tanh_mul(x: Tensor, *, out: Tensor | None = None, impl: str | None = None) -> Tensor:
     """Return ``gelu(x[:, :I]) * x[:, I:]`` of `x` ``[T, 2 I]``, GELU in its tanh form, computed in fp32."""
-    result: Tensor = _select("gelu_tanh_mul", x.device.type, impl)(x, out=out)
+    result: Tensor = select("gelu_tanh_mul", x.device.type, impl)(x, out=out)
     return result
 
 
@@ -294,7 +235,7 @@ def embedding(table: Tensor, ids: Tensor, *, scale: float = 1.0, out: Tensor, im
 
     The dtypes of table and output may differ. An id outside the table is an IndexError on CPU, a row of NaN on a GPU.
     """
-    result: Tensor = _select("embedding", table.device.type, impl)(table, ids, scale=scale, out=out)
+    result: Tensor = select("embedding", table.device.type, impl)(table, ids, scale=scale, out=out)
     return result
 
 
@@ -306,7 +247,7 @@ def block_copy(
     `block_dim` is the dimension of `pool` that counts blocks: 0 block-major, 2 layer-major. Raises one
     ValueError naming each bad index (negative, >= num_blocks, duplicate destination); then nothing is copied.
     """
-    _select("block_copy", pool.device.type, impl)(pool, src, dst, block_dim=block_dim)
+    select("block_copy", pool.device.type, impl)(pool, src, dst, block_dim=block_dim)
 
 
 def kv_swap(pool: Tensor, host: Tensor, *, impl: str | None = None, **options: Any) -> KvSwap:
@@ -320,7 +261,7 @@ def kv_swap(pool: Tensor, host: Tensor, *, impl: str | None = None, **options: A
 
     Raises ValueError with all that is wrong with the two views.
     """
-    result: KvSwap = _select("kv_swap", pool.device.type, impl)(pool, host, **options)
+    result: KvSwap = select("kv_swap", pool.device.type, impl)(pool, host, **options)
     return result
 
 
@@ -345,7 +286,7 @@ def pack(
     # Not oneDNN either where it is the faster one: it chooses kernels, and with them a row's bits, by the batch.
     if impl is None and device == "cpu" and not (weight.dtype in native.DTYPES and dtype in native.DTYPES):
         impl = "torch"
-    held: Weight = _select("pack", device, impl)(weight, bias, dtype)
+    held: Weight = select("pack", device, impl)(weight, bias, dtype)
     return PackedLinear(
         in_features=weight.shape[1], out_features=weight.shape[0], weight_dtype=weight.dtype, weight=held
     )
@@ -353,7 +294,7 @@ def pack(
 
 def quantize(x: Tensor, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
     """Round `x` ``[T, K]`` to E4M3, each row with a scale: what is stored, and fp32 scales ``[T]``."""
-    result: tuple[Tensor, Tensor] = _select("quantize", x.device.type, impl)(x)
+    result: tuple[Tensor, Tensor] = select("quantize", x.device.type, impl)(x)
     return result
 
 
@@ -369,7 +310,7 @@ def pack_fp8(
     for name, vector in (("scale", scale), ("bias", bias)):
         if vector is not None and vector.shape != weight.shape[:1]:
             raise ValueError(f"{name}: expected [{weight.shape[0]}], got shape {tuple(vector.shape)}")
-    held: Weight = _select("pack_fp8", weight.device.type, impl)(weight, scale, bias, dtype)
+    held: Weight = select("pack_fp8", weight.device.type, impl)(weight, scale, bias, dtype)
     return PackedLinear(
         in_features=weight.shape[1], out_features=weight.shape[0], weight_dtype=weight.dtype, weight=held
     )
@@ -393,7 +334,7 @@ def lora(
     """Add each row's low-rank adapter to what a linear layer made of x: ``out += (x A^T) B``. Arguments and sources:
     `lora.shapes.check_adapters`."""
     check_adapters(x, out, slots, a, b, starts)
-    _select("lora", x.device.type, impl)(x, out, slots, a, b, starts)
+    select("lora", x.device.type, impl)(x, out, slots, a, b, starts)
 
 
 def linear_silu_mul(x: Tensor, packed: PackedLinear, *, scratch: Tensor | None = None, out: Tensor) -> Tensor:
@@ -407,6 +348,31 @@ def linear_silu_mul(x: Tensor, packed: PackedLinear, *, scratch: Tensor | None =
     if isinstance(packed.weight, GatedWeight) and packed.weight.apply_silu_mul(x, out):
         return out
     return silu_mul(linear(x, packed, out=scratch), out=out)
+
+
+def linear_add_rms_norm(
+    x: Tensor,
+    packed: PackedLinear,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    scratch: Tensor | None = None,
+    out: Tensor,
+) -> Tensor:
+    """Set ``residual += linear(x, packed)`` in place and write its RMSNorm with `weight` to `out`, which may be x.
+
+    In one product that adds where there is one, which does not round what it adds. Otherwise as the two ops; `scratch`
+    ``[T, N]``, not x, is for what is between them, allocated when None.
+    """
+    if residual.shape != (x.shape[0], packed.out_features) or out.shape != residual.shape:
+        raise ValueError(
+            f"residual, out: expected [{x.shape[0]}, {packed.out_features}], got {tuple(residual.shape)} and "
+            f"{tuple(out.shape)}"
+        )
+    if isinstance(packed.weight, SummingWeight) and packed.weight.apply_add_rms_norm(x, residual, weight, eps, out):
+        return out
+    return add_rms_norm(linear(x, packed, out=scratch), residual, weight, eps, out=out)
 
 
 def moe_route(
@@ -438,7 +404,7 @@ def moe_route(
     if sigmoid or bias is not None or groups is not None or scale != 1.0:
         options |= {"sigmoid": sigmoid, "bias": bias, "groups": groups, "scale": scale}
         impl = "reference" if impl is None and logits.device.type != "cpu" else impl
-    result: tuple[Tensor, Tensor] = _select("moe_route", logits.device.type, impl)(logits, top_k, **options)
+    result: tuple[Tensor, Tensor] = select("moe_route", logits.device.type, impl)(logits, top_k, **options)
     return result
 
 
@@ -486,7 +452,7 @@ def moe(
         scales = {"gate_up_scale": gate_up_scale, "down_scale": down_scale}
         # Nothing is compiled for 8-bit floats on CPUs, where they are not served.
         impl = impl or ("reference" if x.device.type == "cpu" else None)
-    result: Tensor = _select("moe", x.device.type, impl)(
+    result: Tensor = select("moe", x.device.type, impl)(
         x,
         weights,
         experts,
@@ -527,7 +493,7 @@ def penalize(
         frequency, presence: fp32 ``[P]``: of each token generated c times, ``c * frequency + presence`` is taken off.
         most: the largest end.
     """
-    run = _select("penalize", logits.device.type, impl)
+    run = select("penalize", logits.device.type, impl)
     run(logits, tokens, draws, rows, starts, ends, repetition, frequency, presence, most=most)
 
 
@@ -539,7 +505,7 @@ def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor, *, impl: str | None
         rows: int64 ``[M]``, distinct: the rows of `logits` that have a mask.
         masks: uint8 ``[M, W]``: bit ``id % 8`` of byte ``id // 8`` is 1 where `id` is allowed; ids from 8 W on are not.
     """
-    _select("mask_logits", logits.device.type, impl)(logits, rows, masks)
+    select("mask_logits", logits.device.type, impl)(logits, rows, masks)
 
 
 def sample(
@@ -570,7 +536,7 @@ def sample(
     """
     if temperature is not None and (seeds is None or positions is None):
         raise ValueError("sample: seeds and positions are needed with temperature")
-    result: Tensor = _select("sample", logits.device.type, impl)(
+    result: Tensor = select("sample", logits.device.type, impl)(
         logits,
         temperature=temperature,
         top_k=top_k,
@@ -591,5 +557,5 @@ def logprobs(
     Returns (log-probability of ``tokens[b]`` ``[B]``, its rank ``[B]`` from 1, ids ``[B, top_n]`` and
     log-probabilities ``[B, top_n]`` of the best tokens).
     """
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = _select("logprobs", logits.device.type, impl)(logits, tokens, top_n)
+    result: tuple[Tensor, Tensor, Tensor, Tensor] = select("logprobs", logits.device.type, impl)(logits, tokens, top_n)
     return result

@@ -378,18 +378,27 @@ def parse_line(line: bytes) -> Ticket | TokenChunk:
         error = error_from_json(int(raw.get("status", 500)), raw)
     return TokenChunk(
         token_ids=tuple(body["t"]),
-        logprobs=tuple(read_scores(body.get("l", ()))),
+        logprobs=tuple(read_scores(body["l"])) if "l" in body else (),
         finish_reason=FinishReason(body["f"]) if "f" in body else None,
         error=error,
         cached_tokens=body.get("c", 0),
         note=body.get("n", ""),
         prompt_logprobs=scores,
-        vector=b64decode(body.get("v", ""), validate=True),
+        vector=b64decode(body["v"], validate=True) if "v" in body else b"",
     )
 
 
+def prefill_answer_json(answer: PrefillAnswer) -> bytes:
+    """A `PrefillAnswer` as JSON. Routers of an older version refuse a field that they do not know: one is there only
+    for who asks for it."""
+    plain = answer.model_dump_json(exclude_defaults=True, exclude={"prompt_logprobs"}).encode()
+    if not answer.prompt_logprobs:
+        return plain
+    return b'{"prompt_logprobs":%b,%b' % (write_scores(answer.prompt_logprobs), plain[1:])
+
+
 def parse_prefill_answer(raw: bytes) -> PrefillAnswer:
-    """A `PrefillAnswer` as JSON. Raises ValueError on anything else."""
+    """Inverse of `prefill_answer_json`. Raises ValueError on anything else."""
     try:
         body, scores = read_with_scores(raw, "prompt_logprobs")
     except TypeError as e:

@@ -38,7 +38,7 @@ def read_with_scores(raw: bytes, name: str) -> tuple[Any, tuple[TokenLogprobs, .
     last = None if begin < 0 else _LAST_END.search(raw, begin)
     if last is None:
         body = from_json(raw)
-        return body, tuple(read_scores(body.pop(name, ()))) if isinstance(body, dict) else ()
+        return body, tuple(read_scores(body.pop(name))) if isinstance(body, dict) and name in body else ()
     at, end = begin + len(field), last.end() - 1
     found: list[TokenLogprobs] = []
     while at < end:

@@ -106,8 +106,15 @@ def reference(model: Any, prompt: Sequence[int], rule: NextResidue | None, asked
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("device", [None, FakeDevice((1, 2, 4, 8), (4, 12))], ids=["cpu", "captured late"])
-@pytest.mark.parametrize("num_blocks", [512, 24], ids=["roomy", "preempting"])
+@pytest.mark.parametrize(
+    ("num_blocks", "device"),
+    [
+        pytest.param(512, None, id="roomy-cpu", marks=pytest.mark.slow),
+        pytest.param(24, None, id="preempting-cpu"),
+        pytest.param(512, FakeDevice((1, 2, 4, 8), (4, 12)), id="roomy-captured late"),
+        pytest.param(24, FakeDevice((1, 2, 4, 8), (4, 12)), id="preempting-captured late", marks=pytest.mark.slow),
+    ],
+)
 def test_adjusted_rows_among_others(
     device: Device | None,
     num_blocks: int,

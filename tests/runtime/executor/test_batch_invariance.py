@@ -117,16 +117,25 @@ def model_dir(folder: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype"),
-    [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32"), ("float32", "fp8"), ("bfloat16", "fp8")],
-)
+DTYPES = [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "float32"), ("float32", "fp8"), ("bfloat16", "fp8")]
+
+
+def cases() -> list[Any]:
+    """Every model with all data types; while editing, with one, and one model with all."""
+    return [
+        pytest.param(
+            name, *dtypes, marks=[] if name == "llama" or dtypes == ("bfloat16", "auto") else [pytest.mark.slow]
+        )
+        for name in MODELS
+        for dtypes in DTYPES
+        if dtypes[1] != "fp8" or name not in LATENTS  # latents are not rounded
+    ]
+
+
+@pytest.mark.parametrize(("name", "dtype", "kv_dtype"), cases())
 def test_alone_and_in_any_batch(
     name: str, dtype: str, kv_dtype: str, tmp_path: Path, start_engine: Callable[..., Any], job: Any
 ) -> None:
-    if kv_dtype == "fp8" and name in LATENTS:
-        pytest.skip("latents are not rounded")
     directory = model_dir(tmp_path, name)
 
     def jobs() -> list[Any]:

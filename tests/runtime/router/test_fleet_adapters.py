@@ -47,8 +47,8 @@ def test_an_unload_that_is_repeated_for_one_that_failed_succeeds() -> None:
     ("path", "answers", "kind", "text"),
     [
         (None, (UNKNOWN, UNKNOWN), UnknownModel, "no adapter 'sql'"),
-        (None, (UNKNOWN, OSError("refused")), EngineLost, "2 of 2 engines failed"),
-        (None, (None, OSError("refused"), UNKNOWN), EngineLost, "1 of 3 engines failed"),
+        (None, (UNKNOWN, OSError("refused")), EngineLost, r"2 of 2 engines failed, none did it; repeat this \("),
+        (None, (None, OSError("refused"), UNKNOWN), EngineLost, "1 of 3 engines failed, the others did it"),
         ("sql", (WRONG, WRONG), InvalidRequest, "no folder"),
         ("sql", (None, WRONG), EngineLost, "1 of 2 engines failed"),
     ],

@@ -95,6 +95,10 @@ class TiledWeight:
         gated_product(x, weight, out, tile)
         return True
 
+    def apply_add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, out: Tensor) -> bool:
+        """As in `SkinnyWeight`."""
+        return self.skinny.apply_add_rms_norm(x, residual, norm, eps, out)
+
     def outputs_from(self, first: int) -> "TiledWeight":
         """The outputs from `first` on, in the same memory."""
         return TiledWeight(self.skinny.outputs_from(first))

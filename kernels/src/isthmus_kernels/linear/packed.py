@@ -29,6 +29,14 @@ class GatedWeight(Weight, Protocol):
         """Write ``silu(g) * u`` of the halves g, u of ``x @ weight.T`` to `out`; False where the caller has to."""
 
 
+@runtime_checkable
+class SummingWeight(Weight, Protocol):
+    """A weight that can add its products to the residual stream as it makes them."""
+
+    def apply_add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, out: Tensor) -> bool:
+        """``residual += x @ weight.T``, its RMSNorm with the weight `norm` to `out`; False where the caller has to."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear:
     """The weight ``[out_features, in_features]`` and optional bias of one linear layer, ready for `linear`.

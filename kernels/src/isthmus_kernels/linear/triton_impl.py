@@ -11,8 +11,11 @@ from isthmus_kernels import batch_invariance
 from isthmus_kernels.device import multiprocessors, power_of_two, scratch
 from isthmus_kernels.linear import torch_impl, triton_invariant
 from isthmus_kernels.linear.torch_impl import PlainWeight
+from isthmus_kernels.rms_norm.triton_impl import add_parts_rms_norm, rms_norm
 
 MOST_ROWS = 16
+# Rows, and outputs, that a multiprocessor takes at once in cuBLAS's products.
+_TILE = 128
 # Outputs per multiprocessor up to which a weight is short.
 _SHORT = 32
 _LEAST_PIECE = 1024
@@ -178,6 +181,15 @@ def multiply_few(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     )
 
 
+def column_parts(rows: int, outputs: int, columns: int, processors: int) -> int:
+    """In how many parts cuBLAS is to sum the columns: two where its tiles of 128 by 128 leave half of the device idle.
+
+    Measured on an H200 (runtime/bench/LOG.md): three and more lose on their sums' way through memory.
+    """
+    tiles = -(-rows // _TILE) * -(-outputs // _TILE)
+    return 2 if 2 * tiles <= processors and columns % 2 == 0 else 1
+
+
 @dataclass(frozen=True, slots=True)
 class SkinnyWeight:
     """A row-major weight that goes to the kernels above for few rows, and to cuBLAS for more."""
@@ -212,6 +224,30 @@ class SkinnyWeight:
         else:
             multiply_few(x, weight, bias, out)
         return out
+
+    def apply_add_rms_norm(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, out: Tensor) -> bool:
+        """``residual += x @ weight.T``, its RMSNorm to `out`; False where two ops do it faster, or must.
+
+        Sums are rounded once, as part of the residual, which is closer to the definition than product and addition.
+        """
+        weight, rows = self.plain.weight, x.shape[0]
+        if self.plain.bias is not None or x.dtype not in _DTYPES or batch_invariance.required(x.device):
+            return False
+        if rows <= MOST_ROWS:
+            return False
+        outputs, columns = weight.shape
+        processors = multiprocessors(x.device)
+        parts = column_parts(rows, outputs, columns, processors)
+        if parts == 1:
+            residual.addmm_(x, weight.T)
+            rms_norm(residual, norm, eps, out=out)
+            return True
+        room = scratch("linear sums", x.device, (processors * _TILE * _TILE,), torch.float32)
+        sums = room[: parts * rows * outputs].view(parts, rows, outputs)
+        left, right = (matrix.unflatten(1, (parts, -1)) for matrix in (x, weight))
+        torch.bmm(left.transpose(0, 1), right.permute(1, 2, 0), out_dtype=torch.float32, out=sums)
+        add_parts_rms_norm(sums, residual, norm, eps, out)
+        return True
 
     def outputs_from(self, first: int) -> "SkinnyWeight":
         """The outputs from `first` on, in the same memory."""

@@ -26,6 +26,7 @@ from ..protocol import (
     PrefillAnswer,
     PrefillCall,
     Ticket,
+    prefill_answer_json,
     reserved_line,
     token_line,
 )
@@ -277,8 +278,11 @@ class EngineServer:
             raise error.located("admission", call.attempt) from error
         self._meters.transfer.seconds.observe(answer.transfer_s)
         self._meters.requests.prompt_tokens.inc(answer.num_tokens)
-        # Routers of an older version refuse a field that they do not know: only who asks for it may get it.
-        return Response(answer.model_dump_json(exclude_defaults=True).encode(), media_type="application/json")
+        if has_many_scores(answer.prompt_logprobs):
+            written = await asyncio.to_thread(prefill_answer_json, answer)
+        else:
+            written = prefill_answer_json(answer)
+        return Response(written, media_type="application/json")
 
     async def _prefill(self, call: PrefillCall) -> PrefillAnswer:
         try:

@@ -11,6 +11,7 @@ from isthmus_kernels import dispatch
 
 from .batch import AttentionBatch, LayerKv
 from .linear import Linear
+from .norm import Joint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +51,9 @@ class Attention:
         context: Tensor,
         flat: Tensor,
         out: Tensor,
-    ) -> Tensor:
-        """x [T, H] to `out` [T, H]; this step's keys and values are written to `kv` first.
+        joint: Joint,
+    ) -> None:
+        """x [T, H] to `joint`, by way of `out` [T, H] if need be; this step's keys and values to `kv` first.
 
         Args:
             kv: this layer's part of the pool.
@@ -89,7 +91,7 @@ class Attention:
             scales=kv.scales,
             out=context,
         )
-        return self.output(flat, out, batch.adapters)
+        self.output.join(flat, out, joint, batch.adapters)
 
     def write(
         self,

@@ -11,7 +11,7 @@ from isthmus_kernels import dispatch
 
 from .batch import AttentionBatch, LayerKv
 from .linear import HeadLinear, Linear
-from .norm import RmsNorm
+from .norm import Joint, RmsNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,9 @@ class LatentAttention:
         context: Tensor,
         flat: Tensor,
         out: Tensor,
-    ) -> Tensor:
-        """x [T, H] to `out` [T, H]; this step's rows are written to `kv` first.
+        joint: Joint,
+    ) -> None:
+        """x [T, H] to `joint`, by way of `out` [T, H] if need be; this step's rows are written to `kv` first.
 
         Args:
             kv: this layer's part of the pool.
@@ -91,7 +92,7 @@ class LatentAttention:
             out=context,
         )
         values = self.value_up(context[..., :width], x.new_empty(tokens, heads, self.value_up.shape[2]))
-        return self.output(values.view(tokens, -1), out, batch.adapters)
+        self.output.join(values.view(tokens, -1), out, joint, batch.adapters)
 
     def write(
         self,

@@ -9,6 +9,7 @@ from isthmus_kernels import dispatch
 from isthmus_kernels.dispatch import PackedLinear
 
 from .lora import Adapters
+from .norm import Joint
 
 
 def storage_dtype(weight: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -81,6 +82,16 @@ class Linear:
     def silu_mul(self, x: Tensor, out: Tensor, scratch: Tensor | None = None) -> Tensor:
         """``silu(g) * u`` of the halves g, u of the product; x [T, in] to `out` [T, out / 2]. Scratch: [T, out]."""
         return dispatch.linear_silu_mul(x, self._packed, scratch=scratch, out=out)
+
+    def join(self, x: Tensor, out: Tensor, joint: Joint, slots: Tensor | None = None) -> None:
+        """The product x [T, in] of a branch to its joint. `out` [T, out], not x, is for what is not added."""
+        norm = joint.norm
+        if norm is None or not joint.direct or (slots is not None and self.adapters is not None):
+            joint.take(self(x, out, slots))
+        else:
+            dispatch.linear_add_rms_norm(
+                x, self._packed, joint.residual, norm.weight, norm.eps, scratch=out, out=joint.normed
+            )
 
     def outputs_from(self, first: int) -> PackedLinear | None:
         """The product for the outputs from `first` on, out of the same memory; None where that cannot be cut there."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from isthmus_kernels import dispatch
 
 from .linear import Linear
+from .norm import Joint
 
 Activation = Literal["silu", "gelu_tanh"]
 _GATED: Mapping[Activation, Callable[..., Tensor]] = MappingProxyType(
@@ -27,9 +28,17 @@ class Mlp(Protocol):
         """Bytes of the weights."""
 
     def __call__(
-        self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor, adapters: Tensor | None = None
-    ) -> Tensor:
-        """x [T, H] to `out` [T, H]. Scratch of a dense MLP: gate_up [T, 2 I], inner [T, I]. `adapters`: a batch's."""
+        self,
+        x: Tensor,
+        *,
+        gate_up: Tensor,
+        inner: Tensor,
+        out: Tensor,
+        joint: Joint,
+        adapters: Tensor | None = None,
+    ) -> None:
+        """x [T, H] to `joint`, by way of `out` [T, H] if need be. Scratch of a dense MLP: gate_up [T, 2 I], inner
+        [T, I]. `adapters`: a batch's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +55,21 @@ class GatedMlp:
         return self.gate_up.nbytes + self.down.nbytes
 
     def __call__(
-        self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor, adapters: Tensor | None = None
-    ) -> Tensor:
-        """x [T, H] to `out` [T, H]. Scratch: gate_up [T, 2 I], inner [T, I]. `adapters` as in a batch."""
+        self,
+        x: Tensor,
+        *,
+        gate_up: Tensor,
+        inner: Tensor,
+        out: Tensor,
+        joint: Joint,
+        adapters: Tensor | None = None,
+    ) -> None:
+        """As `Mlp` says."""
         if self.activation == "silu" and adapters is None:
             self.gate_up.silu_mul(x, inner, gate_up)
         else:
             _GATED[self.activation](self.gate_up(x, gate_up, adapters), out=inner)
-        return self.down(inner, out, adapters)
+        self.down.join(inner, out, joint, adapters)
 
     def plain(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """x [T, H] to a new [T, H], in memory of its own."""

@@ -10,6 +10,7 @@ from isthmus_kernels import dispatch
 
 from .linear import Linear
 from .mlp import GatedMlp
+from .norm import Joint
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +67,17 @@ class MoeMlp:
         return self.router.nbytes + self.weights.nbytes + shared
 
     def __call__(
-        self, x: Tensor, *, gate_up: Tensor, inner: Tensor, out: Tensor, adapters: Tensor | None = None
-    ) -> Tensor:
-        """x [T, H] to `out` [T, H]. The scratch of a dense MLP is not used. `adapters` as in a batch: those of the
-        shared expert; the others have none."""
+        self,
+        x: Tensor,
+        *,
+        gate_up: Tensor,
+        inner: Tensor,
+        out: Tensor,
+        joint: Joint,
+        adapters: Tensor | None = None,
+    ) -> None:
+        """As `Mlp` says. The scratch of a dense MLP is not used. `adapters` are of the shared expert; the others have
+        none."""
         del gate_up, inner
         weights, experts = dispatch.moe_route(
             self.router(x),
@@ -93,4 +101,6 @@ class MoeMlp:
             clamp=self.clamp,
             out=out,
         )
-        return out if self.shared is None else out.add_(self.shared.plain(x, adapters))
+        if self.shared is not None:
+            out.add_(self.shared.plain(x, adapters))
+        joint.take(out)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -11,16 +14,46 @@ from isthmus_kernels import dispatch
 class RmsNorm:
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (Zhang & Sennrich 2019)."""
 
-    __slots__ = ("_eps", "weight")
+    __slots__ = ("eps", "weight")
 
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
         self.weight = weight.to(dtype).contiguous()
-        self._eps = eps
+        self.eps = eps
 
     def __call__(self, x: Tensor, out: Tensor) -> Tensor:
         """Norm of x [T, H] into `out`."""
-        return dispatch.rms_norm(x, self.weight, self._eps, out=out)
+        return dispatch.rms_norm(x, self.weight, self.eps, out=out)
 
     def add(self, x: Tensor, residual: Tensor, out: Tensor) -> Tensor:
         """``residual += x`` in place, then its norm into `out`, which may be x."""
-        return dispatch.add_rms_norm(x, residual, self.weight, self._eps, out=out)
+        return dispatch.add_rms_norm(x, residual, self.weight, self.eps, out=out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joint:
+    """Where the output of a branch joins the residual stream, which is then normed for the next branch."""
+
+    residual: Tensor
+    """[T, H]: what the output is added to."""
+    sum: Callable[[Tensor], None] | None
+    """Makes this rank's output that of all ranks, in place, before anything else; None: it is."""
+    after: RmsNorm | None
+    """Of the output, before it is added."""
+    norm: RmsNorm | None
+    """Of the stream. None: the output is not added, and stays where the branch left it."""
+    normed: Tensor
+    """[T, H]: where the normed stream goes; may be what the branch reads."""
+
+    @property
+    def direct(self) -> bool:
+        """Whether the output is added as it is, so that the product that makes it may add it."""
+        return self.sum is None and self.after is None and self.norm is not None
+
+    def take(self, output: Tensor) -> None:
+        """The whole output [T, H] of a branch; it is changed."""
+        if self.sum is not None:
+            self.sum(output)
+        if self.after is not None:
+            self.after(output, output)
+        if self.norm is not None:
+            self.norm.add(output, self.residual, self.normed)

@@ -20,7 +20,7 @@ from ..layers.linear import Linear
 from ..layers.lora import Adaptable, Projection
 from ..layers.mlp import Activation, GatedMlp, Mlp
 from ..layers.moe import ExpertWeights
-from ..layers.norm import RmsNorm
+from ..layers.norm import Joint, RmsNorm
 from ..layers.rope import cos_sin_tables
 from ..layers.rope_spec import RopeSpec
 from .base import ModelSpec, ScaledSource, TensorSource
@@ -335,7 +335,7 @@ class Decoder:
         """Leaves in `residual` and `projected` two states whose sum is the last layer's output; without `whole`, its
         input in `residual`, and normed in `hidden`."""
         num = batch.token_ids.shape[0]
-        residual, hidden, projected = scratch.residual[:num], scratch.hidden[:num], scratch.projected[:num]
+        residual, hidden = scratch.residual[:num], scratch.hidden[:num]
         self._embedding(batch.token_ids, residual)
         self._layers[0].attention_norm(residual, hidden)
         last = len(self._layers) - 1
@@ -343,11 +343,10 @@ class Decoder:
             if number == last and not whole:
                 layer.attention.write(hidden, batch, layer_kv, scratch.ropes, qkv=scratch.qkv[:num])
                 return
-            self._layer(layer, batch, layer_kv, scratch, num)
             # The addition after a layer is fused with the next layer's norm; after the last, with the final one, on
             # the rows that sample only.
-            if number < last:
-                self._layers[number + 1].attention_norm.add(projected, residual, hidden)
+            following = self._layers[number + 1].attention_norm if number < last else None
+            self._layer(layer, batch, layer_kv, scratch, num, following)
 
     def finish(self, read: ReadBatch, kv: Sequence[LayerKv], scratch: Workspace) -> None:
         """Leaves the states of `read` where `forward` leaves those of all tokens."""
@@ -355,13 +354,22 @@ class Decoder:
         # Copies first: tokens move to places where others are still to be read.
         for states in (scratch.hidden, scratch.residual):
             states[:num] = states[read.tokens]
-        self._layer(self._layers[-1], read, kv[-1], scratch, num)
+        self._layer(self._layers[-1], read, kv[-1], scratch, num, None)
 
-    def _layer(self, layer: DecoderLayer, batch: AttentionBatch, kv: LayerKv, scratch: Workspace, num: int) -> None:
-        """One layer over the first `num` rows: from its input in `residual`, and normed in `hidden`, to two states in
-        `residual` and `projected`."""
+    def _layer(
+        self,
+        layer: DecoderLayer,
+        batch: AttentionBatch,
+        kv: LayerKv,
+        scratch: Workspace,
+        num: int,
+        following: RmsNorm | None,
+    ) -> None:
+        """One layer over the first `num` rows, from its input in `residual`, and normed in `hidden`. Its output is left
+        in the same way for the `following` norm; without one as two states in `residual` and `projected`."""
         residual, hidden, projected = scratch.residual[:num], scratch.hidden[:num], scratch.projected[:num]
         flat = scratch.context[:num]
+        total = None if self._shard.collectives is None else self._shard.sum
         layer.attention(
             hidden,
             batch,
@@ -371,21 +379,16 @@ class Decoder:
             context=flat.view(num, self._heads, self.spec.head_dim),
             flat=flat,
             out=projected,
+            joint=Joint(residual=residual, sum=total, after=layer.after_attention, norm=layer.mlp_norm, normed=hidden),
         )
-        self._shard.sum(projected)
-        if layer.after_attention is not None:
-            layer.after_attention(projected, projected)
-        layer.mlp_norm.add(projected, residual, hidden)
         layer.mlp(
             hidden,
             gate_up=scratch.gate_up[:num],
             inner=scratch.inner[:num],
             out=projected,
+            joint=Joint(residual=residual, sum=total, after=layer.after_mlp, norm=following, normed=hidden),
             adapters=batch.adapters,
         )
-        self._shard.sum(projected)
-        if layer.after_mlp is not None:
-            layer.after_mlp(projected, projected)
 
     def states(self, rows: Tensor, scratch: Workspace) -> Tensor:
         """States [S, H] after the final norm of the tokens `rows` of the last forward pass."""

@@ -328,10 +328,10 @@ class Runner:
             raise EngineFailed("the token stream ended without a finish reason")
 
 
-def _best(job: Job, likelihood: Mapping[int, float]) -> list[int]:
+def _best(job: Job, likelihood: Mapping[int, float]) -> Sequence[int]:
     """Which choices are told: all, or of each prompt the likeliest, these first."""
     if job.shown == job.n:
-        return list(range(len(job.requests)))
+        return range(len(job.requests))
     prompts = [range(i, i + job.n) for i in range(0, len(job.requests), job.n)]
     return [i for prompt in prompts for i in sorted(prompt, key=lambda c: -likelihood[c])[: job.shown]]
 

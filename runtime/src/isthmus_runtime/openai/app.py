@@ -345,7 +345,11 @@ class _Api:
         await self._traced(call, answer, openai_error, operation)
 
     async def _traced(self, call: Call, answer: Answering, describe: Describe, operation: str) -> None:
-        with within(self._tracer.request("request", call.headers)) as span:
+        span = self._tracer.request("request", call.headers)
+        if not span.recording:
+            await self._respond(call, answer, describe)
+            return
+        with within(span):
             span.set({"http.request.method": call.method, "url.path": call.path, "gen_ai.operation.name": operation})
             try:
                 await self._respond(call, answer, describe)
@@ -400,12 +404,13 @@ class _Api:
         progress.stage = "reading"
         body = await call.read()
         progress.stage = "planning"
-        tokenise = current().child("tokenise")
+        span = current()
+        tokenise = span.child("tokenise")
         try:
             job = await self._plan(plan, body)
         finally:
             tokenise.end()
-        if (span := current()).recording:
+        if span.recording:
             _describe_job(span, job, self._config.served_names[0])
         del body  # megabytes, which an answer would keep as long as it streams
         if job.structure is not None:

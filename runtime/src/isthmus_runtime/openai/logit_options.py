@@ -48,10 +48,14 @@ class LogitOptions(BaseModel):
         structured: bool,
         stops: Collection[int] = (),
     ) -> dict[str, Any]:
-        """The fields of `SamplingParams`. `encode` gives the ids of a text alone. `stops`: ids that end the answer.
+        """The fields of `SamplingParams`; {} where nothing is given, and all have their defaults.
+
+        `encode` gives the ids of a text alone. `stops`: ids that end the answer.
 
         Raises InvalidRequest.
         """
+        if self.model_fields_set.isdisjoint(LogitOptions.model_fields):
+            return {}
         biases = sorted((int(key), bias) for key, bias in (self.logit_bias or {}).items())
         allowed = tuple(sorted(set(self.allowed_token_ids or ())))
         for name, ids in (("logit_bias", [i for i, _ in biases]), ("allowed_token_ids", allowed)):

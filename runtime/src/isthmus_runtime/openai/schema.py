@@ -177,6 +177,8 @@ class _Common(LogitOptions, _Sampling):
 
     def sampling(self, defaults: SamplingOptions) -> dict[str, Any]:
         """The fields of `SamplingOptions`, each as given or else as in `defaults`."""
+        if self.model_fields_set.isdisjoint(_OPTIONS):
+            return {name: getattr(defaults, name) for name in _OPTIONS}
         given = {name: getattr(self, name) for name in _OPTIONS}
         return {name: getattr(defaults, name) if value is None else value for name, value in given.items()}
 
@@ -374,6 +376,7 @@ def parsed(model: type[_R], data: Mapping[str, Any], neutral: Mapping[str, tuple
     """`data` as `model`. `neutral`: parameters beside the model's, by the values that ask for nothing. InvalidRequest
     tells every problem and names the parameter of the first."""
     problems: list[tuple[str, str]] = []
+    known = model.model_fields
     given = {}
     unknown = 0
     for name, value in data.items():
@@ -386,7 +389,7 @@ def parsed(model: type[_R], data: Mapping[str, Any], neutral: Mapping[str, tuple
             _check_neutral(name, value, neutral[name], problems)
         elif name in _WITH_FIELDS and _has_too_many_fields(value):
             problems.append((name, f"{name}: has more than {MAX_BIASES} fields"))
-        elif name in model.model_fields:
+        elif name in known:
             given[name] = value
         else:
             # Not left to pydantic, which makes a record of each, all at once and with the interpreter's lock held.

@@ -17,6 +17,8 @@ _WORD_LENGTH = 32
 """Longer words (code, other scripts) rarely come again and are not kept."""
 _WORDS = 1 << 15
 """Words kept: a few MB. When there are more, all are dropped; the common ones are back at once."""
+_FEW = 6
+"""Texts that are encoded sooner one after the other than by the threads that share a batch."""
 
 _LETTER_PATTERNS = frozenset(
     (
@@ -46,41 +48,35 @@ class Words:
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without special tokens."""
-        words = text.split(" ")
-        first = words.pop(0)
-        known = self._known  # another thread may put a new one in its place
+        first, *words = text.split(" ")
+        parts = list(map(self._known.get, words))
         try:
-            return _joined(self._first[first], known, words)
-        except KeyError:
-            missing = {*words}.difference(known)
+            return _joined(self._first[first], parts)
+        except (KeyError, TypeError):  # it begins with a word that is new, or has one
+            missing = {word for word, ids in zip(words, parts, strict=True) if ids is None}
         # Of a known word none of this is true. The last one is followed by no space, so that it cannot be wrong.
         if not all(word and not word[-1].isspace() for word in missing.difference(words[-1:])):
             first, *words = _CUT.split(text)  # `split` cuts too often where spaces follow white space
-            missing = {*words}.difference(known)
-        return self._learn(first, words, known, list(missing))
-
-    def _learn(self, first: str, words: list[str], known: dict[str, tuple[int, ...]], missing: list[str]) -> list[int]:
-        """Ids of a text whose words are all known but for `missing`; `first` may be new as well."""
-        start = self._first
-        asked = [" " + word for word in missing]
-        if (begin := start.get(first)) is None:
-            asked.append(first)
-        made = list(map(tuple, self._encode_batch(asked))) if asked else []
+            parts = list(map(self._known.get, words))
+            missing = {word for word, ids in zip(words, parts, strict=True) if ids is None}
+        fresh = dict(zip(missing, self._ids([" " + word for word in missing]), strict=True))
+        begin = self._first.get(first)
         if begin is None:
-            begin = made.pop()
-            self._first = _with(start, {first: begin})
-        fresh = dict(zip(missing, made, strict=True))
-        self._known = _with(known, fresh)
-        try:
-            return _joined(begin, known, words)
-        except KeyError:  # a word that is not kept, or a new beginning of what is
-            return [*begin, *chain.from_iterable(fresh[w] if w in fresh else known[w] for w in words)]
+            (begin,) = self._ids([first])
+            self._first = _with(self._first, {first: begin})
+        self._known = _with(self._known, fresh)
+        return _joined(begin, [fresh[word] if ids is None else ids for word, ids in zip(words, parts, strict=True)])
+
+    def _ids(self, texts: list[str]) -> list[tuple[int, ...]]:
+        if len(texts) <= _FEW:
+            return [tuple(self._encode_batch([text])[0]) for text in texts]
+        return list(map(tuple, self._encode_batch(texts)))
 
 
-def _joined(begin: Sequence[int], known: Mapping[str, Sequence[int]], words: list[str]) -> list[int]:
-    """Ids of a beginning and of words, all of which are known; else KeyError."""
+def _joined(begin: Sequence[int], parts: Sequence[Sequence[int] | None]) -> list[int]:
+    """Ids of a beginning and of what follows it. TypeError where a part is not known."""
     found = list(begin)
-    found.extend(chain.from_iterable(map(known.__getitem__, words)))
+    found.extend(chain.from_iterable(parts))  # type: ignore[arg-type]  # it raises what is documented
     return found
 
 

@@ -44,8 +44,10 @@ class FleetAdapters:
             f"{roles[url]}: {error.message if isinstance(error, InvalidRequest) else 'did not answer or broke'}"
             for url, error in failed
         )
+        some = len(failed) < len(roles)
         raise EngineLost(
-            f"{len(failed)} of {len(roles)} engines failed, the others did it; repeat this for all of them "
+            f"{len(failed)} of {len(roles)} engines failed, {'the others did it' if some else 'none did it'}; "
+            f"repeat this{' for all of them' if some else ''} "
             f"({'; '.join(f'{count} x {text}' for text, count in told.items())}; the router's log names them)",
             stage="adapters",
         )

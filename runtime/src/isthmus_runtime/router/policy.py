@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 EXPECTED_OUTPUT_TOKENS = 256
 """What an answer is taken to need when loads are compared: `max_tokens` is a limit, mostly far above its length."""
@@ -72,8 +73,7 @@ class Endpoint:
     """Digests of the low-rank adapters that it has."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """What this router has outstanding at an engine."""
 
     requests: int = 0
@@ -134,8 +134,7 @@ class Facts:
         return max(1, tokens - self.cached.get(url, 0))
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """Where the request goes. `prefill` None: decode computes the prompt."""
 
     prefill: Endpoint | None

@@ -142,7 +142,8 @@ class RouterBackend:
             self._begun += begun
             if self._metrics is not None:
                 self._metrics.prefix_queries.inc(len(request.prompt_token_ids))
-                self._metrics.prefix_hits.inc(chunk.cached_tokens)
+                if chunk.cached_tokens:
+                    self._metrics.prefix_hits.inc(chunk.cached_tokens)
             while True:
                 if chunk.note and self._metrics is not None:
                     self._metrics.prompt(chunk.note)
@@ -198,7 +199,8 @@ class RouterBackend:
             )
             try:
                 chunk = await attempt.first()
-                self._placed(choice, facts, hashes)
+                if hashes:
+                    self._placed(choice, facts, hashes)
                 if request.prompt_group:
                     self._hold(request.prompt_group, choice.decode.url)
                 return attempt, chunk

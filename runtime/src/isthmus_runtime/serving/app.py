@@ -16,12 +16,12 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, Response
-from starlette.types import Lifespan
+from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from ..credentials import Credentials
 from ..errors import EngineFailed, InvalidRequest, RequestError, unforeseen
 from .access import PeersOnly
-from .call import error_response
+from .call import Calls, error_response
 from .limits import BodyLimit
 
 _M = TypeVar("_M", bound=BaseModel)
@@ -86,6 +86,24 @@ def model_response(answer: BaseModel) -> Response:
     return Response(answer.model_dump_json().encode(), media_type="application/json")
 
 
+class _App(FastAPI):
+    """Calls go past what FastAPI has around a route (errors, dependencies, telemetry, a body limit of its own), all of
+    which they do by themselves or not at all: 7% of what a plain answer costs a router. Our own middleware stays."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Of starlette, when the application starts."""
+        whole = super().build_middleware_stack()
+        calls = Calls(self.routes)
+        short: ASGIApp = calls
+        for made, args, kwargs in reversed(self.user_middleware):
+            short = made(short, *args, **kwargs)
+
+        async def choose(scope: Scope, receive: Receive, send: Send) -> None:
+            await (short if calls.has(scope) else whole)(scope, receive, send)
+
+        return choose
+
+
 def make_app(
     title: str,
     *,
@@ -103,7 +121,7 @@ def make_app(
         max_body_bytes: of a body outside /internal/.
         credentials: by which callers of /internal/ are known; None: nobody is asked.
     """
-    app = FastAPI(
+    app = _App(
         title=title,
         version=version("isthmus-runtime"),
         lifespan=lifespan,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 from starlette.types import Receive, Scope, Send
 
-from ..errors import RequestError, Unauthenticated
+from ..errors import RequestError, Unauthenticated, unforeseen
 
 
 class Cut(Exception):
@@ -86,6 +87,36 @@ def add_call_route(
 ) -> None:
     """Add a CallRoute; `more` as of `FastAPI.add_api_route`."""
     app.router.routes.append(CallRoute(path, endpoint, methods=[method], response_model=None, status_code=200, **more))
+
+
+class Calls:
+    """ASGI application of the `CallRoute`s among `routes`, by their exact paths."""
+
+    def __init__(self, routes: Iterable[BaseRoute]) -> None:
+        self._endpoints: dict[tuple[str, str], Callable[[Call], Awaitable[None]]] = {
+            (method, route.path): route.endpoint
+            for route in routes
+            if isinstance(route, CallRoute) and not route.param_convertors
+            for method in route.methods or ()
+        }
+
+    def has(self, scope: Scope) -> bool:
+        """Whether one of them is what a scope asks for."""
+        return scope["type"] == "http" and (scope["method"], scope["path"]) in self._endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Of ASGI. An error that the endpoint lets through is its answer, where none has begun."""
+        call = Call(scope, receive, send)
+        try:
+            await self._endpoints[scope["method"], scope["path"]](call)
+        except RequestError as error:
+            if call.begun:
+                raise
+            await call.reply(*error_answer(error))
+        except Exception as error:
+            if not call.begun and not isinstance(error, Cut | ConnectionError):
+                await call.reply(*error_answer(unforeseen(error)))
+            raise
 
 
 def authorization(scope: Scope) -> str:
