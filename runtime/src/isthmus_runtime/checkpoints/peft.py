@@ -26,9 +26,9 @@ MAX_LISTED = 8
 _MAX_CONFIG_BYTES = 1 << 20
 _HEADER_BYTES = 64 << 10
 _HEADER_OF_MODULE = 1024
-"""A header has at most so many bytes, and more for each module: two matrices of names that are twice as long as usual. The
-library takes 100 MiB, in time that grows with the square of the names, and keeps the interpreter to itself: half a second
-for 20,000 of them, minutes for what a file could hold."""
+"""A header has at most so many bytes, and more for each module: two matrices of names that are twice as long as usual.
+The library takes 100 MiB, in time that grows with the square of the names, and keeps the interpreter to itself: half a
+second for 20,000 of them, minutes for what a file could hold."""
 _MOST_TEXT = 200
 """Of each problem: names and values are the file's own."""
 
