@@ -33,7 +33,8 @@ import torch  # noqa: E402 - what importing costs is part of a start
 
 from isthmus_runtime.checkpoints.random import RandomTensors  # noqa: E402
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig  # noqa: E402
-from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop, Reply  # noqa: E402
+from isthmus_runtime.engine.exchange import Reply  # noqa: E402
+from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop  # noqa: E402
 from isthmus_runtime.engine.scheduler import Scheduler  # noqa: E402
 from isthmus_runtime.executor.device.cuda import CudaDevice  # noqa: E402
 from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load  # noqa: E402

@@ -120,6 +120,20 @@ def test_names_hold_for_any_release_name(release: str) -> None:
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", only(manifests, "Service")["metadata"]["name"])
 
 
+def test_names_that_look_like_numbers_stay_texts() -> None:
+    names = {"serviceAccount.name": "123", "operator.priorityClassName": "1e3", "dashboards.namespace": "007"}
+    scope = {"scope": "namespace", "watch.namespaces": ["12", "0x1f"], "images.pullSecrets": ["0777"]}
+    manifests = render(None, names | scope, namespace="12345")
+    for manifest in manifests:
+        meta = manifest["metadata"]
+        assert isinstance(meta["name"], str) and isinstance(meta.get("namespace", ""), str), manifest
+        for subject in manifest.get("subjects", ()):
+            assert isinstance(subject["name"], str) and isinstance(subject["namespace"], str), manifest
+    spec = deployment(manifests)["spec"]["template"]["spec"]
+    assert (spec["serviceAccountName"], spec["priorityClassName"]) == ("123", "1e3")
+    assert spec["imagePullSecrets"] == [{"name": "0777"}]
+
+
 def test_two_releases_share_no_object_of_the_cluster() -> None:
     def names(release: str, namespace: str) -> set[tuple[str, str]]:
         made = render(None, {"crds.install": False} | OWN_SECRET, release=release, namespace=namespace)
@@ -535,6 +549,11 @@ def test_rendering_twice_gives_the_same() -> None:
         ("networkPolicy.nodeCIDRs", "10.0.0.0/16"),
         ("fullnameOverride", "Upper"),
         ("fullnameOverride", "1st"),
+        ("webhook", None),
+        ("webhook.certificate.source", None),
+        ("security", None),
+        ("security.profile", None),
+        ("networkPolicy.enabled", None),
     ],
 )
 def test_bad_values_are_refused_and_named(path: str, value: Any) -> None:

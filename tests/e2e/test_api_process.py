@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from processes import BIN, MODEL, Process, free_port, metric
+from processes import BIN, MODEL, Process, free_port, metric, running, until
 from real_models import smollm2_135m_instruct
 
 from isthmus_operator.render.pod import GRACE_AFTER_DRAIN_S
@@ -48,20 +47,6 @@ def engine_of(process: Process) -> int:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     (found,) = [int(child) for child in children if b"\0engine\0" in Path(f"/proc/{child}/cmdline").read_bytes()]
     return found
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
 
 
 def request(url: str, **body: object) -> urllib.request.Request:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from hashlib import sha256
@@ -16,7 +15,7 @@ import pytest
 import torch
 from config_mount import swap
 from lora_adapters import ATTENTION, MLP, save_adapter
-from processes import MODEL, Stack, free_port, get_json, metric, stack
+from processes import MODEL, Stack, free_port, get_json, metric, stack, until
 from tokenizers import Tokenizer
 from tokens import Issuer, write
 
@@ -127,13 +126,6 @@ def test_where_peers_know_each_other_adapters_are_the_routers_alone(tmp_path: Pa
         change(service, "load", lora_name="one", lora_path="one")
         assert len(complete(service, "one")) > 0
         change(service, "unload", lora_name="one")
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("apart", ["on", "off"])

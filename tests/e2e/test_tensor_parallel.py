@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from lora_adapters import save_adapter
-from processes import BIN, Process, free_port
+from processes import BIN, Process, free_port, running, until
 from real_models import smollm2_135m_instruct
 
 from isthmus_runtime.models.registry import read_model_spec
@@ -63,20 +61,6 @@ def unhealthy(url: str) -> str:
         with answer:
             assert answer.code == 503
             return answer.read().decode()
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.05)
 
 
 def test_three_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:

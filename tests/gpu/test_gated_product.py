@@ -5,21 +5,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from isthmus_kernels import cuda_library, dispatch
+from isthmus_kernels import dispatch
 from isthmus_kernels.linear import cuda_impl
 from isthmus_kernels.testing import assert_close, poisoned
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_kernels")]
 
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def usable() -> None:
-    torch.manual_seed(7)
-    assert cuda_library.library() is not None, "nvcc is among the development tools: install the kernels again"
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is made of instructions of compute capability 9.0")
 
 
 def noise(rows: int, columns: int, scale: float = 1.0) -> Tensor:

@@ -6,22 +6,14 @@ import pytest
 import torch
 from kernel_checks import attend, check_attention
 
-from isthmus_kernels import cuda_library, dispatch
+from isthmus_kernels import dispatch
 from isthmus_kernels.paged_attention import cuda_impl
 from isthmus_kernels.testing import assert_close, paged_case, poisoned
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda_kernels")]
 
 BF16 = torch.bfloat16
 QWEN3_8B = {"heads": 32, "kv_heads": 8, "head_dim": 128, "block_size": 16}
-
-
-@pytest.fixture(autouse=True)
-def usable() -> None:
-    torch.manual_seed(7)
-    assert cuda_library.library() is not None, "nvcc is among the development tools: install the kernels again"
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the kernel is made of instructions of compute capability 9.0")
 
 
 @pytest.mark.parametrize("layout", ["block-major", "layer-major"])

@@ -205,6 +205,9 @@ NONSENSE: list[bytes] = [
         for told in (5, "x", None, [], {"name": "x"})
     ),
     json.dumps(INFO | {"transfer": None}).encode(),
+    # As deep as JSON is read: deeper than it could be written.
+    json.dumps(INFO).replace('"f"', "[" * 700 + "]" * 700, 1).encode(),
+    b'[{"url": ' + b"[" * 700 + b"]" * 700 + b"}]",
 ]
 
 

@@ -1,4 +1,4 @@
-"""A small random embedding model, as sentence-transformers saves one."""
+"""Embedding models as sentence-transformers saves them, and a small random one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from processes import MODEL
 from tokenizers import Tokenizer
 
@@ -16,8 +15,19 @@ HIDDEN = 48
 """Length of its vectors."""
 
 
+def write_pooling(directory: Path, pooling: dict[str, Any], *, normalize: bool = True) -> None:
+    """The files beside a model that say how its states become a vector. `pooling`: what its pooling module's has."""
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+    modules = [{"idx": i, "type": f"sentence_transformers.models.{kind}"} for i, kind in enumerate(kinds)]
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / "1_Pooling").mkdir()
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
 def write_embedding_model(directory: Path) -> Any:
     """A random Qwen3 with SmolLM2's tokenizer, pooled at the last token; returns transformers' model (fp32)."""
+    import transformers
+
     torch.manual_seed(0)
     model = transformers.Qwen3Model(
         transformers.Qwen3Config(
@@ -37,9 +47,5 @@ def write_embedding_model(directory: Path) -> Any:
     model.save_pretrained(directory, safe_serialization=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL / name, directory)
-    types = ("Transformer", "Pooling", "Normalize")
-    modules = [{"idx": i, "type": f"sentence_transformers.models.{kind}"} for i, kind in enumerate(types)]
-    (directory / "modules.json").write_text(json.dumps(modules))
-    (directory / "1_Pooling").mkdir()
-    (directory / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    write_pooling(directory, {"pooling_mode_lasttoken": True})
     return model

@@ -13,11 +13,12 @@ from engine_world import make_plan
 
 from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.exchange import Sink
 from isthmus_runtime.engine.host import EngineHost
 from isthmus_runtime.engine.kv_events import KvEventFeed
 from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.long_lived import LongLived
-from isthmus_runtime.engine.loop import EngineLoop, Sink
+from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.remote import RemoteEngine
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.seam import EngineFacts

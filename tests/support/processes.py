@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ BIN = Path(sys.executable).parent
 MODEL = Path(os.environ.get("ISTHMUS_CACHE", "~/.cache/isthmus")).expanduser() / "models" / "smollm2-135m-instruct"
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 15.0
+PATIENCE_S = 60.0
 
 
 def free_port() -> int:
@@ -75,6 +76,22 @@ class Process:
             except (urllib.error.URLError, OSError):
                 time.sleep(0.05)
         raise AssertionError(f"{self.name}: {url} not ready in {deadline_s} s:\n{self.tail()}")
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs: it is there and has not ended unreaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(holds: Callable[[], bool], what: str) -> None:
+    """Ask again until it holds; fails with `what` after PATIENCE_S."""
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
 
 
 def get_json(url: str, timeout: float = 5.0) -> dict[str, object]:

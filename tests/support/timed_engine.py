@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from engine_world import make_plan
 
 from isthmus_runtime.config import SchedulerConfig
-from isthmus_runtime.engine.loop import EngineLoop, Reply
+from isthmus_runtime.engine.exchange import Reply
+from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.step_time import attended
 from isthmus_runtime.executor.fake import FakeExecutor

@@ -154,6 +154,18 @@ def test_environment_references_to_config_maps_are_resolved() -> None:
     assert env["B"] == "1-10.0.0.3"
 
 
+def test_texts_of_users_reach_processes_as_they_are() -> None:
+    names = ["$(POD_IP)", "a$$b", "$$(HOME)", "c$d"]
+    model = {"source": {"s3": {"uri": "s3://b/$(POD_NAME)", "region": "-r"}}, "servedNames": names}
+    decode = pods(model=model, engine={"extraArgs": {"trace-endpoint": "$(HOME)"}})["decode-0"]
+    argv = decode.containers[0].argv
+    assert [argv[at + 1] for at, one in enumerate(argv) if one == "--served-model-name"] == names
+    assert value(decode, "--trace-endpoint") == "$(HOME)"
+    assert value(decode, "--model").endswith("/b/$(POD_NAME)")
+    assert {"s3://b/$(POD_NAME)", "--s3-region=-r"} <= {*decode.init[0].argv}
+    assert decode.init[0].argv[-1] == "decode-0"
+
+
 def test_downloads_go_through_an_init_container() -> None:
     model = {"source": {"huggingFace": {"repo": "o/n"}}, "cache": {"hostPath": {"path": "/cache"}}}
     decode = pods(model=model)["decode-0"]

@@ -53,17 +53,17 @@ def test_what_a_client_gave_up_is_neither_a_failed_transfer_nor_late() -> None:
     loop = EngineLoop(world.scheduler, world.executor, lambda replies: None, clock=lambda: world.now)
     sending(world)
     world.take(world.scheduler.abort("r", "", "the client left"))
-    loop._handoff_event(Failed(attempt="t", stage="sending", reason="the client left", given_up=True), world.now)
-    loop._handoff_event(Released(attempt="t", drained=True), world.now)
-    assert not loop.transfer_failures and world.scheduler.stats().unknown_events == 0
+    loop.exchange.heard(Failed(attempt="t", stage="sending", reason="the client left", given_up=True), world.now)
+    loop.exchange.heard(Released(attempt="t", drained=True), world.now)
+    assert not loop.exchange.transfer_failures and world.scheduler.stats().unknown_events == 0
     # Decode gave up while prefill still computes: the request ends here too, and no transfer failed.
     sending(world)
-    loop._handoff_event(Failed(attempt="t", stage="sending", reason="decode left", given_up=True), world.now)
-    assert loop.transfer_failures.total() == 0 and "t" not in world.scheduler.queues.live
-    loop._handoff_event(Released(attempt="t", drained=True), world.now)
+    loop.exchange.heard(Failed(attempt="t", stage="sending", reason="decode left", given_up=True), world.now)
+    assert loop.exchange.transfer_failures.total() == 0 and "t" not in world.scheduler.queues.live
+    loop.exchange.heard(Released(attempt="t", drained=True), world.now)
     sending(world)
-    loop._handoff_event(Failed(attempt="t", stage="sending", reason="cut"), world.now)
-    assert loop.transfer_failures == {"sending": 1}
+    loop.exchange.heard(Failed(attempt="t", stage="sending", reason="cut"), world.now)
+    assert loop.exchange.transfer_failures == {"sending": 1}
 
 
 @pytest.mark.parametrize("answer", [True, False])

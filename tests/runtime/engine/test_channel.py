@@ -40,7 +40,8 @@ from isthmus_runtime.engine.channel import (
     reply_frames,
     to_engine,
 )
-from isthmus_runtime.engine.loop import Reply, Snapshot
+from isthmus_runtime.engine.exchange import Reply
+from isthmus_runtime.engine.loop import Snapshot
 from isthmus_runtime.engine.seam import AdapterList, AdapterProblem, EngineFacts, EngineStatus
 from isthmus_runtime.engine.sequence import SchedulerStats
 from isthmus_runtime.errors import Cancelled, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed

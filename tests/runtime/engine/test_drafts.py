@@ -290,6 +290,20 @@ def test_a_step_that_is_planned_late_does_not_leave_out_rows_whose_masks_are_bei
     assert world.tokens["r0"][3::4] == world.tokens["r1"][3::4] == [301] * 10
 
 
+def test_a_row_that_misses_draws_again_and_again_is_planned_after_its_masks_ever_longer() -> None:
+    """One that missed a single draw, on a machine that was held up, is planned ahead again at once."""
+    world = World(max_model_len=256, num_blocks=257, late_masks=True)
+    world.add(request("slow", [1, 2, 3], 150), masks=Stretches(tells=False))
+    world.add(request("free", [4, 5, 6], 150))
+    slow, missed, till = world.scheduler.queues.live["slow"], [], 0
+    while world.turn():
+        if slow.masks_late_from != till:
+            till = slow.masks_late_from
+            missed.append(till - len(slow.tokens))
+    assert missed[:7] == [2, 4, 8, 16, 32, 32, 32], missed
+    assert len(world.tokens["slow"]) == 150
+
+
 def test_a_row_whose_mask_is_slow_is_not_waited_for_again() -> None:
     class Slow(Stretches):
         slow = False

@@ -12,7 +12,7 @@ from engine_world import request
 from executors import Breaking, Gated
 
 from isthmus_runtime.engine.backend import EngineBackend
-from isthmus_runtime.engine.loop import Reply
+from isthmus_runtime.engine.exchange import Reply
 from isthmus_runtime.engine.sequence import CancelAttempt, Effect, FinishSend
 from isthmus_runtime.errors import EngineFailed, InvalidRequest, NeverFits
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine import drafts
 from isthmus_runtime.engine.aging import EVERY
-from isthmus_runtime.engine.completion import MASKS_EARLY
 from isthmus_runtime.engine.drafts import Drafter
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import CancelAttempt, FinishSend, Kind, OpenReceive, Phase, SendBlocks
@@ -663,8 +662,8 @@ def test_a_draw_whose_mask_did_not_come_is_repeated(prefix_caching: bool) -> Non
     assert len(tokens) == 80 and all((a + b) % 2 for a, b in itertools.pairwise(tokens))
     params = SamplingParams(max_tokens=100, temperature=0.0)
     assert world.tokens["free"] == expected_tokens([4, 5, 6], params, 100)
-    # Each miss is followed by a while without late masks; the last drop is the request's end.
-    assert masks.dropped == 1 + -(-80 // (MASKS_EARLY + 1))
+    # Each miss is followed by a while without late masks, of 2, 4, 8, 16, 32 and 32 tokens; the last drop is the end.
+    assert masks.dropped == 1 + 6
 
 
 @pytest.mark.parametrize("late_masks", [False, True])

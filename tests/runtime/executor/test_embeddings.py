@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from embedding_model import write_pooling
 from fake_device import FakeDevice
 
 from isthmus_runtime.config import SchedulerConfig
@@ -55,12 +55,8 @@ def build(name: str, directory: Path, pooling: str, *, normalize: bool = True, w
     )
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager").float().eval()
     (model if whole else model.model).save_pretrained(directory, safe_serialization=True)
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
-    modules = [{"idx": i, "type": f"sentence_transformers.models.{kind}"} for i, kind in enumerate(kinds)]
-    (directory / "modules.json").write_text(json.dumps(modules))
-    (directory / "1_Pooling").mkdir()
     on = {mode: kind == pooling for kind, mode in MODES.items()}
-    (directory / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": HIDDEN, **on}))
+    write_pooling(directory, {"word_embedding_dimension": HIDDEN, **on}, normalize=normalize)
     return model
 
 

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from isthmus_runtime.checkpoints.random import RandomTensors
 from isthmus_runtime.config import SchedulerConfig
-from isthmus_runtime.engine.loop import EngineLoop, Reply
+from isthmus_runtime.engine.exchange import Reply
+from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.errors import EngineFailed
 from isthmus_runtime.kv.pool import BlockPool

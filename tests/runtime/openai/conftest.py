@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 from serving import served
-from tokenizers import Tokenizer as HfTokenizer
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from small_bpe import byte_level_bpe
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.metrics import RequestMetrics, TenantMetrics, render
@@ -41,16 +40,7 @@ CHAT_TEMPLATE = (
 def model_dir(tmp_path_factory) -> Path:
     """A byte-level BPE model directory as `model import` writes it."""
     root = tmp_path_factory.mktemp("model")
-    tokenizer = HfTokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        show_progress=False,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator(SENTENCES, trainer)
+    tokenizer = byte_level_bpe(SENTENCES, special=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(root / "tokenizer.json"))
     size = tokenizer.get_vocab_size()
     (root / "config.json").write_text(

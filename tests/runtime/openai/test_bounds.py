@@ -9,6 +9,7 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_bpe import byte_level_bpe
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
@@ -36,14 +37,7 @@ for number, pattern in enumerate(PATTERNS):
 
 
 def train(step, normalizer=None):
-    made = Tokenizer(BPE())
-    made.pre_tokenizer, made.decoder = step, decoders.ByteLevel()
-    if normalizer is not None:
-        made.normalizer = normalizer
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    )
+    made = byte_level_bpe(CORPUS, step=step, normalizer=normalizer)
     made.add_special_tokens([AddedToken("<|end|>", special=True)])
     return made
 

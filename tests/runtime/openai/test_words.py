@@ -8,8 +8,8 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
-from tokenizers.models import BPE
+from small_bpe import byte_level_bpe
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 
 from isthmus_runtime.openai import words
 from isthmus_runtime.openai.words import Words, cuts_at_words
@@ -34,12 +34,7 @@ STEPS = {
 
 
 def train(step, normalizer=None):
-    made = Tokenizer(BPE())
-    made.pre_tokenizer, made.decoder = step, decoders.ByteLevel()
-    if normalizer is not None:
-        made.normalizer = normalizer
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(CORPUS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    made = byte_level_bpe(CORPUS, step=step, normalizer=normalizer)
     made.add_special_tokens([AddedToken("<|end|>", special=True)])
     return made
 

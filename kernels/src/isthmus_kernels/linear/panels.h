@@ -71,10 +71,10 @@ INLINE vf multiply_add(vf sum, vu w, pair x) {
 #endif
 
 // One register tile: c[m] = start + sum over k of a(m, k) * panel[k], with start = c[m], the bias or zero.
-// `row_step` and `k_step` place a(m, k). STREAM: the panel comes from memory and is used once.
+// `row_step` and `k_step` place a(m, k). STREAM: what follows the panel by `ahead` bytes is requested from memory.
 template <int M, bool STREAM, class A, class W>
 void tile(float *c, int64_t c_step, const float *bias, bool resume, const A *a, int64_t row_step, int64_t k_step,
-          const W *w, int64_t depth) {
+          const W *w, int64_t depth, int64_t ahead) {
     vf lo[M], hi[M];
     for (int m = 0; m < M; m++) {
         lo[m] = resume ? load(c + m * c_step) : bias ? load(bias) : vf{};
@@ -85,7 +85,7 @@ void tile(float *c, int64_t c_step, const float *bias, bool resume, const A *a, 
         const auto row = panel_row(w + k * NR);
         if (STREAM)
             for (size_t at = 0; at < NR * sizeof(W); at += 64)
-                __builtin_prefetch((const char *)(w + k * NR) + AHEAD + at, 0, 2);
+                __builtin_prefetch((const char *)(w + k * NR) + ahead + at, 0, 2);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
             const A x = a[m * row_step + k * k_step];
@@ -101,10 +101,10 @@ void tile(float *c, int64_t c_step, const float *bias, bool resume, const A *a, 
 
 template <bool STREAM, class A, class W>
 void any_tile(int64_t rows, float *c, int64_t c_step, const float *bias, bool resume, const A *a, int64_t row_step,
-              int64_t k_step, const W *w, int64_t depth) {
+              int64_t k_step, const W *w, int64_t depth, int64_t ahead) {
 #define CASE(M) \
     case M:     \
-        return tile<M, STREAM>(c, c_step, bias, resume, a, row_step, k_step, w, depth)
+        return tile<M, STREAM>(c, c_step, bias, resume, a, row_step, k_step, w, depth, ahead)
     switch (rows) {
         CASE(1);
         CASE(2);
@@ -166,7 +166,7 @@ void skinny(O *out, const A *x, const W *w, const float *bias, int64_t m, int64_
             const int64_t width = smaller(NR, n - p * NR);
             float *to = direct(out + p * NR, width == NR);
             any_tile<true>(m, to ? to : c, to ? out_step : NR, panel_bias(bias, p, n, edge), false, x, x_step, 1,
-                           w + p * NR * k, k);
+                           w + p * NR * k, k, AHEAD);
             if (!to) copy_rows(out + p * NR, out_step, c, m, width);
         }
     });
@@ -221,11 +221,14 @@ void blocked(O *out, const A *packed, const W *w, const float *bias, int64_t m, 
                     const int64_t width = smaller(NR, n - p * NR);
                     float *own = sums + (t - first) * MR * NR;
                     float *to = direct(out + start * out_step + p * NR, width == NR);
-                    // The first tile brings the panel from memory.
-                    const auto multiply = t == first ? any_tile<true, A, W> : any_tile<false, A, W>;
+                    // The first tile brings the panel from memory, the second what is multiplied next: memory is read
+                    // all the time where there are two.
+                    const int64_t words = smaller(depth, k - pass * depth);
+                    const auto multiply = t < first + 2 ? any_tile<true, A, W> : any_tile<false, A, W>;
+                    const int64_t ahead = t == first ? AHEAD : words * NR * int64_t(sizeof(W));
                     multiply(rows, to ? to : own, to ? out_step : NR, panel_bias(bias, p, n, edge), pass > 0,
                              packed + start * k + pass * depth * rows, 1, rows, w + (p * k + pass * depth) * NR,
-                             smaller(depth, k - pass * depth));
+                             words, ahead);
                     if (!to && pass == passes - 1)
                         copy_rows(out + start * out_step + p * NR, out_step, own, rows, width);
                 }

@@ -95,9 +95,13 @@ def _one_source(spec: Spec) -> Iterator[Problem]:
             else f"keep one of {', '.join(given)}"
         )
         yield Problem("spec.model.source", found, f"exactly one of {', '.join(kinds)}", fix)
-    if source.pvc is not None and ".." in source.pvc.path.split("/"):
-        found, allowed = f"{show(source.pvc.path)} leads out of it", "a folder inside the volume, without `..`"
-        yield Problem("spec.model.source.pvc.path", found, allowed, "name it directly")
+    for field, path, holder in (
+        ("pvc.path", source.pvc.path if source.pvc else "", "volume"),
+        ("s3.uri", source.s3.uri if source.s3 else "", "bucket"),
+    ):
+        if ".." in path.split("/"):
+            found, allowed = f"{show(path)} leads out of it", f"a folder inside the {holder}, without `..`"
+            yield Problem(f"spec.model.source.{field}", found, allowed, "name it directly")
 
 
 def _one_kind_of_keys(spec: Spec) -> Iterator[Problem]:

@@ -81,12 +81,13 @@ def _parse(
         found += most(refused(spec, profile, namespace))
     if found or spec is None:
         raise InvalidSpec(str(name or ""), most(sorted(found, key=lambda problem: problem.path)))
+    generation = metadata.get("generation")
     return InferenceService(
         name=str(name),
         namespace=namespace,
         spec=spec,
         uid=str(metadata.get("uid") or ""),
-        generation=int(metadata.get("generation") or 0),
+        generation=generation if isinstance(generation, int) else 0,
     )
 
 
@@ -168,7 +169,7 @@ def _metadata(metadata: Mapping[str, Any]) -> list[Problem]:
     if len(name) > MAX_NAME:
         allowed = f"{MAX_NAME} or fewer, as children add to it"
         return [Problem(path, f"{show(name)} has {len(name)} characters", allowed, "shorten it")]
-    if not re.match(NAME_PATTERN, name):
+    if not re.fullmatch(NAME_PATTERN, name):
         form = "lower-case letters, digits and '-', beginning with a letter and not ending with '-'"
         found.append(Problem(path, f"{show(name)} has the wrong form", form, "rename it"))
     if name.endswith(RESERVED_SUFFIXES):

@@ -164,6 +164,9 @@ def _service_names(services: Sequence[dict[str, Any]], drafts: Sequence[_Draft])
     return replace
 
 
+_VARIABLE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")
+
+
 def _pod(draft: _Draft, run_dir: str, replace: Callable[[str], str], http_port: int | None, objects: Objects) -> Pod:
     volumes = {v["name"]: v for v in draft.spec.get("volumes", [])}
     root = f"{run_dir}/pods/{draft.name}"
@@ -188,7 +191,7 @@ def _pod(draft: _Draft, run_dir: str, replace: Callable[[str], str], http_port: 
         env = _environment(draft, raw, objects)
 
         def final(text: str) -> str:
-            text = re.sub(r"\$\(([A-Za-z_][A-Za-z0-9_]*)\)", lambda m: env.get(m[1], m[0]), text)
+            text = _VARIABLE.sub(lambda m: "$" if m[0] == "$$" else env.get(m[1], m[0]), text)
             text = _mounted(replace(text), mounts)
             return re.sub(r"(^|=)0\.0\.0\.0$", rf"\g<1>{draft.address}", text)
 

@@ -29,7 +29,7 @@ from .names import (
     metadata,
     selector,
 )
-from .pod import GRACE_AFTER_DRAIN_S, flag, http_probes, pod_env, pod_template, resources, security_context
+from .pod import GRACE_AFTER_DRAIN_S, flag, http_probes, literal, pod_env, pod_template, resources, security_context
 from .revision import pairing, role_revision
 
 _RUNTIME_ROLES = {Component.PREFILL: "prefill", Component.DECODE: "decode", Component.WORKER: "unified"}
@@ -165,7 +165,7 @@ def deployment(
         "name": "engine",
         "image": image,
         "command": ["isthmus-runtime"],
-        "args": engine_args(service, component, model.path, guarded=defaults.guarded),
+        "args": literal(engine_args(service, component, model.path, guarded=defaults.guarded)),
         "env": pod_env(),
         "ports": [{"name": "http", "containerPort": ENGINE_PORT}, *([credentials.PORT] if defaults.guarded else [])],
         "resources": resources(role.resources, extra={rdma.resource_name: str(rdma.resource_count)} if rdma else None),

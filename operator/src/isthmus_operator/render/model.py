@@ -7,6 +7,7 @@ from posixpath import basename, normpath
 from typing import Any
 
 from ..api.v1alpha1 import InferenceService
+from .pod import flag, literal
 
 ROOT = "/models"
 CREDENTIALS = "/etc/isthmus/model"
@@ -71,11 +72,11 @@ def _fetched(service: InferenceService, *, image: str, deadline: str, tokenizer_
         if bucket.endpoint:
             args += ["--s3-endpoint", bucket.endpoint]
         if bucket.region:
-            args += ["--s3-region", bucket.region]
+            args += flag("s3-region", bucket.region)
         if bucket.credentials_secret_ref:
             secret = {"secretName": bucket.credentials_secret_ref.name}
             args += ["--credentials-dir", CREDENTIALS]
-    args += ["--deadline", deadline, "--resume-as", "$(POD_NAME)"]
+    args = [*literal(args), "--deadline", deadline, "--resume-as", "$(POD_NAME)"]
     if tokenizer_only:
         args.append("--tokenizer-only")
     volumes: list[dict[str, Any]] = [{"name": "model", **_cache(service)}]

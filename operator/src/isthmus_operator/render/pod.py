@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from ..api.choices import Toggle
@@ -21,6 +22,11 @@ USER_ID = 65532
 def flag(name: str, value: str) -> list[str]:
     """Arguments that set a flag to a user's text. One that begins like a flag would be taken for one."""
     return [f"--{name}={value}"] if value.startswith("-") else [f"--{name}", value]
+
+
+def literal(args: Iterable[str]) -> list[str]:
+    """Arguments as they are: in a user's text, `$(NAME)` would become a variable's value, and `$$` one `$`."""
+    return [one.replace("$", "$$") for one in args]
 
 
 def pod_env() -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from .names import (
     metadata,
     selector,
 )
-from .pod import GRACE_AFTER_DRAIN_S, flag, http_probes, pod_env, pod_template, resources
+from .pod import GRACE_AFTER_DRAIN_S, flag, http_probes, literal, pod_env, pod_template, resources
 from .revision import role_revision
 
 _POLICIES = {
@@ -84,7 +84,7 @@ def deployment(service: InferenceService, defaults: Defaults) -> dict[str, Any]:
         "name": "router",
         "image": image,
         "command": ["isthmus-runtime"],
-        "args": router_args(service, model.path),
+        "args": literal(router_args(service, model.path)),
         "env": pod_env(),
         "ports": [{"name": "http", "containerPort": ROUTER_PORT}, credentials.PORT],
         "resources": resources(router.resources, usual=USUAL_RESOURCES),

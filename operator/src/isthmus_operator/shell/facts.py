@@ -217,6 +217,8 @@ def engine_facts(info: Mapping[str, Any], metrics: str = "") -> EngineFacts:
 
 
 def _line(value: object) -> str:
+    if not isinstance(value, str | int | float):
+        raise TypeError(f"a {type(value).__name__} is no text")
     return printable(" ".join(str(value)[:MOST_TEXT].split()))
 
 
@@ -231,7 +233,8 @@ def routable(engines: Iterable[Mapping[str, Any]]) -> dict[str, bool]:
     """Pod address -> whether the router may choose it, from a router's /info."""
     out = {}
     for engine in engines:
-        host = str(engine.get("url", "")).partition("//")[2].rpartition(":")[0].strip("[]")
+        url = engine.get("url")
+        host = url.partition("//")[2].rpartition(":")[0].strip("[]") if isinstance(url, str) else ""
         if host:
             out[host] = not engine.get("reason")
     return out

@@ -22,9 +22,10 @@ from ..config import EngineConfig, Role
 from ..credentials import Credentials, peer_credentials
 from ..engine.adapter_file import AdapterFileThread, ListedAdapters
 from ..engine.adapter_registry import AdapterRegistry
+from ..engine.exchange import Sink
 from ..engine.local import LocalEngine
 from ..engine.long_lived import LongLived
-from ..engine.loop import EngineLoop, Sink
+from ..engine.loop import EngineLoop
 from ..engine.scheduler import Scheduler
 from ..engine.seam import EngineFacts
 from ..errors import ConfigError, InvalidRequest

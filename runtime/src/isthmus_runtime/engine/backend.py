@@ -12,8 +12,8 @@ from ..interfaces.backend import Backend
 from ..protocol import PrefillAnswer, PrefillCall, Ticket
 from ..request import GENERATES, FinishReason, GenerateRequest, ServedTask, TokenChunk
 from ..tracing.span import current
+from .exchange import Reply
 from .long_reply import LongReply
-from .loop import Reply
 from .seam import Engine
 from .traces import RequestTrace, StartTimes
 

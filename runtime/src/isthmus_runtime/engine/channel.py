@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from ..errors import EngineFailed, IsthmusError, RequestError, error_from_json
 from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_prefill_answer
 from ..request import AdapterName, FinishReason, GenerateRequest, TokenChunk
+from .exchange import Reply
 from .long_reply import LongReply, has_many_scores, long_reply
-from .loop import Reply
 from .seam import EngineFacts, EngineStatus
 
 MAX_FRAME_BYTES = 256 << 20

@@ -14,8 +14,9 @@ from .in_flight import StepsInFlight
 from .queues import Queues
 from .sequence import CancelAttempt, Effect, Emit, Kind, Phase, Sequence
 
-MASKS_EARLY = 32
-"""A request that missed a draw waits with as many tokens for their masks before it is planned."""
+MASKS_EARLY, MASKS_EARLY_MOST = 2, 32
+"""A request that missed a draw waits with as many tokens for their masks before it is planned: with twice as many as
+the last time if it misses another soon after, for its grammar is slow then. One that its machine held up is not."""
 _new = tuple.__new__
 
 
@@ -113,7 +114,10 @@ class Completion:
         """Its mask did not come in time: the last position is computed again, once the mask is known."""
         assert seq.masks is not None, f"{seq.sid} has no mask, and no token was drawn"
         seq.masks.drop()
-        seq.masks_late_from = len(seq.tokens) + MASKS_EARLY
+        length = len(seq.tokens)
+        soon = seq.masks_rest > 0 and length <= seq.masks_late_from + MASKS_EARLY_MOST
+        seq.masks_rest = min(2 * seq.masks_rest, MASKS_EARLY_MOST) if soon else MASKS_EARLY
+        seq.masks_late_from = length + seq.masks_rest
         seq.unseen, seq.void_step = 0, seq.last_step
         if run == seq.run:
             seq.scheduled = len(seq.tokens) - 1

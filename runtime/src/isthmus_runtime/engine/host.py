@@ -44,9 +44,9 @@ from .channel import (
     reply_frames,
     to_engine,
 )
+from .exchange import Reply
 from .kv_events import QUEUE_EVENTS, EventQueue
 from .local import LocalEngine
-from .loop import Reply
 from .seam import EngineFacts
 
 _log = logging.getLogger(__name__)

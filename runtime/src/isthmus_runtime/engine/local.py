@@ -16,8 +16,9 @@ from ..structured.grammars import Grammars
 from ..threads import running_pool
 from .adapter_file import ListedAdapters
 from .adapter_registry import AdapterRegistry
+from .exchange import Sink
 from .long_lived import LongLived
-from .loop import EngineLoop, Sink
+from .loop import EngineLoop
 from .seam import Engine, EngineStatus
 
 _log = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class LocalEngine(Engine):
             failure=loop.failure,
             problem="" if self._threads is None else self._threads.problem(),
             stalled_s=loop.stalled_s(),
-            transfer_failures=dict(loop.transfer_failures),
+            transfer_failures=dict(loop.exchange.transfer_failures),
             moved=loop.handoff_stats(),
             adapters=self.adapters.names,
             adapter_list=None if self._listed is None else self._listed.status,

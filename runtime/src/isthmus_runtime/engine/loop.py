@@ -11,32 +11,28 @@ import logging
 import queue
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ..errors import EngineFailed, InvalidRequest, RequestError, TransferFailed
 from ..interfaces.handoff import (
-    Drained,
-    Failed,
     HandoffEvent,
     HandoffStats,
     KvHandoff,
-    Received,
-    Released,
     SendJob,
-    Sent,
 )
 from ..interfaces.steps import Adapter, AdapterHolder, Constraint, Executor, Masks, RowStart, StepOutput, StepPlan
 from ..interfaces.transport import CLOSE_S
 from ..kv.pool import PoolCounts
-from ..protocol import CommitCall, PrefillAnswer, Ticket
-from ..request import AdapterName, FinishReason, GenerateRequest, TokenChunk
+from ..protocol import CommitCall, Ticket
+from ..request import AdapterName, GenerateRequest
 from .draft_model import DraftModel
+from .exchange import Exchange, Sink, refused
 from .masks import MaskThread
 from .scheduler import Scheduler
-from .sequence import CancelAttempt, Effect, Emit, FinishSend, Kind, OpenReceive, SchedulerStats, SendBlocks
+from .sequence import Effect, Kind, SchedulerStats
 
 log = logging.getLogger(__name__)
 
@@ -50,9 +46,6 @@ STOP_S = 8.0
 that pods have after their drain."""
 DRAFT_PATIENCE_S = 0.2
 """It waits so long for a draft model, which has a prompt to compute before its first guess."""
-
-Reply = TokenChunk | Ticket | PrefillAnswer
-Sink = Callable[[Sequence[tuple[str, Reply]]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,26 +87,20 @@ class EngineLoop:
         """
         self.scheduler = scheduler
         self._executor = executor
-        self._sink = sink
         self._clock = clock
         self._step_timeout_s = step_timeout_s
         self._started = started
         self._adapters = adapters
         self._inbox: queue.SimpleQueue[Callable[[float], list[Effect]] | None] = queue.SimpleQueue()
-        self._effects: deque[Effect] = deque()
-        """Of the turn that runs, not yet applied: if it breaks, its answers and ends are given all the same."""
-        self._replies: list[tuple[str, Reply]] = []
-        """Of effects that were applied, not yet given."""
         self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
         self._handoff = None if handoff is None else handoff(self._on_handoff)
+        self.exchange = Exchange(scheduler, self._handoff, sink)
         self._masks = MaskThread(lambda: self._inbox.put(_look_again))
         self._draft_model = draft_model
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._stopping = False
         self._wake = True
         """Whether the last turn changed something that may allow another plan without a new event."""
-        self.transfer_failures: Counter[str] = Counter()
-        """Failed transfers by stage."""
         self.failure: str = ""
         """Why the engine is broken; empty while it works."""
         self.last_progress_s = self._step_since_s = clock()
@@ -249,7 +236,7 @@ class EngineLoop:
         to later ones."""
 
         def command(now: float) -> list[Effect]:
-            self._apply(now)
+            self.exchange.apply(now)
             function()
             return []
 
@@ -296,18 +283,18 @@ class EngineLoop:
     def _add(self, sid: str, attempt: str, add: Callable[[float], list[Effect]]) -> None:
         def command(now: float) -> list[Effect]:
             if self.failure:
-                return [_refused(sid, EngineFailed(self.failure).located("admission", attempt))]
+                return [refused(sid, EngineFailed(self.failure).located("admission", attempt))]
             if not self.scheduler.has_work:
                 self.last_progress_s = now
             try:
                 return add(now)
             except RequestError as error:
-                return [_refused(sid, error.located("admission", attempt))]
+                return [refused(sid, error.located("admission", attempt))]
 
         self._inbox.put(command)
 
     def _on_handoff(self, event: HandoffEvent) -> None:
-        self._inbox.put(lambda now: self._handoff_event(event, now))
+        self._inbox.put(lambda now: self.exchange.heard(event, now))
 
     # ----------------------------------------------------------------------------------------------- engine thread
 
@@ -322,7 +309,7 @@ class EngineLoop:
     def turn(self) -> None:
         """One turn: wait until `wakes_at`, then commands, results, deadlines, and the next step."""
         self._take_inbox()
-        now, effects = self._clock(), self._effects
+        now, effects = self._clock(), self.exchange.effects
         effects += self._take_results(now)
         effects += self.scheduler.tick(now)
         if self._handoff is not None:
@@ -340,7 +327,7 @@ class EngineLoop:
         if self._adapters is not None:
             for digest in self.scheduler.unused_adapters():
                 self._adapters.drop(digest)
-        self._apply(now)
+        self.exchange.apply(now)
         self.snapshot = Snapshot(self.scheduler.stats(), self.scheduler.pool.counts())
 
     def wakes_at(self) -> float | None:
@@ -409,7 +396,7 @@ class EngineLoop:
                     self._stopping = True
                     break
                 self._wake = True
-                self._effects += command(self._clock())
+                self.exchange.effects += command(self._clock())
                 if left:
                     command = self._inbox.get_nowait()
         except queue.Empty:
@@ -420,88 +407,11 @@ class EngineLoop:
         wake = self.wakes_at()
         return None if wake is None else max(0.0, wake - self._clock())
 
-    def _apply(self, now: float) -> None:
-        while self._effects:
-            effect = self._effects.popleft()  # first: one that breaks is not tried again
-            if isinstance(effect, tuple):  # an Emit
-                self._replies.append(effect)
-            else:
-                self._move(effect, now)
-        if self._replies:
-            replies, self._replies = self._replies, []
-            self._sink(replies)
-
-    def _move(self, effect: OpenReceive | SendBlocks | FinishSend | CancelAttempt, now: float) -> None:
-        """Pass on what concerns KV of others."""
-        assert self._handoff is not None
-        match effect:
-            case OpenReceive(job):
-                try:
-                    self._replies.append((job.attempt, self._handoff.open_receive(job, now)))
-                except RequestError as error:
-                    refused = self.scheduler.refuse_receive(job.attempt, error)
-                    self._replies += [e for e in refused if isinstance(e, tuple)]
-            case SendBlocks(attempt, blocks):
-                self._handoff.send_blocks(attempt, blocks, now)
-            case FinishSend(attempt, result):
-                self._handoff.finish_send(attempt, result, now)
-            case CancelAttempt(attempt, reason):
-                self._handoff.cancel(attempt, reason, now)
-
-    def _handoff_event(self, event: HandoffEvent, now: float) -> list[Effect]:
-        match event:
-            case Received(attempt=attempt, record=record):
-                return self.scheduler.received(attempt, record)
-            case Sent(attempt=attempt, sent_bytes=sent_bytes):
-                seq = self.scheduler.sent(attempt)
-                if seq is not None:
-                    # Not checked again: the scores of a long prompt would hold the engine up.
-                    answer = PrefillAnswer.model_construct(
-                        attempt=attempt,
-                        num_tokens=seq.prompt_len,
-                        cached_tokens=seq.cached_tokens,
-                        sent_bytes=sent_bytes,
-                        transfer_s=max(0.0, now - seq.prompt_done_s),
-                        prompt_logprobs=seq.take_scores(),
-                    )
-                    self._sink([(attempt, answer)])
-            case Failed(attempt=attempt, stage=stage, reason=reason, given_up=given_up):
-                if given_up and attempt not in self.scheduler.queues.live:
-                    # The answer to a request that ended here: neither a failure nor late.
-                    return []
-                self.transfer_failures[stage] += not given_up
-                log.info("KV of attempt %s did not move (%s): %s", attempt, stage, reason)
-                error = TransferFailed(reason, stage=stage, attempt=attempt)
-                return self.scheduler.transfer_failed(attempt, error)
-            case Released(attempt=attempt, drained=drained):
-                self.scheduler.released(attempt, drained)
-            case Drained(attempt=attempt):
-                self.scheduler.drained(attempt)
-        return []
-
     def _break(self, reason: str) -> None:
         """The executor or the loop itself failed: end every request, refuse new ones, keep answering."""
         self.failure = f"the engine failed and must be restarted: {reason}"
         self._in_flight.clear()
-        error = EngineFailed(self.failure)
-        # The answers first: what broke once may break again, and nobody is to wait for it.
-        live = [_refused(seq.sid, error.located(seq.phase.value, seq.attempt)) for seq in self.scheduler.live()]
-        left, self._effects = self._effects, deque()
-        replies, self._replies = self._replies, []
-        self._sink([*replies, *(effect for effect in left if isinstance(effect, tuple)), *live])
-        # Peers wait for the end of an attempt too, and hold blocks for it. What would begin now, does not.
-        ends: list[Effect] = [effect for effect in left if isinstance(effect, CancelAttempt | FinishSend)]
-        try:
-            ends += [effect for effect in self.scheduler.abort_all(error) if not isinstance(effect, tuple)]
-        except Exception:
-            log.exception("the broken engine could not let go of what it held")
-        for end in ends:
-            assert not isinstance(end, tuple)
-            try:
-                self._move(end, self._clock())
-            except Exception:
-                log.exception("the broken engine could not end a transfer: %s", end)
-        self._replies.clear()
+        self.exchange.end(EngineFailed(self.failure), self._clock())
 
 
 def _step_ended(now: float) -> list[Effect]:
@@ -512,7 +422,3 @@ def _step_ended(now: float) -> list[Effect]:
 def _look_again(now: float) -> list[Effect]:
     """The command of the threads beside this one: what a request waited for is there."""
     return []
-
-
-def _refused(sid: str, error: RequestError) -> Emit:
-    return sid, TokenChunk(finish_reason=FinishReason.ERROR, error=error)

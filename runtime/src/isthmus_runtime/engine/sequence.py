@@ -69,6 +69,8 @@ class Sequence:
     """What it may generate; None: anything."""
     masks_late_from: int = 0
     """Length from which on it may be planned before its mask is known."""
+    masks_rest: int = 0
+    """So many tokens it was not, since it last missed a draw."""
     forced_share: float = 0.0
     """How many of its tokens its grammar left no alternative to: a moving average."""
     drafter: Drafter | ModelDrafter | None = None

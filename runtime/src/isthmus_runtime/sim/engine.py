@@ -14,7 +14,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from ..config import SchedulerConfig, TransferConfig
-from ..engine.loop import STEPS_IN_FLIGHT, EngineLoop, Reply
+from ..engine.exchange import Reply
+from ..engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from ..engine.scheduler import Scheduler
 from ..errors import EngineFailed, InvalidRequest
 from ..executor.fake import ENTRY_BYTES, FakeExecutor, Windows
