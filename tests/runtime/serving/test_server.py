@@ -348,12 +348,11 @@ def test_one_address_cannot_fill_a_port_of_probes() -> None:
     """A kubelet that is refused, because a scraper holds every connection with requests that run, ends the pod."""
 
     async def main() -> None:
-        held, go = 0, asyncio.Event()
+        held, go = asyncio.Event(), asyncio.Event()
         app = make_app("test", bodies=())
 
         async def hold() -> str:
-            nonlocal held
-            held += 1
+            held.set()
             await go.wait()
             return "held"
 
@@ -367,8 +366,7 @@ def test_one_address_cannot_fill_a_port_of_probes() -> None:
                 _, scraper = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
                 opened.callback(scraper.close)
                 scraper.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
-            while not held:
-                await asyncio.sleep(0)
+            await held.wait()
             reader, kubelet = await asyncio.open_connection("127.0.0.1", port)
             opened.callback(kubelet.close)
             kubelet.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
