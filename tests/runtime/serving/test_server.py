@@ -124,6 +124,32 @@ def test_error_after_the_first_byte_breaks_the_connection(written):
     run(main())
 
 
+def test_calls_go_past_fastapi_but_not_past_our_middleware():
+    async def handler(call: Call) -> None:
+        if await call.read() == b"no":
+            raise Overloaded("full", retry_after_s=2.0)
+        await call.reply(200, {}, b"yes")
+
+    async def main():
+        app = make_app("test", bodies=(), cors_origins=("https://a",), max_body_bytes=5)
+        add_call_route(app, "/call", handler, "POST")
+        async with serving.served(app) as port, aiohttp.ClientSession() as session:
+
+            async def post(body: bytes) -> tuple[int, str | None, str | None]:
+                headers = {"Origin": "https://a"}
+                async with session.post(f"http://127.0.0.1:{port}/call", data=body, headers=headers) as answer:
+                    got = answer.headers
+                    return answer.status, got.get("Access-Control-Allow-Origin"), got.get("Retry-After")
+
+            assert await post(b"yes") == (200, "https://a", None)
+            assert await post(b"no") == (503, "https://a", "2")
+            assert await post(b"too long") == (413, "https://a", None)
+            async with session.get(f"http://127.0.0.1:{port}/call") as answer:
+                assert (answer.status, answer.headers["Allow"]) == (405, "POST")
+
+    run(main())
+
+
 def test_drain_lets_work_end_and_answers_probes():
     async def main():
         began, go, closing = asyncio.Event(), asyncio.Event(), asyncio.Event()
