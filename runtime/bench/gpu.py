@@ -296,6 +296,7 @@ def open_model(
     seed: int,
     on: str,
     quantization: str = "auto",
+    deterministic: bool = False,
 ) -> LoadedModel:
     """Random weights for `config`, generated on the device `on` (`cpu`: alike everywhere)."""
     with tempfile.TemporaryDirectory() as folder:
@@ -307,7 +308,9 @@ def open_model(
             weights = RandomTensors(spec.tensor_shapes(), device=made, dtype=kind, seed=seed)
             return weights if made == where else _Moved(weights, where)
 
-        model = ModelConfig(path=folder, device=device, dtype=dtype, quantization=quantization)
+        model = ModelConfig(
+            path=folder, device=device, dtype=dtype, quantization=quantization, deterministic=deterministic
+        )
         return load(model, scheduler, source=source)
 
 
@@ -354,6 +357,7 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
         seed=0,
         on="device",
         quantization=args.quantization,
+        deterministic=args.deterministic == "on",
     )
     say(f"bench: {name} loaded {time.perf_counter() - began:.1f} s after its start")
     bench = Bench(
@@ -478,6 +482,7 @@ def main() -> int:
     parser.add_argument("--profile", action="store_true", help="last a table of kernels by time")
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--quantization", default="auto", choices=["auto", "fp8"], help="fp8: 8-bit products")
+    parser.add_argument("--deterministic", default="off", choices=["on", "off"], help="as the engine's flag")
     parser.add_argument("--kv-dtype", default="auto", choices=["auto", "bfloat16", "fp8"], help="of the KV pool")
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--max-batched-tokens", type=int, default=8192)

@@ -9,8 +9,8 @@ At the end 1,000 concurrent streams run through ours.
     python runtime/bench/router.py [--rounds 5] [--requests 3200] [--peer PATH/bin/vllm-router] [--out FILE]
                                    [--python /usr/bin/python3.11]
 
-An interpreter that was built without profile guidance (pyenv's, by default) takes a quarter more than those of the
-images do; `--python` runs the router on another one of the same version, with the packages of this one.
+An interpreter that was built without profile guidance (pyenv's, by default) takes a tenth more or worse than those of
+the images; `--python` runs the router on another one of the same version, with the packages of this one.
 
 What is compared: vllm-router passes bodies through; ours validates, applies limits, tokenises and detokenises. Its rows
 with token-id prompts show the routing alone, those with text what a user gets. Exits with 1 when a bar is missed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 from collections.abc import Iterator
@@ -59,11 +60,14 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     torch.cuda.empty_cache()
 
 
-def start(
-    folder: Path, device: str, *, blocks: int = ROWS * 8 + 1, kv_dtype: str = "auto"
-) -> tuple[LoadedModel, TorchExecutor]:
-    scheduler = SchedulerConfig(max_batched_tokens=512, max_num_seqs=16, max_model_len=128)
-    loaded = load(ModelConfig(path=str(folder), device=device, dtype="float32"), scheduler, source=_OnGpu)
+SCHEDULER = SchedulerConfig(max_batched_tokens=512, max_num_seqs=16, max_model_len=128)
+
+
+def open_model(folder: Path, device: str) -> LoadedModel:
+    return load(ModelConfig(path=str(folder), device=device, dtype="float32"), SCHEDULER, source=_OnGpu)
+
+
+def open_engine(loaded: LoadedModel, blocks: int, kv_dtype: str = "auto") -> TorchExecutor:
     kv_plan = plan(
         KvPlanInput(
             ranks=(loaded.layer_specs(BLOCK, kv_dtype),),
@@ -73,7 +77,14 @@ def start(
             num_blocks_override=blocks,
         )
     )
-    return loaded, TorchExecutor(loaded, kv_plan, scheduler, KvConfig(block_size=BLOCK, dtype=kv_dtype))
+    return TorchExecutor(loaded, kv_plan, SCHEDULER, KvConfig(block_size=BLOCK, dtype=kv_dtype))
+
+
+def start(
+    folder: Path, device: str, *, blocks: int = ROWS * 8 + 1, kv_dtype: str = "auto"
+) -> tuple[LoadedModel, TorchExecutor]:
+    loaded = open_model(folder, device)
+    return loaded, open_engine(loaded, blocks, kv_dtype)
 
 
 def generate(executor: TorchExecutor, sampling: SamplingParams, first_block: int = 1) -> list[list[int]]:
@@ -116,6 +127,22 @@ def test_keys_and_values_of_8_bit_floats(folder: Path) -> None:
         executor.close()
     same = sum(one == other for pair in zip(*found, strict=True) for one, other in zip(*pair, strict=True))
     assert same > 0.8 * ROWS * COUNT
+
+
+def test_closed_engines_leave_their_model_and_memory_to_others(folder: Path) -> None:
+    """Three engines one after the other on one loaded model; graphs and pools of the first two are given back."""
+    loaded = open_model(folder, "cuda")
+    found, left = [], []
+    for _ in range(3):
+        executor = open_engine(loaded, ROWS * 8 + 1)
+        found.append(generate(executor, SamplingParams(max_tokens=COUNT, temperature=0.0)))
+        executor.close()
+        del executor
+        gc.collect()
+        torch.cuda.empty_cache()
+        left.append(torch.cuda.memory_reserved())
+    assert found[0] == found[1] == found[2]
+    assert left[0] == left[1] == left[2], "an engine that was closed keeps memory"
 
 
 def test_a_pool_over_the_whole_card(folder: Path) -> None:

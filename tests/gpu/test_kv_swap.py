@@ -31,7 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "engine": {"engine_from": 1, "rows_from": 1 << 60},
     "rows": {"engine_from": 1 << 30, "rows_from": 1},
     "kernels": {"engine_from": 512 << 10, "stage_bytes": 0, "spare_multiprocessors": False},
-    "sparing kernels": {"engine_from": 512 << 10, "rows_from": 1 << 60},
+    "sparing kernels": {"engine_from": 512 << 10, "rows_from": 1 << 60, "hand_over_from": 1},
     "staged": {"engine_from": 1 << 30, "stage_from": 1, "spare_multiprocessors": False},
 }
 

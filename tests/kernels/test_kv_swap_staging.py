@@ -1,5 +1,6 @@
 """The host side of kv_swap on a GPU, without one: pages in flight and the check of ids, against a fake stream; whole
-submissions by every way, against fake streams whose work runs as late and in as odd an order as events allow."""
+submissions by every way, by the caller and by the thread, against fake streams whose work runs as late and in as odd an
+order as events allow; the line in which they wait, with many threads, also under the sanitizer of threads."""
 
 import shutil
 import subprocess
@@ -9,18 +10,26 @@ import pytest
 
 import isthmus_kernels
 
-PROGRAMS = {"fake_cuda": "staging_check", "fake_streams": "submit_check"}
+ADDRESSES, THREADS = "address,undefined", "thread"
+PROGRAMS = (
+    ("fake_cuda", "staging_check", ADDRESSES),
+    ("fake_streams", "submit_check", ADDRESSES),
+    ("fake_streams", "submit_check", THREADS),
+    ("fake_streams", "handover_check", ADDRESSES),
+    ("fake_streams", "handover_check", THREADS),
+)
 
 
-@pytest.fixture(scope="module", params=PROGRAMS)
+@pytest.fixture(scope="module", params=PROGRAMS, ids=lambda program: f"{program[1]}-{program[2]}")
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    folder, name = Path(__file__).parent / request.param, PROGRAMS[request.param]
+    where, name, sanitizer = request.param
+    folder = Path(__file__).parent / where
     target = tmp_path_factory.mktemp("staging") / name
     sources = Path(isthmus_kernels.__file__).parent
-    command = [compiler, "-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    command = [compiler, "-std=c++17", "-O1", "-g", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-pthread"]
     command += [f"-I{folder}", f"-I{sources}", str(folder / f"{name}.cpp"), "-o", str(target)]
     subprocess.run(command, check=True)
     return target

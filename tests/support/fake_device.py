@@ -8,6 +8,7 @@ has run, so that a value which a step did not write itself is seen.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -48,6 +49,7 @@ class FakeDevice:
         self._running = threading.Lock()
         self._staging: set[int] = set()
         self._used: list[Tensor] = []
+        self._memories: dict[tuple[int, int], int] = {}
         self.captured = 0
         self.replayed = 0
         self.allocations = 0
@@ -101,15 +103,33 @@ class FakeDevice:
     def graph_tokens(self, max_tokens: int) -> tuple[int, ...]:
         return tuple(size for size in self._token_sizes if size <= max_tokens)
 
-    def capture(self, body: Body) -> Body:
+    def graph_memory(self) -> tuple[int, int]:
+        memory = (0, len(self._memories) + 1)
+        self._memories[memory] = 0
+        return memory
+
+    def capture(self, body: Body, memory: tuple[int, int]) -> Body:
+        """As torch does, it refuses memory whose graphs have all gone."""
+        used = self._memories[memory]
+        assert used >= 0, f"memory {memory} went with the last graph that was captured with it"
         body()
         self.captured += 1
+        self._memories[memory] = used + 1
 
         def replay() -> None:
             self.replayed += 1
             body()
 
+        weakref.finalize(replay, self._release, memory)
         return replay
+
+    def _release(self, memory: tuple[int, int]) -> None:
+        self._memories[memory] = self._memories[memory] - 1 or -1
+
+    @property
+    def graphs(self) -> int:
+        """What is captured and still there."""
+        return sum(max(0, used) for used in self._memories.values())
 
     def explain(self, error: BaseException) -> str:
         return f"the fake device: {error}"

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from invariance_checks import check_attention as alike_attention
@@ -37,6 +38,7 @@ from kernel_checks import (
     check_rope,
     check_sample,
 )
+from torch import Tensor
 from torch.nn import functional
 
 from isthmus_kernels import batch_invariance, dispatch
@@ -66,6 +68,13 @@ SWAPS: tuple[dict[str, Any], ...] = (
 )
 
 
+def _written(*size: int, **options: Any) -> Tensor:
+    """`torch.empty`, written by a kernel. initcheck does not count what `cudaMemcpyBatchAsync` writes and reports the
+    slots of staging, which it fills; sanitizer_patterns.cu shows the same of that copy alone."""
+    return torch.full(size, 0x5A, **options)
+
+
+@patch.object(torch, "empty", _written)
 def _swaps(options: dict[str, Any]) -> None:
     for case in (
         SwapCase(name="layer-major", blocks=20),

@@ -1,5 +1,5 @@
 // As much of the CUDA run-time library as submit.h uses. Work runs on streams of its own: in the order of each stream, in
-// any order among them but for events, and as late as somebody waits or the test lets it.
+// any order among them but for events, and as late as somebody waits or the test lets it. One thread at a time.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -8,6 +8,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <mutex>
 #include <random>
 #include <vector>
 
@@ -22,12 +23,19 @@ struct FakeStream {
 };
 typedef FakeStream *cudaStream_t;
 
+inline std::recursive_mutex fake_mutex;
+#define ALONE const std::lock_guard<std::recursive_mutex> alone(fake_mutex)
+enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed = 2 };
+inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) { return cudaSuccess; }
+inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+
 inline std::vector<FakeStream *> fake_streams;
 inline std::mt19937 fake_random;
 inline int fake_allocations = 0, fake_copies = 0, fake_matrices = 0, fake_kernels = 0;
 
 // Runs one piece of work of some stream; false when none can run.
 inline bool fake_step() {
+    ALONE;
     const size_t first = fake_random() % fake_streams.size();
     for (size_t i = 0; i < fake_streams.size(); i++) {
         FakeStream *stream = fake_streams[(first + i) % fake_streams.size()];
@@ -38,42 +46,51 @@ inline bool fake_step() {
     return false;
 }
 inline void fake_drain() {
+    ALONE;
     while (fake_step()) {}
 }
 inline cudaError_t cudaHostAlloc(void **memory, size_t bytes, int) {
+    ALONE;
     fake_allocations++;
     *memory = aligned_alloc(64, (bytes + 63) / 64 * 64);
     return cudaSuccess;
 }
 inline cudaError_t cudaFreeHost(void *memory) {
+    ALONE;
     fake_allocations--;
     free(memory);
     return cudaSuccess;
 }
 inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, int) {
+    ALONE;
     fake_allocations++;
     *event = new FakeEvent;
     return cudaSuccess;
 }
 inline cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    ALONE;
     fake_allocations--;
     delete event;
     return cudaSuccess;
 }
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    ALONE;
     const uint64_t turn = ++event->recorded;
     stream->work.push_back([=] { return event->reached = turn, true; });
     return cudaSuccess;
 }
 inline cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    ALONE;
     const uint64_t turn = event->recorded;
     stream->work.push_back([=] { return event->reached >= turn; });
     return cudaSuccess;
 }
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
+    ALONE;
     return event->reached < event->recorded ? cudaErrorNotReady : cudaSuccess;
 }
 inline cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    ALONE;
     while (event->reached < event->recorded)
         if (!fake_step()) abort();  // a wait for ever
     return cudaSuccess;
@@ -86,6 +103,7 @@ struct cudaMemcpyAttributes {
 };
 inline cudaError_t cudaMemcpyBatchAsync(void **to, const void **from, const size_t *sizes, size_t count,
                                         cudaMemcpyAttributes *, size_t *, size_t, cudaStream_t stream) {
+    ALONE;
     for (size_t i = 0; i < count; i++) {
         fake_copies++;
         void *const target = to[i];
@@ -116,6 +134,7 @@ struct cudaMemcpy3DBatchOp {
 };
 inline cudaError_t cudaMemcpy3DBatchAsync(size_t count, cudaMemcpy3DBatchOp *copies, unsigned long long,
                                           cudaStream_t stream) {
+    ALONE;
     for (size_t i = 0; i < count; i++) {
         fake_matrices++;
         const cudaMemcpy3DBatchOp copy = copies[i];

@@ -17,6 +17,7 @@ using namespace isthmus;
 
 // The kernels by their definition, on what they find when they run.
 int64_t isthmus::start_kernel(const Route &, bool in, const SwapLaunch &arguments, int64_t, cudaStream_t stream) {
+    ALONE;
     fake_kernels++;
     stream->work.push_back([=] {
         const SwapShape &shape = arguments.shape;
@@ -33,7 +34,7 @@ int64_t isthmus::start_kernel(const Route &, bool in, const SwapLaunch &argument
     return 0;
 }
 
-static std::mt19937 &random_ = fake_random;
+static std::mt19937 random_;  // of this thread
 static int64_t below(int64_t limit) { return int64_t(random_() % uint64_t(limit)); }
 
 // A pool of `rows` fragments a block, layer by layer (or block by block), over a host buffer of whole blocks with
@@ -87,13 +88,16 @@ static int check_world(int direction) {
     world.host.resize(size_t(world.host_blocks * (world.rows * world.fragment + world.gap)));
     for (std::vector<char> *memory : {&world.pool, &world.host})
         for (char &byte : *memory) byte = char(random_());
-    FakeStream caller, last, first;
-    fake_streams = {&caller, &last, &first};
+    FakeStream caller, last, first, reader;
+    fake_streams = {&caller, &last, &first, &reader};
     const int64_t slot_blocks = 1 + below(4), count_slots = 2 + below(3), block = world.rows * world.fragment;
     const int64_t never = int64_t(1) << 40;
     world.slots.assign(size_t(slot_blocks * count_slots * block), 0x55);
+    // The caller submits, the thread does, or now the one and now the other.
+    const int64_t hand_over_from = below(3) ? below(world.pool_blocks) : 0;
     Swap swap;
     swap.config = {};
+    swap.config.hand_over_from = hand_over_from, swap.config.staging_bytes = 4096;
     for (int d : {IN, OUT}) {
         swap.config.routes[d].shape = world.shape(false);
         swap.config.routes[d].ctas = swap.config.routes[d].warps = 2;
@@ -101,6 +105,7 @@ static int check_world(int direction) {
         swap.config.stages[d].route.shape = world.shape(true);
         swap.config.stages[d].slots = count_slots, swap.config.stages[d].slot_blocks = slot_blocks;
         swap.config.stages[d].memory = below(3) ? int64_t(world.slots.data()) : 0;
+        swap.config.streams[d] = {int64_t(&last), int64_t(&first)};
     }
     swap.config.pool = int64_t(world.pool.data()), swap.config.host = int64_t(world.host.data());
     swap.config.pool_blocks = world.pool_blocks, swap.config.host_blocks = world.host_blocks;
@@ -108,9 +113,9 @@ static int check_world(int direction) {
     swap.config.rows_from = below(3) ? never : 1;
     swap.config.stage_from = below(2) ? 1 : 1 + below(3 * block);
     swap.host_on_device = world.host.data();
-    Lane &lane = swap.lanes[direction];
-    CHECK(lane.open(swap.config.routes[direction], swap.config.stages[direction], 4096,
-                    direction == IN ? world.pool_blocks : world.host_blocks) == 0);
+    CHECK(open(swap) == 0);
+    Handover &handover = swap.lanes[direction].handover;
+    int64_t turn = -1;
     std::vector<char> pool = world.pool, host = world.host;  // what must come of it
     for (int round = 0; round < 12; round++) {
         const int64_t count = below(world.pool_blocks);
@@ -118,6 +123,7 @@ static int check_world(int direction) {
         // The source changes right before the first, on the caller's stream; the copy has to wait for it.
         std::vector<char> &source = direction == IN ? world.host : world.pool, &expected = direction == IN ? host : pool;
         if (round == 0) {
+            ALONE;
             for (int i = 0; i < 30; i++) caller.work.push_back([] { return true; });  // it takes its time
             caller.work.push_back([&source] {
                 for (char &byte : source) byte++;
@@ -125,8 +131,7 @@ static int check_world(int direction) {
             });
             for (char &byte : expected) byte++;
         }
-        const cudaStream_t after = &caller;
-        CHECK(submit(swap, direction, on_pool.data(), on_host.data(), count, {&last, &first}, &after) == 0);
+        CHECK(give(swap, direction, on_pool.data(), on_host.data(), count, &caller, &turn) == 0 && turn == round);
         for (int64_t i = 0; i < count; i++)
             for (int64_t r = 0; r < world.rows; r++) {
                 char *mine = world.row(pool, on_pool[size_t(i)], r);
@@ -136,15 +141,25 @@ static int check_world(int direction) {
         for (int64_t steps = below(40); steps > 0 && fake_step(); steps--) {}
     }
     const std::vector<int64_t> bad = {0, world.pool_blocks};
-    CHECK(submit(swap, direction, bad.data(), bad.data(), 2, {&last, &first}, nullptr) == BAD_IDS);
+    CHECK(give(swap, direction, bad.data(), bad.data(), 2, &caller, &turn) == BAD_IDS);
+    // Who waits on a stream finds the copies made.
+    std::vector<char> seen;
+    const std::vector<char> &target = direction == IN ? world.pool : world.host;
+    CHECK(handover.wait(turn, &reader) == 0);
+    {
+        ALONE;
+        reader.work.push_back([&] { return seen = target, true; });
+    }
+    if (below(2)) CHECK(handover.synchronize(turn) == 0 && handover.query(turn) == 0);
     fake_drain();
-    CHECK(caller.work.empty() && last.work.empty() && first.work.empty());
-    CHECK(pool == world.pool && host == world.host);
+    CHECK(handover.query(turn) == 0 && handover.query(0) == 0);
+    CHECK(caller.work.empty() && last.work.empty() && first.work.empty() && reader.work.empty());
+    CHECK(pool == world.pool && host == world.host && seen == target);
     return 0;
 }
 
 int main(int, char **argv) {
-    random_.seed(uint32_t(atoi(argv[1])));
+    random_.seed(uint32_t(atoi(argv[1]))), fake_random.seed(uint32_t(atoi(argv[1])));
     for (int round = 0; round < 200; round++)
         if (check_world(round % 2)) return printf("round %d\n", round), 1;
     CHECK(fake_allocations == 0);

@@ -69,7 +69,7 @@ def test_capturing_does_not_import_the_compiler_of_torch() -> None:
 import sys, torch
 from isthmus_runtime.executor.device.cpu import CpuDevice
 x = torch.ones(4)
-assert CpuDevice().capture(lambda: x[:2].add_(1)) is None
+assert CpuDevice().capture(lambda: x[:2].add_(1), None) is None
 sys.exit(str([name for name in ("torch._dynamo", "torch._inductor") if name in sys.modules]))
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -79,7 +79,7 @@ sys.exit(str([name for name in ("torch._dynamo", "torch._inductor") if name in s
 @pytest.mark.skipif(not native.available(), reason="the compiled library is not built")
 def test_compiled_operations_are_captured() -> None:
     x, out = torch.randn(3, 16), torch.empty(3, 8)
-    replay = CpuDevice().capture(lambda: dispatch.silu_mul(x, out=out))
+    replay = CpuDevice().capture(lambda: dispatch.silu_mul(x, out=out), None)
     assert replay is not None
     expected = dispatch.silu_mul(x.neg_())
     replay()
@@ -94,11 +94,11 @@ def test_what_torch_computes_is_not_captured() -> None:
         dispatch.silu_mul(x, out=out)
         out.mul_(2)
 
-    assert CpuDevice().capture(body) is None
+    assert CpuDevice().capture(body, None) is None
     assert torch.equal(out, dispatch.silu_mul(x) * 2)
 
 
 def test_views_and_fresh_memory_are_captured() -> None:
     x, out = torch.randn(3, 16), torch.empty(4, 8)
-    captured = CpuDevice().capture(lambda: dispatch.silu_mul(x.view(3, 16)[:2], out=out[:2]))
+    captured = CpuDevice().capture(lambda: dispatch.silu_mul(x.view(3, 16)[:2], out=out[:2]), None)
     assert (captured is not None) == native.available()

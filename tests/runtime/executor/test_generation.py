@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ import pytest
 import torch
 from fake_device import FakeDevice
 
-from isthmus_runtime.config import SchedulerConfig
+from isthmus_runtime.config import KvConfig, SchedulerConfig
 from isthmus_runtime.engine.backend import EngineBackend, Streams
 from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
+from isthmus_runtime.executor.model_runner import TorchExecutor
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.request import GenerateRequest, SamplingParams, TokenChunk
 
@@ -490,6 +491,24 @@ def test_padded_captured_late_steps_give_the_same_tokens(
     assert captured == 10 and device.captured == captured, "a graph was captured while steps ran"
     assert device.replayed > 20
     assert device.allocations == made, "a step allocated"
+
+
+def test_a_closed_engine_leaves_its_model_to_another(
+    tmp_path: Path, start_engine: Callable[..., Any], job: Any
+) -> None:
+    """Graphs share memory, which is gone with the last of them: another engine's need memory of their own."""
+    model = build(TINY["gqa-tied"], tmp_path)
+    device = FakeDevice((1, 2, 4, 8), (4, 12))
+    first = start_engine(tmp_path, budget=20, max_rows=7, device=device)
+    captured = device.graphs
+    first.executor.close()
+    assert captured == device.captured and not device.graphs, "a closed engine keeps graphs"
+    scheduler = SchedulerConfig(max_batched_tokens=20, max_num_seqs=7, max_model_len=256)
+    executor = TorchExecutor(first.loaded, first.plan, scheduler, KvConfig(block_size=16))
+    second = replace(first, executor=executor)
+    assert device.graphs == captured
+    assert second.driver(seed=5, poison=False).run([job([5, 6, 7], 12)]) == [greedy(model, [5, 6, 7], 12)]
+    executor.close()
 
 
 def test_longest_sequence_fills_every_position(tmp_path: Path, start_engine: Callable[..., Any], job: Any) -> None:

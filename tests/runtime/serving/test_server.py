@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import AsyncExitStack
 
 import aiohttp
 import pytest
@@ -119,6 +120,32 @@ def test_error_after_the_first_byte_breaks_the_connection(written):
         async with serving.served(app) as port:
             with pytest.raises(aiohttp.ClientError):
                 await get(f"http://127.0.0.1:{port}/")
+
+    run(main())
+
+
+def test_calls_go_past_fastapi_but_not_past_our_middleware():
+    async def handler(call: Call) -> None:
+        if await call.read() == b"no":
+            raise Overloaded("full", retry_after_s=2.0)
+        await call.reply(200, {}, b"yes")
+
+    async def main():
+        app = make_app("test", bodies=(), cors_origins=("https://a",), max_body_bytes=5)
+        add_call_route(app, "/call", handler, "POST")
+        async with serving.served(app) as port, aiohttp.ClientSession() as session:
+
+            async def post(body: bytes) -> tuple[int, str | None, str | None]:
+                headers = {"Origin": "https://a"}
+                async with session.post(f"http://127.0.0.1:{port}/call", data=body, headers=headers) as answer:
+                    got = answer.headers
+                    return answer.status, got.get("Access-Control-Allow-Origin"), got.get("Retry-After")
+
+            assert await post(b"yes") == (200, "https://a", None)
+            assert await post(b"no") == (503, "https://a", "2")
+            assert await post(b"too long") == (413, "https://a", None)
+            async with session.get(f"http://127.0.0.1:{port}/call") as answer:
+                assert (answer.status, answer.headers["Allow"]) == (405, "POST")
 
     run(main())
 
@@ -341,3 +368,35 @@ def test_no_thread_is_made_for_work_beside_the_event_loop():
         await server.task
 
     run(main())
+
+
+def test_one_address_cannot_fill_a_port_of_probes() -> None:
+    """A kubelet that is refused, because a scraper holds every connection with requests that run, ends the pod."""
+
+    async def main() -> None:
+        held, go = asyncio.Event(), asyncio.Event()
+        app = make_app("test", bodies=())
+
+        async def hold() -> str:
+            held.set()
+            await go.wait()
+            return "held"
+
+        async def health() -> str:
+            return "ok"
+
+        app.add_api_route("/metrics", hold)
+        app.add_api_route("/health", health)
+        async with beside(app, host="127.0.0.1", port=0) as port, AsyncExitStack() as opened:
+            for _ in range(300):
+                _, scraper = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+                opened.callback(scraper.close)
+                scraper.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            await held.wait()
+            reader, kubelet = await asyncio.open_connection("127.0.0.1", port)
+            opened.callback(kubelet.close)
+            kubelet.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 OK" in await reader.readline()
+            go.set()
+
+    asyncio.run(asyncio.wait_for(main(), 60))

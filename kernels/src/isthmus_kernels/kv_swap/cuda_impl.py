@@ -5,6 +5,7 @@ import ctypes
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,13 +27,19 @@ STAGE_BYTES = 32 << 20
 # Pinned bytes of a direction: 131,000 pairs of ids in flight. A submission that finds them all in use waits.
 STAGING_BYTES = 1 << 20
 
-# What `isthmus_kv_swap_submit` takes.
-_SUBMIT = (
-    *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64),
-    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
-)
+# The copy engine is told of each block, which takes the CPU longer than to wake a thread that does it.
+HAND_OVER_FROM = 8
 
-_BAD_IDS, _NOT_PINNED, _OUT_OF_MEMORY = -1, -2, -3
+_P, _N = ctypes.c_void_p, ctypes.c_int64
+_ENTRIES: Mapping[str, tuple[Any, ...]] = {
+    "submit": (_P, _N, _P, _P, _N, _N, _P, _P),
+    "query": (_P, _N, _N),
+    "synchronize": (_P, _N, _N),
+    "wait": (_P, _N, _N, _P),
+    "failed": (_P, _N, _P),
+}
+
+_BAD_IDS, _NOT_PINNED, _OUT_OF_MEMORY, _NOT_YET, _NO_THREAD = -1, -2, -3, -4, -5
 
 
 def kv_swap(
@@ -46,9 +53,12 @@ def kv_swap(
     stage_bytes: int | None = None,
     multiprocessors: Mapping[Direction, int] | None = None,
     rates: Mapping[Direction, int] | None = None,
+    hand_over_from: int | None = None,
     staging_bytes: int = STAGING_BYTES,
 ) -> KvSwap:
-    """Same contract as `reference.kv_swap`, but a swap returns when it is submitted.
+    """Same contract as `reference.kv_swap`, but a swap returns when it is in line. Its order with what the current
+    stream was given before is settled then; a swap that cannot be submitted after all fails at whoever waits for it,
+    and so do those after it.
 
     Args:
         pool: on a GPU of compute capability 9.0 or later.
@@ -63,6 +73,9 @@ def kv_swap(
         multiprocessors: how many the kernels use that read or write host memory, by direction; what it leaves out is
             `geometry.route`'s choice.
         rates: MB/s that these kernels hold themselves to, by direction; 0: as fast as they go.
+        hand_over_from: swaps of at least so many blocks are submitted by a thread of the library, which holds no
+            interpreter lock. Default: 8 where the copy engine is told of each block, else none, since a kernel is
+            launched as fast as a thread is woken.
         staging_bytes: cap on the pinned memory for ids, for each direction.
     """
     what = geometry(pool, host)
@@ -75,23 +88,28 @@ def kv_swap(
         stage_bytes = 0 if spare_multiprocessors else STAGE_BYTES
     if rows_from is None:
         rows_from = ROWS_FROM if spare_multiprocessors else _NEVER
+    if hand_over_from is None:
+        by_block = stage_bytes > 0 or what.fragment >= min(engine_from, rows_from)
+        hand_over_from = HAND_OVER_FROM if by_block else _NEVER
     return CudaSwap(
         pool,
         host,
         routes,
         {direction: stage(what, direction, stage_bytes) for direction in DIRECTIONS},
-        Thresholds(engine=engine_from, rows=rows_from, stage=stage_from),
+        Thresholds(engine=engine_from, rows=rows_from, stage=stage_from, hand_over=hand_over_from),
         staging_bytes,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """From how many bytes on something goes by the copy engine: stretches, rows, and stretches of host memory alone."""
+    """From how many bytes on something goes by the copy engine: stretches, rows, and stretches of host memory alone;
+    and from how many blocks on a swap is submitted by a thread."""
 
     engine: int = ENGINE_FROM
     rows: int = _NEVER
     stage: int = STAGE_FROM
+    hand_over: int = _NEVER
 
 
 class CudaSwap(KvSwap):
@@ -114,7 +132,9 @@ class CudaSwap(KvSwap):
         lib = cuda_library.library()
         assert lib is not None, "dispatch chose this implementation without the library"
         self._lib = lib
-        lib.isthmus_kv_swap_submit.argtypes = _SUBMIT
+        for name, takes in _ENTRIES.items():
+            entry = getattr(lib, f"isthmus_kv_swap_{name}")
+            entry.argtypes, entry.restype = takes, _N
         config = array.array("q", [number for direction in DIRECTIONS for number in routes[direction].pack()])
         slots = []
         for direction in DIRECTIONS:
@@ -124,22 +144,25 @@ class CudaSwap(KvSwap):
             else:
                 slots.append(torch.empty(way.nbytes, dtype=torch.uint8, device=pool.device))
                 config.extend(way.pack(slots[-1].data_ptr()))
+        # For each direction, the stream on which it ends, the one on which a staged swap begins, and one that waits for
+        # what the caller names. 0 is the lowest priority; the device clamps what is higher than it has.
+        streams = {
+            direction: tuple(torch.cuda.Stream(pool.device, priority=-5) for _ in range(3)) for direction in DIRECTIONS
+        }
         config.extend((pool.data_ptr(), host.data_ptr(), pool.shape[0], host.shape[0], pool.device.index))
-        config.extend((thresholds.engine, thresholds.rows, thresholds.stage, staging_bytes))
+        config.extend(stream.cuda_stream for direction in DIRECTIONS for stream in streams[direction][:2])
+        config.extend((thresholds.engine, thresholds.rows, thresholds.stage, thresholds.hand_over, staging_bytes))
+        everyone = [stream for some in streams.values() for stream in some]
+        for stream in everyone:
+            stream.wait_stream(torch.cuda.current_stream(pool.device))  # which may still use what the slots were before
         handle = ctypes.c_void_p()
         code = lib.isthmus_kv_swap_open(ctypes.c_void_p(config.buffer_info()[0]), ctypes.byref(handle))
         _explain(code, "kv_swap: cannot open")
         self._handle = handle
         self._index = pool.device.index
-        # For each direction, the stream on which it ends and the one on which a staged swap begins. 0 is the lowest
-        # priority; the device clamps what is higher than it has.
-        self._streams = {
-            direction: tuple(torch.cuda.Stream(pool.device, priority=-5) for _ in range(2)) for direction in DIRECTIONS
-        }
-        streams = [stream for pair in self._streams.values() for stream in pair]
-        for stream in streams:
-            stream.wait_stream(torch.cuda.current_stream(pool.device))  # which may still use what the slots were before
-        self._finalizer = weakref.finalize(self, _close, lib, handle, streams, slots)
+        self._gates = {direction: streams[direction][2] for direction in DIRECTIONS}
+        self._failures: dict[int, tuple[int, int]] = {}
+        self._finalizer = weakref.finalize(self, _close, lib, handle, everyone, slots, self._failures)
 
     def _submit(self, direction: Direction, pool_ids: Ids, host_ids: Ids, after: Done | None) -> Done:
         assert self._finalizer.alive, "kv_swap: closed"
@@ -148,31 +171,40 @@ class CudaSwap(KvSwap):
         pool_ids, host_ids = as_ids(pool_ids, host_ids)
         if len(pool_ids) != len(host_ids):
             self._check(direction, pool_ids, host_ids)
-        last, first = self._streams[direction]
-        before = 0
         if after is None:
             # torch's object for a stream takes 3.5 us to make, a fifth of the submission of a block.
             before = torch._C._cuda_getCurrentRawStream(self._index)
         else:
-            after.wait(last)
-            after.wait(first)
+            gate = self._gates[direction]
+            after.wait(gate)
+            before = gate.cuda_stream
+        way = DIRECTIONS.index(direction)
+        turn = ctypes.c_int64()
         code = self._lib.isthmus_kv_swap_submit(
             self._handle,
-            DIRECTIONS.index(direction),
+            way,
             pool_ids.data_ptr(),
             host_ids.data_ptr(),
             pool_ids.element_size(),
             len(pool_ids),
-            last.cuda_stream,
-            first.cuda_stream,
-            after is None,
             before,
+            ctypes.byref(turn),
         )
         if code:
             self._raise(code, direction, pool_ids, host_ids)
-        done = torch.cuda.Event()
-        done.record(last)
-        return done
+        return _Turn(self, way, turn.value)
+
+    def _ask(self, what: str, way: int, turn: int, *arguments: int) -> bool:
+        """Whether that turn's copies have ended, or `what` has been done about it. Raises what became of it."""
+        if self._finalizer.alive:
+            code = getattr(self._lib, f"isthmus_kv_swap_{what}")(self._handle, way, turn, *arguments)
+        else:
+            code, first = self._failures.get(way, (0, 0))
+            code = code if turn >= first else 0
+        if code == _NOT_YET:
+            return False
+        _explain(code, "kv_swap: a swap failed, and all after it; close this and open another")
+        return True
 
     def _raise(self, code: int, direction: Direction, pool_ids: Tensor, host_ids: Tensor) -> None:
         if code == _BAD_IDS:
@@ -185,6 +217,28 @@ class CudaSwap(KvSwap):
 
     def close(self) -> None:
         self._finalizer()
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """`Done` of a swap that may still be on its way to the driver."""
+
+    swap: CudaSwap
+    way: int
+    turn: int
+
+    def query(self) -> bool:
+        """Whether its copies have ended."""
+        return self.swap._ask("query", self.way, self.turn)
+
+    def synchronize(self) -> None:
+        """Wait for them."""
+        self.swap._ask("synchronize", self.way, self.turn)
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Returns once the swap is submitted."""
+        waiting = stream or torch.cuda.current_stream(self.swap.pool.device)
+        self.swap._ask("wait", self.way, self.turn, waiting.cuda_stream)
 
 
 class _PreparedCuda(Prepared):
@@ -231,12 +285,25 @@ def _explain(code: int, doing: str) -> None:
         raise ValueError("kv_swap: host: the buffer is not in pinned memory; allocate it with pin_memory=True")
     if code == _OUT_OF_MEMORY:
         raise MemoryError(f"{doing}: no host memory")
+    if code == _NO_THREAD:
+        raise RuntimeError(f"{doing}: the system gives this process no more threads")
     cuda_library.check(code, doing)
     assert code == 0, f"{doing}: unknown code {code}"
 
 
-def _close(lib: ctypes.CDLL, handle: ctypes.c_void_p, streams: list[torch.cuda.Stream], slots: list[Tensor]) -> None:
+def _close(
+    lib: ctypes.CDLL,
+    handle: ctypes.c_void_p,
+    streams: list[torch.cuda.Stream],
+    slots: list[Tensor],
+    failures: dict[int, tuple[int, int]],
+) -> None:
+    lib.isthmus_kv_swap_stop(handle)
     for stream in streams:
         stream.synchronize()
+    first = ctypes.c_int64()
+    for way in range(len(DIRECTIONS)):
+        if code := lib.isthmus_kv_swap_failed(handle, way, ctypes.byref(first)):
+            failures[way] = (code, first.value)  # for who asks later
     lib.isthmus_kv_swap_close(handle)
     slots.clear()  # after every use of theirs has ended

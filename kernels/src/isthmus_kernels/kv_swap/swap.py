@@ -15,7 +15,8 @@ Copy = Callable[[Direction, Tensor, Tensor, Tensor, Tensor], None]
 
 
 class Done(Protocol):
-    """Tells when the copies of a swap are complete. A `torch.cuda.Event` is one."""
+    """Tells when the copies of a swap are complete. A `torch.cuda.Event` is one. All raise what became of a swap that
+    could not be submitted."""
 
     def query(self) -> bool:
         """Whether they are."""

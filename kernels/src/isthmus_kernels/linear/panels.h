@@ -19,8 +19,8 @@ constexpr int64_t PANELS = VW == 16 ? 2 : 4;  // panels of one task at most
 // The rows of a task are read once for each of its panels: this much of them stays in L2.
 constexpr int64_t ROW_BYTES = VW == 16 ? 640 << 10 : 320 << 10;
 
-// Bytes that a streamed weight is requested ahead of its use; the hardware's own prefetch stops at each page.
-constexpr int AHEAD = 4096;
+// Bytes that a streamed weight is requested ahead of its use, into L1: the hardware's own prefetch stops at each page.
+constexpr int AHEAD = 12288;
 
 struct pair {
     uint32_t bits;
@@ -85,7 +85,7 @@ void tile(float *c, int64_t c_step, const float *bias, bool resume, const A *a, 
         const auto row = panel_row(w + k * NR);
         if (STREAM)
             for (size_t at = 0; at < NR * sizeof(W); at += 64)
-                __builtin_prefetch((const char *)(w + k * NR) + ahead + at, 0, 2);
+                __builtin_prefetch((const char *)(w + k * NR) + ahead + at, 0, 3);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
             const A x = a[m * row_step + k * k_step];

@@ -26,6 +26,7 @@ class Graphs:
         """Tokens of steps with prompts, likewise; empty: such steps are not captured."""
         self.most_rows = self.padded(max_rows)
         """Rows that a step may be padded to."""
+        self._memory = device.graph_memory()
         self._captured: dict[tuple[str, int], Body | None] = {}
 
     def padded(self, rows: int) -> int:
@@ -46,10 +47,14 @@ class Graphs:
         memory."""
         key = (name, size)
         if key not in self._captured:
-            self._captured[key] = self._device.capture(body)
+            self._captured[key] = self._device.capture(body, self._memory)
             return
         replay = self._captured[key]
         (replay or body)()
+
+    def close(self) -> None:
+        """Forget what was captured, whose memory the device may then use for others. Nothing runs after it."""
+        self._captured.clear()
 
     def __len__(self) -> int:
         return sum(replay is not None for replay in self._captured.values())

@@ -393,7 +393,7 @@ class TorchExecutor:
             device,
             rank=loaded.shard.rank,
         )
-        graphs = Graphs(
+        self._graphs = graphs = Graphs(
             device,
             max_rows=scheduler_cfg.max_num_seqs,
             max_tokens=scheduler_cfg.max_batched_tokens,
@@ -429,11 +429,12 @@ class TorchExecutor:
         return self._kv.memory()
 
     def close(self) -> None:
-        """Finish the steps that run, fail those that wait, stop the threads, free the pool."""
+        """Finish the steps that run, fail those that wait, stop the threads, free the pool and the graphs."""
         if not self._steps.close(_CLOSE_TIMEOUT_S):
             # It may still write the pool: the memory stays.
             _LOG.error("the executor's threads did not stop within %.0f s; a step is abandoned", _CLOSE_TIMEOUT_S)
             return
+        self._graphs.close()
         self._kv.free()
 
 

@@ -1,12 +1,14 @@
 // The swap on a GPU: kernels are launched here, everything else of a submission is in submit.h.
 // Plain C entry points, called through ctypes (cuda_impl.py); 0 is success, a positive code is a cudaError_t, a
 // negative one is explained there. Nothing here allocates, synchronises with the device or touches pageable memory
-// between open and close, except that a submission waits for its turn in a staging ring that is all in flight.
+// between open and close, except that a submission waits for its turn in a staging ring that is all in flight, and a
+// caller where too many swaps are.
 #include <cuda_runtime.h>
 
 #include <memory>
 #include <mutex>
 #include <new>
+#include <system_error>
 
 #include "kernels.cuh"
 #include "submit.h"
@@ -54,7 +56,6 @@ struct Prepared {
 
 template <class Id>
 int64_t fill(Prepared &prepared, const Id *pool, const Id *host, int64_t count) {
-    const std::lock_guard<std::mutex> guard(prepared.swap->lanes[prepared.direction].mutex);
     if (!good(*prepared.swap, prepared.direction, pool, host, count)) return BAD_IDS;
     for (int64_t i = 0; i < count; i++) prepared.page->pairs[i] = {uint32_t(pool[i]), uint32_t(host[i])};
     prepared.page->count = count;
@@ -79,44 +80,62 @@ EXPORT int64_t isthmus_kv_swap_open(const Config *config, Swap **out) {
     TRY(cudaPointerGetAttributes(&where, (const void *)config->host));
     if (where.type != cudaMemoryTypeHost || !where.devicePointer) return NOT_PINNED;
     swap->host_on_device = (char *)where.devicePointer;
-    const int64_t to_blocks[] = {config->pool_blocks, config->host_blocks};
-    for (const int direction : {IN, OUT}) {
-        const Route &route = config->routes[direction];
-        try {
-            const int64_t code = swap->lanes[direction].open(route, config->stages[direction], config->staging_bytes,
-                                                             to_blocks[direction]);
-            if (code) return code;
-        } catch (const std::bad_alloc &) {
-            return OUT_OF_MEMORY;
-        }
-        for (const Route *one : {&route, &config->stages[direction].route})
+    for (const int direction : {IN, OUT})
+        for (const Route *one : {&config->routes[direction], &config->stages[direction].route})
             TRY(cudaFuncSetAttribute(kernel_of(*one, direction == IN), cudaFuncAttributeMaxDynamicSharedMemorySize,
                                      kMaxShared));
+    try {
+        if (const int64_t code = open(*swap)) return code;
+    } catch (const std::bad_alloc &) {
+        return OUT_OF_MEMORY;
+    } catch (const std::system_error &) {
+        return NO_THREAD;
     }
     *out = swap.release();
     return 0;
 }
 
-// The caller has waited for what it submitted.
+// Submits what was given; nothing more is.
+EXPORT void isthmus_kv_swap_stop(Swap *swap) {
+    for (Lane &lane : swap->lanes) lane.handover.stop();
+}
+
+// It is stopped, and the caller has waited for its streams.
 EXPORT void isthmus_kv_swap_close(Swap *swap) {
     const Device current(swap->config.device);
     delete swap;
 }
 
 EXPORT int64_t isthmus_kv_swap_submit(Swap *swap, int64_t direction, const void *pool_ids, const void *host_ids,
-                                      int64_t id_bytes, int64_t count, cudaStream_t last, cudaStream_t first,
-                                      int64_t waits, cudaStream_t after) {
+                                      int64_t id_bytes, int64_t count, cudaStream_t after, int64_t *turn) {
     const Device current(swap->config.device);
-    const Streams streams = {last, first};
-    const cudaStream_t *const before = waits ? &after : nullptr;  // a null stream is one, too
     const int way = int(direction);
     try {
         if (id_bytes == 4)
-            return submit(*swap, way, (const int32_t *)pool_ids, (const int32_t *)host_ids, count, streams, before);
-        return submit(*swap, way, (const int64_t *)pool_ids, (const int64_t *)host_ids, count, streams, before);
+            return give(*swap, way, (const int32_t *)pool_ids, (const int32_t *)host_ids, count, after, turn);
+        return give(*swap, way, (const int64_t *)pool_ids, (const int64_t *)host_ids, count, after, turn);
     } catch (const std::bad_alloc &) {
         return OUT_OF_MEMORY;
     }
+}
+
+EXPORT int64_t isthmus_kv_swap_query(Swap *swap, int64_t direction, int64_t turn) {
+    const Device current(swap->config.device);
+    return swap->lanes[direction].handover.query(turn);
+}
+
+EXPORT int64_t isthmus_kv_swap_synchronize(Swap *swap, int64_t direction, int64_t turn) {
+    const Device current(swap->config.device);
+    return swap->lanes[direction].handover.synchronize(turn);
+}
+
+EXPORT int64_t isthmus_kv_swap_wait(Swap *swap, int64_t direction, int64_t turn, cudaStream_t stream) {
+    const Device current(swap->config.device);
+    return swap->lanes[direction].handover.wait(turn, stream);
+}
+
+EXPORT int64_t isthmus_kv_swap_failed(Swap *swap, int64_t direction, int64_t *first) {
+    return swap->lanes[direction].handover.failed(first);
 }
 
 EXPORT int64_t isthmus_kv_swap_prepare(Swap *swap, int64_t direction, int64_t capacity, Prepared **out) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../items.h"
+#include "handover.h"
 #include "staging.h"
 
 namespace isthmus {
@@ -25,7 +26,7 @@ struct SwapLaunch {
     int32_t pace;        // picoseconds that a warp lets pass for each byte, 0: none
 };
 
-enum { BAD_IDS = -1, NOT_PINNED = -2, OUT_OF_MEMORY = -3 };
+enum { BAD_IDS = -1, NOT_PINNED = -2, OUT_OF_MEMORY = -3, NO_THREAD = -5 };
 enum { IN = 0, OUT = 1 };
 
 // How one direction runs (geometry.Route, in its order).
@@ -52,9 +53,13 @@ struct Config {
     int64_t pool, host;  // addresses of block 0
     int64_t pool_blocks, host_blocks;
     int64_t device;
+    struct {
+        int64_t last, first;  // streams: what is copied last is on `last`, the first half of a staged swap on `first`
+    } streams[2];
     int64_t engine_from;    // stretches of at least this many bytes go to the copy engine
     int64_t rows_from;      // and so do blocks of fragments of so many at one distance, as rows of a 2D copy each
     int64_t stage_from;     // and blocks through staging, when what is one stretch on the host has so many on average
+    int64_t hand_over_from; // swaps of so many blocks are submitted by a thread
     int64_t staging_bytes;  // pinned, per direction
 };
 
@@ -74,9 +79,9 @@ inline int64_t block_bytes(const SwapShape &shape) {
     return shape.fragment * shape.count[0] * shape.count[1] * shape.count[2] * shape.count[3];
 }
 
-// One direction: its staging, and the scratch of a submission. Held under `mutex` while one is made.
+// One direction: its staging, and the scratch of a submission, for the one that makes it.
 struct Lane {
-    std::mutex mutex;
+    std::mutex checking;
     Checker checker;
     Staging staging;
     Slots slots;
@@ -86,21 +91,17 @@ struct Lane {
     std::vector<const void *> from;
     std::vector<size_t> sizes;
     std::vector<cudaMemcpy3DBatchOp> matrices;
-    cudaEvent_t begin = nullptr;
+    Handover handover;  // the last member: its thread uses the others until it ends
 
-    ~Lane() {
-        if (begin) cudaEventDestroy(begin);
-    }
     int64_t open(const Route &route, const Stage &stage, int64_t bytes, int64_t to_blocks) {
         uncut = whole_fragments(route.shape);
         checker.resize(to_blocks);
-        TRY(cudaEventCreateWithFlags(&begin, cudaEventDisableTiming));
         if (const int64_t code = slots.open(stage.memory ? stage.slots : 0)) return code;
         return staging.open(bytes);
     }
 };
 
-// Where a submission goes. What is copied last is copied on `last`; the first half of a staged swap on `first`.
+// Where a submission goes, as in `Config`.
 struct Streams {
     cudaStream_t last, first;
 };
@@ -147,6 +148,8 @@ inline int64_t submit_kernels(const Swap &swap, Lane &lane, int direction, cudaS
 // In batches of some megabytes: the driver starts a batch when it has written all of it, so that one batch is copied
 // while the next is written.
 constexpr size_t kBatchBytes = 8 << 20;
+// Of rows, which take the driver longer, less: who records an event meanwhile waits for the driver.
+constexpr size_t kMatrixBytes = 2 << 20;
 
 inline int64_t submit_engine(Lane &lane, cudaStream_t stream) {
     cudaMemcpyAttributes attributes = {};
@@ -164,7 +167,7 @@ inline int64_t submit_engine(Lane &lane, cudaStream_t stream) {
 
 inline int64_t submit_matrices(Lane &lane, cudaStream_t stream) {
     const size_t count = lane.matrices.size(), bytes = size_t(block_bytes(lane.uncut));
-    const size_t batch = std::max<size_t>(1, kBatchBytes / bytes);
+    const size_t batch = std::max<size_t>(1, kMatrixBytes / bytes);
     for (size_t begin = 0; begin < count; begin += batch)
         TRY(cudaMemcpy3DBatchAsync(std::min(batch, count - begin), lane.matrices.data() + begin, 0, stream));
     lane.matrices.clear();
@@ -275,9 +278,9 @@ inline int64_t submit_staged(const Swap &swap, Lane &lane, int direction, Stream
 }
 
 // Sends runs and rows that are long enough to the copy engine, and all else through staging or to the kernels.
-template <class Id>
-int64_t divide(const Swap &swap, Lane &lane, int direction, const Id *pool, const Id *host, int64_t count,
-               Streams streams) {
+inline int64_t divide(const Swap &swap, Lane &lane, int direction, const Job &job, Streams streams) {
+    const uint32_t *const pool = job.ids.pool.data(), *const host = job.ids.host.data();
+    const int64_t count = int64_t(job.ids.pool.size());
     const SwapShape &shape = lane.uncut;
     const int64_t engine_from = swap.config.engine_from;
     char *const to_pool = (char *)swap.config.pool, *const to_host = (char *)swap.config.host;
@@ -288,14 +291,14 @@ int64_t divide(const Swap &swap, Lane &lane, int direction, const Id *pool, cons
     for (int64_t i = 0; i < count;) {
         const SwapRun run = whole ? kv_swap_run(pool, host, i, count) : SwapRun{1, i};
         if (whole && run.length * shape.fragment >= engine_from) {
-            add_engine_copy(lane, direction, to_pool + kv_swap_offset(uint32_t(pool[run.low]), shape.pool_block),
-                            to_host + kv_swap_offset(uint32_t(host[run.low]), shape.host_block),
+            add_engine_copy(lane, direction, to_pool + kv_swap_offset(pool[run.low], shape.pool_block),
+                            to_host + kv_swap_offset(host[run.low], shape.host_block),
                             run.length * shape.fragment);
             i += run.length;
             continue;
         }
         for (const int64_t end = i + run.length; i < end; i++) {
-            const SwapPair pair = {uint32_t(pool[i]), uint32_t(host[i])};
+            const SwapPair pair = {pool[i], host[i]};
             if (matrices) {
                 add_matrix(swap, lane, direction, pair);
                 continue;
@@ -319,23 +322,52 @@ int64_t divide(const Swap &swap, Lane &lane, int direction, const Id *pool, cons
 // Whether all ids are in range and no destination repeats.
 template <class Id>
 bool good(Swap &swap, int direction, const Id *pool, const Id *host, int64_t count) {
+    const std::lock_guard<std::mutex> guard(swap.lanes[direction].checking);
     Checker &checker = swap.lanes[direction].checker;
     return direction == IN ? checker.good(pool, host, count, swap.config.host_blocks)
                            : checker.good(host, pool, count, swap.config.pool_blocks);
 }
 
-template <class Id>
-int64_t submit(Swap &swap, int direction, const Id *pool, const Id *host, int64_t count, Streams streams,
-               const cudaStream_t *after) {
-    Lane &lane = swap.lanes[direction];
-    const std::lock_guard<std::mutex> guard(lane.mutex);
-    if (!good(swap, direction, pool, host, count)) return BAD_IDS;
-    if (after) {
-        TRY(cudaEventRecord(lane.begin, *after));
-        TRY(cudaStreamWaitEvent(streams.last, lane.begin, 0));
-        if (swap.config.stages[direction].memory) TRY(cudaStreamWaitEvent(streams.first, lane.begin, 0));
+// Submits one swap, in its turn.
+inline int64_t submit(Swap &swap, int direction, const Job &job) {
+    const auto &config = swap.config.streams[direction];
+    const Streams streams = {(cudaStream_t)config.last, (cudaStream_t)config.first};
+    TRY(cudaStreamWaitEvent(streams.last, job.begin, 0));
+    if (swap.config.stages[direction].memory) TRY(cudaStreamWaitEvent(streams.first, job.begin, 0));
+    try {
+        if (const int64_t code = divide(swap, swap.lanes[direction], direction, job, streams)) return code;
+    } catch (const std::bad_alloc &) {
+        return OUT_OF_MEMORY;
     }
-    return divide(swap, lane, direction, pool, host, count, streams);
+    TRY(cudaEventRecord(job.done, streams.last));
+    return 0;
+}
+
+// Opens both directions, once the config is there.
+inline int64_t open(Swap &swap) {
+    const Config &config = swap.config;
+    for (const int direction : {IN, OUT}) {
+        Lane &lane = swap.lanes[direction];
+        const int64_t to_blocks = direction == IN ? config.pool_blocks : config.host_blocks;
+        if (const int64_t code = lane.open(config.routes[direction], config.stages[direction], config.staging_bytes,
+                                           to_blocks))
+            return code;
+        const auto submits = [&swap, direction](const Job &job) { return submit(swap, direction, job); };
+        if (const int64_t code = lane.handover.open(int(config.device), submits)) return code;
+    }
+    return 0;
+}
+
+// Checks a swap and gives it to the one that submits it; `*turn` is what to ask `handover` for.
+template <class Id>
+int64_t give(Swap &swap, int direction, const Id *pool, const Id *host, int64_t count, cudaStream_t after,
+             int64_t *turn) {
+    const auto fill = [&](Ids &ids) -> int64_t {
+        if (!good(swap, direction, pool, host, count)) return BAD_IDS;
+        ids.pool.assign(pool, pool + count), ids.host.assign(host, host + count);
+        return 0;
+    };
+    return swap.lanes[direction].handover.give(after, count < swap.config.hand_over_from, fill, turn);
 }
 
 }  // namespace isthmus

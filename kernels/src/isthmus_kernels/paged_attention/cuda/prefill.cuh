@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, 1) attention(const __grid_constant__
     extern __shared__ char memory[];
     Shared &shared = *reinterpret_cast<Shared *>((reinterpret_cast<uintptr_t>(memory) + 1023) / 1024 * 1024);
     if (threadIdx.x == 0) {
-        init(&shared.tile_full, 1), init(&shared.tile_empty, 10);
+        init(&shared.tile_full, 1), init(&shared.tile_empty, 10 * 32);
         for (int i = 0; i < 2; i++) init(&shared.q_full[i], 1), init(&shared.q_empty[i], 8);
         for (int i = 0; i < kStages; i++) {
             init(&shared.keys_full[i], 1), init(&shared.keys_empty[i], 8);

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ KV_NAMES = MappingProxyType({torch.float32: "fp32", torch.bfloat16: "bf16", torc
 """The pool's element types, as `kv.groups.DTYPES` has them."""
 
 Body = Callable[[], object]
+GraphMemory = Any
+"""A device's own name for it."""
 
 
 class Event(Protocol):
@@ -86,7 +88,11 @@ class Device(Protocol):
         """Token counts of steps with prompts to capture ahead, ascending, none above `max_tokens`: others are padded to
         the next one. Longer steps are not captured: launching them takes less time than running them."""
 
-    def capture(self, body: Body) -> Body | None:
+    def graph_memory(self) -> GraphMemory:
+        """Memory that what is captured next may share, for one executor: it goes when all that was captured with it
+        has, and cannot be used again."""
+
+    def capture(self, body: Body, memory: GraphMemory) -> Body | None:
         """Within a body: run `body` once, and return what runs the same operations on the same memory again; None
         when they cannot be repeated so."""
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isthmus_kernels import dispatch, native
 
 from ...errors import ConfigError
-from .base import Body, choose_dtype
+from .base import Body, GraphMemory, choose_dtype
 
 _LOG = logging.getLogger(__name__)
 _CGROUP = Path("/sys/fs/cgroup")
@@ -93,7 +93,11 @@ class CpuDevice:
         """Calls are short beside what they compute."""
         return ()
 
-    def capture(self, body: Body) -> Body | None:
+    def graph_memory(self) -> GraphMemory:
+        """Programs work on memory that others own."""
+        return None
+
+    def capture(self, body: Body, memory: GraphMemory) -> Body | None:
         """Record the compiled operations of `body`. None where PyTorch computed something: that is not recorded."""
         with dispatch.record() as program, _Unrecorded() as others:  # type: ignore[no-untyped-call]
             body()

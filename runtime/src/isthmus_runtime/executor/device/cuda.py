@@ -13,7 +13,7 @@ from isthmus_kernels import batch_invariance
 from isthmus_kernels.device import own_scratch
 
 from ...errors import ConfigError
-from .base import Body, choose_dtype
+from .base import Body, GraphMemory, choose_dtype
 
 _LOG = logging.getLogger(__name__)
 
@@ -68,7 +68,6 @@ class CudaDevice:
         batch_invariance.switch(self.torch_device, deterministic)
         torch.cuda.set_device(self.torch_device)
         self._stream = torch.cuda.Stream(self.torch_device)
-        self._graph_memory = torch.cuda.graph_pool_handle()
         self.reads_fp8 = torch.cuda.get_device_capability(self.torch_device) >= _FP8_CAPABILITY
         self.multiplies_fp8 = self.reads_fp8 and not deterministic
         properties = torch.cuda.get_device_properties(self.torch_device)
@@ -165,12 +164,16 @@ class CudaDevice:
         """Launching the layers of a large model one by one takes about as long as computing a thousand tokens."""
         return tuple(size for size in (16, 32, *range(64, 1025, 64)) if size <= max_tokens)
 
-    def capture(self, body: Body) -> Body | None:
+    def graph_memory(self) -> GraphMemory:
+        """torch's allocators keep a pool's number for good, and refuse it once its last graph is gone."""
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, body: Body, memory: GraphMemory) -> Body | None:
         """Run `body` as it is, so that kernels are compiled and libraries have their scratch; then into a graph."""
         body()
         graph = torch.cuda.CUDAGraph()
         # Other threads may wait for events meanwhile: only this thread's calls are checked.
-        graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
+        graph.capture_begin(pool=memory, capture_error_mode="thread_local")
         try:
             body()
         finally:
