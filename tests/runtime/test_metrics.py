@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
-from isthmus_runtime.metrics import EngineMetrics, RequestMetrics, RouterMetrics, TransferMetrics, render
+from isthmus_runtime.metrics import EngineMetrics, RequestMetrics, RouterMetrics, Scrapes, TransferMetrics, render
 
 
 def test_vllm_names_are_views_of_ours():
@@ -86,3 +87,19 @@ def test_the_documented_table_is_what_is_exported():
         suffixed = {f"{name}_total" for name in exported}
         assert {name for name in told if name not in exported | suffixed} == set()
         assert {name for name in exported if name not in told and f"{name}_total" not in told} == set()
+
+
+def test_scrapes_that_come_together_take_turns_with_all_else() -> None:
+    """Hundreds that had come at once kept probes and streams waiting until the last was answered."""
+    turns, at = 0, list[int]()
+
+    async def main() -> None:
+        nonlocal turns
+        scrapes = Scrapes(CollectorRegistry(), lambda: at.append(turns))
+        asked = [asyncio.ensure_future(scrapes.text()) for _ in range(50)]
+        while not all(one.done() for one in asked):
+            turns += 1
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert len(at) == len(set(at)) == 50

@@ -49,3 +49,9 @@ def test_a_traceparent_that_is_none_begins_a_trace(tracer: OtlpTracer, parent: s
 def test_the_state_of_a_trace_is_passed_on(tracer: OtlpTracer) -> None:
     headers = {"traceparent": PARENT, "tracestate": "a=1,b=2"}
     assert b"tracestate: a=1,b=2\r\n" in tracer.request("request", headers).headers()
+
+
+def test_what_clients_send_does_not_fill_the_log(tracer: OtlpTracer, caplog: pytest.LogCaptureFixture) -> None:
+    tracer.request("request", {"traceparent": PARENT * 20, "tracestate": "a=1," * 3000})
+    tracer.remote({"traceparent": PARENT, "tracestate": "a=1," * 3000})
+    assert not caplog.records

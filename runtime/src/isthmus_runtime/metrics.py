@@ -7,7 +7,8 @@ pickers and KEDA queries use, as views of the same numbers: an engine of what it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import Metric
@@ -28,6 +29,25 @@ _TRANSFER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.
 def render(registry: CollectorRegistry) -> bytes:
     """All metrics of `registry` in the text format of GET /metrics."""
     return generate_latest(registry)
+
+
+class Scrapes:
+    """Answers GET /metrics, one in each turn of the event loop however many ask at once: one takes milliseconds, and
+    streams and probes have their turns between them."""
+
+    def __init__(self, registry: CollectorRegistry, sample: Callable[[], None] = lambda: None) -> None:
+        """`sample`: called before each, for what is not counted as it happens."""
+        self._registry = registry
+        self._sample = sample
+        self._turn = asyncio.Lock()
+
+    async def text(self) -> bytes:
+        """All metrics in Prometheus's text format."""
+        async with self._turn:
+            self._sample()
+            text = render(self._registry)
+            await asyncio.sleep(0)  # whoever comes in this turn finds it locked, and is woken alone
+            return text
 
 
 class _Alias(Collector):

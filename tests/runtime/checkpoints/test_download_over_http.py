@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -150,6 +150,10 @@ class Hub:
     sha: str = ""
     digests: dict[str, str] = field(default_factory=dict)
     """SHA-256 by name, as the listing gives it for large files."""
+    sizes: bool = True
+    """Whether the listing gives any, as mirrors may not."""
+    endless: str = ""
+    """The file whose answer has no end, or "listing"."""
     downloads: list[str] = field(default_factory=list)
 
 
@@ -179,8 +183,13 @@ def hub_server() -> Iterator[Hub]:
             if path.startswith("/api/models/owner/tiny/revision/"):
                 siblings: list[dict[str, object]] = [{"rfilename": name} for name in (*files, *hub.listed)]
                 for one in siblings:
+                    if hub.sizes:
+                        one["size"] = len(files.get(str(one["rfilename"]), b""))
                     if digest := hub.digests.get(str(one["rfilename"])):
                         one["lfs"] = {"size": 1, "sha256": digest, "pointerSize": 1}
+                if hub.endless == "listing":
+                    self.send_endless()
+                    return
                 listing = {"id": "owner/tiny", "sha": hub.sha or COMMIT, "siblings": siblings}
                 self.send(200, json.dumps(listing).encode(), {"Content-Type": "application/json"}, body=body)
                 return
@@ -188,6 +197,9 @@ def hub_server() -> Iterator[Hub]:
             hub.downloads.append(path)
             if name not in files:
                 self.send(404, b"", {"X-Error-Code": "RepoNotFound"}, body=body)
+                return
+            if body and name == hub.endless:
+                self.send_endless()
                 return
             content, asked = files[name], self.headers.get("Range", "")
             head = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
@@ -198,6 +210,15 @@ def hub_server() -> Iterator[Hub]:
                 self.send(206, content[begin:], head, body=True, stuck=0 if name in hub.stuck else None)
                 return
             self.send(200, content, head, body=body, stuck=hub.stuck.get(name))
+
+        def send_endless(self) -> None:
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.close_connection = True
+            with suppress(OSError):  # whoever asked has left
+                while not ended.is_set():
+                    self.wfile.write(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
 
         def send(
             self, code: int, content: bytes, head: dict[str, str], *, body: bool, stuck: int | None = None
@@ -234,6 +255,29 @@ def test_a_model_of_a_hub(tmp_path: Path) -> None:
         tokenizer = fetch("hf://owner/tiny", str(tmp_path / "t"), "--tokenizer-only", env={"HF_ENDPOINT": hub.url})
         assert tokenizer.returncode == 0, tokenizer.stderr
         assert holds(tmp_path / "t", {name: WANTED[name] for name in ("config.json", "tokenizer.json")})
+
+
+def test_a_mirror_that_lists_no_sizes(tmp_path: Path) -> None:
+    with hub_server() as hub:
+        hub.sizes = False
+        done = fetch("hf://owner/tiny@main", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
+        assert done.returncode == 0, done.stderr
+        assert holds(tmp_path / "m", WHOLE)
+
+
+@pytest.mark.parametrize("endless", ["listing", "tokenizer.json"])
+def test_an_answer_without_end_is_left(tmp_path: Path, endless: str) -> None:
+    """It filled the memory, or a disk that other pods share, and stayed there for the next try."""
+    with hub_server() as hub:
+        hub.endless = endless
+        out = tmp_path / "cache" / "m"
+        arguments = ("hf://owner/tiny@main", str(out), "--resume-as", "pod")
+        # Far more than is allowed, lest a test without the bound fills this disk.
+        limit = ["sh", "-c", 'ulimit -f 300000; ulimit -v 8000000; exec "$@"', "limit"]
+        done = fetch(*arguments, env={"HF_ENDPOINT": hub.url}, before=limit)
+    assert done.returncode == 1, done.stderr
+    assert "hf://owner/tiny: the hub sent more than" in done.stderr and "Traceback" not in done.stderr
+    assert not list(out.parent.iterdir())
 
 
 def test_a_revision_is_pinned_to_the_commit_that_it_was(tmp_path: Path) -> None:

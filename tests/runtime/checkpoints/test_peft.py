@@ -158,3 +158,24 @@ def test_a_type_of_tensor_that_torch_does_not_have(tmp_path: Path) -> None:
     header = json.dumps({"x": {"dtype": "F8_E8M0", "shape": [2], "data_offsets": [0, 2]}}).encode()
     (tmp_path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
     assert "a tensor of type 'F8_E8M0', which no adapter has" in problems(tmp_path)
+
+
+def test_a_header_of_more_tensors_than_an_adapter_has_is_not_read(tmp_path: Path) -> None:
+    """The library reads one of 300,000 for minutes, and no thread of the process runs meanwhile."""
+    save_adapter(tmp_path, SHAPES, seed=1)
+    tensor = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"base_model.model.x{i}.lora_A.weight": tensor for i in range(800)}).encode()
+    (tmp_path / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert f"its header has {len(header)} bytes; that of an adapter has at most 68608" in problems(tmp_path)
+
+
+def test_what_is_told_of_a_file_is_bounded(tmp_path: Path) -> None:
+    """A client that asks for an adapter, and the log, get eight problems and no name of a megabyte."""
+    save_adapter(tmp_path, SHAPES, seed=1)
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, **{f"k{i}" + "x" * 10_000: 1 for i in range(20)}}))
+    told = problems(tmp_path)
+    assert "... and 12 more" in told and len(told) < 8 * (300 + len(str(path)))
+    path.write_text(json.dumps({**config, "lora_alpha": "9" * 100_000}))
+    assert len(problems(tmp_path)) < 300 + len(str(path))

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import AsyncExitStack
 
 import aiohttp
 import pytest
@@ -367,3 +368,35 @@ def test_no_thread_is_made_for_work_beside_the_event_loop():
         await server.task
 
     run(main())
+
+
+def test_one_address_cannot_fill_a_port_of_probes() -> None:
+    """A kubelet that is refused, because a scraper holds every connection with requests that run, ends the pod."""
+
+    async def main() -> None:
+        held, go = asyncio.Event(), asyncio.Event()
+        app = make_app("test", bodies=())
+
+        async def hold() -> str:
+            held.set()
+            await go.wait()
+            return "held"
+
+        async def health() -> str:
+            return "ok"
+
+        app.add_api_route("/metrics", hold)
+        app.add_api_route("/health", health)
+        async with beside(app, host="127.0.0.1", port=0) as port, AsyncExitStack() as opened:
+            for _ in range(300):
+                _, scraper = await asyncio.open_connection("127.0.0.1", port, local_addr=("127.0.0.2", 0))
+                opened.callback(scraper.close)
+                scraper.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            await held.wait()
+            reader, kubelet = await asyncio.open_connection("127.0.0.1", port)
+            opened.callback(kubelet.close)
+            kubelet.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 OK" in await reader.readline()
+            go.set()
+
+    asyncio.run(asyncio.wait_for(main(), 60))

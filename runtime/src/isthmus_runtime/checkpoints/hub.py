@@ -31,9 +31,9 @@ def fetch(
 
     `token`: access token; empty: what the environment offers (HF_TOKEN). `resume_as`: see `in_place`; the client goes
     on in the middle of a file. Raises WeightsError when the hub cannot be reached, has no such model or revision, lists
-    names that could be written elsewhere, or the model is of no supported kind.
+    names that could be written elsewhere, sends more than it lists, or the model is of no supported kind.
     """
-    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub import HfApi, configure_http_backend, hf_hub_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -42,13 +42,24 @@ def fetch(
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
+    from requests import Session
     from requests.exceptions import RequestException
+
+    from .hub_bytes import HubBytes
 
     source = f"hf://{repo}"
     patterns = TOKENIZER_FILES if tokenizer_only else MODEL_FILES
 
     def download(folder: Path) -> None:
         progress(f"downloading {repo} at {revision}")
+        bound = HubBytes(source)
+
+        def session() -> Session:
+            made = Session()
+            made.hooks["response"].append(bound.watch)
+            return made
+
+        configure_http_backend(session)
         try:
             listing = HfApi().model_info(repo, revision=revision, files_metadata=True, token=token or None)
             commit = listing.sha or ""
@@ -58,6 +69,10 @@ def fetch(
             listed = [file.rfilename for file in files]
             names = choose_files(listed, patterns, source=source)
             nested = [] if tokenizer_only else [name for name in NESTED if name in listed]
+            sizes = [file.size for file in files if file.rfilename in {*names, *nested}]
+            # A mirror may list none; of what is free, others that share the cache have half.
+            unknown = shutil.disk_usage(folder).free // 2 if None in sizes else 0
+            bound.allow(unknown or sum(size or 0 for size in sizes))
 
             def one(name: str) -> None:
                 # Each by its name, not as a snapshot: that would ask for the listing again, and believe it.
@@ -81,6 +96,12 @@ def fetch(
                 f"the hub could not be reached for {repo} at {revision}: {type(e).__name__}: {e}. "
                 "Check the network or HF_ENDPOINT, or copy the model here and name its directory"
             ) from e
+        except WeightsError:
+            # Not to be gone on with, nor to be left in a cache that others share.
+            shutil.rmtree(folder)
+            raise
+        finally:
+            configure_http_backend()
         shutil.rmtree(folder / ".cache", ignore_errors=True)
         for name in nested:
             (folder / name).replace(folder / NESTED[name])

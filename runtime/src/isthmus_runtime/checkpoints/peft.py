@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -24,8 +24,13 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _TENSOR = re.compile(r"^base_model\.model\.(.+)\.lora_(A|B)(?:\.default)?\.weight$")
 MAX_LISTED = 8
 _MAX_CONFIG_BYTES = 1 << 20
-_HEADER_BYTES = 100 << 20
-"""The library's own limit of a header."""
+_HEADER_BYTES = 64 << 10
+_HEADER_OF_MODULE = 1024
+"""A header has at most so many bytes, and more for each module: two matrices of names that are twice as long as usual.
+The library takes 100 MiB, in time that grows with the square of the names, and keeps the interpreter to itself: half a
+second for 20,000 of them, minutes for what a file could hold."""
+_MOST_TEXT = 200
+"""Of each problem: names and values are the file's own."""
 
 _REFUSED = {
     "use_dora": "weight-decomposed adapters (DoRA)",
@@ -91,7 +96,7 @@ def read_files(folder: str | Path, shapes: Shapes, adaptable: Collection[str], m
     widest = sum(8 * max_rank * sum(shapes[f"{module}.weight"]) for module in adaptable)
     if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
         raise WeightsError(f"{folder} holds only adapter_model.bin, a pickle, which is not loaded; save {WEIGHTS}")
-    return AdapterFiles(folder, text, _bytes(folder / WEIGHTS, widest + _HEADER_BYTES))
+    return AdapterFiles(folder, text, _bytes(folder / WEIGHTS, widest + _header_bytes(adaptable)))
 
 
 def parse_adapter(files: AdapterFiles, shapes: Shapes, adaptable: Collection[str], max_rank: int) -> LoraAdapter:
@@ -107,6 +112,9 @@ def parse_adapter(files: AdapterFiles, shapes: Shapes, adaptable: Collection[str
     """
     path, raw = files.folder / WEIGHTS, files.weights
     config = _config(files.folder / CONFIG, files.config)
+    header, most = int.from_bytes(raw[:8], "little"), _header_bytes(adaptable)
+    if header > most:
+        raise WeightsError(f"{path} says that its header has {header} bytes; that of an adapter has at most {most}")
     try:
         tensors = load(raw)
     except KeyError as e:
@@ -164,7 +172,7 @@ def _config(path: Path, text: bytes) -> dict[str, Any]:
     ):
         problems.append("alpha_pattern must map names of modules, not regular expressions, to numbers above 0")
     if problems:
-        raise WeightsError([f"{path}: {problem}" for problem in problems])
+        raise _error(path, problems)
     return config
 
 
@@ -201,10 +209,18 @@ def _modules(
     if not pairs and not problems:
         problems.append("holds no matrices of an adapter")
     if problems:
-        hidden = len(problems) - MAX_LISTED
-        more = [f"... and {hidden} more"] if hidden > 0 else []
-        raise WeightsError([f"{path}: {problem}" for problem in (*problems[:MAX_LISTED], *more)])
+        raise _error(path, problems)
     return found
+
+
+def _error(path: Path, problems: Sequence[str]) -> WeightsError:
+    hidden = len(problems) - MAX_LISTED
+    told = [text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} ..." for text in problems[:MAX_LISTED]]
+    return WeightsError([f"{path}: {text}" for text in (*told, *([f"... and {hidden} more"] if hidden > 0 else []))])
+
+
+def _header_bytes(adaptable: Collection[str]) -> int:
+    return _HEADER_BYTES + _HEADER_OF_MODULE * len(adaptable)
 
 
 def _rs(config: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ..credentials import Credentials
 from ..errors import RequestError
-from ..metrics import CONTENT_TYPE, EngineMetrics, RequestMetrics, TransferMetrics, render
+from ..metrics import CONTENT_TYPE, EngineMetrics, RequestMetrics, Scrapes, TransferMetrics
 from ..protocol import (
     AbortCall,
     AdapterCall,
@@ -112,6 +112,7 @@ class EngineServer:
         self._no_progress_s = no_progress_timeout_s
         self._clock = clock
         self._kv_events = kv_events
+        self._scrapes = Scrapes(meters.registry, self._sample)
 
     def add_metrics(self, app: FastAPI) -> None:
         """Add /metrics."""
@@ -188,8 +189,7 @@ class EngineServer:
 
     async def metrics(self) -> Response:
         """Prometheus text."""
-        self._sample()
-        return Response(render(self._meters.registry), headers={"Content-Type": CONTENT_TYPE})
+        return Response(await self._scrapes.text(), headers={"Content-Type": CONTENT_TYPE})
 
     def _sample(self) -> None:
         engine, meters = self._backend.engine.status(), self._meters

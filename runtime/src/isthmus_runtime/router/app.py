@@ -16,7 +16,7 @@ from starlette.responses import PlainTextResponse, Response
 from ..config import RouterConfig
 from ..credentials import Credentials
 from ..errors import Overloaded
-from ..metrics import CONTENT_TYPE, RouterMetrics, render
+from ..metrics import CONTENT_TYPE, RouterMetrics, Scrapes
 from ..serving.app import errors
 from ..serving.in_flight import InFlight
 from .adapters import FleetAdapters
@@ -48,7 +48,7 @@ class Router:
     ) -> None:
         self._config = config
         self._credentials = credentials
-        self._registry = registry
+        self._scrapes = Scrapes(registry)
         self._in_flight = in_flight
         self._session = new_session()
         metrics = RouterMetrics(registry, config.model.served_names[0])
@@ -145,7 +145,7 @@ class Router:
 
     async def _metrics(self) -> Response:
         """Prometheus text."""
-        return Response(render(self._registry), headers={"Content-Type": CONTENT_TYPE})
+        return Response(await self._scrapes.text(), headers={"Content-Type": CONTENT_TYPE})
 
 
 def make_router(

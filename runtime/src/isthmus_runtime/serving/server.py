@@ -28,8 +28,8 @@ _ABORT_GRACE_S = 2
 """After aborting what is left, how long its last bytes may take to leave."""
 _BACKLOG = 1024
 _MOST_THREADS = 32
-_MAX_SCRAPERS = 256
-"""Connections to a port of metrics and probes."""
+_SCRAPERS = Limits(max_connections=256, max_connections_per_address=32)
+"""Of a port of metrics and probes. The kubelet's find room however many a scraper opens."""
 
 
 class Server(uvicorn.Server):
@@ -192,7 +192,7 @@ async def beside(app: FastAPI | None, *, host: str, port: int) -> AsyncIterator[
         return
     listener = _bind(host, port, "--metrics-port")
     listener.listen(_BACKLOG)
-    server = Server(app, Limits(max_connections=_MAX_SCRAPERS))
+    server = Server(app, _SCRAPERS)
     await server.startup([listener])
     body = asyncio.current_task()
     assert body is not None

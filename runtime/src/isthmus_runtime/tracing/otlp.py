@@ -37,6 +37,8 @@ _EXPORT_S = 5.0
 """For one batch, tries included."""
 _CLOSE_S = 3.0
 _W3C = TraceContextTextMapPropagator()
+# It warns of each header that is too long: any client could fill the log.
+logging.getLogger("opentelemetry.trace.propagation.tracecontext").setLevel(logging.ERROR)
 _CLIENT = {"attempt"}
 _MOST_STATE = 512
 """Characters of a tracestate that are passed on; a longer one is left out, as an engine may refuse such a head. W3C
