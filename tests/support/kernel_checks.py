@@ -124,7 +124,7 @@ def check_rope(
 def assert_same_codes(got: Tensor, want: Tensor) -> None:
     """E4M3 numbers of factors that may differ in their last bits: now and then one is rounded the other way."""
     apart = (got.view(torch.uint8).int() - want.view(torch.uint8).int()).abs()
-    assert int(apart.max()) <= 1 and int((apart > 0).sum()) <= max(1, apart.numel() // 200), apart.max()
+    assert int((apart > 0).sum()) <= max(1, apart.numel() // 200) and not (apart > 1).any(), apart.max()
 
 
 def check_norms(impl: str, device: str, rows: int, width: int, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
@@ -336,8 +336,15 @@ def check_fp8(impl: str, device: str, rows: int, outputs: int, columns: int, *, 
     assert wide[:, outputs:].isnan().all(), "columns past the output were written"
     rows_as_they_are = weight.float() * scale[:, None]
     definition = dispatch.linear(x, dispatch.pack_fp8(weight, scale, bias, dtype=bf16, impl="reference"))
-    # One row is not rounded.
-    assert_close(wide[:, :outputs], reference_linear(x, rows_as_they_are, bias) if rows == 1 else definition)
+    # One row is not rounded. Many rows are summed by tensor cores in about 14 bits (DeepSeek-V3's report, arXiv
+    # 2412.19437, 3.3.2), and the library rounds the sum before it adds the bias, so where both nearly cancel, much of
+    # a number is rounding: few numbers may be apart by more than their last bit, and the whole may not.
+    want = reference_linear(x, rows_as_they_are, bias) if rows == 1 else definition
+    got = wide[:, :outputs].float()
+    torch.testing.assert_close(got, want.float(), rtol=1.6e-2, atol=5e-2)
+    apart = (got - want.float()).abs() > 1.6e-2 * want.float().abs() + 1e-2
+    assert int(apart.sum()) <= 1e-4 * apart.numel(), int(apart.sum())
+    assert float((got - want.float()).norm()) <= 5e-3 * float(want.float().norm())
 
 
 def check_moe(
@@ -385,7 +392,8 @@ def check_moe_of_8_bits(impl: str, device: str, tokens: int, count: int, top_k: 
         *(factors[name].float() * factors[f"{name}_scale"][..., None] for name in ("gate_up", "down")),
         impl="reference",
     )
-    # Either what the definition rounds is rounded, or, for few pairs, not. Rounding to 8 bits turns a difference in the
-    # last bit of bf16 into one of a sixteenth, in few numbers.
+    # Either what the definition rounds is rounded, or, for few pairs, not. Two inner activations that differ in the last
+    # bit of bf16 (2^-9) are rounded to different 8-bit numbers (2^-4 apart) in about one case of 32: that alone is
+    # 2^-4 / sqrt(32) = 1.1% of the norm. A wrong scale or weight of a single expert of eight is more than 10%.
     apart = min(float((out.float() - other.float()).norm() / other.float().norm()) for other in (want, exact))
-    assert apart <= 1e-2, apart
+    assert apart <= 2e-2, apart

@@ -17,6 +17,7 @@ _SHORT = 128
 _E4M3 = torch.float8_e4m3fn
 # Torch's scaled product takes sides that are multiples of this.
 _SIDE = 16
+_LEAST_WITH_BIAS = 32
 
 
 @triton.jit
@@ -213,16 +214,20 @@ def multiply_few(x: Tensor, held: ScaledWeight, out: Tensor) -> None:
 def multiply_many(x: Tensor, held: ScaledWeight, out: Tensor) -> None:
     """Write the product of any number of rows by torch's scaled product."""
     rounded, x_scales = quantize(x)
+    # cuBLASLt of CUDA 13.0 has no algorithm that adds a bias to 17 to 31 rows of 12,288 columns: it is added after.
+    apart = held.bias is not None and x.shape[0] < _LEAST_WITH_BIAS
     torch._scaled_mm(
         rounded,
         held.weight.t(),
         scale_a=x_scales[:, None],
         scale_b=held.scale[None, :],
-        bias=held.bias,
+        bias=None if apart else held.bias,
         out_dtype=out.dtype,
         use_fast_accum=True,
         out=out,
     )
+    if apart:
+        out.add_(held.bias)
 
 
 @dataclass(frozen=True, slots=True)
