@@ -392,7 +392,7 @@ def check_moe_of_8_bits(impl: str, device: str, tokens: int, count: int, top_k: 
         *(factors[name].float() * factors[f"{name}_scale"][..., None] for name in ("gate_up", "down")),
         impl="reference",
     )
-    # Either what the definition rounds is rounded, or, for few pairs, not. Two inner activations that differ in the last
+    # Either what the definition rounds is rounded, or, for few pairs, not. Two inner activations apart by the last
     # bit of bf16 (2^-9) are rounded to different 8-bit numbers (2^-4 apart) in about one case of 32: that alone is
     # 2^-4 / sqrt(32) = 1.1% of the norm. A wrong scale or weight of a single expert of eight is more than 10%.
     apart = min(float((out.float() - other.float()).norm() / other.float().norm()) for other in (want, exact))
