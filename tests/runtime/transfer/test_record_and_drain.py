@@ -61,11 +61,19 @@ def test_key_digests_differ_for_different_lists(a: list[str], b: list[str]) -> N
         ({"num_tokens": 41}, "token count 41, decode expects 40"),
         ({"block_bytes": 65}, "block bytes 65, decode expects 64"),
         ({"key_digest": "0"}, "key digest 0"),
+        ({"first_token": 10}, "token id 10, the model has ids 0 to 9"),
+        ({"first_token": -1}, "token id -1"),
+        ({"first_logprobs": (1 << 40, -0.5, ())}, f"token id {1 << 40}"),
+        ({"first_logprobs": (7, -0.5, ((7, -0.5), (10, -1.0)))}, "token id 10"),
+        ({"first_logprobs": (7, float("nan"), ())}, "log-probability nan"),
+        ({"first_logprobs": (7, -0.5, ((7, float("inf")),))}, "log-probability inf"),
+        ({"first_logprobs": (7, -0.5, ((7, float("-inf")),))}, ""),
+        ({"first_logprobs": None}, ""),
         ({}, ""),
     ],
 )
 def test_a_difference_is_named_with_both_values(change: dict[str, object], named: str) -> None:
-    expected = Expected(attempt="a-1", num_tokens=40, keys=("k0", "k1"), block_bytes=64)
+    expected = Expected(attempt="a-1", num_tokens=40, keys=("k0", "k1"), block_bytes=64, vocab_size=10)
     problem = mismatch(RECORD.model_copy(update=change), expected)
     assert named in problem and bool(named) == bool(problem)
 

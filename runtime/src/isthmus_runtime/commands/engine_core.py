@@ -321,6 +321,8 @@ class _Mover:
         )
 
         def handoff(notify: Callable[[HandoffEvent], None]) -> KvHandoff:
-            return TransferAgent(transfer, memory, settings, notify, time.monotonic, epoch=info.epoch)
+            return TransferAgent(
+                transfer, memory, settings, notify, time.monotonic, epoch=info.epoch, vocab_size=loaded.vocab_size
+            )
 
         return _Mover(info, handoff, pool_name(secret, "fingerprint") if secret else "")

@@ -94,8 +94,10 @@ class TransferAgent:
         clock: Callable[[], float],
         *,
         epoch: str = "",
+        vocab_size: int = 0,
     ) -> None:
-        """`epoch`: of this process, as peers know it from `/info`."""
+        """`epoch`: of this process, as peers know it from `/info`. `vocab_size`: a record with other ids is refused; 0:
+        unknown."""
         with_crc = cfg.verify_crc and not backend.seals_blocks
         if with_crc and region.device != "cpu":
             raise ConfigError(
@@ -107,6 +109,7 @@ class TransferAgent:
         self._notify = notify
         self._clock = clock
         self._epoch = epoch
+        self._vocab_size = vocab_size
         self._mutex = threading.Lock()
         self._inbox: deque[tuple[lg.Event | _Resume, float]] = deque()
         self._pumping = False
@@ -443,6 +446,7 @@ class TransferAgent:
             num_tokens=job.num_tokens,
             keys=tuple(block.key for block in job.blocks),
             block_bytes=self._region.block_bytes,
+            vocab_size=self._vocab_size,
         )
         problem = mismatch(record, expected)
         if not problem and crc is not None:

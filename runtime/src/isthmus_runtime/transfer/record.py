@@ -6,6 +6,7 @@ The frame tells a complete record from the remains of an earlier one in the same
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from dataclasses import dataclass
@@ -56,6 +57,8 @@ class Expected:
     num_tokens: int
     keys: tuple[str, ...]
     block_bytes: int
+    vocab_size: int = 0
+    """Ids of the model; another one would break the executor for every request. 0: unknown."""
 
 
 def mismatch(record: PrefillRecord, expected: Expected) -> str:
@@ -69,4 +72,11 @@ def mismatch(record: PrefillRecord, expected: Expected) -> str:
     for name, got, want in pairs:
         if got != want:
             return f"record has {name} {got}, decode expects {want}"
+    token, logprob, top = record.first_logprobs or (record.first_token, 0.0, ())
+    for given in (record.first_token, token, *(other for other, _ in top)):
+        if expected.vocab_size and not 0 <= given < expected.vocab_size:
+            return f"record has token id {given}, the model has ids 0 to {expected.vocab_size - 1}"
+    for value in (logprob, *(other for _, other in top)):
+        if math.isnan(value) or value > 0:
+            return f"record has log-probability {value}, which is none"
     return ""
