@@ -215,18 +215,18 @@ def multiply_many(x: Tensor, held: ScaledWeight, out: Tensor) -> None:
     """Write the product of any number of rows by torch's scaled product."""
     rounded, x_scales = quantize(x)
     # cuBLASLt of CUDA 13.0 has no algorithm that adds a bias to 17 to 31 rows of 12,288 columns: it is added after.
-    apart = held.bias is not None and x.shape[0] < _LEAST_WITH_BIAS
+    within = held.bias if x.shape[0] >= _LEAST_WITH_BIAS else None
     torch._scaled_mm(
         rounded,
         held.weight.t(),
         scale_a=x_scales[:, None],
         scale_b=held.scale[None, :],
-        bias=None if apart else held.bias,
+        bias=within,
         out_dtype=out.dtype,
         use_fast_accum=True,
         out=out,
     )
-    if apart:
+    if within is None and held.bias is not None:
         out.add_(held.bias)
 
 

@@ -77,6 +77,6 @@ def mismatch(record: PrefillRecord, expected: Expected) -> str:
         if expected.vocab_size and not 0 <= given < expected.vocab_size:
             return f"record has token id {given}, the model has ids 0 to {expected.vocab_size - 1}"
     for value in (logprob, *(other for _, other in top)):
-        if math.isnan(value) or value > 0:
+        if math.isnan(value) or value == math.inf:
             return f"record has log-probability {value}, which is none"
     return ""
