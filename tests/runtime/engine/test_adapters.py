@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from engine_stack import engine
 from engine_world import World, request
+from executors import Gated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -266,7 +267,7 @@ def test_two_names_of_one_content(tmp_path: Path) -> None:
 
 def test_memory_of_the_host_is_bounded(tmp_path: Path) -> None:
     """What requests still use counts though its name is gone."""
-    executor = FakeExecutor(65, 4)
+    executor = Gated()
 
     async def main() -> None:
         with engine(executor=executor, max_loras=1) as backend:
@@ -285,11 +286,14 @@ def test_memory_of_the_host_is_bounded(tmp_path: Path) -> None:
             registry.unload("again")
             asked = GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=greedy(100), adapter=first)
             stream = backend.generate(asked)
-            await anext(stream)
+            begun = asyncio.ensure_future(anext(stream))
+            assert await asyncio.to_thread(executor.queued.wait, 20)
             registry.unload("a")
             registry.unload("same")
             with pytest.raises(InvalidRequest, match="--lora-memory"):
                 registry.load("c", folders[2])
+            executor.gate.set()
+            await begun
             await stream.aclose()
             while first.digest in executor.kept():  # noqa: ASYNC110  (another thread drops it)
                 await asyncio.sleep(0)
