@@ -1,5 +1,6 @@
 """A real control plane, a kubelet that the test directs, and the operator as a process."""
 
+import re
 import sys
 import time
 import urllib.error
@@ -10,6 +11,13 @@ import pytest
 from operator_world import ROOT, Operator, Service
 from simulated_kubelet import Client, Kubelet, always_ready, kubelet
 from testcluster.cluster import Cluster
+
+# A watch that is open when the operator is told to end may be closed by the event loop's end instead of by kopf, whose
+# context manager then complains about it (kopf/_cogs/clients/watching.py, `infinite_watch`).
+LEFT_BY_KOPF = (
+    r"(?s)[^\n]*an error occurred during closing of asynchronous generator <async_generator object infinite_watch"
+    r".*?RuntimeError: generator didn't stop after athrow\(\)\n"
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -45,7 +53,7 @@ def operator(plane: Cluster, directed: Kubelet, tmp_path_factory: pytest.TempPat
         one.stop()
         text = one.log.read_text()
         sys.stderr.write(text[-4000:])
-        assert "Traceback" not in text
+        assert "Traceback" not in re.sub(LEFT_BY_KOPF, "", text)
 
 
 @pytest.fixture

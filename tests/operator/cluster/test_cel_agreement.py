@@ -34,6 +34,7 @@ BEYOND_CEL = {
     "spec.model.adapters[0].source.pvc.path": "`..` in a path",
     "spec.model.adapters[0].source.hostPath.subPath": "`..` in a path",
     "spec.router.extraArgs.max-queue": "the list of typed flags",
+    "spec.model.source.s3.uri": "`..` between slashes",
     "spec.transfer.timeout": "durations",
     "spec.rollout.drainTimeout": "durations",
     "spec.store.replicas": "pods in total",
