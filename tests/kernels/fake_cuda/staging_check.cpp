@@ -1,5 +1,6 @@
 // Runs the host side of the swap against a fake stream. Prints what is wrong, and returns 1; argv[1] is the seed.
 #include "kv_swap/cuda/staging.h"
+#include "../check.h"
 
 #include <cstdio>
 #include <deque>
@@ -7,14 +8,6 @@
 #include <set>
 
 using namespace isthmus;
-
-#define CHECK(condition)                                                  \
-    do {                                                                  \
-        if (!(condition)) {                                               \
-            printf("%s:%d: %s\n", __FILE__, __LINE__, #condition);        \
-            return 1;                                                     \
-        }                                                                 \
-    } while (0)
 
 struct Held {
     Page *page;

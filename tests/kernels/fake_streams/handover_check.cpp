@@ -1,19 +1,11 @@
 // The line of swaps between callers and the one that submits: order, bound, failures, many threads. Prints what is wrong,
 // and returns 1; argv[1] is the seed.
 #include "kv_swap/cuda/handover.h"
+#include "../check.h"
 
 #include <atomic>
-#include <cstdio>
 
 using namespace isthmus;
-
-#define CHECK(condition)                                           \
-    do {                                                           \
-        if (!(condition)) {                                        \
-            printf("%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            return 1;                                              \
-        }                                                          \
-    } while (0)
 
 // Submissions in the order of the turns, each ended before its place is taken by a later one.
 static int check_threads(unsigned seed) {

@@ -1,19 +1,12 @@
 // Submissions of the swap against streams whose work runs late and in any order that events allow, by every way: the
 // copy engine, its rows, kernels, staging. Prints what is wrong, and returns 1; argv[1] is the seed.
 #include "kv_swap/cuda/submit.h"
+#include "../check.h"
 
 #include <cstdio>
 #include <numeric>
 
 using namespace isthmus;
-
-#define CHECK(condition)                                           \
-    do {                                                           \
-        if (!(condition)) {                                        \
-            printf("%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            return 1;                                              \
-        }                                                          \
-    } while (0)
 
 // The kernels by their definition, on what they find when they run.
 int64_t isthmus::start_kernel(const Route &, bool in, const SwapLaunch &arguments, int64_t, cudaStream_t stream) {

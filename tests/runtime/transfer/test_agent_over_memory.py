@@ -117,7 +117,13 @@ class Pair:
 
 
 def make_pair(
-    faults: Faults | None = None, *, seed: int = 0, real: bool = False, crc: bool = False, layout: str = "L"
+    faults: Faults | None = None,
+    *,
+    seed: int = 0,
+    real: bool = False,
+    crc: bool = False,
+    layout: str = "L",
+    vocab_size: int = 0,
 ) -> Pair:
     fabric = MemoryFabric(seed=seed, faults=faults)
     pair: Pair
@@ -132,7 +138,7 @@ def make_pair(
         assert isinstance(transfer, MemoryTransfer)
         transfer.prepare(memory, 1.0)
         events: list[HandoffEvent] = []
-        agent = TransferAgent(transfer, memory, cfg, events.append, lambda: pair.now)
+        agent = TransferAgent(transfer, memory, cfg, events.append, lambda: pair.now, vocab_size=vocab_size)
         fabric.serve_drain(name, agent.is_drained)
         nodes.append(Node(name, fabric, agent, transfer, events, buffer))
     pair = Pair(fabric, *nodes)
@@ -160,6 +166,16 @@ def test_blocks_move_while_more_are_computed_and_decode_gets_the_record() -> Non
     assert [pair.decode.buffer[b * BLOCK] for b in (9, 3, 4, 200)] == [1, 2, 3, 4]
     assert pair.prefill.only("a", Sent).sent_bytes == 4 * BLOCK
     assert pair.prefill.agent.next_deadline() is None and pair.decode.agent.next_deadline() is None
+
+
+def test_a_first_token_that_the_model_does_not_have_reaches_no_executor() -> None:
+    pair = make_pair(vocab_size=7)
+    pair.open("a", [9])
+    pair.send("a", [0])
+    pair.prefill.agent.finish_send("a", prompt_of(), pair.now)
+    pair.run(1.0)
+    assert "token id 7, the model has ids 0 to 6" in pair.decode.only("a", Failed).reason
+    assert Received not in pair.decode.kinds("a")
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
