@@ -233,6 +233,22 @@ def test_when_the_api_process_is_gone_the_engine_is_told(stops: bool) -> None:
     run(main)
 
 
+def test_a_writer_that_is_first_to_see_the_end_of_the_api_process_says_so() -> None:
+    async def main() -> None:
+        async with engine_apart() as backend:
+            engine = far(backend)
+
+            class Closed:
+                def sendall(self, data: bytes) -> None:
+                    raise BrokenPipeError(32, "Broken pipe")
+
+            engine.host._sock = Closed()  # type: ignore[assignment]  # for the writer: the reader is in its recv
+            await until(lambda: engine.lost)
+            assert "API process has ended" in engine.lost[0]
+
+    run(main)
+
+
 @pytest.mark.parametrize("side", ["to the engine", "from the engine"])
 def test_bytes_that_are_no_message_end_the_channel(side: str) -> None:
     async def main() -> None:

@@ -54,6 +54,8 @@ _log = logging.getLogger(__name__)
 STATUS_S = 0.25
 """How often probes and metrics get news."""
 _RECEIVE = 1 << 20
+_ENDED = "the API process has ended"
+"""Seen by whichever thread comes to the socket first."""
 _Item = Sequence[tuple[str, Reply]] | FromEngine | Callable[[], FromEngine | None]
 
 
@@ -146,7 +148,8 @@ class EngineHost:
             except OSError as error:
                 # The reader sees the end of the API process, and not that this kernel had no memory for a message.
                 if not self._finished.is_set():
-                    self._lost(f"the channel to the API process broke: {error}")
+                    gone = isinstance(error, (BrokenPipeError, ConnectionResetError))
+                    self._lost(f"{_ENDED if gone else 'the channel to the API process broke'}: {error}")
                 return
             except BaseException:  # Rust's panics are no Exception, and nobody would know that this thread has ended
                 _log.exception("a message to the API process could not be written")
@@ -156,7 +159,7 @@ class EngineHost:
     # ------------------------------------------------------------------------------------------------- channel-in
 
     def _read(self) -> None:
-        received, reason = Frames(), "the API process has ended"
+        received, reason = Frames(), _ENDED
         try:
             while data := self._sock.recv(_RECEIVE):
                 for body in received.feed(data):
