@@ -112,7 +112,9 @@ class Service:
         """The operator's, in the namespace, as the API server logs them; also those that changed nothing."""
         assert self.cluster.folder is not None
         found = []
-        for line in (self.cluster.folder / "audit.log").read_text().splitlines():
+        # The API server may be in the middle of a line.
+        whole, _, _ = (self.cluster.folder / "audit.log").read_text().rpartition("\n")
+        for line in whole.splitlines():
             event = json.loads(line)
             target = event.get("objectRef") or {}
             ours = target.get("namespace") == self.namespace and "OpenAPI-Generator" in event.get("userAgent", "")

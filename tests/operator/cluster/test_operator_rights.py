@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from operator_world import API, Operator, Service, roles, until
+from processes import free_port
 from simulated_kubelet import Client, Kubelet
 from testcluster.cluster import Cluster
 
@@ -130,14 +131,6 @@ def certificate(folder: Path) -> bytes:
     command += ["-keyout", str(folder / "tls.key"), "-out", str(folder / "tls.crt")]
     subprocess.run(command, check=True, capture_output=True)
     return (folder / "tls.crt").read_bytes()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 @pytest.fixture
