@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -18,7 +19,8 @@ from isthmus_runtime.engine.sequence import CancelAttempt, Effect, FinishSend
 from isthmus_runtime.errors import EngineFailed, InvalidRequest, NeverFits
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
 from isthmus_runtime.interfaces.handoff import PromptResult
-from isthmus_runtime.interfaces.steps import StepOutput
+from isthmus_runtime.interfaces.steps import StepOutput, StepPlan
+from isthmus_runtime.kv.pool import PoolCounts
 from isthmus_runtime.request import FinishReason, TokenChunk
 
 DEADLINE_S = 20
@@ -245,6 +247,68 @@ def test_transfers_that_were_to_end_in_the_turn_that_breaks_end_all_the_same() -
     loop._break("no such segment")
     assert transfers.asked == [("finish", "breaks"), ("cancel", "left"), ("finish", "done")], "each once"
     assert said == [("y", TokenChunk((6,))), ("x", TokenChunk((5,)))], "each once"
+
+
+class ByHand(FakeExecutor):
+    """Steps end when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(65, 4)
+        self.submitted: list[tuple[StepPlan, Future[StepOutput]]] = []
+
+    def submit(self, plan: StepPlan) -> Future[StepOutput]:
+        future: Future[StepOutput] = Future()
+        self.submitted.append((plan, future))
+        return future
+
+    def finish(self, number: int) -> None:
+        plan, future = self.submitted[number]
+        future.set_result(self.run(plan))
+
+
+def test_an_answer_does_not_wait_until_its_blocks_are_published_and_freed() -> None:
+    """Which of a prompt of 8,192 tokens takes more than a millisecond."""
+    seen: list[tuple[FinishReason | None, PoolCounts]] = []
+
+    def sink(replies: Sequence[tuple[str, Reply]]) -> None:
+        for _, reply in replies:
+            assert isinstance(reply, TokenChunk)
+            seen.append((reply.finish_reason, loop.scheduler.pool.counts()))
+
+    executor = ByHand()
+    loop = make_loop(sink, executor)
+    loop.generate(request("a", list(range(20)), 1))
+    loop.turn()
+    executor.finish(0)
+    loop.turn()
+    ((reason, counts),) = seen
+    assert reason is FinishReason.LENGTH
+    assert (counts.owned, counts.cached) == (5, 0), "the answer came last"
+    assert (loop.snapshot.blocks.owned, loop.snapshot.blocks.cached) == (0, 5)
+    loop.generate(request("b", list(range(20)), 1))  # whoever has the answer finds what was computed for it
+    loop.turn()
+    executor.finish(1)
+    loop.turn()
+    assert loop.scheduler.stats().prefix_hits == 16
+    loop.scheduler.check()
+
+
+@pytest.mark.parametrize("ended", [1, 2])
+def test_an_answer_does_not_wait_for_the_next_plan_while_the_device_has_work(ended: int) -> None:
+    """Nor does a device that has none wait for an answer to be given."""
+    submitted: list[int] = []
+    executor = ByHand()
+    loop = make_loop(lambda replies: submitted.append(len(executor.submitted)), executor)
+    loop.generate(request("a", [1, 2, 3], 9))
+    loop.turn()
+    loop.turn()
+    assert len(executor.submitted) == 2 and not submitted
+    for number in range(ended):
+        executor.finish(number)
+    while not submitted:
+        loop.turn()
+    assert submitted == [2 if ended == 1 else 3]
+    assert len(executor.submitted) == 3
 
 
 @pytest.mark.parametrize("moves_kv", [False, True])
