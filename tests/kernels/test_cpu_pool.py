@@ -46,6 +46,7 @@ def test_a_thread_whose_processor_others_need_gives_way(threads: int) -> None:
         hog.kill()
         hog.communicate()
 
+
 # What the helper may run on is told after loops that it was woken for.
 APART = """
 import os, sys, time
