@@ -43,7 +43,8 @@ def groups() -> Object:
 class ScriptedCluster:
     """Runs in a thread of its own, as kopf cancels what it does not know in its loop.
 
-    refuse: the status of every answer, 0 for none; writes: requests that were not reads, but for the lease's
+    refuse: the status of every answer, 0 for none; forbidden: namespaces that may not be read;
+    writes: requests that were not reads, but for the lease's
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class ScriptedCluster:
         self.queries: list[tuple[str, dict[str, str]]] = []
         self.writes: list[str] = []
         self.refuse: int | None = None
+        self.forbidden: set[str] = set()
         self.too_old = 0
         self.lease: Object | None = None
         self._watches: dict[web.StreamResponse, tuple[str, web.Request]] = {}
@@ -159,6 +161,8 @@ class ScriptedCluster:
             request.transport.abort()
         if self.refuse is not None:
             return web.json_response({"kind": "Status", "message": "no"}, status=self.refuse or 500)
+        if any(f"/namespaces/{namespace}/" in request.path for namespace in self.forbidden):
+            return web.json_response({"kind": "Status", "message": "no"}, status=403)
         if request.method != "GET":
             self.writes.append(f"{request.method} {request.path}")
             return web.json_response({"message": "no writes here"}, status=405)
