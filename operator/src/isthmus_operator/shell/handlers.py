@@ -12,6 +12,7 @@ from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
+import aiohttp
 import kopf
 
 from ..api.profile import Profile
@@ -78,11 +79,17 @@ def registry_of(operator: Operator) -> kopf.OperatorRegistry:
         await operator.stop()
 
     @kopf.on.login(registry=registry)
-    async def login(**_: Any) -> kopf.ConnectionInfo:
+    async def login(**_: Any) -> kopf.AiohttpSession:
         """The same cluster, as the same user, as our own client. What was refused once kopf takes again, as it does
         not end at the same time: an API server may refuse good credentials for a moment."""
         until = datetime.now(UTC) + timedelta(seconds=LOGIN_S)
-        return kopf.ConnectionInfo(**await operator.admit(), expiration=until)
+        known = kopf.ConnectionInfo(**await operator.admit())
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=known.as_ssl_context()),
+            headers=known.as_http_headers(),
+            response_class=operator.api.reader.response(),
+        )
+        return kopf.AiohttpSession(server=known.server, aiohttp_session=session, expiration=until)
 
     @kopf.on.probe(registry=registry, id="waiting")
     async def waiting(**_: Any) -> int:
