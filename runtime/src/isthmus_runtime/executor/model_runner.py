@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch_weights
 
 from ..checkpoints.fp8 import Fp8Weights
 from ..checkpoints.quantized import Expanded, scheme_of
@@ -206,7 +206,7 @@ def _build(
     """The model, and whether some of its matrices are 8-bit floats."""
     if config.quantization == "none" or not device.multiplies_fp8 or dtype != torch.bfloat16:
         return spec.build(source, dtype, shard), False
-    weights = Fp8Weights(source, dispatch.quantize if config.quantization == "fp8" else None)
+    weights = Fp8Weights(source, dispatch_weights.quantize if config.quantization == "fp8" else None)
     model = spec.build(weights, dtype, shard)
     if weights.kept or weights.rounded:
         _LOG.info(
