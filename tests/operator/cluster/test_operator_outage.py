@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from cut_proxy import CutProxy
-from operator_world import Operator, Service, roles, until
+from operator_world import Operator, Service, has_failed, roles, until
 from processes import free_port
 from testcluster.cluster import Cluster
 
@@ -49,7 +49,7 @@ def cut_off(
         proxy.mend()
         one.stop()
         operator.start()
-        assert "Traceback" not in one.log.read_text()
+        assert not has_failed(one.log.read_text())
 
 
 def certificate(folder: Path) -> None:
