@@ -220,6 +220,26 @@ def test_a_namespace_that_may_not_be_read_stops_no_other(
     play(tmp_path, test)
 
 
+def test_a_kind_that_is_no_more_ends_the_operator(tmp_path: Path) -> None:
+    """Of a CRD that was removed; it is started anew, and waits for it."""
+
+    async def main() -> None:
+        server = ScriptedCluster()
+        with server.running(tmp_path) as kubeconfig:
+            api = await connect(str(kubeconfig))
+            one = Operator(api, OperatorOptions(metrics_host="127.0.0.1", metrics_port=0, health_port=0))
+            running = asyncio.create_task(handlers.be(one))
+            await until(lambda: server.watches == len(WATCHED))
+            del server.objects["rolescalers"]
+            server.break_off()
+            await asyncio.wait((running,), timeout=60)
+            assert running.done()
+            assert "rolescalers" in repr(getattr(running.exception(), "__cause__", None))
+            await api.close()
+
+    asyncio.run(main())
+
+
 def test_last_words_are_said_by_the_one_holder_of_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rights that are taken away while it works: it works no more when it says so, and nobody holds the lease after."""
     monkeypatch.setattr(start, "RIGHTS_S", 0.5)
