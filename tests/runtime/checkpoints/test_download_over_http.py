@@ -134,6 +134,94 @@ def test_what_is_not_there_is_named(bucket: Bucket, tmp_path: Path, source: str,
     assert not (tmp_path / "m").exists()
 
 
+@contextmanager
+def storage(hostile: str) -> Iterator[str]:
+    """A server that answers as object storage, its URL. `hostile`: "listing", "pages" or the file that has no end, or
+    "short" for a file that is not all there."""
+    files = {name: WANTED[name] for name in ("config.json", "tokenizer.json")}
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self.answer(files[Path(self.path).name], body=False)
+
+        def do_GET(self) -> None:
+            name = "listing" if "list-type" in self.path else Path(self.path.split("?")[0]).name
+            if name == hostile:
+                self.send_endless()
+            elif name == "listing":
+                self.answer(self.listing())
+            elif name in files:
+                self.answer(files[name][: 1 if hostile == "short" else None])
+            else:
+                self.answer(b"<ListBucketResult/>")
+
+        def listing(self) -> bytes:
+            sizes, more = {name: len(content) for name, content in files.items()}, "<IsTruncated>false</IsTruncated>"
+            if hostile == "pages":
+                more = os.urandom(8).hex()
+                more = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{more}</NextContinuationToken>"
+                sizes |= {f"{os.urandom(8).hex()}.json": 1 for _ in range(1000)}
+            rows = "".join(f"<Contents><Key>tiny/{n}</Key><Size>{size}</Size></Contents>" for n, size in sizes.items())
+            return f"<ListBucketResult>{more}{rows}</ListBucketResult>".encode()
+
+        def answer(self, content: bytes, *, body: bool = True) -> None:
+            self.send_response(200)
+            self.send_header("ETag", '"x"')
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if body:
+                self.wfile.write(content)
+
+        def send_endless(self) -> None:
+            self.send_response(200)
+            self.send_header("ETag", '"x"')
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.close_connection = True
+            with suppress(OSError):  # whoever asked has left
+                while True:
+                    self.wfile.write(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(timeout=10)
+
+
+@pytest.mark.parametrize(
+    ("hostile", "said"),
+    [
+        ("listing", "more than are listed"),
+        ("tokenizer.json", "more than are listed"),
+        ("pages", "at most 10000"),
+        ("short", "config.json has 1 bytes, and is listed with"),
+    ],
+)
+def test_object_storage_that_does_not_send_what_it_lists(tmp_path: Path, hostile: str, said: str) -> None:
+    """It filled the memory, or a disk that other pods share."""
+    credentials = tmp_path / "credentials"
+    credentials.mkdir()
+    for name in ("accessKeyId", "secretAccessKey"):
+        (credentials / name).write_text("x")
+    out = tmp_path / "cache" / "m"
+    # Far more than is allowed, lest a test without the bound fills this disk.
+    limit = ["sh", "-c", 'ulimit -f 300000; ulimit -v 8000000; exec "$@"', "limit"]
+    with storage(hostile) as url:
+        done = fetch(*Bucket(url, credentials).arguments(out, "--resume-as", "pod"), before=limit)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not list(out.parent.iterdir())
+
+
 # ---- Hub -------------------------------------------------------------------------------------------------------
 
 
@@ -276,7 +364,7 @@ def test_an_answer_without_end_is_left(tmp_path: Path, endless: str) -> None:
         limit = ["sh", "-c", 'ulimit -f 300000; ulimit -v 8000000; exec "$@"', "limit"]
         done = fetch(*arguments, env={"HF_ENDPOINT": hub.url}, before=limit)
     assert done.returncode == 1, done.stderr
-    assert "hf://owner/tiny: the hub sent more than" in done.stderr and "Traceback" not in done.stderr
+    assert "hf://owner/tiny: more than" in done.stderr and "Traceback" not in done.stderr
     assert not list(out.parent.iterdir())
 
 

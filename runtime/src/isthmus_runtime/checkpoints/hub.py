@@ -45,14 +45,14 @@ def fetch(
     from requests import Session
     from requests.exceptions import RequestException
 
-    from .hub_bytes import HubBytes
+    from .source_bytes import SourceBytes
 
     source = f"hf://{repo}"
     patterns = TOKENIZER_FILES if tokenizer_only else MODEL_FILES
 
     def download(folder: Path) -> None:
         progress(f"downloading {repo} at {revision}")
-        bound = HubBytes(source)
+        bound = SourceBytes(source)
 
         def session() -> Session:
             made = Session()

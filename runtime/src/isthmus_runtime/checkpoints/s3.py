@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import WeightsError
 from .fetching import MODEL_FILES, TOKENIZER_FILES, Progress, in_place, no_space
-from .names import NESTED, choose_files
+from .names import MAX_FILES, NESTED, choose_files
 from .provenance import record_files
+from .source_bytes import SourceBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +65,13 @@ def fetch_s3(
                 aws_access_key_id=access.access_key_id or None,
                 aws_secret_access_key=access.secret_access_key or None,
             )
+            bound = SourceBytes(uri)
+            bound.watch_client(client)
             sizes = _sizes(client, bucket, prefix, patterns)
             nested = {} if tokenizer_only else _nested(client, bucket, prefix)
             if not sizes:
                 raise WeightsError(f"{uri} holds no model files; give the prefix under which config.json lies")
+            bound.allow(sum(sizes.values()))
             # boto3 names a file only when it is whole: what is there under another name is a piece of one.
             for path in folder.iterdir():
                 if path.name in nested or path.name not in sizes or path.stat().st_size != sizes[path.name]:
@@ -76,12 +81,18 @@ def fetch_s3(
                     continue
                 progress(f"downloading {name} ({number} of {len(sizes)}, {size / 1e6:.1f} MB)")
                 client.download_file(bucket, prefix + name, str(folder / name))
+                if (found := (folder / name).stat().st_size) != size:
+                    raise WeightsError(f"{uri}: {name} has {found} bytes, and is listed with {size}")
             for name, key in nested.items():
                 client.download_file(bucket, key, str(folder / name))
         except (Boto3Error, BotoCoreError, ClientError) as e:
             if no_space(e):
                 raise
             raise WeightsError(f"{uri}: {type(e).__name__}: {e}") from e
+        except WeightsError:
+            # Not to be gone on with, nor to be left in a cache that others share.
+            shutil.rmtree(folder)
+            raise
         record_files(folder, uri)
 
     in_place(out, progress, download, weights=not tokenizer_only, resume_as=resume_as)
@@ -90,7 +101,11 @@ def fetch_s3(
 def _sizes(client: Any, bucket: str, prefix: str, patterns: tuple[str, ...]) -> dict[str, int]:
     """Name -> bytes of the wanted files directly in the folder."""
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, Delimiter="/")
-    listed = {str(item["Key"])[len(prefix) :]: int(item["Size"]) for page in pages for item in page.get("Contents", ())}
+    listed: dict[str, int] = {}
+    for page in pages:
+        listed |= {str(item["Key"])[len(prefix) :]: int(item["Size"]) for item in page.get("Contents", ())}
+        if len(listed) > MAX_FILES:
+            break  # refused below; there may be no last page
     listed.pop("", None)  # the folder itself, as some tools store it
     return {name: listed[name] for name in choose_files(list(listed), patterns, source=f"s3://{bucket}/{prefix}")}
 
