@@ -17,9 +17,10 @@ CROWDED = """
 import os, sys, time
 import torch
 from isthmus_kernels import dispatch, native
+from isthmus_kernels import dispatch_weights
 os.sched_setaffinity(0, {int(p) for p in sys.argv[2:]})
 torch.set_num_threads(int(sys.argv[1]))
-weight = dispatch.pack(torch.randn(3072, 576, generator=torch.Generator().manual_seed(1)))
+weight = dispatch_weights.pack(torch.randn(3072, 576, generator=torch.Generator().manual_seed(1)))
 x = torch.randn(40, 576, generator=torch.Generator().manual_seed(2))
 want = dispatch.linear(x, weight)
 end = time.monotonic() + 60

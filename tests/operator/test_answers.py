@@ -4,8 +4,9 @@ import asyncio
 import gc
 import json
 import tracemalloc
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -99,27 +100,31 @@ def test_a_page_of_full_objects_takes_the_room_of_one() -> None:
 
 
 def test_large_answers_are_read_one_after_the_other_and_small_ones_at_once() -> None:
-    class Answer:
-        def __init__(self, size: int | None) -> None:
-            self.headers = {} if size is None else {"Content-Length": str(size)}
-            self.begun, self.end = asyncio.Event(), asyncio.Event()
+    class Stream:
+        def __init__(self, size: int) -> None:
+            self.parts: asyncio.Queue[bytes] = asyncio.Queue()
+            self.parts.put_nowait(b" " * size)
 
-        async def read(self) -> bytes:
-            self.begun.set()
-            await self.end.wait()
-            return b"{}"
+        def end(self) -> None:
+            self.parts.put_nowait(b"{}")
+            self.parts.put_nowait(b"")
+
+        async def iter_any(self) -> AsyncIterator[bytes]:
+            while part := await self.parts.get():
+                yield part
 
     async def main() -> None:
         reader = Reader()
-        first, second, small = Answer(None), Answer(SMALL + 1), Answer(SMALL)
-        reading = [asyncio.create_task(reader.read(one)) for one in (first, second, small)]
-        await first.begun.wait()
-        await small.begun.wait()
-        small.end.set()
+        first, second, small = Stream(SMALL + 1), Stream(SMALL + 1), Stream(SMALL - 2)
+        reading = [asyncio.create_task(reader.read(cast(Any, one))) for one in (first, second, small)]
+        small.end()
         assert await reading[2] == {}
-        assert not second.begun.is_set()
-        first.end.set()
-        second.end.set()
+        second.end()
+        third = asyncio.create_task(reader.read(cast(Any, small)))
+        small.end()
+        assert await third == {}
+        assert not reading[1].done(), "it waits for its turn"
+        first.end()
         assert await asyncio.gather(*reading) == [{}] * 3
 
     asyncio.run(main())

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 
@@ -23,7 +23,7 @@ from ..render.names import READ_LABELS
 HEAVY = 2 * 1024 * 1024
 """Bytes that an object takes as dictionaries, about. The largest that a spec can ask for takes two thirds of it."""
 SMALL = 256 * 1024
-"""Bytes of an answer that needs no turn."""
+"""Bytes of an answer that waits for no other."""
 MOST_OWNERS = 16
 MOST_NAME = 253
 _VALUE = 72
@@ -36,29 +36,26 @@ _DECODE = json.JSONDecoder().raw_decode
 Object = dict[str, Any]
 
 
-class Answer(Protocol):
-    """One that has begun to arrive."""
-
-    @property
-    def headers(self) -> Mapping[str, str]: ...
-
-    async def read(self) -> bytes: ...
-
-
 class Reader:
     """Of all answers of one API server."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
 
-    async def read(self, answer: Answer) -> Any:
-        """The decoded body; ValueError where it is not JSON. While another large one is read the rest of it waits in
-        the socket."""
-        size = answer.headers.get("Content-Length", "")
-        if size.isdecimal() and int(size) <= SMALL:
-            return json.loads(await answer.read())
+    async def read(self, content: aiohttp.StreamReader) -> Any:
+        """The decoded body; ValueError where it is not JSON. Of a large one the rest waits in the socket while another
+        is read. Its length is not known before: the API server tells that of few answers."""
+        body = bytearray()
+        async for part in content.iter_any():
+            body += part
+            if len(body) > SMALL:
+                break
+        else:
+            return json.loads(body)
         async with self._turn:
-            return decoded((await answer.read()).decode())
+            async for part in content.iter_any():
+                body += part
+            return decoded(body.decode())
 
     def response(self) -> type[aiohttp.ClientResponse]:
         """What kopf's session is to make of answers: lists by `read`, and each line of a watch cut."""
@@ -71,7 +68,7 @@ class Reader:
                 return self
 
             async def json(self, **_: Any) -> Any:
-                return await reader.read(self)
+                return await reader.read(self.content)
 
         return Response
 

@@ -230,7 +230,7 @@ class Api:
                 serialize=False,
                 _request_timeout=REQUEST_TIMEOUT_S,
             )
-            found: dict[str, Any] = await self.reader.read(answer)
+            found: dict[str, Any] = await self.reader.read(answer.content)
         except ApiException as error:
             why = f"{method} {path}: HTTP {error.status}: {_message(error.body)}"
             raise ApiError(error.status, why) from error

@@ -62,7 +62,7 @@ class OperatorOptions:
 class Operator:
     """One process. `start` and `stop` frame its work; in between, the watches report to it.
 
-    stopping: set when it cannot go on, `failure` says why; serving: set when the webhook answers
+    stopping: set when it cannot go on, `failure` says why; serving: set when the webhook answers; ended: set at the end
     """
 
     def __init__(self, api: Api, options: OperatorOptions) -> None:
@@ -82,6 +82,7 @@ class Operator:
         )
         self.stopping = asyncio.Event()
         self.serving = asyncio.Event()
+        self.ended = asyncio.Event()
         self.failure: BaseException | None = None
         self._admitted = asyncio.Event()
         self._namespaces = options.namespaces or ("",)
@@ -101,6 +102,7 @@ class Operator:
 
     async def stop(self) -> None:
         """End what `start` began, and give the lease back."""
+        self.ended.set()
         if self._leading is not None:
             self._leading.cancel()
             await asyncio.wait((self._leading,))
