@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from ..errors import Cancelled, DeadlineExceeded, RequestError, unforeseen
 from ..metrics import RequestMetrics, TenantMetrics
 from ..serving.call import Call, Cut, error_answer
-from ..serving.deadlines import Deadlines
 from ..serving.in_flight import InFlight
 from ..tracing.span import NO_TRACER, Tracer, current, within
 from .keys import Keys
@@ -78,7 +77,6 @@ class Lifecycle:
         self._tenant_metrics = tenant_metrics
         self._tracer = tracer
         self._clock = clock
-        self._deadlines = Deadlines()
 
     async def answer(
         self, call: Call, work: Answering[_P], plan: _P, *, describe: Describe = openai_error, operation: str = "chat"
@@ -118,10 +116,11 @@ class Lifecycle:
     async def _respond(self, call: Call, work: Answering[_P], plan: _P, describe: Describe) -> None:
         progress = Progress(self._clock())
         try:
-            with self._in_flight.track(), self._deadlines.within(self._timeout_s + _DEADLINE_MARGIN_S):
+            with self._in_flight.track():
                 progress.tenant = self._keys.check(call)
                 self._admit(progress.tenant)
-                await work(call, plan, progress)
+                async with asyncio.timeout(self._timeout_s + _DEADLINE_MARGIN_S):
+                    await work(call, plan, progress)
             self._count_tenant(progress, 200)
             return
         except RequestError as e:

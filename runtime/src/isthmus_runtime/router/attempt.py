@@ -13,7 +13,6 @@ from ..errors import Cancelled, DeadlineExceeded, EngineFailed, EngineLost, Over
 from ..metrics import RouterMetrics
 from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line, parse_prefill_answer
 from ..request import FinishReason, GenerateRequest, TokenChunk
-from ..serving.deadlines import Deadlines
 from ..tracing.span import current
 from .links import LOST, Links, lost, refusal
 from .policy import Choice, Facts
@@ -56,14 +55,13 @@ class Attempt:
         *,
         attempt: str,
         deadline: float,
-        deadlines: Deadlines,
         pool: EnginePool,
         links: Links,
         other_prefill: Callable[[str], bool],
         metrics: RouterMetrics | None,
     ) -> None:
-        """`body`: the request as JSON. `deadline`: on the event loop's clock, kept by `deadlines`.
-        `other_prefill(url)`: whether the request could be paired without that prefill engine."""
+        """`body`: the request as JSON. `deadline`: on the event loop's clock. `other_prefill(url)`: whether the
+        request could be paired without that prefill engine."""
         self._request = request
         self._body = body
         self._decode = choice.decode
@@ -92,7 +90,7 @@ class Attempt:
         self._closed = False
         self._decode_gone = False
         self._prefill_timer: asyncio.Timeout | None = None
-        self._expiry = deadlines.at(deadline, self._expire)
+        self._expiry = self._loop.call_at(deadline, self._expire)
         self._hold = pool.hold(
             self._decode.url, facts.missing(self._decode.url, facts.decode_tokens), self._decode_lost
         )
@@ -147,7 +145,8 @@ class Attempt:
             return
         self._closed = True
         self._span.end()
-        self._expiry.drop()
+        self._expiry.cancel()
+        del self._expiry  # it refers back to this attempt, which would have to wait for the collector
         self._hold.release()
         if self._prefill_hold is not None:
             self._prefill_hold.release()

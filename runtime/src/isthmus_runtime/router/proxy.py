@@ -13,7 +13,6 @@ from ..errors import Overloaded, RequestError
 from ..metrics import RouterMetrics
 from ..protocol import request_json
 from ..request import FinishReason, GenerateRequest, ServedTask, TokenChunk
-from ..serving.deadlines import Deadlines
 from .attempt import Attempt, TryElsewhere
 from .links import Links
 from .policy import Choice, Facts, Fleet, PolicyName, Refusal, Rules, choose
@@ -68,7 +67,6 @@ class RouterBackend:
             disaggregate_above=config.disaggregate_above,
             local_without_prefill=config.on_prefill_unavailable == "local",
         )
-        self._deadlines = Deadlines()
         self._in_flight = 0
         self._begun = 0
         """Of these, requests that have a token."""
@@ -194,7 +192,6 @@ class RouterBackend:
                 facts,
                 attempt=self._new_attempt(),
                 deadline=deadline,
-                deadlines=self._deadlines,
                 pool=self._pool,
                 links=self._links,
                 other_prefill=(lambda url: self._could_pair(request, url)) if failed is None else lambda _: False,

@@ -309,7 +309,7 @@ class Protocol(HttpToolsProtocol):
     def _write_whole(
         self, cycle: RequestResponseCycle, status: int, headers: list[tuple[bytes, bytes]], body: bytes
     ) -> None:
-        """What the cycle makes of the two messages of an answer, at a fifth of the cost."""
+        """What the cycle makes of the two messages of an answer."""
         cycle.waiting_for_100_continue = False
         cycle.response_started = cycle.response_complete = True
         lines = [b"%b: %b\r\n" % line for line in (*self.server_state.default_headers, *headers)]
