@@ -303,7 +303,7 @@ def test_cached_tokens_are_the_longer_hits_of_both_legs(rig, run, kit, prefill_h
         decode.script = [kit.tokens(7, note="transferred", cached_tokens=decode_hits), kit.done(8)]
         async with rig(prefill, decode) as r:
             chunks = await kit.collect(r.backend)
-            assert [chunk.cached_tokens for chunk in chunks] == [counted, 0]
+            assert [chunk.cached_tokens for chunk in chunks] == [counted, *[0] * (len(chunks) - 1)]
 
     run(main())
 
