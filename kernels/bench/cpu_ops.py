@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from isthmus_kernels import dispatch, native
+from isthmus_kernels import dispatch, dispatch_logits, dispatch_weights, kv_view, native
 
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, VOCAB, BLOCK = 576, 1536, 9, 3, 64, 49152, 16
 QKV = (HEADS + 2 * KV_HEADS) * DIM
@@ -53,7 +53,7 @@ def linear_cases() -> Iterator[Case]:
             if name == "lm_head" and tokens > 64:
                 continue
             weight = torch.randn(rows, columns).bfloat16()
-            wide, packed = weight.float(), dispatch.pack(weight, dtype=torch.float32)
+            wide, packed = weight.float(), dispatch_weights.pack(weight, dtype=torch.float32)
             x, out = torch.randn(tokens, columns), torch.empty(tokens, rows)
             yield Case(
                 op="linear",
@@ -76,7 +76,7 @@ def attention_cases() -> Iterator[Case]:
             run = partial(
                 dispatch.paged_attention,
                 q,
-                dispatch.layer_view(pool, 1),
+                kv_view.layer_view(pool, 1),
                 (torch.randperm(rows * blocks) + 1).int().view(rows, blocks),
                 torch.arange(0, rows * queries + 1, queries, dtype=torch.int32),
                 torch.full((rows,), context, dtype=torch.int32),
@@ -125,7 +125,7 @@ def pointwise_cases() -> Iterator[Case]:
             torch.arange(tokens),
             table + 1,
             table,
-            dispatch.layer_view(pool, 1),
+            kv_view.layer_view(pool, 1),
             torch.arange(tokens),
             num_heads=HEADS,
         )
@@ -154,8 +154,8 @@ def sampling_cases() -> Iterator[Case]:
             yield Case(
                 op="sample",
                 shape=f"{name} B={rows}",
-                ours=partial(dispatch.sample, logits, **args),
-                peer=partial(dispatch.sample, logits, impl="torch", **args),
+                ours=partial(dispatch_logits.sample, logits, **args),
+                peer=partial(dispatch_logits.sample, logits, impl="torch", **args),
                 nbytes=4.0 * rows * VOCAB,
             )
 

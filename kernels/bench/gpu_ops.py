@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch, dispatch_logits, dispatch_weights, kv_view
 
 DEVICE, BF16 = torch.device("cuda"), torch.bfloat16
 VOCAB = 151_936
@@ -109,7 +109,7 @@ class Batch:
             partial(
                 dispatch.paged_attention,
                 self.q,
-                dispatch.layer_view(self.pool, index),
+                kv_view.layer_view(self.pool, index),
                 self.tables,
                 self.starts,
                 self.seq_lens,
@@ -262,7 +262,7 @@ def sampling(limits: dict[str, float], peers: bool) -> None:
             ("top-p", {**noise, "top_p": top_p}),
             ("top-k, top-p", {**noise, "top_k": top_k, "top_p": top_p}),
         ):
-            us = median_us([partial(dispatch.sample, x, **args) for x in inputs], 10)
+            us = median_us([partial(dispatch_logits.sample, x, **args) for x in inputs], 10)
             peer = median_us([partial(ways[name], x) for x in inputs], 10) if name in ways else None
             report("sample", f"b{rows} {name}", us, inputs[0].nbytes, limits["read"], peer)
 
@@ -277,7 +277,7 @@ def linear(limits: dict[str, float], peers: bool) -> None:
     for name, (outputs, columns) in PRODUCTS.items():
         copies = max(2, (400 << 20) // (outputs * columns * 2))
         weights = [_noise(outputs, columns) for _ in range(copies)]
-        packed = [dispatch.pack(weight) for weight in weights]
+        packed = [dispatch_weights.pack(weight) for weight in weights]
         for rows in (1, 2, 4, 8, 16):
             x, out = _noise(rows, columns), torch.empty(rows, outputs, device=DEVICE, dtype=BF16)
             us = median_us([partial(dispatch.linear, x, weight, out=out) for weight in packed])

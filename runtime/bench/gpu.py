@@ -17,310 +17,21 @@ import logging
 import random
 import statistics
 import sys
-import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 STARTED = time.perf_counter()
 
 import torch  # noqa: E402 - what importing costs is part of a start
+from gpu_engine import Bench, open_model  # noqa: E402
+from gpu_table import MODELS, ROWS, SMALL, START, Row, say  # noqa: E402
 
-from isthmus_runtime.checkpoints.random import RandomTensors  # noqa: E402
-from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig  # noqa: E402
-from isthmus_runtime.engine.exchange import Reply  # noqa: E402
-from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop  # noqa: E402
-from isthmus_runtime.engine.scheduler import Scheduler  # noqa: E402
+from isthmus_runtime.config import KvConfig, SchedulerConfig  # noqa: E402
 from isthmus_runtime.executor.device.cuda import CudaDevice  # noqa: E402
-from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load  # noqa: E402
-from isthmus_runtime.kv.plan import KvPlanInput, plan  # noqa: E402
-from isthmus_runtime.kv.pool import BlockPool  # noqa: E402
-from isthmus_runtime.models.base import ModelSpec  # noqa: E402
-from isthmus_runtime.models.shard import Slice  # noqa: E402
-from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk  # noqa: E402
-
-DEADLINE_S = 300.0
-_QWEN3 = {
-    "attention_bias": False,
-    "bos_token_id": 151643,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "num_attention_heads": 32,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "qwen3-8b": {
-        **_QWEN3,
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_key_value_heads": 8,
-    },
-    "qwen3-30b-a3b": {
-        **_QWEN3,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-}
-# SmolLM2-135M's shape, for parity.
-SMALL = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000,
-    # Tied, a random model repeats its input.
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: `requests` prompts of `input_len` tokens at once, `output_len` tokens each."""
-
-    name: str
-    title: str
-    requests: int
-    input_len: int
-    output_len: int
-    unit: str
-    """out tok/s, total tok/s or ms (time to the first token)."""
-    known: dict[str, tuple[float, float | None, float]]
-    """By model: the peer, the computed limit, our bar."""
-    repeats: int = 2
-
-    def better(self, value: float, other: float) -> float:
-        """How many times better `value` is than `other`."""
-        return other / value if self.unit == "ms" else value / other
-
-
-def _known(dense: tuple[float, float | None, float], moe: tuple[float, float | None, float]) -> dict[str, Any]:
-    return {"qwen3-8b": dense, "qwen3-30b-a3b": moe}
-
-
-ROWS = (
-    Row("single", "single stream 128/256", 1, 128, 256, "out tok/s", _known((194, 265, 235), (230, 480, 350))),
-    Row("ttft1k", "time to first token, 1024 in", 1, 1024, 1, "ms", _known((26.5, 22.5, 24), (59, None, 30)), 5),
-    Row("ttft8k", "time to first token, 8192 in", 1, 8192, 1, "ms", _known((211, 198, 203), (155, 127, 140)), 3),
-    Row(
-        "prefill", "prefill 32 x 4096", 32, 4096, 1, "total tok/s",
-        _known((41100, 44500, 43000), (64200, 85000, 72000)),
-    ),
-    Row(
-        "decode", "256 x 128/512", 256, 128, 512, "out tok/s",
-        _known((18270, 24400, 21500), (10990, 15000, 13000)),
-    ),
-    Row(
-        "mixed", "512 x 1024/128", 512, 1024, 128, "total tok/s",
-        _known((35000, 42500, 39000), (42600, 50000, 46000)),
-    ),
-    Row(
-        "long", "64 x 8192/256", 64, 8192, 256, "total tok/s",
-        _known((27300, 29000, 28300), (31900, 36500, 34000)), 1,
-    ),
-)  # fmt: skip
-START = {"qwen3-8b": (76.0, 25.0), "qwen3-30b-a3b": (97.0, 40.0)}
-"""Seconds from start to ready: the peer's, our bar."""
-
-
-@dataclass
-class Run:
-    """One load that ran to its end."""
-
-    seconds: float
-    first_s: list[float]
-    steps: int
-    decode_ms: float
-    """Median time between two answers of the engine, once prompts are computed."""
-    out_tokens: int
-    tokens: list[list[int]]
-
-
-class Bench:
-    """An engine without HTTP: loop, scheduler, executor."""
-
-    def __init__(self, loaded: LoadedModel, *, scheduler: SchedulerConfig, kv: KvConfig) -> None:
-        specs = loaded.layer_specs(kv.block_size, kv.dtype)
-        self.plan = plan(
-            KvPlanInput(
-                ranks=(specs,),
-                available_bytes=(kv.memory_bytes or loaded.device.kv_bytes(kv.memory_fraction),),
-                max_model_len=scheduler.max_model_len or loaded.spec.max_position,
-                auto_fit=True,
-                max_num_batched_tokens=scheduler.max_batched_tokens,
-                batches_in_flight=STEPS_IN_FLIGHT,
-            )
-        )
-        self.executor = TorchExecutor(loaded, self.plan, scheduler, kv)
-        pool = BlockPool(self.plan.num_blocks, num_groups=len(self.plan.groups), prefix_caching=False, events=None)
-        planner = Scheduler(scheduler, self.plan, pool)
-        runner = self.executor.runner
-        self.host = {
-            "schedule": _timed(planner, "schedule"),
-            "complete": _timed(planner, "complete"),
-            "launch": _timed(runner, "launch"),
-            "collect": _timed(runner, "collect"),
-        }
-        """Milliseconds of the host, by call, of the last run."""
-        self._loop = EngineLoop(planner, self.executor, self._sink)
-        self._changed = threading.Condition()
-        self._tokens: dict[str, list[int]] = {}
-        self._first: dict[str, float] = {}
-        self._answers: list[float] = []
-        self._open: set[str] = set()
-        self._errors: list[str] = []
-        self._number = 0
-        self._loop.start()
-
-    def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> Run:
-        """Send all prompts at once; returns when all have all their tokens."""
-        names = []
-        for _ in prompts:
-            self._number += 1
-            names.append(f"r{self._number}")
-        with self._changed:
-            self._open = set(names)
-            self._tokens = {name: [] for name in names}
-            self._first = {}
-            self._answers = []
-            for times in self.host.values():
-                times.clear()
-        sampling = SamplingParams(max_tokens=output_len, temperature=0.0)
-        steps, begin = self._loop.steps, time.perf_counter()
-        for name, prompt in zip(names, prompts, strict=True):
-            self._loop.generate(
-                GenerateRequest(
-                    request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, timeout_s=DEADLINE_S
-                )
-            )
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self._open or self._errors, DEADLINE_S):
-                raise TimeoutError(f"{len(self._open)} requests had not ended after {DEADLINE_S:.0f} s")
-            if self._errors:
-                raise RuntimeError(self._errors[0])
-        seconds = time.perf_counter() - begin
-        tokens = [self._tokens[name] for name in names]
-        assert all(len(one) == output_len for one in tokens)
-        begun = max(self._first.values())
-        gaps = [later - earlier for earlier, later in pairwise(t for t in self._answers if t >= begun)]
-        return Run(
-            seconds=seconds,
-            first_s=sorted(self._first[name] - begin for name in names),
-            steps=self._loop.steps - steps,
-            decode_ms=statistics.median(gaps) * 1e3 if gaps else 0.0,
-            out_tokens=sum(map(len, tokens)),
-            tokens=tokens,
-        )
-
-    def close(self) -> None:
-        """End the loop, give the memory back."""
-        self._loop.stop()
-        self.executor.close()
-
-    def _sink(self, replies: Sequence[tuple[str, Reply]]) -> None:
-        now = time.perf_counter()
-        ended = False
-        self._answers.append(now)
-        for name, reply in replies:
-            if not isinstance(reply, TokenChunk):
-                continue
-            if reply.token_ids:
-                self._first.setdefault(name, now)
-                self._tokens[name].extend(reply.token_ids)
-            if reply.finish_reason is not None:
-                ended = True
-                if reply.finish_reason is not FinishReason.LENGTH:
-                    self._errors.append(f"{name} ended with {reply.finish_reason}: {reply.error}")
-                self._open.discard(name)
-        if ended:
-            with self._changed:
-                self._changed.notify_all()
-
-
-def _timed(owner: Any, name: str) -> list[float]:
-    """Note how long each call of a method takes; the list that gets the milliseconds."""
-    method, times = getattr(owner, name), list[float]()
-
-    def timed(*args: Any) -> Any:
-        begin = time.perf_counter()
-        try:
-            return method(*args)
-        finally:
-            times.append((time.perf_counter() - begin) * 1e3)
-
-    setattr(owner, name, timed)
-    return times
-
-
-def say(text: str) -> None:
-    """Print at once."""
-    print(text, flush=True)
-
-
-def open_model(
-    config: dict[str, Any],
-    scheduler: SchedulerConfig,
-    *,
-    device: str,
-    dtype: str,
-    seed: int,
-    on: str,
-    quantization: str = "auto",
-    deterministic: bool = False,
-) -> LoadedModel:
-    """Random weights for `config`, generated on the device `on` (`cpu`: alike everywhere)."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-
-        def source(spec: ModelSpec, where: torch.device) -> Any:
-            made = torch.device("cpu") if on == "cpu" else where
-            kind = torch.bfloat16 if config["torch_dtype"] == "bfloat16" else torch.float32
-            weights = RandomTensors(spec.tensor_shapes(), device=made, dtype=kind, seed=seed)
-            return weights if made == where else _Moved(weights, where)
-
-        model = ModelConfig(
-            path=folder, device=device, dtype=dtype, quantization=quantization, deterministic=deterministic
-        )
-        return load(model, scheduler, source=source)
-
-
-@dataclass
-class _Moved:
-    source: RandomTensors
-    device: torch.device
-
-    def take(self, *parts: str | Slice) -> torch.Tensor:
-        return self.source.take(*parts).to(self.device)
 
 
 @dataclass
@@ -361,7 +72,10 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
     )
     say(f"bench: {name} loaded {time.perf_counter() - began:.1f} s after its start")
     bench = Bench(
-        loaded, scheduler=scheduler, kv=KvConfig(memory_fraction=args.kv_memory_fraction, dtype=args.kv_dtype)
+        loaded,
+        scheduler=scheduler,
+        kv=KvConfig(memory_fraction=args.kv_memory_fraction, dtype=args.kv_dtype),
+        prefix_caching=args.prefix_caching == "on",
     )
     ready = time.perf_counter() - began
     peer, bar = START[name]
@@ -483,6 +197,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--quantization", default="auto", choices=["auto", "fp8"], help="fp8: 8-bit products")
     parser.add_argument("--deterministic", default="off", choices=["on", "off"], help="as the engine's flag")
+    parser.add_argument(
+        "--prefix-caching", default="off", choices=["on", "off"], help="on: what it costs; nothing hits"
+    )
     parser.add_argument("--kv-dtype", default="auto", choices=["auto", "bfloat16", "fp8"], help="of the KV pool")
     parser.add_argument("--max-model-len", type=int, default=16384)
     parser.add_argument("--max-batched-tokens", type=int, default=8192)

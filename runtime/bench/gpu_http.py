@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu import MODELS, ROWS, SMALL, Row, say
+from gpu_table import MODELS, ROWS, SMALL, Row, say
 from safetensors.torch import save_file
 
 from isthmus_runtime.checkpoints.random import RandomTensors

@@ -36,9 +36,10 @@ import uvloop
 import isthmus_runtime.executor.fake as fake
 from isthmus_runtime.__main__ import main as isthmus_runtime
 from isthmus_runtime.commands import engine_process
-from isthmus_runtime.config import EngineConfig, parse_serve
+from isthmus_runtime.config import EngineConfig
 from isthmus_runtime.interfaces.steps import NOTHING_DRAWN, RowOutput, StepOutput, StepPlan
 from isthmus_runtime.request import GenerateRequest, SamplingParams
+from isthmus_runtime.serve_flags import parse_serve
 
 MODEL = Path(os.environ.get("ISTHMUS_CACHE", "~/.cache/isthmus")).expanduser() / "models/smollm2-135m-instruct"  # noqa: TID251
 FLAGS = (

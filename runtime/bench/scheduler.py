@@ -1,4 +1,4 @@
-"""What the scheduler costs at each step: `schedule` and `complete` with many running rows, without a model.
+"""What the scheduler costs at each step: `schedule`, `complete` and `settle` with many running rows, without a model.
 
     python runtime/bench/scheduler.py [--rows 256] [--steps 2000]
 
@@ -70,6 +70,7 @@ def measure(rows: int, steps: int) -> list[tuple[float, float]]:
         output = in_flight.popleft()
         resumed = time.perf_counter()
         scheduler.complete(output, resumed)
+        scheduler.settle()
         ended = time.perf_counter()
         if len(plan.chunks) == rows == plan.num_tokens:
             times.append((planned - began, ended - resumed))

@@ -6,6 +6,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from operator_world import until
 from testcluster.cluster import Cluster
 from testcluster.images import BUSYBOX_IMAGE, write_busybox_image
 
@@ -163,9 +164,8 @@ def test_deleted_deployment_takes_its_containers_along(busy: Cluster) -> None:
     tasks = [busy.ctr_path, "--namespace=k8s.io", "tasks", "list", "--quiet"]
     before = busy.run_on("node1", tasks).split()
     busy.kubectl("delete", "pod/short", "--timeout=60s")
-    after = busy.run_on("node1", tasks).split()
     # The pod's container and its sandbox.
-    assert len(set(before) - set(after)) == 2
+    until(lambda: len(set(before) - set(busy.run_on("node1", tasks).split())) == 2, 60)
 
 
 PROBES = {

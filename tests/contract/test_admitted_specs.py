@@ -17,7 +17,7 @@ from isthmus_operator.plan.admission import admit
 from isthmus_operator.render.names import Defaults
 from isthmus_operator.render.service import render
 from isthmus_runtime.commands.model import build_model_parser
-from isthmus_runtime.config import parse_serve
+from isthmus_runtime.serve_flags import parse_serve
 
 SCHEMA = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
 ONE_OF = {"source": 1, "cache": 1, "auth": 1, "master": 1}

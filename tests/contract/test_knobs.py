@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from isthmus_runtime.commands.bench import build_bench_parser
-from isthmus_runtime.config import build_serve_parser
+from isthmus_runtime.serve_flags import build_serve_parser
 
 SERVE = {
     "--role": None,

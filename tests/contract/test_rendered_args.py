@@ -11,7 +11,8 @@ from isthmus_operator.api.v1alpha1 import parse
 from isthmus_operator.render.names import Defaults
 from isthmus_operator.render.service import render
 from isthmus_runtime.commands.model import build_model_parser
-from isthmus_runtime.config import EngineConfig, OnFailure, Role, RouterConfig, build_serve_parser, parse_serve
+from isthmus_runtime.config import EngineConfig, OnFailure, Role, RouterConfig
+from isthmus_runtime.serve_flags import build_serve_parser, parse_serve
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 from chat_reference import MAX_TOKENS, QUESTIONS, greedy_answers
-from processes import BIN, MODEL, Process, free_port
+from processes import BIN, MODEL, Process, free_port, running, until
 
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.request import Structure
@@ -112,7 +112,7 @@ def up(example: str, tmp: Path) -> Iterator[Service]:
             process.popen.wait(30)
         finally:
             process.stop()
-    left = [pid for pid in set(pids) if Path(f"/proc/{pid}").exists()]
+    left = [pid for pid in set(pids) if running(pid)]
     assert not left, f"processes left behind: {left}"
 
 
@@ -177,6 +177,8 @@ def test_killing_any_process_in_mid_stream_ends_the_request_and_the_service_reco
 ) -> None:
     question = QUESTIONS[0]
     for victim in sorted(service.pids()):
+        # What was killed before may have taken others with it, which are on their way back.
+        until(lambda victim=victim: victim in service.pids(), f"{victim} does not come back")  # type: ignore[misc]
         stream = service.stream("Tell me a long story about a canal.", max_tokens=300)
         next(iter(stream))
         os.kill(service.pids()[victim], signal.SIGKILL)

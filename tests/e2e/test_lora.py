@@ -150,8 +150,12 @@ def test_a_mounted_list_is_followed(apart: str, tmp_path: Path, tokenizer: Token
         change(one="second", two="first", three="missing")
         for engine in ("prefill0", "decode0"):
             url = service.url(engine)
-            until(lambda url=url: metric(url, "isthmus_adapters") == 2, f"{engine} has not followed")  # type: ignore[misc]
-            assert metric(url, "isthmus_adapter_problems") == 1
+
+            def followed(url: str = url) -> bool:
+                # The second is told when the list has been gone through, and the first before.
+                return (metric(url, "isthmus_adapters"), metric(url, "isthmus_adapter_problems")) == (2, 1)
+
+            until(followed, f"{engine} has not followed")
             told = get_json(url + "/info")["adapter_list"]
             assert isinstance(told, dict) and told["listed"] == 3
             assert [problem["name"] for problem in told["problems"]] == ["three"]

@@ -46,7 +46,11 @@ async def held(url: str) -> AsyncIterator[str]:
     """A proxy before the router that holds back the end of a streamed answer, and what comes after ten events."""
 
     async def forward(request: web.Request) -> web.StreamResponse:
-        async with session.request(request.method, url + request.path_qs, data=await request.read()) as answer:
+        data = await request.read()
+        if request.path.startswith("/v1/") and data:
+            # Some ids end an answer, and some are no text: with others it would be luck how long it becomes.
+            data = json.dumps({**json.loads(data), "ignore_eos": True, "temperature": 0}).encode()
+        async with session.request(request.method, url + request.path_qs, data=data) as answer:
             headers = {"Content-Type": answer.headers["Content-Type"]}
             if not request.path.startswith("/v1/"):
                 return web.Response(status=answer.status, headers=headers, body=await answer.read())
@@ -102,13 +106,13 @@ async def option(page: Page, field: str, value: str) -> None:
 
 def test_a_conversation_streams_and_shows_what_it_cost(service: Stack, tmp_path: Path) -> None:
     async def work(page: Page) -> None:
+        await option(page, "temperature", "0")  # what is drawn may end the answer before its first token
         await option(page, "tokens", "40")
         await page.type("Hello")
         await page.click("#send")
         await page.until(f"{PROGRESS} === 'Done.'")
         assert await page.eval(ANSWER)
         meta = await page.eval(META)
-        # At most 40: what is drawn may end the answer before.
         found = re.search(r"^first token .* s · (\d+) tokens? · prompt \d+", meta)
         assert found and 1 <= int(found[1]) <= 40, meta
         assert await page.eval("document.querySelectorAll('[aria-busy]').length") == 0
@@ -153,7 +157,7 @@ def test_an_error_of_the_api_is_shown_and_can_be_tried_again(service: Stack, tmp
         assert "max_tokens" in alert
         assert "HTTP 400" in await page.eval(META)
         # The browser itself notes an answer of 400 in its console; nothing else may be there.
-        assert len(page.problems) == 1 and "400" in page.problems.pop()
+        assert "400" in await page.problem()
         await page.eval("document.querySelector('#tokens').value = '5'")
         await page.click(".meta button")
         await page.until(f"{PROGRESS} === 'Done.'")
@@ -218,6 +222,7 @@ def test_the_service_is_shown_as_it_is(service: Stack, tmp_path: Path) -> None:
         shown = await page.until("document.querySelector('#roles').innerText")
         for part in ("Prefill", "Decode", "1 of 1 ready", "queued", "Direct · TCP", "link"):
             assert part in shown, shown
+        await option(page, "temperature", "0")
         await page.type("Hello")
         await page.press("Enter")
         await page.until("parseFloat(document.querySelector('#speed').textContent.replace(',', '')) > 0")
@@ -253,7 +258,7 @@ def test_a_key_is_asked_for_and_kept_in_memory_and_a_lost_router_is_noticed(serv
             kept = "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])"
             assert "a-key" not in await page.eval(kept)
             # A browser notes each 401 in its console.
-            assert page.problems and all("401" in problem for problem in page.problems)
+            assert "401" in await page.problem() and all("401" in problem for problem in page.problems)
             router.kill()
             await page.until("document.querySelector('#state').textContent === 'No contact'")
             await page.type("Hello?")
@@ -272,8 +277,10 @@ def test_a_tenant_chats_and_sees_nothing_of_the_load(service: Stack, tmp_path: P
         async with opened(url, tmp_path) as page:
             await option(page, "key", "a-key-of-tenant-one")
             await page.until(READY)
+            # A router is ready with decode alone.
+            await page.until("document.querySelector('aside').innerText.includes('Direct · TCP')")
             shown = await page.eval("document.querySelector('aside').innerText")
-            assert "1 of 1 ready" in shown and "Direct · TCP" in shown
+            assert "1 of 1 ready" in shown
             assert not [word for word in ("tokens/s", "running", "queued", "KV", "now") if word in shown], shown
             await option(page, "tokens", "5")
             await page.type("Hello")

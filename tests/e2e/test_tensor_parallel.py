@@ -7,6 +7,7 @@ import os
 import signal
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,18 @@ def complete(url: str, prompt: str, tokens: int = 24, model: str = "test") -> st
 def children(pid: int) -> list[int]:
     """The rank processes of an engine."""
     found = []
-    for pid_of in Path(f"/proc/{pid}/task").glob("*/children"):
-        found += [int(child) for child in pid_of.read_text().split()]
-    return [child for child in found if b"\0rank\0" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # of a thread that has ended
+            found += [int(child) for child in listed.read_text().split()]
+    return [child for child in found if b"\0rank\0" in command(child)]
+
+
+def command(pid: int) -> bytes:
+    """A process's command line; empty when it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def unhealthy(url: str) -> str:

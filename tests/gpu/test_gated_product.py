@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch, dispatch_weights
 from isthmus_kernels.linear import cuda_impl
 from isthmus_kernels.testing import assert_close, poisoned
 
@@ -110,7 +110,7 @@ def test_dispatch_takes_any_number_of_rows(rows: int, with_bias: bool) -> None:
     x, weight = noise(rows, 512), noise(4096, 512, 1 / 16)
     bias = torch.randn(4096, device="cuda").to(BF16) if with_bias else None
     out = poisoned(rows, 2048, dtype=BF16, device="cuda")
-    dispatch.linear_silu_mul(x, dispatch.pack(weight, bias), out=out)
+    dispatch.linear_silu_mul(x, dispatch_weights.pack(weight, bias), out=out)
     product = x.float() @ weight.float().T + (0 if bias is None else bias.float())
     gate, up = product.chunk(2, dim=1)
     # The two ops round each half to bf16 before they are multiplied.

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch, dispatch_weights
 from isthmus_kernels.device import multiprocessors
 from isthmus_kernels.linear.triton_impl import column_parts
 from isthmus_kernels.testing import assert_close, poisoned
@@ -35,7 +35,7 @@ def test_products_that_are_added(rows: int, outputs: int, columns: int) -> None:
     want = residual.float() + x.float() @ weight.float().T
     out = poisoned(rows, outputs, dtype=BF16, device="cuda")
     scratch = poisoned(rows, outputs, dtype=BF16, device="cuda")
-    dispatch.linear_add_rms_norm(x, dispatch.pack(weight), residual, norm, 1e-6, scratch=scratch, out=out)
+    dispatch.linear_add_rms_norm(x, dispatch_weights.pack(weight), residual, norm, 1e-6, scratch=scratch, out=out)
     assert scratch.isnan().all(), "nothing is between product and addition"
     assert_close(residual, want)
     assert_close(out, dispatch.rms_norm(residual, norm, 1e-6, impl="reference"))
@@ -43,7 +43,7 @@ def test_products_that_are_added(rows: int, outputs: int, columns: int) -> None:
 
 def test_few_rows_are_summed_in_parts_and_replayed() -> None:
     rows, outputs, columns = 256, 4096, 12_288
-    x, packed = noise(rows, columns), dispatch.pack(noise(outputs, columns, columns**-0.5).contiguous())
+    x, packed = noise(rows, columns), dispatch_weights.pack(noise(outputs, columns, columns**-0.5).contiguous())
     assert column_parts(rows, outputs, columns, multiprocessors(x.device)) == 2
     begin, norm = noise(rows, outputs), torch.ones(outputs, device="cuda", dtype=BF16)
     residual, out = begin.clone(), poisoned(rows, outputs, dtype=BF16, device="cuda")

@@ -24,7 +24,7 @@ from kernel_checks import (
     sampling_args,
 )
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch, dispatch_logits, dispatch_weights, kv_view
 from isthmus_kernels.testing import assert_close, paged_case, poisoned
 
 pytestmark = pytest.mark.gpu
@@ -119,7 +119,7 @@ def test_values_of_one_give_one() -> None:
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("layout", ["block-major", "layer-major"])
 @pytest.mark.parametrize("kv_dtype", [BF16, E4M3])
-def test_rope(tokens: int, shape: dict[str, int], norm: bool, layout: dispatch.Layout, kv_dtype: torch.dtype) -> None:
+def test_rope(tokens: int, shape: dict[str, int], norm: bool, layout: kv_view.Layout, kv_dtype: torch.dtype) -> None:
     check_rope(
         "triton",
         "cuda",
@@ -180,9 +180,9 @@ def test_sample(filters: tuple[str, ...], vocab: int, rows: int) -> None:
 def test_card_and_cpu_draw_alike() -> None:
     logits = torch.randn(200, 5000) * 3
     args = sampling_args(200, ("top_k", "top_p", "min_p"), "cpu", 5, 5000)
-    there = dispatch.sample(logits.cuda(), **{name: value.cuda() for name, value in args.items()}).cpu()
+    there = dispatch_logits.sample(logits.cuda(), **{name: value.cuda() for name, value in args.items()}).cpu()
     # One in a thousand draws may lie within rounding of another token.
-    assert (there != dispatch.sample(logits, **args)).sum() <= 1
+    assert (there != dispatch_logits.sample(logits, **args)).sum() <= 1
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -196,9 +196,9 @@ def test_penalties(dtype: torch.dtype) -> None:
     starts = ends // 3
     factors = [torch.rand(count) + 0.5 for _ in range(3)]
     want, got = logits.clone(), logits.cuda()
-    dispatch.penalize(want, tokens, draws, rows, starts, ends, *factors, most=2000, impl="reference")
+    dispatch_logits.penalize(want, tokens, draws, rows, starts, ends, *factors, most=2000, impl="reference")
     there = [tensor.cuda() for tensor in (tokens, draws, rows, starts, ends, *factors)]
-    dispatch.penalize(got, *there, most=2000)
+    dispatch_logits.penalize(got, *there, most=2000)
     torch.testing.assert_close(got.cpu(), want, rtol=1e-5 if dtype is F32 else 1e-2, atol=1e-5)
 
 
@@ -209,8 +209,8 @@ def test_masks(dtype: torch.dtype, width: int) -> None:
     rows = torch.randperm(7)[:4].sort().values
     masks = torch.randint(0, 256, (4, width), dtype=torch.uint8)
     want, got = logits.clone(), logits.cuda()
-    dispatch.mask_logits(want, rows, masks, impl="reference")
-    dispatch.mask_logits(got, rows.cuda(), masks.cuda())
+    dispatch_logits.mask_logits(want, rows, masks, impl="reference")
+    dispatch_logits.mask_logits(got, rows.cuda(), masks.cuda())
     assert torch.equal(got.cpu(), want)
 
 
@@ -308,7 +308,7 @@ def test_last_block_of_a_pool_of_150_000() -> None:
     pool = torch.empty((blocks, layers, 2, 16, 8, 128), dtype=BF16, device="cuda")
     case = paged_case([1, 20], [30, 12], dtype=BF16, kv_dtype=BF16, device="cuda", **QWEN3_8B)
     tables = torch.arange(blocks - 1, blocks - 1 - 2 * 4, -1, dtype=torch.int32, device="cuda").view(2, 4)
-    layer = dispatch.layer_view(pool, 1)
+    layer = kv_view.layer_view(pool, 1)
     for row in range(2):
         for index in range(2):
             layer[int(tables[row, index])] = case.kv[int(case.block_tables[row, index])]
@@ -351,14 +351,14 @@ def test_a_graph_follows_lengths_and_contents() -> None:
     out, tokens = torch.empty_like(q), torch.empty(rows, dtype=torch.int64, device="cuda")
     hidden = torch.zeros(1, 4096, dtype=BF16, device="cuda")
     plain = torch.randn(4096, 4096, device="cuda").to(BF16) / 64
-    weight = dispatch.pack(plain)
+    weight = dispatch_weights.pack(plain)
     product = torch.empty_like(hidden)
     args = sampling_args(rows, ("top_k", "top_p"), "cuda", 1, 151_936)
 
     def step() -> None:
         dispatch.paged_attention(
             q,
-            dispatch.layer_view(pool, 0),
+            kv_view.layer_view(pool, 0),
             tables,
             starts,
             lens,
@@ -367,7 +367,7 @@ def test_a_graph_follows_lengths_and_contents() -> None:
             max_seq_len=4800,
             out=out,
         )
-        dispatch.sample(logits, out=tokens, **args)
+        dispatch_logits.sample(logits, out=tokens, **args)
         dispatch.linear(hidden, weight, out=product)
 
     graph = capture(step)
@@ -390,4 +390,4 @@ def test_a_graph_follows_lengths_and_contents() -> None:
         graph.replay()
         assert_close(out[:count], attend(case, "reference"))
         check_draws(logits, tokens, args)
-        assert_close(product, dispatch.linear(hidden, dispatch.pack(plain, impl="torch")))
+        assert_close(product, dispatch.linear(hidden, dispatch_weights.pack(plain, impl="torch")))

@@ -17,9 +17,10 @@ CROWDED = """
 import os, sys, time
 import torch
 from isthmus_kernels import dispatch, native
+from isthmus_kernels import dispatch_weights
 os.sched_setaffinity(0, {int(p) for p in sys.argv[2:]})
 torch.set_num_threads(int(sys.argv[1]))
-weight = dispatch.pack(torch.randn(3072, 576, generator=torch.Generator().manual_seed(1)))
+weight = dispatch_weights.pack(torch.randn(3072, 576, generator=torch.Generator().manual_seed(1)))
 x = torch.randn(40, 576, generator=torch.Generator().manual_seed(2))
 want = dispatch.linear(x, weight)
 end = time.monotonic() + 60
@@ -45,3 +46,37 @@ def test_a_thread_whose_processor_others_need_gives_way(threads: int) -> None:
     finally:
         hog.kill()
         hog.communicate()
+
+
+# What the helper may run on is told after loops that it was woken for.
+APART = """
+import os, sys, time
+import torch
+from isthmus_kernels import dispatch
+usable = {int(p) for p in sys.argv[1:]}
+os.sched_setaffinity(0, usable)
+torch.set_num_threads(2)
+weight, x = torch.randn(3072, 576), torch.randn(1, 576)
+before = set(os.listdir("/proc/self/task"))
+weight = dispatch.pack(weight)
+end = time.monotonic() + 60
+while True:
+    dispatch.linear(x, weight)
+    (helper,) = set(os.listdir("/proc/self/task")) - before
+    found = os.sched_getaffinity(int(helper))
+    if found < usable or len(usable) == 1:
+        break
+    assert time.monotonic() < end, found
+    time.sleep(0.01)
+assert len(found) == max(1, len(usable) - 1), found
+assert os.sched_getaffinity(0) == usable
+"""
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_helper_runs_beside_its_caller_not_in_turns_with_it(count: int) -> None:
+    """Linux may place a thread that is woken on its waker's processor while another one is idle."""
+    processors = [str(p) for p in sorted(os.sched_getaffinity(0))[:count]]
+    if len(processors) < count:
+        pytest.skip(f"needs {count} processors")
+    subprocess.run([sys.executable, "-c", APART, *processors], check=True, timeout=100)

@@ -8,7 +8,7 @@ import torch
 from compiled_cuda import assert_in_registers, check_layout, hopper_code
 from torch import Tensor
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch, dispatch_weights
 from isthmus_kernels.linear import cuda_impl
 from isthmus_kernels.linear.packed import PackedLinear
 from isthmus_kernels.testing import assert_close, poisoned
@@ -95,7 +95,7 @@ def test_gated_product_is_that_of_the_two_ops(rows: int, with_scratch: bool) -> 
     x = torch.randn(rows, 40)
     out = poisoned(rows, 24 + 3)[:, :24]
     scratch = poisoned(rows, 48) if with_scratch else None
-    packed = dispatch.pack(weight)
+    packed = dispatch_weights.pack(weight)
     assert dispatch.linear_silu_mul(x, packed, scratch=scratch, out=out) is out
     gate, up = (x @ weight.T).chunk(2, dim=1)
     assert_close(out, torch.nn.functional.silu(gate) * up)
@@ -130,4 +130,4 @@ def test_a_weight_may_take_the_activation_upon_itself(takes: bool) -> None:
 
 def test_a_width_that_does_not_match_is_named() -> None:
     with pytest.raises(ValueError, match=r"out: expected \[T, 6 / 2\], got \(2, 4\)"):
-        dispatch.linear_silu_mul(torch.ones(2, 3), dispatch.pack(torch.ones(6, 3)), out=torch.ones(2, 4))
+        dispatch.linear_silu_mul(torch.ones(2, 3), dispatch_weights.pack(torch.ones(6, 3)), out=torch.ones(2, 4))

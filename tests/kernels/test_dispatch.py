@@ -16,13 +16,13 @@ from pathlib import Path
 exists = Path.exists
 Path.exists = lambda path: exists(path) and not path.name.startswith("_cpu")
 import torch
-from isthmus_kernels import dispatch, native
+from isthmus_kernels import dispatch, dispatch_logits, dispatch_weights, native
 assert not native.available()
 x = torch.randn(3, 8)
 dispatch.rms_norm(x, torch.ones(8), 1e-5)
 dispatch.silu_mul(x)
-dispatch.sample(x)
-packed = dispatch.pack(torch.randn(4, 8).bfloat16(), dtype=torch.float32)
+dispatch_logits.sample(x)
+packed = dispatch_weights.pack(torch.randn(4, 8).bfloat16(), dtype=torch.float32)
 assert dispatch.linear(x, packed).shape == (3, 4)
 from isthmus_kernels.testing import paged_case
 case = paged_case([1], [3], heads=2, kv_heads=1, head_dim=32, block_size=8)

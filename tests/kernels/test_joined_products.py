@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch, dispatch_weights
 from isthmus_kernels.linear.packed import PackedLinear
 from isthmus_kernels.testing import assert_close, poisoned
 
@@ -51,7 +51,7 @@ def joining(takes: bool, outputs: int) -> PackedLinear:
 def test_sum_has_the_bits_of_the_two_ops(rows: int, with_scratch: bool, dtype: torch.dtype) -> None:
     weight, x = torch.randn(24, 40).to(dtype), torch.randn(rows, 40).to(dtype)
     residual, norm = torch.randn(rows, 24).to(dtype), torch.rand(24).to(dtype)
-    packed = dispatch.pack(weight)
+    packed = dispatch_weights.pack(weight)
     want = residual.clone()
     normed = dispatch.add_rms_norm(dispatch.linear(x, packed), want, norm, 1e-5)
     out = poisoned(rows, 24 + 3, dtype=dtype)[:, :24]
@@ -69,7 +69,7 @@ def test_a_weight_may_add_by_itself(takes: bool) -> None:
 
 
 def test_a_residual_that_does_not_match_is_named() -> None:
-    packed = dispatch.pack(torch.ones(6, 3))
+    packed = dispatch_weights.pack(torch.ones(6, 3))
     with pytest.raises(ValueError, match=r"residual, out: expected \[2, 6\], got \(2, 4\) and \(2, 6\)"):
         dispatch.linear_add_rms_norm(
             torch.ones(2, 3), packed, torch.ones(2, 4), torch.ones(6), 1e-5, out=torch.ones(2, 6)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus_kernels import cuda_library, dispatch, native
+from isthmus_kernels import cuda_library, dispatch, kv_view, native
 from isthmus_kernels.kv_swap.cases import SWAP_CASES, SwapCase
 from isthmus_kernels.kv_swap.geometry import DIRECTIONS, Direction, Stage, geometry, route, stage
 
@@ -230,7 +230,7 @@ def test_whole_blocks_of_two_block_major_buffers_are_one_fragment() -> None:
 
 def test_layer_major_pool_has_a_fragment_for_keys_and_values_of_each_layer() -> None:
     pool = torch.empty(36, 2, 1000, 16, 8, 128, dtype=torch.bfloat16, device="meta")
-    what = geometry(dispatch.block_view(pool, "layer-major"), block_major(20, 36, 8))
+    what = geometry(kv_view.block_view(pool, "layer-major"), block_major(20, 36, 8))
     assert what.fragment == 16 * 8 * 128 * 2 and what.counts == (72,)
     assert what.pool_strides == (1000 * what.fragment,) and what.host_strides == (what.fragment,)
     assert what.block_bytes == what.host_stretch == 72 * what.fragment

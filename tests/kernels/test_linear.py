@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus_kernels import dispatch, native
+from isthmus_kernels import dispatch, dispatch_weights, native
 from isthmus_kernels.linear.cpu_impl import pack
 from isthmus_kernels.linear.reference import linear as reference
 from isthmus_kernels.testing import TOLERANCES, poisoned, threads
@@ -21,7 +21,7 @@ def check(
     x = torch.randn(m, k + 5, generator=generator).to(dtype)[:, :k]
     weight = (torch.randn(n, k, generator=generator) / max(k, 1) ** 0.5).to(weight_dtype)
     bias = torch.randn(n, generator=generator).to(weight_dtype) if with_bias else None
-    packed = dispatch.pack(weight, bias, dtype=dtype, impl=impl)
+    packed = dispatch_weights.pack(weight, bias, dtype=dtype, impl=impl)
     want = reference(x, weight, bias)
     wide = poisoned(m, n + 4, dtype=dtype)
     dispatch.linear(x, packed, out=wide[:, :n])
@@ -74,22 +74,22 @@ def test_any_shape(
 def test_bf16_weights_lose_nothing(m: int) -> None:
     weight = torch.randn(48, 300).bfloat16()
     x = torch.randn(m, 300)
-    narrow = dispatch.pack(weight, dtype=torch.float32, impl="cpu")
-    wide = dispatch.pack(weight.float(), impl="cpu")
+    narrow = dispatch_weights.pack(weight, dtype=torch.float32, impl="cpu")
+    wide = dispatch_weights.pack(weight.float(), impl="cpu")
     assert torch.equal(dispatch.linear(x, narrow), dispatch.linear(x, wide))
     assert 2 * narrow.nbytes == wide.nbytes
 
 
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="weight: expected"):
-        dispatch.pack(torch.ones(3))
+        dispatch_weights.pack(torch.ones(3))
     with pytest.raises(ValueError, match="bias: expected"):
-        dispatch.pack(torch.ones(3, 4), torch.ones(4))
+        dispatch_weights.pack(torch.ones(3, 4), torch.ones(4))
     with pytest.raises(ValueError, match="impl: 'gpu'"):
-        dispatch.pack(torch.ones(3, 4), impl="gpu")
+        dispatch_weights.pack(torch.ones(3, 4), impl="gpu")
     if native.available():
         with pytest.raises(ValueError, match=r"x: expected \[T, 4\]"):
-            dispatch.linear(torch.ones(2, 5), dispatch.pack(torch.ones(3, 4), impl="cpu"))
+            dispatch.linear(torch.ones(2, 5), dispatch_weights.pack(torch.ones(3, 4), impl="cpu"))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -103,7 +103,7 @@ def test_some_of_the_outputs(impl: str, k: int, dtype: torch.dtype, weight_dtype
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(150, k, generator=generator).to(weight_dtype)
     bias = torch.randn(150, generator=generator).to(weight_dtype)
-    packed = dispatch.pack(weight, bias, dtype=dtype, impl=impl)
+    packed = dispatch_weights.pack(weight, bias, dtype=dtype, impl=impl)
     cut = 0
     for first in (0, 16, 32, 64, 96, 100, 128):
         some = packed.outputs_from(first)
@@ -122,8 +122,8 @@ def test_some_of_the_outputs(impl: str, k: int, dtype: torch.dtype, weight_dtype
 
 def test_some_of_the_outputs_of_8_bit_weights() -> None:
     generator = torch.Generator().manual_seed(0)
-    weight, scale = dispatch.quantize(torch.randn(48, 64, generator=generator), impl="reference")
-    packed = dispatch.pack_fp8(weight, scale, torch.randn(48, generator=generator), dtype=torch.bfloat16)
+    weight, scale = dispatch_weights.quantize(torch.randn(48, 64, generator=generator), impl="reference")
+    packed = dispatch_weights.pack_fp8(weight, scale, torch.randn(48, generator=generator), dtype=torch.bfloat16)
     some = packed.outputs_from(16)
     assert some is not None
     x = torch.randn(3, 64, generator=generator).bfloat16()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus_kernels import dispatch, native
+from isthmus_kernels import dispatch_logits, native
 
 
 @settings(max_examples=60)
@@ -25,8 +25,8 @@ def test_fast_forms_equal_the_reference(
     rows = torch.tensor(sorted(masked), dtype=torch.int64)
     masks = torch.randint(0, 256, (len(rows), width), generator=generator, dtype=torch.uint8)
     want, got = logits.clone(), logits.clone()
-    dispatch.mask_logits(want, rows, masks, impl="reference")
-    dispatch.mask_logits(got, rows, masks, impl=impl)
+    dispatch_logits.mask_logits(want, rows, masks, impl="reference")
+    dispatch_logits.mask_logits(got, rows, masks, impl=impl)
     assert torch.equal(want, got)
     for row in set(range(5)) - masked:
         assert torch.equal(got[row], logits[row])
@@ -35,5 +35,5 @@ def test_fast_forms_equal_the_reference(
 @pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_bits_are_counted_from_the_lowest(impl: str) -> None:
     logits = torch.zeros(1, 12)
-    dispatch.mask_logits(logits, torch.tensor([0]), torch.tensor([[0b0000_0101]], dtype=torch.uint8), impl=impl)
+    dispatch_logits.mask_logits(logits, torch.tensor([0]), torch.tensor([[0b0000_0101]], dtype=torch.uint8), impl=impl)
     assert [i for i, value in enumerate(logits[0].tolist()) if value == 0] == [0, 2]

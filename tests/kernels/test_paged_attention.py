@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_checks import check_attention
 
-from isthmus_kernels import dispatch, native
+from isthmus_kernels import dispatch, kv_view, native
 from isthmus_kernels.testing import PagedCase, assert_close, paged_case, poisoned, threads
 
 IMPLS = ["torch", *(["cpu"] if native.available() else [])]
@@ -137,7 +137,7 @@ def test_any_batch(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     window: int | None,
-    layout: dispatch.Layout,
+    layout: kv_view.Layout,
     seed: int,
 ) -> None:
     case = paged_case(
@@ -234,4 +234,4 @@ def test_wrong_shapes_are_named() -> None:
                 **options,
             )
     with pytest.raises(ValueError, match="slot: 9"):
-        dispatch.layer_view(case.pool, 9)
+        kv_view.layer_view(case.pool, 9)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch_logits
 
 
 @settings(max_examples=60)
@@ -27,8 +27,8 @@ def test_torch_equals_the_reference(vocab: int, penalised: set[int], dtype: torc
     factors = [torch.rand(count, generator=generator) + 0.5 for _ in range(3)]
     most = int(ends.max()) if count else 0
     want, got = logits.clone(), logits.clone()
-    dispatch.penalize(want, tokens, draws, rows, starts, ends, *factors, most=most, impl="reference")
-    dispatch.penalize(got, tokens, draws, rows, starts, ends, *factors, most=most, impl="torch")
+    dispatch_logits.penalize(want, tokens, draws, rows, starts, ends, *factors, most=most, impl="reference")
+    dispatch_logits.penalize(got, tokens, draws, rows, starts, ends, *factors, most=most, impl="torch")
     assert not got.isnan().any()
     torch.testing.assert_close(got, want, rtol=1e-5 if dtype is torch.float32 else 1e-2, atol=1e-5)
     for row in set(range(40)) - penalised:

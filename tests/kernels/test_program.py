@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from isthmus_kernels import dispatch as ops
-from isthmus_kernels import native
+from isthmus_kernels import dispatch_weights, native
 from isthmus_kernels.testing import PagedCase, paged_case, poisoned
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled library is not built")
@@ -24,7 +24,7 @@ class Layer:
         self.gated, self.inner = poisoned(tokens, 128), poisoned(tokens, 64)
         self.norm = torch.rand(HIDDEN)
         shapes = [(self.fused.shape[1], HIDDEN), (HIDDEN, HEADS * DIM), (128, HIDDEN), (HIDDEN, 64)]
-        self.weights = [ops.pack(torch.randn(shape) / 10, impl="cpu") for shape in shapes]
+        self.weights = [dispatch_weights.pack(torch.randn(shape) / 10, impl="cpu") for shape in shapes]
         angles = torch.arange(512)[:, None] * 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
         self.cos, self.sin = angles.cos(), angles.sin()
 
@@ -58,7 +58,7 @@ def decode_case(seed: int) -> PagedCase:
 
 def test_replay_follows_the_contents_of_its_buffers() -> None:
     layer, case = Layer(3), decode_case(1)
-    with ops.record() as program:
+    with native.record() as program:
         layer.forward(case)
     assert len(program) == 8
     for step in range(3):
@@ -82,7 +82,7 @@ def test_replay_follows_the_contents_of_its_buffers() -> None:
 
 def test_replay_raises_what_the_op_raises() -> None:
     layer, case = Layer(3), decode_case(2)
-    with ops.record() as program:
+    with native.record() as program:
         layer.forward(case)
     program.run()
     case.block_tables[1, 0] = -5
@@ -94,7 +94,7 @@ def test_replay_raises_what_the_op_raises() -> None:
 
 
 def test_program_keeps_its_memory() -> None:
-    with ops.record() as program:
+    with native.record() as program:
         result = ops.silu_mul(torch.ones(2, 8))
     want = result.clone()
     result.fill_(0)
@@ -103,7 +103,7 @@ def test_program_keeps_its_memory() -> None:
 
 
 def test_nothing_is_recorded_outside_or_after_an_error() -> None:
-    with pytest.raises(ValueError, match="x: expected"), ops.record() as program:
+    with pytest.raises(ValueError, match="x: expected"), native.record() as program:
         ops.silu_mul(torch.ones(2, 7))
     ops.silu_mul(torch.ones(2, 8))
     assert len(program) == 0

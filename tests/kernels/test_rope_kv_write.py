@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_checks import check_rope
 
-from isthmus_kernels import dispatch, native
+from isthmus_kernels import dispatch, kv_view, native
 from isthmus_kernels.device import interpreted
 from isthmus_kernels.testing import assert_close, paged_case, poisoned
 
@@ -37,7 +37,7 @@ def test_reference_is_a_rotation() -> None:
 @pytest.mark.parametrize(("head_dim", "rotary"), [(32, 32), (80, 32), (10, 6)])
 @pytest.mark.parametrize("layout", ["block-major", "layer-major"])
 def test_compiled_8_bit_floats(
-    dtype: torch.dtype, heads: int, head_dim: int, rotary: int, layout: dispatch.Layout
+    dtype: torch.dtype, heads: int, head_dim: int, rotary: int, layout: kv_view.Layout
 ) -> None:
     kinds = {"dtype": dtype, "kv_dtype": FP8, "layout": layout}
     check_rope("cpu", "cpu", tokens=40, heads=heads, kv_heads=3, head_dim=head_dim, rotary=rotary, q_norm=True,
@@ -102,7 +102,7 @@ def test_compiled(
     head_dim: int,
     rotary: int,
     norm: bool,
-    layout: dispatch.Layout,
+    layout: kv_view.Layout,
     heads: int,
 ) -> None:
     case = paged_case(
@@ -124,7 +124,7 @@ def test_compiled(
     for impl in ("reference", "cpu"):
         own = qkv.clone()
         pool = poisoned(*case.pool.shape, dtype=kv_dtype)
-        view = dispatch.layer_view(pool, 1, layout)
+        view = kv_view.layer_view(pool, 1, layout)
         q = dispatch.rope_kv_write(
             own,
             case.positions,

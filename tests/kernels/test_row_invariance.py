@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from isthmus_kernels import dispatch, native
+from isthmus_kernels import dispatch, dispatch_logits, dispatch_weights, native
 from isthmus_kernels.testing import PagedCase, paged_case, poisoned, threads
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the compiled library is not built")
@@ -47,7 +47,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 def test_linear(dtype: torch.dtype, weight_dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight, bias = randn(*shape, dtype=weight_dtype), randn(shape[0], dtype=weight_dtype, seed=1)
     x = randn(max(BATCHES), shape[1], dtype=dtype, seed=2)
-    for packed in (dispatch.pack(weight, bias, dtype=dtype), dispatch.pack(weight, dtype=dtype)):
+    for packed in (dispatch_weights.pack(weight, bias, dtype=dtype), dispatch_weights.pack(weight, dtype=dtype)):
         alone = torch.cat([dispatch.linear(row[None], packed) for row in x])
         for count in (1, 3):
             with threads(count):
@@ -232,8 +232,8 @@ def test_sampling(filters: tuple[str, ...]) -> None:
     }
     args = {name: value for name, value in args.items() if name in ("temperature", "seeds", "positions", *filters)}
     alone = [
-        dispatch.sample(logits[row, None], **{name: value[row, None] for name, value in args.items()}).item()
+        dispatch_logits.sample(logits[row, None], **{name: value[row, None] for name, value in args.items()}).item()
         for row in range(70)
     ]
     with threads(3):
-        assert dispatch.sample(logits, **args).tolist() == alone
+        assert dispatch_logits.sample(logits, **args).tolist() == alone

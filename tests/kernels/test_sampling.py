@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus_kernels import dispatch, native
+from isthmus_kernels import dispatch_logits, native
 from isthmus_kernels.device import interpreted
 from isthmus_kernels.sampling.noise import gumbel, uniform
 
@@ -51,9 +51,9 @@ def test_implementations_agree(vocab: int, coarse: bool, holes: bool, filters: s
     for name in ("top_k", "top_p", "min_p"):
         if name not in filters:
             del args[name]
-    want = dispatch.sample(logits, impl="reference", **args).tolist()
+    want = dispatch_logits.sample(logits, impl="reference", **args).tolist()
     for impl in FAST:
-        assert dispatch.sample(logits, impl=impl, **args).tolist() == want
+        assert dispatch_logits.sample(logits, impl=impl, **args).tolist() == want
 
 
 # Finite positive temperatures, from the smallest number there is: below 2^-126 they are subnormal.
@@ -82,7 +82,7 @@ def test_any_temperature(temperatures: list[float], shift: float, filters: set[s
     args["temperature"] = torch.tensor(temperatures)
     args["seeds"] = torch.randint(-(2**62), 2**62, (rows,), generator=generator)
     impls = ["reference", *FAST, *(["triton"] if interpreted() else [])]
-    drawn = {impl: dispatch.sample(logits, impl=impl, **args).tolist() for impl in impls}
+    drawn = {impl: dispatch_logits.sample(logits, impl=impl, **args).tolist() for impl in impls}
     assert len({tuple(tokens) for tokens in drawn.values()}) == 1, drawn
     for row, temperature in enumerate(temperatures):
         best, second = logits[row].topk(2).values.double().tolist()
@@ -97,7 +97,7 @@ def test_any_temperature(temperatures: list[float], shift: float, filters: set[s
 def test_a_cold_row_is_greedy(impl: str, temperature: float, sign: float) -> None:
     logits = sign * torch.tensor([[3.0, 1.0, 5.0, 4.0, 2.0]])
     args = batch(1, top_p=0.5) | {"temperature": torch.tensor([temperature])}
-    assert dispatch.sample(logits, impl=impl, **args).item() == logits.argmax()
+    assert dispatch_logits.sample(logits, impl=impl, **args).item() == logits.argmax()
 
 
 @pytest.mark.parametrize("impl", ["reference", *FAST])
@@ -106,10 +106,10 @@ def test_a_cold_row_is_greedy(impl: str, temperature: float, sign: float) -> Non
 def test_a_row_of_no_numbers_draws_some_token(impl: str, value: float, temperature: float) -> None:
     logits = torch.full((1, 7), value)
     args = batch(1, top_k=3, top_p=0.5, min_p=0.1) | {"temperature": torch.tensor([temperature])}
-    assert 0 <= dispatch.sample(logits, impl=impl, **args).item() < 7
+    assert 0 <= dispatch_logits.sample(logits, impl=impl, **args).item() < 7
     logits[0, 5] = 1.0
     if value == float("-inf"):
-        assert dispatch.sample(logits, impl=impl, **args).item() == 5
+        assert dispatch_logits.sample(logits, impl=impl, **args).item() == 5
 
 
 @pytest.mark.parametrize("impl", ["reference", *FAST])
@@ -118,7 +118,7 @@ def test_greedy_takes_the_first_of_equals(impl: str) -> None:
     logits[1, 7] = logits[1, 9] = 2.0
     logits[2] = float("-inf")
     out = torch.full((3,), -1)
-    assert dispatch.sample(logits, out=out, impl=impl).tolist() == [0, 7, 0]
+    assert dispatch_logits.sample(logits, out=out, impl=impl).tolist() == [0, 7, 0]
     assert out.tolist() == [0, 7, 0]
 
 
@@ -132,11 +132,11 @@ def test_greedy_over_a_large_vocabulary(dtype: torch.dtype, rows: int) -> None:
         logits[at, list(ties)] = 7.0
     want = [50_000, 16_383, 33_000][:rows]
     for impl in ("reference", *FAST):
-        assert dispatch.sample(logits, impl=impl).tolist() == want, impl
-    assert dispatch.sample(torch.full((rows, 50_001), float("-inf"), dtype=dtype)).tolist() == [0] * rows
+        assert dispatch_logits.sample(logits, impl=impl).tolist() == want, impl
+    assert dispatch_logits.sample(torch.full((rows, 50_001), float("-inf"), dtype=dtype)).tolist() == [0] * rows
     logits[:, :16_384] = float("nan")
     if native.available():
-        assert dispatch.sample(logits, impl="cpu").tolist() == [50_000, 16_384, 33_000][:rows]
+        assert dispatch_logits.sample(logits, impl="cpu").tolist() == [50_000, 16_384, 33_000][:rows]
 
 
 @pytest.mark.skipif(not native.available(), reason="needs the compiled library")
@@ -144,10 +144,12 @@ def test_bfloat16_logits_are_read_as_they_are() -> None:
     """A converted copy would be PyTorch's work, on threads that fight with the library's for the processors."""
     logits = torch.randn(4, 300).bfloat16()
     args = batch(4, top_p=0.9, top_k=40)
-    assert torch.equal(dispatch.sample(logits, impl="cpu", **args), dispatch.sample(logits.float(), impl="cpu", **args))
+    assert torch.equal(
+        dispatch_logits.sample(logits, impl="cpu", **args), dispatch_logits.sample(logits.float(), impl="cpu", **args)
+    )
     out = torch.empty(4, dtype=torch.int64)
-    with dispatch.record() as program:
-        dispatch.sample(logits, impl="cpu", out=out)
+    with native.record() as program:
+        dispatch_logits.sample(logits, impl="cpu", out=out)
     logits.neg_()
     program.run()
     assert out.tolist() == logits.float().argmax(dim=1).tolist()
@@ -158,12 +160,12 @@ def test_a_request_does_not_feel_its_batch(impl: str) -> None:
     logits = torch.randn(8, 500)
     args = batch(8, top_p=0.9)
     args["positions"] = torch.arange(8) * 3
-    together = dispatch.sample(logits, impl=impl, **args)
+    together = dispatch_logits.sample(logits, impl=impl, **args)
     for row in range(8):
         alone = {name: value[row : row + 1] for name, value in args.items()}
-        assert dispatch.sample(logits[row : row + 1], impl=impl, **alone).item() == together[row].item()
+        assert dispatch_logits.sample(logits[row : row + 1], impl=impl, **alone).item() == together[row].item()
     order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
-    shuffled = dispatch.sample(logits[order], impl=impl, **{name: value[order] for name, value in args.items()})
+    shuffled = dispatch_logits.sample(logits[order], impl=impl, **{name: value[order] for name, value in args.items()})
     assert torch.equal(shuffled, together[order])
 
 
@@ -188,7 +190,7 @@ def test_distribution(impl: str, filters: dict[str, float], kept: int | None) ->
     if kept is not None:
         assert keep.sum() == kept
     draws = 20_000
-    tokens = dispatch.sample(logits.expand(draws, 8).contiguous(), impl=impl, **batch(draws, **filters))
+    tokens = dispatch_logits.sample(logits.expand(draws, 8).contiguous(), impl=impl, **batch(draws, **filters))
     counts = torch.bincount(tokens, minlength=8).double()
     assert counts[~keep].sum() == 0
     expected = probs[keep] / probs[keep].sum() * draws
@@ -212,12 +214,12 @@ def test_noise_is_uniform_and_open() -> None:
 
 def test_seed_and_position_are_required() -> None:
     with pytest.raises(ValueError, match="seeds and positions"):
-        dispatch.sample(torch.zeros(1, 4), temperature=torch.ones(1))
+        dispatch_logits.sample(torch.zeros(1, 4), temperature=torch.ones(1))
 
 
 def test_logprobs() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0, 2.0], [5.0, 0.0, 0.0, 0.0]])
-    chosen, rank, ids, top = dispatch.logprobs(logits, torch.tensor([1, 0]), 2)
+    chosen, rank, ids, top = dispatch_logits.logprobs(logits, torch.tensor([1, 0]), 2)
     want = logits.log_softmax(-1)
     torch.testing.assert_close(chosen, torch.stack([want[0, 1], want[1, 0]]))
     assert rank.tolist() == [3, 1]

@@ -30,7 +30,7 @@ from kernel_checks import (
     check_sample,
 )
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch_logits
 from isthmus_kernels.device import interpreted
 from isthmus_kernels.moe.triton_routing import arrange
 
@@ -196,9 +196,9 @@ def test_cold_rows_in_several_programs(filters: dict[str, float], shift: float) 
     args = {"temperature": torch.tensor(temperatures), "seeds": torch.arange(6), "positions": torch.arange(6)}
     for name, value in filters.items():
         args[name] = torch.full((6,), value, dtype=torch.int32 if name == "top_k" else torch.float32)
-    drawn = dispatch.sample(logits, impl="triton", **args).tolist()
+    drawn = dispatch_logits.sample(logits, impl="triton", **args).tolist()
     assert drawn[:4] == logits[:4].argmax(dim=-1).tolist()
-    assert drawn == dispatch.sample(logits, impl="torch", **args).tolist()
+    assert drawn == dispatch_logits.sample(logits, impl="torch", **args).tolist()
 
 
 @pytest.mark.parametrize("filters", [(), ("top_k", "top_p")])

@@ -108,7 +108,7 @@ def test_services_are_told_of_what_may_not_be_read_and_of_no_other_trouble(
 
     async def main() -> None:
         one = operator.Operator(cast(Api, None), operator.OperatorOptions())
-        unread: list[str] = []
+        unread: list[object] = []
 
         async def ask(*_: object, **__: object) -> None:
             unread.append(one.controller.unread)

@@ -1,9 +1,10 @@
 """What the watch says, corrected by what we have written, and never longer than that is newer."""
 
 import asyncio
+import random
 from typing import Any
 
-from isthmus_operator.shell.cache import MOST_KEPT, Cache
+from isthmus_operator.shell.cache import MOST_KEPT, MOST_OF_A_POD, MOST_OF_A_SERVICE, Cache
 
 KEY = ("ns", "svc")
 
@@ -39,6 +40,7 @@ class Woken:
 def test_an_answer_stands_until_the_watch_has_caught_up_or_told_of_the_deletion() -> None:
     async def main() -> None:
         one = Woken()
+        one.cache.changed(service())
         one.cache.written(KEY, "apply", body(5))
         assert one.versions() == {"d": 5}, "made, and not watched yet"
         one.cache.changed(body(4))
@@ -60,6 +62,7 @@ def test_an_answer_stands_until_the_watch_has_caught_up_or_told_of_the_deletion(
 def test_what_we_deleted_is_gone_although_the_watch_still_shows_it() -> None:
     async def main() -> None:
         one = Woken()
+        one.cache.changed(service())
         one.cache.changed(body(1))
         one.cache.changed(body(2, uid="v", name="e"))
         one.cache.written(KEY, "delete", body(1))
@@ -208,7 +211,7 @@ def test_of_what_is_only_labelled_as_a_services_nothing_is_kept() -> None:
 def test_labels_and_annotations_that_nobody_reads_are_not_kept() -> None:
     async def main() -> None:
         one = Woken()
-        many = {f"example.com/l{n}": "x" for n in range(1000)}
+        many = {f"{group}/l{n}": "x" for group in ("example.com", "serving.isthmus.dev") for n in range(1000)}
         ours = {"serving.isthmus.dev/template": "1"}
         child = body(1)
         child["metadata"]["labels"] |= many
@@ -223,7 +226,7 @@ def test_labels_and_annotations_that_nobody_reads_are_not_kept() -> None:
         assert kept["metadata"]["annotations"] == ours
         (fields,) = (known["fieldsV1"] for known in kept["metadata"]["managedFields"])
         mine = {"f:serving.isthmus.dev/template": {}}
-        assert fields == {"f:metadata": {"f:labels": mine, "f:annotations": mine}, "f:spec": {}}
+        assert fields == {"f:metadata": {"f:labels": {}, "f:annotations": mine}, "f:spec": {}}
 
     asyncio.run(main())
 
@@ -232,6 +235,56 @@ def test_a_child_larger_than_any_spec_asks_for_is_not_kept() -> None:
     async def main() -> None:
         one = Woken()
         one.cache.changed(body(1, kind="ConfigMap", data={"x": "y" * MOST_KEPT}))
+        assert one.versions() == {}
+
+    asyncio.run(main())
+
+
+def test_a_pod_is_small_whatever_else_it_says() -> None:
+    async def main() -> None:
+        one = Woken()
+        one.cache.changed(body(1, kind="Pod", status={"phase": "Running"}))
+        assert one.versions() == {"d": 1}
+        one.cache.changed(body(2, kind="Pod", status={"message": "y" * MOST_OF_A_POD}))
+        assert one.versions() == {}
+
+    asyncio.run(main())
+
+
+def test_objects_with_a_forged_owner_have_the_room_of_one_service() -> None:
+    """Anybody may name a service as the owner of what he makes."""
+
+    async def main() -> None:
+        one = Woken()
+        one.cache.changed(service(1))
+        # As good as incompressible.
+        noise = random.Random(0)
+        for number in range(20):
+            data = {"x": noise.randbytes(100 * 1024).hex()}
+            one.cache.changed(body(2, uid=f"u{number}", name=f"d{number}", kind="ConfigMap", data=data))
+        kept = sum(len(one.data) for one in one.cache._watched[KEY].values())
+        assert MOST_OF_A_SERVICE / 2 < kept <= MOST_OF_A_SERVICE + 1024
+        one.cache.changed(body(2, uid="p", name="pod", kind="Pod"))
+        assert "pod" in one.versions(), "pods are counted by what there is of them"
+        known = one.versions()
+        one.cache.changed(body(3, uid="u0", name="d0", kind="ConfigMap", data={"x": noise.randbytes(99 * 1024).hex()}))
+        assert one.versions() == known | {"d0": 3}, "what is replaced makes room for itself"
+
+    asyncio.run(main())
+
+
+def test_of_a_service_that_is_gone_no_answer_is_kept() -> None:
+    """A run that was under way when it went writes on."""
+
+    async def main() -> None:
+        one = Woken()
+        one.cache.changed(service())
+        one.cache.gone(service(2))
+        one.cache.written(KEY, "apply", body(3))
+        one.cache.written(KEY, "status", service(4))
+        assert KEY not in one.cache
+        assert one.cache._written == {}
+        one.cache.changed(service(5))
         assert one.versions() == {}
 
     asyncio.run(main())

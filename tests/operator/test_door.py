@@ -54,7 +54,12 @@ class Hall:
     def __init__(self) -> None:
         self.port = 0
         self.asked: list[Any] = []
+        self.answer: Callable[..., Coroutine[Any, Any, Any]] = self.allow
         self.writers: list[asyncio.StreamWriter] = []
+
+    async def allow(self, request: Any, **_: Any) -> Any:
+        self.asked.append(request)
+        return {"response": {"allowed": True}}
 
     async def connect(self, host: str, *, tls: bool = True) -> Connection:
         both = await asyncio.open_connection(
@@ -63,12 +68,12 @@ class Hall:
         self.writers.append(both[1])
         return both
 
-    async def post(self, host: str, body: bytes) -> tuple[int, str]:
+    async def post(self, host: str, body: bytes, *, sized: bool = False) -> tuple[int, str]:
         connector = aiohttp.TCPConnector(local_addr=(host, 0), ssl=trusting())
         url = f"https://127.0.0.1:{self.port}/validate"
         async with (
             aiohttp.ClientSession(connector=connector) as client,
-            client.post(url, data=io.BytesIO(body)) as answer,
+            client.post(url, data=body if sized else io.BytesIO(body)) as answer,
         ):
             return answer.status, await answer.text()
 
@@ -78,11 +83,10 @@ async def hall(pair: Path) -> AsyncIterator[Hall]:
     server = webhook_server(OperatorOptions(webhook_port=0, webhook_cert_dir=str(pair)), lambda: None)
     found = Hall()
 
-    async def allow(request: Any, **_: Any) -> Any:
-        found.asked.append(request)
-        return {"response": {"allowed": True}}
+    async def answer(request: Any, **head: Any) -> Any:
+        return await found.answer(request, **head)
 
-    configs = server(allow)
+    configs = server(answer)
     found.port = urlsplit((await anext(configs))["url"]).port or 0
     waiting = asyncio.ensure_future(anext(configs))
     try:
@@ -189,7 +193,8 @@ NESTED = b'{"request": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
         (b"\xff\xfe", 400),
         (b"[]", 400),
         (b"{}", 400),
-        (NESTED, 400),
+        (NESTED, 413),
+        (b'{"request": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", 400),
         (b'{"request": []}', 400),
         (b'{"request": {"uid": "u"}}', 400),
         (review(object=None), 400),
@@ -223,6 +228,54 @@ def test_a_body_that_does_not_come_is_not_waited_for(pair: Path, monkeypatch: py
             reader, writer = await there.connect(STRANGER)
             writer.write(b"POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
             assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+
+    run(main)
+
+
+def test_of_large_reviews_few_are_read_at_once_and_small_ones_pass_them(pair: Path) -> None:
+    large = review(object={"metadata": {"name": "large"}, "spec": {"x": "y" * webhook.SMALL}})
+    head = f"POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(large)}\r\n\r\n".encode()
+
+    async def main() -> None:
+        async with hall(pair) as there:
+            slow = []
+            for number in range(webhook.LARGE_AT_ONCE):
+                reader, writer = await there.connect(f"127.0.1.{number + 1}")
+                writer.write(head + large[:-1])
+                slow.append((reader, writer))
+            whole, writer = await there.connect(OTHER)
+            writer.write(head + large)
+            for _ in range(3):
+                assert (await there.post("127.0.0.3", review(), sized=True))[0] == 200
+            assert [one["request"]["object"]["metadata"]["name"] for one in there.asked] == ["n"] * 3
+            slow[0][1].write(large[-1:])
+            assert (await slow[0][0].readline()).startswith(b"HTTP/1.1 200")
+            assert (await whole.readline()).startswith(b"HTTP/1.1 200")
+
+    run(main)
+
+
+def test_of_decoded_reviews_there_is_one_and_one_of_too_many_values_is_not_decoded(pair: Path) -> None:
+    dense = review(object={"metadata": {"name": "n"}, "spec": {"x": [[]] * 20_000}})
+    denser = review(object={"metadata": {"name": "n"}, "spec": {"x": [[]] * webhook.MOST_VALUES}})
+    at_once, most = 0, 0
+
+    async def main() -> None:
+        async with hall(pair) as there:
+
+            async def slowly(request: Any, **_: Any) -> Any:
+                nonlocal at_once, most
+                at_once += 1
+                most = max(most, at_once)
+                await asyncio.sleep(0)
+                at_once -= 1
+                return {"response": {"allowed": True}}
+
+            there.answer = slowly
+            answers = await asyncio.gather(*(there.post(f"127.0.1.{number + 1}", dense) for number in range(12)))
+            assert [status for status, _ in answers] == [200] * 12
+            assert most == 1
+            assert (await there.post(STRANGER, denser))[0] == 413
 
     run(main)
 

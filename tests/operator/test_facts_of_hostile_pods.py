@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import json
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -73,11 +74,11 @@ def ask(
         monkeypatch.setattr(facts, "ENGINE_PORT", port)
         monkeypatch.setattr(facts, "ROUTER_PORT", port)
         reader = FactReader()
-        found = [await reader.read([one or pod()], load=False)]
+        found = [await reader.read("ns", [one or pod()], load=False)]
         if then is not None:
             monkeypatch.setattr(facts, "KEPT_S", 0.0)
             server.handle = then
-            found.append(await reader.read([one or pod()], load=False))
+            found.append(await reader.read("ns", [one or pod()], load=False))
         await reader.close()
         listening.close()
         return found, server
@@ -247,7 +248,7 @@ def test_problems_of_adapters_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
 def test_only_addresses_that_pods_have_are_asked(address: str) -> None:
     async def main() -> None:
         reader = FactReader()
-        assert await reader.read([pod(ip=address)], load=False) == Facts()
+        assert await reader.read("ns", [pod(ip=address)], load=False) == Facts()
         assert reader._session is None
         await reader.close()
 
@@ -267,3 +268,47 @@ def test_a_ready_pod_that_falls_silent_keeps_what_it_said_but_not_its_load(monke
     monkeypatch.setattr(facts, "SILENT_S", 0.0)
     (_, forgotten), _ = ask(patient, monkeypatch, then=silent)
     assert forgotten.engines == {}
+
+
+def test_pods_of_one_namespace_leave_room_for_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    silent, well, most = "127.0.0.1", "127.0.0.2", 0
+
+    async def main() -> None:
+        nonlocal most
+        held: list[asyncio.Task[Any] | None] = []
+        full = asyncio.Event()
+
+        async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal most
+            held.append(asyncio.current_task())
+            most = max(most, len(held))
+            if most == facts.MOST_OF_A_NAMESPACE:
+                full.set()
+            await reader.read()
+            writer.close()
+            await writer.wait_closed()
+
+        hung = await asyncio.start_server(say_nothing, silent, 0)
+        port = hung.sockets[0].getsockname()[1]
+        good = await asyncio.start_server(Server(answer(json.dumps(INFO).encode())).serve, well, port)
+        monkeypatch.setattr(facts, "ENGINE_PORT", port)
+        monkeypatch.setattr(facts, "DEADLINE_S", 3.0)
+        reader = FactReader()
+
+        def asked(service: int) -> asyncio.Task[Facts]:
+            pods = [replace(pod(uid=f"{service}-{n}", ip=silent), name=f"p{n}") for n in range(8)]
+            return asyncio.create_task(reader.read("theirs", pods, load=False))
+
+        waiting = [asked(service) for service in range(10)]
+        async with asyncio.timeout(20):
+            await full.wait()
+            found = await reader.read("ours", [pod(ip=well)], load=False)
+        assert set(found.engines) == {"p"}
+        assert most == facts.MOST_OF_A_NAMESPACE
+        await asyncio.gather(*waiting)
+        await reader.close()
+        await asyncio.gather(*(one for one in held if one is not None), return_exceptions=True)
+        hung.close()
+        good.close()
+
+    asyncio.run(main())

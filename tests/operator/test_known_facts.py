@@ -18,7 +18,7 @@ class Reader:
         self.patient: list[bool] = []
         self.answer: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
 
-    async def read(self, pods: Iterable[Pod], *, load: bool, patient: bool = False) -> Facts:
+    async def read(self, namespace: str, pods: Iterable[Pod], *, load: bool, patient: bool = False) -> Facts:
         self.asked += 1
         self.patient.append(patient)
         return await asyncio.shield(self.answer)
@@ -88,16 +88,16 @@ def test_a_service_that_goes_in_the_moment_of_the_answer_takes_nothing_from_its_
     class Leaving(Reader):
         """Between its answer and whoever waits for it, the service is replaced by another of its name."""
 
-        async def read(self, pods: Iterable[Pod], *, load: bool, patient: bool = False) -> Facts:
+        async def read(self, namespace: str, pods: Iterable[Pod], *, load: bool, patient: bool = False) -> Facts:
             if not self.asked:
                 asyncio.get_running_loop().call_soon(replaced)
                 self.asked += 1
                 return SOME
-            return await super().read(pods, load=load, patient=patient)
+            return await super().read(namespace, pods, load=load, patient=patient)
 
     def replaced() -> None:
         known.forget(KEY)
-        known._asked[KEY] = asyncio.create_task(reader.read([], load=False))
+        known._asked[KEY] = asyncio.create_task(reader.read("ns", [], load=False))
 
     async def main() -> None:
         nonlocal reader, known

@@ -151,7 +151,7 @@ def test_the_operator_asks_each_pod_at_the_port_that_it_has(monkeypatch: pytest.
         front = replace(old, component=ROUTER, ip="10.0.0.3")
         fronts = [front, replace(front, ip="10.0.0.4", guarded=True)]
         for front in fronts:
-            await reader.read([old, replace(new, guarded=True), front], load=False)
+            await reader.read("ns", [old, replace(new, guarded=True), front], load=False)
         await reader.close()
 
     monkeypatch.setattr(FactReader, "_text", text)

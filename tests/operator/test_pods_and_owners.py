@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from rollout_world import service
 
-from isthmus_operator.plan.observe import observe, pod
+from isthmus_operator.plan.observe import observe, pod, seconds
 from isthmus_operator.plan.observed import Facts
 from isthmus_operator.plan.ownership import may_write
 from isthmus_operator.plan.planner import plan
@@ -163,3 +163,17 @@ def test_a_workload_is_known_by_its_selector_whatever_labels_it_is_left() -> Non
     bare["metadata"]["labels"] = {}
     (found,) = observe(service(1), [bare, OF_OURS], Facts(), {}).engines
     assert (found.component, found.revision, found.ready) == (Component.DECODE, "r", 1)
+
+
+def test_a_workload_without_labels_to_select_by_is_none_of_a_services() -> None:
+    odd = workload("Deployment", "svc-decode-r", "d1", "u")
+    odd["spec"]["selector"] = {"matchExpressions": [{"key": "a", "operator": "Exists"}]}
+    assert observe(service(1), [odd, OF_OURS], Facts(), {}).engines == ()
+
+
+@pytest.mark.parametrize(
+    "stamp", ["0000-01-01T00:00:00Z", "0001-01-01T00:00:00+14:00", "2026-01-01T00:00:60Z", "soon", ""]
+)
+def test_a_time_that_no_clock_has_had_is_none(stamp: str) -> None:
+    """The API server takes the first two."""
+    assert seconds(stamp) == 0.0

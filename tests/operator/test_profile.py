@@ -298,6 +298,14 @@ def test_the_list_of_what_is_allowed_names_only_fields_that_there_are() -> None:
     ("V1Volume", lambda one: pod(volumes=[{"name": "v", **one}])),
     ("V1SecurityContext", lambda one: engine(securityContext=one)),
     ("V1PodSecurityContext", lambda one: pod(securityContext=one)),
+    ("V1ObjectMeta", lambda one: {"roles__prefill__podPatch": {"metadata": one}}),
+    ("V1EnvVar", lambda one: engine(env=[{"name": "A", **one}])),
+    ("V1EnvVarSource", lambda one: engine(env=[{"name": "A", "valueFrom": one}])),
+    ("V1VolumeMount", lambda one: engine(volumeMounts=[{"mountPath": "/a", **one}])),
+    ("V1ResourceRequirements", lambda one: engine(resources=one)),
+    ("V1Probe", lambda one: engine(livenessProbe=one)),
+    ("V1ConfigMapVolumeSource", lambda one: pod(volumes=[{"name": "v", "configMap": one}])),
+    ("V1EmptyDirVolumeSource", lambda one: pod(volumes=[{"name": "v", "emptyDir": one}])),
 ])  # fmt: skip
 def test_every_field_of_pods_is_allowed_on_purpose_or_refused(model: str, wrap: Any) -> None:
     harmless = {
@@ -319,6 +327,16 @@ def test_every_field_of_pods_is_allowed_on_purpose_or_refused(model: str, wrap: 
             *("fsGroup", "fsGroupChangePolicy", "runAsGroup", "runAsNonRoot", "runAsUser", "seccompProfile"),
             "supplementalGroups",
         },
+        "V1ObjectMeta": {"annotations", "labels"},
+        "V1EnvVar": {"name", "value", "valueFrom"},
+        "V1EnvVarSource": {"fieldRef", "resourceFieldRef"},
+        "V1VolumeMount": {"mountPath", "name", "readOnly", "subPath"},
+        "V1ResourceRequirements": {"limits", "requests"},
+        "V1Probe": {
+            *("failureThreshold", "initialDelaySeconds", "periodSeconds", "successThreshold", "timeoutSeconds"),
+        },
+        "V1ConfigMapVolumeSource": {"defaultMode", "items", "name", "optional"},
+        "V1EmptyDirVolumeSource": {"medium", "sizeLimit"},
     }[model]
     for field in fields_of(model):
         refused = paths(changed(**wrap({field: {"x": "y"}})))

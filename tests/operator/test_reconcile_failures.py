@@ -10,11 +10,15 @@ import pytest
 import yaml
 
 from isthmus_operator.api.profile import PERMISSIVE, Profile
+from isthmus_operator.api.reasons import Reason
 from isthmus_operator.api.v1alpha1 import parse
 from isthmus_operator.errors import ApiError, OverBudget, Refused
-from isthmus_operator.plan.observed import Facts
+from isthmus_operator.plan import contests
+from isthmus_operator.plan.autoscale import Decision
+from isthmus_operator.plan.observed import Facts, Observed
 from isthmus_operator.plan.planner import Plan
-from isthmus_operator.render.names import Defaults
+from isthmus_operator.render import scaler
+from isthmus_operator.render.names import Component, Defaults
 from isthmus_operator.shell import controller
 from isthmus_operator.shell.budget import Workbench
 from isthmus_operator.shell.cache import Cache
@@ -121,6 +125,54 @@ def test_engines_that_lack_adapters_are_looked_at_again() -> None:
     for status, expected in (("True", None), ("Unknown", None), ("False", controller.ADAPTERS_PERIOD_S)):
         after = {"conditions": [{"type": "AdaptersReady", "status": status}, {"type": "Ready", "status": "False"}]}
         assert one._again(KEY, parse(body), Plan(counts={}), after) == expected
+
+
+def test_a_number_that_somebody_else_sets_against_auto_scaling_is_a_contest_and_no_clock_prolongs_it() -> None:
+    body = yaml.safe_load(EXAMPLE.read_text())
+    body["metadata"] |= {"namespace": "default", "uid": "u"}
+    target = {"metric": "QueuedRequests", "value": 4}
+    body["spec"]["roles"]["decode"]["scaling"] = {"mode": "Auto", "min": 1, "max": 2, "target": target}
+    service, steady, today = parse(body), [1000.0], [1e9]
+
+    class Scales(Server):
+        scaled = 0
+
+        async def scale(self, there: Object, manifest: Object) -> None:
+            self.scaled += 1
+
+        async def scaler_status(self, there: Object, manifest: Object) -> None:
+            pass
+
+    async def main() -> None:
+        server = Scales()
+        one = Controller(
+            api=cast(Api, server),
+            cache=Cache(lambda key: None, lambda key: None, lambda key: None),
+            facts=cast(KnownFacts, NoFacts()),
+            defaults=Defaults(),
+            metrics=Metrics(),
+            clock=lambda: today[0],
+            steady=lambda: steady[0],
+        )
+        there = scaler.role_scaler(service, Component.DECODE, replicas=5000)
+        seen = Observed(wanted={Component.DECODE: 2})
+        decisions = {Component.DECODE: Decision(count=2)}
+        told = []
+        for _ in range(6):
+            news = await one._scales(KEY, cast(Any, server), service, seen, decisions, [there])
+            told += [event.reason for event in news]
+        assert server.scaled == contests.MANY
+        assert told == [Reason.CHILD_HEALED, Reason.CHILD_HEALED, Reason.CHILD_CONTESTED]
+        today[0] -= 86_400
+        after = {"conditions": [{"type": "Ready", "status": "True"}]}
+        again = one._again(KEY, service, Plan(counts={}), after)
+        assert again is not None
+        assert again <= contests.FIRST_S
+        steady[0] += contests.FIRST_S + 1
+        await one._scales(KEY, cast(Any, server), service, seen, decisions, [there])
+        assert server.scaled == contests.MANY + 1
+
+    asyncio.run(main())
 
 
 def condition(status: Object, name: str) -> tuple[str, str]:

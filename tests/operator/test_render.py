@@ -317,11 +317,15 @@ def test_a_model_on_several_ranks() -> None:
         engine={"parallelism": {"tensor": 2}},
         roles={"worker": {"resources": {"limits": {"nvidia.com/gpu": 2}}}},
     )
-    (engine,) = pod_of(render(found, Defaults()), "worker")["spec"]["containers"]
+    pod = pod_of(render(found, Defaults()), "worker")["spec"]
+    (engine,) = pod["containers"]
     assert engine["args"][engine["args"].index("--tensor-parallel-size") + 1] == "2"
+    assert {"name": "shm", "mountPath": "/dev/shm"} in engine["volumeMounts"], "NCCL needs more than 64 MiB of it"
+    assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
     one = service(engine={"parallelism": {"tensor": 1}})
     assert service_revision(one) == service_revision(service())
     assert "--tensor-parallel-size" not in str(render(one, Defaults()))
+    assert "/dev/shm" not in str(render(one, Defaults()))
 
 
 def test_pod_patch_is_a_strategic_merge_applied_last() -> None:

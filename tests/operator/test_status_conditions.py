@@ -304,3 +304,17 @@ def test_plan_prints_the_steps_of_a_rollout() -> None:
     assert texts[0].endswith("stop 1 (2 -> 1)")
     assert not any(step.get("gap") for step in steps)
     assert plan_steps(service(engine={"image": "engine:2"}), world) == []
+
+
+@pytest.mark.parametrize("forged", ["0000-01-01T00:00:00Z", "9999-12-31T23:59:59Z"])
+def test_a_condition_has_no_time_that_cannot_be_right(forged: str) -> None:
+    """Whoever may write statuses may write any."""
+    target = service()
+    world = settled(target)
+    before = status(target, world.seen)
+    for one in before["conditions"]:
+        one["lastTransitionTime"] = forged
+    later = "2026-01-01T00:01:00Z"
+    after = status(target, world.seen, before, later)
+    assert {one["lastTransitionTime"] for one in after["conditions"]} == {later}
+    assert status(target, world.seen, after, "2026-01-01T00:02:00Z") == after

@@ -16,7 +16,8 @@ from isthmus_operator.shell.operator import Operator, OperatorOptions
 from isthmus_operator.shell.watched import WATCHED
 
 KEY = ("ns", "svc")
-LEASE = LeaseSettings(namespace="ns", name="l", holder="one", duration_s=1, renew_s=0.02, deadline_s=0.2)
+# No test here is about renewals that are late, as they are on a busy machine.
+LEASE = LeaseSettings(namespace="ns", name="l", holder="one", duration_s=1, renew_s=0.02, deadline_s=30.0)
 
 
 @pytest.fixture(autouse=True)
@@ -39,11 +40,16 @@ async def until(true: Callable[[], bool], what: Callable[[], object] = lambda: "
 
 
 @asynccontextmanager
-async def working(server: ScriptedCluster, folder: Path, lease: LeaseSettings | None = None) -> AsyncIterator[Operator]:
+async def working(
+    server: ScriptedCluster, folder: Path, lease: LeaseSettings | None = None, namespaces: tuple[str, ...] = ()
+) -> AsyncIterator[Operator]:
     """An operator that has looked and watches; ended as a signal would end it."""
     with server.running(folder) as kubeconfig:
         api = await connect(str(kubeconfig))
-        one = Operator(api, OperatorOptions(lease=lease, metrics_host="127.0.0.1", metrics_port=0, health_port=0))
+        options = OperatorOptions(
+            namespaces=namespaces, lease=lease, metrics_host="127.0.0.1", metrics_port=0, health_port=0
+        )
+        one = Operator(api, options)
         running = asyncio.create_task(handlers.be(one))
         try:
             yield one
@@ -96,6 +102,24 @@ def test_finalizers_of_others_stay_be_they_those_that_kopf_has_by_default(tmp_pa
             server.tell("configmaps", "MODIFIED", theirs)
             server.tell("pods", "ADDED", server.put("pods", "last"))
             await until(lambda: names(one) == {"theirs", "last"})
+
+    play(tmp_path, test)
+
+
+def test_of_objects_that_somebody_has_filled_kopf_gets_what_says_whose_they_are(tmp_path: Path) -> None:
+    full = {"ingress": [{}] * 50_000}
+
+    async def test(server: ScriptedCluster) -> None:
+        for number in range(12):
+            server.put("networkpolicies", f"listed{number}", spec=full)
+        async with working(server, tmp_path) as one:
+            await until(lambda: server.watches == len(WATCHED))
+            server.tell("networkpolicies", "ADDED", server.put("networkpolicies", "told", spec=full))
+            server.tell("networkpolicies", "ADDED", server.put("networkpolicies", "usual", spec={"ingress": [{}]}))
+            await until(lambda: len(names(one)) == 14)
+            specs = {child["metadata"]["name"]: child.get("spec") for child in one.cache.children(KEY)}
+            assert specs.pop("usual") == {"ingress": [{}]}
+            assert set(specs.values()) == {None}
 
     play(tmp_path, test)
 
@@ -167,6 +191,55 @@ def test_what_it_goes_on_refusing_ends_the_operator_with_the_reason(
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("from_the_start", [False, True])
+def test_a_namespace_that_may_not_be_read_stops_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, from_the_start: bool
+) -> None:
+    """Who administers a namespace can take the operator's rights there away, also before it starts or logs in anew."""
+    monkeypatch.setattr(operator, "LOOK_S", 0.05)
+    monkeypatch.setattr(start, "RIGHTS_S", 0.2)
+    both = ("ns", "theirs")
+
+    async def test(server: ScriptedCluster) -> None:
+        server.put("pods", "p")
+        server.forbidden = {"theirs"} if from_the_start else set()
+        async with working(server, tmp_path, namespaces=both) as one:
+            await until(lambda: names(one) == {"p"})
+            if not from_the_start:
+                await until(lambda: server.watches == len(both) * len(WATCHED))
+                server.forbidden = {"theirs"}
+                server.break_off()
+            await until(lambda: list(one.controller.unread) == ["theirs"])
+            await until(lambda: server.watches == len(WATCHED))
+            server.tell("pods", "ADDED", server.put("pods", "new"))
+            await until(lambda: names(one) == {"p", "new"})
+            server.forbidden = set()
+            await until(lambda: not one.controller.unread)
+            await until(lambda: server.watches == len(both) * len(WATCHED))
+
+    play(tmp_path, test)
+
+
+def test_a_kind_that_is_no_more_ends_the_operator(tmp_path: Path) -> None:
+    """Of a CRD that was removed; it is started anew, and waits for it."""
+
+    async def main() -> None:
+        server = ScriptedCluster()
+        with server.running(tmp_path) as kubeconfig:
+            api = await connect(str(kubeconfig))
+            one = Operator(api, OperatorOptions(metrics_host="127.0.0.1", metrics_port=0, health_port=0))
+            running = asyncio.create_task(handlers.be(one))
+            await until(lambda: server.watches == len(WATCHED))
+            del server.objects["rolescalers"]
+            server.break_off()
+            await asyncio.wait((running,), timeout=60)
+            assert running.done()
+            assert "rolescalers" in repr(getattr(running.exception(), "__cause__", None))
+            await api.close()
+
+    asyncio.run(main())
+
+
 def test_last_words_are_said_by_the_one_holder_of_the_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rights that are taken away while it works: it works no more when it says so, and nobody holds the lease after."""
     monkeypatch.setattr(start, "RIGHTS_S", 0.5)
@@ -178,9 +251,9 @@ def test_last_words_are_said_by_the_one_holder_of_the_lease(tmp_path: Path, monk
             api = await connect(str(kubeconfig))
             one = Operator(api, OperatorOptions(lease=LEASE, metrics_host="127.0.0.1", metrics_port=0, health_port=0))
 
-            async def unread(why: str) -> None:
+            async def unread(refused: object) -> None:
                 assert server.lease is not None
-                if why:
+                if refused:
                     told.append((one.metrics.leader._value.get(), server.lease["spec"]["holderIdentity"]))
 
             monkeypatch.setattr(one, "_unread", unread)
@@ -199,8 +272,8 @@ def test_last_words_are_said_by_the_one_holder_of_the_lease(tmp_path: Path, monk
 
 def test_the_lease_is_given_back_at_the_end(tmp_path: Path) -> None:
     async def test(server: ScriptedCluster) -> None:
-        async with working(server, tmp_path, LEASE):
-            await until(lambda: server.lease is not None)
+        async with working(server, tmp_path, LEASE) as one:
+            await until(lambda: one.metrics.leader._value.get() == 1)
             assert server.lease is not None and server.lease["spec"]["holderIdentity"] == "one"
         assert server.lease["spec"]["holderIdentity"] == ""
 

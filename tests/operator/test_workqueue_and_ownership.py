@@ -119,6 +119,44 @@ async def _nothing(key: Key) -> float | None:
     return None
 
 
+def test_a_key_that_is_woken_without_end_is_run_at_the_granted_rate_and_others_at_once() -> None:
+    async def main() -> None:
+        run = Run(pauses=replace(FAST, burst=3, refill=1000.0))
+        for count in range(1, 4):
+            run.queue.add(A)
+            await run.until(count)
+        run.queue.add(A, anew=True)
+        run.queue.add(B)
+        await run.until(4)
+        assert run.runs == [A, A, A, B]
+        assert run.queue._settle(A) == pytest.approx(1000, abs=60), "as long as it takes to be granted one more"
+        run.queue.remove(A)
+        run.queue.add(A)
+        await run.until(5)
+        assert run.runs[-1] == A, "a new object of that name owes nothing"
+        await run.close()
+
+    asyncio.run(main())
+
+
+def test_nothing_is_kept_of_a_key_that_is_removed_while_it_runs() -> None:
+    async def main() -> None:
+        run = Run({1: OSError("one")})
+        run.gate.clear()
+        run.queue.add(A)
+        await run.until(1)
+        run.queue.remove(A)
+        run.gate.set()
+        run.queue.add(B)
+        await run.until(2)
+        assert run.runs == [A, B]
+        assert A not in run.queue._failures
+        assert A not in run.queue._full
+        await run.close()
+
+    asyncio.run(main())
+
+
 def test_the_work_says_when_to_come_again_and_a_removed_key_never_does() -> None:
     async def main() -> None:
         run = Run({1: 0.001, 2: 0.001})

@@ -7,8 +7,8 @@ from importlib.metadata import version
 import pytest
 
 from isthmus_runtime.__main__ import main
-from isthmus_runtime.config import parse_serve
 from isthmus_runtime.errors import ConfigError
+from isthmus_runtime.serve_flags import parse_serve
 
 UNIFIED = ["--role", "unified", "--model", "m"]
 ROUTER = ["--role", "router", "--model", "m"]

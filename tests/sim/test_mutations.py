@@ -174,7 +174,8 @@ def publish_early(p: Patch) -> None:
         planned = real(self, now)
         for seq in self.queues.running:
             written, seq.written = seq.written, seq.scheduled
-            self.blocks.publish(seq)
+            self.blocks.wrote(seq)
+            self.blocks.publish()
             seq.written = written
         return planned
 
@@ -190,7 +191,8 @@ def publish_before_arrival(p: Patch) -> None:
     def reserve(self: Handoffs, seq: object) -> object:
         effect = real(self, seq)  # type: ignore[arg-type]
         seq.written = seq.prompt_len  # type: ignore[attr-defined]
-        self._blocks.publish(seq)  # type: ignore[arg-type]
+        self._blocks.wrote(seq)  # type: ignore[arg-type]
+        self._blocks.publish()
         seq.written = 0  # type: ignore[attr-defined]
         return effect
 

@@ -94,6 +94,14 @@ class Page:
             await asyncio.sleep(0.02)
         return value
 
+    async def problem(self) -> str:
+        """The first problem that nobody has asked for, taken away. The browser tells of it in its own time."""
+        end = asyncio.get_running_loop().time() + DEADLINE_S
+        while not self.problems:
+            assert asyncio.get_running_loop().time() < end, "the browser complains of nothing"
+            await asyncio.sleep(0.02)
+        return self.problems.pop(0)
+
     async def press(self, key: str, *, shift: bool = False) -> None:
         """A key, as from a keyboard."""
         text = {"Enter": "\r", " ": " "}.get(key)

@@ -133,6 +133,7 @@ class World:
         moved = planned
         if self.in_flight and (len(self.in_flight) == self.depth or not planned):
             self.take(self.scheduler.complete(self.in_flight.popleft(), self.now))
+            self.scheduler.settle()
             moved = True
         self.scheduler.check()
         return moved

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch, dispatch_logits, dispatch_weights
 from isthmus_kernels.linear.reference import linear as reference_linear
 from isthmus_kernels.testing import PagedCase, assert_close, paged_case, poisoned
 
@@ -17,7 +17,7 @@ def check_linear(device: str, dtype: torch.dtype, outputs: int, columns: int, ba
     weight = (torch.randn(outputs, columns) / columns**0.5).to(device, dtype)
     x = torch.randn(max(batches), columns).to(device, dtype)
     bias = torch.randn(outputs).to(device, dtype)
-    packed = dispatch.pack(weight, bias, impl="triton")
+    packed = dispatch_weights.pack(weight, bias, impl="triton")
     alone = torch.cat([dispatch.linear(row[None], packed) for row in x])
     assert_close(alone, reference_linear(x, weight, bias))
     for batch in batches:
@@ -111,7 +111,9 @@ def check_sampling(device: str, *, rows: int, vocab: int) -> None:
     }
     args = {name: value.to(device) for name, value in args.items()}
     alone = [
-        dispatch.sample(logits[row, None], **{name: value[row, None] for name, value in args.items()}, impl="triton")
+        dispatch_logits.sample(
+            logits[row, None], **{name: value[row, None] for name, value in args.items()}, impl="triton"
+        )
         for row in range(rows)
     ]
-    assert torch.equal(dispatch.sample(logits, **args, impl="triton"), torch.cat(alone))
+    assert torch.equal(dispatch_logits.sample(logits, **args, impl="triton"), torch.cat(alone))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch, dispatch_logits, dispatch_weights, kv_view
 from isthmus_kernels.linear.reference import linear as reference_linear
 from isthmus_kernels.sampling.noise import gumbel
 from isthmus_kernels.testing import PagedCase, assert_close, paged_case, poisoned, scales_like
@@ -69,7 +69,7 @@ def check_rope(
     kv_dtype: torch.dtype,
     q_norm: bool,
     k_norm: bool,
-    layout: dispatch.Layout,
+    layout: kv_view.Layout,
 ) -> None:
     case = paged_case(
         [tokens],
@@ -98,7 +98,7 @@ def check_rope(
             case.positions,
             cos,
             sin,
-            dispatch.layer_view(pool, 1, layout),
+            kv_view.layer_view(pool, 1, layout),
             slots,
             num_heads=heads,
             q_norm=norms[0],
@@ -280,19 +280,19 @@ def check_sample(
         logits[:, 1::3] = float("-inf")
     logits = logits.to(device)
     args = sampling_args(rows, filters, device, seed, vocab)
-    drawn = dispatch.sample(logits, impl=impl, **args)
+    drawn = dispatch_logits.sample(logits, impl=impl, **args)
     if vocab < 1000:
-        assert drawn.tolist() == dispatch.sample(logits, impl="reference", **args).tolist()
+        assert drawn.tolist() == dispatch_logits.sample(logits, impl="reference", **args).tolist()
     check_draws(logits, drawn, args)
-    assert dispatch.sample(logits, impl=impl).tolist() == logits.argmax(dim=-1).tolist()
+    assert dispatch_logits.sample(logits, impl=impl).tolist() == logits.argmax(dim=-1).tolist()
 
 
 def check_logprobs(impl: str, device: str, rows: int, vocab: int, dtype: torch.dtype) -> None:
     logits = (torch.randn(rows, vocab) * 4).to(device, dtype)
     logits[:, ::5] = float("-inf")
     tokens = torch.randint(0, vocab, (rows,)).to(device) // 5 * 5 + 1
-    got = dispatch.logprobs(logits, tokens % vocab, 3, impl=impl)
-    want = dispatch.logprobs(logits, tokens % vocab, 3, impl="reference")
+    got = dispatch_logits.logprobs(logits, tokens % vocab, 3, impl=impl)
+    want = dispatch_logits.logprobs(logits, tokens % vocab, 3, impl="reference")
     for mine, other in zip(got, want, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
 
@@ -303,8 +303,8 @@ def check_linear(
     x = torch.randn(rows, columns + 8).to(device, dtype)[:, :columns]
     weight = (torch.randn(outputs, columns) / columns**0.5).to(device, dtype)
     bias = torch.randn(outputs).to(device, dtype) if with_bias else None
-    packed = dispatch.pack(weight, bias, impl=impl)
-    want = dispatch.linear(x, dispatch.pack(weight, bias, impl="torch")) if outputs > 10_000 else None
+    packed = dispatch_weights.pack(weight, bias, impl=impl)
+    want = dispatch.linear(x, dispatch_weights.pack(weight, bias, impl="torch")) if outputs > 10_000 else None
     if want is None:
         want = reference_linear(x, weight, bias)
     wide = poisoned(rows, outputs + 4, dtype=dtype, device=device)
@@ -323,19 +323,21 @@ def check_fp8(impl: str, device: str, rows: int, outputs: int, columns: int, *, 
     bf16 = torch.bfloat16
     x = (torch.randn(rows, columns + 8) * torch.rand(rows, 1)).to(device, bf16)[:, :columns]
     x[:1] = 0
-    rounded, scales = dispatch.quantize(x, impl=impl)
-    want, want_scales = dispatch.quantize(x, impl="reference")
+    rounded, scales = dispatch_weights.quantize(x, impl=impl)
+    want, want_scales = dispatch_weights.quantize(x, impl="reference")
     assert torch.equal(scales, want_scales)
     # A device may divide by a reciprocal: one that lies between two numbers may fall to either.
     assert (rounded.float() != want.float()).sum() <= 1e-3 * rows * columns
-    weight, scale = dispatch.quantize((torch.randn(outputs, columns) / columns**0.5).to(device), impl="reference")
+    weight, scale = dispatch_weights.quantize(
+        (torch.randn(outputs, columns) / columns**0.5).to(device), impl="reference"
+    )
     bias = torch.randn(outputs).to(device, bf16) if with_bias else None
-    packed = dispatch.pack_fp8(weight, scale, bias, dtype=bf16, impl=impl)
+    packed = dispatch_weights.pack_fp8(weight, scale, bias, dtype=bf16, impl=impl)
     wide = poisoned(rows, outputs + 8, dtype=bf16, device=device)
     dispatch.linear(x, packed, out=wide[:, :outputs])
     assert wide[:, outputs:].isnan().all(), "columns past the output were written"
     rows_as_they_are = weight.float() * scale[:, None]
-    definition = dispatch.linear(x, dispatch.pack_fp8(weight, scale, bias, dtype=bf16, impl="reference"))
+    definition = dispatch.linear(x, dispatch_weights.pack_fp8(weight, scale, bias, dtype=bf16, impl="reference"))
     # One row is not rounded. Many rows are summed by tensor cores in about 14 bits (DeepSeek-V3's report, arXiv
     # 2412.19437, 3.3.2), and the library rounds the sum before it adds the bias, so where both nearly cancel, much of
     # a number is rounding: few numbers may be apart by more than their last bit, and the whole may not.
@@ -380,7 +382,9 @@ def check_moe_of_8_bits(impl: str, device: str, tokens: int, count: int, top_k: 
     x = torch.randn(tokens, hidden).to(device, torch.bfloat16)
     factors = {}
     for name, shape in (("gate_up", (count, 2 * inner, hidden)), ("down", (count, hidden, inner))):
-        rounded, scale = dispatch.quantize((torch.randn(shape) / shape[2] ** 0.5).flatten(0, 1).to(device), impl=impl)
+        rounded, scale = dispatch_weights.quantize(
+            (torch.randn(shape) / shape[2] ** 0.5).flatten(0, 1).to(device), impl=impl
+        )
         factors |= {name: rounded.view(shape), f"{name}_scale": scale.view(shape[:2])}
     out = poisoned(tokens, hidden, dtype=torch.bfloat16, device=device)
     dispatch.moe(x, weights, experts, **factors, out=out, impl=impl)

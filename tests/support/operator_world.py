@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,17 @@ ROOT = Path(__file__).parents[2]
 API = "/apis/serving.isthmus.dev/v1alpha1"
 Object = dict[str, Any]
 PATIENCE_S = 150.0
+# A watch that is open when the operator is told to end may be closed by the event loop's end instead of by kopf, whose
+# context manager then complains about it (kopf/_cogs/clients/watching.py, `infinite_watch`).
+_LEFT_BY_KOPF = (
+    r"(?s)[^\n]*an error occurred during closing of asynchronous generator <async_generator object infinite_watch"
+    r".*?RuntimeError: generator didn't stop after athrow\(\)\n"
+)
+
+
+def has_failed(log: str) -> bool:
+    """Whether there is a traceback in the log of an operator, but for what kopf may leave at its end."""
+    return "Traceback" in re.sub(_LEFT_BY_KOPF, "", log)
 
 
 class Operator:
@@ -112,7 +124,9 @@ class Service:
         """The operator's, in the namespace, as the API server logs them; also those that changed nothing."""
         assert self.cluster.folder is not None
         found = []
-        for line in (self.cluster.folder / "audit.log").read_text().splitlines():
+        # The API server may be in the middle of a line.
+        whole, _, _ = (self.cluster.folder / "audit.log").read_text().rpartition("\n")
+        for line in whole.splitlines():
             event = json.loads(line)
             target = event.get("objectRef") or {}
             ours = target.get("namespace") == self.namespace and "OpenAPI-Generator" in event.get("userAgent", "")

@@ -21,13 +21,18 @@ MODEL = Path(os.environ.get("ISTHMUS_CACHE", "~/.cache/isthmus")).expanduser() /
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 15.0
 PATIENCE_S = 60.0
+_taken: list[socket.socket] = []
+"""Bound as long as this process lives."""
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A port of loopback that nobody listens on, and that is this process's as long as it lives: the kernel gives it to
+    nobody who asks for any. A server that sets SO_REUSEADDR, as servers do, may listen on it."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _taken.append(holder)
+    return int(holder.getsockname()[1])
 
 
 @dataclass
@@ -94,8 +99,8 @@ def until(holds: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
-def get_json(url: str, timeout: float = 5.0) -> dict[str, object]:
-    with urllib.request.urlopen(url, timeout=timeout) as response:
+def get_json(url: str) -> dict[str, object]:
+    with urllib.request.urlopen(url, timeout=PATIENCE_S) as response:
         body = json.load(response)
     assert isinstance(body, dict)
     return body
@@ -103,7 +108,7 @@ def get_json(url: str, timeout: float = 5.0) -> dict[str, object]:
 
 def metric(url: str, name: str, **labels: str) -> float:
     """Sum of the samples of `name` whose labels include `labels`."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=5) as response:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=PATIENCE_S) as response:
         text = response.read().decode()
     total = 0.0
     for line in text.splitlines():

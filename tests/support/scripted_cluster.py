@@ -43,7 +43,8 @@ def groups() -> Object:
 class ScriptedCluster:
     """Runs in a thread of its own, as kopf cancels what it does not know in its loop.
 
-    refuse: the status of every answer, 0 for none; writes: requests that were not reads, but for the lease's
+    refuse: the status of every answer, 0 for none; forbidden: namespaces that may not be read;
+    writes: requests that were not reads, but for the lease's
     """
 
     def __init__(self) -> None:
@@ -52,6 +53,7 @@ class ScriptedCluster:
         self.queries: list[tuple[str, dict[str, str]]] = []
         self.writes: list[str] = []
         self.refuse: int | None = None
+        self.forbidden: set[str] = set()
         self.too_old = 0
         self.lease: Object | None = None
         self._watches: dict[web.StreamResponse, tuple[str, web.Request]] = {}
@@ -68,10 +70,21 @@ class ScriptedCluster:
         try:
             yield self._listening(folder, runner)
         finally:
-            self._there(runner.cleanup())
+            self._there(self._end(runner))
             self._loop.call_soon_threadsafe(self._loop.stop)
             thread.join()
             self._loop.close()
+
+    @staticmethod
+    async def _end(runner: web.AppRunner) -> None:
+        server = runner.server
+        assert server is not None
+        await runner.cleanup()
+        # Connections that were being accepted meanwhile.
+        while len(asyncio.all_tasks()) > 1:
+            for one in server.connections:
+                one.force_close()
+            await asyncio.sleep(0)
 
     def _there(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(30)
@@ -148,6 +161,8 @@ class ScriptedCluster:
             request.transport.abort()
         if self.refuse is not None:
             return web.json_response({"kind": "Status", "message": "no"}, status=self.refuse or 500)
+        if any(f"/namespaces/{namespace}/" in request.path for namespace in self.forbidden):
+            return web.json_response({"kind": "Status", "message": "no"}, status=403)
         if request.method != "GET":
             self.writes.append(f"{request.method} {request.path}")
             return web.json_response({"message": "no writes here"}, status=405)

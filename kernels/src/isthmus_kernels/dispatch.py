@@ -1,5 +1,7 @@
 """The ops of the engine. Each call goes to the best implementation for the device of its tensors.
 
+Those on logits are in `dispatch_logits`, what prepares weights in `dispatch_weights`.
+
 `impl` overrides the choice by name: "cpu" (compiled C++), "cuda" (compiled CUDA), "triton", "torch" or "reference", or
 a peer that is installed ("flashinfer"); `selection` has the choice. Our ops never synchronise with the
 device, never loop over requests in Python and write to the given buffers, so that a captured graph can replay them.
@@ -11,46 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus_kernels import native
 from isthmus_kernels.kv_swap.swap import KvSwap
-from isthmus_kernels.kv_view import Layout, block_view, check_layer, layer_view
-from isthmus_kernels.linear.packed import GatedWeight, PackedLinear, SummingWeight, Weight
+from isthmus_kernels.kv_view import check_layer
+from isthmus_kernels.linear.packed import GatedWeight, PackedLinear, SummingWeight
 from isthmus_kernels.lora.shapes import check_adapters
-from isthmus_kernels.native import Program, record
 from isthmus_kernels.selection import select
-
-__all__ = [
-    "KvSwap",
-    "Layout",
-    "PackedLinear",
-    "Program",
-    "add_rms_norm",
-    "block_copy",
-    "block_view",
-    "embedding",
-    "gelu_tanh_mul",
-    "kv_swap",
-    "latent_kv_write",
-    "layer_view",
-    "linear",
-    "linear_add_rms_norm",
-    "linear_silu_mul",
-    "logprobs",
-    "lora",
-    "mask_logits",
-    "moe",
-    "moe_route",
-    "pack",
-    "pack_fp8",
-    "paged_attention",
-    "penalize",
-    "quantize",
-    "record",
-    "rms_norm",
-    "rope_kv_write",
-    "sample",
-    "silu_mul",
-]
 
 
 def paged_attention(
@@ -265,57 +232,6 @@ def kv_swap(pool: Tensor, host: Tensor, *, impl: str | None = None, **options: A
     return result
 
 
-def pack(
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    dtype: torch.dtype | None = None,
-    impl: str | None = None,
-) -> PackedLinear:
-    """Prepare `weight` ``[N, K]`` (fp32 or bf16) for `linear`. The caller may free `weight` afterwards.
-
-    `dtype` is that of the activations (default: the weight's). A bf16 weight for fp32 activations stays bf16
-    in memory and is expanded, without loss, inside the product.
-    """
-    if weight.dim() != 2:
-        raise ValueError(f"weight: expected [out_features, in_features], got shape {tuple(weight.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias: expected [{weight.shape[0]}], got shape {tuple(bias.shape)}")
-    dtype = dtype or weight.dtype
-    device = weight.device.type
-    # Not oneDNN either where it is the faster one: it chooses kernels, and with them a row's bits, by the batch.
-    if impl is None and device == "cpu" and not (weight.dtype in native.DTYPES and dtype in native.DTYPES):
-        impl = "torch"
-    held: Weight = select("pack", device, impl)(weight, bias, dtype)
-    return PackedLinear(
-        in_features=weight.shape[1], out_features=weight.shape[0], weight_dtype=weight.dtype, weight=held
-    )
-
-
-def quantize(x: Tensor, *, impl: str | None = None) -> tuple[Tensor, Tensor]:
-    """Round `x` ``[T, K]`` to E4M3, each row with a scale: what is stored, and fp32 scales ``[T]``."""
-    result: tuple[Tensor, Tensor] = select("quantize", x.device.type, impl)(x)
-    return result
-
-
-def pack_fp8(
-    weight: Tensor, scale: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype, impl: str | None = None
-) -> PackedLinear:
-    """Prepare an E4M3 `weight` ``[N, K]`` with the fp32 scales ``[N]`` of its rows for `linear`.
-
-    `dtype` is that of the activations, which are rounded to E4M3 row by row for the product (`quantize`).
-    """
-    if weight.dim() != 2 or weight.dtype != torch.float8_e4m3fn:
-        raise ValueError(f"weight: expected E4M3 [out_features, in_features], got {weight.dtype} {tuple(weight.shape)}")
-    for name, vector in (("scale", scale), ("bias", bias)):
-        if vector is not None and vector.shape != weight.shape[:1]:
-            raise ValueError(f"{name}: expected [{weight.shape[0]}], got shape {tuple(vector.shape)}")
-    held: Weight = select("pack_fp8", weight.device.type, impl)(weight, scale, bias, dtype)
-    return PackedLinear(
-        in_features=weight.shape[1], out_features=weight.shape[0], weight_dtype=weight.dtype, weight=held
-    )
-
-
 def linear(x: Tensor, packed: PackedLinear, *, out: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``, in x's dtype, for `x` ``[T, K]``; accumulation is fp32."""
     return packed.weight.apply(x, out)
@@ -464,98 +380,4 @@ def moe(
         out=out,
         **scales,
     )
-    return result
-
-
-def penalize(
-    logits: Tensor,
-    tokens: Tensor,
-    draws: Tensor,
-    rows: Tensor,
-    starts: Tensor,
-    ends: Tensor,
-    repetition: Tensor,
-    frequency: Tensor,
-    presence: Tensor,
-    *,
-    most: int,
-    impl: str | None = None,
-) -> None:
-    """Make tokens that came before less likely, or more, in place. Computed in fp32.
-
-    Args:
-        logits: ``[S, V]``, fp32 or bf16.
-        tokens: int32 ``[R, L]``: the token table, every entry an id of the vocabulary.
-        draws: int64 ``[P]``, distinct: the rows of `logits` with penalties; `rows` int64 ``[P]``: theirs in `tokens`.
-        starts, ends: int64 ``[P]``: a request's tokens are ``[0, end)``, those it generated ``[start, end)``.
-        repetition: fp32 ``[P]``: of each of its tokens, a positive logit is divided by it, another multiplied
-            (arXiv:1909.05858).
-        frequency, presence: fp32 ``[P]``: of each token generated c times, ``c * frequency + presence`` is taken off.
-        most: the largest end.
-    """
-    run = select("penalize", logits.device.type, impl)
-    run(logits, tokens, draws, rows, starts, ends, repetition, frequency, presence, most=most)
-
-
-def mask_logits(logits: Tensor, rows: Tensor, masks: Tensor, *, impl: str | None = None) -> None:
-    """Set the logits of ids that a row may not draw to -inf, in place.
-
-    Args:
-        logits: ``[S, V]``, fp32 or bf16.
-        rows: int64 ``[M]``, distinct: the rows of `logits` that have a mask.
-        masks: uint8 ``[M, W]``: bit ``id % 8`` of byte ``id // 8`` is 1 where `id` is allowed; ids from 8 W on are not.
-    """
-    select("mask_logits", logits.device.type, impl)(logits, rows, masks)
-
-
-def sample(
-    logits: Tensor,
-    *,
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    seeds: Tensor | None = None,
-    positions: Tensor | None = None,
-    out: Tensor | None = None,
-    impl: str | None = None,
-) -> Tensor:
-    """Choose one token id per row of `logits` ``[B, V]``; int64 ``[B]``.
-
-    Pass `temperature` None when every row is greedy: that is the short path, nothing else is read. Filters
-    are None when no row uses them. Equal logits stand or fall together in every filter.
-
-    Args:
-        temperature: fp32 ``[B]``; 0 means greedy for that row.
-        top_k: int32 ``[B]``; <= 0 means off.
-        top_p: fp32 ``[B]``; >= 1 means off. Applied after `top_k` and `min_p`, to what they left.
-        min_p: fp32 ``[B]``; 0 means off.
-        seeds: int64 ``[B]``, any values; needed with `temperature`.
-        positions: int64 ``[B]``: index of the token to be chosen in its sequence; needed with `temperature`.
-            (seed, position) fully determine a row's noise, whatever else is in the batch.
-    """
-    if temperature is not None and (seeds is None or positions is None):
-        raise ValueError("sample: seeds and positions are needed with temperature")
-    result: Tensor = select("sample", logits.device.type, impl)(
-        logits,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seeds=seeds,
-        positions=positions,
-        out=out,
-    )
-    return result
-
-
-def logprobs(
-    logits: Tensor, tokens: Tensor, top_n: int, *, impl: str | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities under the unfiltered softmax of `logits` ``[B, V]``.
-
-    Returns (log-probability of ``tokens[b]`` ``[B]``, its rank ``[B]`` from 1, ids ``[B, top_n]`` and
-    log-probabilities ``[B, top_n]`` of the best tokens).
-    """
-    result: tuple[Tensor, Tensor, Tensor, Tensor] = select("logprobs", logits.device.type, impl)(logits, tokens, top_n)
     return result

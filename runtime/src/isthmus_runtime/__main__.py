@@ -19,7 +19,8 @@ USAGE = __doc__ or ""
 
 
 def _serve(argv: Sequence[str]) -> int:
-    from .config import RouterConfig, parse_serve
+    from .config import RouterConfig
+    from .serve_flags import parse_serve
 
     config = parse_serve(argv)
     if isinstance(config, RouterConfig):

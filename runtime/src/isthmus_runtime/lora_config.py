@@ -1,4 +1,4 @@
-"""Flags and settings of low-rank adapters (LoRA), as `config.py` has those of the rest."""
+"""Flags and settings of low-rank adapters (LoRA), as `config.py` and `serve_flags.py` have those of the rest."""
 
 from __future__ import annotations
 

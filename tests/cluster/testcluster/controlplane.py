@@ -42,16 +42,18 @@ class Ports:
     kwok: int = 10247
 
 
+_taken: list[socket.socket] = []
+"""Bound as long as this process lives."""
+
+
 def free_ports() -> Ports:
-    """Ports that are free on loopback now."""
+    """Ports of loopback that the kernel gives to nobody who asks for any, and servers that set SO_REUSEADDR may use."""
     sockets = [socket.socket() for _ in range(6)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        numbers = [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    for one in sockets:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(("127.0.0.1", 0))
+    _taken.extend(sockets)
+    numbers = [int(one.getsockname()[1]) for one in sockets]
     etcd, peer, api, manager, scheduler, kwok = numbers
     return Ports(etcd=etcd, etcd_peer=peer, api=api, controller_manager=manager, scheduler=scheduler, kwok=kwok)
 

@@ -188,12 +188,11 @@ def test_t15_no_prefill_pod_left(service: Deployed, client: Client, answers: dic
     prefill(0, "Reject")
 
     def said_so() -> bool:
-        """The service tells why it is not ready, and the router that refuses has replaced the one before."""
+        """The service tells why it is not ready, and the routers that refuse have replaced those before."""
         reason = service.conditions()["Ready"]
         generation = service.get()["metadata"]["generation"]
-        return (reason["reason"], reason["observedGeneration"]) == ("NoEngine", generation) and len(
-            service.pods("router")
-        ) == 2
+        refusing = ["reject" in pod["spec"]["containers"][0]["args"] for pod in service.pods("router")]
+        return (reason["reason"], reason["observedGeneration"], refusing) == ("NoEngine", generation, [True, True])
 
     until(said_so, 180, service.describe, every=0.5)
     with loaded(client, service, answers) as load:

@@ -72,7 +72,7 @@ def test_a_stranger_reaches_the_router_and_nothing_else(store: Deployed) -> None
     # HTTP, and at least one of the transfer engine.
     assert len(ports["prefill"]) >= 2 and len(ports["decode"]) >= 2, ports
     inside = ports["prefill"] | ports["decode"] | ports["store"]
-    assert reached(store, inside) == set()
+    until(lambda: reached(store, inside) == set(), 60, lambda: reached(store, inside), every=0.5)
     service = f"{store.name}.{store.namespace}.svc:80"
     assert reached(store, {service, *ports["router"]}) >= {service}
     assert store.get()["status"]["transfer"]["effective"] == "TCP"

@@ -235,7 +235,7 @@ def test_t9_optional_apis_may_come_later(service: Service) -> None:
     assert service.client.find(crd) is None
     service.apply()
     service.ready()
-    assert service.events().count("OptionalApiMissing") == 1
+    until(lambda: service.events().count("OptionalApiMissing") == 1, 20)
     schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     body = {
         "apiVersion": "apiextensions.k8s.io/v1",
@@ -313,7 +313,7 @@ def test_t13_rollback(service: Service) -> None:
     service.reason("Progressing", "RolledBack")
     until(lambda: {image(p) for p in service.pods() if role(p) != "router"} == {"engine:1"}, 30)
     until(lambda: service.get()["status"]["roles"]["decode"]["ready"] == 2, 30)
-    assert "RolledBack" in service.events()
+    until(lambda: "RolledBack" in service.events(), 20)
     # The deadline was for the bad image; on a busy machine a good one may need longer.
     service.apply(engine={"image": "engine:3"}, rollout={"progressDeadline": "5m"})
     service.ready()

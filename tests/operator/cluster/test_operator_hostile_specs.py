@@ -29,7 +29,7 @@ def test_a_spec_that_is_nested_too_deep_or_too_large_stops_nobody(service: Servi
         return service.cluster.kubectl("get", "pdsvc", name, "-n", service.namespace, "-o", query)
 
     until(lambda: "too deep" in compatible("deep"), 30, lambda: compatible("deep"))
-    until(lambda: "60000 items" in compatible("large"), 30, lambda: compatible("large"))
+    until(lambda: "more than 256 items" in compatible("large"), 30, lambda: compatible("large"))
     service.apply()
     service.ready()
     # While they are there, and change.

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import yaml
 from cut_proxy import CutProxy
-from operator_world import Operator, Service, roles, until
+from operator_world import Operator, Service, has_failed, roles, until
+from processes import free_port
 from testcluster.cluster import Cluster
 
 OUTAGE_S = 20.0
@@ -48,7 +49,7 @@ def cut_off(
         proxy.mend()
         one.stop()
         operator.start()
-        assert "Traceback" not in one.log.read_text()
+        assert not has_failed(one.log.read_text())
 
 
 def certificate(folder: Path) -> None:
@@ -56,14 +57,6 @@ def certificate(folder: Path) -> None:
     command += ["-days", "2", "-subj", "/CN=webhook", "-addext", "subjectAltName=IP:127.0.0.1"]
     command += ["-keyout", str(folder / "tls.key"), "-out", str(folder / "tls.crt")]
     subprocess.run(command, check=True, capture_output=True)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def flag(operator: Operator, name: str) -> str:
@@ -148,8 +141,8 @@ def test_one_that_starts_in_an_outage_waits_for_its_end(
     cut_off.start()
     until(lambda: cut_off.log.read_text().count("cannot start yet") > told, 60, cut_off.log.read_text)
     assert alive(cut_off)
-    proxy.mend()
     holding = cut_off.log.read_text().count("holding lease")
+    proxy.mend()
     until(lambda: cut_off.log.read_text().count("holding lease") > holding, 60, cut_off.log.read_text)
     service.apply(router={"maxQueue": 77})
     service.ready()

@@ -64,7 +64,7 @@ def test_nobodys_object_is_taken_over_or_deleted(service: Service) -> None:
         assert f"{name} exists and does not belong to InferenceService svc" in said["message"]
         assert name in explained(service)
     assert "Rename or delete the object named" in explained(service)
-    assert service.events().count("NameTaken") == 1
+    until(lambda: service.events().count("NameTaken") == 1, 20)
     assert not service.deployments()
     assert now() == before
     no_longer(service)
@@ -174,7 +174,7 @@ def test_a_typo_in_a_pod_patch_is_said_until_it_is_corrected(service: Service) -
     text = explained(service)
     assert text.startswith("svc is not ready: ReconcileFailed\n") and "dnsPolcy" in text and "podPatch" in text
     assert {p["metadata"]["uid"] for p in service.pods()} == before
-    assert service.events().count("ReconcileFailed") == 1
+    until(lambda: service.events().count("ReconcileFailed") == 1, 20)
     right = roles(1, 2)
     right["decode"]["podPatch"] = {"spec": {"dnsPolicy": "Default"}}
     service.apply(roles=right)

@@ -60,8 +60,9 @@ def test_an_api_that_comes_later_is_no_healing_and_a_monitor_deleted_by_hand_is(
         until(lambda: messages(service, "ChildHealed"), 30)
         until(lambda: service.client.find(path), 30)
     until(lambda: service.get()["status"].get("skipped") == ["PodMonitor"], 30)
+    # An Event is written after the status that it is about.
+    until(lambda: len(messages(service, "OptionalApiMissing")) == 2, 30)
     assert len(messages(service, "ChildHealed")) == 1
-    assert len(messages(service, "OptionalApiMissing")) == 2
     assert len(messages(service, "ReconcileFailed")) == 0
 
 
@@ -148,7 +149,7 @@ def test_pods_of_a_copied_deployment_are_not_counted_and_named(service: Service)
     service.kubelet.behave = always_ready
     service.client("DELETE", f"{deployments}/copy", {"propagationPolicy": "Foreground"})
     service.ready()
-    assert messages(service, "ForeignPods")
+    until(lambda: messages(service, "ForeignPods"), 30)
 
 
 def test_pods_of_a_deployment_with_the_labels_of_another_get_no_requests(service: Service) -> None:

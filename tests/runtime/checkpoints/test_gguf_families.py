@@ -126,6 +126,19 @@ FORMS = {
         {"attention.sliding_window": 7, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 9.0},
         written=whole_norms,
     ),
+    "gemma3": Form(
+        "Gemma3TextConfig",
+        gguf.MODEL_ARCH.GEMMA3,
+        {
+            "num_hidden_layers": 7,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 5,
+            "tie_word_embeddings": True,
+        },
+        {"attention.sliding_window": 5},
+        written=whole_norms,
+    ),
     "phi3-longrope": Form(
         "Phi3Config",
         gguf.MODEL_ARCH.PHI3,
@@ -163,7 +176,12 @@ def build(form: Form) -> Any:
         "tie_word_embeddings": False,
     }
     config = getattr(transformers, form.config)(**{**options, **form.options})
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:  # else all are alike, and one in the place of another would not show
+                weight.add_(torch.randn_like(weight) * 0.2)
+    return model
 
 
 def write(form: Form, model: Any, path: Path, quant: gguf.GGMLQuantizationType | None = None) -> Path:
@@ -226,9 +244,11 @@ def test_it_is_the_model_it_was_made_from(name: str, tmp_path: Path) -> None:
     tokens = torch.arange(40)[None] * 5
     torch.testing.assert_close(found(tokens).logits, model(tokens).logits, atol=1e-4, rtol=1e-4)
     spec: Any = read_model_spec(out)
-    assert spec.num_layers == 3
+    assert spec.num_layers == model.config.num_hidden_layers
     if name == "llama-3.1":
         assert (spec.rope.kind, spec.rope.factor) == ("llama3", 8.0)
+    if name == "gemma3":
+        assert spec.windows == (5, 5, 5, 5, 5, None, 5)
 
 
 def test_stacked_experts_may_be_quantised(tmp_path: Path) -> None:

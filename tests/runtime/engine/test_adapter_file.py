@@ -17,7 +17,7 @@ from engine_stack import engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus_runtime.config import EngineConfig, parse_serve
+from isthmus_runtime.config import EngineConfig
 from isthmus_runtime.engine.adapter_file import (
     FIRST_RETRY_S,
     LAST_RETRY_S,
@@ -30,6 +30,7 @@ from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
 from isthmus_runtime.request import GenerateRequest, SamplingParams
+from isthmus_runtime.serve_flags import parse_serve
 
 
 def weights(folder: Path, text: str) -> str:

@@ -12,7 +12,6 @@ from engine_world import World, make_plan, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus_runtime.config import parse_serve
 from isthmus_runtime.engine.draft_model import Ask, DraftModel, DraftRows
 from isthmus_runtime.engine.drafts import AGAIN, TRUSTED, ModelDrafter
 from isthmus_runtime.engine.sequence import Kind
@@ -20,6 +19,7 @@ from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.executor.fake import MAX_TOKEN_IDS, VOCAB_SIZE, FakeExecutor, Windows, expected_tokens
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.request import SamplingParams
+from isthmus_runtime.serve_flags import parse_serve
 
 LIKELIEST = SamplingParams(max_tokens=1, temperature=0.0)
 MAX_LEN = 64

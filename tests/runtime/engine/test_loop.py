@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import resource
+import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 from engine_stack import engine, make_loop
@@ -17,7 +19,8 @@ from isthmus_runtime.engine.sequence import CancelAttempt, Effect, FinishSend
 from isthmus_runtime.errors import EngineFailed, InvalidRequest, NeverFits
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
 from isthmus_runtime.interfaces.handoff import PromptResult
-from isthmus_runtime.interfaces.steps import StepOutput
+from isthmus_runtime.interfaces.steps import StepOutput, StepPlan
+from isthmus_runtime.kv.pool import PoolCounts
 from isthmus_runtime.request import FinishReason, TokenChunk
 
 DEADLINE_S = 20
@@ -44,16 +47,23 @@ def test_many_clients_at_once_get_their_own_tokens() -> None:
     asyncio.run(main())
 
 
+def sleeps(thread: threading.Thread) -> int:
+    """How often a thread has gone to sleep so far."""
+    told = Path(f"/proc/self/task/{thread.native_id}/status").read_text().splitlines()
+    return int(next(line for line in told if line.startswith("voluntary_ctxt_switches:")).split()[1])
+
+
 def test_an_idle_engine_uses_no_cpu() -> None:
     async def main() -> None:
         with engine() as backend:
             await collect(backend, "warm", [1, 2, 3], 4)
-            before, turns = resource.getrusage(resource.RUSAGE_SELF), backend.engine.loop.steps
+            loop = backend.engine.loop
+            loop.call(lambda: None)  # the turn of the last token is over
+            before, turns = sleeps(loop._thread), loop.steps
             await asyncio.sleep(0.5)
-            after = resource.getrusage(resource.RUSAGE_SELF)
-            assert backend.engine.loop.steps == turns
-            switches = after.ru_nvcsw - before.ru_nvcsw
-            assert switches < 20, f"{switches} wake-ups while idle"
+            assert loop.steps == turns
+            wakes = sleeps(loop._thread) - before
+            assert wakes < 20, f"{wakes} wake-ups while idle"
 
     asyncio.run(main())
 
@@ -183,7 +193,9 @@ def test_the_next_step_is_planned_while_one_runs_and_a_stall_is_visible() -> Non
             assert await asyncio.wait_for(task, DEADLINE_S) == expected_tokens(
                 [1, 2, 3], request("x", [1], 1).sampling, 6
             )
-            assert backend.engine.loop.stalled_s() == 0
+            # The turn of the last token may not be over.
+            stalls = (backend.engine.loop.call(backend.engine.loop.stalled_s) for _ in range(200))
+            assert not all(stalls)
 
     asyncio.run(main())
 
@@ -235,6 +247,68 @@ def test_transfers_that_were_to_end_in_the_turn_that_breaks_end_all_the_same() -
     loop._break("no such segment")
     assert transfers.asked == [("finish", "breaks"), ("cancel", "left"), ("finish", "done")], "each once"
     assert said == [("y", TokenChunk((6,))), ("x", TokenChunk((5,)))], "each once"
+
+
+class ByHand(FakeExecutor):
+    """Steps end when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__(65, 4)
+        self.submitted: list[tuple[StepPlan, Future[StepOutput]]] = []
+
+    def submit(self, plan: StepPlan) -> Future[StepOutput]:
+        future: Future[StepOutput] = Future()
+        self.submitted.append((plan, future))
+        return future
+
+    def finish(self, number: int) -> None:
+        plan, future = self.submitted[number]
+        future.set_result(self.run(plan))
+
+
+def test_an_answer_does_not_wait_until_its_blocks_are_published_and_freed() -> None:
+    """Which of a prompt of 8,192 tokens takes more than a millisecond."""
+    seen: list[tuple[FinishReason | None, PoolCounts]] = []
+
+    def sink(replies: Sequence[tuple[str, Reply]]) -> None:
+        for _, reply in replies:
+            assert isinstance(reply, TokenChunk)
+            seen.append((reply.finish_reason, loop.scheduler.pool.counts()))
+
+    executor = ByHand()
+    loop = make_loop(sink, executor)
+    loop.generate(request("a", list(range(20)), 1))
+    loop.turn()
+    executor.finish(0)
+    loop.turn()
+    ((reason, counts),) = seen
+    assert reason is FinishReason.LENGTH
+    assert (counts.owned, counts.cached) == (5, 0), "the answer came last"
+    assert (loop.snapshot.blocks.owned, loop.snapshot.blocks.cached) == (0, 5)
+    loop.generate(request("b", list(range(20)), 1))  # whoever has the answer finds what was computed for it
+    loop.turn()
+    executor.finish(1)
+    loop.turn()
+    assert loop.scheduler.stats().prefix_hits == 16
+    loop.scheduler.check()
+
+
+@pytest.mark.parametrize("ended", [1, 2])
+def test_an_answer_does_not_wait_for_the_next_plan_while_the_device_has_work(ended: int) -> None:
+    """Nor does a device that has none wait for an answer to be given."""
+    submitted: list[int] = []
+    executor = ByHand()
+    loop = make_loop(lambda replies: submitted.append(len(executor.submitted)), executor)
+    loop.generate(request("a", [1, 2, 3], 9))
+    loop.turn()
+    loop.turn()
+    assert len(executor.submitted) == 2 and not submitted
+    for number in range(ended):
+        executor.finish(number)
+    while not submitted:
+        loop.turn()
+    assert submitted == [2 if ended == 1 else 3]
+    assert len(executor.submitted) == 3
 
 
 @pytest.mark.parametrize("moves_kv", [False, True])

@@ -72,6 +72,7 @@ def test_whoever_is_preempted_between_its_last_step_and_the_result_has_its_vecto
     seq = world.scheduler.queues.live["a"]
     world.scheduler._preemption.preempt(seq)
     world.take(world.scheduler.complete(output, world.now))
+    world.scheduler.settle()
     assert vector(world, "a") == expected_vector(prompt, PoolingParams())
     assert not world.scheduler.has_work
     world.scheduler.check()

@@ -64,6 +64,17 @@ def test_second_request_hits_the_prefix_of_the_first() -> None:
     assert world.scheduler.stats().prefix_hits == 16
 
 
+@pytest.mark.parametrize(
+    ("kind", "caches", "hashed"),
+    [(Kind.LOCAL, False, 0), (Kind.LOCAL, True, 5), (Kind.SEND, False, 5), (Kind.RECEIVE, False, 5)],
+)
+def test_a_prompt_is_hashed_where_something_is_found_by_its_hashes(kind: Kind, caches: bool, hashed: int) -> None:
+    world = World(prefix_caching=caches)
+    sid = world.add(request("a", list(range(20)), 3), kind=kind, attempt="" if kind is Kind.LOCAL else "a")
+    world.turn()
+    assert len(world.scheduler.queues.live[sid].hashes) == hashed
+
+
 def test_salted_prefixes_do_not_meet() -> None:
     world = World()
     prompt = list(range(18))

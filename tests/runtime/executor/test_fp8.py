@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch_weights
 from isthmus_runtime.checkpoints.fp8 import Fp8Weights
 from isthmus_runtime.checkpoints.quantized import Expanded, scheme_of
 from isthmus_runtime.checkpoints.random import RandomTensors
@@ -144,14 +144,14 @@ def test_a_mixture_is_rounded_but_for_its_router(tmp_path: Path, caplog: pytest.
     assert layer.mlp.router._packed.weight_dtype == torch.bfloat16
     source = random_mixture(tmp_path)(loaded.spec, torch.device("cpu"))
     third = "model.layers.0.mlp.experts.3.down_proj.weight"
-    weight, scale = dispatch.quantize(source.take(third))
+    weight, scale = dispatch_weights.quantize(source.take(third))
     assert torch.equal(layer.mlp.weights.down[3].view(torch.uint8), weight.view(torch.uint8))
     assert torch.equal(layer.mlp.weights.down_scale[3], scale)
 
 
 def test_a_side_that_does_not_fit_stays(tmp_path: Path) -> None:
     source = RandomTensors({"a": (48, 24), "b": (48, 32)}, device=torch.device("cpu"), dtype=torch.bfloat16, seed=1)
-    weights = Fp8Weights(source, dispatch.quantize)
+    weights = Fp8Weights(source, dispatch_weights.quantize)
     assert weights.scaled("a") is None
     assert weights.scaled("b") is not None
     assert (weights.rounded, weights.left) == (1, 1)

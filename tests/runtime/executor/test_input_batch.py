@@ -290,3 +290,22 @@ def test_prompts_longer_than_the_staging_still_arrive() -> None:
     slot = batch.rows.slots[0]
     parts = [slot.tokens(range(n)) for n in (1000, 900, 5000)]
     assert [part.tolist() for part in parts] == [list(range(n)) for n in (1000, 900, 5000)]
+
+
+def test_prompts_of_a_full_step_need_no_new_staging() -> None:
+    """On a GPU that is pinned memory, which the driver takes its time to make."""
+    device, longest = FakeDevice(), 900
+    graphs = Graphs(device, max_rows=4, max_tokens=1000, max_len=longest)
+    groups = (GroupPlan(block_size=16),)
+    batch = InputBatch(device, graphs, max_rows=4, max_tokens=1000, max_len=longest, groups=groups, slots=2)
+    made, lengths = device.allocations, [longest, 99, longest]
+    counts = [longest, 99, 1]  # the step has room for the first token of the last prompt
+    starts = tuple(
+        RowStart(row, f"r{row}", tuple(range(length)), length, ((),), GREEDY) for row, length in enumerate(lengths)
+    )
+    chunks = tuple(Chunk(row, 0, count, 0) for row, count in enumerate(counts))
+    plan = StepPlan(step=1, starts=starts, grown=(), chunks=chunks, num_tokens=sum(counts))
+    for slot in batch.slots:
+        staged = batch.build(plan, slot).starts
+        assert [tokens.tolist() for _, tokens in staged] == [list(range(length)) for length in lengths]
+    assert device.allocations == made

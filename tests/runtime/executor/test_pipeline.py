@@ -82,7 +82,7 @@ def pipeline() -> Iterator[Callable[..., tuple[StepPipeline[int], GatedDevice, R
 
     def make(slots: int = 2) -> tuple[StepPipeline[int], GatedDevice, Recorder]:
         device, runner = GatedDevice(), Recorder()
-        ring = [StagingSlot(device, capacity=8, max_draws=2) for _ in range(slots)]
+        ring = [StagingSlot(device, capacity=8, max_draws=2, prompts=8) for _ in range(slots)]
         made.append(StepPipeline(device, runner, ring))
         return made[-1], device, runner
 
@@ -167,7 +167,7 @@ def test_a_failed_warm_up_is_raised_where_the_executor_is_made() -> None:
 
     device = GatedDevice()
     with pytest.raises(torch.OutOfMemoryError, match="no memory for graphs"):
-        StepPipeline(device, Refusing(), [StagingSlot(device, capacity=8, max_draws=2)])
+        StepPipeline(device, Refusing(), [StagingSlot(device, capacity=8, max_draws=2, prompts=8)])
 
 
 def test_a_step_is_taken_back_until_it_is_launched(pipeline: Callable[..., object]) -> None:

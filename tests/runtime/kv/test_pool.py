@@ -6,7 +6,7 @@ import pytest
 
 from isthmus_runtime.errors import IsthmusError
 from isthmus_runtime.kv.groups import GroupPlan
-from isthmus_runtime.kv.keys import block_hashes
+from isthmus_runtime.kv.keys import block_hashes, pack_tokens
 from isthmus_runtime.kv.pool import (
     BlockEvent,
     BlockPool,
@@ -415,6 +415,14 @@ def test_a_million_blocks() -> None:
     assert pool.allocate(3).blocks == blocks[:3]
     assert pool.counts().total == 10**6 + 1
     pool.check(blocks[:10])
+
+
+def test_token_ids_are_packed_only_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, _ = cached(9, 3)
+    packed: list[int] = []
+    monkeypatch.setattr("isthmus_runtime.kv.pool.pack_tokens", lambda ids: packed.append(len(ids)) or pack_tokens(ids))
+    assert hit(pool, HASHES[4:], TOKENS) == [] and not packed
+    assert len(hit(pool, HASHES, TOKENS)) == 3 and packed == [64]
 
 
 def test_lookup_groups_of_an_empty_prompt() -> None:

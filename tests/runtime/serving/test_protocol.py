@@ -107,6 +107,20 @@ async def served(serve=echo, **limits):
             yield Served(port, servers[0])
 
 
+def endless():
+    """A call that goes on until it is cancelled, and the events of its beginning and its end."""
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def serve(call):
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    return serve, began, ended
+
+
 def post(body=b"{}", *fields, path=PATH, close=False, version="1.1"):
     lines = [f"POST {path} HTTP/{version}", "Host: x", f"Content-Length: {len(body)}", *fields]
     if close:
@@ -816,15 +830,7 @@ def test_what_came_whole_before_the_client_closed_its_side_is_answered(run, rest
 
 def test_a_client_that_closes_its_side_and_leaves_later_cancels_its_call(run):
     async def main():
-        began, ended = asyncio.Event(), asyncio.Event()
-
-        async def serve(call):
-            began.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.set()
-
+        serve, began, ended = endless()
         async with served(serve) as s:
             _, writer = await s.connect()
             writer.write(post())
@@ -841,15 +847,7 @@ def test_a_client_that_closes_its_side_and_leaves_later_cancels_its_call(run):
 
 def test_a_client_of_http_1_0_that_closes_its_side_has_left(run):
     async def main():
-        began, ended = asyncio.Event(), asyncio.Event()
-
-        async def serve(call):
-            began.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.set()
-
+        serve, began, ended = endless()
         async with served(serve) as s:
             reader, writer = await s.connect()
             writer.write(post(version="1.0"))

@@ -23,7 +23,7 @@ ENDLESS = Structure(
 )
 
 
-def run(work: Callable[[Checker], Awaitable[None]], model: Path, timeout_s: float = 3.0) -> None:
+def run(work: Callable[[Checker], Awaitable[None]], model: Path, timeout_s: float = 20.0) -> None:
     async def main() -> None:
         checker = Checker(model, compile_timeout_s=timeout_s)
         try:
@@ -87,7 +87,7 @@ def test_an_endless_one_is_ended_and_the_next_is_answered(model: Path) -> None:
             checker.check(ENDLESS, "x"), checker.check(Structure("regex", "ab"), "x"), return_exceptions=True
         )
         refused, passed = await waiting
-        assert isinstance(refused, InvalidRequest) and "0.5 s to compile" in str(refused)
+        assert isinstance(refused, InvalidRequest) and "2 s to compile" in str(refused)
         assert passed is None and pid_of(checker) != first
         with pytest.raises(ProcessLookupError):
             os.kill(first, 0)
@@ -97,7 +97,7 @@ def test_an_endless_one_is_ended_and_the_next_is_answered(model: Path) -> None:
             await checker.check(ENDLESS, "x")
         assert pid_of(checker) == second
 
-    run(work, model, timeout_s=0.5)
+    run(work, model, timeout_s=2.0)
 
 
 def test_a_client_that_leaves_does_not_mix_up_the_answers(model: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_client_that_leaves_does_not_mix_up_the_answers(model: Path) -> None:
         with pytest.raises(InvalidRequest):
             await checker.check(Structure("regex", "(["), "x")
 
-    run(work, model)
+    run(work, model, timeout_s=3.0)
 
 
 def test_a_client_that_leaves_ends_nothing(model: Path) -> None:

@@ -19,15 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import START_DEADLINE_S, free_port
 
 HERE = Path(__file__).parent
 WAIT_S = 30.0
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 class EngineProcess:
@@ -50,7 +45,7 @@ class EngineProcess:
     @cached_property
     def hello(self) -> dict[str, Any]:
         """Its first line, waited for on first use, so that several start side by side."""
-        return self._answers.get(timeout=WAIT_S)
+        return self._answers.get(timeout=START_DEADLINE_S)
 
     def _read(self) -> None:
         assert self.process.stdout is not None

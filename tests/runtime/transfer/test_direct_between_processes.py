@@ -20,6 +20,8 @@ from isthmus_runtime.transfer.transport import Run, choose_transport, merge_runs
 pytestmark = pytest.mark.slow  # starts processes, and waits for deadlines to pass
 
 Start = Callable[..., Any]
+AT_ONCE_S, SLOW_S = 5.0, 60.0
+"""What is noticed by itself is so within a second on a quiet machine; what is not waits for a timeout of SLOW_S."""
 
 
 def open_pair(prefill: Any, decode: Any, attempt: str, ids: list[int], *, deadline: float = 60.0) -> dict[str, Any]:
@@ -191,9 +193,9 @@ def test_strangers_who_say_nothing_hold_up_no_greeting() -> None:
             silent.append(socket.create_connection((host, int(port)), 5))
             if number % 3:
                 silent[-1].sendall(b"x" * number)
-        assert greeting_problem(greeter.address, b"mine", "e1", 5.0) == ""
-        assert greeting_problem(greeter.address, b"other", "e1", 5.0) == "refuses the ticket: not mine"
-        assert "e1 answers, not e2" in greeting_problem(greeter.address, b"mine", "e2", 5.0)
+        assert greeting_problem(greeter.address, b"mine", "e1", SLOW_S) == ""
+        assert greeting_problem(greeter.address, b"other", "e1", SLOW_S) == "refuses the ticket: not mine"
+        assert "e1 answers, not e2" in greeting_problem(greeter.address, b"mine", "e2", SLOW_S)
         assert greeting_problem(greeter.address, b"mine" * 5000, "e1", 5.0)
     finally:
         greeter.close()
@@ -233,7 +235,7 @@ def test_a_silent_greeter_is_given_up() -> None:
 
 
 def test_a_peer_that_does_not_exist_fails_at_once(start_engine: Start) -> None:
-    prefill = start_engine("direct")
+    prefill = start_engine("direct", timeout=SLOW_S)
     ticket = {
         "mode": "direct",
         "attempt": "a",
@@ -248,7 +250,7 @@ def test_a_peer_that_does_not_exist_fails_at_once(start_engine: Start) -> None:
     }
     prefill.call("open_send", attempt="a", ticket=ticket)
     send(prefill, "a", [(0, 1)])
-    failed = prefill.event("a", "failed", timeout=5)
+    failed = prefill.event("a", "failed")
     assert "127.0.0.1:1 does not answer" in failed["reason"] and failed["stage"] == "computing"
     assert prefill.event("a", "released")["drained"]
 
@@ -272,23 +274,23 @@ def test_an_address_outside_the_pool_is_rejected(start_engine: Start) -> None:
 
 
 def test_decode_killed_while_blocks_are_on_their_way(start_engine: Start) -> None:
-    prefill, decode = start_engine("direct"), start_engine("direct")
+    prefill, decode = start_engine("direct", timeout=SLOW_S), start_engine("direct", timeout=SLOW_S)
     ticket = open_pair(prefill, decode, "a", list(range(1, 60)))
     decode.signal(signal.SIGSTOP)  # so that the bytes are surely on their way
     send(prefill, "a", [(i, i + 1) for i in range(59)])
     killed = decode.kill()
     failed = prefill.event("a", "failed")
-    assert failed["at"] - killed < 1.0, failed
+    assert failed["at"] - killed < AT_ONCE_S, failed
     assert prefill.event("a", "released")["drained"]
     # A new attempt to the dead peer is refused as fast.
     open_at = prefill.event("a", "released")["at"]
     prefill.call("open_send", attempt="b", ticket={**ticket, "attempt": "b"})
     send(prefill, "b", [(0, 1)])
-    assert prefill.event("b", "failed")["at"] - open_at < 1.0
+    assert prefill.event("b", "failed")["at"] - open_at < AT_ONCE_S
 
 
 def test_prefill_killed_means_drained_for_decode(start_engine: Start) -> None:
-    prefill, decode = start_engine("direct"), start_engine("direct")
+    prefill, decode = start_engine("direct", timeout=SLOW_S), start_engine("direct", timeout=SLOW_S)
     open_pair(prefill, decode, "a", [1, 2, 3])
     send(prefill, "a", [(0, 1)])
     prefill.kill()
@@ -296,17 +298,17 @@ def test_prefill_killed_means_drained_for_decode(start_engine: Start) -> None:
     failed = decode.event("a", "failed")
     assert failed["stage"] == "computing"
     released = decode.event("a", "released")
-    assert released["drained"] and released["at"] - failed["at"] < 1.0
+    assert released["drained"] and released["at"] - failed["at"] < AT_ONCE_S
 
 
 def test_a_stopped_prefill_quarantines_until_it_answers_again(start_engine: Start) -> None:
-    prefill, decode = start_engine("direct"), start_engine("direct")
+    prefill, decode = start_engine("direct", timeout=SLOW_S), start_engine("direct", timeout=SLOW_S)
     open_pair(prefill, decode, "a", [1, 2, 3])
     prefill.signal(signal.SIGSTOP)
     decode.call("cancel", attempt="a")
     released = decode.event("a", "released")
     assert not released["drained"]
-    assert released["at"] - decode.event("a", "failed")["at"] < 1.0
+    assert released["at"] - decode.event("a", "failed")["at"] < AT_ONCE_S
     prefill.signal(signal.SIGCONT)
     decode.event("a", "drained")
     assert decode.kinds("a") == ["failed", "released", "drained"]

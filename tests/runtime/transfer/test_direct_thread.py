@@ -14,6 +14,7 @@ from isthmus_runtime.interfaces.transport import KvRegion, Piece, TransferResult
 from isthmus_runtime.protocol import PrefillCall, Ticket
 from isthmus_runtime.transfer import direct as module
 from isthmus_runtime.transfer.direct import DirectTransfer
+from isthmus_runtime.transfer.drain import Answer
 
 WAIT_S = 20.0
 TICKET = Ticket(
@@ -145,3 +146,104 @@ def test_an_attempt_of_a_prefill_call_is_a_word() -> None:
     assert PrefillCall.model_validate(call).attempt == "a"
     with pytest.raises(ValidationError, match="attempt"):
         PrefillCall.model_validate({**call, "attempt": "a\nb"})
+
+
+def _drains(monkeypatch: pytest.MonkeyPatch, ask: Callable[..., Answer]) -> DirectTransfer:
+    monkeypatch.setattr(module, "ask_peer", ask)
+    transfer = DirectTransfer(host="127.0.0.1", epoch="decode")
+    transfer._thread.start()
+    return transfer
+
+
+def test_one_thousand_cancelled_attempts_are_asked_about_beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each kept a thread until its acknowledgement could be believed: 40 a second, while they held all blocks."""
+    monkeypatch.setattr(module, "GRACE_S", 0.5)
+    asked, all_asked, all_done = list[str](), threading.Event(), threading.Event()
+    done: list[tuple[bool, int]] = []
+
+    def ask(url: str, epoch: str, attempt: str, *_: object) -> Answer:
+        asked.append(attempt)
+        if len(asked) == 1000:
+            all_asked.set()
+        return Answer.DRAINED
+
+    def told(drained: bool) -> None:
+        done.append((drained, len(asked)))
+        if len(done) == 1000:
+            all_done.set()
+
+    transfer = _drains(monkeypatch, ask)
+    try:
+        for number in range(1000):
+            transfer.drained(f"a{number}", "http://127.0.0.1:1", "prefill", told)
+        assert all_asked.wait(WAIT_S) and all_done.wait(WAIT_S), f"{len(asked)} asked, {len(done)} done"
+        assert all(drained for drained, _ in done)
+        assert done[0][1] > 4, "threads waited for the first acknowledgements"
+    finally:
+        transfer.close()
+
+
+def test_an_attempt_is_asked_about_once_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its leg asks again when an answer is late; a queue of such asks only grew."""
+    asked, answer, ended = list[str](), threading.Event(), threading.Event()
+
+    def ask(url: str, epoch: str, attempt: str, *_: object) -> Answer:
+        asked.append(attempt)
+        assert answer.wait(WAIT_S)
+        return Answer.UNKNOWN
+
+    transfer = _drains(monkeypatch, ask)
+    try:
+        for _ in range(3):
+            transfer.drained("a", "http://127.0.0.1:1", "prefill", lambda _: ended.set())
+        seen = threading.Event()
+        transfer._call(seen.set)
+        assert seen.wait(WAIT_S)
+        answer.set()
+        assert ended.wait(WAIT_S)
+        ended.clear()
+        transfer.drained("a", "http://127.0.0.1:1", "prefill", lambda _: ended.set())
+        assert ended.wait(WAIT_S)
+        assert asked == ["a", "a"]
+    finally:
+        transfer.close()
+
+
+def test_a_peer_that_has_just_kept_silent_keeps_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode that is stopped accepts connections: sixty attempts for it held up those for others past their
+    deadlines."""
+    now, greeted, asked = [100.0], list[str](), list[str]()
+
+    def greet(address: str, *_: object) -> str:
+        greeted.append(address)
+        now[0] += module.GREETING_S + 0.01
+        return "does not answer: timed out"
+
+    def ask(url: str, *_: object) -> Answer:
+        asked.append(url)
+        now[0] += module.ASK_TIMEOUT_S + 0.01
+        return Answer.UNKNOWN
+
+    monkeypatch.setattr(module, "greeting_problem", greet)
+    monkeypatch.setattr(module, "ask_peer", ask)
+    transfer = DirectTransfer(host="127.0.0.1", epoch="e", clock=lambda: now[0])
+    transfer._thread.start()
+    peer = module._peer(TICKET)
+    try:
+        assert "timed out" in transfer._greet(peer, b"", "a")
+        assert "has not answered a moment ago" in transfer._greet(peer, b"", "b")
+        now[0] += module.SILENT_S
+        assert "timed out" in transfer._greet(peer, b"", "c")
+        assert len(greeted) == 2
+        for number, times in ((0, 1), (1, 1), (2, 2)):
+            told, found = threading.Event(), list[bool]()
+
+            def done(drained: bool, told: threading.Event = told, found: list[bool] = found) -> None:
+                found.append(drained)
+                told.set()
+
+            now[0] += module.SILENT_S if number == 2 else 0.0
+            transfer.drained(f"a{number}", "http://127.0.0.1:1", "e", done)
+            assert told.wait(WAIT_S) and found == [False] and len(asked) == times
+    finally:
+        transfer.close()

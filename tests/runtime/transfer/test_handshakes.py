@@ -73,6 +73,18 @@ def test_who_has_answered_may_take_its_time(monkeypatch: pytest.MonkeyPatch, sil
         handshakes.close()
 
 
+def test_who_has_answered_is_forgotten_when_many_others_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine that comes has a port of its own."""
+    monkeypatch.setattr(module, "MOST_MET", 2)
+    handshakes = Handshakes(lambda: 0.0)
+    try:
+        for number in (1, 2, 1, 3):
+            assert handshakes.submit(f"127.0.0.1:{number}", lambda: 7) == 7
+        assert list(handshakes._met) == ["127.0.0.1:1", "127.0.0.1:3"]
+    finally:
+        handshakes.close()
+
+
 @pytest.mark.slow  # starts processes
 def test_a_silent_peer_holds_up_no_other_transfer(start_engine: Callable[..., Any], silent: str) -> None:
     """Mooncake waited a minute for it, and every other transfer with it."""

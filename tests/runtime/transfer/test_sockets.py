@@ -19,8 +19,8 @@ from isthmus_runtime.transfer.sockets import (
     stuck_bytes_to,
 )
 
-# Addresses of 127.0.0.0/8 that nothing else on this machine talks to.
-SENDER, RECEIVER = "127.31.7.1", "127.31.7.2"
+# Addresses of 127.0.0.0/8 that nothing else on this machine talks to, another process with these tests included.
+SENDER, RECEIVER = (f"127.{64 + os.getpid() // 250 % 64}.{os.getpid() % 250}.{last}" for last in (1, 2))
 
 TABLE = """\
   sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode

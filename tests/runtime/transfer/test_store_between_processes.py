@@ -22,6 +22,8 @@ from isthmus_runtime.transfer.store import StoreTransfer, is_scoped
 pytestmark = pytest.mark.slow  # starts processes, and waits for deadlines to pass
 
 Start = Callable[..., Any]
+AT_ONCE_S, SLOW_S = 5.0, 60.0
+"""What is noticed by itself is so within a second on a quiet machine; what is not waits for a timeout of SLOW_S."""
 MINE, THEIRS = [7, 8, 9, 20], [3, 30, 31, 5]
 
 
@@ -262,8 +264,8 @@ def test_blocks_are_not_evicted_between_put_and_read(start_engine: Start, master
 
 
 def test_the_owner_of_the_bytes_is_killed(start_engine: Start, master: Any) -> None:
-    decode = start_engine("store", master=master.address, segment=16 << 20, block_bytes=1 << 20)
-    prefill = start_engine("store", master=master.address, segment=64 << 20, block_bytes=1 << 20)
+    decode = start_engine("store", master=master.address, segment=16 << 20, block_bytes=1 << 20, timeout=SLOW_S)
+    prefill = start_engine("store", master=master.address, segment=64 << 20, block_bytes=1 << 20, timeout=SLOW_S)
     ids = list(range(1, 31))  # 30 MiB: more than decode's own segment holds
     open_pair(prefill, decode, "a", [f"owned:{i}" for i in ids], mine=ids, theirs=ids)
     prefill.call("finish_send", attempt="a", tokens=53)
@@ -272,12 +274,12 @@ def test_the_owner_of_the_bytes_is_killed(start_engine: Start, master: Any) -> N
     decode.call("commit", attempt="a", ok=True)
     failed = decode.event("a", "received", "failed")
     assert failed["event"] == "failed", failed
-    assert decode.event("a", "released")["at"] - failed["at"] < 1.0
+    assert decode.event("a", "released")["at"] - failed["at"] < AT_ONCE_S
 
 
-def test_a_dead_master_is_noticed_within_a_second_and_its_return_too(start_engine: Start, master: Any) -> None:
-    prefill = start_engine("store", master=master.address)
-    decode = start_engine("store", master=master.address)
+def test_a_dead_master_is_noticed_at_once_and_its_return_too(start_engine: Start, master: Any) -> None:
+    prefill = start_engine("store", master=master.address, timeout=SLOW_S)
+    decode = start_engine("store", master=master.address, timeout=SLOW_S)
     assert transfer(prefill, decode, "a")["event"] == "received"
     # One attempt is between prefill and decode when the master dies.
     open_pair(prefill, decode, "b", keys_of("b", "q"), mine=MINE, theirs=THEIRS)
@@ -287,13 +289,13 @@ def test_a_dead_master_is_noticed_within_a_second_and_its_return_too(start_engin
     begun = time.monotonic()
     decode.call("commit", attempt="b", ok=True)
     failed = decode.event("b", "received", "failed")
-    assert failed["event"] == "failed" and failed["at"] - begun < 1.0, failed
+    assert failed["event"] == "failed" and failed["at"] - begun < AT_ONCE_S, failed
     for n in range(6):
         attempt = f"c{n}"
         begun = time.monotonic()
         open_pair(prefill, decode, attempt, keys_of(attempt, "z"), mine=MINE, theirs=THEIRS)
         failed = prefill.event(attempt, "failed")
-        assert failed["at"] - begun < 1.0, failed
+        assert failed["at"] - begun < AT_ONCE_S, failed
         assert "mooncake_master" in failed["reason"]
         prefill.event(attempt, "released")
         decode.call("cancel", attempt=attempt)
@@ -320,7 +322,7 @@ def test_a_stopped_master_bounds_every_operation(start_engine: Start, master: An
     prefill.call("finish_send", attempt="a", tokens=53)
     assert prefill.event("a", "sent", "failed")["event"] == "failed"
     released = prefill.event("a", "released")
-    assert released["at"] - begun < 3.0
+    assert released["at"] - begun < 10.0, "Mooncake itself waits for longer"
     master.process.send_signal(signal.SIGCONT)
     if not released["drained"]:
         prefill.event("a", "drained")

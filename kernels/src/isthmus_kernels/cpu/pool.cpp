@@ -4,8 +4,8 @@
 //
 // Unless it was interrupted inside an index: then the loop lasts as long as whatever took its processor, some
 // milliseconds, and several engines that share their processors stop one another like that most of the time. So a
-// loop that waited for such a helper counts as a sign that there are fewer processors than threads, and the next ones
-// are done by one thread less; after a while without such a sign one more is tried.
+// loop that waited for such a helper, soon after another one did, is a sign that there are fewer processors than threads,
+// and the next ones are done by one thread less; after a while without such a sign one more is tried.
 //
 // One loop runs at a time; a second caller meanwhile runs its loop alone. A forked child
 // hires helpers of its own. Compiled once, for the oldest instruction set.
@@ -27,9 +27,12 @@ constexpr int SPIN = 2000;
 // A helper that finishes its index so much later than the caller had none left, beyond twice what an index takes, was
 // interrupted: the system lets whoever is in its way run for some milliseconds.
 constexpr int64_t INTERRUPTED_NS = 500000;
-// How long a thread stays away: about as long as an interruption lasts, which costs little if it was the only one; twice
-// as long each time that one follows SOON after a return.
-constexpr int64_t AWAY_NS = 2000000, LONGEST_AWAY_NS = 640000000, SOON_NS = 20000000;
+// An interruption is not worth a thread if the time since the one before it, or since the thread returned, is so many
+// times longer. The process's own other threads interrupt like that once a step.
+constexpr int64_t RARE = 8;
+// How long a thread stays away: about as long as an interruption lasts; twice as long each time that it is interrupted
+// again too soon after its return.
+constexpr int64_t AWAY_NS = 2000000, LONGEST_AWAY_NS = 160000000;
 
 struct alignas(64) Pool {
     // The loop that is open. Written by its caller while `open` is 0 and no helper is inside.
@@ -46,7 +49,10 @@ struct alignas(64) Pool {
     alignas(64) int32_t present;
     alignas(64) int32_t busy;
     int32_t helpers, wanted;
-    int64_t changed_at, away;  // when `present` changed, and how long it stays as it is
+    pthread_t handles[MAX_THREADS];
+    int32_t avoided;  // the processor that helpers are kept off
+    // When `present` changed or a helper was interrupted, and how long `present` stays as it is.
+    int64_t changed_at, away;
     bool failed, watched;
 } pool;
 
@@ -122,8 +128,22 @@ void hire(int wanted) {
         pthread_t handle;
         // Where no thread can be had, the caller does the work.
         if (pthread_create(&handle, nullptr, help, (void *)(intptr_t)(pool.helpers + 1))) pool.failed = true;
-        else pthread_detach(handle), pool.helpers++;
+        else pthread_detach(handle), pool.handles[pool.helpers++] = handle, pool.avoided = -1;
     }
+}
+
+// Helpers about to be woken shall not run where the caller does: the system likes to place whoever is woken beside its
+// waker, even with an idle processor at hand, and both then take turns on one, step after step. So they may run wherever
+// the caller may but on its processor, until it is met on another one.
+void keep_apart() {
+    const int32_t own = sched_getcpu();
+    if (own < 0 || own == pool.avoided) return;
+    pool.avoided = own;
+    cpu_set_t others;
+    // More processors than the set has room for: the system will find one.
+    if (sched_getaffinity(0, sizeof others, &others)) return;
+    if (CPU_COUNT(&others) > 1) CPU_CLR(own, &others);
+    for (int i = 0; i < pool.helpers; i++) pthread_setaffinity_np(pool.handles[i], sizeof others, &others);
 }
 
 // Until no helper is inside an index.
@@ -147,10 +167,14 @@ void set_present(int32_t present, int64_t at) {
 
 // What a loop tells: its caller had no index left at `idle` and waited until `end`, where an index takes `each`.
 void learn(int threads, int64_t each, int64_t idle, int64_t end) {
-    const int64_t since = end - pool.changed_at;
-    if (end - idle > INTERRUPTED_NS + 2 * each) {
-        if (since > SOON_NS) pool.away = AWAY_NS;
-        else if (pool.away < LONGEST_AWAY_NS) pool.away *= 2;
+    const int64_t since = end - pool.changed_at, waited = end - idle;
+    if (waited > INTERRUPTED_NS + 2 * each) {
+        if (since > RARE * waited) {
+            pool.away = AWAY_NS / 2;
+            pool.changed_at = end;
+            return;
+        }
+        if (pool.away < LONGEST_AWAY_NS) pool.away *= 2;
         set_present(pool.present > 1 ? pool.present - 1 : 1, end);
     } else if (pool.present < threads && since > pool.away) {
         set_present(pool.present + 1, end);
@@ -177,7 +201,7 @@ extern "C" __attribute__((visibility("hidden"))) void isthmus_parallel(int64_t c
     const int64_t began = now();
     if (pool.wanted != threads) {
         pool.wanted = threads;
-        pool.away = AWAY_NS;
+        pool.away = AWAY_NS / 2;
         set_present(threads, began);
     }
     pool.body = body;
@@ -188,7 +212,10 @@ extern "C" __attribute__((visibility("hidden"))) void isthmus_parallel(int64_t c
     if (pool.threads > 1) {
         __atomic_store_n(&pool.open, 1, __ATOMIC_SEQ_CST);
         __atomic_fetch_add(&pool.generation, 1, __ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&pool.sleeping, __ATOMIC_SEQ_CST)) wake(&pool.generation, pool.threads - 1);
+        if (__atomic_load_n(&pool.sleeping, __ATOMIC_SEQ_CST)) {
+            keep_apart();
+            wake(&pool.generation, pool.threads - 1);
+        }
     }
     const int64_t taken = take_indices(0);
     const int64_t idle = now();

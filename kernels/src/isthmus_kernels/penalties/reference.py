@@ -16,7 +16,7 @@ def penalize(
     *,
     most: int,
 ) -> None:
-    """See `dispatch.penalize`."""
+    """See `dispatch_logits.penalize`."""
     for p, draw in enumerate(draws.tolist()):
         known = tokens[rows[p], : ends[p]].tolist()
         generated = known[int(starts[p]) :]

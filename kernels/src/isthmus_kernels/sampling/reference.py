@@ -17,7 +17,7 @@ def sample(
     positions: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Choose one token id per row of `logits`; see `dispatch.sample` for the arguments."""
+    """Choose one token id per row of `logits`; see `dispatch_logits.sample` for the arguments."""
     rows, vocab = logits.shape
     if out is None:
         out = torch.empty(rows, dtype=torch.int64, device=logits.device)

@@ -320,7 +320,7 @@ def filtered(
     positions: Tensor,
     out: Tensor,
 ) -> None:
-    """Write the token of each row of `logits` ``[B, V]`` (contiguous rows); arguments as in `dispatch.sample`."""
+    """Write the token of each row of `logits` ``[B, V]`` (contiguous rows), as `dispatch_logits.sample` says."""
     rows, vocab = logits.shape
     device = logits.device
     alike = batch_invariance.required(device)

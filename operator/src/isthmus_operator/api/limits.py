@@ -40,7 +40,7 @@ def too_large(spec: object) -> list[Problem]:
             found.append(_problem(path, "lies too deep", f"{MOST_DEPTH} levels of mappings and lists"))
         elif isinstance(value, Mapping):
             if len(value) > MOST_FIELDS:
-                found.append(_problem(path, f"has {len(value)} fields", f"{MOST_FIELDS} or fewer"))
+                found.append(_problem(path, f"has more than {MOST_FIELDS} fields", f"{MOST_FIELDS} or fewer"))
                 continue
             names = [str(name) for name in value]
             characters += sum(map(len, names))
@@ -50,7 +50,7 @@ def too_large(spec: object) -> list[Problem]:
             left += [(f"{path}.{name}", depth + 1, one) for name, one in zip(names, value.values(), strict=True)]
         elif isinstance(value, list | tuple):
             if len(value) > MOST_ITEMS:
-                found.append(_problem(path, f"has {len(value)} items", f"{MOST_ITEMS} or fewer"))
+                found.append(_problem(path, f"has more than {MOST_ITEMS} items", f"{MOST_ITEMS} or fewer"))
                 continue
             left += [(f"{path}[{index}]", depth + 1, one) for index, one in enumerate(value)]
         elif isinstance(value, str):

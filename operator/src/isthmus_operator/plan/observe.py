@@ -112,8 +112,9 @@ def _stays(pod: Object) -> bool:
 def component_of(child: Object) -> Component | None:
     """The component a child belongs to: of a workload by its selector, which cannot be changed, else by its label."""
     selector = (child.get("spec") or {}).get("selector") or {}
-    labels = selector.get("matchLabels") if child["kind"] in ("Deployment", "StatefulSet") else None
-    value = str((labels or child["metadata"].get("labels") or {}).get(ROLE_LABEL, ""))
+    is_workload = child["kind"] in ("Deployment", "StatefulSet")
+    labels = selector.get("matchLabels") if is_workload else child["metadata"].get("labels")
+    value = str((labels or {}).get(ROLE_LABEL, ""))
     return next((component for component in Component if component.value == value), None)
 
 
@@ -132,8 +133,12 @@ def conditions(status: Object) -> tuple[Condition, ...]:
 
 
 def seconds(stamp: str | None) -> float:
-    """An API time in seconds since the epoch; 0 for none."""
-    return datetime.fromisoformat(stamp).timestamp() if stamp else 0.0
+    """An API time in seconds since the epoch; 0 for none, and for one that the API server takes and no clock has had:
+    a status may be written by others."""
+    try:
+        return max(0.0, datetime.fromisoformat(stamp).timestamp()) if stamp else 0.0
+    except (ValueError, OverflowError):
+        return 0.0
 
 
 def pod(child: Object, component: Component) -> Pod:

@@ -97,19 +97,19 @@ def _refusal(errors: Sequence[ApiError]) -> State:
 
 
 def conditions(states: dict[str, State], before: Status, generation: int, now: str) -> list[dict[str, Any]]:
-    """States as conditions; the time changes only when the status does."""
+    """States as conditions; the time changes only when the status does, or where it cannot be right."""
     known = {c["type"]: c for c in before.get("conditions") or ()}
     out = []
     for name, state in states.items():
         old = known.get(name)
-        same = old is not None and old["status"] == state.status
+        since = old["lastTransitionTime"] if old is not None and old["status"] == state.status else ""
         out.append(
             {
                 "type": name,
                 "status": state.status,
                 "reason": str(state.reason),
                 "message": printable(state.message[:32768]),
-                "lastTransitionTime": old["lastTransitionTime"] if same and old is not None else now,
+                "lastTransitionTime": since if 0 < seconds(since) <= seconds(now) else now,
                 "observedGeneration": generation,
             }
         )

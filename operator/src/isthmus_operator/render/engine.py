@@ -34,6 +34,9 @@ from .revision import pairing, role_revision
 
 _RUNTIME_ROLES = {Component.PREFILL: "prefill", Component.DECODE: "decode", Component.WORKER: "unified"}
 _SECRET_FOLDER = "/etc/isthmus/store"
+_SHARED_MEMORY = "1Gi"
+"""For NCCL: the ranks of a pod meet there, and a container has 64 MiB otherwise, too little for eight. What they write
+counts as the container's memory."""
 _TRANSPORTS = {Transport.AUTO: "auto", Transport.RDMA: "rdma", Transport.NVLINK: "nvlink", Transport.TCP: "tcp"}
 
 
@@ -160,6 +163,9 @@ def deployment(
         secret = {"secretName": ref.name, "items": [{"key": ref.key, "path": "secret"}], "defaultMode": 0o440}
         volumes.append({"name": "store-secret", "secret": secret})
         mounts.append({"name": "store-secret", "mountPath": _SECRET_FOLDER, "readOnly": True})
+    if spec.engine.parallelism.tensor > 1 and on_gpu(role):
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}})
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})
     rdma = _rdma(service) if component is not Component.WORKER else None
     container = {
         "name": "engine",

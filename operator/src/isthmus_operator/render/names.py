@@ -27,6 +27,16 @@ GUARDED_LABEL = f"{GROUP}/guarded"
 """On pods that have a credential and ask for one. Operators before 0.1.0 made others."""
 
 
+READ_LABELS = frozenset(
+    {
+        *(f"app.kubernetes.io/{name}" for name in ("name", "instance", "part-of", "managed-by", "component")),
+        *(SERVICE_LABEL, ROLE_LABEL, REVISION_LABEL, UID_LABEL, PAIRING_LABEL, GUARDED_LABEL, "llm-d.ai/role"),
+        *("pod-template-hash", "controller-revision-hash"),
+    }
+)
+"""Of objects of a service: those that we write, and of pods those by which they are told apart."""
+
+
 class Component(StrEnum):
     """What a pod of a service is for; the value of the role label."""
 

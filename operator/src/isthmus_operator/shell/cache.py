@@ -16,8 +16,9 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..api.v1alpha1 import API_VERSION, GROUP
-from ..render.names import SERVICE_LABEL
+from ..api.v1alpha1 import API_VERSION
+from ..plan.ownership import TEMPLATE_MARK
+from ..render.names import READ_LABELS, SERVICE_LABEL
 
 Object = dict[str, Any]
 Key = tuple[str, str]
@@ -40,10 +41,12 @@ _META = (
     "creationTimestamp",
     "deletionTimestamp",
 )
-_LABELS = (f"{GROUP}/", "app.kubernetes.io/", "llm-d.ai/", "pod-template-hash", "controller-revision-hash")
-"""Beginnings of labels that are read, be it as ours; of annotations only those of our group are."""
 MOST_KEPT = 512 * 1024
 """Characters of a child. The largest that a spec can ask for, with a `podPatch` in it, has fewer than 400 KiB."""
+MOST_OF_A_POD = 32 * 1024
+"""The same of a pod, of which no spec is kept. One of two containers has 3 KiB."""
+MOST_OF_A_SERVICE = 1024 * 1024
+"""Compressed bytes of a service's children but pods. Those of the largest spec, in three revisions, have half of it."""
 _POD_STATUS = ("phase", "reason", "message", "podIP", "conditions", "containerStatuses", "initContainerStatuses")
 
 
@@ -81,7 +84,7 @@ class Cache:
 
     def service(self, key: Key) -> Object | None:
         """The InferenceService itself; None when it is gone."""
-        if key not in self._ready:
+        if key not in self:
             return None
         found = self._newest(key).get((SERVICE, key[1]))
         return _body(found) if found is not None else None
@@ -90,6 +93,10 @@ class Cache:
         """Every object labelled as the service's that a service of its name has made, and every pod; without those we
         have deleted."""
         return [_body(kept) for (kind, _), kept in self._newest(key).items() if kind != SERVICE and kept.data]
+
+    def __contains__(self, key: Key) -> bool:
+        """Whether there is such a service."""
+        return key in self._ready
 
     def services(self) -> list[Key]:
         """Of all there are."""
@@ -103,6 +110,9 @@ class Cache:
     def written(self, key: Key, verb: str, body: Object) -> None:
         """Remember an answer of the API server."""
         now = asyncio.get_running_loop().time()
+        if key not in self:
+            # Gone while this was written: nobody would ever forget it.
+            return
         if verb == "delete":
             self._deleted[body["metadata"]["uid"]] = now, 0
         elif "resourceVersion" in body["metadata"]:
@@ -118,7 +128,7 @@ class Cache:
         newest = before.version if before is not None and before.uid == uid else self._gone.get(uid, (0.0, 0))[1]
         if version <= newest:
             return
-        kept = _keep(body)
+        kept = self._within_budget(key, name, _keep(body))
         place = self._places.get(uid)
         if place is not None and place[0] != key:
             self._drop(uid)
@@ -134,6 +144,14 @@ class Cache:
                 return
         if any(known is None or known.data != kept.data for known in (before, answer[1] if answer else before)):
             self._wake(key)
+
+    def _within_budget(self, key: Key, name: Name, kept: _Kept) -> _Kept:
+        """Nothing of a child for which its service has no room: an owner reference is easily forged."""
+        if name[0] in (SERVICE, "Pod"):
+            return kept
+        beside = self._watched.get(key, {}).items()
+        used = sum(len(one.data) for other, one in beside if other[0] not in (SERVICE, "Pod") and other != name)
+        return kept if used + len(kept.data) <= MOST_OF_A_SERVICE else kept._replace(data=b"")
 
     def gone(self, body: Object) -> None:
         """An object was deleted, or has lost its label: neither our answer to an earlier write nor a list begun before
@@ -216,7 +234,7 @@ def _keep(body: Mapping[str, Any]) -> _Kept:
         return _Kept(uid, version, b"")
     # In the server's own order, which is the same each time.
     text = json.dumps(_read(body), separators=(",", ":"))
-    fits = body["kind"] == SERVICE or len(text) <= MOST_KEPT
+    fits = body["kind"] == SERVICE or len(text) <= (MOST_OF_A_POD if body["kind"] == "Pod" else MOST_KEPT)
     return _Kept(uid, version, zlib.compress(text.encode(), 1) if fits else b"")
 
 
@@ -271,9 +289,8 @@ def _marks_of(entry: Object) -> Object:
 def _marked(meta: Object, prefix: str) -> Object:
     """Metadata with those labels and annotations alone that are read. `prefix`: of each field's name."""
     out = dict(meta)
-    for name, known in (("labels", _LABELS), ("annotations", (f"{GROUP}/",))):
+    for name, known in (("labels", READ_LABELS), ("annotations", (TEMPLATE_MARK,))):
         there = meta.get(prefix + name)
         if there:
-            begins = tuple(prefix + one for one in known)
-            out[prefix + name] = {key: value for key, value in there.items() if key.startswith(begins)}
+            out[prefix + name] = {key: value for key, value in there.items() if key.removeprefix(prefix) in known}
     return out

@@ -20,6 +20,7 @@ from kubernetes.aio.dynamic import DynamicClient
 from ..errors import ApiError
 from ..plan.ownership import FIELD_MANAGER
 from ..settings import identity
+from .answers import Reader
 
 REQUEST_TIMEOUT_S = 15.0
 SERVED_S = 3.0
@@ -102,9 +103,10 @@ def path_of(api_version: str, kind: str, namespace: str = "", name: str = "", su
 
 
 class Api:
-    """One connection to an API server."""
+    """One connection to an API server. reader: of its answers, and of those that kopf gets."""
 
     def __init__(self, client: ApiClient) -> None:
+        self.reader = Reader()
         self._client = DynamicClient(client)
         self._served: dict[str, tuple[float, frozenset[str]]] = {}
         self._asking = asyncio.Lock()
@@ -228,7 +230,7 @@ class Api:
                 serialize=False,
                 _request_timeout=REQUEST_TIMEOUT_S,
             )
-            found: dict[str, Any] = json.loads(await answer.read())
+            found: dict[str, Any] = await self.reader.read(answer.content)
         except ApiException as error:
             why = f"{method} {path}: HTTP {error.status}: {_message(error.body)}"
             raise ApiError(error.status, why) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -40,14 +40,17 @@ _log = logging.getLogger(__name__)
 AUTO_PERIOD_S = 15.0
 ADAPTERS_PERIOD_S = 15.0
 """No object changes when an engine has read its list, or has loaded what it could not load before."""
+EVERYWHERE = ""
+"""In place of a namespace: all of them."""
 _FAILURES = (Reason.RECONCILE_FAILED, Reason.NAME_TAKEN, Reason.INTERNAL_ERROR, Reason.OVER_BUDGET)
 
 
 @dataclass(slots=True, kw_only=True)
 class Controller:
-    """What a reconcile needs. `clock` gives seconds since the epoch.
+    """What a reconcile needs. `clock` gives seconds since the epoch, `steady` such as are never set.
 
-    unread: why something that is watched may not be read, so that nothing is known for certain; empty when all is
+    unread: namespace, or EVERYWHERE, -> why something that is watched may not be read there, so that nothing is known
+    for certain
     """
 
     api: Api
@@ -55,8 +58,9 @@ class Controller:
     facts: KnownFacts
     defaults: Defaults
     metrics: Metrics
-    unread: str = ""
+    unread: Mapping[str, str] = field(default_factory=dict)
     clock: Callable[[], float] = time.time
+    steady: Callable[[], float] = time.monotonic
     profile: Profile = PERMISSIVE
     contests: Contests = field(default_factory=Contests)
     bench: Workbench = field(default_factory=Workbench)
@@ -102,8 +106,8 @@ class Controller:
 
     async def _reconcile(self, key: Key, body: Object, before: Status, applier: Applier) -> float | None:
         service = await self.bench.run(key, partial(parse_stored, body, self.profile))
-        if self.unread:
-            raise ApiError(FORBIDDEN, self.unread)
+        if why := self.unread.get(key[0]) or self.unread.get(EVERYWHERE):
+            raise ApiError(FORBIDDEN, why)
         children, now = self.cache.children(key), self.clock()
         while True:
             facts = await self._facts(key, service, children)
@@ -129,7 +133,7 @@ class Controller:
             settled=settled,
             complete=complete,
             skipped=before.get("skipped", ()),
-            left_alone=self.contests.left_alone(key, now),
+            left_alone=self.contests.left_alone(key, self.steady()),
             futile=self.contests.futile(key),
         )
         scaling = autoscale.decide(service, seen, wanted, self.clock()) if _auto(service) else {}
@@ -145,11 +149,11 @@ class Controller:
             refused=changes.refused,
             left_out=changes.left_out,
         )
-        single, many = self.contests.put_right(key, changes.healed, now)
+        single, many = self.contests.put_right(key, changes.healed, self.steady())
         news = events(before, after, wanted if changes.applied else None) + healed(single) + contested(many)
         news += overridden(self.contests.left(key, changes.futile))
         await self._report(applier, body, before, after, news)
-        news = await self._scales(applier, service, seen, scaling, children)
+        news = await self._scales(key, applier, service, seen, scaling, children)
         await self._report(applier, body, after, after, news)
         if changes.refused:
             raise Refused(changes.refused)
@@ -179,13 +183,16 @@ class Controller:
 
     async def _scales(
         self,
+        key: Key,
         applier: Applier,
         service: InferenceService,
         seen: Observed,
         scaling: dict[Component, Decision],
         children: list[Object],
     ) -> list[Event]:
-        """Tell autoscalers how many pods there are, and be the autoscaler where the spec says Auto."""
+        """Tell autoscalers how many pods there are, and be the autoscaler where the spec says Auto. A number that is
+        neither the one that was last planned nor the one that is to be was set by somebody else."""
+        left_alone, foreign = self.contests.left_alone(key, self.steady()), []
         live = {name_of(child): child for child in children if is_child(service, child)}
         news = []
         for component in components(service):
@@ -199,16 +206,21 @@ class Controller:
             if {key: (there.get("status") or {}).get(key) for key in status["status"]} != status["status"]:
                 await applier.scaler_status(there, status)
             decision, before = scaling.get(component), there["spec"]["replicas"]
-            if decision is not None and decision.count != before:
-                await applier.scale(there, scaler.role_scaler(service, component, replicas=decision.count))
+            if decision is None or decision.count == before or name_of(status) in left_alone:
+                continue
+            await applier.scale(there, scaler.role_scaler(service, component, replicas=decision.count))
+            if seen.wanted.get(component, before) == before:
                 news.append(scaled(component, before, decision))
-        return news
+            else:
+                foreign.append(name_of(status))
+        single, many = self.contests.put_right(key, foreign, self.steady())
+        return news + healed(single) + contested(many)
 
     def _again(self, key: Key, service: InferenceService, wanted: Plan, after: Status) -> float | None:
-        now = self.clock()
+        now = self.steady()
         times = [until - now for until in self.contests.left_alone(key, now).values()]
         if wanted.wake is not None:
-            times.append(max(0.0, wanted.wake - now))
+            times.append(max(0.0, wanted.wake - self.clock()))
         if _auto(service):
             times.append(AUTO_PERIOD_S)
         if any(c["type"] == "AdaptersReady" and c["status"] == "False" for c in after["conditions"]):

@@ -13,9 +13,11 @@ import ipaddress
 import json
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import aiohttp
 
@@ -31,7 +33,8 @@ SILENT_S = 60.0
 """How long the last answer of a pod that is ready stands in for one that does not come."""
 MOST_AT_ONCE = 64
 MOST_OF_A_SERVICE = 8
-"""Requests at once: no service's pods can keep all others' from being asked."""
+MOST_OF_A_NAMESPACE = 16
+"""Requests at once: no service's pods, and no tenant's, can keep all others' from being asked."""
 MOST_BYTES = 64 * 1024
 """Of an answer. An engine's /info has 2 KB, its /metrics 20 KB, a router's /info 300 bytes an engine."""
 MOST_HEADERS = 32
@@ -42,6 +45,8 @@ MOST_PROBLEMS = 65
 """Of adapters: a service has 64 at most."""
 
 _log = logging.getLogger(__name__)
+_Turns = tuple[asyncio.Semaphore, asyncio.Semaphore]
+"""Of a service and of its namespace."""
 
 
 class FactReader:
@@ -51,15 +56,16 @@ class FactReader:
         self._session: aiohttp.ClientSession | None = None
         self._known: dict[str, tuple[float, EngineFacts]] = {}
         self._slots = asyncio.Semaphore(MOST_AT_ONCE)
+        self._tenants: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     async def close(self) -> None:
         """Idempotent."""
         if self._session is not None:
             await self._session.close()
 
-    async def read(self, pods: Iterable[Pod], *, load: bool, patient: bool = False) -> Facts:
-        """Facts of the ready engine pods, and what a ready router says about them. `load`: queues and KV use too;
-        `patient`: wait for PATIENT_S."""
+    async def read(self, namespace: str, pods: Iterable[Pod], *, load: bool, patient: bool = False) -> Facts:
+        """Facts of the ready engine pods of one service in `namespace`, and what a ready router says about them.
+        `load`: queues and KV use too; `patient`: wait for PATIENT_S."""
         ready = [pod for pod in pods if pod.ready and pod.ends is None and _is_of_a_pod(pod.ip)]
         engines = [pod for pod in ready if pod.component not in (Component.ROUTER, Component.STORE)]
         routers = [pod for pod in ready if pod.component is Component.ROUTER]
@@ -67,7 +73,8 @@ class FactReader:
             return Facts()
         if self._session is None:
             self._session = _session()
-        turns = asyncio.Semaphore(MOST_OF_A_SERVICE)
+        tenant = self._tenants.setdefault(namespace, asyncio.Semaphore(MOST_OF_A_NAMESPACE))
+        turns = asyncio.Semaphore(MOST_OF_A_SERVICE), tenant
         tasks = {pod.name: asyncio.ensure_future(self._engine(pod, turns, load=load)) for pod in engines}
         router = asyncio.ensure_future(self._routable(routers[0], turns)) if routers else None
         waiting = [*tasks.values(), *([router] if router else [])]
@@ -92,12 +99,18 @@ class FactReader:
         known = self._known.get(pod.uid)
         return replace(known[1], stale=True) if known is not None else None
 
-    async def _engine(self, pod: Pod, turns: asyncio.Semaphore, *, load: bool) -> EngineFacts | None:
+    @asynccontextmanager
+    async def _turn(self, turns: _Turns) -> AsyncIterator[None]:
+        service, tenant = turns
+        async with service, tenant, self._slots:
+            yield
+
+    async def _engine(self, pod: Pod, turns: _Turns, *, load: bool) -> EngineFacts | None:
         now = asyncio.get_running_loop().time()
         if (known := self._known.get(pod.uid)) and now - known[0] < KEPT_S:
             return known[1]
         base = f"http://{_host(pod.ip)}:{METRICS_PORT if pod.guarded else ENGINE_PORT}"
-        async with turns, self._slots:
+        async with self._turn(turns):
             info = _object(await self._text(f"{base}/info", pod), pod)
             if info is None:
                 return None
@@ -110,8 +123,8 @@ class FactReader:
         self._known[pod.uid] = (now, facts)
         return facts
 
-    async def _routable(self, pod: Pod, turns: asyncio.Semaphore) -> dict[str, bool] | None:
-        async with turns, self._slots:
+    async def _routable(self, pod: Pod, turns: _Turns) -> dict[str, bool] | None:
+        async with self._turn(turns):
             port = METRICS_PORT if pod.guarded else ROUTER_PORT
             info = _object(await self._text(f"http://{_host(pod.ip)}:{port}/info", pod), pod)
         engines = (info or {}).get("engines")

@@ -6,12 +6,14 @@ read has changed. Only `on.event`, so that kopf writes nothing: no finalizer, no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import Callable, Iterator, MutableMapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import chain, repeat
 from typing import Any
 
+import aiohttp
 import kopf
 
 from ..api.profile import Profile
@@ -49,6 +51,38 @@ class Pauses:
         return chain((1.0, 2.0, 5.0), repeat(10.0))
 
 
+class Session:
+    """What kopf uses of an aiohttp session. `ended`: whether the operator is at its end.
+
+    At the end kopf closes it and does not await the watches that are open, which ask for new credentials then, and
+    wait for them without end: they are cancelled.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, ended: Callable[[], bool]) -> None:
+        self._session = session
+        self._ended = ended
+
+    @property
+    def headers(self) -> MutableMapping[str, str]:
+        """Of every request."""
+        return self._session.headers
+
+    @property
+    def closed(self) -> bool:
+        """Whether it takes no requests any more."""
+        return self._session.closed
+
+    async def request(self, **request: Any) -> aiohttp.ClientResponse:
+        """One request; RuntimeError, by which kopf logs in anew, where the session was closed."""
+        if self.closed and self._ended():
+            raise asyncio.CancelledError
+        return await self._session.request(**request)
+
+    async def close(self) -> None:
+        """Idempotent."""
+        await self._session.close()
+
+
 class NoMemory(kopf.DiffBaseStorage):
     """Handlers of events need no former state. kopf would copy each object to compare it with one."""
 
@@ -78,11 +112,18 @@ def registry_of(operator: Operator) -> kopf.OperatorRegistry:
         await operator.stop()
 
     @kopf.on.login(registry=registry)
-    async def login(**_: Any) -> kopf.ConnectionInfo:
+    async def login(**_: Any) -> kopf.AiohttpSession:
         """The same cluster, as the same user, as our own client. What was refused once kopf takes again, as it does
         not end at the same time: an API server may refuse good credentials for a moment."""
         until = datetime.now(UTC) + timedelta(seconds=LOGIN_S)
-        return kopf.ConnectionInfo(**await operator.admit(), expiration=until)
+        known = kopf.ConnectionInfo(**await operator.admit())
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=known.as_ssl_context()),
+            headers=known.as_http_headers(),
+            response_class=operator.api.reader.response(),
+        )
+        lent: Any = Session(session, operator.ended.is_set)
+        return kopf.AiohttpSession(server=known.server, aiohttp_session=lent, expiration=until)
 
     @kopf.on.probe(registry=registry, id="waiting")
     async def waiting(**_: Any) -> int:

@@ -21,7 +21,7 @@ PATIENCE_S = 0.25
 class Reader(Protocol):
     """FactReader, as it is used here."""
 
-    async def read(self, pods: Iterable[Pod], *, load: bool, patient: bool) -> Facts:
+    async def read(self, namespace: str, pods: Iterable[Pod], *, load: bool, patient: bool) -> Facts:
         """Never raises for what a pod does or does not say."""
 
     async def close(self) -> None:
@@ -47,7 +47,7 @@ class KnownFacts:
         asked = self._asked.get(key)
         if asked is None:
             asked = self._asked[key] = asyncio.create_task(
-                self._reader.read(pods, load=load, patient=key not in self._last)
+                self._reader.read(key[0], pods, load=load, patient=key not in self._last)
             )
             asked.add_done_callback(partial(self._answered, key))
         await asyncio.wait([asked], timeout=PATIENCE_S)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +19,7 @@ from ..errors import ApiError, OverBudget, UserError
 from ..render.names import Defaults
 from .cache import Cache, Key
 from .client import Api
-from .controller import Controller
+from .controller import EVERYWHERE, Controller
 from .facts import FactReader
 from .issuer import AGAIN_S, find_issuer
 from .known_facts import KnownFacts
@@ -61,7 +62,7 @@ class OperatorOptions:
 class Operator:
     """One process. `start` and `stop` frame its work; in between, the watches report to it.
 
-    stopping: set when it cannot go on, `failure` says why; serving: set when the webhook answers
+    stopping: set when it cannot go on, `failure` says why; serving: set when the webhook answers; ended: set at the end
     """
 
     def __init__(self, api: Api, options: OperatorOptions) -> None:
@@ -81,6 +82,7 @@ class Operator:
         )
         self.stopping = asyncio.Event()
         self.serving = asyncio.Event()
+        self.ended = asyncio.Event()
         self.failure: BaseException | None = None
         self._admitted = asyncio.Event()
         self._namespaces = options.namespaces or ("",)
@@ -100,6 +102,7 @@ class Operator:
 
     async def stop(self) -> None:
         """End what `start` began, and give the lease back."""
+        self.ended.set()
         if self._leading is not None:
             self._leading.cancel()
             await asyncio.wait((self._leading,))
@@ -135,7 +138,7 @@ class Operator:
             # Services come first in it.
             with contextlib.suppress(ApiError):
                 await look(self.api, self._namespaces, self.cache)
-            await self._unread(why)
+            await self._unread({EVERYWHERE: why})
 
         try:
             async with asyncio.timeout(LAST_WORDS_S):
@@ -143,12 +146,13 @@ class Operator:
         except (ApiError, TimeoutError) as error:
             _log.warning("services could not be told: %s", error or "no answer in time")
 
-    async def _unread(self, why: str) -> None:
-        """Note why something may not be read, or that all may: services say so."""
-        if why == self.controller.unread:
-            return
-        self.controller.unread = why
+    async def _unread(self, refused: Mapping[str, str]) -> None:
+        """Note in which namespaces something may not be read, and why: their services say so."""
+        before, self.controller.unread = self.controller.unread, refused
         for key in self.cache.services():
+            why = refused.get(key[0], refused.get(EVERYWHERE, ""))
+            if why == before.get(key[0], before.get(EVERYWHERE, "")):
+                continue
             if not why:
                 self.queue.add(key)
                 continue
@@ -189,14 +193,30 @@ class Operator:
     async def _look(self, *, pause: float = 0.0) -> None:
         while True:
             try:
-                await look(self.api, self._namespaces, self.cache, pause=pause)
-                await self._ask()
-                return await self._unread("")
+                refused = await self._look_everywhere(pause)
+                if len(refused) < len(self._namespaces):
+                    await self._ask()
+                    return await self._unread(refused)
+                await self._unread(refused)
             except ApiError as error:
                 _log.warning("cannot list what there is: %s", error)
                 if error.status in UNREADABLE:
-                    await self._unread(f"cannot read what belongs to it: {error}")
+                    await self._unread({EVERYWHERE: f"cannot read what belongs to it: {error}"})
             await asyncio.sleep(LOOK_AGAIN_S)
+
+    async def _look_everywhere(self, pause: float) -> dict[str, str]:
+        """Namespaces that may not be read, and why. Who administers one of several can take the right to it away, and
+        not that to the others."""
+        refused = {}
+        for namespace in self._namespaces:
+            try:
+                await look(self.api, (namespace,), self.cache, pause=pause)
+            except ApiError as error:
+                if error.status not in UNREADABLE:
+                    raise
+                _log.warning("cannot list what there is: %s", error)
+                refused[namespace] = f"cannot read what belongs to it: {error}"
+        return refused
 
     async def _ask(self) -> None:
         """Learn whose tokens pods take; services are told where that has changed. ApiError leaves what was known."""
@@ -225,8 +245,13 @@ class Operator:
     # ------------------------------------------------------------------------------------------------ one service
 
     async def _reconcile(self, key: Key) -> float | None:
-        with self.metrics.seconds.time():
-            after = await self.controller.reconcile(key)
+        try:
+            with self.metrics.seconds.time():
+                after = await self.controller.reconcile(key)
+        finally:
+            if key not in self.cache:
+                # It was removed meanwhile, and has been noted again since.
+                self._forget(key)
         self.metrics.reconciles.labels("done").inc()
         self._count()
         return after
@@ -245,6 +270,9 @@ class Operator:
 
     def _removed(self, key: Key) -> None:
         self.queue.remove(key)
+        self._forget(key)
+        self._count()
+
+    def _forget(self, key: Key) -> None:
         self.facts.forget(key)
         self.controller.contests.forget(key)
-        self._count()

@@ -70,8 +70,9 @@ async def _require_kinds(api: Api) -> None:
 
 
 async def _require_rights(api: Api, namespaces: tuple[str, ...]) -> None:
-    """A watch without the right to it would leave the operator deaf."""
-    refused = []
+    """A watch without the right to it would leave the operator deaf. One namespace of several may refuse it without
+    harm to the others: whoever administers it can."""
+    refused: dict[str, list[str]] = {}
     for kind in WATCHED:
         for namespace in namespaces:
             try:
@@ -79,6 +80,9 @@ async def _require_rights(api: Api, namespaces: tuple[str, ...]) -> None:
             except ApiError as error:
                 if error.status not in UNREADABLE:
                     raise
-                refused.append(str(error))
-    if refused:
-        raise ApiError(403, f"cannot read the objects it watches: {'; '.join(refused)}; see operator/docs/rbac.md")
+                refused.setdefault(namespace, []).append(str(error))
+    if len(refused) == len(namespaces):
+        every = "; ".join(one for found in refused.values() for one in found)
+        raise ApiError(403, f"cannot read the objects it watches: {every}; see operator/docs/rbac.md")
+    for namespace, found in refused.items():
+        _log.warning("namespace %s is not looked after: %s", namespace, "; ".join(found))

@@ -1,4 +1,8 @@
-"""A queue of object keys: each at most once, never two workers on one key, failures again after growing pauses."""
+"""A queue of object keys: each at most once, never two workers on one key, failures again after growing pauses.
+
+Who may write a service's objects decides how often it is woken. A burst is handled as it comes; what goes on for longer
+is handled once a second, so that it leaves time for the others.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,15 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pauses:
     """Seconds. settle: from a change to its handling, so that a burst is handled once; first, most: after failures,
-    doubling; resync: between two runs without any change. Failures and resyncs are spread by up to a quarter."""
+    doubling; resync: between two runs without any change. Failures and resyncs are spread by up to a quarter.
+    burst: runs of one key that follow each other as they come; one more is granted after each `refill`."""
 
     settle: float = 0.05
     first: float = 1.0
     most: float = 60.0
     resync: float = 60.0
+    burst: int = 40
+    refill: float = 1.0
 
 
 class WorkQueue:
@@ -52,6 +59,8 @@ class WorkQueue:
         self._anew: set[Key] = set()
         self._failures: dict[Key, int] = {}
         self._removed: set[Key] = set()
+        self._full: dict[Key, float] = {}
+        """When the runs that a key has had will all have been granted again."""
 
     def __len__(self) -> int:
         """Keys that wait for a worker."""
@@ -68,15 +77,19 @@ class WorkQueue:
                 self._anew.add(key)
         else:
             # A failing key keeps its pause: its own failed attempts cause changes too.
-            self._schedule(key, self._pause(key) if key in self._failures else self._pauses.settle)
+            self._schedule(key, self._pause(key) if key in self._failures else self._settle(key))
 
     def remove(self, key: Key) -> None:
         """The object is gone: no resync, no repetition."""
         if key in self._running or key in self._waiting:
             self._removed.add(key)
-        self._failures.pop(key, None)
+        self._forget(key)
         if (timer := self._due.pop(key, None)) is not None:
             timer[1].cancel()
+
+    def _forget(self, key: Key) -> None:
+        self._failures.pop(key, None)
+        self._full.pop(key, None)
 
     async def run(self, workers: int) -> None:
         """Work until cancelled. May be called again after that, and continues with what was left."""
@@ -89,6 +102,7 @@ class WorkQueue:
             key = await self._ready.get()
             self._waiting.discard(key)
             self._running.add(key)
+            self._count(key)
             try:
                 after = await self._once(key)
             except asyncio.CancelledError:
@@ -101,10 +115,11 @@ class WorkQueue:
             self._anew.discard(key)
             if key in self._removed:
                 self._removed.discard(key)
+                self._forget(key)
             elif anew:
                 self.add(key, anew=True)
             else:
-                self._schedule(key, self._pauses.settle if again and key not in self._failures else after)
+                self._schedule(key, self._settle(key) if again and key not in self._failures else after)
 
     async def _once(self, key: Key) -> float:
         """Run the work; the pause until the next run."""
@@ -121,6 +136,15 @@ class WorkQueue:
     def _pause(self, key: Key) -> float:
         doubled: float = self._pauses.first * 2.0 ** min(self._failures[key] - 1, 16)
         return min(doubled, self._pauses.most) * (1 - self._spread() / 4)
+
+    def _count(self, key: Key) -> None:
+        now = asyncio.get_running_loop().time()
+        self._full[key] = max(self._full.get(key, now), now) + self._pauses.refill
+
+    def _settle(self, key: Key) -> float:
+        """The pause after a change: longer where the key has used up its burst."""
+        owed = self._full.get(key, 0.0) - asyncio.get_running_loop().time()
+        return max(self._pauses.settle, owed - (self._pauses.burst - 1) * self._pauses.refill)
 
     def _schedule(self, key: Key, delay: float) -> None:
         """Run after `delay`, or earlier if that was planned."""

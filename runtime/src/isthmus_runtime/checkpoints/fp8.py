@@ -13,7 +13,7 @@ from ..models.shard import Slice
 from .quantized import Expanded
 
 Quantize = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""A matrix [N, K] as E4M3 and fp32 scales of its rows: `isthmus_kernels.dispatch.quantize`."""
+"""A matrix [N, K] as E4M3 and fp32 scales of its rows: `isthmus_kernels.dispatch_weights.quantize`."""
 _MULTIPLE = 16
 """Of both sides of a matrix that the kernels multiply."""
 

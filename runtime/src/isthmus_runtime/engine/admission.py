@@ -10,7 +10,7 @@ from .in_flight import StepDraft
 from .pace import Pace
 from .preemption import Preemption, Room
 from .queues import Queues
-from .sequence import Phase, Sequence
+from .sequence import Kind, Phase, Sequence
 
 
 class Admission:
@@ -78,7 +78,7 @@ class Admission:
 
     def _admit_local(self, seq: Sequence, draft: StepDraft) -> bool:
         """Start a request whose prompt is computed here. False: it must wait."""
-        self._blocks.hash_prompt(seq)
+        self._blocks.hash_prompt(seq, moves=seq.kind is Kind.SEND)
         # A hit leaves one token to compute, and where prompt tokens are to be scored, whose scores are not known.
         most = len(seq.tokens) - 1
         hits = self._blocks.find_hits(seq, most if seq.scores is None else min(most, len(seq.scores)))
@@ -109,7 +109,7 @@ class Admission:
 
         They cannot be preempted: every running request must still be able to finish beside them.
         """
-        self._blocks.hash_prompt(seq)
+        self._blocks.hash_prompt(seq, moves=True)
         hits = self._blocks.find_hits_of_receiver(seq)
         fresh = self._blocks.missing_to_receive(seq, hits)
         if not self._leaves_room(hits.held + fresh):

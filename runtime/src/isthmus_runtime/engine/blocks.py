@@ -40,13 +40,18 @@ class SequenceBlocks:
         self.groups = plan.groups
         self._windowed = any(group.window is not None for group in plan.groups)
         self._caching = prefix_caching
+        self._written: list[tuple[Sequence, list[list[int]], int, int]] = []
+        """What `publish` makes visible: of a request with these blocks, those between two numbers."""
         self._found: tuple[tuple[Sequence, int, int, int], Hits] | None = None
         """The newest lookup and its answer: a request that must wait repeats it at each step."""
 
     # --------------------------------------------------------------------------------------------- hashes and hits
 
-    def hash_prompt(self, seq: Sequence) -> None:
-        """Extend the chain of block hashes over the tokens known so far."""
+    def hash_prompt(self, seq: Sequence, *, moves: bool = False) -> None:
+        """Extend the chain of block hashes over the tokens known so far, if anything is found by them: in the prefix
+        cache, or (`moves`) where the request's KV goes to or comes from."""
+        if not self._caching and not moves:
+            return
         full = len(seq.tokens) // self.block_size
         if full > len(seq.hashes):
             extra = extra_keys(seq.request)
@@ -158,17 +163,24 @@ class SequenceBlocks:
         seq.published = seq.publish_at = 0
         return ids
 
-    def publish(self, seq: Sequence) -> None:
-        """Make the hashes of blocks visible whose bytes are complete."""
+    def wrote(self, seq: Sequence) -> None:
+        """The bytes of the request's first `written` positions are complete: note the blocks for `publish`."""
         bs = self.block_size
         full = min(seq.written, len(seq.tokens)) // bs if self._caching else 0
         seq.publish_at = bs * (max(full, seq.published) + 1) if self._caching else sys.maxsize
         if full <= seq.published:
             return
-        self.hash_prompt(seq)
-        for i in range(seq.published, full):
-            tokens = seq.tokens[i * bs : (i + 1) * bs]
-            for g, ids in enumerate(seq.blocks):
-                if ids[i]:
-                    self.pool.publish(ids[i], seq.hashes[i], group=g, token_ids=tokens)
+        self._written.append((seq, seq.blocks, seq.published, full))
         seq.published = full
+
+    def publish(self) -> None:
+        """Make the hashes of the noted blocks visible. Their requests may have ended; nobody has their blocks yet."""
+        bs = self.block_size
+        for seq, blocks, first, last in self._written:
+            self.hash_prompt(seq)
+            for i in range(first, last):
+                tokens = seq.tokens[i * bs : (i + 1) * bs]
+                for g, ids in enumerate(blocks):
+                    if ids[i]:
+                        self.pool.publish(ids[i], seq.hashes[i], group=g, token_ids=tokens)
+        self._written.clear()

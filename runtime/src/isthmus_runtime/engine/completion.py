@@ -39,8 +39,8 @@ class Completion:
 
     def complete(self, output: StepOutput, now: float) -> list[Effect]:
         """Take the result of the oldest step in flight."""
-        step, work = self._in_flight.steps.popleft()
-        assert output.step == step, f"result of step {output.step}, expected {step}"
+        step = output.step
+        work = self._in_flight.complete(step)
         effects: list[Effect] = []
         for number, found in output.scores:
             work[number][0].scored(work[number][2].start, found)
@@ -59,7 +59,7 @@ class Completion:
             if run == seq.run:
                 seq.written = written = start + count
                 if written >= seq.publish_at:
-                    self._blocks.publish(seq)
+                    self._blocks.wrote(seq)
             if len(tokens) < draws:
                 self._not_drawn(seq, run)
             if seq.kind is sends:
@@ -85,7 +85,6 @@ class Completion:
             seq = work[number][0]
             if seq.phase is not ended:  # whoever was preempted meanwhile has its vector all the same
                 append(self._pooled(seq, vector))
-        self._in_flight.lift(step)
         return effects
 
     def _pooled(self, seq: Sequence, vector: bytes) -> Emit:
@@ -104,7 +103,7 @@ class Completion:
         if run == seq.run:
             seq.scheduled = seq.written = chunk.start + len(tokens)
             if seq.written >= seq.publish_at:
-                self._blocks.publish(seq)
+                self._blocks.wrote(seq)
         chunk_of_answer = self.emit(seq, tokens[:kept], logprobs[:kept])
         if seq.masks is not None and seq.phase is not Phase.ENDED:
             self._ask_for_mask(seq, len(tokens) - 1, 1)

@@ -1,6 +1,6 @@
 """What comes of a turn of the engine: replies to callers, and what the scheduler and the transfer side tell each other.
 
-On the engine thread alone. Effects are applied when the turn has planned its step; if it breaks, they are not lost.
+On the engine thread alone. Effects wait until the turn applies them; if it breaks before, they are not lost.
 """
 
 from __future__ import annotations

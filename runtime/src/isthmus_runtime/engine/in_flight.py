@@ -107,13 +107,18 @@ class StepDraft:
 class StepsInFlight:
     """Steps that were submitted and not completed, oldest first.
 
-    Blocks given back while a step that may write them runs are *fenced*: they return to the pool when it completes.
+    Blocks given back while a step that may write them runs are *fenced*: they return to the pool when it has completed
+    and the answers of its requests have gone (`lift`).
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self.newest = 0
         """Number of the newest step."""
+        self.completed = 0
+        """Number of the newest step that has completed."""
+        self._lifted = 0
+        """Number of the newest step that fences nothing any more."""
         self.steps: deque[tuple[int, Work]] = deque()
         self.fenced: deque[tuple[int, list[int]]] = deque()
         """(last step that may write them, block ids)."""
@@ -144,6 +149,13 @@ class StepsInFlight:
             masks=tuple(draft.masks),
             late_masks=tuple(draft.late_masks),
         )
+
+    def complete(self, step: int) -> Work:
+        """Take the oldest step, which has completed: what it computed."""
+        number, work = self.steps.popleft()
+        assert step == number, f"result of step {step}, expected {number}"
+        self.completed = step
+        return work
 
     def ended_early(self, seq: Sequence) -> None:
         """The request has ended before its time: it may leave a step that has not begun."""
@@ -176,20 +188,21 @@ class StepsInFlight:
         )
 
     def release(self, seq: Sequence, ids: list[int]) -> None:
-        """Return blocks of the request now, or when the last step that may write them completes."""
+        """Return blocks of the request now, or when the last step that may write them is lifted."""
         if not ids:
             return
-        if self.steps and seq.last_step >= self.steps[0][0]:
+        if seq.last_step > self._lifted:
             self.fenced.append((seq.last_step, ids))
             self.fenced_blocks += len(ids)
         else:
             self._pool.release(ids)
 
-    def lift(self, step: int) -> None:
-        """The step has completed: what it fenced returns."""
+    def lift(self) -> None:
+        """Return what the steps fenced that have completed."""
+        self._lifted = self.completed
         for _ in range(len(self.fenced)):
             last, ids = self.fenced.popleft()
-            if last <= step:
+            if last <= self._lifted:
                 self.fenced_blocks -= len(ids)
                 self._pool.release(ids)
             else:

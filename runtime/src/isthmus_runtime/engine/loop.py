@@ -307,7 +307,11 @@ class EngineLoop:
                 self._break(f"{type(error).__name__}: {error}")
 
     def turn(self) -> None:
-        """One turn: wait until `wakes_at`, then commands, results, deadlines, and the next step."""
+        """One turn: wait until `wakes_at`, then commands, results, deadlines, and the next step.
+
+        While a step runs, the answers of the one before it go before the next is planned. Otherwise the device waits,
+        and goes before them.
+        """
         self._take_inbox()
         now, effects = self._clock(), self.exchange.effects
         effects += self._take_results(now)
@@ -319,6 +323,8 @@ class EngineLoop:
             self._withdraw(now)
         plan_at = self._plan_at()
         if plan_at is not None and plan_at <= now:
+            if self._in_flight:
+                self.exchange.apply(now)
             plan, more = self.scheduler.schedule(now)
             effects += more
             self._wake = plan is not None
@@ -328,6 +334,7 @@ class EngineLoop:
             for digest in self.scheduler.unused_adapters():
                 self._adapters.drop(digest)
         self.exchange.apply(now)
+        self.scheduler.settle()
         self.snapshot = Snapshot(self.scheduler.stats(), self.scheduler.pool.counts())
 
     def wakes_at(self) -> float | None:

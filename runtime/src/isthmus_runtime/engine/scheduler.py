@@ -11,7 +11,8 @@ Why nothing hangs:
 5. every phase has a deadline, fired by `tick`.
 
 Step N+1 may be planned while step N runs. Blocks that a running step may still write are *fenced*: they return to
-the pool when that step completes.
+the pool when that step has completed. What a completed step leaves to do with blocks waits (`settle`) until the answers
+have gone: of a long prompt it takes longer than all the rest.
 """
 
 from __future__ import annotations
@@ -181,6 +182,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> tuple[StepPlan | None, list[Effect]]:
         """Plan the next step: running requests first, then arrived and waiting ones. None when nothing can run."""
+        self.settle()
         preempted = self._preemption.count
         draft = self._draft()
         if not draft.work and (draft.stuck or self._preemption.count > preempted):
@@ -298,9 +300,17 @@ class Scheduler:
         return left
 
     def complete(self, output: StepOutput, now: float) -> list[Effect]:
-        """Take the result of the oldest step in flight, which ended at `now`."""
+        """Take the result of the oldest step in flight, which ended at `now`. `settle` does the rest."""
         self.pace.completed(now)
         return self._completion.complete(output, now)
+
+    def settle(self) -> None:
+        """Make visible the blocks that completed steps have filled, and free those that nobody needs after them.
+
+        `schedule` begins with it. Whoever gives answers calls it when they have gone.
+        """
+        self.blocks.publish()
+        self.steps.lift()
 
     # --------------------------------------------------------------------------------------------------- adapters
 
@@ -323,7 +333,8 @@ class Scheduler:
             return []
         seq.note = "transferred"
         seq.scheduled = seq.written = seq.prompt_len
-        self.blocks.publish(seq)
+        self.blocks.wrote(seq)
+        self.blocks.publish()
         seq.started = True
         seq.tokens.append(record.first_token)
         self.queues.withdraw(seq)
@@ -418,7 +429,7 @@ class Scheduler:
         )
 
     def check(self) -> None:
-        """Assert that every block is accounted for. Raises AssertionError."""
+        """Assert that every block is accounted for, once it is settled. Raises AssertionError."""
         self.pool.check()
         self.queues.check(self.config.max_num_seqs)
         if not self.has_work and self.handoffs.idle():

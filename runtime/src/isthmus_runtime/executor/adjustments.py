@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch_logits
 
 from ..request import SamplingParams
 from .device.base import Device
@@ -150,7 +150,7 @@ def apply(
     """
     if adjustments is not None:
         if adjustments.penalties:
-            dispatch.penalize(logits, tokens, *_staged(device, adjustments.penalties), most=adjustments.most)
+            dispatch_logits.penalize(logits, tokens, *_staged(device, adjustments.penalties), most=adjustments.most)
         if adjustments.biases:
             rows, ids, values = _staged(device, adjustments.biases)
             logits.index_put_((rows, ids), values.to(logits.dtype), accumulate=True)
@@ -162,7 +162,7 @@ def apply(
         bits = np.zeros((len(masks), width), np.uint8)
         for at, (_, mask) in enumerate(masks):
             bits[at, : len(mask)] = np.frombuffer(mask, np.uint8)
-        dispatch.mask_logits(logits, *_staged(device, (np.array([draw for draw, _ in masks], np.int64), bits)))
+        dispatch_logits.mask_logits(logits, *_staged(device, (np.array([draw for draw, _ in masks], np.int64), bits)))
 
 
 def _forbid(

@@ -142,7 +142,9 @@ class InputBatch:
         self.uploaded = device.zeros(words, dtype=torch.int64)
         """What the step that runs took to the device."""
         self._packer = Packer(self.uploaded)
-        self.slots = [StagingSlot(device, capacity=words, max_draws=most_tokens) for _ in range(slots)]
+        # Whole prompts are staged when they begin, also the last one, of which the step has room for the first token.
+        prompts = most_tokens + max_len
+        self.slots = [StagingSlot(device, capacity=words, max_draws=most_tokens, prompts=prompts) for _ in range(slots)]
         self._arange: Longs = np.arange(most_tokens + 1, dtype=np.int64)
 
     def update(self, plan: StepPlan, slot: StagingSlot) -> tuple[tuple[Tensor, Tensor], ...]:

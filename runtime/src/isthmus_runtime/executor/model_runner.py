@@ -7,8 +7,9 @@ makes the scratch, then `TorchExecutor` makes the KV tensors and the persistent 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from time import perf_counter
@@ -17,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch_weights
 
 from ..checkpoints.fp8 import Fp8Weights
 from ..checkpoints.quantized import Expanded, scheme_of
 from ..checkpoints.safetensors import Checkpoint
 from ..config import KvConfig, ModelConfig, SchedulerConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, EngineFailed
 from ..interfaces.steps import NOTHING_DRAWN, Chunk, RowStart, StepOutput, StepPlan
 from ..interfaces.transport import KvRegion
 from ..kv.groups import LayerSpec
@@ -103,6 +104,18 @@ class LoadedModel:
         return self.spec.layer_specs(block_size, KV_NAMES[self.kv_dtype(kv_dtype)], self.shard.size)
 
 
+@contextmanager
+def _start(device: Device, what: str) -> Iterator[None]:
+    """Whoever starts an engine is told in a line why its card cannot run it: ConfigError if `what` does not fit,
+    EngineFailed if the card is lost."""
+    try:
+        yield
+    except torch.OutOfMemoryError as e:
+        raise ConfigError(f"{what} does not fit: {device.explain(e)}") from e
+    except torch.AcceleratorError as e:
+        raise EngineFailed(f"the engine did not start: {device.explain(e)}") from e
+
+
 SourceFactory = Callable[[ModelSpec, torch.device], TensorSource]
 
 
@@ -137,18 +150,15 @@ def load(
     dtype = device.dtype(config.dtype)
     _check_quantization(config, device, dtype)
     scheduler = scheduler or SchedulerConfig()
-    try:
-        with torch.inference_mode():
-            if source is not None:
-                model, fp8 = _build(spec, config, device, dtype, source(spec, device.torch_device), shard)
-            else:
-                model, fp8 = _read(spec, config, device, dtype, shard)
-            most = max((scheduler.max_batched_tokens, *device.graph_sizes(scheduler.max_num_seqs)[-1:]))
-            max_len = min(spec.max_position, scheduler.max_model_len or spec.max_position)
-            workspace = model.workspace(most, max_len)
-            adapters = AdapterSlots(model, device, lora) if lora is not None and lora.max_loras else None
-    except torch.OutOfMemoryError as e:
-        raise ConfigError(f"{config.path} does not fit: {device.explain(e)}") from e
+    with _start(device, config.path), torch.inference_mode():
+        if source is not None:
+            model, fp8 = _build(spec, config, device, dtype, source(spec, device.torch_device), shard)
+        else:
+            model, fp8 = _read(spec, config, device, dtype, shard)
+        most = max((scheduler.max_batched_tokens, *device.graph_sizes(scheduler.max_num_seqs)[-1:]))
+        max_len = min(spec.max_position, scheduler.max_model_len or spec.max_position)
+        workspace = model.workspace(most, max_len)
+        adapters = AdapterSlots(model, device, lora) if lora is not None and lora.max_loras else None
     _LOG.info(
         "loaded %s from %s to %s: %.0f MB of weights, %s%s, %.2f s",
         spec.architecture,
@@ -196,7 +206,7 @@ def _build(
     """The model, and whether some of its matrices are 8-bit floats."""
     if config.quantization == "none" or not device.multiplies_fp8 or dtype != torch.bfloat16:
         return spec.build(source, dtype, shard), False
-    weights = Fp8Weights(source, dispatch.quantize if config.quantization == "fp8" else None)
+    weights = Fp8Weights(source, dispatch_weights.quantize if config.quantization == "fp8" else None)
     model = spec.build(weights, dtype, shard)
     if weights.kept or weights.rounded:
         _LOG.info(
@@ -384,36 +394,39 @@ class TorchExecutor:
     """`interfaces.steps.Executor` on torch. Owns the KV pool, the batch's rows and the threads that compute."""
 
     def __init__(self, loaded: LoadedModel, kv_plan: KvPlan, scheduler_cfg: SchedulerConfig, kv_cfg: KvConfig) -> None:
+        """Returns when the first steps have run and every graph is captured. Raises ConfigError where something does
+        not fit the device, EngineFailed where that is lost meanwhile."""
         device = loaded.device
-        self._kv = KvCache(
-            kv_plan,
-            loaded.layer_specs(kv_cfg.block_size, kv_cfg.dtype),
-            loaded.kv_dtype(kv_cfg.dtype),
-            kv_cfg.layout,
-            device,
-            rank=loaded.shard.rank,
-        )
-        self._graphs = graphs = Graphs(
-            device,
-            max_rows=scheduler_cfg.max_num_seqs,
-            max_tokens=scheduler_cfg.max_batched_tokens,
-            max_len=kv_plan.max_model_len,
-        )
-        batch = InputBatch(
-            device,
-            graphs,
-            max_rows=scheduler_cfg.max_num_seqs,
-            max_tokens=scheduler_cfg.max_batched_tokens,
-            max_len=kv_plan.max_model_len,
-            groups=kv_plan.groups,
-            slots=_SLOTS,
-            adapters=loaded.adapters is not None,
-            pooling=loaded.pooling,
-        )
-        warm_up = _warm_up_plans(scheduler_cfg.max_batched_tokens, kv_plan, bool(graphs.sizes))
-        self.runner = ModelRunner(loaded, self._kv, batch, graphs, warm_up)
-        """What its steps do; benchmarks time it."""
-        self._steps = StepPipeline(device, self.runner, batch.slots)
+        with _start(device, "what steps compute with, beside the weights,"):
+            self._kv = KvCache(
+                kv_plan,
+                loaded.layer_specs(kv_cfg.block_size, kv_cfg.dtype),
+                loaded.kv_dtype(kv_cfg.dtype),
+                kv_cfg.layout,
+                device,
+                rank=loaded.shard.rank,
+            )
+            self._graphs = graphs = Graphs(
+                device,
+                max_rows=scheduler_cfg.max_num_seqs,
+                max_tokens=scheduler_cfg.max_batched_tokens,
+                max_len=kv_plan.max_model_len,
+            )
+            batch = InputBatch(
+                device,
+                graphs,
+                max_rows=scheduler_cfg.max_num_seqs,
+                max_tokens=scheduler_cfg.max_batched_tokens,
+                max_len=kv_plan.max_model_len,
+                groups=kv_plan.groups,
+                slots=_SLOTS,
+                adapters=loaded.adapters is not None,
+                pooling=loaded.pooling,
+            )
+            warm_up = _warm_up_plans(scheduler_cfg.max_batched_tokens, kv_plan, bool(graphs.sizes))
+            self.runner = ModelRunner(loaded, self._kv, batch, graphs, warm_up)
+            """What its steps do; benchmarks time it."""
+            self._steps = StepPipeline(device, self.runner, batch.slots)
 
     @property
     def kv_cache(self) -> KvCache:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch_logits
 
 from ..interfaces.steps import PromptScores, RowStart
 from ..request import TokenLogprobs
@@ -106,7 +106,7 @@ def stage_scores(
     for begin in range(0, count, _ROWS):
         end = min(count, begin + _ROWS)
         rows = torch.arange(scored.first + begin, scored.first + end, device=tokens.device)
-        own, ranks, ids, best = dispatch.logprobs(logits(rows), following[begin:end].long(), most)
+        own, ranks, ids, best = dispatch_logits.logprobs(logits(rows), following[begin:end].long(), most)
         for target, source in ((staged.own, own), (staged.ranks, ranks), (staged.ids, ids), (staged.best, best)):
             device.copy(target[begin:end], source)
     return staged

@@ -9,7 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch_logits
 
 from ..interfaces.steps import RowOutput
 from ..request import TokenLogprobs
@@ -24,7 +24,7 @@ def sample(logits: Tensor, draws: Draws, out: Tensor) -> Tensor:
     A draw depends on the logits and on (seed, position) alone, so that a recompute or another machine draws alike.
     Filters that no row uses are not computed.
     """
-    return dispatch.sample(logits, **draws.parameters, out=out)
+    return dispatch_logits.sample(logits, **draws.parameters, out=out)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ def stage_logprobs(device: Device, logits: Tensor, chosen: Tensor, draws: Draws)
         return None
     index = draws.asking_rows
     most = min(int(draws.wanted.max()), logits.shape[1])
-    own, _rank, ids, best = dispatch.logprobs(logits[index], chosen[index], most)
+    own, _rank, ids, best = dispatch_logits.logprobs(logits[index], chosen[index], most)
     staged = StagedLogprobs(
         own=device.staging(*own.shape, dtype=torch.float32),
         ids=device.staging(*ids.shape, dtype=torch.int64),

@@ -21,13 +21,14 @@ _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float3
 class StagingSlot:
     """The host memory of one step in flight. Its step alone may touch it, until that step is done."""
 
-    def __init__(self, device: Device, *, capacity: int, max_draws: int) -> None:
-        """`capacity`: int64 words that a step's inputs take at most."""
+    def __init__(self, device: Device, *, capacity: int, max_draws: int, prompts: int) -> None:
+        """`capacity`: int64 words that a step's inputs take at most. `prompts`: tokens of all prompts that begin with a
+        step, where no peer computed them; for more, memory is made then."""
         self._device = device
         self.inputs = device.staging(capacity, dtype=torch.int64)
         self.drawn = device.staging(max_draws, dtype=torch.int64)
         """Where the sampled ids come back to."""
-        self._tokens = device.staging(1024, dtype=torch.int32)
+        self._tokens = device.staging(prompts, dtype=torch.int32)
         self._used = 0
 
     def reset(self) -> None:

@@ -191,10 +191,15 @@ class BlockPool:
         Returns:
             (tokens, blocks per group). Positions that a sliding window no longer needs hold the null block.
         """
-        packed = None if token_ids is None else pack_tokens(token_ids)
+        packed: bytes | None = None
 
         def cached(group: int, index: int) -> bool:
-            return index < len(hashes[group]) and self._index.match(hashes[group], index, group, packed) is not None
+            nonlocal packed
+            if index >= len(hashes[group]):
+                return False
+            if packed is None and token_ids is not None and self._index.find(hashes[group][index], group) is not None:
+                packed = pack_tokens(token_ids)  # of a prompt of which nothing is known, nothing is compared
+            return self._index.match(hashes[group], index, group, packed) is not None
 
         length = agree_hit_length(groups, cached, num_tokens)
         tables: list[list[int]] = []

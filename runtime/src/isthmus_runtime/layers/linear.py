@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isthmus_kernels import dispatch
-from isthmus_kernels.dispatch import PackedLinear
+from isthmus_kernels import dispatch, dispatch_weights
+from isthmus_kernels.linear.packed import PackedLinear
 
 from .lora import Adapters
 from .norm import Joint
@@ -38,7 +38,7 @@ class HeadLinear:
         self._packed: list[PackedLinear] = []
         if weight.device.type == "cpu":
             # Head by head: the batched product of PyTorch chooses its order of additions by the number of rows.
-            self._packed = [dispatch.pack(one.T.contiguous(), dtype=weight.dtype) for one in weight]
+            self._packed = [dispatch_weights.pack(one.T.contiguous(), dtype=weight.dtype) for one in weight]
             self.nbytes = sum(one.nbytes for one in self._packed)
         else:
             self._weight, self.nbytes = weight, weight.nbytes
@@ -60,9 +60,9 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, scale: Tensor | None = None) -> None:
         """`scale`, fp32 [out]: of the rows of a `weight` of 8-bit floats."""
         if scale is None:
-            self._packed = dispatch.pack(weight.to(storage_dtype(weight, dtype)), bias, dtype=dtype)
+            self._packed = dispatch_weights.pack(weight.to(storage_dtype(weight, dtype)), bias, dtype=dtype)
         else:
-            self._packed = dispatch.pack_fp8(weight, scale, bias, dtype=dtype)
+            self._packed = dispatch_weights.pack_fp8(weight, scale, bias, dtype=dtype)
         self.nbytes = self._packed.nbytes
         self.adapters: Adapters | None = None
         """What rows may have added to their products; None: nothing."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -20,6 +20,17 @@ _GATED: Mapping[Activation, Callable[..., Tensor]] = MappingProxyType(
 )
 
 
+class MlpScratch(NamedTuple):
+    """What an MLP may write on the way to the residual stream, for as many tokens as there are."""
+
+    gate_up: Tensor
+    """[T, 2 I], of a dense one."""
+    inner: Tensor
+    """[T, I], likewise."""
+    out: Tensor
+    """[T, H]."""
+
+
 class Mlp(Protocol):
     """The second branch of a layer."""
 
@@ -27,18 +38,8 @@ class Mlp(Protocol):
     def nbytes(self) -> int:
         """Bytes of the weights."""
 
-    def __call__(
-        self,
-        x: Tensor,
-        *,
-        gate_up: Tensor,
-        inner: Tensor,
-        out: Tensor,
-        joint: Joint,
-        adapters: Tensor | None = None,
-    ) -> None:
-        """x [T, H] to `joint`, by way of `out` [T, H] if need be. Scratch of a dense MLP: gate_up [T, 2 I], inner
-        [T, I]. `adapters`: a batch's."""
+    def __call__(self, x: Tensor, scratch: MlpScratch, joint: Joint, adapters: Tensor | None) -> None:
+        """x [T, H] to `joint`. `adapters`: a batch's; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +55,13 @@ class GatedMlp:
         """Bytes of the weights."""
         return self.gate_up.nbytes + self.down.nbytes
 
-    def __call__(
-        self,
-        x: Tensor,
-        *,
-        gate_up: Tensor,
-        inner: Tensor,
-        out: Tensor,
-        joint: Joint,
-        adapters: Tensor | None = None,
-    ) -> None:
+    def __call__(self, x: Tensor, scratch: MlpScratch, joint: Joint, adapters: Tensor | None) -> None:
         """As `Mlp` says."""
         if self.activation == "silu" and adapters is None:
-            self.gate_up.silu_mul(x, inner, gate_up)
+            self.gate_up.silu_mul(x, scratch.inner, scratch.gate_up)
         else:
-            _GATED[self.activation](self.gate_up(x, gate_up, adapters), out=inner)
-        self.down.join(inner, out, joint, adapters)
+            _GATED[self.activation](self.gate_up(x, scratch.gate_up, adapters), out=scratch.inner)
+        self.down.join(scratch.inner, scratch.out, joint, adapters)
 
     def plain(self, x: Tensor, adapters: Tensor | None = None) -> Tensor:
         """x [T, H] to a new [T, H], in memory of its own."""

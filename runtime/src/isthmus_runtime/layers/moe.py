@@ -9,7 +9,7 @@ from torch import Tensor
 from isthmus_kernels import dispatch
 
 from .linear import Linear
-from .mlp import GatedMlp
+from .mlp import GatedMlp, MlpScratch
 from .norm import Joint
 
 
@@ -66,19 +66,9 @@ class MoeMlp:
         shared = 0 if self.shared is None else self.shared.nbytes
         return self.router.nbytes + self.weights.nbytes + shared
 
-    def __call__(
-        self,
-        x: Tensor,
-        *,
-        gate_up: Tensor,
-        inner: Tensor,
-        out: Tensor,
-        joint: Joint,
-        adapters: Tensor | None = None,
-    ) -> None:
-        """As `Mlp` says. The scratch of a dense MLP is not used. `adapters` are of the shared expert; the others have
-        none."""
-        del gate_up, inner
+    def __call__(self, x: Tensor, scratch: MlpScratch, joint: Joint, adapters: Tensor | None) -> None:
+        """As `Mlp` says. `adapters` are of the shared expert; the others have none."""
+        out = scratch.out
         weights, experts = dispatch.moe_route(
             self.router(x),
             self.top_k,

@@ -18,7 +18,7 @@ from ..layers.embedding import Embedding
 from ..layers.latent_attention import LatentAttention
 from ..layers.linear import Linear
 from ..layers.lora import Adaptable, Projection
-from ..layers.mlp import Activation, GatedMlp, Mlp
+from ..layers.mlp import Activation, GatedMlp, Mlp, MlpScratch
 from ..layers.moe import ExpertWeights
 from ..layers.norm import Joint, RmsNorm
 from ..layers.rope import cos_sin_tables
@@ -383,11 +383,9 @@ class Decoder:
         )
         layer.mlp(
             hidden,
-            gate_up=scratch.gate_up[:num],
-            inner=scratch.inner[:num],
-            out=projected,
-            joint=Joint(residual=residual, sum=total, after=layer.after_mlp, norm=following, normed=hidden),
-            adapters=batch.adapters,
+            MlpScratch(scratch.gate_up[:num], scratch.inner[:num], projected),
+            Joint(residual=residual, sum=total, after=layer.after_mlp, norm=following, normed=hidden),
+            batch.adapters,
         )
 
     def states(self, rows: Tensor, scratch: Workspace) -> Tensor:

@@ -36,6 +36,7 @@ _DELAY_MS = 1000.0
 _EXPORT_S = 5.0
 """For one batch, tries included."""
 _CLOSE_S = 3.0
+_READINGS = 3
 _W3C = TraceContextTextMapPropagator()
 # It warns of each header that is too long: any client could fill the log.
 logging.getLogger("opentelemetry.trace.propagation.tracecontext").setLevel(logging.ERROR)
@@ -124,4 +125,12 @@ class OtlpTracer:
 
 def _wall(at: float | None) -> int | None:
     """Monotonic seconds as nanoseconds since 1970."""
-    return None if at is None else time.time_ns() - int((time.monotonic() - at) * 1e9)
+    if at is None:
+        return None
+    readings = []
+    for _ in range(_READINGS):
+        before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
+        readings.append((after - before, wall - before))
+    # A thread that waits for a processor between two clocks takes them apart: a span would end before it begins.
+    _, since_1970 = min(readings)
+    return int(at * 1e9) + since_1970

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -35,10 +36,11 @@ from ..protocol import Ticket
 from ..threads import running_pool
 from .backend import Effective
 from .bounded import INSTALL_HINT, TookTooLong, built_for_cpus, run_bounded, split_address
-from .drain import Answer, ask_peer
+from .drain import ASK_TIMEOUT_S, Answer, ask_peer
 from .greeting import Greeter, greeting_problem
 from .handshakes import Handshakes, started
 from .places import reserved
+from .silence import Silence
 from .slots import SLOT_BYTES, RecordSlots
 from .sockets import end_connections_from, listening_ports, probe_accepted, stuck_bytes_to
 from .tickets import TicketSigner, address_of, claim
@@ -51,6 +53,9 @@ WINDOW = 64
 """Runs in flight per operation: what a cancelled operation still has to wait for."""
 GREETING_S = 0.8
 """A peer that does not say its epoch within this is down."""
+SILENT_S = 3.0
+"""A peer that let its time pass, here or when it was asked for a drain, is not asked for this long: its other attempts
+would keep those of well peers waiting."""
 FRESH_S = 0.25
 """A peer that said its epoch this recently is not asked again: no process is replaced, its memory registered and its
 port taken, within this."""
@@ -130,12 +135,18 @@ class DirectTransfer:
         self._new: list[_Op] = []
         self._ops: list[_Op] = []
         self._calls: list[Callable[[], None]] = []
+        self._asking: set[str] = set()
+        """Attempts whose peer is being asked for a drain, or is about to be: they may be a thousand, and each would
+        ask again while it waits for its turn."""
+        self._graces: deque[tuple[float, Callable[[], None]]] = deque()
+        """When a drain that was acknowledged may be believed; in order."""
         self._slots = RecordSlots()
         self._reserved: dict[str, int] = {}
         self._greeted: dict[_Peer, float] = {}
         """When the process last said so."""
         self._shown: dict[str, bool] = {}
         """Of each attempt that writes, whether the peer knew its ticket."""
+        self._silence = Silence(clock, SILENT_S)
         self._signer = TicketSigner()
         self._greeter: Greeter | None = None
         self._broken: dict[str, str] = {}
@@ -337,17 +348,29 @@ class DirectTransfer:
             moving = moving or (host is not None and stuck_bytes_to(host))
             if moving or not peer_url:
                 done(not moving)
-            else:
+            elif attempt not in self._asking:  # else the answer is still to come, to the same leg
+                self._asking.add(attempt)
                 self._helpers.submit(ask)
 
         def ask() -> None:
-            answer = ask_peer(peer_url, peer_epoch, attempt, self._credentials)
-            host = urlsplit(peer_url if "//" in peer_url else f"//{peer_url}").hostname or ""
-            if answer is Answer.GONE and host != self._host:
-                end_connections_from(host, self._ports)
-            if answer:
-                self._closing.wait(GRACE_S)
-            done(bool(answer))
+            try:
+                answer = Answer.UNKNOWN
+                if not self._silence.holds(peer_url):
+                    began = self._clock()
+                    answer = ask_peer(peer_url, peer_epoch, attempt, self._credentials)
+                    if not answer and self._clock() - began >= ASK_TIMEOUT_S:
+                        self._silence.note(peer_url)
+                host = urlsplit(peer_url if "//" in peer_url else f"//{peer_url}").hostname or ""
+                if answer is Answer.GONE and host != self._host:
+                    end_connections_from(host, self._ports)
+            finally:
+                self._asking.discard(attempt)
+            if not answer:
+                done(False)
+                return
+            with self._wake:
+                self._graces.append((self._clock() + GRACE_S, partial(done, True)))
+                self._wake.notify()
 
         self._call(look)
 
@@ -406,7 +429,12 @@ class DirectTransfer:
         """Ask who is there, and whether it knows the ticket. A dead host, too, would hold up the transfer thread inside
         Mooncake's handshake."""
         asked = self._clock()
-        problem = greeting_problem(peer.greeting, claimed, peer.epoch, GREETING_S)
+        if self._silence.holds(peer.greeting):
+            problem = "has not answered a moment ago"
+        else:
+            problem = greeting_problem(peer.greeting, claimed, peer.epoch, GREETING_S)
+            if problem and self._clock() - asked >= GREETING_S:
+                self._silence.note(peer.greeting)
         with self._wake:
             self._greeted = {p: t for p, t in self._greeted.items() if p != peer and asked - t < FRESH_S}
             if not problem:
@@ -434,6 +462,8 @@ class DirectTransfer:
                 if not (self._calls or self._new):
                     self._wake.wait(self._pause())
                 calls, self._calls = self._calls, []
+                while self._graces and self._graces[0][0] <= self._clock():
+                    calls.append(self._graces.popleft()[1])
                 self._ops.extend(self._new)
                 self._new.clear()
             for call in calls:
@@ -444,7 +474,8 @@ class DirectTransfer:
     def _pause(self) -> float | None:
         if any(op.flying for op in self._ops):
             return POLL_S if self._clock() - self._moved_at < BUSY_S else IDLE_POLL_S
-        due = min((op.deadline for op in self._ops if not op.reported), default=None)
+        ends = [op.deadline for op in self._ops if not op.reported]
+        due = min(ends + [at for at, _ in islice(self._graces, 1)], default=None)
         return None if due is None else max(0.0, due - self._clock())
 
     def _advance(self, op: _Op) -> None:

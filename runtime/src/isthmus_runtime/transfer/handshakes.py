@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 
 from ..threads import running_pool
 from .bounded import split_address
+from .silence import Silence
 from .sockets import end_connections_to
 
 _log = logging.getLogger(__name__)
@@ -22,25 +24,28 @@ ANSWER_S = 1.0
 SILENT_S = 10.0
 """Nothing is tried with it for this long: each try holds up all other writes."""
 
+MOST_MET = 4096
+"""Engines come and go, each with a port of its own. One that is forgotten is watched at its next write, which costs a
+task on a thread."""
+
 
 class Handshakes:
     """Submits writes for one thread, and knows who has answered. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._met: set[str] = set()
-        """Mooncake asks none of them again."""
-        self._silent: dict[str, float] = {}
-        """Until when nothing is tried with them."""
+        self._met: OrderedDict[str, None] = OrderedDict()
+        """Mooncake asks none of them again; the one that was written to longest ago first."""
+        self._silent = Silence(clock, SILENT_S)
         self._watch = running_pool(1, "transfer-handshakes")
 
     def silent(self, session: str) -> bool:
         """Whether the session `host:port` has not answered a moment ago, and is not tried."""
-        return self._clock() < self._silent.get(session, 0.0)
+        return self._silent.holds(session)
 
     def submit(self, session: str, write: Callable[[], int]) -> int:
         """What `write` gives, after ANSWER_S or little more; 0 for a session that is silent. ValueError: it is none."""
         if session in self._met:
+            self._met.move_to_end(session)
             return write()
         if self.silent(session):
             return 0
@@ -52,11 +57,11 @@ class Handshakes:
             answered.set()
         if late.is_set():
             _log.warning("the TransferEngine at %s has not answered within %g s", session, ANSWER_S)
-            now = self._clock()
-            self._silent = {other: until for other, until in self._silent.items() if now < until}
-            self._silent[session] = now + SILENT_S
+            self._silent.note(session)
         elif started(transfer):
-            self._met.add(session)
+            self._met[session] = None
+            while len(self._met) > MOST_MET:
+                self._met.popitem(last=False)
         return transfer
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isthmus_kernels import dispatch, native
+from isthmus_kernels import native
 
 from ...errors import ConfigError
 from .base import Body, GraphMemory, choose_dtype
@@ -99,7 +99,7 @@ class CpuDevice:
 
     def capture(self, body: Body, memory: GraphMemory) -> Body | None:
         """Record the compiled operations of `body`. None where PyTorch computed something: that is not recorded."""
-        with dispatch.record() as program, _Unrecorded() as others:  # type: ignore[no-untyped-call]
+        with native.record() as program, _Unrecorded() as others:  # type: ignore[no-untyped-call]
             body()
         return None if others.found or not len(program) else program.run
 

@@ -1,0 +1,118 @@
+"""What the GPU's benchmarks run: models, rows, and what stands beside them (../../docs/benchmarks.md)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_QWEN3 = {
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-8b": {
+        **_QWEN3,
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+    },
+    "qwen3-30b-a3b": {
+        **_QWEN3,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
+# SmolLM2-135M's shape, for parity.
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000,
+    # Tied, a random model repeats its input.
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: `requests` prompts of `input_len` tokens at once, `output_len` tokens each."""
+
+    name: str
+    title: str
+    requests: int
+    input_len: int
+    output_len: int
+    unit: str
+    """out tok/s, total tok/s or ms (time to the first token)."""
+    known: dict[str, tuple[float, float | None, float]]
+    """By model: the peer, the computed limit, our bar."""
+    repeats: int = 2
+
+    def better(self, value: float, other: float) -> float:
+        """How many times better `value` is than `other`."""
+        return other / value if self.unit == "ms" else value / other
+
+
+def _known(dense: tuple[float, float | None, float], moe: tuple[float, float | None, float]) -> dict[str, Any]:
+    return {"qwen3-8b": dense, "qwen3-30b-a3b": moe}
+
+
+ROWS = (
+    Row("single", "single stream 128/256", 1, 128, 256, "out tok/s", _known((194, 265, 235), (230, 480, 350))),
+    Row("ttft1k", "time to first token, 1024 in", 1, 1024, 1, "ms", _known((26.5, 22.5, 24), (59, None, 30)), 5),
+    Row("ttft8k", "time to first token, 8192 in", 1, 8192, 1, "ms", _known((211, 198, 203), (155, 127, 140)), 3),
+    Row(
+        "prefill", "prefill 32 x 4096", 32, 4096, 1, "total tok/s",
+        _known((41100, 44500, 43000), (64200, 85000, 72000)),
+    ),
+    Row(
+        "decode", "256 x 128/512", 256, 128, 512, "out tok/s",
+        _known((18270, 24400, 21500), (10990, 15000, 13000)),
+    ),
+    Row(
+        "mixed", "512 x 1024/128", 512, 1024, 128, "total tok/s",
+        _known((35000, 42500, 39000), (42600, 50000, 46000)),
+    ),
+    Row(
+        "long", "64 x 8192/256", 64, 8192, 256, "total tok/s",
+        _known((27300, 29000, 28300), (31900, 36500, 34000)), 1,
+    ),
+)  # fmt: skip
+START = {"qwen3-8b": (76.0, 25.0), "qwen3-30b-a3b": (97.0, 40.0)}
+"""Seconds from start to ready: the peer's, our bar."""
+
+
+def say(text: str) -> None:
+    """Print at once."""
+    print(text, flush=True)

@@ -1,0 +1,172 @@
+"""Objects that are large, or small and full, as the operator reads them: what is left of them, and what they cost."""
+
+import asyncio
+import gc
+import json
+import tracemalloc
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus_operator.api.v1alpha1 import parse, parse_stored
+from isthmus_operator.errors import InvalidSpec
+from isthmus_operator.plan.observe import observe
+from isthmus_operator.plan.observed import Facts
+from isthmus_operator.plan.ownership import differs, may_write
+from isthmus_operator.render.names import Component, Defaults
+from isthmus_operator.render.service import render
+from isthmus_operator.shell.answers import HEAVY, SMALL, Reader, cut, decoded, told, weight
+
+EXAMPLE = yaml.safe_load((Path(__file__).parents[2] / "examples" / "direct.yaml").read_text())
+EXAMPLE["metadata"] |= {"namespace": "ns", "uid": "u", "generation": 1}
+SERVICE = parse(EXAMPLE)
+DENSE = [{}] * 200_000
+"""600 KB as JSON, 14 MB as dictionaries."""
+
+
+def policy(number: int = 0) -> dict[str, Any]:
+    labels = {"serving.isthmus.dev/service": "svc", **{f"example.com/{n}": "x" for n in range(10)}}
+    meta = {"name": f"n{number}", "namespace": "ns", "uid": f"u{number}", "resourceVersion": "7", "labels": labels}
+    return {"metadata": meta, "spec": {"ingress": DENSE}}
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(
+    value=VALUES | st.fixed_dictionaries({"items": VALUES | st.lists(VALUES), "kind": st.text(), "z": VALUES}),
+    indent=st.sampled_from([None, 1]),
+)
+def test_a_body_is_read_as_json_reads_it(value: Any, indent: int | None) -> None:
+    text = json.dumps(value, indent=indent)
+    assert decoded(text) == json.loads(text)
+
+
+@given(cut_at=st.integers(min_value=0, max_value=60), insert=st.sampled_from(["", "]", "}", ",", "x"]))
+def test_what_is_not_json_is_told(cut_at: int, insert: str) -> None:
+    whole = '{"kind": "PodList", "items": [{"a": [1]}, {"b": "c"}], "x": {}}'
+    text = whole[:cut_at] + insert
+    try:
+        expected = json.loads(text)
+    except ValueError:
+        with pytest.raises(ValueError):
+            decoded(text)
+    else:
+        assert decoded(text) == expected
+
+
+def test_of_a_heavy_item_its_identity_is_left_and_others_stay_whole() -> None:
+    light = {"metadata": {"name": "l", "labels": {"a": "b"}}, "spec": {"ingress": [{}]}}
+    text = json.dumps({"kind": "NetworkPolicyList", "items": [policy(), light], "metadata": {}})
+    heavy, whole = decoded(text)["items"]
+    assert whole == light
+    kept = policy()["metadata"] | {"labels": {"serving.isthmus.dev/service": "svc"}, "ownerReferences": []}
+    assert heavy == {"metadata": kept}
+
+
+def test_an_event_with_a_heavy_object_is_cut_and_another_is_not_touched() -> None:
+    line = json.dumps({"type": "ADDED", "object": policy()}).encode()
+    event = json.loads(told(line))
+    assert event["type"] == "ADDED"
+    assert event["object"]["metadata"]["uid"] == "u0"
+    assert "spec" not in event["object"]
+    assert told(b'{"type":  "ADDED"}') == b'{"type":  "ADDED"}'
+
+
+def test_a_page_of_full_objects_takes_the_room_of_one() -> None:
+    text = json.dumps({"kind": "NetworkPolicyList", "items": [policy(number) for number in range(10)]})
+    gc.collect()
+    tracemalloc.start()
+    try:
+        json.loads(json.dumps(policy()))
+        one = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        found = decoded(text)
+        ten = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(found["items"]) == 10
+    assert one > 10 * 1024 * 1024, "what this is about"
+    assert ten < 2 * one
+
+
+def test_large_answers_are_read_one_after_the_other_and_small_ones_at_once() -> None:
+    class Stream:
+        def __init__(self, size: int) -> None:
+            self.parts: asyncio.Queue[bytes] = asyncio.Queue()
+            self.parts.put_nowait(b" " * size)
+
+        def end(self) -> None:
+            self.parts.put_nowait(b"{}")
+            self.parts.put_nowait(b"")
+
+        async def iter_any(self) -> AsyncIterator[bytes]:
+            while part := await self.parts.get():
+                yield part
+
+    async def main() -> None:
+        reader = Reader()
+        first, second, small = Stream(SMALL + 1), Stream(SMALL + 1), Stream(SMALL - 2)
+        reading = [asyncio.create_task(reader.read(cast(Any, one))) for one in (first, second, small)]
+        small.end()
+        assert await reading[2] == {}
+        second.end()
+        third = asyncio.create_task(reader.read(cast(Any, small)))
+        small.end()
+        assert await third == {}
+        assert not reading[1].done(), "it waits for its turn"
+        first.end()
+        assert await asyncio.gather(*reading) == [{}] * 3
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("spec", [
+    {"roles": {"worker": {"podPatch": {"spec": {"volumes": [{"name": f"v{n}"} for n in range(60_000)]}}}}},
+    {"model": {f"f{n}": [] for n in range(60_000)}},
+    {"roles": {"worker": {"podPatch": {"spec": {f"a{n}": [[0] * 99] * 9 for n in range(100)}}}}},
+])  # fmt: skip
+def test_a_heavy_service_is_refused_as_too_large(spec: dict[str, Any]) -> None:
+    body = {**EXAMPLE, "spec": spec}
+    assert weight(json.dumps(body)) > HEAVY
+    left = cut(body, "InferenceService")
+    assert weight(json.dumps(left)) < HEAVY
+    with pytest.raises(InvalidSpec, match=r"more than \d+ items|more than \d+ fields|too many values"):
+        parse_stored(left)
+
+
+def made(kind: str) -> list[dict[str, Any]]:
+    return [one for one in render(SERVICE, Defaults()) if one["kind"] == kind]
+
+
+def test_children_that_somebody_has_filled_are_ours_and_are_put_right() -> None:
+    for manifest in (*made("Deployment"), *made("NetworkPolicy"), *made("Service")):
+        full = {**manifest, "spec": {**manifest["spec"], "more": DENSE}}
+        left = cut(full, manifest["kind"])
+        assert weight(json.dumps(left)) < 16 * 1024
+        assert may_write(manifest, left)
+        assert differs(manifest, left)
+
+
+def test_a_filled_workload_is_seen_as_one_and_metadata_alone_costs_it_nothing_else() -> None:
+    (manifest,) = [one for one in made("Deployment") if one["metadata"]["name"].startswith(f"{SERVICE.name}-decode")]
+    manifest["spec"]["template"]["spec"]["imagePullSecrets"] = DENSE
+    found = observe(SERVICE, [cut(manifest, "Deployment")], Facts(), {})
+    (engine,) = found.engines
+    assert (engine.component, engine.replicas) == (Component.DECODE, manifest["spec"]["replicas"])
+    assert engine.revision == manifest["spec"]["selector"]["matchLabels"]["serving.isthmus.dev/revision"]
+    del manifest["spec"]["template"]["spec"]["imagePullSecrets"]
+    labels = manifest["metadata"]["labels"]
+    full = {**manifest, "metadata": manifest["metadata"] | {"labels": labels | {f"l{n}": "" for n in range(50_000)}}}
+    left = cut(full, "Deployment")
+    assert left["metadata"]["labels"] == labels
+    assert left["spec"] == manifest["spec"]
