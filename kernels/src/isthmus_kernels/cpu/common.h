@@ -219,6 +219,13 @@ INLINE v4 fold(vf v) {
     return v;
 #endif
 }
+// Rows become columns.
+INLINE void transpose(v4 (&x)[4]) {
+    const v4 a = __builtin_shufflevector(x[0], x[1], 0, 4, 1, 5), b = __builtin_shufflevector(x[2], x[3], 0, 4, 1, 5);
+    const v4 c = __builtin_shufflevector(x[0], x[1], 2, 6, 3, 7), d = __builtin_shufflevector(x[2], x[3], 2, 6, 3, 7);
+    x[0] = __builtin_shufflevector(a, b, 0, 1, 4, 5), x[1] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
+    x[2] = __builtin_shufflevector(c, d, 0, 1, 4, 5), x[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
+}
 // {sum(a), sum(b), sum(c), sum(d)}
 INLINE v4 hsum4(vf a, vf b, vf c, vf d) {
     const v4 p = fold(a), q = fold(b), r = fold(c), s = fold(d);

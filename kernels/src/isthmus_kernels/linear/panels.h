@@ -21,24 +21,26 @@ constexpr int64_t ROW_BYTES = VW == 16 ? 640 << 10 : 320 << 10;
 
 // Bytes that a streamed weight is requested ahead of its use, into L1: the hardware's own prefetch stops at each page.
 constexpr int AHEAD = 12288;
+// The same where it comes from L2.
+constexpr int NEAR = 2048;
+// Words of one pass over a panel at most. Longer passes start and end less often; the panel's slice streams from L2 and
+// leaves room there for the rows.
+constexpr int64_t DEPTH = 1024;
 
 struct pair {
     uint32_t bits;
 };
 
-// What each kind of weight is multiplied with, and how deep one pass over it is at most: a panel slice and a row tile
-// fit L1.
+// What each kind of weight is multiplied with.
 template <class W>
 struct Kind {
     typedef float Row;
     static constexpr int64_t COLUMNS = 1;  // of a word
-    static constexpr int64_t KC = VW == 16 ? 384 : 512;
 };
 template <>
 struct Kind<pair> {
     typedef pair Row;
     static constexpr int64_t COLUMNS = 2;
-    static constexpr int64_t KC = 192;
 };
 
 struct Floats {
@@ -71,8 +73,8 @@ INLINE vf multiply_add(vf sum, vu w, pair x) {
 #endif
 
 // One register tile: c[m] = start + sum over k of a(m, k) * panel[k], with start = c[m], the bias or zero.
-// `row_step` and `k_step` place a(m, k). STREAM: what follows the panel by `ahead` bytes is requested from memory.
-template <int M, bool STREAM, class A, class W>
+// `row_step` and `k_step` place a(m, k). What follows the panel by `ahead` bytes is requested.
+template <int M, class A, class W>
 void tile(float *c, int64_t c_step, const float *bias, bool resume, const A *a, int64_t row_step, int64_t k_step,
           const W *w, int64_t depth, int64_t ahead) {
     vf lo[M], hi[M];
@@ -83,9 +85,8 @@ void tile(float *c, int64_t c_step, const float *bias, bool resume, const A *a, 
 #pragma GCC unroll 4
     for (int64_t k = 0; k < depth; k++) {
         const auto row = panel_row(w + k * NR);
-        if (STREAM)
-            for (size_t at = 0; at < NR * sizeof(W); at += 64)
-                __builtin_prefetch((const char *)(w + k * NR) + ahead + at, 0, 3);
+        for (size_t at = 0; at < NR * sizeof(W); at += 64)
+            __builtin_prefetch((const char *)(w + k * NR) + ahead + at, 0, 3);
 #pragma GCC unroll 12
         for (int m = 0; m < M; m++) {
             const A x = a[m * row_step + k * k_step];
@@ -99,12 +100,12 @@ void tile(float *c, int64_t c_step, const float *bias, bool resume, const A *a, 
     }
 }
 
-template <bool STREAM, class A, class W>
+template <class A, class W>
 void any_tile(int64_t rows, float *c, int64_t c_step, const float *bias, bool resume, const A *a, int64_t row_step,
               int64_t k_step, const W *w, int64_t depth, int64_t ahead) {
 #define CASE(M) \
     case M:     \
-        return tile<M, STREAM>(c, c_step, bias, resume, a, row_step, k_step, w, depth, ahead)
+        return tile<M>(c, c_step, bias, resume, a, row_step, k_step, w, depth, ahead)
     switch (rows) {
         CASE(1);
         CASE(2);
@@ -165,8 +166,8 @@ void skinny(O *out, const A *x, const W *w, const float *bias, int64_t m, int64_
             float c[MR * NR], edge[NR];
             const int64_t width = smaller(NR, n - p * NR);
             float *to = direct(out + p * NR, width == NR);
-            any_tile<true>(m, to ? to : c, to ? out_step : NR, panel_bias(bias, p, n, edge), false, x, x_step, 1,
-                           w + p * NR * k, k, AHEAD);
+            any_tile(m, to ? to : c, to ? out_step : NR, panel_bias(bias, p, n, edge), false, x, x_step, 1,
+                     w + p * NR * k, k, AHEAD);
             if (!to) copy_rows(out + p * NR, out_step, c, m, width);
         }
     });
@@ -186,49 +187,83 @@ INLINE void take_word(pair *to, const bf16 *row, int64_t i, int64_t columns) {
     to->bits = row[2 * i].bits | (2 * i + 1 < columns ? uint32_t(row[2 * i + 1].bits) << 16 : 0);
 }
 
-// `packed` holds the rows as words, tile by tile, each [K][rows of the tile]: the inner loop walks one stream.
-template <class A, class X>
-void pack_rows(A *packed, const X *x, int64_t m, int64_t k, int64_t columns, int64_t x_step, int64_t tiles) {
+// Call f(to, first row, rows) for each tile of m rows of k words. `packed` holds the tiles one after another, each as
+// [K][rows of the tile] at `to`: the inner loop walks one stream.
+template <class A, class F>
+INLINE void each_tile(A *packed, int64_t m, int64_t k, int64_t tiles, const F &f) {
     parallel_ranges(tiles, m * k, [&](int64_t begin, int64_t end) {
         for (int64_t t = begin; t < end; t++) {
-            const int64_t start = tile_start(t, m, tiles), rows = tile_start(t + 1, m, tiles) - start;
-            A *to = packed + start * k;
-            for (int64_t r = 0; r < rows; r++)
-                for (int64_t i = 0; i < k; i++) take_word(to + i * rows + r, x + (start + r) * x_step, i, columns);
+            const int64_t start = tile_start(t, m, tiles);
+            f(packed + start * k, start, tile_start(t + 1, m, tiles) - start);
         }
+    });
+}
+
+template <class A, class X>
+void pack_rows(A *packed, const X *x, int64_t m, int64_t k, int64_t columns, int64_t x_step, int64_t tiles) {
+    each_tile(packed, m, k, tiles, [&](A *to, int64_t start, int64_t rows) {
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t i = 0; i < k; i++) take_word(to + i * rows + r, x + (start + r) * x_step, i, columns);
+    });
+}
+
+// Four words of each of R rows, 1 to 4, as R words of each of four columns.
+template <int R, class A>
+INLINE void turn(A *to, int64_t to_step, const A *from, int64_t from_step) {
+    v4 words[4];
+    for (int r = 0; r < 4; r++) memcpy(&words[r], from + (r < R ? r : 0) * from_step, sizeof words[r]);
+    transpose(words);
+    for (int i = 0; i < 4; i++) memcpy(to + i * to_step, &words[i], R * sizeof(A));
+}
+
+template <int R, class A>
+INLINE void turn_all(A *to, int64_t to_step, const A *from, int64_t from_step, int64_t k) {
+    int64_t i = 0;
+    for (; i + 4 <= k; i += 4) turn<R>(to + i * to_step, to_step, from + i, from_step);
+    for (; i < k; i++)
+        for (int r = 0; r < R; r++) to[i * to_step + r] = from[r * from_step + i];
+}
+
+// As pack_rows, for rows that are words already.
+template <class A>
+void turn_rows(A *packed, const A *x, int64_t m, int64_t k, int64_t x_step, int64_t tiles) {
+    each_tile(packed, m, k, tiles, [&](A *to, int64_t start, int64_t rows) {
+        const A *from = x + start * x_step;
+        int64_t r = 0;
+        for (; r + 4 <= rows; r += 4) turn_all<4>(to + r, rows, from + r * x_step, x_step, k);
+        if (rows - r == 3) turn_all<3>(to + r, rows, from + r * x_step, x_step, k);
+        if (rows - r == 2) turn_all<2>(to + r, rows, from + r * x_step, x_step, k);
+        if (rows - r == 1) turn_all<1>(to + r, rows, from + r * x_step, x_step, k);
     });
 }
 
 template <class W, class A, class O>
 void blocked(O *out, const A *packed, const W *w, const float *bias, int64_t m, int64_t n, int64_t k, int64_t out_step,
              int64_t tiles) {
-    const int64_t most = Kind<W>::KC, panels = (n + NR - 1) / NR;
-    const int64_t passes = (k + most - 1) / most, depth = (k + passes - 1) / passes;
-    const int64_t fit = ROW_BYTES / (MR * k * int64_t(sizeof(A))), group = fit < 1 ? 1 : smaller(fit, ROWS);
-    const int64_t row_tasks = (tiles + group - 1) / group;
+    const int64_t panels = (n + NR - 1) / NR;
+    const int64_t passes = (k + DEPTH - 1) / DEPTH, depth = (k + passes - 1) / passes;
+    const int64_t fit = ROW_BYTES / (MR * k * int64_t(sizeof(A))), most = fit < 1 ? 1 : smaller(fit, ROWS);
+    const int64_t row_tasks = (tiles + most - 1) / most;
     // At least eight tasks a thread, as far as there are panels: the last ones to finish are then short.
     const int64_t spread = panels * row_tasks / (8 * omp_get_max_threads());
     const int64_t together = spread < 1 ? 1 : smaller(spread, PANELS);
     const int64_t panel_tasks = (panels + together - 1) / together;
     parallel(row_tasks * panel_tasks, [&](int64_t task, int) {
         float sums[ROWS * MR * NR], edge[NR];
-        const int64_t first = task / panel_tasks * group, last = smaller(first + group, tiles);
+        const int64_t first = tile_start(task / panel_tasks, tiles, row_tasks);
+        const int64_t last = tile_start(task / panel_tasks + 1, tiles, row_tasks);
         const int64_t panel = task % panel_tasks * together;
         for (int64_t p = panel; p < smaller(panel + together, panels); p++)
             for (int64_t pass = 0; pass < passes; pass++)
                 for (int64_t t = first; t < last; t++) {
                     const int64_t start = tile_start(t, m, tiles), rows = tile_start(t + 1, m, tiles) - start;
                     const int64_t width = smaller(NR, n - p * NR);
-                    float *own = sums + (t - first) * MR * NR;
+                    float *own = sums + (passes > 1 ? t - first : 0) * MR * NR;
                     float *to = direct(out + start * out_step + p * NR, width == NR);
-                    // The first tile brings the panel from memory, the second what is multiplied next: memory is read
-                    // all the time where there are two.
-                    const int64_t words = smaller(depth, k - pass * depth);
-                    const auto multiply = t < first + 2 ? any_tile<true, A, W> : any_tile<false, A, W>;
-                    const int64_t ahead = t == first ? AHEAD : words * NR * int64_t(sizeof(W));
-                    multiply(rows, to ? to : own, to ? out_step : NR, panel_bias(bias, p, n, edge), pass > 0,
+                    // The first tile brings the panel from memory, the others from L2.
+                    any_tile(rows, to ? to : own, to ? out_step : NR, panel_bias(bias, p, n, edge), pass > 0,
                              packed + start * k + pass * depth * rows, 1, rows, w + (p * k + pass * depth) * NR,
-                             words, ahead);
+                             smaller(depth, k - pass * depth), t == first ? AHEAD : NEAR);
                     if (!to && pass == passes - 1)
                         copy_rows(out + start * out_step + p * NR, out_step, own, rows, width);
                 }
@@ -256,8 +291,8 @@ int64_t run(X *out, const X *x, const W *w, const float *bias, int64_t m, int64_
     if (m == 0 || n == 0) return 0;
     const int64_t k = (columns + Kind<W>::COLUMNS - 1) / Kind<W>::COLUMNS;
     int64_t step = x_step;
-    const A *words = m <= MR ? words_of(x, (A *)nullptr, columns, &step) : nullptr;
-    if (words) {
+    const A *words = words_of(x, (A *)nullptr, columns, &step);
+    if (words && m <= MR) {
         skinny(out, words, w, bias, m, n, k, step, out_step);
         return 0;
     }
@@ -269,7 +304,8 @@ int64_t run(X *out, const X *x, const W *w, const float *bias, int64_t m, int64_
         skinny(out, (const A *)packed, w, bias, m, n, k, k, out_step);
     } else {
         const int64_t tiles = (m + MR - 1) / MR;
-        pack_rows(packed, x, m, k, columns, x_step, tiles);
+        if (words) turn_rows(packed, words, m, k, step, tiles);
+        else pack_rows(packed, x, m, k, columns, x_step, tiles);
         blocked(out, (const A *)packed, w, bias, m, n, k, out_step, tiles);
     }
     free(packed);

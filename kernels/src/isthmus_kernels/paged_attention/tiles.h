@@ -6,7 +6,7 @@
 namespace {
 
 constexpr int KEYS = 64;      // keys of a tile
-constexpr int ROW_TILE = 48;  // wanted query rows of a prefill unit
+constexpr int ROW_TILE = 64;  // most query rows of a prefill unit: whole registers of them
 constexpr int FEW = 8;        // at most this many rows take the in-place form
 constexpr int MAX_ROWS = 64;  // rows of a unit, padded: ROW_TILE or one token's group
 constexpr int64_t PARTITION = 2 * KEYS;

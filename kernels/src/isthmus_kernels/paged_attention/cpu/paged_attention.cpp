@@ -78,20 +78,44 @@ INLINE T *query_row(const Args &a, T *base, int64_t token_stride, int64_t head_s
            ((u.head + h) * group + m % group) * head_stride;
 }
 
+// Channel d of row m to to[d * padded + m].
+template <class T>
+INLINE void put_column(float *to, int64_t padded, const T *from, int64_t first, int64_t end, float scale) {
+    for (int64_t d = first; d < end; d++) to[d * padded] = to_float(from[d]) * scale;
+}
+
 template <class T>
 void load_queries(const Args &a, const T *q, const Unit &u, const Scratch &s, int64_t rows, int64_t group) {
-    const int64_t padded = padded_rows(rows);
-    const bool few = in_place(a, rows);
-    if (!few) memset(s.q, 0, a.dim * padded * sizeof(float));
-    for (int64_t h = 0; h < u.heads; h++)
-        for (int64_t m = 0; m < rows; m++) {
-            const T *from = query_row(a, q, a.q_token, a.q_head, u, h, m, group);
-            float *to = s.q + h * rows * a.dim;
-            if (few)
-                for (int64_t d = 0; d < a.dim; d += VW) store(to + m * a.dim + d, load(from + d) * a.scale);
-            else
-                for (int64_t d = 0; d < a.real; d++) to[d * padded + m] = to_float(from[d]) * a.scale;
+    if (in_place(a, rows)) {
+        for (int64_t h = 0; h < u.heads; h++)
+            for (int64_t m = 0; m < rows; m++) {
+                const T *from = query_row(a, q, a.q_token, a.q_head, u, h, m, group);
+                float *to = s.q + (h * rows + m) * a.dim;
+                for (int64_t d = 0; d < a.dim; d += VW) store(to + d, load(from + d) * a.scale);
+            }
+        return;
+    }
+    // Of one kv head. What is beyond the rows and the channels must be numbers, and is multiplied with nothing.
+    const int64_t padded = padded_rows(rows), whole = a.real / VW * VW;
+    memset(s.q, 0, a.dim * padded * sizeof(float));
+    int64_t m = 0;
+    for (; m + 4 <= rows; m += 4) {
+        const T *from[4];
+        for (int i = 0; i < 4; i++) from[i] = query_row(a, q, a.q_token, a.q_head, u, 0, m + i, group);
+        for (int64_t d = 0; d < whole; d += VW) {
+            float row[4][VW];
+            for (int i = 0; i < 4; i++) store(row[i], load(from[i] + d) * a.scale);
+            for (int j = 0; j < VW; j += 4) {
+                v4 x[4];
+                for (int i = 0; i < 4; i++) memcpy(&x[i], row[i] + j, sizeof x[i]);
+                transpose(x);
+                for (int i = 0; i < 4; i++) memcpy(s.q + (d + j + i) * padded + m, &x[i], sizeof x[i]);
+            }
         }
+        for (int i = 0; i < 4; i++) put_column(s.q + m + i, padded, from[i], whole, a.real, a.scale);
+    }
+    for (; m < rows; m++)
+        put_column(s.q + m, padded, query_row(a, q, a.q_token, a.q_head, u, 0, m, group), 0, a.real, a.scale);
 }
 
 // What the head's sink adds to the sum of weights whose largest score is `top`.

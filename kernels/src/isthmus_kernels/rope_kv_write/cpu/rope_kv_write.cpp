@@ -13,17 +13,25 @@ struct Pool {
 template <class T, class O, class W>
 INLINE void rotate(O *out, const T *in, const W *norm, const float *cos, const float *sin, int64_t dim, int64_t half,
                    float eps, float *buffer) {
-    float squares = 0;
-    for (int64_t i = 0; i < dim; i++) {
+    vf squares[2] = {};
+    float tail = 0;
+    int64_t i = 0;
+    for (; i + 2 * VW <= dim; i += 2 * VW)
+        for (int u = 0; u < 2; u++) {
+            const vf x = load(in + i + u * VW);
+            store(buffer + i + u * VW, x);
+            squares[u] += x * x;
+        }
+    for (; i < dim; i++) {
         buffer[i] = to_float(in[i]);
-        squares += buffer[i] * buffer[i];
+        tail += buffer[i] * buffer[i];
     }
     if (norm) {
-        const float scale = 1.0f / sqrtf(squares / float(dim) + eps);
-        for (int64_t i = 0; i < dim; i++) buffer[i] *= scale * to_float(norm[i]);
+        const float scale = 1.0f / sqrtf((hsum(squares[0] + squares[1]) + tail) / float(dim) + eps);
+        for (i = 0; i + VW <= dim; i += VW) store(buffer + i, load(buffer + i) * (scale * load(norm + i)));
+        for (; i < dim; i++) buffer[i] *= scale * to_float(norm[i]);
     }
-    int64_t i = 0;
-    for (; i + VW <= half; i += VW) {
+    for (i = 0; i + VW <= half; i += VW) {
         const vf a = load(buffer + i), b = load(buffer + half + i), c = load(cos + i), s = load(sin + i);
         store(out + i, a * c - b * s);
         store(out + half + i, b * c + a * s);
