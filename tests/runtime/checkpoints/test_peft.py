@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from lora_adapters import save_adapter
 from safetensors.torch import load_file, save_file
 
+from isthmus_runtime.checkpoints import peft
 from isthmus_runtime.checkpoints.peft import parse_adapter, read_files
 from isthmus_runtime.errors import WeightsError
 
@@ -179,3 +181,32 @@ def test_what_is_told_of_a_file_is_bounded(tmp_path: Path) -> None:
     assert "... and 12 more" in told and len(told) < 8 * (300 + len(str(path)))
     path.write_text(json.dumps({**config, "lora_alpha": "9" * 100_000}))
     assert len(problems(tmp_path)) < 300 + len(str(path))
+
+
+@pytest.mark.parametrize("changed", ["adapter_config.json", "adapter_model.safetensors"])
+def test_files_that_change_while_they_are_read_are_no_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    """The settings of one and the matrices of another would be an adapter that nobody trained."""
+    save_adapter(tmp_path, SHAPES, seed=1)
+    save_adapter(tmp_path / "new", SHAPES, seed=2, alpha=9)
+    real = peft._bytes
+
+    def read(path: Path, most: int) -> bytes:
+        found = real(path, most)
+        if path.name == peft.WEIGHTS:
+            (tmp_path / "new" / peft.CONFIG).replace(tmp_path / peft.CONFIG)
+        return found
+
+    def fstat(fd: int, stat: Callable[[int], os.stat_result] = os.fstat) -> os.stat_result:
+        found = stat(fd)
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(peft.WEIGHTS) and (tmp_path / "new" / peft.WEIGHTS).exists():
+            (tmp_path / "new" / peft.WEIGHTS).replace(tmp_path / peft.WEIGHTS)
+        return found
+
+    if changed == peft.CONFIG:
+        monkeypatch.setattr(peft, "_bytes", read)
+    else:
+        monkeypatch.setattr(peft.os, "fstat", fstat)
+    with pytest.raises(WeightsError, match="was changed while it was read; load it again"):
+        peft.read_files(tmp_path, SHAPES, ADAPTABLE, 64)

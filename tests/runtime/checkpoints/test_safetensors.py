@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from isthmus_runtime.checkpoints.safetensors import Checkpoint
+from isthmus_runtime.checkpoints.safetensors import MAX_HEADER_BYTES, Checkpoint
 from isthmus_runtime.errors import WeightsError
 
 EXPECTED = {"a.weight": (3, 4), "b.weight": (2, 4)}
@@ -31,6 +31,13 @@ def test_tensors_are_read_and_joined(tmp_path: Path) -> None:
     with Checkpoint(tmp_path, EXPECTED) as checkpoint:
         assert torch.equal(checkpoint.take("b.weight"), tensors()["b.weight"])
         assert torch.equal(checkpoint.take("b.weight", "a.weight"), torch.cat([*tensors().values()][::-1]))
+
+
+def test_a_header_that_is_larger_than_a_models_is_not_read(tmp_path: Path) -> None:
+    """The library reads 100 MB of it while nothing else of the process runs."""
+    header = b'{"__metadata__":{"a":"' + b"x" * (MAX_HEADER_BYTES) + b'"}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert f"its header has {len(header)} bytes; that of a model has at most {MAX_HEADER_BYTES}" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

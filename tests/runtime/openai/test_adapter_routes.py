@@ -13,7 +13,7 @@ import serving
 from fastapi import Request
 
 from isthmus_runtime.openai.adapters import BODIES, CHANGES_AT_ONCE, MOST_RUNNING, ChangeBudget, add_adapter_routes
-from isthmus_runtime.openai.tenants import Tenant
+from isthmus_runtime.openai.tenants import MAX_TENANTS, Tenant
 from isthmus_runtime.serving.app import make_app
 
 TENANTS = {name: Tenant(name=name, keys=[f"key-of-{name}-00000000"]) for name in ("one", "two")}
@@ -91,6 +91,13 @@ def test_few_changes_run_at_a_time(run: Any) -> None:
             assert len(routes.changes) == MOST_RUNNING + 1
 
     run(main())
+
+
+def test_tenants_that_come_and_go_leave_nothing_behind() -> None:
+    budget = ChangeBudget()
+    for number in range(MAX_TENANTS + 5):
+        budget.admit(Tenant(name=f"t{number}", keys=["k" * 16]), 0.0)
+    assert len(budget._buckets) == MAX_TENANTS and "t0" not in budget._buckets
 
 
 def test_a_change_that_fails_runs_no_more() -> None:

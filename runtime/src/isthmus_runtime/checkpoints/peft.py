@@ -6,6 +6,7 @@ An adapter that is almost right answers almost right: what is set and not implem
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -96,7 +97,10 @@ def read_files(folder: str | Path, shapes: Shapes, adaptable: Collection[str], m
     widest = sum(8 * max_rank * sum(shapes[f"{module}.weight"]) for module in adaptable)
     if not (folder / WEIGHTS).exists() and (folder / "adapter_model.bin").exists():
         raise WeightsError(f"{folder} holds only adapter_model.bin, a pickle, which is not loaded; save {WEIGHTS}")
-    return AdapterFiles(folder, text, _bytes(folder / WEIGHTS, widest + _header_bytes(adaptable)))
+    found = AdapterFiles(folder, text, _bytes(folder / WEIGHTS, widest + _header_bytes(adaptable)))
+    if _bytes(folder / CONFIG, _MAX_CONFIG_BYTES) != text:
+        raise WeightsError(f"{folder} was changed while it was read; load it again when it is complete")
+    return found
 
 
 def parse_adapter(files: AdapterFiles, shapes: Shapes, adaptable: Collection[str], max_rank: int) -> LoraAdapter:
@@ -131,11 +135,17 @@ def _bytes(path: Path, most: int) -> bytes:
         if path.exists() and not path.is_file():
             raise WeightsError(f"{path} is no regular file")
         with path.open("rb") as file:
+            before = os.fstat(file.fileno())
             found = file.read(most + 1)
+            after = os.fstat(file.fileno())
+        now = path.stat()
     except FileNotFoundError:
         raise WeightsError(f"{path} is missing; an adapter's folder holds {CONFIG} and {WEIGHTS}") from None
     except OSError as e:
         raise WeightsError(f"{path} cannot be read: {e.strerror}") from e
+    states = {(state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns) for state in (before, after, now)}
+    if len(states) > 1:
+        raise WeightsError(f"{path} was changed while it was read; load it again when it is complete")
     if len(found) > most:
         raise WeightsError(f"{path} has more than the {most} bytes that an adapter of --max-lora-rank can have")
     return found

@@ -41,6 +41,8 @@ _DTYPES = MappingProxyType(
 # Derived from config.json, and stored by old exporters all the same.
 _DERIVED = "rotary_emb.inv_freq"
 _MAX_LISTED = 8
+MAX_HEADER_BYTES = 16 << 20
+"""Of each file. That of 100,000 tensors, all experts of the largest models in one file, has about 12 MB."""
 _BODY = "model."
 _HEAD = "lm_head."
 
@@ -165,6 +167,15 @@ class Checkpoint:
         problems: list[str] = []
         for path in self._files():
             try:
+                with path.open("rb") as opened:
+                    declared = int.from_bytes(opened.read(8), "little")
+                if declared > MAX_HEADER_BYTES:
+                    # The library takes 100 MB of it, and lets nothing else run meanwhile.
+                    problems.append(
+                        f"{path} says that its header has {declared} bytes; that of a model has at most "
+                        f"{MAX_HEADER_BYTES}"
+                    )
+                    continue
                 # The library checks the header against the file: sizes, gaps and overlaps.
                 with safe_open(path, framework="pt"):
                     pass

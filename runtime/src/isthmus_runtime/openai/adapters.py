@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from ..errors import Overloaded
 from ..serving.app import errors, json_body, read_model
-from .tenants import Tenant, TokenBucket
+from .tenants import MAX_TENANTS, Tenant, TokenBucket
 
 CHANGES_PER_SECOND = 1.0
 CHANGES_AT_ONCE = 30.0
@@ -65,13 +65,17 @@ class ChangeBudget:
 
     def __init__(self) -> None:
         self._buckets: dict[str, TokenBucket] = {}
-        """By the tenant's name."""
+        """By the tenant's name, the latest last."""
         self._running = 0
 
     def admit(self, tenant: Tenant | None, now: float) -> None:
         """Count a change asked for at `now` (monotonic). Raises Overloaded (429) above the client's rate."""
         name = "" if tenant is None else tenant.name
-        bucket = self._buckets.setdefault(name, TokenBucket(CHANGES_PER_SECOND, CHANGES_AT_ONCE, now))
+        bucket = self._buckets.pop(name, None) or TokenBucket(CHANGES_PER_SECOND, CHANGES_AT_ONCE, now)
+        self._buckets[name] = bucket
+        if len(self._buckets) > MAX_TENANTS:
+            # Tenants come and go. The bucket of who has asked for nothing for longest is full again, or nearly.
+            del self._buckets[next(iter(self._buckets))]
         if wait := bucket.take(now):
             raise Overloaded(
                 f"adapters may be changed {CHANGES_AT_ONCE:g} times at once and {CHANGES_PER_SECOND:g} time a second; "
