@@ -52,13 +52,13 @@ def test_a_thread_whose_processor_others_need_gives_way(threads: int) -> None:
 APART = """
 import os, sys, time
 import torch
-from isthmus_kernels import dispatch
+from isthmus_kernels import dispatch, dispatch_weights
 usable = {int(p) for p in sys.argv[1:]}
 os.sched_setaffinity(0, usable)
 torch.set_num_threads(2)
 weight, x = torch.randn(3072, 576), torch.randn(1, 576)
 before = set(os.listdir("/proc/self/task"))
-weight = dispatch.pack(weight)
+weight = dispatch_weights.pack(weight)
 end = time.monotonic() + 60
 while True:
     dispatch.linear(x, weight)

@@ -58,7 +58,8 @@ def done(*ids, reason=FinishReason.STOP, error=None):
 
 
 class FakeEngine:
-    """One engine. Scripts hold chunks, events to wait for, errors (before the first line: a refusal) and DIE."""
+    """One engine. Scripts hold chunks, lines as they are, events to wait for, errors (before the first line: a refusal)
+    and DIE."""
 
     def __init__(self, role, *, fingerprint="f1", mode="memory") -> None:
         self.role = role
@@ -171,7 +172,7 @@ class FakeEngine:
             elif isinstance(item, RequestError):
                 raise item
             else:
-                await response.write(token_line(item))
+                await response.write(item if isinstance(item, bytes) else token_line(item))
 
     async def _generate(self, request):
         call = GenerateCall.model_validate_json(await request.read())

@@ -19,6 +19,7 @@ from isthmus_runtime.errors import (
     TransferFailed,
     error_from_json,
 )
+from isthmus_runtime.protocol import token_line
 from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
 from isthmus_runtime.router.attempt import Attempt
 from isthmus_runtime.router.wire import CONNECT_TIMEOUT_S
@@ -64,6 +65,39 @@ def test_tokens_pass_one_by_one(rig, run, kit):
             gates[1].set()
             assert (await anext(stream)).finish_reason is FinishReason.STOP
             assert engine.generates[0].attempt == ""
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        # (chunks of the engine, which arrive together; chunks downstream)
+        ([((1,), {"note": "local"}), ((2,), {}), ((), {"finish_reason": FinishReason.LENGTH})], [((1, 2), "length")]),
+        ([((1, 2), {"note": "local"}), ((3,), {"finish_reason": FinishReason.STOP})], [((1, 2, 3), "stop")]),
+        ([((1,), {}), ((2,), {}), ((3, 4), {}), ((), {"finish_reason": FinishReason.STOP})], None),
+        ([((1,), {}), ((), {"finish_reason": FinishReason.ERROR, "error": TransferFailed("x")})], None),
+        ([((1,), {}), ((), {"finish_reason": FinishReason.ABORT})], None),
+        ([((1,), {"logprobs": (TokenLogprobs(1, -0.5),)}), ((2,), {"logprobs": (TokenLogprobs(2, -0.1),)}),
+          ((), {"finish_reason": FinishReason.STOP})], None),
+    ],
+)  # fmt: skip
+def test_lines_that_are_here_together_are_one_chunk_where_they_can_be(rig, run, kit, lines, expected):
+    async def main():
+        engine = kit.Engine("unified")
+        sent = [TokenChunk(token_ids=tokens, **more) for tokens, more in lines]
+        engine.local_script = [b"".join(map(token_line, sent))]
+        async with rig(engine) as r:
+            chunks = await kit.collect(r.backend)
+            check_ended_once(chunks)
+            assert ids(chunks) == ids(sent) and chunks[-1].finish_reason is sent[-1].finish_reason
+            assert [e for c in chunks for e in c.logprobs] == [e for c in sent for e in c.logprobs]
+            assert [c.note for c in chunks if c.note] == [c.note for c in sent if c.note]
+            assert (chunks[-1].error is None) is (sent[-1].error is None)
+            if expected is not None:
+                assert [(c.token_ids, c.finish_reason.value) for c in chunks] == expected
+            await kit.collect(r.backend)  # the connection is in order
+            assert r.idle() and len(engine.generates) == 2 and engine.aborts == []
 
     run(main())
 
@@ -269,7 +303,7 @@ def test_cached_tokens_are_the_longer_hits_of_both_legs(rig, run, kit, prefill_h
         decode.script = [kit.tokens(7, note="transferred", cached_tokens=decode_hits), kit.done(8)]
         async with rig(prefill, decode) as r:
             chunks = await kit.collect(r.backend)
-            assert [chunk.cached_tokens for chunk in chunks] == [counted, 0]
+            assert [chunk.cached_tokens for chunk in chunks] == [counted, *[0] * (len(chunks) - 1)]
 
     run(main())
 

@@ -303,6 +303,30 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused(fields, swap):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize(("version", "close"), [("1.1", False), ("1.1", True), ("1.0", True)])
+@pytest.mark.parametrize("status", [200, 429])
+def test_an_answer_in_one_message_is_the_same_as_in_two(run, version, close, status):
+    async def answers(call):
+        body = await call.read()
+        if body == b"two":
+            call.scope["extensions"] = {}
+        await call.reply(status, {"content-type": "text/plain", "x-request-id": "r"}, b"the answer")
+
+    async def main():
+        async with served(answers) as s:
+            got = []
+            for body in (b"one", b"two"):
+                requests = [] if close else [post(body, version=version)]
+                requests.append(post(body, close=True, version=version))
+                answer = await s.raw(b"".join(requests))
+                got.append([line for line in answer.split(b"\r\n") if not line.startswith(b"date:")])
+            assert got[0] == got[1]
+            assert sum(line.endswith(b"content-length: 10") for line in got[0]) == (1 if close else 2)
+            assert got[0].count(b"connection: close") == 1
+
+    run(main())
+
+
 @pytest.mark.parametrize("close", [False, True])
 def test_an_answer_without_a_body_has_its_head(run, close):
     async def main():

@@ -191,20 +191,29 @@ INLINE void store_sums(float *to, vf v) {
 #endif
 }
 
-// Scores of M rows against SIDE keys read in place.
-template <int M, class C>
+// Scores of M rows against G times SIDE keys read in place. One group of keys is a chain of sums a row, so several run
+// side by side.
+template <int M, int G, class C>
 INLINE void dots(float *scores, const float *q, const C *const *keys, int64_t shift, int64_t dim) {
-    vf acc[M] = {};
+    vf acc[G][M] = {};
     for (int64_t d = 0; d < dim; d += VW) {
-        vf x[SIDE];
-        for (int k = 0; k < SIDE; k++) x[k] = load(keys[k] + shift + d);
-        side_by_side(x);
+        vf x[G][SIDE];
+#pragma GCC unroll 4
+        for (int g = 0; g < G; g++) {
+            for (int k = 0; k < SIDE; k++) x[g][k] = load(keys[g * SIDE + k] + shift + d);
+            side_by_side(x[g]);
+        }
 #pragma GCC unroll 4
         for (int j = 0; j < SIDE; j++)
 #pragma GCC unroll 4
-            for (int m = 0; m < M; m++) acc[m] += x[j] * repeated(q + m * dim + d + LANES * j);
+            for (int m = 0; m < M; m++) {
+                const vf four = repeated(q + m * dim + d + LANES * j);
+#pragma GCC unroll 4
+                for (int g = 0; g < G; g++) acc[g][m] += x[g][j] * four;
+            }
     }
-    for (int m = 0; m < M; m++) store_sums(scores + m * KEYS, acc[m]);
+    for (int g = 0; g < G; g++)
+        for (int m = 0; m < M; m++) store_sums(scores + m * KEYS + g * SIDE, acc[g][m]);
 }
 
 // sum[m][0..N VW) += weights[m][k] value[k], values read in place.
@@ -281,6 +290,15 @@ INLINE void prefetch(const void *at, int64_t bytes) {
     for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)at + b, 0, 2);
 }
 
+// Requests `number` keys and values of a tile from `first` on.
+template <class C>
+INLINE void request(const Tile<C> &tile, int64_t first, int64_t number, int64_t shift, int64_t dim) {
+    for (int64_t i = first; i < smaller(first + number, tile.count); i++) {
+        prefetch(tile.keys[i] + shift, dim * sizeof(C));
+        prefetch(tile.values[i] + shift, dim * sizeof(C));
+    }
+}
+
 // The sum of weights when the maximum has grown: both forms round it alike.
 INLINE vf rescaled(vf total, vf shrink, vf added) {
     return total * shrink + added;
@@ -294,16 +312,20 @@ void few_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t head
     const int64_t dim = a.dim, count = tile.count, padded = (count + VW - 1) / VW * VW;
     const int64_t shift = head * a.head, next_shift = next_head * a.head;
     float *sum = s.now.sum, scales[KEYS];
-    for (int64_t k = 0; k < count; k += SIDE) {
-        if (next)
-            for (int64_t i = k; i < smaller(k + SIDE, next->count); i++) {
-                prefetch(next->keys[i] + next_shift, dim * sizeof(C));
-                prefetch(next->values[i] + next_shift, dim * sizeof(C));
-            }
-#define FORM(M) dots<M>(s.scores + m * KEYS + k, s.q + m * dim, tile.keys + k, shift, dim)
+    // Keys are taken SIDE at a time, and in pairs of groups while there are so many.
+    int64_t k = 0;
+#define FORM(M) dots<M, 2>(s.scores + m * KEYS + k, s.q + m * dim, tile.keys + k, shift, dim)
+    for (; k + 2 * SIDE <= count; k += 2 * SIDE) {
+        if (next) request(*next, k, 2 * SIDE, next_shift, dim);
         EACH_FEW(FORM)
-#undef FORM
     }
+#undef FORM
+#define FORM(M) dots<M, 1>(s.scores + m * KEYS + k, s.q + m * dim, tile.keys + k, shift, dim)
+    for (; k < count; k += SIDE) {
+        if (next) request(*next, k, SIDE, next_shift, dim);
+        EACH_FEW(FORM)
+    }
+#undef FORM
     if constexpr (SCALED<C>) {
         gather_scales(scales, tile, head * a.scale_head);
         for (int64_t m = 0; m < rows; m++)

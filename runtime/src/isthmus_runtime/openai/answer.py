@@ -300,32 +300,29 @@ class Runner:
                 group.create_task(self._generate(choice, sink, arrived))
 
     async def _generate(self, choice: _Choice, sink: Sink, arrived: float) -> None:
+        last = 0.0
         try:
-            await self._chunks(choice, sink, arrived)
+            async with aclosing(self._backend.generate(choice.request)) as chunks:
+                async for chunk in chunks:
+                    if self._metrics is not None and chunk.token_ids:
+                        now = self._clock()
+                        if last:
+                            self._metrics.inter_token_latency.observe((now - last) / len(chunk.token_ids))
+                        else:
+                            self._metrics.time_to_first_token.observe(now - arrived)
+                        last = now
+                    delta = choice.feed(chunk)
+                    choice.begun.set()
+                    if delta != _NOTHING or choice.finish:
+                        await sink(choice, delta)
+                    if choice.cut or choice.text.stopped:
+                        break
+            if not choice.finish:
+                raise EngineFailed("the token stream ended without a finish reason")
         except RequestError as error:
             # Before the first token nothing but admission is known to have happened.
             stage = "generation" if choice.tokens else "admission"
             raise error.located(stage, choice.request.request_id) from error
-
-    async def _chunks(self, choice: _Choice, sink: Sink, arrived: float) -> None:
-        last = 0.0
-        async with aclosing(self._backend.generate(choice.request)) as chunks:
-            async for chunk in chunks:
-                if self._metrics is not None and chunk.token_ids:
-                    now = self._clock()
-                    if last:
-                        self._metrics.inter_token_latency.observe((now - last) / len(chunk.token_ids))
-                    else:
-                        self._metrics.time_to_first_token.observe(now - arrived)
-                    last = now
-                delta = choice.feed(chunk)
-                choice.begun.set()
-                if delta != _NOTHING or choice.finish:
-                    await sink(choice, delta)
-                if choice.cut or choice.text.stopped:
-                    break
-        if not choice.finish:
-            raise EngineFailed("the token stream ended without a finish reason")
 
 
 def _best(job: Job, likelihood: Mapping[int, float]) -> Sequence[int]:

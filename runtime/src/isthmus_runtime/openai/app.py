@@ -1,14 +1,11 @@
-"""The OpenAI routes: checks, tokenises once, hands over to a Backend, and ends every request exactly once."""
+"""The OpenAI routes: a request is checked, tokenised once, and handed to a Backend."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import random
 import time
-import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,22 +14,15 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 
 from ..config import ChatConfig
-from ..errors import (
-    Cancelled,
-    ConfigError,
-    DeadlineExceeded,
-    InvalidRequest,
-    RequestError,
-    unforeseen,
-)
+from ..errors import ConfigError, InvalidRequest
 from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics, TenantMetrics
 from ..request import AdapterName, Structure
 from ..serving.app import errors, json_body
-from ..serving.call import Call, Cut, add_call_route, error_answer
+from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
 from ..structured.checker import Checker
-from ..tracing.span import NO_TRACER, Span, Tracer, current, within
+from ..tracing.span import NO_TRACER, Span, Tracer, current
 from . import anthropic
 from .answer import Job, Runner
 from .anthropic import AnthropicMessage, CountRequest, MessagesRequest, TokenCount
@@ -40,28 +30,23 @@ from .batches import WIDTH, Batch, BatchRunner
 from .chat import NeedsThread
 from .embeddings import Embeddings, EmbeddingsRequest, VectorRequests, plan_embeddings
 from .keys import Keys
+from .lifecycle import Lifecycle, Progress
 from .plan import Plan, Planner
 from .ranking import Ranker, Ranking, RerankRequest, ScoreRequest, Scores
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
 from .schema import ChatRequest, CompletionRequest, chat_request, json_object
 from .score_budget import ScoreBudget, token_budget, vector_budget
-from .sse import Format, Usage
+from .sse import Usage
 from .tenants import Tenant
 from .tenants_file import TenantsFile
 from .tokenizer import Tokenizer
 from .tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, detokenized, tokenized, written
 
-_log = logging.getLogger(__name__)
-
 _OFF_LOOP_BYTES = 20_000
 """Bodies above this are parsed and tokenised in a thread, so that other streams do not wait (about 5 ms of work)."""
 _BRIEF_BATCH_BYTES = 200
 """The same for batches: each text, of which one letter is enough, may be rendered by a template (0.15 ms)."""
-_DEADLINE_MARGIN_S = 1.0
-"""The backend enforces the deadline and knows the reason; we step in when it is stuck, or the client does not read."""
-_LAST_WORDS_S = 1.0
-"""How long a client that does not read may hold up its own error event."""
 
 BODIES: tuple[type[BaseModel], ...] = (
     ChatRequest,
@@ -174,32 +159,6 @@ def _seed_source() -> Callable[[], int]:
     return lambda: source.getrandbits(63)
 
 
-@dataclass(slots=True)
-class _Progress:
-    """How far a request has come, for the error that may end it."""
-
-    stage: str = "admission"
-    answer_id: str = ""
-    tenant: Tenant | None = None
-    format: Format | None = None
-
-
-Describe = Callable[[RequestError], dict[str, Any]]
-"""An error as the body of an answer."""
-Answering = Callable[[_Progress, float], Coroutine[Any, Any, None]]
-"""Answers a request that arrived at a time (monotonic)."""
-
-
-def openai_error(error: RequestError) -> dict[str, Any]:
-    """As OpenAI's clients read it."""
-    return {"error": error.to_json()}
-
-
-def _described(error: RequestError, describe: Describe) -> tuple[int, dict[str, str], bytes]:
-    status, headers, _ = error_answer(error)
-    return status, headers, json.dumps(describe(error)).encode()
-
-
 class _Api:
     def __init__(
         self,
@@ -219,12 +178,9 @@ class _Api:
     ) -> None:
         self._backend = backend
         self._config = config
-        self._in_flight = in_flight
         self._metrics = metrics
         self._grammars = grammars
-        self._tracer = tracer
         self._adapters = adapters
-        self._clock = clock
         self._started = int(wall_clock())
         self._planner = Planner(
             backend,
@@ -247,6 +203,16 @@ class _Api:
         self._keys = Keys(config.api_key, config.tenants, clock)
         self._tenants = config.tenants
         self._tenant_metrics = tenant_metrics
+        self._requests = Lifecycle(
+            self._keys,
+            config.tenants,
+            timeout_s=config.request_timeout_s,
+            in_flight=in_flight,
+            metrics=metrics,
+            tenant_metrics=tenant_metrics,
+            tracer=tracer,
+            clock=clock,
+        )
 
     async def models(self, request: Request) -> ModelList:
         """The names that are served, and after them the adapters."""
@@ -261,19 +227,19 @@ class _Api:
 
     async def completions(self, call: Call) -> None:
         """Continue a prompt. With `stream` the answer is a stream of server-sent events."""
-        await self._serve(call, self._planner.completion, operation="text_completion")
+        await self._requests.answer(call, self._generate, self._planner.completion, operation="text_completion")
 
     async def chat(self, call: Call) -> None:
         """Answer a conversation. With `stream` the answer is a stream of server-sent events."""
-        await self._serve(call, self._planner.chat)
+        await self._requests.answer(call, self._generate, self._planner.chat)
 
     async def responses(self, call: Call) -> None:
         """Answer in OpenAI's newer form. Nothing is kept: the input holds all that came before."""
-        await self._serve(call, self._planner.responses)
+        await self._requests.answer(call, self._generate, self._planner.responses)
 
     async def messages(self, call: Call) -> None:
         """Answer in Anthropic's form, errors included."""
-        await self._serve(call, self._planner.messages, anthropic.error_body)
+        await self._requests.answer(call, self._generate, self._planner.messages, describe=anthropic.error_body)
 
     async def embeddings(self, call: Call) -> None:
         """A vector for each input, from a model that is served to embed."""
@@ -281,126 +247,40 @@ class _Api:
         def plan(body: bytes) -> Batch:
             return plan_embeddings(body, self._planner, self._vectors, lambda: self._backend.task)
 
-        await self._serve_batch(call, plan, "embeddings")
+        await self._requests.answer(call, self._answer_batch, plan, operation="embeddings")
 
     async def rerank(self, call: Call) -> None:
         """Documents by how well they answer a query, the best first."""
-        await self._serve_batch(call, self._ranker.rerank, "rerank")
+        await self._requests.answer(call, self._answer_batch, self._ranker.rerank, operation="rerank")
 
     async def score(self, call: Call) -> None:
         """How well texts go together."""
-        await self._serve_batch(call, self._ranker.score, "score")
+        await self._requests.answer(call, self._answer_batch, self._ranker.score, operation="score")
 
     async def count_tokens(self, call: Call) -> None:
         """How many tokens a request to /v1/messages has."""
 
-        def count(body: bytes) -> BaseModel:
+        def count(body: bytes) -> bytes:
             data = anthropic.as_chat(json_object(body), counting=True)
-            return TokenCount(input_tokens=len(self._planner.tokens(chat_request(data), special=True)))
+            return written(TokenCount(input_tokens=len(self._planner.tokens(chat_request(data), special=True))))
 
-        await self._compute(call, count, anthropic.error_body)
+        await self._requests.compute(call, count, anthropic.error_body)
 
     async def tokenize(self, call: Call) -> None:
         """Ids of a text, or of a conversation."""
-        await self._compute(call, lambda body: tokenized(body, self._planner, self._tokenizer, self._limit()))
+
+        def make(body: bytes) -> bytes:
+            return written(tokenized(body, self._planner, self._tokenizer, self._limit()))
+
+        await self._requests.compute(call, make)
 
     async def detokenize(self, call: Call) -> None:
         """The text of ids."""
-        await self._compute(call, lambda body: detokenized(body, self._planner, self._tokenizer))
-
-    async def _compute(self, call: Call, make: Callable[[bytes], BaseModel], describe: Describe = openai_error) -> None:
-        """Answer with what `make` makes of the body, in a thread: it may take long, and no engine is asked."""
-        try:
-            with self._in_flight.track():
-                self._admit(self._keys.check(call))
-                body = await call.read()
-                answer = await asyncio.to_thread(lambda: written(make(body)))
-        except RequestError as e:
-            error = e
-        except asyncio.CancelledError:
-            refusal = self._in_flight.cancelled()
-            if refusal is None:
-                raise
-            error = refusal
-        else:
-            await call.reply(200, {"Content-Type": "application/json"}, answer)
-            return
-        self._count(error)
-        await call.reply(*_described(error, describe))
+        await self._requests.compute(call, lambda body: written(detokenized(body, self._planner, self._tokenizer)))
 
     # ------------------------------------------------------------------------------------------------- one request
 
-    async def _serve(
-        self, call: Call, plan: Plan, describe: Describe = openai_error, *, operation: str = "chat"
-    ) -> None:
-        async def answer(progress: _Progress, arrived: float) -> None:
-            await self._generate(call, plan, progress, arrived)
-
-        await self._traced(call, answer, describe, operation)
-
-    async def _serve_batch(self, call: Call, plan: Callable[[bytes], Batch], operation: str) -> None:
-        async def answer(progress: _Progress, arrived: float) -> None:
-            await self._answer_batch(call, plan, progress, arrived)
-
-        await self._traced(call, answer, openai_error, operation)
-
-    async def _traced(self, call: Call, answer: Answering, describe: Describe, operation: str) -> None:
-        span = self._tracer.request("request", call.headers)
-        if not span.recording:
-            await self._respond(call, answer, describe)
-            return
-        with within(span):
-            span.set({"http.request.method": call.method, "url.path": call.path, "gen_ai.operation.name": operation})
-            try:
-                await self._respond(call, answer, describe)
-            finally:
-                span.end()
-
-    async def _respond(self, call: Call, answer: Answering, describe: Describe) -> None:
-        arrived = self._clock()
-        progress = _Progress()
-        try:
-            with self._in_flight.track():
-                progress.tenant = self._keys.check(call)
-                self._admit(progress.tenant)
-                await self._within_limit(answer(progress, arrived))
-                self._count_tenant(progress, 200)
-                return
-        except RequestError as e:
-            error = e
-        except asyncio.CancelledError:
-            refusal = self._in_flight.cancelled()
-            if refusal is None:
-                self._count(Cancelled("the client left"))
-                self._count_tenant(progress, Cancelled.status)
-                raise
-            error = refusal
-        except ConnectionResetError:
-            self._count(Cancelled("the client left"))
-            self._count_tenant(progress, Cancelled.status)
-            return
-        except Exception as e:
-            _log.exception("%s failed", call.path)
-            error = unforeseen(e)
-        self._count(error)
-        self._count_tenant(progress, error.status)
-        error = error.located(progress.stage, progress.answer_id or uuid.uuid4().hex)
-        if error.attempt and not progress.answer_id:
-            _log.info("%s, %s: %s", call.path, error.attempt, error.message)
-        if call.begun:
-            await self._last_words(call, error, progress)
-        else:
-            await call.reply(*_described(error, describe))
-
-    async def _within_limit(self, work: Coroutine[Any, Any, None]) -> None:
-        limit = self._config.request_timeout_s
-        try:
-            async with asyncio.timeout(limit + _DEADLINE_MARGIN_S):
-                await work
-        except TimeoutError as e:
-            raise DeadlineExceeded(f"the request did not end within {limit:g} s (--request-timeout)") from e
-
-    async def _generate(self, call: Call, plan: Plan, progress: _Progress, arrived: float) -> None:
+    async def _generate(self, call: Call, plan: Plan, progress: Progress) -> None:
         progress.stage = "reading"
         body = await call.read()
         progress.stage = "planning"
@@ -419,13 +299,11 @@ class _Api:
         progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
         with self._scores.holding(job.scores):
             if progress.tenant is None:
-                await self._run(job, arrived, call)
+                await self._run(job, progress.arrived, call)
             else:
-                await self._run_of(progress.tenant, job, arrived, call)
+                await self._run_of(progress.tenant, job, progress.arrived, call)
 
-    async def _answer_batch(
-        self, call: Call, plan: Callable[[bytes], Batch], progress: _Progress, arrived: float
-    ) -> None:
+    async def _answer_batch(self, call: Call, plan: Callable[[bytes], Batch], progress: Progress) -> None:
         progress.stage = "reading"
         body = await call.read()
         progress.stage = "planning"
@@ -437,7 +315,7 @@ class _Api:
         del body
         progress.stage, progress.answer_id = "generation", batch.answer_id
         with self._numbers.holding(batch.numbers), self._tokens.holding(batch.prompt_tokens):
-            await self._run_batch(batch, progress.tenant, arrived, call)
+            await self._run_batch(batch, progress.tenant, progress.arrived, call)
 
     async def _run_batch(self, batch: Batch, tenant: Tenant | None, arrived: float, call: Call) -> None:
         width = min(WIDTH, len(batch.requests))
@@ -467,10 +345,6 @@ class _Api:
         if self._tenant_metrics is not None:
             self._tenant_metrics.used(tenant.name, usage.prompt_tokens, usage.completion_tokens)
 
-    def _count_tenant(self, progress: _Progress, status: int) -> None:
-        if progress.tenant is not None and self._tenant_metrics is not None:
-            self._tenant_metrics.ended(progress.tenant.name, status)
-
     async def _check_structure(self, structure: Structure, param: str, who: str) -> None:
         if self._grammars is None:
             raise InvalidRequest(f"{param}: not available here", param=param)
@@ -485,26 +359,6 @@ class _Api:
             except NeedsThread:
                 pass
         return await asyncio.to_thread(plan, body)
-
-    async def _last_words(self, call: Call, error: RequestError, progress: _Progress) -> None:
-        try:
-            async with asyncio.timeout(_LAST_WORDS_S):
-                if progress.format is None:  # an answer in one piece, of which a part is written
-                    raise Cut
-                await call.write(progress.format.error(error))
-                await call.end()
-        except (TimeoutError, ConnectionResetError) as e:
-            raise Cut from e
-
-    def _admit(self, tenant: Tenant | None) -> None:
-        """Count a request against its tenant's rate: also those that no engine is asked for cost others something."""
-        if tenant is not None and self._tenants is not None:
-            self._tenants.tenants.admit(tenant, self._clock())
-
-    def _count(self, error: RequestError) -> None:
-        current().fail(error)
-        if self._metrics is not None:
-            self._metrics.failed(error.status, error.code)
 
     def _model(self, name: str) -> Model:
         names = self._config.served_names

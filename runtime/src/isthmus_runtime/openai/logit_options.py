@@ -54,7 +54,7 @@ class LogitOptions(BaseModel):
 
         Raises InvalidRequest.
         """
-        if self.model_fields_set.isdisjoint(LogitOptions.model_fields):
+        if self.model_fields_set.isdisjoint(_NAMES):
             return {}
         biases = sorted((int(key), bias) for key, bias in (self.logit_bias or {}).items())
         allowed = tuple(sorted(set(self.allowed_token_ids or ())))
@@ -98,6 +98,9 @@ class LogitOptions(BaseModel):
             "allowed_token_ids": allowed,
             "bad_words": tuple(sorted(words)),
         }
+
+
+_NAMES = frozenset(LogitOptions.model_fields)
 
 
 def _banned_together(words: Collection[tuple[int, ...]]) -> Iterator[set[int]]:

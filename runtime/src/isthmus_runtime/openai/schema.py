@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema, create_model, model_validator
@@ -376,7 +377,7 @@ def parsed(model: type[_R], data: Mapping[str, Any], neutral: Mapping[str, tuple
     """`data` as `model`. `neutral`: parameters beside the model's, by the values that ask for nothing. InvalidRequest
     tells every problem and names the parameter of the first."""
     problems: list[tuple[str, str]] = []
-    known = model.model_fields
+    known = _names(model)
     given = {}
     unknown = 0
     for name, value in data.items():
@@ -405,6 +406,12 @@ def parsed(model: type[_R], data: Mapping[str, Any], neutral: Mapping[str, tuple
     if problems:
         raise invalid(problems, more=max(0, unknown - MAX_PROBLEMS))
     return request
+
+
+@cache
+def _names(model: type[BaseModel]) -> frozenset[str]:
+    """Those of its fields. Kept: pydantic looks for them each time."""
+    return frozenset(model.model_fields)
 
 
 def _has_too_many_fields(value: object) -> bool:

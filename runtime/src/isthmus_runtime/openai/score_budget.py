@@ -5,7 +5,7 @@ Pure, of one event loop."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from ..errors import Overloaded
 from .embeddings import MAX_NUMBERS
@@ -19,6 +19,7 @@ MAX_NUMBERS_HELD = 16 * MAX_NUMBERS
 MAX_TOKENS_HELD = 8 * MAX_TOKENS
 """512 MiB."""
 _RETRY_AFTER_S = 1.0
+_NOTHING = nullcontext()
 
 
 class ScoreBudget:
@@ -32,10 +33,13 @@ class ScoreBudget:
         self.held = 0
         """By the requests that run."""
 
-    @contextmanager
-    def holding(self, count: int) -> Iterator[None]:
+    def holding(self, count: int) -> AbstractContextManager[None]:
         """Within, a request of `count` scores runs. Raises Overloaded (429) while others leave no room for them."""
-        if count and self.held + count > self._most:
+        return self._holding(count) if count else _NOTHING
+
+    @contextmanager
+    def _holding(self, count: int) -> Iterator[None]:
+        if self.held + count > self._most:
             raise Overloaded(
                 f"{count} {self._of}: requests that run have {self.held}, and all together may have "
                 f"{self._most}; retry later, or with fewer prompts or alternatives in a request",

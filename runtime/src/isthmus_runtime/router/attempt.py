@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import deque
 from collections.abc import Callable
 from urllib.parse import urlsplit
@@ -23,6 +24,9 @@ _LONG = 1 << 16
 """Bytes of an engine's words above which they are read in a thread: a prompt's scores may be megabytes."""
 _PLAIN = b'{"t":['
 """Most lines are this, one token id and `]}`: they need no JSON parser."""
+_LAST = re.compile(rb'\{"t":\[(\d*)\],"f":"(\w+)"\}')
+"""The last line of most answers."""
+_GOOD_ENDS = {reason.value.encode(): reason for reason in (FinishReason.STOP, FinishReason.LENGTH)}
 
 
 class TryElsewhere(Exception):
@@ -208,26 +212,40 @@ class Attempt:
             self._lines.extend(lines)
         raw = self._lines.popleft()
         if raw.startswith(_PLAIN) and (number := raw[len(_PLAIN) : -2]).isdigit():
-            more = self._more_tokens() if self._lines else ()
-            return TokenChunk(token_ids=(int(number), *more))
+            plain = TokenChunk((int(number),))
+            return self._with_more(plain) if self._lines else plain
         try:
             line = parse_line(raw) if len(raw) <= _LONG else await asyncio.to_thread(parse_line, raw)
         except (ValueError, KeyError, TypeError) as e:
             raise EngineFailed(f"decode engine {self._decode.url} sent a line that is not a valid chunk: {e}") from e
-        if isinstance(line, TokenChunk) and line.finish_reason is not None:
+        if isinstance(line, Ticket):
+            return line
+        if line.finish_reason is not None:
             self._ended = True
+        elif self._lines and not line.logprobs and not line.vector:
+            return self._with_more(line)
         return line
 
-    def _more_tokens(self) -> list[int]:
-        """Tokens of the plain lines that follow and are here already: one chunk downstream instead of several."""
-        found = []
+    def _with_more(self, line: TokenChunk) -> TokenChunk:
+        """`line` with the plain ones that follow and are here already, up to the last: one chunk downstream instead of
+        several."""
+        found = list(line.token_ids)
+        reason = None
         while self._lines and self._lines[0].startswith(_PLAIN):
-            number = self._lines[0][len(_PLAIN) : -2]
+            raw = self._lines[0]
+            number = raw[len(_PLAIN) : -2]
             if not number.isdigit():
-                break
-            found.append(int(number))
+                last = _LAST.fullmatch(raw)
+                if last is None or (reason := _GOOD_ENDS.get(last[2])) is None:
+                    break
+                number = last[1]
+            if number:
+                found.append(int(number))
             self._lines.popleft()
-        return found
+            if reason is not None:
+                self._ended = True
+                break
+        return line._replace(token_ids=tuple(found), finish_reason=reason)
 
     def _expire(self) -> None:
         stage = "decode" if self._prefill_task is None or self._prefill_task.done() else "prefill"

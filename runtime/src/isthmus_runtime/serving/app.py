@@ -90,18 +90,24 @@ class _App(FastAPI):
     """Calls go past what FastAPI has around a route (errors, dependencies, telemetry, a body limit of its own), all of
     which they do by themselves or not at all: 7% of what a plain answer costs a router. Our own middleware stays."""
 
+    _calls = Calls(())
+    _short: ASGIApp = _calls
+    """What calls go through. None goes before the application has started, which makes it."""
+
     def build_middleware_stack(self) -> ASGIApp:
         """Of starlette, when the application starts."""
         whole = super().build_middleware_stack()
-        calls = Calls(self.routes)
-        short: ASGIApp = calls
+        self._short = self._calls = Calls(self.routes)
         for made, args, kwargs in reversed(self.user_middleware):
-            short = made(short, *args, **kwargs)
+            self._short = made(self._short, *args, **kwargs)
+        return whole
 
-        async def choose(scope: Scope, receive: Receive, send: Send) -> None:
-            await (short if calls.has(scope) else whole)(scope, receive, send)
-
-        return choose
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Of ASGI."""
+        if self._calls.has(scope):
+            await self._short(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 def make_app(

@@ -15,6 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 from ..errors import RequestError, Unauthenticated, unforeseen
 
+WHOLE = "isthmus.answer.whole"
+"""Extension of the ASGI scope: a message that begins an answer may have all of the body under this name. No other
+follows it then."""
+
 
 class Cut(Exception):
     """Raised by a handler to cut the connection: a broken answer must not look complete."""
@@ -49,7 +53,12 @@ class Call(Request):
 
     async def reply(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Answer in one piece."""
-        await self._start(status, [*_raw(headers), (b"content-length", b"%d" % len(body))])
+        lines = [*_raw(headers), (b"content-length", b"%d" % len(body))]
+        if WHOLE in self.scope.get("extensions", ()):
+            self.begun = True
+            await self._send({"type": "http.response.start", "status": status, "headers": lines, WHOLE: body})
+            return
+        await self._start(status, lines)
         await self._send({"type": "http.response.body", "body": body})
 
     async def begin(self, headers: Mapping[str, str]) -> None:

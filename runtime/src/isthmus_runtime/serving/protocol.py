@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 
 from ..errors import InvalidRequest, Overloaded, RequestError
 from .admission import BodyBudget, Connections
-from .call import Cut, error_answer
+from .call import WHOLE, Cut, error_answer
 from .limits import ACCOUNT, HeadTooLarge, Limits, TooSlow
 
 _log = logging.getLogger(__name__)
@@ -36,6 +36,8 @@ later, but at least this often."""
 _BEFORE_HEAD, _BEFORE_CHUNK = b"HTTP/1.1 100 Continue\r\n\r\n", b"0"
 """Bytes that say nothing, for a client that sends no more: it has to discard an interim answer (RFC 9110, 15.2.1), and
 a chunk's size may begin with zeros (RFC 9112, 7.1). The system of a client that has left answers them with a reset."""
+_EXTENSIONS: dict[str, dict[object, object]] = {WHOLE: {}}
+"""Of every scope."""
 _GONE = 7
 """TCP_CLOSE, of Linux."""
 
@@ -201,12 +203,17 @@ class Protocol(HttpToolsProtocol):
         limit = self._limits.max_head_bytes
         if self._pending > limit and sum(len(n) + len(v) for n, v in self.headers) + len(self.url) > limit:
             raise self._too_large()
-        if sum(name == b"host" for name, _ in self.headers) != 1 and self.parser.get_http_version() == "1.1":
+        hosts, has_body, extensions = 0, False, _EXTENSIONS
+        for name, value in self.headers:
+            if name == b"host":
+                hosts += 1
+            elif name == b"content-encoding":
+                extensions = {**_EXTENSIONS, ACCOUNT: {"add": self._account}}
+            elif name == b"transfer-encoding" or (name == b"content-length" and value.strip(b" \t0")):
+                has_body = True
+        if hosts != 1 and self.parser.get_http_version() == "1.1":
             raise InvalidRequest("an HTTP/1.1 request must have exactly one Host header (RFC 9112, 3.2)")
-        if self.parser.should_upgrade() and any(
-            name == b"transfer-encoding" or (name == b"content-length" and value.strip(b" \t0"))
-            for name, value in self.headers
-        ):
+        if has_body and self.parser.should_upgrade():
             # The parser would take the body for another protocol, or for the next request.
             raise InvalidRequest(
                 "a request with a body asks for an Upgrade, and this server speaks HTTP/1.1 alone; send it without the "
@@ -214,8 +221,7 @@ class Protocol(HttpToolsProtocol):
             )
         self._pending = 0
         self._phase = _Phase.BODY
-        if any(name == b"content-encoding" for name, _ in self.headers):
-            self.scope["extensions"] = {ACCOUNT: {"add": self._account}}
+        self.scope["extensions"] = extensions
         super().on_headers_complete()
         self.flow.held = bool(self.pipeline)
         self.headers = []  # trailers end here: nobody reads them
@@ -262,6 +268,13 @@ class Protocol(HttpToolsProtocol):
                 raise _Gone("the client has left")
             if not cycle.response_started:
                 self.server_state.bodies.release(self)
+                if (body := message.pop(WHOLE, None)) is not None:
+                    if self._may_write(cycle):
+                        self._write_whole(cycle, message["status"], message["headers"], body)
+                    else:
+                        await send(message)
+                        await send({"type": "http.response.body", "body": body})
+                    return
                 cycle.transport = _Opening(cycle)  # type: ignore[assignment]
                 await cycle.send(message)
                 return
@@ -288,6 +301,24 @@ class Protocol(HttpToolsProtocol):
             cycle.on_response = _nothing  # a cycle of references otherwise
             if not cycle.response_complete and not cycle.disconnected:
                 self.transport.abort()
+
+    def _may_write(self, cycle: RequestResponseCycle) -> bool:
+        """Whether all of an answer may leave now, and nothing is special about it."""
+        return not (cycle.more_body or cycle.disconnected or cycle.access_log or self.flow.write_paused)
+
+    def _write_whole(
+        self, cycle: RequestResponseCycle, status: int, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> None:
+        """What the cycle makes of the two messages of an answer."""
+        cycle.waiting_for_100_continue = False
+        cycle.response_started = cycle.response_complete = True
+        lines = [b"%b: %b\r\n" % line for line in (*self.server_state.default_headers, *headers)]
+        close = b"" if cycle.keep_alive else b"connection: close\r\n"
+        self.transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[status], b"".join(lines), close, body))
+        cycle.message_event.set()
+        if close:
+            self.transport.close()
+        cycle.on_response()
 
     def on_response_complete(self) -> None:
         """Of the cycle: the next request in line may start. Keeping alive is `check`'s, without a timer each."""
