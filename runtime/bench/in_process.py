@@ -10,10 +10,11 @@ from pathlib import Path
 
 from isthmus_runtime.commands.draft_model import load_drafts
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
-from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
+from isthmus_runtime.engine.streams import Streams
 from isthmus_runtime.executor.model_runner import TorchExecutor, load
 from isthmus_runtime.kv.plan import KvPlanInput, plan
 from isthmus_runtime.kv.pool import BlockPool

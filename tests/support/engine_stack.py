@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, contextmanager
 from engine_world import make_plan
 
 from isthmus_runtime.config import SchedulerConfig
-from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.exchange import Sink
 from isthmus_runtime.engine.host import EngineHost
 from isthmus_runtime.engine.kv_events import KvEventFeed
@@ -22,6 +22,7 @@ from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.remote import RemoteEngine
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.seam import EngineFacts
+from isthmus_runtime.engine.streams import Streams
 from isthmus_runtime.engine.traces import StartTimes
 from isthmus_runtime.executor.fake import MAX_TOKEN_IDS, FakeExecutor
 from isthmus_runtime.interfaces.handoff import HandoffEvent, KvHandoff

@@ -139,7 +139,7 @@ def test_thousands_of_cancels_leave_nothing_behind() -> None:
             await until_idle(backend)
             last = request("last", [5, 6], 8)
             assert await tokens(backend, last) == expected(last)
-            assert not far(backend)._leaving and not backend._streams._queues
+            assert not far(backend)._leaving and not backend._streams._inboxes
 
     run(main)
 
@@ -188,7 +188,7 @@ def test_when_the_engine_is_gone_every_request_ends_once_and_later_ones_are_refu
                 await tokens(backend, request("late", [1], 3))
             assert "engine process has ended" in backend.ready()
             assert backend.ready() == backend.engine.status().failure
-            assert not backend._streams._queues
+            assert not backend._streams._inboxes
             gated.gate.set()
 
     run(main)
@@ -326,7 +326,7 @@ def test_an_api_process_that_does_not_read_holds_no_engine_up() -> None:
             asked = [request(f"r{i}", [i + 1], 100) for i in range(40)]
             running = [asyncio.ensure_future(tokens(backend, one)) for one in asked]
             loop = engine.loop
-            await until(lambda: len(running) == len(backend._streams._queues))
+            await until(lambda: len(running) == len(backend._streams._inboxes))
             while await asyncio.to_thread(loop.call, lambda: loop.scheduler.stats().prefix_queries < len(asked)):
                 pass
             await until_idle(backend)

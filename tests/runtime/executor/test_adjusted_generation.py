@@ -18,11 +18,12 @@ from fake_device import FakeDevice
 from isthmus_runtime.config import SchedulerConfig
 from isthmus_runtime.engine import drafts
 from isthmus_runtime.engine import loop as loop_of_engine
-from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.sequence import SchedulerStats
+from isthmus_runtime.engine.streams import Streams
 from isthmus_runtime.executor.adjustments import AdjustedRows
 from isthmus_runtime.executor.device.base import Device
 from isthmus_runtime.interfaces.steps import Forced

@@ -15,9 +15,10 @@ from embedding_model import write_pooling
 from fake_device import FakeDevice
 
 from isthmus_runtime.config import SchedulerConfig
-from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
+from isthmus_runtime.engine.streams import Streams
 from isthmus_runtime.errors import InvalidRequest
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.request import GenerateRequest, PoolingParams, SamplingParams, TokenChunk

@@ -14,10 +14,11 @@ import torch
 from fake_device import FakeDevice
 
 from isthmus_runtime.config import KvConfig, SchedulerConfig
-from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
+from isthmus_runtime.engine.streams import Streams
 from isthmus_runtime.executor.model_runner import TorchExecutor
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.request import GenerateRequest, SamplingParams, TokenChunk

@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from isthmus_kernels import native
 from isthmus_runtime.config import SchedulerConfig
-from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
+from isthmus_runtime.engine.streams import Streams
 from isthmus_runtime.errors import WeightsError
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.lora_config import LoraConfig

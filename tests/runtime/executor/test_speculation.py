@@ -19,11 +19,12 @@ from isthmus_runtime.checkpoints.provenance import record_files
 from isthmus_runtime.commands.draft_model import load_drafts
 from isthmus_runtime.config import ModelConfig, SchedulerConfig
 from isthmus_runtime.engine import drafts, scheduler
-from isthmus_runtime.engine.backend import EngineBackend, Streams
+from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.draft_model import ROWS, DraftModel, DraftRows
 from isthmus_runtime.engine.drafts import Drafter, Speculation
 from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import EngineLoop
+from isthmus_runtime.engine.streams import Streams
 from isthmus_runtime.errors import WeightsError
 from isthmus_runtime.executor.device.base import Device
 from isthmus_runtime.kv.pool import BlockPool

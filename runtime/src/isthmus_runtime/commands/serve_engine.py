@@ -17,11 +17,12 @@ from prometheus_client import CollectorRegistry
 
 from ..config import EngineConfig, Role
 from ..credentials import peer_credentials
-from ..engine.backend import EngineBackend, Streams
+from ..engine.backend import EngineBackend
 from ..engine.kv_events import KvEventFeed
 from ..engine.loop import STOP_S
 from ..engine.seam import AdapterList, Engine, EngineFacts
 from ..engine.server import BODIES, EngineMeters, EngineServer
+from ..engine.streams import Streams
 from ..engine.traces import StartTimes
 from ..errors import ConfigError, EngineFailed, IsthmusError
 from ..openai.adapters import BODIES as ADAPTER_BODIES

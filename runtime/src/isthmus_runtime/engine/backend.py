@@ -1,58 +1,22 @@
-"""An engine as a Backend, and the bridge from where its replies come from to asyncio streams."""
+"""An engine as a Backend."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from itertools import chain
 
-from ..errors import InvalidRequest, RequestError
+from ..errors import InvalidRequest
 from ..interfaces.backend import Backend
 from ..protocol import PrefillAnswer, PrefillCall, Ticket
-from ..request import GENERATES, FinishReason, GenerateRequest, ServedTask, TokenChunk
+from ..request import GENERATES, GenerateRequest, ServedTask, TokenChunk
 from ..tracing.span import current
 from .exchange import Reply
 from .long_reply import LongReply
 from .seam import Engine
+from .streams import Inbox, Streams
 from .traces import RequestTrace, StartTimes
-
-
-class Streams:
-    """Delivers replies from the engine thread to waiting coroutines: one wake-up of the event loop per step."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._queues: dict[str, asyncio.Queue[Reply | LongReply]] = {}
-
-    def sink(self, replies: Sequence[tuple[str, Reply]]) -> None:
-        """Called on the engine thread."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self.deliver, replies)
-
-    def open(self, sid: str) -> asyncio.Queue[Reply | LongReply]:
-        """A queue for the replies to `sid`; close it in a `finally`."""
-        return self._queues.setdefault(sid, asyncio.Queue())
-
-    def close(self, sid: str) -> None:
-        """Nobody listens to `sid` any more."""
-        self._queues.pop(sid, None)
-
-    def busy(self, sid: str) -> bool:
-        """Whether somebody listens to `sid`."""
-        return sid in self._queues
-
-    def end_all(self, error: RequestError) -> None:
-        """Each request that somebody listens to ends by `error`. Called on the event loop."""
-        for sid, queue in self._queues.items():
-            queue.put_nowait(TokenChunk(finish_reason=FinishReason.ERROR, error=error.located("generation", sid)))
-
-    def deliver(self, replies: Sequence[tuple[str, Reply | LongReply]]) -> None:
-        """Called on the event loop."""
-        for sid, reply in replies:
-            queue = self._queues.get(sid)
-            if queue is not None:
-                queue.put_nowait(reply)
 
 
 class EngineBackend(Backend):
@@ -117,7 +81,9 @@ class EngineBackend(Backend):
         self._check(request)
         name = attempt or local_attempt
         sid = name or request.request_id
-        queue = self._claim(sid)
+        inbox = self._claim(
+            sid, lambda: self.engine.abort(request.request_id, name, "the client reads too slowly", answer=False)
+        )
         trace = self._trace(sid, request)
         ended = first = False
         try:
@@ -129,7 +95,7 @@ class EngineBackend(Backend):
                 peer_epoch=peer_epoch,
             )
             while not ended:
-                reply = await _next(queue)
+                reply = await _next(inbox)
                 assert not isinstance(reply, PrefillAnswer)
                 if isinstance(reply, TokenChunk):
                     ended = reply.finish_reason is not None
@@ -153,12 +119,12 @@ class EngineBackend(Backend):
         """Compute and send one prompt. Raises the RequestError that ended it; cancellation aborts it."""
         request = call.request.to_request()
         self._check(request)
-        queue = self._claim(call.attempt)
+        inbox = self._claim(call.attempt)
         trace = self._trace(call.attempt, request)
         ended = False
         try:
             self.engine.prefill(request, call.attempt, call.ticket)
-            reply = await _next(queue)
+            reply = await _next(inbox)
             ended = True
             if isinstance(reply, PrefillAnswer):
                 if trace is not None:
@@ -211,12 +177,12 @@ class EngineBackend(Backend):
                     param=name,
                 )
 
-    def _claim(self, sid: str) -> asyncio.Queue[Reply | LongReply]:
+    def _claim(self, sid: str, dropped: Callable[[], None] = lambda: None) -> Inbox:
         if self._streams.busy(sid):
             raise InvalidRequest(f"request id {sid!r} is already in progress; use a new one", param="request_id")
-        return self._streams.open(sid)
+        return self._streams.open(sid, dropped)
 
 
-async def _next(queue: asyncio.Queue[Reply | LongReply]) -> Reply:
-    reply = await queue.get()
+async def _next(inbox: Inbox) -> Reply:
+    reply = await inbox.get()
     return await asyncio.to_thread(reply.read) if isinstance(reply, LongReply) else reply

@@ -14,7 +14,6 @@ from ..errors import EngineFailed, EngineLost, InvalidRequest, Overloaded, Reque
 from ..kv.pool import BlockEvent, BlockRemoved, BlockStored
 from ..protocol import CommitCall, Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
-from .backend import Streams
 from .channel import (
     UNFIT,
     Abort,
@@ -41,6 +40,7 @@ from .channel import (
     pack,
 )
 from .seam import Engine, EngineFacts, EngineStatus
+from .streams import Streams
 
 _log = logging.getLogger(__name__)
 
