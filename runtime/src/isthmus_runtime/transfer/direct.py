@@ -53,9 +53,9 @@ WINDOW = 64
 """Runs in flight per operation: what a cancelled operation still has to wait for."""
 GREETING_S = 0.8
 """A peer that does not say its epoch within this is down."""
-SILENT_S = 3.0
-"""A peer that let its time pass, here or when it was asked for a drain, is not asked for this long: its other attempts
-would keep those of well peers waiting."""
+SILENT_S = 1.0
+"""A peer that let its time pass, here or when it was asked for a drain, is asked once in this time until it answers:
+all of its other attempts would keep those of well peers waiting."""
 FRESH_S = 0.25
 """A peer that said its epoch this recently is not asked again: no process is replaced, its memory registered and its
 port taken, within this."""
@@ -355,11 +355,13 @@ class DirectTransfer:
         def ask() -> None:
             try:
                 answer = Answer.UNKNOWN
-                if not self._silence.holds(peer_url):
+                if self._silence.lets_try(peer_url):
                     began = self._clock()
                     answer = ask_peer(peer_url, peer_epoch, attempt, self._credentials)
                     if not answer and self._clock() - began >= ASK_TIMEOUT_S:
                         self._silence.note(peer_url)
+                    else:
+                        self._silence.over(peer_url)
                 host = urlsplit(peer_url if "//" in peer_url else f"//{peer_url}").hostname or ""
                 if answer is Answer.GONE and host != self._host:
                     end_connections_from(host, self._ports)
@@ -429,12 +431,14 @@ class DirectTransfer:
         """Ask who is there, and whether it knows the ticket. A dead host, too, would hold up the transfer thread inside
         Mooncake's handshake."""
         asked = self._clock()
-        if self._silence.holds(peer.greeting):
-            problem = "has not answered a moment ago"
-        else:
+        if self._silence.lets_try(peer.greeting):
             problem = greeting_problem(peer.greeting, claimed, peer.epoch, GREETING_S)
             if problem and self._clock() - asked >= GREETING_S:
                 self._silence.note(peer.greeting)
+            else:
+                self._silence.over(peer.greeting)
+        else:
+            problem = "has not answered a moment ago"
         with self._wake:
             self._greeted = {p: t for p, t in self._greeted.items() if p != peer and asked - t < FRESH_S}
             if not problem:

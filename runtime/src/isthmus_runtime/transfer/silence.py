@@ -20,6 +20,20 @@ class Silence:
         self._until = {other: until for other, until in self._until.copy().items() if now < until}
         self._until[address] = now + self._lasts_s
 
+    def over(self, address: str) -> None:
+        """It has answered."""
+        self._until.pop(address, None)
+
+    def lets_try(self, address: str) -> bool:
+        """Whether it may be tried now. Of several who ask for one that has been left alone long enough, one may: what
+        it hears is said to all."""
+        if address not in self._until:
+            return True
+        if self.holds(address):
+            return False
+        self._until[address] = self._clock() + self._lasts_s
+        return True
+
     def holds(self, address: str) -> bool:
         """Whether it has kept silent a moment ago."""
         return self._clock() < self._until.get(address, 0.0)
