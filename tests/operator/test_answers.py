@@ -17,7 +17,7 @@ from isthmus_operator.api.v1alpha1 import parse, parse_stored
 from isthmus_operator.errors import InvalidSpec
 from isthmus_operator.plan.observe import observe
 from isthmus_operator.plan.observed import Facts
-from isthmus_operator.plan.ownership import differs, may_write
+from isthmus_operator.plan.ownership import differs, may_write, owned, was_made_by_us
 from isthmus_operator.render.names import Component, Defaults
 from isthmus_operator.render.service import render
 from isthmus_operator.shell.answers import HEAVY, SMALL, Reader, cut, decoded, told, weight
@@ -71,6 +71,19 @@ def test_of_a_heavy_item_its_identity_is_left_and_others_stay_whole() -> None:
     assert whole == light
     kept = policy()["metadata"] | {"labels": {"serving.isthmus.dev/service": "svc"}, "ownerReferences": []}
     assert heavy == {"metadata": kept}
+
+
+def test_an_entry_of_managed_fields_needs_no_name() -> None:
+    """The API server takes one without, and one such object must not stop the operator."""
+    entry = {"apiVersion": "networking.k8s.io/v1", "fieldsType": "FieldsV1", "fieldsV1": {}}
+    heavy = policy()
+    heavy["metadata"]["managedFields"] = [entry, {**entry, "operation": "Update"}]
+    (item,) = decoded(json.dumps({"kind": "NetworkPolicyList", "items": [heavy]}))["items"]
+    event = json.loads(told(json.dumps({"type": "ADDED", "object": {**heavy, "kind": "NetworkPolicy"}}).encode()))
+    for one in (item, event["object"]):
+        assert one["metadata"]["name"] == "n0" and "spec" not in one
+    light = {**EXAMPLE, "metadata": {**EXAMPLE["metadata"], "managedFields": [entry]}}
+    assert owned(light) == {} and not was_made_by_us(light)
 
 
 def test_an_event_with_a_heavy_object_is_cut_and_another_is_not_touched() -> None:

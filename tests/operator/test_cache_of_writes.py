@@ -273,6 +273,30 @@ def test_objects_with_a_forged_owner_have_the_room_of_one_service() -> None:
     asyncio.run(main())
 
 
+def test_what_found_no_room_is_kept_once_there_is_some() -> None:
+    """A list tells it again, as it is."""
+
+    async def main() -> None:
+        one = Woken()
+        one.cache.changed(service(1))
+        noise = random.Random(0)
+
+        def large(name: str) -> dict[str, Any]:
+            data = {"x": noise.randbytes(100 * 1024).hex()}
+            return body(2, uid=name, name=name, kind="ConfigMap", data=data)
+
+        forged, ours = [large(f"f{number}") for number in range(12)], large("ours")
+        for each in (*forged, ours):
+            one.cache.changed(each)
+        assert "ours" not in one.versions()
+        for each in forged:
+            one.cache.gone({**each, "metadata": {**each["metadata"], "resourceVersion": "3"}})
+        one.cache.changed(ours)
+        assert one.versions()["ours"] == 2
+
+    asyncio.run(main())
+
+
 def test_of_a_service_that_is_gone_no_answer_is_kept() -> None:
     """A run that was under way when it went writes on."""
 

@@ -293,6 +293,30 @@ def test_an_answer_does_not_wait_until_its_blocks_are_published_and_freed() -> N
     loop.scheduler.check()
 
 
+def test_an_answer_is_not_lost_where_the_step_after_it_breaks_the_engine() -> None:
+    """Both have ended before the loop looks."""
+    ends: list[tuple[str, FinishReason | None]] = []
+
+    def sink(replies: Sequence[tuple[str, Reply]]) -> None:
+        ends.extend((sid, reply.finish_reason) for sid, reply in replies if isinstance(reply, TokenChunk))
+
+    executor = ByHand()
+    loop = make_loop(sink, executor)
+    loop.generate(request("a", [1, 2, 3], 1))
+    loop.generate(request("b", [4, 5, 6], 9))
+    loop.turn()
+    loop.turn()
+    assert len(executor.submitted) == 2
+    executor.finish(0)
+    executor.submitted[1][1].set_exception(RuntimeError("the device is lost"))
+    with pytest.raises(RuntimeError):
+        while True:
+            loop.turn()
+    loop._break("the device is lost")
+    assert dict(ends) == {"a": FinishReason.LENGTH, "b": FinishReason.ERROR}
+    assert [sid for sid, reason in ends if reason is not None] in (["a", "b"], ["b", "a"])
+
+
 @pytest.mark.parametrize("ended", [1, 2])
 def test_an_answer_does_not_wait_for_the_next_plan_while_the_device_has_work(ended: int) -> None:
     """Nor does a device that has none wait for an answer to be given."""

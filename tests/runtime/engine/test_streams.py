@@ -35,6 +35,8 @@ def test_who_has_most_unread_gives_way_and_nobody_else() -> None:
             assert await quick.get() == SCORED
         assert (slow.unread, quick.unread, told) == (32, 0, [])
         streams.deliver([("quick", SCORED), ("slow", SCORED)])
+        assert told == [], "readers come first"
+        await asyncio.sleep(0)
         assert told == ["slow"]
         streams.deliver([("slow", SCORED), ("quick", SCORED)])
         last = await slow.get()
@@ -45,6 +47,27 @@ def test_who_has_most_unread_gives_way_and_nobody_else() -> None:
         assert slow._queue.empty(), "one end alone"
         assert [await quick.get(), await quick.get()] == [SCORED, SCORED]
         assert told == ["slow"]
+
+    run(main)
+
+
+def test_a_loop_that_was_held_up_ends_nobody_who_reads() -> None:
+    """All that came meanwhile is delivered in one turn of it."""
+
+    async def main() -> None:
+        streams, told = Streams(asyncio.get_running_loop(), most=40), list[str]()
+        inbox = streams.open("quick", lambda: told.append("quick"))
+
+        async def reads() -> int:
+            for _ in range(20):
+                assert await inbox.get() == SCORED
+            return 20
+
+        reader = asyncio.ensure_future(reads())
+        await asyncio.sleep(0)
+        for _ in range(20):
+            streams.deliver([("quick", SCORED)])
+        assert await reader == 20 and not told
 
     run(main)
 

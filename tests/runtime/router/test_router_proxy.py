@@ -491,7 +491,7 @@ def test_deadline(rig, run, kit):
                 with pytest.raises(DeadlineExceeded, match=f"within {timeout_s:g} s"):
                     await kit.collect(r.backend, kit.request(timeout_s=timeout_s))
             await decode.until(lambda d: d.cancelled == len(d.generates) and d.aborts)
-            await prefill.until(lambda p: p.cancelled == 1)
+            await prefill.until(lambda p: p.cancelled == len(p.prefills))
             assert r.idle()
 
     run(main())

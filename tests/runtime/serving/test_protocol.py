@@ -23,6 +23,7 @@ from isthmus_runtime.serving.app import add_pages, make_app
 from isthmus_runtime.serving.call import Call, add_call_route, authorization
 from isthmus_runtime.serving.in_flight import InFlight
 from isthmus_runtime.serving.limits import Limits
+from isthmus_runtime.serving.protocol import Protocol
 from isthmus_runtime.serving.server import Server, run_app
 
 PATH = "/v1/completions"
@@ -305,7 +306,10 @@ def test_a_head_that_can_be_read_in_two_ways_is_refused(fields, swap):
 
 @pytest.mark.parametrize(("version", "close"), [("1.1", False), ("1.1", True), ("1.0", True)])
 @pytest.mark.parametrize("status", [200, 429])
-def test_an_answer_in_one_message_is_the_same_as_in_two(run, version, close, status):
+def test_an_answer_in_one_message_is_the_same_as_in_two(run, monkeypatch, version, close, status):
+    whole, write_whole = [], Protocol._write_whole
+    monkeypatch.setattr(Protocol, "_write_whole", lambda *args: whole.append(args[-1]) or write_whole(*args))
+
     async def answers(call):
         body = await call.read()
         if body == b"two":
@@ -321,6 +325,7 @@ def test_an_answer_in_one_message_is_the_same_as_in_two(run, version, close, sta
                 answer = await s.raw(b"".join(requests))
                 got.append([line for line in answer.split(b"\r\n") if not line.startswith(b"date:")])
             assert got[0] == got[1]
+            assert len(whole) == (1 if close else 2), "two messages alone have been compared"
             assert sum(line.endswith(b"content-length: 10") for line in got[0]) == (1 if close else 2)
             assert got[0].count(b"connection: close") == 1
 

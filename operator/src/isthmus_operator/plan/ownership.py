@@ -37,10 +37,15 @@ Owned = dict[str, "Owned"] | list["Owned"] | Whole
 """What we own of a value: a mapping by field, a list by item, or the whole."""
 
 
+def is_ours(entry: Object) -> bool:
+    """Whether an entry of managedFields is this operator's. Nobody has to have a name in his own."""
+    return bool(entry.get("manager") == FIELD_MANAGER)
+
+
 def owned(live: Object) -> Owned:
     """The fields of `live` that we applied, with their present values; metadata without name and namespace."""
     for entry in live["metadata"].get("managedFields") or ():
-        if entry["manager"] == FIELD_MANAGER and entry["operation"] == "Apply" and not entry.get("subresource"):
+        if is_ours(entry) and entry.get("operation") == "Apply" and not entry.get("subresource"):
             found = _extract(live, entry.get("fieldsV1") or {})
             return found if found is not None else {}
     return {}
@@ -53,7 +58,7 @@ def owners(manifest: Object) -> set[str]:
 
 def was_made_by_us(live: Object) -> bool:
     """Whether this operator has ever written the object, be it by making it."""
-    return any(entry["manager"] == FIELD_MANAGER for entry in live["metadata"].get("managedFields") or ())
+    return any(is_ours(entry) for entry in live["metadata"].get("managedFields") or ())
 
 
 def may_write(wanted: Object, live: Object) -> bool:
@@ -165,7 +170,7 @@ def taken_over(wanted: Object, live: Object, *place: str) -> bool:
         fields = entry.get("fieldsV1") or {}
         for name in place:
             fields = fields.get(f"f:{name}") or {}
-        if fields and entry["manager"] != FIELD_MANAGER and entry.get("subresource") != "status":
+        if fields and not is_ours(entry) and entry.get("subresource") != "status":
             theirs = _extract(there, fields, with_keys=True)
             if theirs is not None and _conflicts(rendered, theirs):
                 return True

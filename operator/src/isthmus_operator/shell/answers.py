@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from ..api.limits import MOST_DEPTH, MOST_FIELDS, MOST_ITEMS, MOST_VALUES
-from ..plan.ownership import FIELD_MANAGER, TEMPLATE_MARK
+from ..plan.ownership import TEMPLATE_MARK, is_ours
 from ..render.names import READ_LABELS
 
 HEAVY = 2 * 1024 * 1024
@@ -183,7 +183,7 @@ def cut(body: Object, kind: str) -> Object:
         for owner in (meta.get("ownerReferences") or ())[:MOST_OWNERS]
         if len(owner["name"]) <= MOST_NAME
     ]
-    ours = [e for e in meta.get("managedFields") or () if e["manager"] == FIELD_MANAGER and e["operation"] == "Apply"]
+    ours = [entry for entry in meta.get("managedFields") or () if is_ours(entry) and entry.get("operation") == "Apply"]
     lean = {**body, "metadata": {**kept, "managedFields": ours}}
     if weight(json.dumps(lean)) <= HEAVY:
         return lean

@@ -126,7 +126,8 @@ class Cache:
         before = self._watched.get(key, {}).get(name)
         uid, version = body["metadata"].get("uid", ""), int(body["metadata"]["resourceVersion"])
         newest = before.version if before is not None and before.uid == uid else self._gone.get(uid, (0.0, 0))[1]
-        if version <= newest:
+        left_out = before is not None and (before.uid, before.version) == (uid, version) and not before.data
+        if version <= newest and not left_out:
             return
         kept = self._within_budget(key, name, _keep(body))
         place = self._places.get(uid)

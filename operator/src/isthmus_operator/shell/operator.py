@@ -135,9 +135,8 @@ class Operator:
             await asyncio.wait((self._leading,))
 
         async def tell() -> None:
-            # Services come first in it.
             with contextlib.suppress(ApiError):
-                await look(self.api, self._namespaces, self.cache)
+                await self._look_everywhere(0.0)
             await self._unread({EVERYWHERE: why})
 
         try:

@@ -17,7 +17,7 @@ from .cache import Cache
 from .client import Api
 
 PAGE = 10
-"""Objects of a list that are asked for at once. Each may have a megabyte, and takes three of them until it is read."""
+"""Objects of a list that are asked for at once. Each may have a megabyte as JSON."""
 UNREADABLE = (401, 403, 404)
 """HTTP statuses that say that a kind may not be read; others are of the API server's own state, and pass."""
 

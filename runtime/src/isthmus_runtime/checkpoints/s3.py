@@ -91,7 +91,7 @@ def fetch_s3(
             raise WeightsError(f"{uri}: {type(e).__name__}: {e}") from e
         except WeightsError:
             # Not to be gone on with, nor to be left in a cache that others share.
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
             raise
         record_files(folder, uri)
 

@@ -50,23 +50,35 @@ class SourceBytes:
 
     def watch_client(self, client: Any) -> None:
         """The same for all answers to a client of boto3, listings included, which it would read whole."""
+        from botocore.exceptions import ConnectionClosedError, ReadTimeoutError
+        from urllib3.exceptions import ProtocolError
+        from urllib3.exceptions import ReadTimeoutError as Silent
+
         # What its events can change comes before an answer or after the whole of it.
         session = client._endpoint.http_session
         send: Callable[[Any], Any] = session.send
 
         def counted(request: Any) -> Any:
-            request.stream_output = True  # the body is read when it is asked for, not by `send`
+            whole = not request.stream_output
+            request.stream_output = True  # `send` leaves the body to what follows
             response = send(request)
             read = response.raw.read
 
             def counted_read(amt: int | None = None) -> bytes:
                 # All of it: what is left, and a byte that shows that there is more.
-                chunk: bytes = read(self._left + 1 if amt is None else amt)
+                chunk: bytes = read(max(0, self._left) + 1 if amt is None else amt)
                 self._take(len(chunk))
                 return chunk
 
             response.raw.read = counted_read
             response.raw.stream = lambda: iter(lambda: counted_read(_PIECE), b"")
+            if whole:
+                try:
+                    _ = response.content
+                except Silent as error:  # as `send` says it of what it reads: the client tries again
+                    raise ReadTimeoutError(endpoint_url=request.url, error=error) from error
+                except ProtocolError as error:
+                    raise ConnectionClosedError(error=error, request=request, endpoint_url=request.url) from error
             return response
 
         session.send = counted

@@ -314,7 +314,7 @@ class EngineLoop:
         """
         self._take_inbox()
         now, effects = self._clock(), self.exchange.effects
-        effects += self._take_results(now)
+        self._take_results(now)
         effects += self.scheduler.tick(now)
         if self._handoff is not None:
             self._handoff.tick(now)
@@ -381,18 +381,17 @@ class EngineLoop:
             if left is not None:
                 self._submit(left)
 
-    def _take_results(self, now: float) -> list[Effect]:
-        """The results of the steps that have ended, oldest first. Raises what broke the executor."""
-        effects: list[Effect] = []
+    def _take_results(self, now: float) -> None:
+        """The results of the steps that have ended, oldest first. Raises what broke the executor; what the steps before
+        brought about is not lost then."""
         while self._in_flight and self._in_flight[0][1].done():
             output = self._in_flight.popleft()[1].result()
             self.last_progress_s = self._step_since_s = now
             self.steps += 1
             self._wake = True
-            effects += self.scheduler.complete(output, now)
+            self.exchange.effects += self.scheduler.complete(output, now)
         if self._in_flight and now >= self._step_since_s + self._step_timeout_s:
             raise TimeoutError(f"a step has not ended for {self._step_timeout_s:g} s (--no-progress-timeout)")
-        return effects
 
     def _take_inbox(self) -> None:
         """Wait until there is something to do, and obey the commands that are there; those to come wait a turn."""

@@ -12,7 +12,7 @@ Why nothing hangs:
 
 Step N+1 may be planned while step N runs. Blocks that a running step may still write are *fenced*: they return to
 the pool when that step has completed. What a completed step leaves to do with blocks waits (`settle`) until the answers
-have gone: of a long prompt it takes longer than all the rest.
+have gone, unless the device has nothing to do meanwhile: of a long prompt it takes longer than all the rest.
 """
 
 from __future__ import annotations

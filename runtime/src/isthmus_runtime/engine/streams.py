@@ -48,7 +48,7 @@ class Inbox:
             self._queue.get_nowait()
         self.unread = 0
         self.given_up = True
-        self._queue.put_nowait(TokenChunk(finish_reason=FinishReason.ERROR, error=error))
+        self.put(TokenChunk(finish_reason=FinishReason.ERROR, error=error))
         self._dropped()
 
 
@@ -64,6 +64,7 @@ class Streams:
         self._loop = loop
         self._most = most
         self._inboxes: dict[str, Inbox] = {}
+        self._looking = False
 
     def sink(self, replies: Sequence[tuple[str, Reply]]) -> None:
         """Called on the engine thread."""
@@ -95,7 +96,14 @@ class Streams:
             inbox = self._inboxes.get(sid)
             if inbox is not None and not inbox.given_up:
                 inbox.put(reply)
-        # A sum over all, once a delivery: nothing that could drift is kept.
+        if not self._looking:
+            # After those whom this wakes, and what waits beside it: that the loop was held up is not their fault.
+            self._looking = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        # A sum over all: nothing that could drift is kept.
         while sum(inbox.unread for inbox in self._inboxes.values()) > self._most:
             self._give_way()
 

@@ -208,7 +208,7 @@ class Protocol(HttpToolsProtocol):
             if name == b"host":
                 hosts += 1
             elif name == b"content-encoding":
-                extensions = {**_EXTENSIONS, ACCOUNT: {"add": self._account}}
+                extensions = {**extensions, ACCOUNT: {"add": self._account}}
             elif name == b"transfer-encoding" or (name == b"content-length" and value.strip(b" \t0")):
                 has_body = True
         if hosts != 1 and self.parser.get_http_version() == "1.1":
@@ -221,7 +221,7 @@ class Protocol(HttpToolsProtocol):
             )
         self._pending = 0
         self._phase = _Phase.BODY
-        self.scope["extensions"] = extensions
+        self.scope["extensions"] = {**extensions}
         super().on_headers_complete()
         self.flow.held = bool(self.pipeline)
         self.headers = []  # trailers end here: nobody reads them

@@ -37,7 +37,7 @@ from ..threads import running_pool
 from .backend import Effective
 from .bounded import INSTALL_HINT, TookTooLong, built_for_cpus, run_bounded, split_address
 from .drain import ASK_TIMEOUT_S, Answer, ask_peer
-from .greeting import Greeter, greeting_problem
+from .greeting import NO_ANSWER, Greeter, greeting_problem
 from .handshakes import Handshakes, started
 from .places import reserved
 from .silence import Silence
@@ -53,9 +53,9 @@ WINDOW = 64
 """Runs in flight per operation: what a cancelled operation still has to wait for."""
 GREETING_S = 0.8
 """A peer that does not say its epoch within this is down."""
-SILENT_S = 1.0
-"""A peer that let its time pass, here or when it was asked for a drain, is asked once in this time until it answers:
-all of its other attempts would keep those of well peers waiting."""
+SILENT_S = 0.25
+"""A peer that let its time pass, here or when it was asked for a drain, is left alone for this long, and then asked by
+one at a time until it answers: all of its attempts would keep those of well peers waiting."""
 FRESH_S = 0.25
 """A peer that said its epoch this recently is not asked again: no process is replaced, its memory registered and its
 port taken, within this."""
@@ -146,7 +146,7 @@ class DirectTransfer:
         """When the process last said so."""
         self._shown: dict[str, bool] = {}
         """Of each attempt that writes, whether the peer knew its ticket."""
-        self._silence = Silence(clock, SILENT_S)
+        self._silence = Silence(clock, SILENT_S, 2 * GREETING_S)
         self._signer = TicketSigner()
         self._greeter: Greeter | None = None
         self._broken: dict[str, str] = {}
@@ -433,12 +433,12 @@ class DirectTransfer:
         asked = self._clock()
         if self._silence.lets_try(peer.greeting):
             problem = greeting_problem(peer.greeting, claimed, peer.epoch, GREETING_S)
-            if problem and self._clock() - asked >= GREETING_S:
+            if problem.startswith(NO_ANSWER) and self._clock() - asked >= GREETING_S:
                 self._silence.note(peer.greeting)
             else:
                 self._silence.over(peer.greeting)
         else:
-            problem = "has not answered a moment ago"
+            problem = f"{NO_ANSWER}: it did not a moment ago"
         with self._wake:
             self._greeted = {p: t for p, t in self._greeted.items() if p != peer and asked - t < FRESH_S}
             if not problem:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from .bounded import split_address
 from .tickets import MAX_CLAIM_BYTES
 
+NO_ANSWER = "does not answer"
 MAX_ANSWER_BYTES = 512
 _SAY_S = 1.0
 """From connecting to the last byte of what a peer has to say."""
@@ -130,7 +131,7 @@ def greeting_problem(address: str, claim: bytes, epoch: str, timeout_s: float) -
                     break
                 line += part
     except (OSError, ValueError) as error:
-        return f"does not answer: {error}"
+        return f"{NO_ANSWER}: {error}"
     found = line.decode(errors="replace").strip()
     if found.startswith(_REFUSED):
         return f"refuses the ticket: {found.removeprefix(_REFUSED)}"

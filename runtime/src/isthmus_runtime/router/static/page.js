@@ -79,17 +79,19 @@ class Turn {
   }
 
   draw() {
-    if (this.drawing) return;
-    this.drawing = requestAnimationFrame(() => {
-      this.drawing = 0;
-      const log = $("log");
-      const below = log.scrollHeight - log.scrollTop - log.clientHeight;
-      fill(this.element.querySelector(".said > .text"), this.text);
-      const reasoning = this.element.querySelector(".reasoning");
-      reasoning.hidden = !this.reasoning;
-      reasoning.querySelector(".text").textContent = this.reasoning;
-      if (below < 60) log.scrollTop = log.scrollHeight; // only for whoever reads the end
-    });
+    this.drawing ||= requestAnimationFrame(() => this.drawNow());
+  }
+
+  drawNow() {
+    cancelAnimationFrame(this.drawing);
+    this.drawing = 0;
+    const log = $("log");
+    const below = log.scrollHeight - log.scrollTop - log.clientHeight;
+    fill(this.element.querySelector(".said > .text"), this.text);
+    const reasoning = this.element.querySelector(".reasoning");
+    reasoning.hidden = !this.reasoning;
+    reasoning.querySelector(".text").textContent = this.reasoning;
+    if (below < 60) log.scrollTop = log.scrollHeight; // only for whoever reads the end
   }
 }
 
@@ -153,6 +155,7 @@ async function answer() {
     error = caught;
   }
   running = null;
+  turn.drawNow(); // before it is said to be whole
   turn.element.removeAttribute("aria-busy");
   if (turn.text) history.push({ role: "assistant", content: turn.text });
   const stopped = controller.signal.aborted;
