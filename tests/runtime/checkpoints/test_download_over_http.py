@@ -135,9 +135,9 @@ def test_what_is_not_there_is_named(bucket: Bucket, tmp_path: Path, source: str,
 
 
 @contextmanager
-def storage(hostile: str) -> Iterator[str]:
-    """A server that answers as object storage, its URL. `hostile`: "listing", "pages" or the file that has no end, or
-    "short" for a file that is not all there."""
+def storage(hostile: str, asked: list[str]) -> Iterator[str]:
+    """A server that answers as object storage, its URL. `hostile`: "listing", "pages" or the file that has no end,
+    "short" for a file that is not all there, "cut" for listings that break off; `asked`: for these, as often."""
     files = {name: WANTED[name] for name in ("config.json", "tokenizer.json")}
 
     class Handler(BaseHTTPRequestHandler):
@@ -153,6 +153,13 @@ def storage(hostile: str) -> Iterator[str]:
             name = "listing" if "list-type" in self.path else Path(self.path.split("?")[0]).name
             if name == hostile:
                 self.send_endless()
+            elif name == "listing" and hostile == "cut":
+                asked.append(self.path)
+                self.send_response(200)
+                self.send_header("Transfer-Encoding", "chunked")
+                self.end_headers()
+                self.wfile.write(b"100\r\n<ListBucketResult>")
+                self.close_connection = True
             elif name == "listing":
                 self.answer(self.listing())
             elif name in files:
@@ -205,6 +212,7 @@ def storage(hostile: str) -> Iterator[str]:
         ("tokenizer.json", "more than are listed"),
         ("pages", "at most 10000"),
         ("short", "config.json has 1 bytes, and is listed with"),
+        ("cut", "ConnectionClosedError"),
     ],
 )
 def test_object_storage_that_does_not_send_what_it_lists(tmp_path: Path, hostile: str, said: str) -> None:
@@ -216,10 +224,14 @@ def test_object_storage_that_does_not_send_what_it_lists(tmp_path: Path, hostile
     out = tmp_path / "cache" / "m"
     # Far more than is allowed, lest a test without the bound fills this disk.
     limit = ["sh", "-c", 'ulimit -f 300000; ulimit -v 8000000; exec "$@"', "limit"]
-    with storage(hostile) as url:
+    asked: list[str] = []
+    with storage(hostile, asked) as url:
         done = fetch(*Bucket(url, credentials).arguments(out, "--resume-as", "pod"), before=limit)
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert not list(out.parent.iterdir())
+    if hostile == "cut":
+        assert len(asked) > 1, "the client tries again"
+    else:
+        assert not list(out.parent.iterdir())
 
 
 # ---- Hub -------------------------------------------------------------------------------------------------------
