@@ -46,7 +46,7 @@ def test_a_name_is_judged_by_the_address_that_is_connected_to() -> None:
         session.mount("http://", adapter)
         session.trust_env = False
         server.settimeout(30)
-        with pytest.raises(WeightsError, match=r"to localhost at 127\.0\.0\.1, a loopback address, while its own is priv"):
+        with pytest.raises(WeightsError, match=r"to localhost at 127\.0\.0\.1, a loopback address, while"):
             session.get(f"http://localhost:{server.getsockname()[1]}/", timeout=30)
         connection, _ = server.accept()
         with connection:
