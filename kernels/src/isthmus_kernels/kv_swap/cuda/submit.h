@@ -265,15 +265,18 @@ inline int64_t submit_staged(Swap &swap, Lane &lane, int direction, Streams stre
             const Slots::Slot slot = lane.slots.next();
             char *memory = (char *)stage.memory + slot.index * stage.slot_blocks * bytes;
             add_chunk(swap, lane, direction, begin, end, memory, page);
+            const auto in_turn = [&](auto call) { return swap.way.then(direction, call); };
             const auto kernel = [&] {
-                return launch(swap, direction, stage.route, memory, page, end - begin, kernels);
+                return in_turn(
+                    [&] { return launch(swap, direction, stage.route, memory, page, end - begin, kernels); });
             };
-            TRY(cudaStreamWaitEvent(streams.first, slot.freed, 0));
-            if (const int64_t code = direction == IN ? submit_engine(swap, lane, direction, streams.first) : kernel()) return code;
-            TRY(cudaEventRecord(slot.filled, streams.first));
-            TRY(cudaStreamWaitEvent(streams.last, slot.filled, 0));
-            if (const int64_t code = direction == IN ? kernel() : submit_engine(swap, lane, direction, streams.last)) return code;
-            TRY(cudaEventRecord(slot.freed, streams.last));
+            const auto engine = [&](cudaStream_t stream) { return submit_engine(swap, lane, direction, stream); };
+            TRY(in_turn([&] { return cudaStreamWaitEvent(streams.first, slot.freed, 0); }));
+            if (const int64_t code = direction == IN ? engine(streams.first) : kernel()) return code;
+            TRY(in_turn([&] { return cudaEventRecord(slot.filled, streams.first); }));
+            TRY(in_turn([&] { return cudaStreamWaitEvent(streams.last, slot.filled, 0); }));
+            if (const int64_t code = direction == IN ? kernel() : engine(streams.last)) return code;
+            TRY(in_turn([&] { return cudaEventRecord(slot.freed, streams.last); }));
             page = (Page *)((char *)page + Page::bytes(end - begin));
             begin = end;
         }
@@ -293,7 +296,10 @@ inline int64_t divide(Swap &swap, Lane &lane, int direction, const Job &job, Str
     lane.to.clear(), lane.from.clear(), lane.sizes.clear(), lane.matrices.clear();
     const bool whole = kv_swap_whole(shape);
     const bool matrices = shape.fragment >= swap.config.rows_from && is_matrix(shape);
-    for (int64_t i = 0; i < count;) {
+    // Nothing for the copy engine: no look at each pair, which would take most of a submission's time.
+    const bool pairs_alone = !whole && !matrices && shape.fragment < engine_from;
+    if (pairs_alone) lane.pool.assign(pool, pool + count), lane.host.assign(host, host + count);
+    for (int64_t i = 0; i < count && !pairs_alone;) {
         const SwapRun run = whole ? kv_swap_run(pool, host, i, count) : SwapRun{1, i};
         if (whole && run.length * shape.fragment >= engine_from) {
             add_engine_copy(lane, direction, to_pool + kv_swap_offset(pool[run.low], shape.pool_block),
