@@ -30,7 +30,8 @@ _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     # The same for one token; the parser's part of it.
     step_lexer_fuel=200_000,
-    step_max_items=50_000,
+    # 15 ms of it at most; deep schemas need some hundreds. All requests' masks wait for one that is computed.
+    step_max_items=10_000,
     max_items_in_row=2_000,
     max_lexer_states=50_000,
     max_grammar_size=500_000,
