@@ -26,7 +26,7 @@ _PATIENCE_S = 0.005
 _SEEN_S = 60.0
 """Longest wait for a token that an earlier step draws. Only a stopped engine thread exceeds it."""
 MOST_MASKS_S = 10.0
-"""Processor time that one request's masks may take: 50 microseconds each are usual, 16 milliseconds the most."""
+"""Processor time that one request's masks may take: 50 microseconds each are usual."""
 
 
 class _Counted:
