@@ -89,7 +89,9 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
     ready = time.perf_counter() - began
     report.line(f"\n{name}: {bench.plan.num_blocks} KV blocks, max_model_len {bench.plan.max_model_len}")
     report.line(f"{'start to ready, s':32} {ready:>10.1f}")
-    report.data[name] = {"start_s": ready, "rows": {}}
+    if bench.overdrawn:
+        report.line(f"{bench.overdrawn / 2**30:.2f} GiB more are taken than --kv-memory-fraction allows")
+    report.data[name] = {"start_s": ready, "overdrawn_bytes": bench.overdrawn, "rows": {}}
     rng = random.Random(0)
     try:
         for count, length, output in () if args.rows == "none" else WARM_UP:
