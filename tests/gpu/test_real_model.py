@@ -1,9 +1,8 @@
-"""The small real model on a card: the CPU engine's greedy tokens in float32, its log-probabilities nearly in bfloat16."""
+"""The small real model on a card: the CPU engine's tokens in float32, nearly its log-probabilities in bfloat16."""
 
 from __future__ import annotations
 
 import importlib.util
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -31,7 +30,7 @@ SCHEDULER = SchedulerConfig(max_batched_tokens=512, max_num_seqs=8, max_model_le
 TEXTS = (
     "The capital of France is",
     "def fibonacci(n):\n    ",
-    "Once upon a time there was a fisherman who lived with his wife in a hut by the sea. Every day he went out to fish,",
+    "Once upon a time there was a fisherman who lived with his wife in a hut by the sea. Every day he went to fish,",
     "Water boils at a lower temperature on a mountain because",
     "1, 1, 2, 3, 5, 8, 13,",
 )
@@ -69,8 +68,8 @@ class Engine:
         found = [[row.tokens[0]] for row in self.run(prompts).rows]
         for done in range(COUNT - 1):
             chunks = tuple(Chunk(row, len(ids) + done, 1, 1) for row, ids in enumerate(prompts))
-            for tokens, drawn in zip(found, self._submit((), chunks).rows, strict=True):
-                tokens += drawn.tokens
+            for row, drawn in zip(found, self._submit((), chunks).rows, strict=True):
+                row.extend(drawn.tokens)
         return found
 
     def close(self) -> None:
@@ -106,8 +105,8 @@ def test_greedy_tokens_equal_the_cpu(folder: Path, prompts: list[list[int]]) -> 
 
 
 def test_log_probabilities_in_bfloat16_are_nearly_those_of_float32(folder: Path, prompts: list[list[int]]) -> None:
-    """Of every token of texts that the model itself goes on with; bfloat16 on a CPU differs by 0.36 at most, 0.027 in the
-    mean."""
+    """Of every token of texts that the model itself goes on with. On a CPU bfloat16 differs by 0.36 at most, 0.027 in
+    the mean."""
     engine = Engine(folder, "cpu", "float32")
     texts = [ids + more for ids, more in zip(prompts, engine.generate(prompts), strict=True)]
     exact = engine.run(texts, scores=0).scores
