@@ -18,6 +18,7 @@ import gc
 import json
 import logging
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -238,6 +239,8 @@ def main() -> int:
     parser.add_argument("--peer-timeout", type=float, default=600.0, help="seconds for its rows of one model")
     parser.add_argument("--out", default="", help="folder for bench-gpu.txt and bench-gpu.json")
     args = parser.parse_args()
+    # Who ends this ends what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         peer = find_peer(args.peer)
     except ValueError as error:

@@ -284,6 +284,8 @@ def main() -> int:
     parser.add_argument("--out", default="", help="JSON file for the results")
     parser.add_argument("--peer", default="auto", help="auto, none, an interpreter or PYTHONPATH that has vLLM")
     args = parser.parse_args()
+    # Who ends this ends what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         peer = find_peer(args.peer)
     except ValueError as error:
