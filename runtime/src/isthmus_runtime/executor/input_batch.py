@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ..interfaces.steps import AdapterSlot, LateRowMask, RowBlocks, RowStart, StepPlan
 from ..kv.groups import GroupPlan
+from ..kv.pool_records import NULL_BLOCK
 from ..layers.batch import ForwardBatch, GroupBatch, ReadBatch
 from ..models.pooling import Pooling
 from ..request import SamplingParams
 from .adjustments import AdjustedRows, Adjustments
 from .device.base import Device
 from .graphs import Graphs
-from .kv_cache import NULL_BLOCK
 from .pooling import PooledChunk, PooledRows
 from .prompt_scores import ScoredChunk, ScoredRows
 from .staging import Packer, StagingSlot
