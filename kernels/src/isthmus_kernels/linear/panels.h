@@ -185,8 +185,8 @@ void skinny_rows(O *out, const A *x, const W *w, const float *bias, int64_t n, i
         const auto take = [&](auto at_once, int64_t p, const float *from) __attribute__((always_inline)) {
             constexpr int64_t width = at_once.value * NR;
             float *to = direct(out + p * NR, true);
-            tile<M, at_once.value, false>(to ? to : c, to ? out_step : width, from, false, x, x_step, 1, w + p * NR * k, NR * k, k,
-                                   ahead);
+            tile<M, at_once.value, false>(to ? to : c, to ? out_step : width, from, false, x, x_step, 1, w + p * NR * k,
+                                          NR * k, k, ahead);
             if (!to) copy_rows(out + p * NR, out_step, c, M, width, width);
         };
         int64_t p = begin;
@@ -321,8 +321,10 @@ void blocked(O *out, const A *packed, const W *w, const float *bias, int64_t m, 
                     const int64_t words = smaller(depth, k - pass * depth), bytes = words * NR * int64_t(sizeof(W));
                     // Each tile brings its part of the next slice from memory to L2. The first slice of a task nobody brought.
                     const bool cold = p == panel && pass == 0 && t == first;
-                    const Ahead ahead = {cold ? AHEAD : NEAR, (const char *)own_w + bytes + (t - first) * bytes / (last - first),
-                                         bytes / (last - first) / words};
+                    const int64_t sharing = last - first;
+                    const Ahead ahead = {cold ? AHEAD : NEAR,
+                                         (const char *)own_w + bytes + (t - first) * bytes / sharing,
+                                         bytes / sharing / words};
                     any_tile(rows, to ? to : own, to ? out_step : NR, panel_bias(bias, p, n, edge), pass > 0,
                              packed + start * k + pass * depth * rows, 1, rows, own_w, words, ahead);
                     if (!to && pass == passes - 1)

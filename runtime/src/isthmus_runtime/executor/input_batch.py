@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ..interfaces.steps import AdapterSlot, LateRowMask, RowBlocks, RowStart, StepPlan
 from ..kv.groups import GroupPlan
+from ..kv.pool_records import NULL_BLOCK
 from ..layers.batch import ForwardBatch, GroupBatch, ReadBatch
 from ..models.pooling import Pooling
 from ..request import SamplingParams
 from .adjustments import AdjustedRows, Adjustments
 from .device.base import Device
 from .graphs import Graphs
-from .kv_cache import NULL_BLOCK
 from .pooling import PooledChunk, PooledRows
 from .prompt_scores import ScoredChunk, ScoredRows
 from .staging import Packer, StagingSlot
@@ -37,6 +37,8 @@ _HOTTEST = 3e38
 _LEAST_INT64, _UINT64 = -(2**63), 2**64
 # Per row and step: tokens, slots and draws, with room for the roundings of `Packer`.
 _WORDS_PER_ROW, _WORDS_PER_DRAW, _WORDS_PER_READ = 16, 8, 3
+_WORDS_PER_ANSWER = 1 + 20 + 10 + 1
+"""A log-probability, and ids and log-probabilities of 20 alternatives: the most that the OpenAI API has."""
 _RECORDED_TOKENS = 32
 """Steps with drafts up to this size are recorded where a device records each size when it is first met."""
 
@@ -144,7 +146,12 @@ class InputBatch:
         self._packer = Packer(self.uploaded)
         # Whole prompts are staged when they begin, also the last one, of which the step has room for the first token.
         prompts = most_tokens + max_len
-        self.slots = [StagingSlot(device, capacity=words, max_draws=most_tokens, prompts=prompts) for _ in range(slots)]
+        self.slots = [
+            StagingSlot(
+                device, capacity=words, max_draws=most_tokens, prompts=prompts, answers=max_rows * _WORDS_PER_ANSWER
+            )
+            for _ in range(slots)
+        ]
         self._arange: Longs = np.arange(most_tokens + 1, dtype=np.int64)
 
     def update(self, plan: StepPlan, slot: StagingSlot) -> tuple[tuple[Tensor, Tensor], ...]:
