@@ -30,7 +30,8 @@ _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     # The same for one token; the parser's part of it.
     step_lexer_fuel=200_000,
-    # A tenth of a second of it at most, for which all other requests wait; a schema of 300 optional properties needs some 3,000.
+    # A tenth of a second of it at most, for which all other requests wait. A schema of 300 optional properties needs
+    # some 3,000.
     step_max_items=10_000,
     max_items_in_row=2_000,
     max_lexer_states=50_000,
