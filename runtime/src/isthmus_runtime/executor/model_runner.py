@@ -39,8 +39,9 @@ from . import adjustments
 from .adapters import AdapterSlots
 from .device.base import KV_DTYPES, KV_NAMES, Device
 from .device.select import open_device
+from .draws import Draws
 from .graphs import Graphs
-from .input_batch import Draws, InputBatch, StepInputs
+from .input_batch import InputBatch, StepInputs
 from .kv_cache import KvCache
 from .late_masks import take
 from .pipeline import StepPipeline
