@@ -100,6 +100,25 @@ def test_a_stream_of_a_response(serve, run, caller):
     run(main())
 
 
+def test_a_response_repeats_what_was_asked_in_one_piece_and_in_a_stream(serve, run, caller):
+    more = {"metadata": {"größer": "1"}, "user": "u", "temperature": 0.5, "tools": [TOOL], "instructions": "Be kind."}
+
+    async def main():
+        async with serve(spell(caller, "a"), used=caller) as api:
+            api.backend.max_model_len = 4000
+            _, whole = await events(api, "/v1/responses", {"input": "hi", "return_token_ids": True, **more})
+            _, seen = await events(
+                api, "/v1/responses", {"input": "hi", "stream": True, "return_token_ids": True, **more}
+            )
+            told = [json.loads(part.partition("data: ")[2])["response"] for part in seen if '"response":' in part]
+            assert [one["status"] for one in told] == ["in_progress", "in_progress", "completed"]
+            for one in (whole, *told):
+                assert one.items() >= more.items()
+            assert told[-1]["token_ids"] == whole["token_ids"] and whole["token_ids"]
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("more", "param"),
     [
@@ -114,6 +133,14 @@ def test_a_stream_of_a_response(serve, run, caller):
         ({"n": 2}, "n"),
         ({"messages": HELLO}, "messages"),
         ({"nothing": 1}, "nothing"),
+        # The answer repeats these, and holds them as long as it streams.
+        ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
+        ({"metadata": {"x": [{}]}}, "metadata"),
+        ({"metadata": {"x" * 65: "x"}}, "metadata"),
+        ({"metadata": {"x": "x" * 513}}, "metadata"),
+        ({"metadata": "x"}, "metadata"),
+        ({"user": "x" * 513}, "user"),
+        ({"tools": [{**TOOL, "description": "x" * (1 << 20)}]}, "tools"),
         ({"text": {"format": {"type": "xml"}}}, "response_format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"tone": "kind"}}, "text.tone"),
@@ -149,6 +176,8 @@ def test_responses_refuses_by_name(serve, run, tokenizer, more, param):
         {"text": {"verbosity": "medium", "format": None}},
         {"reasoning": {"effort": None, "summary": "auto"}},
         {"stream_options": {"include_obfuscation": False}},
+        {"metadata": {"x" * 64: "x" * 512}, "user": "u" * 512},
+        {"tools": [{**TOOL, "description": "x" * (1 << 20)}], "tool_choice": "none"},
         {"input": [{"type": "message", "role": "user", "content": "hi", "id": "m", "status": None, "phase": None}]},
         {"input": [{"role": "assistant", "content": [{"type": "output_text", "text": "x", "annotations": [{}]}]}]},
     ],

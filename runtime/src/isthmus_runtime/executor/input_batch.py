@@ -32,6 +32,8 @@ Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 # Per row and step: tokens, slots and draws, with room for the roundings of `Packer`.
 _WORDS_PER_ROW, _WORDS_PER_DRAW, _WORDS_PER_READ = 16, 8, 3
+_WORDS_PER_ANSWER = 1 + 20 + 10 + 1
+"""A log-probability, and ids and log-probabilities of 20 alternatives: the most that the OpenAI API has."""
 _RECORDED_TOKENS = 32
 """Steps with drafts up to this size are recorded where a device records each size when it is first met."""
 
@@ -107,7 +109,12 @@ class InputBatch:
         self._packer = Packer(self.uploaded)
         # Whole prompts are staged when they begin, also the last one, of which the step has room for the first token.
         prompts = most_tokens + max_len
-        self.slots = [StagingSlot(device, capacity=words, max_draws=most_tokens, prompts=prompts) for _ in range(slots)]
+        self.slots = [
+            StagingSlot(
+                device, capacity=words, max_draws=most_tokens, prompts=prompts, answers=max_rows * _WORDS_PER_ANSWER
+            )
+            for _ in range(slots)
+        ]
         self._arange: Longs = np.arange(most_tokens + 1, dtype=np.int64)
         # Drafts may make a row of a step draw as often as it has tokens.
         self._draws = DrawRows(max_rows, stride=self._stride, most=most_tokens + 1)

@@ -351,11 +351,11 @@ class ModelRunner:
             self._model.finish(inputs.read, self._kv.layers, self._workspace)
         for scored in inputs.scored:
             staged.scores.append(
-                stage_scores(self._device, self._logits, self._batch.tokens, scored, self._model.spec.vocab_size)
+                stage_scores(self._device, slot, self._logits, self._batch.tokens, scored, self._model.spec.vocab_size)
             )
         if inputs.pooled:
             assert self._pooler is not None, "a model without pooling was asked for a vector"
-            staged.vectors = self._pooler.stage(self._states, inputs.pooled)
+            staged.vectors = self._pooler.stage(self._states, inputs.pooled, slot)
         draws = inputs.draws
         if draws is None:
             return
@@ -363,7 +363,7 @@ class ModelRunner:
             self._graphs.run("draw", draws.graph, lambda: self._draw(draws, staged))
         else:
             logits = self._draw(draws, staged)
-            told = stage_logprobs(self._device, logits, self._drawn, draws)
+            told = stage_logprobs(self._device, slot, logits, self._drawn, draws)
             staged.logprobs.extend([] if told is None else [told])
         copy(slot.drawn[: draws.count], self._drawn[: draws.count])
 

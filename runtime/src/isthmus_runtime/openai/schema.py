@@ -93,7 +93,8 @@ def hints(neutral: Mapping[str, tuple[object, ...]]) -> Callable[[dict[str, Any]
 
 _StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 _OneStop = Annotated[str, Field(max_length=1024)]
-_WITH_FIELDS = ("logit_bias", "response_format", "stream_options", "structured_outputs")
+MAX_LISTED_FIELDS = 4096
+"""Of all objects in a list together; one of documents has as many as it has documents."""
 
 
 class StreamOptions(BaseModel):
@@ -388,10 +389,11 @@ def parsed(model: type[_R], data: Mapping[str, Any], neutral: Mapping[str, tuple
                 problems.append((name, f"{name}: must be a {'string' if HINTS[name] is str else 'JSON object'}"))
         elif name in neutral:
             _check_neutral(name, value, neutral[name], problems)
-        elif name in _WITH_FIELDS and _has_too_many_fields(value):
-            problems.append((name, f"{name}: has more than {MAX_BIASES} fields"))
         elif name in known:
-            given[name] = value
+            if known[name] and (most := _too_many_fields(value)):
+                problems.append((name, f"{name}: has more than {most} fields"))
+            else:
+                given[name] = value
         else:
             # Not left to pydantic, which makes a record of each, all at once and with the interpreter's lock held.
             unknown += 1
@@ -409,17 +411,22 @@ def parsed(model: type[_R], data: Mapping[str, Any], neutral: Mapping[str, tuple
 
 
 @cache
-def _names(model: type[BaseModel]) -> frozenset[str]:
-    """Those of its fields. Kept: pydantic looks for them each time."""
-    return frozenset(model.model_fields)
+def _names(model: type[BaseModel]) -> Mapping[str, bool]:
+    """Those of its fields, and whether pydantic looks into their values. Kept: it looks for them each time."""
+    return {name: field.annotation is not Any for name, field in model.model_fields.items()}
 
 
-def _has_too_many_fields(value: object) -> bool:
-    """Of which each that is wrong would cost a kilobyte: all are looked at before they are counted."""
-    if not isinstance(value, dict):
-        return False
-    inner = value.get("json_schema")
-    return len(value) > MAX_BIASES or (isinstance(inner, dict) and len(inner) > MAX_BIASES)
+def _too_many_fields(value: object) -> int:
+    """The limit that objects in a value are beyond; 0: none. Each field that is wrong would cost a kilobyte: all are
+    looked at before they are counted."""
+    if isinstance(value, dict):
+        inner = value.get("json_schema")
+        largest = max(len(value), len(inner) if isinstance(inner, dict) else 0)
+        return MAX_BIASES if largest > MAX_BIASES else 0
+    if isinstance(value, list):
+        fields = sum(len(item) for item in value if isinstance(item, dict))
+        return MAX_LISTED_FIELDS if fields > MAX_LISTED_FIELDS else 0
+    return 0
 
 
 def json_object(body: bytes) -> dict[str, Any]:
