@@ -20,7 +20,8 @@ from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.engine.exchange import Reply
 from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
-from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load
+from isthmus_runtime.executor.loading import LoadedModel, load
+from isthmus_runtime.executor.model_runner import TorchExecutor
 from isthmus_runtime.kv.plan import KvPlanInput, plan
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.models.base import ModelSpec

@@ -21,7 +21,7 @@ from isthmus_runtime.engine.exchange import Reply
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.errors import ConfigError, EngineFailed
-from isthmus_runtime.executor.model_runner import load
+from isthmus_runtime.executor.loading import load
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.models.registry import read_model_spec
 from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk

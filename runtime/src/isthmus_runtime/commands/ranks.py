@@ -25,7 +25,8 @@ from ..config import EngineConfig, apply_native_environment
 from ..executor.device.base import Device
 from ..executor.device.cpu import usable_threads
 from ..executor.device.select import open_device
-from ..executor.model_runner import LoadedModel, TorchExecutor, load
+from ..executor.loading import LoadedModel, load
+from ..executor.model_runner import TorchExecutor
 from ..executor.ranks import LeadingAdapters, LeadingExecutor, Ranks, follow, join
 from ..interfaces.steps import AdapterHolder, Executor, StepOutput, StepPlan
 from ..interfaces.transport import KvRegion
