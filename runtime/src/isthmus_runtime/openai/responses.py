@@ -217,7 +217,7 @@ class ResponsesFormat(Format):
         told = self._response(items, answer.finish_reason, usage) | self._with_ids(answer)
         return json.dumps(told).encode()
 
-    def first(self, index: int, request: GenerateRequest) -> bytes:
+    def first(self, index: int, request: GenerateRequest, prompt_tokens: int) -> bytes:
         """The response, without output yet."""
         self._streamed.prompt.ids = request.prompt_token_ids
         begun = self._response([], "", None)
