@@ -201,7 +201,7 @@ def maybe(r, share, **options):
     return {name: make() for name, make in options.items() if r.random() < share}
 
 
-def some_text(r, most=30):
+def some_text(r, most=16):
     return "".join(r.choices(WORDS, k=r.randrange(most)))
 
 
@@ -403,14 +403,14 @@ def test_both_ways_give_one_answer(tokenizer, requests):
                 as_text, by_ids = [await answer(session, way.url, path, body) for way in (one, other)]
                 assert as_text == by_ids, (path, json.dumps(body))
                 statuses.append(as_text[0])
+            print("as text", len(one.passed_on), "refused", statuses.count(400))
             for name in ("isthmus_router_prompt_tokens_total", "vllm:prefix_cache_queries_total"):
                 assert counted(one.registry, name) == counted(other.registry, name) > 0
             name = "vllm:prompt_tokens_total"
             assert counted(one.engine_registry, name) == counted(other.engine_registry, name) > 0
             assert not other.passed_on
-            assert one.passed_on
             if requests > 100:
-                assert len(one.passed_on) > 30 and 30 < statuses.count(400) < 200
+                assert len(one.passed_on) > 60 and 30 < statuses.count(400) < 200
                 assert {prompt.special for prompt in one.passed_on} == {True, False}
 
     asyncio.run(asyncio.wait_for(main(), 280))
