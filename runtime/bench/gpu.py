@@ -1,10 +1,13 @@
 """`make bench-gpu`: the table of the GPU's bars, through the engine loop, the scheduler and the executor.
 
 Random weights of real architectures, made on the GPU; greedy, fixed lengths, no prefix cache, no HTTP. Beside each row
-stand what vLLM 0.24.0 reached on one H200 (docs/benchmarks.md) and the computed limit.
+stand the peer and the computed limit. Where vLLM can be imported (or by what `--peer` names) the peer's row is run on
+the same card, after ours, in a process of its own. Otherwise it is a recorded figure, and marked.
 
     python runtime/bench/gpu.py [--models qwen3-8b,qwen3-30b-a3b] [--rows single,decode] [--quick] [--out FOLDER]
+    python runtime/bench/gpu.py --peer PYTHON   the interpreter that has vLLM, or folders of it for PYTHONPATH
     python runtime/bench/gpu.py --parity     tokens of the GPU equal the CPU's, float32, random weights
+    python runtime/bench/gpu.py --ops        last a roofline line for each op (kernels/bench/gpu_ops.py)
     python runtime/bench/gpu.py --profile    where the time of a step goes, by kernel
 """
 
@@ -15,11 +18,14 @@ import gc
 import json
 import logging
 import random
+import signal
 import statistics
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,10 +34,14 @@ STARTED = time.perf_counter()
 
 import torch  # noqa: E402 - what importing costs is part of a start
 from gpu_engine import Bench, open_model  # noqa: E402
-from gpu_table import MODELS, ROWS, SMALL, START, Row, say  # noqa: E402
+from gpu_peer import Peer, find_peer, measure, table  # noqa: E402
+from gpu_table import MODELS, ROWS, SMALL, WARM_UP, Row, prompts, say, shortened  # noqa: E402
 
 from isthmus_runtime.config import KvConfig, SchedulerConfig  # noqa: E402
 from isthmus_runtime.executor.device.cuda import CudaDevice  # noqa: E402
+
+_OPS = Path(__file__).parents[2] / "kernels/bench/gpu_ops.py"
+_OPS_S = 900.0
 
 
 @dataclass
@@ -78,28 +88,21 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
         prefix_caching=args.prefix_caching == "on",
     )
     ready = time.perf_counter() - began
-    peer, bar = START[name]
     report.line(f"\n{name}: {bench.plan.num_blocks} KV blocks, max_model_len {bench.plan.max_model_len}")
-    report.line(f"{'row':32} {'ours':>10} {'peer':>9} {'limit':>9} {'bar':>9}  ours/peer  to bar")
-    report.line(
-        f"{'start to ready, s':32} {ready:>10.1f} {peer:>9.0f} {'':>9} {bar:>9.0f}  {peer / ready:>8.2f}x"
-        f"  {'met' if ready <= bar else 'short'}"
-    )
-    report.data[name] = {"start_s": ready, "rows": {}}
+    report.line(f"{'start to ready, s':32} {ready:>10.1f}")
+    if bench.overdrawn:
+        report.line(f"{bench.overdrawn / 2**30:.2f} GiB more are taken than --kv-memory-fraction allows")
+    report.data[name] = {"start_s": ready, "overdrawn_bytes": bench.overdrawn, "rows": {}}
     rng = random.Random(0)
-
-    def prompts(count: int, length: int) -> list[list[int]]:
-        return [[rng.randrange(1000, 150000) for _ in range(length)] for _ in range(count)]
-
     try:
-        for count, length, output in () if args.rows == "none" else ((8, 128, 16), (256, 128, 8), (2, 4096, 2)):
-            bench.run(prompts(count, length), output)
+        for count, length, output in () if args.rows == "none" else WARM_UP:
+            bench.run(prompts(rng, count, length), output)
         say(f"bench: {name} ready and warm after {time.perf_counter() - began:.1f} s")
         for row in ROWS:
             if args.rows and row.name not in args.rows.split(","):
                 continue
             try:
-                _row(row, name, bench, prompts, args, report)
+                _row(row, name, bench, rng, args.quick, report)
             except Exception as error:
                 report.line(f"{row.title:32} FAILED: {type(error).__name__}: {error}")
                 report.data[name]["rows"][row.name] = {"error": str(error)}
@@ -108,71 +111,97 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
                     break  # the engine is gone
             report.write(args.out)
         if args.profile:
-            report.line(profile(bench, prompts))
+            report.line(profile(bench, rng))
     finally:
         bench.close()
         report.write(args.out)
 
 
-def _row(
-    row: Row,
-    model: str,
-    bench: Bench,
-    prompts: Callable[[int, int], list[list[int]]],
-    args: argparse.Namespace,
-    report: Report,
-) -> None:
-    output = min(row.output_len, 64) if args.quick else row.output_len
+def _row(row: Row, model: str, bench: Bench, rng: random.Random, quick: bool, report: Report) -> None:
+    output, repeats = shortened(row, quick)
     values, runs = [], []
-    for _ in range(1 if args.quick else row.repeats):
-        run = bench.run(prompts(row.requests, row.input_len), output)
+    for _ in range(repeats):
+        run = bench.run(prompts(rng, row.requests, row.input_len), output)
         runs.append(run)
-        if row.unit == "ms":
-            values.append(run.first_s[0] * 1e3)
-        else:
-            counted = run.out_tokens + (row.requests * row.input_len if row.unit.startswith("total") else 0)
-            values.append(counted / run.seconds)
-    value = statistics.median(values)
-    peer, limit, bar = row.known[model]
+        values.append(row.value(run.first_s[0] if row.unit == "ms" else run.seconds, output))
     last = runs[-1]
     report.line(
-        f"{row.title + ', ' + row.unit:32} {value:>10.1f} {peer:>9g} {limit or float('nan'):>9g} {bar:>9g}"
-        f"  {row.better(value, peer):>8.2f}x  {'met' if row.better(value, bar) >= 1 else 'short'}"
+        f"{row.title + ', ' + row.unit:32} {statistics.median(values):>10.1f}"
         f"  ({last.steps} steps; decode {last.decode_ms:.2f} ms; first token {last.first_s[0] * 1e3:.1f} ms)"
-        + ("  [quick: fewer tokens than the peer]" if output != row.output_len else "")
     )
     host = {name: statistics.median(times) for name, times in bench.host.items() if times}
     report.line(" " * 34 + "host, median ms a step: " + ", ".join(f"{name} {ms:.2f}" for name, ms in host.items()))
     report.data[model]["rows"][row.name] = {
-        "host_ms": host,
-        "values": values, "unit": row.unit, "peer": peer, "limit": limit, "bar": bar,
-        "steps": [r.steps for r in runs], "decode_ms": [r.decode_ms for r in runs],
-        "seconds": [r.seconds for r in runs], "output_len": output,
+        "host_ms": host, "values": values, "unit": row.unit, "steps": [r.steps for r in runs],
+        "decode_ms": [r.decode_ms for r in runs], "seconds": [r.seconds for r in runs], "output_len": output,
     }  # fmt: skip
 
 
-def profile(bench: Bench, prompts: Callable[[int, int], list[list[int]]]) -> str:
+def compare(name: str, args: argparse.Namespace, peer: Peer | None, report: Report) -> None:
+    """The table of a model that ran: ours beside the peer, which runs now if it is there."""
+    # The peer, and the next model, need this one's memory.
+    gc.collect()
+    if args.device == "cuda":
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+        say(f"bench: ours of {name} has ended, {(total - free) / 2**30:.1f} of {total / 2**30:.1f} GiB are still taken")
+    flags = [f"--rows={args.rows}", f"--max-model-len={args.max_model_len}", f"--kv-dtype={args.kv_dtype}"]
+    flags += [f"--memory-fraction={args.kv_memory_fraction}", *(["--quick"] if args.quick else [])]
+    flags += [] if args.quantization == "auto" else [f"--quantization={args.quantization}"]
+    figures = measure(peer, name, flags, args.peer_timeout)
+    report.line("")
+    for line in table(report.data[name], figures):
+        report.line(line)
+    report.write(args.out)
+
+
+def profile(bench: Bench, rng: random.Random) -> str:
     """Kernels by time: decode of one row, decode of 256 rows, prefill of 8192 tokens."""
     texts = []
     for title, count, length, output in (("single", 1, 128, 24), ("256 rows", 256, 128, 24), ("prefill", 2, 8192, 1)):
-        inputs = prompts(count, length)
+        inputs = prompts(rng, count, length)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
             bench.run(inputs, output)
-        table = found.key_averages().table(sort_by="cuda_time_total", row_limit=22, max_name_column_width=70)
-        texts.append(f"\nprofile: {title}, {count} x {length}/{output}\n{table}")
+        kernels = found.key_averages().table(sort_by="cuda_time_total", row_limit=22, max_name_column_width=70)
+        texts.append(f"\nprofile: {title}, {count} x {length}/{output}\n{kernels}")
     return "\n".join(texts)
+
+
+def rooflines(report: Report) -> bool:
+    """Each op beside the ceiling that it has on this card, in a process of its own. False when that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "ops.json"
+        argv = [sys.executable, "-u", str(_OPS), "--json", str(out)]
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        late = threading.Timer(_OPS_S, process.kill)
+        late.start()
+        try:
+            assert process.stdout is not None
+            report.line("\nops, and the ceilings measured beside them")
+            for text in process.stdout:
+                report.line(text.rstrip("\n"))
+            status = process.wait()
+        finally:
+            late.cancel()
+            process.kill()
+            process.wait()
+        if status:
+            report.line(f"ops FAILED: {_OPS.name} ended with {status} (within {_OPS_S:.0f} s it has to end)")
+        else:
+            report.data["ops"] = json.loads(out.read_text())
+    return status == 0
 
 
 def parity(args: argparse.Namespace, report: Report) -> bool:
     """Greedy tokens of the GPU and of the CPU, float32, one model of random weights, mixed lengths."""
     rng = random.Random(7)
-    prompts = [[rng.randrange(49152) for _ in range(n)] for n in (1, 7, 16, 33, 120, 400)]
+    inputs = [[rng.randrange(49152) for _ in range(n)] for n in (1, 7, 16, 33, 120, 400)]
     scheduler = SchedulerConfig(max_model_len=1024, max_batched_tokens=256, max_num_seqs=8)
     found: dict[str, list[list[int]]] = {}
     for device in ("cpu", args.device):
         loaded = open_model(SMALL, scheduler, device=device, dtype="float32", seed=3, on="cpu")
         bench = Bench(loaded, scheduler=scheduler, kv=KvConfig(memory_bytes=512 << 20))
-        found[device] = bench.run(prompts, 48).tokens
+        found[device] = bench.run(inputs, 48).tokens
         bench.close()
     pairs = list(zip(found["cpu"], found[args.device], strict=True))
     same = sum(a == b for a, b in pairs)
@@ -194,6 +223,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one repeat, at most 64 tokens out")
     parser.add_argument("--parity", action="store_true", help="first compare the GPU's tokens with the CPU's")
     parser.add_argument("--profile", action="store_true", help="last a table of kernels by time")
+    parser.add_argument("--ops", action=argparse.BooleanOptionalAction, default=False, help="last the ops' rooflines")
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--quantization", default="auto", choices=["auto", "fp8"], help="fp8: 8-bit products")
     parser.add_argument("--deterministic", default="off", choices=["on", "off"], help="as the engine's flag")
@@ -205,8 +235,16 @@ def main() -> int:
     parser.add_argument("--max-batched-tokens", type=int, default=8192)
     parser.add_argument("--kv-memory-fraction", type=float, default=0.9)
     parser.add_argument("--no-prompt-graphs", action="store_true", help="launch steps with prompts one by one")
+    parser.add_argument("--peer", default="auto", help="auto, none, an interpreter or PYTHONPATH that has vLLM")
+    parser.add_argument("--peer-timeout", type=float, default=600.0, help="seconds for its rows of one model")
     parser.add_argument("--out", default="", help="folder for bench-gpu.txt and bench-gpu.json")
     args = parser.parse_args()
+    # Who ends this ends what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        peer = find_peer(args.peer)
+    except ValueError as error:
+        parser.error(str(error))
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)7.0f ms %(name)s: %(message)s")
     if args.no_prompt_graphs:
         CudaDevice.graph_tokens = lambda self, max_tokens: ()  # type: ignore[method-assign]
@@ -224,12 +262,15 @@ def main() -> int:
         try:
             # What importing took belongs to the first start.
             bench_model(name, args, report, time.perf_counter() if number else STARTED)
+            compare(name, args, peer, report)
         except Exception as error:
             ok = False
             report.line(f"{name} FAILED: {type(error).__name__}: {error}")
             traceback.print_exc()
-        # The next model needs this one's memory.
-        gc.collect()
+            # The next model needs this one's memory.
+            gc.collect()
+    if args.ops:
+        ok = rooflines(report) and ok
     report.write(args.out)
     return 0 if ok else 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
 # SmolLM2-135M's shape, for parity.
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "vocab_size": 49152,
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -76,8 +78,15 @@ class Row:
     unit: str
     """out tok/s, total tok/s or ms (time to the first token)."""
     known: dict[str, tuple[float, float | None, float]]
-    """By model: the peer, the computed limit, our bar."""
+    """By model: the peer's recorded figure, the computed limit, our bar."""
     repeats: int = 2
+
+    def value(self, seconds: float, output_len: int) -> float:
+        """In the row's unit, of a run's `seconds`: to its first token where the unit is ms, else to its last."""
+        if self.unit == "ms":
+            return seconds * 1e3
+        counted = output_len + (self.input_len if self.unit.startswith("total") else 0)
+        return self.requests * counted / seconds
 
     def better(self, value: float, other: float) -> float:
         """How many times better `value` is than `other`."""
@@ -110,7 +119,21 @@ ROWS = (
     ),
 )  # fmt: skip
 START = {"qwen3-8b": (76.0, 25.0), "qwen3-30b-a3b": (97.0, 40.0)}
-"""Seconds from start to ready: the peer's, our bar."""
+"""Seconds from start to ready: the peer's recorded figure, our bar."""
+RECORDED_BY = "recorded of vLLM 0.24.0 on one H200 (docs/benchmarks.md)"
+"""What the recorded figures are."""
+WARM_UP = ((8, 128, 16), (256, 128, 8), (2, 4096, 2))
+"""Requests, tokens in, tokens out of what runs before anything is timed."""
+
+
+def prompts(rng: random.Random, count: int, length: int) -> list[list[int]]:
+    """Random ids of these models' vocabulary."""
+    return [[rng.randrange(1000, 150000) for _ in range(length)] for _ in range(count)]
+
+
+def shortened(row: Row, quick: bool) -> tuple[int, int]:
+    """Tokens out and repeats."""
+    return (min(row.output_len, 64), 1) if quick else (row.output_len, row.repeats)
 
 
 def say(text: str) -> None:

@@ -255,6 +255,11 @@ class Hub:
     endless: str = ""
     """The file whose answer has no end, or "listing"."""
     downloads: list[str] = field(default_factory=list)
+    sent_to: dict[str, str] = field(default_factory=dict)
+    """URL that is answered in place of a file, or of "listing"."""
+    xet: bool = False
+    """Whether files have a hash of Xet's."""
+    asked: list[str] = field(default_factory=list)
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -280,6 +285,13 @@ def hub_server() -> Iterator[Hub]:
 
         def answer(self, *, body: bool) -> None:
             path = self.path.split("?")[0]
+            hub.asked.append(path)
+            named = "listing" if path.startswith("/api/models/") else path.rpartition(f"/{COMMIT}/")[2]
+            if url := hub.sent_to.get(named):
+                content = files.get(named, b"")
+                head = {"X-Repo-Commit": COMMIT, "ETag": '"e"', "X-Linked-Size": str(len(content)), "Location": url}
+                self.send(302, b"", head, body=False)
+                return
             if path.startswith("/api/models/owner/tiny/revision/"):
                 siblings: list[dict[str, object]] = [{"rfilename": name} for name in (*files, *hub.listed)]
                 for one in siblings:
@@ -303,6 +315,8 @@ def hub_server() -> Iterator[Hub]:
                 return
             content, asked = files[name], self.headers.get("Range", "")
             head = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
+            if hub.xet:
+                head |= {"X-Xet-Hash": "0" * 64, "X-Xet-Refresh-Route": "/api/models/owner/tiny/xet-read-token/x"}
             if asked.startswith("bytes=") and body:
                 hub.ranges.append(f"{name} {asked}")
                 begin = int(asked.removeprefix("bytes=").split("-")[0])
@@ -378,6 +392,37 @@ def test_an_answer_without_end_is_left(tmp_path: Path, endless: str) -> None:
     assert done.returncode == 1, done.stderr
     assert "hf://owner/tiny: more than" in done.stderr and "Traceback" not in done.stderr
     assert not list(out.parent.iterdir())
+
+
+@pytest.mark.parametrize("what", ["listing", "tokenizer.json"])
+@pytest.mark.parametrize("host", ["169.254.169.254", "[::ffff:169.254.169.254]", "168.63.129.16"])
+def test_a_hub_sends_nobody_to_an_address_nearer_than_its_own(tmp_path: Path, what: str, host: str) -> None:
+    """Whatever pods reach was asked: what clouds tell machines, and services of the cluster."""
+    with hub_server() as hub:
+        hub.sent_to[what] = f"http://{host}/latest/meta-data"
+        done = fetch("hf://owner/tiny@main", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert f"the hub sends its client to {host.strip('[]')} at " in done.stderr, done.stderr
+    assert "a link address, while its own is loopback" in done.stderr
+
+
+def test_a_hub_may_have_its_files_elsewhere(tmp_path: Path) -> None:
+    with hub_server() as hub, hub_server() as other:
+        hub.sent_to = {name: f"{other.url}/owner/tiny/resolve/{COMMIT}/{name}" for name in WANTED}
+        done = fetch("hf://owner/tiny@main", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
+        assert done.returncode == 0, done.stderr
+        assert {path.rpartition("/")[2] for path in other.downloads} == set(WANTED)
+    assert holds(tmp_path / "m", WHOLE)
+
+
+def test_files_come_over_http_alone_where_their_bytes_are_counted(tmp_path: Path) -> None:
+    """Xet's client is another one, which goes where the hub says and writes what it is sent."""
+    with hub_server() as hub:
+        hub.xet = True
+        done = fetch("hf://owner/tiny@main", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
+        assert done.returncode == 0, done.stderr
+        assert not [path for path in hub.asked if "xet" in path]
+    assert holds(tmp_path / "m", WHOLE)
 
 
 def test_a_revision_is_pinned_to_the_commit_that_it_was(tmp_path: Path) -> None:

@@ -494,6 +494,29 @@ def test_padded_captured_late_steps_give_the_same_tokens(
     assert device.allocations == made, "a step allocated"
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_log_probabilities_allocate_nothing(
+    ahead: bool, tmp_path: Path, start_engine: Callable[..., Any], job: Any
+) -> None:
+    """Every row asks for as many as the API has. On a GPU what a step brings back is in pinned memory, which the driver
+    takes its time to make; here it comes as late as it may."""
+    build(TINY["gqa-tied"], tmp_path)
+    device = FakeDevice((1, 2, 4, 8), (4, 12))
+    found = []
+    for on in (None, device):
+        engine = start_engine(tmp_path, budget=20, max_rows=7, device=on)
+        made = device.allocations
+        rng = random.Random(8)
+        sampling = SamplingParams(max_tokens=1, temperature=0.0, logprobs=20)
+        jobs = [job([rng.randrange(97) for _ in range(rng.randint(1, 30))], 12, sampling) for _ in range(9)]
+        engine.driver(seed=5, poison=not ahead, ahead=ahead).run(jobs)
+        found.append([(entry.token_id, *entry.top) for one in jobs for entry in one.logprobs])
+        assert device.allocations == made, "a step allocated"
+    for (token, *top), (other, *others) in zip(*found, strict=True):
+        assert token == other and len(top) == len(others) == 20
+        assert [value for _, value in top] == pytest.approx([value for _, value in others], abs=1e-4)
+
+
 def test_a_closed_engine_leaves_its_model_to_another(
     tmp_path: Path, start_engine: Callable[..., Any], job: Any
 ) -> None:

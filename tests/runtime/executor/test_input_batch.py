@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from isthmus_runtime.executor.graphs import Graphs
 from isthmus_runtime.executor.input_batch import InputBatch, StepInputs
+from isthmus_runtime.executor.staging import StagingSlot
 from isthmus_runtime.interfaces.steps import Chunk, RowBlocks, RowStart, StepPlan
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.layers.batch import ForwardBatch
@@ -268,7 +269,7 @@ def test_a_new_request_sees_nothing_of_the_row_before() -> None:
     forward = forward_of(batch.describe(StepPlan(0, (old, new), (), (Chunk(1, 0, 1, 1),), 1)))
     assert forward.token_ids.tolist() == [9]
     assert [group.block_tables[:, 0].tolist() for group in forward.groups] == [[5], [6]]
-    assert (batch.rows._tables[0][1, 1:] == 0).all()
+    assert (batch.rows._tables[0]._rows[1, 1:] == 0).all()
 
 
 def test_a_step_is_built_before_the_last_one_ran() -> None:
@@ -290,6 +291,19 @@ def test_prompts_longer_than_the_staging_still_arrive() -> None:
     slot = batch.rows.slots[0]
     parts = [slot.tokens(range(n)) for n in (1000, 900, 5000)]
     assert [part.tolist() for part in parts] == [list(range(n)) for n in (1000, 900, 5000)]
+
+
+def test_answers_longer_than_the_staging_still_arrive_and_grow_it_once() -> None:
+    device = FakeDevice()
+    slot = StagingSlot(device, capacity=8, max_draws=2, prompts=8, answers=30)
+    shapes = [((5,), torch.float32), ((3, 7), torch.int64), ((2, 0), torch.float32), ((3, 3), torch.float64)]
+    made = device.allocations
+    for step in range(3):
+        slot.reset()
+        parts = [slot.answer(*shape, dtype=dtype).fill_(step + number) for number, (shape, dtype) in enumerate(shapes)]
+        assert [tuple(part.shape) for part in parts] == [shape for shape, _ in shapes]
+        assert all((part == step + number).all() for number, part in enumerate(parts)), "answers overlap"
+        assert device.allocations == made + 1
 
 
 def test_prompts_of_a_full_step_need_no_new_staging() -> None:

@@ -8,8 +8,10 @@ import tracemalloc
 import pytest
 
 from isthmus_runtime.errors import InvalidRequest
+from isthmus_runtime.openai.bodies import parsed
 from isthmus_runtime.openai.messages import conversation
 from isthmus_runtime.openai.problems import MAX_PROBLEMS
+from isthmus_runtime.openai.ranking import RerankRequest
 from isthmus_runtime.openai.schema import parse_chat, parse_completion
 from isthmus_runtime.request import Structure
 
@@ -369,6 +371,7 @@ def test_logit_options_that_cannot_be(given, structured, words):
             "more than 1024 fields",
         ),
         ({"logit_bias": {str(i): "a" for i in range(100_000)}}, "more than 1024 fields"),
+        ({"stop": [{f"u{i}": 1 for i in range(100_000)}]}, "more than 4096 fields"),
     ],
 )
 def test_what_is_large_and_wrong_is_refused_by_its_size(given, words):
@@ -380,6 +383,21 @@ def test_what_is_large_and_wrong_is_refused_by_its_size(given, words):
             assert tracemalloc.get_traced_memory()[1] < 30 << 20
         finally:
             tracemalloc.stop()
+
+
+@pytest.mark.parametrize("documents", [1, 2000])
+def test_documents_that_are_large_and_wrong_are_refused_by_their_size(documents):
+    """One body stopped a router for seconds and took gigabytes."""
+    fields = {f"u{i}": 1 for i in range(100_000 // documents)}
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match="documents: has more than 4096 fields"):
+            parsed(RerankRequest, {"query": "q", "documents": [{"text": "a", **fields}] * documents}, {})
+        assert tracemalloc.get_traced_memory()[1] < 30 << 20
+    finally:
+        tracemalloc.stop()
+    whole = parsed(RerankRequest, {"query": "q", "documents": [{"text": "a"}] * 2048}, {})
+    assert len(whole.texts) == 2048
 
 
 def test_no_more_unknown_fields_of_a_message_are_kept_than_are_told():

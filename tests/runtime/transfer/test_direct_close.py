@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from isthmus_runtime.interfaces.transport import KvRegion
+from isthmus_runtime.transfer.backend import Effective
 from isthmus_runtime.transfer.direct import DirectTransfer
+from isthmus_runtime.transfer.native_engine import NativeEngine
 
 
 @pytest.mark.parametrize("stuck", ["", "thread", "helper"])
@@ -24,13 +26,14 @@ def test_close_has_a_deadline(caplog: pytest.LogCaptureFixture, stuck: str) -> N
         never.wait()
 
     parts: Any = transfer
-    parts._engine = SimpleNamespace(unregister_memory=freed.append)
+    engine = SimpleNamespace(unregister_memory=freed.append)
+    parts._native = NativeEngine(engine, "127.0.0.1:1", frozenset(), Effective("tcp", 0.0))
     parts._region = KvRegion(base=4096, num_blocks=2, block_bytes=64, block_stride=64, layout_digest="d")
     if stuck == "thread":
-        parts._thread = threading.Thread(target=sticks, daemon=True)
-        parts._thread.start()
+        parts._writes.start(engine)
+        parts._writes.call(sticks)
     if stuck == "helper":
-        parts._helpers.submit(sticks)
+        parts._peers._threads.submit(sticks)
     # What has not begun is cancelled, and nothing is stuck: a busy machine showed that.
     assert not stuck or began.wait(20)
     closing = threading.Thread(target=transfer.close, args=(0.2 if stuck else 20.0,), daemon=True)

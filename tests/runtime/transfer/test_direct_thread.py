@@ -14,8 +14,11 @@ from pydantic import ValidationError
 from isthmus_runtime.interfaces.transport import KvRegion, Piece, TransferResult
 from isthmus_runtime.protocol import PrefillCall, Ticket
 from isthmus_runtime.transfer import direct as module
+from isthmus_runtime.transfer import peers
+from isthmus_runtime.transfer.backend import Effective
 from isthmus_runtime.transfer.direct import DirectTransfer
 from isthmus_runtime.transfer.drain import Answer
+from isthmus_runtime.transfer.native_engine import NativeEngine
 
 WAIT_S = 20.0
 TICKET = Ticket(
@@ -39,15 +42,15 @@ class _Run:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked, self.answers = threading.Event(), threading.Event()
         """Of attempt "late": the others are answered at once."""
-        monkeypatch.setattr(module, "greeting_problem", self._greet)
+        monkeypatch.setattr(peers, "greeting_problem", self._greet)
         self.transfer = DirectTransfer(host="127.0.0.1", epoch="prefill")
         parts: Any = self.transfer
-        parts._engine = SimpleNamespace(
+        engine = SimpleNamespace(
             transfer_submit_write=self._write, transfer_check_status=lambda _: 1, unregister_memory=lambda _: None
         )
+        parts._native = NativeEngine(engine, "127.0.0.1:3", frozenset(), Effective("tcp", 0.0))
         parts._region = KvRegion(base=4096, num_blocks=4, block_bytes=64, block_stride=64, layout_digest="d")
-        parts._effective = SimpleNamespace(transport="tcp")
-        parts._thread.start()
+        parts._writes.start(engine)
 
     def _greet(self, address: str, claim: bytes, *_: object) -> str:
         if not claim.endswith(b" late"):
@@ -105,7 +108,7 @@ def test_an_answer_that_comes_while_the_thread_is_busy_is_not_lost(run: _Run) ->
     assert busy.wait(WAIT_S)
     run.answers.set()
     parts: Any = run.transfer
-    parts._helpers.shutdown(wait=True)  # the answer has been told
+    parts._peers.close()  # the answer has been told
     go_on.set()
     assert other().ok and end().ok
 
@@ -152,9 +155,9 @@ def test_an_attempt_of_a_prefill_call_is_a_word() -> None:
 def _drains(
     monkeypatch: pytest.MonkeyPatch, ask: Callable[..., Answer], clock: Callable[[], float] = time.monotonic
 ) -> DirectTransfer:
-    monkeypatch.setattr(module, "ask_peer", ask)
+    monkeypatch.setattr(peers, "ask_peer", ask)
     transfer = DirectTransfer(host="127.0.0.1", epoch="decode", clock=clock)
-    transfer._thread.start()
+    transfer._writes.start(None)
     return transfer
 
 
@@ -182,7 +185,7 @@ def test_one_thousand_cancelled_attempts_are_asked_about_beside_each_other(monke
         assert all_asked.wait(WAIT_S), f"threads waited for the first acknowledgements: {len(asked)} asked"
         assert not done, "none can be believed yet"
         now += module.GRACE_S
-        transfer._call(lambda: None)
+        transfer._writes.call(lambda: None)
         assert all_done.wait(WAIT_S), f"{len(done)} done"
         assert all(drained for drained, _ in done)
     finally:
@@ -203,7 +206,7 @@ def test_an_attempt_is_asked_about_once_at_a_time(monkeypatch: pytest.MonkeyPatc
         for _ in range(3):
             transfer.drained("a", "http://127.0.0.1:1", "prefill", lambda _: ended.set())
         seen = threading.Event()
-        transfer._call(seen.set)
+        transfer._writes.call(seen.set)
         assert seen.wait(WAIT_S)
         answer.set()
         assert ended.wait(WAIT_S)
@@ -211,45 +214,5 @@ def test_an_attempt_is_asked_about_once_at_a_time(monkeypatch: pytest.MonkeyPatc
         transfer.drained("a", "http://127.0.0.1:1", "prefill", lambda _: ended.set())
         assert ended.wait(WAIT_S)
         assert asked == ["a", "a"]
-    finally:
-        transfer.close()
-
-
-def test_a_peer_that_has_just_kept_silent_keeps_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode that is stopped accepts connections: sixty attempts for it held up those for others past their
-    deadlines."""
-    now, greeted, asked = [100.0], list[str](), list[str]()
-
-    def greet(address: str, *_: object) -> str:
-        greeted.append(address)
-        now[0] += module.GREETING_S + 0.01
-        return "does not answer: timed out"
-
-    def ask(url: str, *_: object) -> Answer:
-        asked.append(url)
-        now[0] += module.ASK_TIMEOUT_S + 0.01
-        return Answer.UNKNOWN
-
-    monkeypatch.setattr(module, "greeting_problem", greet)
-    monkeypatch.setattr(module, "ask_peer", ask)
-    transfer = DirectTransfer(host="127.0.0.1", epoch="e", clock=lambda: now[0])
-    transfer._thread.start()
-    peer = module._peer(TICKET)
-    try:
-        assert "timed out" in transfer._greet(peer, b"", "a")
-        assert "it did not a moment ago" in transfer._greet(peer, b"", "b")
-        now[0] += module.SILENT_S
-        assert "timed out" in transfer._greet(peer, b"", "c")
-        assert len(greeted) == 2
-        for number, times in ((0, 1), (1, 1), (2, 2)):
-            told, found = threading.Event(), list[bool]()
-
-            def done(drained: bool, told: threading.Event = told, found: list[bool] = found) -> None:
-                found.append(drained)
-                told.set()
-
-            now[0] += module.SILENT_S if number == 2 else 0.0
-            transfer.drained(f"a{number}", "http://127.0.0.1:1", "e", done)
-            assert told.wait(WAIT_S) and found == [False] and len(asked) == times
     finally:
         transfer.close()

@@ -1,12 +1,9 @@
-"""The greeter when descriptors are short: it has to be there when they no longer are. And who greets late."""
+"""The greeter when descriptors are short: it has to be there when they no longer are."""
 
 import subprocess
 import sys
-import threading
 
-from isthmus_runtime.protocol import Ticket
-from isthmus_runtime.transfer.direct import DirectTransfer
-from isthmus_runtime.transfer.greeting import Greeter, greeting_problem
+from isthmus_runtime.transfer.greeting import greeting_problem
 
 PROCESS = """
 import os, resource, sys
@@ -46,25 +43,3 @@ def test_a_greeter_survives_a_time_without_descriptors() -> None:
         finally:
             process.kill()
     assert errors.count("could not be greeted") == 1
-
-
-def test_a_greeting_that_ends_after_its_attempt_leaves_nothing_behind() -> None:
-    heard, go = threading.Event(), threading.Event()
-
-    def problem(claim: bytes) -> str:
-        heard.set()
-        return "" if go.wait(20) else "the test has left"
-
-    greeter = Greeter("127.0.0.1", "decode", problem)
-    transfer = DirectTransfer(host="127.0.0.1", epoch="prefill")
-    try:
-        ticket = Ticket(mode="direct", attempt="a", layout_digest="d", greeting=f"{greeter.address}/w", epoch="decode")
-        transfer.expect(ticket)
-        assert heard.wait(20)
-        transfer.forget("a")
-        go.set()
-    finally:
-        go.set()
-        transfer.close()
-        greeter.close()
-    assert transfer._greeted and not transfer._shown

@@ -31,9 +31,10 @@ def fetch(
 
     `token`: access token; empty: what the environment offers (HF_TOKEN). `resume_as`: see `in_place`; the client goes
     on in the middle of a file. Raises WeightsError when the hub cannot be reached, has no such model or revision, lists
-    names that could be written elsewhere, sends more than it lists, or the model is of no supported kind.
+    names that could be written elsewhere, sends more than it lists or its client to addresses that are nearer than its
+    own (`redirects`), or the model is of no supported kind.
     """
-    from huggingface_hub import HfApi, configure_http_backend, hf_hub_download
+    from huggingface_hub import HfApi, configure_http_backend, constants, hf_hub_download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -45,17 +46,23 @@ def fetch(
     from requests import Session
     from requests.exceptions import RequestException
 
+    from .redirects import NoNearer
     from .source_bytes import SourceBytes
 
+    # Clients of their own, which write what they are sent, wherever it comes from.
+    constants.HF_HUB_DISABLE_XET = True
+    constants.HF_HUB_ENABLE_HF_TRANSFER = False
     source = f"hf://{repo}"
     patterns = TOKENIZER_FILES if tokenizer_only else MODEL_FILES
 
     def download(folder: Path) -> None:
         progress(f"downloading {repo} at {revision}")
-        bound = SourceBytes(source)
+        bound, adapter = SourceBytes(source), NoNearer(source)
 
         def session() -> Session:
             made = Session()
+            made.mount("http://", adapter)
+            made.mount("https://", adapter)
             made.hooks["response"].append(bound.watch)
             return made
 

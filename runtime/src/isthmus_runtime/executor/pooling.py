@@ -6,7 +6,7 @@ precision and added token by token, so that on a CPU a vector's bits do not depe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from ..interfaces.steps import Pooled, RowStart
 from ..models.pooling import Pooling, PoolingKind
 from ..request import PoolingParams
 from .device.base import Device
+from .staging import StagingSlot
 
 _ROWS = 64
 """States at a time."""
@@ -108,10 +109,14 @@ class Pooler:
         kept = max_rows if pooling.needs_every_state else 0
         self._sums = device.zeros(kept, hidden_size, dtype=torch.float64)
         self._hidden = hidden_size
+        self._uploaded = device.zeros(max_rows, dtype=torch.int64)
 
-    def stage(self, states: Callable[[Tensor], Tensor], chunks: tuple[PooledChunk, ...]) -> StagedVectors | None:
+    def stage(
+        self, states: Callable[[Tensor], Tensor], chunks: tuple[PooledChunk, ...], slot: StagingSlot
+    ) -> StagedVectors | None:
         """Within a body, after the forward pass: take what the chunks add, and copy the vectors that are known now to
-        staging. `states`: after the final norm, of tokens by their numbers (int64 [S]), which count as `end` does."""
+        the step's `slot`. `states`: after the final norm, of tokens by their numbers (int64 [S]), which count as `end`
+        does."""
         if self._pooling.needs_every_state:
             for chunk in chunks:
                 self._add(states, chunk)
@@ -119,10 +124,10 @@ class Pooler:
         if not ended:
             return None
         if self._pooling.needs_every_state:
-            found = self._sums[self._numbers(chunk.row for chunk in ended)]
+            found = self._sums[self._numbers([chunk.row for chunk in ended], slot)]
         else:
-            found = states(self._numbers(chunk.end - 1 for chunk in ended)).float()
-        staged = self._device.staging(len(ended), self._hidden, dtype=found.dtype)
+            found = states(self._numbers([chunk.end - 1 for chunk in ended], slot)).float()
+        staged = slot.answer(len(ended), self._hidden, dtype=found.dtype)
         self._device.copy(staged, found)
         return StagedVectors(ended, staged, self._pooling)
 
@@ -137,11 +142,10 @@ class Pooler:
             part = states(torch.arange(begin, end, device=total.device)).double()
             total.copy_(torch.cat((total[None], part)).cumsum(0)[-1])
 
-    def _numbers(self, numbers: Iterable[int]) -> Tensor:
+    def _numbers(self, numbers: Sequence[int], slot: StagingSlot) -> Tensor:
         """int64, on the device."""
-        here = torch.tensor(list(numbers), dtype=torch.int64)
-        staged = self._device.staging(len(here), dtype=torch.int64)
-        staged.copy_(here)
-        there = self._device.zeros(len(here), dtype=torch.int64)
+        staged = slot.answer(len(numbers), dtype=torch.int64)
+        staged.numpy()[:] = numbers
+        there = self._uploaded[: len(numbers)]
         self._device.copy(there, staged)
         return there

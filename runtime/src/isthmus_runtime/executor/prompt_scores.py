@@ -20,6 +20,7 @@ from isthmus_kernels import dispatch_logits
 from ..interfaces.steps import PromptScores, RowStart
 from ..request import TokenLogprobs
 from .device.base import Device
+from .staging import StagingSlot
 
 _ROWS = 64
 """Logits at a time."""
@@ -85,9 +86,14 @@ class StagedScores:
 
 
 def stage_scores(
-    device: Device, logits: Callable[[Tensor], Tensor], tokens: Tensor, scored: ScoredChunk, vocab_size: int
+    device: Device,
+    slot: StagingSlot,
+    logits: Callable[[Tensor], Tensor],
+    tokens: Tensor,
+    scored: ScoredChunk,
+    vocab_size: int,
 ) -> StagedScores:
-    """Within a body, after the forward pass: compute the scores and copy them to staging.
+    """Within a body, after the forward pass: compute the scores and copy them to the step's `slot`.
 
     `logits`: of tokens by their numbers (int64 [S]), which count as `scored.first` does; `tokens`: the batch's table of
     tokens.
@@ -95,11 +101,11 @@ def stage_scores(
     count, most = scored.length, min(scored.wanted, vocab_size)
     staged = StagedScores(
         chunk=scored.chunk,
-        tokens=device.staging(count, dtype=torch.int32),
-        own=device.staging(count, dtype=torch.float32),
-        ranks=device.staging(count, dtype=torch.int64),
-        ids=device.staging(count, most, dtype=torch.int64),
-        best=device.staging(count, most, dtype=torch.float32),
+        tokens=slot.answer(count, dtype=torch.int32),
+        own=slot.answer(count, dtype=torch.float32),
+        ranks=slot.answer(count, dtype=torch.int64),
+        ids=slot.answer(count, most, dtype=torch.int64),
+        best=slot.answer(count, most, dtype=torch.float32),
     )
     following = tokens[scored.row, scored.start + 1 : scored.start + 1 + count]
     device.copy(staged.tokens, following)

@@ -14,7 +14,7 @@ from isthmus_kernels import dispatch_logits
 from ..interfaces.steps import RowOutput
 from ..request import TokenLogprobs
 from .device.base import Device
-from .input_batch import Draws
+from .draws import Draws
 from .staging import StagingSlot
 
 
@@ -39,17 +39,19 @@ class StagedLogprobs:
     """fp32 [A, N]."""
 
 
-def stage_logprobs(device: Device, logits: Tensor, chosen: Tensor, draws: Draws) -> StagedLogprobs | None:
-    """Within a body: compute what rows asked for and copy it to staging; None when none did."""
+def stage_logprobs(
+    device: Device, slot: StagingSlot, logits: Tensor, chosen: Tensor, draws: Draws
+) -> StagedLogprobs | None:
+    """Within a body: compute what rows asked for and copy it to the step's `slot`; None when none did."""
     if draws.asking_rows is None:
         return None
     index = draws.asking_rows
     most = min(int(draws.wanted.max()), logits.shape[1])
     own, _rank, ids, best = dispatch_logits.logprobs(logits[index], chosen[index], most)
     staged = StagedLogprobs(
-        own=device.staging(*own.shape, dtype=torch.float32),
-        ids=device.staging(*ids.shape, dtype=torch.int64),
-        best=device.staging(*best.shape, dtype=torch.float32),
+        own=slot.answer(*own.shape, dtype=torch.float32),
+        ids=slot.answer(*ids.shape, dtype=torch.int64),
+        best=slot.answer(*best.shape, dtype=torch.float32),
     )
     for target, source in ((staged.own, own), (staged.ids, ids), (staged.best, best)):
         device.copy(target, source)

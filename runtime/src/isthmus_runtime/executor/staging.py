@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,19 +22,33 @@ _NUMPY = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float3
 class StagingSlot:
     """The host memory of one step in flight. Its step alone may touch it, until that step is done."""
 
-    def __init__(self, device: Device, *, capacity: int, max_draws: int, prompts: int) -> None:
+    def __init__(self, device: Device, *, capacity: int, max_draws: int, prompts: int, answers: int = 0) -> None:
         """`capacity`: int64 words that a step's inputs take at most. `prompts`: tokens of all prompts that begin with a
-        step, where no peer computed them; for more, memory is made then."""
+        step, where no peer computed them; `answers`: int64 words of what a step tells beside its draws. For more of
+        these two, memory is made then, and kept."""
         self._device = device
         self.inputs = device.staging(capacity, dtype=torch.int64)
         self.drawn = device.staging(max_draws, dtype=torch.int64)
         """Where the sampled ids come back to."""
         self._tokens = device.staging(prompts, dtype=torch.int32)
         self._used = 0
+        self._answers = device.staging(answers, dtype=torch.int64)
+        self._answered = 0
 
     def reset(self) -> None:
         """Begin the next step: the last one is done."""
-        self._used = 0
+        self._used = self._answered = 0
+
+    def answer(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Staging for what the step brings back beside its draws, or takes there for it, until the slot's next step."""
+        words = -(-math.prod(shape) * dtype.itemsize // _INT64)
+        end = self._answered + words
+        if end > len(self._answers):
+            # What was handed out keeps the old memory alive.
+            self._answers, self._answered, end = self._device.staging(2 * end, dtype=torch.int64), 0, words
+        found = self._answers[self._answered : end].view(dtype)
+        self._answered = end
+        return found[: math.prod(shape)].view(shape)
 
     def tokens(self, ids: Sequence[int]) -> Tensor:
         """int32 staging that holds `ids`."""

@@ -9,14 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
-from ..errors import Overloaded
-from ..serving.app import errors, json_body, read_model
+from ..errors import InvalidRequest, Overloaded
+from ..serving.app import errors, json_body
+from .bodies import json_object, parsed
 from .tenants import MAX_TENANTS, Tenant, TokenBucket
 
 CHANGES_PER_SECOND = 1.0
@@ -24,6 +25,8 @@ CHANGES_AT_ONCE = 30.0
 """After a pause, by one client: as many as a script loads when it starts."""
 MOST_RUNNING = 4
 """Changes of all clients that run at a time."""
+_MOST_BYTES = 64 << 10
+"""Of a body, which holds a name and a path."""
 
 
 class ChangeAdapter(Protocol):
@@ -100,6 +103,16 @@ class ChangeBudget:
             self._running -= 1
 
 
+_M = TypeVar("_M", bound=BaseModel)
+
+
+async def _asked(request: Request, model: type[_M]) -> _M:
+    body = await request.body()
+    if len(body) > _MOST_BYTES:
+        raise InvalidRequest(f"the body has {len(body)} bytes; a name and a path are at most {_MOST_BYTES}")
+    return parsed(model, json_object(body), {})
+
+
 def add_adapter_routes(
     app: FastAPI,
     check: Callable[[Request], Tenant | None],
@@ -112,7 +125,7 @@ def add_adapter_routes(
     async def load(request: Request) -> PlainTextResponse:
         """Load an adapter from the folder of adapters."""
         budget.admit(check(request), clock())
-        body = await read_model(request, LoadAdapter)
+        body = await _asked(request, LoadAdapter)
         with budget.running():
             await change(body.lora_name, body.lora_path, replace=body.load_inplace)
         return PlainTextResponse(f"adapter {body.lora_name} is loaded")
@@ -120,7 +133,7 @@ def add_adapter_routes(
     async def unload(request: Request) -> PlainTextResponse:
         """Unload an adapter: its requests that run end with it, new ones are refused."""
         budget.admit(check(request), clock())
-        body = await read_model(request, UnloadAdapter)
+        body = await _asked(request, UnloadAdapter)
         with budget.running():
             await change(body.lora_name, None)
         return PlainTextResponse(f"adapter {body.lora_name} is unloaded")

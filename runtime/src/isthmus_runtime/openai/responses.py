@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from ..errors import InvalidRequest, RequestError
 from ..request import GenerateRequest, TokenLogprobs
 from .output import Delta
-from .problems import fields_at, object_at
+from .problems import MAX_NAME, fields_at, object_at
 from .sse import Answer, Format, More, Usage
 from .tool_formats.base import ToolCall
 
@@ -31,6 +31,12 @@ _INCLUDED = ("reasoning.encrypted_content",)
 """What `include` may ask for: there is none of it."""
 _ITEM = ("type", "id", "status")
 """Fields of any item; the latter two say nothing to a server that keeps nothing."""
+MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
+"""Entries of `metadata`, and characters of their names and texts, as OpenAI has them."""
+MAX_USER = 512
+MAX_REPEATED = 1 << 20
+"""Most characters of a request that its answer repeats: it holds them as long as it streams, and a stream tells them
+three times."""
 
 
 class ResponsesRequest(BaseModel):
@@ -93,10 +99,27 @@ def as_chat(data: Mapping[str, Any]) -> dict[str, Any]:
         reasoning = fields_at(given.pop("reasoning"), "reasoning", ("effort",), neutral)
         if "effort" in reasoning:
             given["reasoning_effort"] = reasoning["effort"]
+    _check_hints(given)
     # The usage is always told.
     told = {"include_obfuscation": (False,), "include_usage": (True,)}
     fields_at(given.pop("stream_options", {}), "stream_options", (), told)
     return given
+
+
+def _check_hints(given: Mapping[str, Any]) -> None:
+    """What has no effect on the answer, but is repeated in it."""
+    metadata = object_at(given.get("metadata", {}), "metadata")
+    if len(metadata) > MAX_METADATA:
+        raise InvalidRequest(f"metadata: has more than {MAX_METADATA} entries", param="metadata")
+    for name, text in metadata.items():
+        if len(name) > MAX_METADATA_NAME or not isinstance(text, str) or len(text) > MAX_METADATA_TEXT:
+            raise InvalidRequest(
+                f"metadata.{name[:MAX_NAME]}: must be a text of at most {MAX_METADATA_TEXT} characters, with a name of "
+                f"at most {MAX_METADATA_NAME}",
+                param="metadata",
+            )
+    if len(_text(given.get("user", ""), "user")) > MAX_USER:
+        raise InvalidRequest(f"user: has more than {MAX_USER} characters", param="user")
 
 
 def _list(value: Any, name: str) -> list[Any]:
@@ -178,10 +201,10 @@ class ResponsesFormat(Format):
     """Answers of /v1/responses: one choice, whose reasoning, text and calls are items."""
 
     def __init__(self, *args: Any, asked: Mapping[str, Any], **kwargs: Any) -> None:
-        """`asked`: the body, of which the answer repeats some."""
+        """`asked`: the body, of which the answer repeats some. Raises InvalidRequest where that is too much."""
         super().__init__(*args, **kwargs)
         _, answer_id, created, model = args
-        self._about = {
+        about = {
             "id": answer_id,
             "object": "response",
             "created_at": created,
@@ -197,11 +220,21 @@ class ResponsesFormat(Format):
             "temperature": asked.get("temperature"),
             "text": asked.get("text") or {"format": {"type": "text"}},
             "tool_choice": asked.get("tool_choice") or "auto",
-            "tools": asked.get("tools") or [],
+            "tools": (asked.get("tools") or []) if asked.get("tool_choice") != "none" else [],
             "top_p": asked.get("top_p"),
             "truncation": "disabled",
             "user": asked.get("user"),
         }
+        written = {name: json.dumps(value) for name, value in about.items()}
+        if sum(map(len, written.values())) > MAX_REPEATED:
+            name = max(written, key=lambda name: len(written[name]))
+            raise InvalidRequest(
+                f"{name}: the answer repeats it, and at most {MAX_REPEATED} characters of a request; shorten it, or "
+                "use /v1/chat/completions",
+                param=name,
+            )
+        self._about = "{" + ", ".join(f'"{name}": {text}' for name, text in written.items())
+        """Text of a JSON object that goes on. As objects it would take many times as much."""
         self._number = 0
         self._items: list[dict[str, Any]] = []
         """Of a stream: the items so far; the last may be open."""
@@ -214,14 +247,14 @@ class ResponsesFormat(Format):
         items = [_reasoning(answer.reasoning)] if answer.reasoning else []
         items += [_message(answer.text)] if answer.text or not answer.calls else []
         items += [self._called(c) for c in answer.calls]
-        told = self._response(items, answer.finish_reason, usage) | self._with_ids(answer)
-        return json.dumps(told).encode()
+        _, told = self._response(items, answer.finish_reason, usage, answer)
+        return told.encode()
 
     def first(self, index: int, request: GenerateRequest, prompt_tokens: int) -> bytes:
         """The response, without output yet."""
         self._streamed.prompt.ids = request.prompt_token_ids
-        begun = self._response([], "", None)
-        return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        _, begun = self._response([], "", None)
+        return self._about_it("created", begun) + self._about_it("in_progress", begun)
 
     def delta(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs], more: More | None) -> bytes:
         """New text, reasoning or calls."""
@@ -244,8 +277,7 @@ class ResponsesFormat(Format):
 
     def end(self, usage: Usage, *, tell: bool) -> bytes:
         """The whole response."""
-        done = self._response(self._items, self._reason, usage) | self._with_ids(self._streamed)
-        return self._event(f"response.{done['status']}", response=done)
+        return self._about_it(*self._response(self._items, self._reason, usage, self._streamed))
 
     def error(self, error: RequestError) -> bytes:
         """What ends a stream that fails."""
@@ -259,7 +291,17 @@ class ResponsesFormat(Format):
         self._number += 1
         return f"event: {kind}\ndata: {data}\n\n".encode()
 
-    def _response(self, items: list[dict[str, Any]], reason: str, usage: Usage | None) -> dict[str, Any]:
+    def _about_it(self, what: str, response: str) -> bytes:
+        """The event of a response as a whole."""
+        kind = f"response.{what}"
+        head = f'{{"type": "{kind}", "sequence_number": {self._number}, "response": '
+        self._number += 1
+        return f"event: {kind}\ndata: {head}{response}}}\n\n".encode()
+
+    def _response(
+        self, items: list[dict[str, Any]], reason: str, usage: Usage | None, answer: Answer | None = None
+    ) -> tuple[str, str]:
+        """Its status, and the response as JSON."""
         status = "in_progress" if usage is None else "incomplete" if reason == "length" else "completed"
         told = (
             None
@@ -273,7 +315,10 @@ class ResponsesFormat(Format):
             }
         )
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return {**self._about, "status": status, "incomplete_details": why, "output": items, "usage": told}
+        rest = {"status": status, "incomplete_details": why, "output": items, "usage": told}
+        if answer is not None:
+            rest |= self._with_ids(answer)
+        return status, f"{self._about}, {json.dumps(rest)[1:]}"
 
     def _grow(self, kind: str, events: str, text: str) -> bytes:
         data = b""

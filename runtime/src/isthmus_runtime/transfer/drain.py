@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 from enum import StrEnum
-from urllib.parse import quote, urlsplit
+from urllib.parse import SplitResult, quote, urlsplit
 
 from pydantic import ValidationError
 
@@ -38,7 +38,7 @@ def ask_peer(
     A refused connection means that no process listens there any more; an answer with another epoch, that a new one
     does. Silence, an error status or nonsense prove nothing.
     """
-    parts = urlsplit(peer_url if "//" in peer_url else f"//{peer_url}")
+    parts = _split(peer_url)
     if not parts.hostname:
         return Answer.UNKNOWN
     connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
@@ -60,3 +60,12 @@ def ask_peer(
     if peer_epoch and answer.epoch != peer_epoch:
         return Answer.GONE
     return Answer.DRAINED if answer.attempt == attempt and answer.drained else Answer.UNKNOWN
+
+
+def host_of(peer_url: str) -> str:
+    """The peer's host; empty when the URL has none."""
+    return _split(peer_url).hostname or ""
+
+
+def _split(peer_url: str) -> SplitResult:
+    return urlsplit(peer_url if "//" in peer_url else f"//{peer_url}")
