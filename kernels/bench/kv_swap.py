@@ -13,20 +13,19 @@ import ctypes
 import itertools
 import json
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from beside_step import BYTES, DIRECTIONS, DecodeStep, plain_copies
 from torch import Tensor
 
 from isthmus_kernels import dispatch
-from isthmus_kernels.kv_swap.geometry import DIRECTIONS, Direction
+from isthmus_kernels.kv_swap.geometry import Direction
 from isthmus_kernels.kv_swap.swap import Done, KvSwap
 
-BYTES = 256 << 20
 GIB = 1 << 30
 _CYCLES = 8_000_000  # about 4 ms
 
@@ -311,7 +310,7 @@ def submission(report: Report, memory: Tensor, pinned: Tensor) -> None:
     pool = memory.view(-1)[: blocks * 64 * 16384].view(64, blocks, 16384).permute(1, 0, 2)
     host = pinned.view(-1)[: blocks * 64 * 16384].view(blocks, 64, 16384)
     ids = torch.randperm(blocks)[:1000].int()
-    forms = {**FORMS, ", kernels alone": {"rows_from": 1 << 60}}
+    forms: dict[str, dict[str, Any]] = {**FORMS, ", kernels alone": {"rows_from": 1 << 60}}
     for count, (form, options) in itertools.product((1, 1000), forms.items()):
         swap = dispatch.kv_swap(pool, host, **options)
         part = Buffers(pool=pool, host=host, pool_ids=ids[:count], host_ids=ids[:count].flip(0).contiguous())
@@ -328,99 +327,30 @@ def submission(report: Report, memory: Tensor, pinned: Tensor) -> None:
             report.add(f"{count} blocks x 32 layers of 16 KiB{form}", direction, times, part.nbytes, note)
 
 
-def decode_step() -> Callable[[], None]:
-    """A graph of the matrix products of 16 layers of Qwen3-8B at 64 rows, which read 6.2 GB of weights."""
-    shapes = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)]
-    weights = [[torch.randn(n, k, dtype=torch.bfloat16, device="cuda") for n, k in shapes] for _ in range(16)]
-    inputs = {k: torch.randn(64, k, dtype=torch.bfloat16, device="cuda") for _, k in shapes}
-
-    def step() -> None:
-        for layer in weights:
-            for weight in layer:
-                torch.nn.functional.linear(inputs[weight.shape[1]], weight)
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
-
-
-def step_times(step: Callable[[], None], count: int) -> Iterator[float]:
-    """Seconds of each of `count` steps, enqueued a few ahead as an engine does."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-    events[0].record()
-    for i in range(count):
-        step()
-        events[i + 1].record()
-        if i >= 3:
-            events[i - 3].synchronize()
-    events[-1].synchronize()
-    for a, b in itertools.pairwise(events):
-        yield a.elapsed_time(b) / 1e3
-
-
-class Feed:
-    """A thread that keeps a few swaps submitted, one after the other, beside whatever else is going on."""
-
-    def __init__(self, run: Callable[..., Done], buffers: Buffers) -> None:
-        self.completed = 0
-        begin = torch.cuda.Event()
-        begin.record()
-        begin.synchronize()
-        self._submit = lambda: run(buffers.pool_ids, buffers.host_ids, after=begin)
-        self._stop = threading.Event()
-        self._running = threading.Event()
-        self._thread = threading.Thread(target=self._feed)
-
-    def _feed(self) -> None:
-        dones: list[Done] = []
-        while not self._stop.is_set():
-            dones.append(self._submit())
-            if len(dones) > 2:
-                dones.pop(0).synchronize()
-                self.completed += 1
-                self._running.set()
-        for done in dones:
-            done.synchronize()
-
-    def __enter__(self) -> "Feed":
-        self._thread.start()
-        self._running.wait()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-
 def under_load(memory: Tensor, pinned: Tensor) -> list[dict[str, Any]]:
-    """How much a full-rate swap slows a decode step down, and what rate the swap keeps."""
-    step = decode_step()
-    list(step_times(step, 50))
-    results = []
+    """How much a full-rate swap slows a decode step down, what rate the swap keeps, and the same of plain copies."""
+    step = DecodeStep()
+    results = plain_copies(step, memory, pinned)
     forms = {**FORMS, ", kernels alone": {"spare_multiprocessors": False, "stage_bytes": 0}}
     for size, direction, (form, options) in itertools.product((4096, 16384, 2 << 20), DIRECTIONS, forms.items()):
         if options and size > 1 << 20:
             continue
         buffers = flat(size, memory, pinned) if size > 1 << 20 else layer_major(size, 32, memory, pinned)
         swap = dispatch.kv_swap(buffers.pool, buffers.host, **options)
-        alone = sorted(step_times(step, 150))
-        with Feed(swap.swap_in if direction == "in" else swap.swap_out, buffers) as feed:
-            before, begin = feed.completed, time.perf_counter()
-            loaded = sorted(step_times(step, 150))
-            during = (feed.completed - before) * buffers.nbytes / (time.perf_counter() - begin) / 1e9
-        p50, p99 = (loaded[int(len(loaded) * q)] / alone[int(len(alone) * q)] - 1 for q in (0.5, 0.99))
-        label = f"{size >> 10} KiB {direction}{form}"
-        print(
-            f"under load, {label:34} step {alone[75] * 1e3:.3f} ms, p50 {p50:+.1%}, p99 {p99:+.1%}, "
-            f"swap {during:.1f} GB/s",
-            flush=True,
-        )
-        results.append({"what": label, "p50": p50, "p99": p99, "gbps": during})
+        run = swap.swap_in if direction == "in" else swap.swap_out
+        begin = torch.cuda.Event()
+        begin.record()
+        begin.synchronize()
+
+        def submit(run: Callable[..., Done] = run, ids: Buffers = buffers, after: Done = begin) -> Done:
+            return run(ids.pool_ids, ids.host_ids, after=after)
+
+        results.append(step.beside(f"{size >> 10} KiB {direction}{form}", submit, buffers.nbytes))
         swap.close()
     return results
+
+
+SECTIONS = ("sizes", "orders", "both", "submission", "load")
 
 
 def main() -> None:
@@ -428,6 +358,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="write all numbers to this file")
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="which of them; default: all")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench-kernels: no CUDA device")
@@ -439,11 +370,18 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print("link: " + ", ".join(f"{name} {gbps:.1f} GB/s" for name, gbps in link.items()))
     report = Report(link)
-    sizes(report, memory, pinned, args.quick)
-    orders(report, memory, pinned)
-    both_ways(report, memory, pinned)
-    submission(report, memory, pinned)
-    load = under_load(memory, pinned)
+    sections = args.sections.split(",")
+    if unknown := set(sections) - set(SECTIONS):
+        raise SystemExit(f"bench-kernels: --sections: no section is called {', '.join(sorted(unknown))}")
+    if "sizes" in sections:
+        sizes(report, memory, pinned, args.quick)
+    if "orders" in sections:
+        orders(report, memory, pinned)
+    if "both" in sections:
+        both_ways(report, memory, pinned)
+    if "submission" in sections:
+        submission(report, memory, pinned)
+    load = under_load(memory, pinned) if "load" in sections else []
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump({"link": link, "rows": [asdict(row) for row in report.rows], "load": load}, file, indent=1)

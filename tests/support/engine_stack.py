@@ -27,7 +27,8 @@ from isthmus_runtime.engine.traces import StartTimes
 from isthmus_runtime.executor.fake import MAX_TOKEN_IDS, FakeExecutor
 from isthmus_runtime.interfaces.handoff import HandoffEvent, KvHandoff
 from isthmus_runtime.interfaces.steps import Executor
-from isthmus_runtime.kv.pool import BlockEvent, BlockPool
+from isthmus_runtime.kv.pool import BlockPool
+from isthmus_runtime.kv.prefix import BlockEvent
 from isthmus_runtime.protocol import KvInfo, TransferInfo
 
 Handoff = Callable[[Callable[[HandoffEvent], None]], KvHandoff]

@@ -20,6 +20,7 @@ struct FakeEvent {
 typedef FakeEvent *cudaEvent_t;
 struct FakeStream {
     std::deque<std::function<bool()>> work;  // false: it has to wait
+    bool captured = false;
 };
 typedef FakeStream *cudaStream_t;
 
@@ -27,6 +28,10 @@ inline std::recursive_mutex fake_mutex;
 #define ALONE const std::lock_guard<std::recursive_mutex> alone(fake_mutex)
 enum cudaStreamCaptureMode { cudaStreamCaptureModeRelaxed = 2 };
 inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode *) { return cudaSuccess; }
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone = 0, cudaStreamCaptureStatusActive = 1 };
+inline cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status) {
+    return *status = stream->captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone, cudaSuccess;
+}
 inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
 
 inline std::vector<FakeStream *> fake_streams;

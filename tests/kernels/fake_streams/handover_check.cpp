@@ -14,12 +14,13 @@ static int check_threads(unsigned seed) {
     fake_streams = {&caller, &last};
     std::vector<uint32_t> seen;
     std::atomic<int64_t> open_swaps = 0, most = 0, wrong = 0;
+    GiveWay way;
     {
         Handover handover;
-        CHECK(handover.open(0, [&](const Job &job) -> int64_t {
+        CHECK(handover.open(0, &way, [&](const Job &job) -> int64_t {
             most = std::max(most.load(), ++open_swaps);
             seen.push_back(job.ids.pool[0]);
-            TRY(cudaStreamWaitEvent(&last, job.begin, 0));
+            TRY(way.then(0, [&] { return cudaStreamWaitEvent(&last, job.begin, 0); }));
             {
                 ALONE;
                 last.work.push_back([&] { return open_swaps--, true; });
@@ -59,8 +60,9 @@ static int check_failure(bool here) {
     FakeStream caller, last;
     fake_streams = {&caller, &last};
     int submissions = 0;
+    GiveWay way;
     Handover handover;
-    CHECK(handover.open(0, [&](const Job &job) -> int64_t {
+    CHECK(handover.open(0, &way, [&](const Job &job) -> int64_t {
         if (++submissions == 3) return 7;
         TRY(cudaEventRecord(job.done, &last));
         return 0;
@@ -86,8 +88,9 @@ static int check_stop() {
     FakeStream caller, last;
     fake_streams = {&caller, &last};
     int submissions = 0;
+    GiveWay way;
     Handover handover;
-    CHECK(handover.open(0, [&](const Job &job) { return submissions++, int64_t(cudaEventRecord(job.done, &last)); }) == 0);
+    CHECK(handover.open(0, &way, [&](const Job &job) { return submissions++, int64_t(cudaEventRecord(job.done, &last)); }) == 0);
     int64_t turn = -1;
     for (int i = 0; i < 40; i++) CHECK(handover.give(&caller, false, [](Ids &) { return int64_t(0); }, &turn) == 0);
     handover.stop();
@@ -97,10 +100,41 @@ static int check_stop() {
     return 0;
 }
 
+// Goes on by a microsecond whenever it is read.
+struct Ticking {
+    using time_point = std::chrono::time_point<std::chrono::steady_clock>;
+    static inline int64_t reads = 0;
+    static time_point now() { return time_point(std::chrono::microseconds(++reads)); }
+};
+
+// Who has a short call to make waits for the long one that has begun, and a long one for short ones; neither for ever.
+static int check_give_way() {
+    GiveWayBy<Ticking> way;
+    const auto reads = [](auto call) {
+        const int64_t before = Ticking::reads;
+        call();
+        return Ticking::reads - before;
+    };
+    const auto nothing = [] { return 5; };
+    const auto short_call = [&] { return way.first(nothing); };
+    CHECK(way.first(nothing) == 5 && way.then(1, nothing) == 5);
+    CHECK(reads(short_call) == 2);  // one for each who could be at a long one
+    for (const int who : {0, 1}) {
+        int64_t waited = 0;
+        way.then(who, [&] { return waited = reads(short_call); });
+        CHECK(waited == (who ? 10 : 11));
+        CHECK(reads(short_call) == 2);
+        way.first([&] { return waited = reads([&] { way.then(who, nothing); }); });
+        CHECK(waited >= 50 && waited < 60);
+        CHECK(reads([&] { way.then(who, nothing); }) == 1);
+    }
+    return 0;
+}
+
 int main(int, char **argv) {
     const unsigned seed = unsigned(atoi(argv[1]));
     fake_random.seed(seed);
-    if (check_threads(seed) || check_failure(false) || check_failure(true) || check_stop()) return 1;
+    if (check_give_way() || check_threads(seed) || check_failure(false) || check_failure(true) || check_stop()) return 1;
     CHECK(fake_allocations == 0);
     return 0;
 }

@@ -135,6 +135,8 @@ static int check_world(int direction) {
     }
     const std::vector<int64_t> bad = {0, world.pool_blocks};
     CHECK(give(swap, direction, bad.data(), bad.data(), 2, &caller, &turn) == BAD_IDS);
+    caller.captured = true;
+    CHECK(give(swap, direction, bad.data(), bad.data(), 0, &caller, &turn) == CAPTURED);
     // Who waits on a stream finds the copies made.
     std::vector<char> seen;
     const std::vector<char> &target = direction == IN ? world.pool : world.host;

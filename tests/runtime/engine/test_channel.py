@@ -46,7 +46,7 @@ from isthmus_runtime.engine.seam import AdapterList, AdapterProblem, EngineFacts
 from isthmus_runtime.engine.sequence import SchedulerStats
 from isthmus_runtime.errors import Cancelled, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
 from isthmus_runtime.interfaces.handoff import HandoffStats
-from isthmus_runtime.kv.pool import PoolCounts
+from isthmus_runtime.kv.pool_records import PoolCounts
 from isthmus_runtime.protocol import CommitCall, KvInfo, PrefillAnswer, ReservedBlocks, Ticket, TransferInfo
 from isthmus_runtime.request import (
     AdapterName,

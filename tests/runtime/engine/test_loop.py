@@ -20,7 +20,7 @@ from isthmus_runtime.errors import EngineFailed, InvalidRequest, NeverFits
 from isthmus_runtime.executor.fake import FakeExecutor, expected_tokens
 from isthmus_runtime.interfaces.handoff import PromptResult
 from isthmus_runtime.interfaces.steps import StepOutput, StepPlan
-from isthmus_runtime.kv.pool import PoolCounts
+from isthmus_runtime.kv.pool_records import PoolCounts
 from isthmus_runtime.request import FinishReason, TokenChunk
 
 DEADLINE_S = 20

@@ -7,16 +7,9 @@ import pytest
 from isthmus_runtime.errors import IsthmusError
 from isthmus_runtime.kv.groups import GroupPlan
 from isthmus_runtime.kv.keys import block_hashes, pack_tokens
-from isthmus_runtime.kv.pool import (
-    BlockEvent,
-    BlockPool,
-    BlockRemoved,
-    BlockState,
-    BlockStored,
-    Evicted,
-    OutOfBlocks,
-    PoolError,
-)
+from isthmus_runtime.kv.pool import BlockPool
+from isthmus_runtime.kv.pool_records import BlockState, Evicted, OutOfBlocks, PoolError
+from isthmus_runtime.kv.prefix import BlockEvent, BlockRemoved, BlockStored
 
 TOKENS = list(range(64))
 HASHES = block_hashes(TOKENS, 4)
@@ -388,11 +381,11 @@ def test_check_notices_a_broken_pool() -> None:
             case "count":
                 pool._count[BlockState.OWNED] += 1
             case "listed twice":
-                pool._blank[0] = pool._blank[1]
+                pool._free._blank[0] = pool._free._blank[1]
             case "lost from the list":
-                pool._blank.pop()
+                pool._free._blank.pop()
             case "lost from the lru":
-                del pool._lru[blocks[0]]
+                del pool._free.cached[blocks[0]]
             case "hash":
                 pool._index._maps[0][HASHES[0]] = blocks[1]
             case "state":
@@ -420,7 +413,9 @@ def test_a_million_blocks() -> None:
 def test_token_ids_are_packed_only_to_be_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, _ = cached(9, 3)
     packed: list[int] = []
-    monkeypatch.setattr("isthmus_runtime.kv.pool.pack_tokens", lambda ids: packed.append(len(ids)) or pack_tokens(ids))
+    monkeypatch.setattr(
+        "isthmus_runtime.kv.prefix.pack_tokens", lambda ids: packed.append(len(ids)) or pack_tokens(ids)
+    )
     assert hit(pool, HASHES[4:], TOKENS) == [] and not packed
     assert len(hit(pool, HASHES, TOKENS)) == 3 and packed == [64]
 

@@ -7,7 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from isthmus_runtime.kv.pool import BlockPool, BlockState, OutOfBlocks, PoolError
+from isthmus_runtime.kv.pool import BlockPool
+from isthmus_runtime.kv.pool_records import BlockState, OutOfBlocks, PoolError
 
 NUM_BLOCKS = 7
 NUM_GROUPS = 2

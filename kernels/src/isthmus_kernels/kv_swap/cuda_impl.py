@@ -39,7 +39,7 @@ _ENTRIES: Mapping[str, tuple[Any, ...]] = {
     "failed": (_P, _N, _P),
 }
 
-_BAD_IDS, _NOT_PINNED, _OUT_OF_MEMORY, _NOT_YET, _NO_THREAD = -1, -2, -3, -4, -5
+_BAD_IDS, _NOT_PINNED, _OUT_OF_MEMORY, _NOT_YET, _NO_THREAD, _CAPTURED = -1, -2, -3, -4, -5, -6
 
 
 def kv_swap(
@@ -135,6 +135,7 @@ class CudaSwap(KvSwap):
         for name, takes in _ENTRIES.items():
             entry = getattr(lib, f"isthmus_kv_swap_{name}")
             entry.argtypes, entry.restype = takes, _N
+        self._give = lib.isthmus_kv_swap_submit
         config = array.array("q", [number for direction in DIRECTIONS for number in routes[direction].pack()])
         slots = []
         for direction in DIRECTIONS:
@@ -166,27 +167,28 @@ class CudaSwap(KvSwap):
 
     def _submit(self, direction: Direction, pool_ids: Ids, host_ids: Ids, after: Done | None) -> Done:
         assert self._finalizer.alive, "kv_swap: closed"
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("kv_swap: ids of a swap cannot change in a captured graph; capture a prepare()d one")
         pool_ids, host_ids = as_ids(pool_ids, host_ids)
-        if len(pool_ids) != len(host_ids):
+        count = pool_ids.numel()
+        if count != host_ids.numel():
             self._check(direction, pool_ids, host_ids)
         if after is None:
             # torch's object for a stream takes 3.5 us to make, a fifth of the submission of a block.
             before = torch._C._cuda_getCurrentRawStream(self._index)
         else:
+            if torch.cuda.is_current_stream_capturing():
+                _explain(_CAPTURED, "kv_swap")
             gate = self._gates[direction]
             after.wait(gate)
             before = gate.cuda_stream
         way = DIRECTIONS.index(direction)
         turn = ctypes.c_int64()
-        code = self._lib.isthmus_kv_swap_submit(
+        code = self._give(
             self._handle,
             way,
             pool_ids.data_ptr(),
             host_ids.data_ptr(),
-            pool_ids.element_size(),
-            len(pool_ids),
+            pool_ids.itemsize,
+            count,
             before,
             ctypes.byref(turn),
         )
@@ -219,7 +221,7 @@ class CudaSwap(KvSwap):
         self._finalizer()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen, it would take three times as long to make
 class _Turn:
     """`Done` of a swap that may still be on its way to the driver."""
 
@@ -287,6 +289,8 @@ def _explain(code: int, doing: str) -> None:
         raise MemoryError(f"{doing}: no host memory")
     if code == _NO_THREAD:
         raise RuntimeError(f"{doing}: the system gives this process no more threads")
+    if code == _CAPTURED:
+        raise RuntimeError("kv_swap: ids of a swap cannot change in a captured graph; capture a prepare()d one")
     cuda_library.check(code, doing)
     assert code == 0, f"{doing}: unknown code {code}"
 

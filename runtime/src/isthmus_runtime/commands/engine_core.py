@@ -34,7 +34,8 @@ from ..interfaces.steps import AdapterHolder, Executor, RowStart
 from ..kv.groups import LayerSpec
 from ..kv.keys import layout_digest, pool_name
 from ..kv.plan import KvPlan
-from ..kv.pool import BlockEvent, BlockPool
+from ..kv.pool import BlockPool
+from ..kv.prefix import BlockEvent
 from ..openai.tokenizer import Tokenizer
 from ..protocol import KV_ABI, KvInfo, TransferInfo
 from ..request import GENERATES, ServedTask

@@ -17,7 +17,7 @@ import msgspec
 
 from ..errors import EngineFailed, RequestError
 from ..interfaces.steps import RowStart
-from ..kv.pool import BlockStored
+from ..kv.prefix import BlockStored
 from ..threads import running_pool
 from .channel import (
     Abort,

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from itertools import islice
 
-from ..kv.pool import BlockEvent, BlockStored
+from ..kv.prefix import BlockEvent, BlockStored
 from ..protocol import KvEvents
 
 QUEUE_EVENTS = 1 << 17

@@ -25,7 +25,7 @@ from ..interfaces.handoff import (
 )
 from ..interfaces.steps import Adapter, AdapterHolder, Constraint, Executor, Masks, RowStart, StepOutput, StepPlan
 from ..interfaces.transport import CLOSE_S
-from ..kv.pool import PoolCounts
+from ..kv.pool_records import PoolCounts
 from ..protocol import CommitCall, Ticket
 from ..request import AdapterName, GenerateRequest
 from .draft_model import DraftModel

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import cast
 
 from ..errors import EngineFailed, EngineLost, InvalidRequest, Overloaded, RequestError
-from ..kv.pool import BlockEvent, BlockRemoved, BlockStored
+from ..kv.prefix import BlockEvent, BlockRemoved, BlockStored
 from ..protocol import CommitCall, Ticket
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from .channel import (

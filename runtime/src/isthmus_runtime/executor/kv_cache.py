@@ -12,10 +12,10 @@ from ..errors import ConfigError
 from ..interfaces.transport import KvRegion
 from ..kv.groups import LayerPlacement, LayerSpec, RankGroups
 from ..kv.plan import KvPlan
+from ..kv.pool_records import NULL_BLOCK
 from ..layers.batch import LayerKv
 from .device.base import KV_NAMES, Device
 
-NULL_BLOCK = 0
 # Of each block: a cache line, and what a DMA engine likes.
 _ALIGN = 64
 # Bytes of a scale.

@@ -13,77 +13,13 @@ so an error leaves the pool as it was.
 """
 
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from typing import NamedTuple
 
-from ..errors import IsthmusError
-from .groups import GroupPlan, agree_hit_length
-from .keys import pack_tokens
-from .prefix import BlockEvent as BlockEvent
-from .prefix import BlockRemoved as BlockRemoved
-from .prefix import BlockStored as BlockStored
-from .prefix import PrefixIndex
-
-NULL_BLOCK = 0
-
-
-class PoolError(IsthmusError):
-    """The caller broke a rule of ownership (double free, unknown id, write to visible bytes)."""
-
-
-class OutOfBlocks(PoolError):
-    """More blocks were asked for than are free or evictable. Nothing was allocated."""
-
-    def __init__(self, asked: int, free: int) -> None:
-        super().__init__(f"asked for {asked} KV blocks, {free} are free; check num_free before allocating")
-        self.asked = asked
-        self.free = free
-
-
-class BlockState(IntEnum):
-    """What a block is doing. Exactly one state at any time."""
-
-    FREE = 0
-    OWNED = 1
-    WRITING = 2
-    CACHED = 3
-    QUARANTINED = 4
-    NULL = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """A cached block that was taken for other use. Its bytes stay until whoever took it writes."""
-
-    block_id: int
-    block_hash: bytes
-    group: int
-
-
-class Allocation(NamedTuple):
-    """Blocks that were taken, and what they were in the prefix cache: a host tier may write that back first."""
-
-    blocks: list[int]
-    evicted: list[Evicted]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolCounts:
-    """Number of blocks in each state. ``total`` equals the size of the pool."""
-
-    free: int
-    owned: int
-    writing: int
-    cached: int
-    quarantined: int
-    null: int
-
-    @property
-    def total(self) -> int:
-        return self.free + self.owned + self.writing + self.cached + self.quarantined + self.null
+from .free_list import FreeList
+from .groups import GroupPlan
+from .pool_records import NULL_BLOCK, Allocation, BlockState, Evicted, OutOfBlocks, PoolCounts, PoolError
+from .prefix import BlockEvent, PrefixIndex
 
 
 class BlockPool:
@@ -122,12 +58,7 @@ class BlockPool:
         self._count = [0] * len(BlockState)
         self._count[BlockState.FREE] = num_blocks - 1
         self._count[BlockState.NULL] = 1
-        # The free list is one queue in three parts, in order of reuse: blocks without a hash (a stack: pushed and
-        # popped at the front), ids never used yet (an id counter, so that a huge pool costs nothing to make), and
-        # evictable blocks from least to most recently used (a linked hash map: removal from the middle is O(1)).
-        self._blank: list[int] = []
-        self._fresh = 1
-        self._lru: OrderedDict[int, None] = OrderedDict()
+        self._free = FreeList(num_blocks)
         self._index = PrefixIndex(num_groups, events)
         self._quarantined: set[int] = set()
         self._failed: set[int] = set()
@@ -161,7 +92,7 @@ class BlockPool:
 
     def evictable(self, block_ids: Iterable[int]) -> int:
         """How many distinct blocks of these sit in the free list, so that touching them shrinks ``num_free``."""
-        return sum(1 for block in set(block_ids) if block in self._lru)
+        return sum(1 for block in set(block_ids) if block in self._free.cached)
 
     @property
     def hash_collisions(self) -> int:
@@ -191,28 +122,7 @@ class BlockPool:
         Returns:
             (tokens, blocks per group). Positions that a sliding window no longer needs hold the null block.
         """
-        packed: bytes | None = None
-
-        def cached(group: int, index: int) -> bool:
-            nonlocal packed
-            if index >= len(hashes[group]):
-                return False
-            if packed is None and token_ids is not None and self._index.find(hashes[group][index], group) is not None:
-                packed = pack_tokens(token_ids)  # of a prompt of which nothing is known, nothing is compared
-            return self._index.match(hashes[group], index, group, packed) is not None
-
-        length = agree_hit_length(groups, cached, num_tokens)
-        tables: list[list[int]] = []
-        for number, group in enumerate(groups):
-            stop = length // group.block_size
-            start = stop - group.hit_run(stop)
-            table = [NULL_BLOCK] * start
-            for index in range(start, stop):
-                block = self._index.match(hashes[number], index, number, packed)
-                assert block is not None, f"agreed hit misses block {index} of group {number}"
-                table.append(block)
-            tables.append(table)
-        return length, tables
+        return self._index.longest_hit(groups, hashes, num_tokens, token_ids)
 
     def publish(self, block_id: int, block_hash: bytes, group: int = 0, *, token_ids: Sequence[int] | bytes) -> bool:
         """Make an owned, completely written block visible under its hash.
@@ -271,18 +181,8 @@ class BlockPool:
             raise PoolError(f"cannot allocate {n} blocks")
         if n > self.num_free:
             raise OutOfBlocks(n, self.num_free)
-        blocks: list[int] = []
-        blank = self._blank
-        while blank and len(blocks) < n:
-            blocks.append(blank.pop())
-        stop = min(self.num_blocks, self._fresh + n - len(blocks))
-        blocks.extend(range(self._fresh, stop))
-        self._fresh = stop
-        evicted: list[Evicted] = []
-        for _ in range(n - len(blocks)):
-            block, _none = self._lru.popitem(last=False)
-            evicted.append(Evicted(block, *self._index.remove(block)))
-            blocks.append(block)
+        blocks, cached = self._free.take(n)
+        evicted = [Evicted(block, *self._index.remove(block)) for block in cached]
         self.version += len(evicted)
         for block in blocks:
             self._refs[block] = 1
@@ -421,9 +321,9 @@ class BlockPool:
         """
         counts = self.counts()
         assert counts.total == self.num_blocks, f"states sum to {counts.total}, pool has {self.num_blocks}: {counts}"
-        listed = len(self._blank) + self.num_blocks - self._fresh
-        assert listed == counts.free, f"free list holds {listed}, {counts.free} blocks are FREE"
-        assert len(self._lru) == counts.cached, f"LRU holds {len(self._lru)}, {counts.cached} blocks are CACHED"
+        blank, lru = self._free.num_blank, len(self._free.cached)
+        assert blank == counts.free, f"free list holds {blank}, {counts.free} blocks are FREE"
+        assert lru == counts.cached, f"LRU holds {lru}, {counts.cached} blocks are CACHED"
         self._index.check()
         for block in range(self.num_blocks) if block_ids is None else block_ids:
             self._check_block(block)
@@ -431,11 +331,10 @@ class BlockPool:
             return
         recount = Counter(self._state)
         assert all(recount[state] == self._count[state] for state in BlockState), f"{counts} but states are {recount}"
-        assert len(set(self._blank)) == len(self._blank), f"block twice in the free list: {_repeated(self._blank)}"
-        for block in self._blank:
-            assert block < self._fresh, f"block {block} is both listed free and never used"
+        for block in self._free.check():
             assert self._state[block] == BlockState.FREE, f"block {block} is in the free list but not FREE"
-        assert set(self._lru) == {b for b in self._index if not self._held(b)}, "LRU differs from evictable blocks"
+        evictable = {block for block in self._index if not self._held(block)}
+        assert set(self._free.cached) == evictable, "LRU differs from evictable blocks"
 
     def _check_block(self, block: int) -> None:
         self._known(block)
@@ -443,13 +342,13 @@ class BlockPool:
         assert min(holds) >= 0, f"block {block} has a negative hold: {holds}"
         derived = self._derive(block)
         assert self._state[block] == derived, f"block {block} is {self._state[block]}, its holds say {derived.name}"
-        if block >= self._fresh:
+        if self._free.never_given(block):
             assert derived is BlockState.FREE, f"block {block} was never given out but is {derived.name}"
         key = self._index.key_of(block)
         if key is not None:
             assert self._index.find(*key) == block, f"block {block} is not under its hash"
             assert self._writers[block] == 0, f"block {block} is visible while it is written"
-        assert (block in self._lru) == (derived is BlockState.CACHED), f"block {block}: LRU and state disagree"
+        assert (block in self._free.cached) == (derived is BlockState.CACHED), f"block {block}: LRU and state disagree"
 
     # ---- internals -----------------------------------------------------------------------------------------------
 
@@ -485,13 +384,13 @@ class BlockPool:
         self._count[new] += 1
         if old == BlockState.CACHED:
             self.version += 1
-            del self._lru[block]
+            self._free.keep(block)
         if new is BlockState.FREE:
             self._failed.discard(block)
-            self._blank.append(block)
+            self._free.give(block)
         elif new is BlockState.CACHED:
             self.version += 1
-            self._lru[block] = None
+            self._free.give_cached(block)
 
     def _check_holds(
         self, block_ids: Sequence[int], holds: Sequence[int], what: str, *, skip_null: bool = False

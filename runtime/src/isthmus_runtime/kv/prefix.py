@@ -4,7 +4,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from .groups import GroupPlan, agree_hit_length
 from .keys import pack_tokens
+from .pool_records import NULL_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,37 @@ class PrefixIndex:
             self.collisions += 1
             return None
         return block
+
+    def longest_hit(
+        self,
+        groups: Sequence[GroupPlan],
+        hashes: Sequence[Sequence[bytes]],
+        num_tokens: int,
+        token_ids: Sequence[int] | bytes | None,
+    ) -> tuple[int, list[list[int]]]:
+        """As `BlockPool.lookup_groups`."""
+        packed: bytes | None = None
+
+        def cached(group: int, index: int) -> bool:
+            nonlocal packed
+            if index >= len(hashes[group]):
+                return False
+            if packed is None and token_ids is not None and self.find(hashes[group][index], group) is not None:
+                packed = pack_tokens(token_ids)  # of a prompt of which nothing is known, nothing is compared
+            return self.match(hashes[group], index, group, packed) is not None
+
+        length = agree_hit_length(groups, cached, num_tokens)
+        tables: list[list[int]] = []
+        for number, group in enumerate(groups):
+            stop = length // group.block_size
+            start = stop - group.hit_run(stop)
+            table = [NULL_BLOCK] * start
+            for index in range(start, stop):
+                block = self.match(hashes[number], index, number, packed)
+                assert block is not None, f"agreed hit misses block {index} of group {number}"
+                table.append(block)
+            tables.append(table)
+        return length, tables
 
     def add(self, block: int, block_hash: bytes, group: int, token_ids: Sequence[int] | bytes) -> bool:
         """Make a block visible unless another block is visible under this hash; says whether it did."""

@@ -9,7 +9,7 @@ from ..engine.sequence import Kind, Phase
 from ..executor.fake import entry_bytes
 from ..interfaces.transport import Piece
 from ..kv.keys import ExtraKeys, block_hashes
-from ..kv.pool import BlockState
+from ..kv.pool_records import BlockState
 from ..kv.prefix import BlockStored
 from ..transfer.leg import RELEASE_BOUND_S
 from .clock import Violation

@@ -3,6 +3,8 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -18,6 +20,46 @@ enum { NOT_YET = -4 };
 
 // Swaps whose copies have not all ended, at most: who gives one more waits for the oldest.
 constexpr int64_t kSwapsInFlight = 64;
+
+// The driver has one lock for most of its calls, and gives it to whoever comes: a thread that makes one call after the
+// other keeps it from who waits. So a thread with many calls to make asks here before each, and lets short ones go
+// first. Nothing depends on it but time: every wait ends by the clock, too.
+template <class Clock>
+class GiveWayBy {
+  public:
+    // Makes a short call, after the long ones that have begun.
+    template <class Call>
+    auto first(Call call) {
+        waiting_++;
+        for (const std::atomic<int64_t> &until : until_)
+            while (now() < until) std::this_thread::yield();
+        const auto result = call();
+        waiting_--;
+        return result;
+    }
+    // Makes one of many calls; `who` is 0 or 1, and has a thread of its own.
+    template <class Call>
+    auto then(int who, Call call) {
+        // First the own mark, so that of two who come at once one at least sees the other.
+        until_[who] = now() + kBatch;
+        if (waiting_) {
+            until_[who] = 0;
+            for (const int64_t most = now() + kPatience; waiting_ && now() < most;) std::this_thread::yield();
+            until_[who] = now() + kBatch;
+        }
+        const auto result = call();
+        until_[who] = 0;
+        return result;
+    }
+
+  private:
+    // Nanoseconds. What takes longer than a batch takes waits for the device, perhaps without the lock.
+    static constexpr int64_t kBatch = 10'000, kPatience = 50'000;
+    static int64_t now() { return Clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
+    std::atomic<int> waiting_{0};
+    std::atomic<int64_t> until_[2] = {};  // when the long call of each is late; 0: it makes none
+};
+using GiveWay = GiveWayBy<std::chrono::steady_clock>;
 
 struct Ids {
     std::vector<uint32_t> pool, host;
@@ -43,8 +85,10 @@ class Handover {
         }
     }
 
-    int64_t open(int device, Submit submit) {
+    // `way` outlives the thread.
+    int64_t open(int device, GiveWay *way, Submit submit) {
         submit_ = std::move(submit);
+        way_ = way;
         spare_.reserve(kSwapsInFlight + 1);
         for (Job &job : jobs_) {
             TRY(cudaEventCreateWithFlags(&job.begin, cudaEventDisableTiming));
@@ -83,7 +127,7 @@ class Handover {
             if (!spare_.empty()) job.ids = std::move(spare_.back()), spare_.pop_back();
         }
         if (const int64_t code = fill(job.ids)) return code;
-        TRY(cudaEventRecord(job.begin, after));
+        TRY(way_->first([&] { return cudaEventRecord(job.begin, after); }));
         std::unique_lock<std::mutex> lock(mutex_);
         *turn = mine;
         if (here && submitted_ == mine) {
@@ -172,6 +216,7 @@ class Handover {
     cudaEvent_t event(int64_t turn) const { return jobs_[turn % kSwapsInFlight].done; }
 
     Submit submit_;
+    GiveWay *way_ = nullptr;
     Job jobs_[kSwapsInFlight];
     std::vector<Ids> spare_;  // of jobs that are submitted
     std::mutex giving_;  // by who gives, for as long as that takes

@@ -26,7 +26,7 @@ struct SwapLaunch {
     int32_t pace;        // picoseconds that a warp lets pass for each byte, 0: none
 };
 
-enum { BAD_IDS = -1, NOT_PINNED = -2, OUT_OF_MEMORY = -3, NO_THREAD = -5 };
+enum { BAD_IDS = -1, NOT_PINNED = -2, OUT_OF_MEMORY = -3, NO_THREAD = -5, CAPTURED = -6 };
 enum { IN = 0, OUT = 1 };
 
 // How one direction runs (geometry.Route, in its order).
@@ -109,6 +109,7 @@ struct Streams {
 struct Swap {
     Config config;
     char *host_on_device;
+    GiveWay way;
     Lane lanes[2];
 };
 
@@ -148,28 +149,32 @@ inline int64_t submit_kernels(const Swap &swap, Lane &lane, int direction, cudaS
 // In batches of some megabytes: the driver starts a batch when it has written all of it, so that one batch is copied
 // while the next is written.
 constexpr size_t kBatchBytes = 8 << 20;
-// Of rows, which take the driver longer, less: who records an event meanwhile waits for the driver.
+// Of rows, which take the driver longer, less: who records an event meanwhile waits for a batch.
 constexpr size_t kMatrixBytes = 2 << 20;
 
-inline int64_t submit_engine(Lane &lane, cudaStream_t stream) {
+inline int64_t submit_engine(Swap &swap, Lane &lane, int direction, cudaStream_t stream) {
     cudaMemcpyAttributes attributes = {};
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
     attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
     size_t first = 0;
     for (size_t begin = 0, end = 0; begin < lane.sizes.size(); begin = end) {
         for (size_t bytes = 0; end < lane.sizes.size() && bytes < kBatchBytes; end++) bytes += lane.sizes[end];
-        TRY(cudaMemcpyBatchAsync(lane.to.data() + begin, lane.from.data() + begin, lane.sizes.data() + begin,
-                                 end - begin, &attributes, &first, 1, stream));
+        TRY(swap.way.then(direction, [&] {
+            return cudaMemcpyBatchAsync(lane.to.data() + begin, lane.from.data() + begin, lane.sizes.data() + begin,
+                                        end - begin, &attributes, &first, 1, stream);
+        }));
     }
     lane.to.clear(), lane.from.clear(), lane.sizes.clear();
     return 0;
 }
 
-inline int64_t submit_matrices(Lane &lane, cudaStream_t stream) {
+inline int64_t submit_matrices(Swap &swap, Lane &lane, int direction, cudaStream_t stream) {
     const size_t count = lane.matrices.size(), bytes = size_t(block_bytes(lane.uncut));
     const size_t batch = std::max<size_t>(1, kMatrixBytes / bytes);
     for (size_t begin = 0; begin < count; begin += batch)
-        TRY(cudaMemcpy3DBatchAsync(std::min(batch, count - begin), lane.matrices.data() + begin, 0, stream));
+        TRY(swap.way.then(direction, [&] {
+            return cudaMemcpy3DBatchAsync(std::min(batch, count - begin), lane.matrices.data() + begin, 0, stream);
+        }));
     lane.matrices.clear();
     return 0;
 }
@@ -244,7 +249,7 @@ inline void add_chunk(const Swap &swap, Lane &lane, int direction, int64_t begin
 
 // Moves the lane's pairs through staging, a chunk at a time: while one is on the link, the one beside it is on its way
 // between slot and pool.
-inline int64_t submit_staged(const Swap &swap, Lane &lane, int direction, Streams streams) {
+inline int64_t submit_staged(Swap &swap, Lane &lane, int direction, Streams streams) {
     const Stage &stage = swap.config.stages[direction];
     const int64_t bytes = block_bytes(lane.uncut), count = int64_t(lane.pool.size());
     const cudaStream_t kernels = direction == IN ? streams.last : streams.first;
@@ -260,15 +265,18 @@ inline int64_t submit_staged(const Swap &swap, Lane &lane, int direction, Stream
             const Slots::Slot slot = lane.slots.next();
             char *memory = (char *)stage.memory + slot.index * stage.slot_blocks * bytes;
             add_chunk(swap, lane, direction, begin, end, memory, page);
+            const auto in_turn = [&](auto call) { return swap.way.then(direction, call); };
             const auto kernel = [&] {
-                return launch(swap, direction, stage.route, memory, page, end - begin, kernels);
+                return in_turn(
+                    [&] { return launch(swap, direction, stage.route, memory, page, end - begin, kernels); });
             };
-            TRY(cudaStreamWaitEvent(streams.first, slot.freed, 0));
-            if (const int64_t code = direction == IN ? submit_engine(lane, streams.first) : kernel()) return code;
-            TRY(cudaEventRecord(slot.filled, streams.first));
-            TRY(cudaStreamWaitEvent(streams.last, slot.filled, 0));
-            if (const int64_t code = direction == IN ? kernel() : submit_engine(lane, streams.last)) return code;
-            TRY(cudaEventRecord(slot.freed, streams.last));
+            const auto engine = [&](cudaStream_t stream) { return submit_engine(swap, lane, direction, stream); };
+            TRY(in_turn([&] { return cudaStreamWaitEvent(streams.first, slot.freed, 0); }));
+            if (const int64_t code = direction == IN ? engine(streams.first) : kernel()) return code;
+            TRY(in_turn([&] { return cudaEventRecord(slot.filled, streams.first); }));
+            TRY(in_turn([&] { return cudaStreamWaitEvent(streams.last, slot.filled, 0); }));
+            if (const int64_t code = direction == IN ? kernel() : engine(streams.last)) return code;
+            TRY(in_turn([&] { return cudaEventRecord(slot.freed, streams.last); }));
             page = (Page *)((char *)page + Page::bytes(end - begin));
             begin = end;
         }
@@ -278,7 +286,7 @@ inline int64_t submit_staged(const Swap &swap, Lane &lane, int direction, Stream
 }
 
 // Sends runs and rows that are long enough to the copy engine, and all else through staging or to the kernels.
-inline int64_t divide(const Swap &swap, Lane &lane, int direction, const Job &job, Streams streams) {
+inline int64_t divide(Swap &swap, Lane &lane, int direction, const Job &job, Streams streams) {
     const uint32_t *const pool = job.ids.pool.data(), *const host = job.ids.host.data();
     const int64_t count = int64_t(job.ids.pool.size());
     const SwapShape &shape = lane.uncut;
@@ -288,7 +296,10 @@ inline int64_t divide(const Swap &swap, Lane &lane, int direction, const Job &jo
     lane.to.clear(), lane.from.clear(), lane.sizes.clear(), lane.matrices.clear();
     const bool whole = kv_swap_whole(shape);
     const bool matrices = shape.fragment >= swap.config.rows_from && is_matrix(shape);
-    for (int64_t i = 0; i < count;) {
+    // Nothing for the copy engine: no look at each pair, which would take most of a submission's time.
+    const bool pairs_alone = !whole && !matrices && shape.fragment < engine_from;
+    if (pairs_alone) lane.pool.assign(pool, pool + count), lane.host.assign(host, host + count);
+    for (int64_t i = 0; i < count && !pairs_alone;) {
         const SwapRun run = whole ? kv_swap_run(pool, host, i, count) : SwapRun{1, i};
         if (whole && run.length * shape.fragment >= engine_from) {
             add_engine_copy(lane, direction, to_pool + kv_swap_offset(pool[run.low], shape.pool_block),
@@ -313,8 +324,8 @@ inline int64_t divide(const Swap &swap, Lane &lane, int direction, const Job &jo
             }
         }
     }
-    if (const int64_t code = submit_engine(lane, streams.last)) return code;
-    if (const int64_t code = submit_matrices(lane, streams.last)) return code;
+    if (const int64_t code = submit_engine(swap, lane, direction, streams.last)) return code;
+    if (const int64_t code = submit_matrices(swap, lane, direction, streams.last)) return code;
     if (staged(swap, lane, direction)) return submit_staged(swap, lane, direction, streams);
     return submit_kernels(swap, lane, direction, streams.last);
 }
@@ -353,7 +364,7 @@ inline int64_t open(Swap &swap) {
                                            to_blocks))
             return code;
         const auto submits = [&swap, direction](const Job &job) { return submit(swap, direction, job); };
-        if (const int64_t code = lane.handover.open(int(config.device), submits)) return code;
+        if (const int64_t code = lane.handover.open(int(config.device), &swap.way, submits)) return code;
     }
     return 0;
 }
@@ -362,6 +373,9 @@ inline int64_t open(Swap &swap) {
 template <class Id>
 int64_t give(Swap &swap, int direction, const Id *pool, const Id *host, int64_t count, cudaStream_t after,
              int64_t *turn) {
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    TRY(cudaStreamIsCapturing(after, &capture));
+    if (capture != cudaStreamCaptureStatusNone) return CAPTURED;
     const auto fill = [&](Ids &ids) -> int64_t {
         if (!good(swap, direction, pool, host, count)) return BAD_IDS;
         ids.pool.assign(pool, pool + count), ids.host.assign(host, host + count);
