@@ -87,10 +87,11 @@ class Bench:
         self, loaded: LoadedModel, *, scheduler: SchedulerConfig, kv: KvConfig, prefix_caching: bool = False
     ) -> None:
         specs = loaded.layer_specs(kv.block_size, kv.dtype)
+        beside = loaded.draw_bytes(scheduler)
         self.plan = plan(
             KvPlanInput(
                 ranks=(specs,),
-                available_bytes=(kv.memory_bytes or loaded.device.kv_bytes(kv.memory_fraction),),
+                available_bytes=(kv.memory_bytes or loaded.device.kv_bytes(kv.memory_fraction, beside),),
                 max_model_len=scheduler.max_model_len or loaded.spec.max_position,
                 auto_fit=True,
                 max_num_batched_tokens=scheduler.max_batched_tokens,
@@ -98,6 +99,11 @@ class Bench:
             )
         )
         self.executor = TorchExecutor(loaded, self.plan, scheduler, kv)
+        self.overdrawn = 0
+        """Bytes of the device that are taken beyond the fraction."""
+        if kv.memory_bytes is None:
+            # Of an engine that serves, the pool would be made smaller then (`commands.ranks.with_pool`).
+            self.overdrawn = loaded.device.overdrawn(kv.memory_fraction)
         groups = len(self.plan.groups)
         pool = BlockPool(self.plan.num_blocks, num_groups=groups, prefix_caching=prefix_caching)
         planner = Scheduler(scheduler, self.plan, pool)

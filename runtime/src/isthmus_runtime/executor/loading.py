@@ -76,6 +76,12 @@ class LoadedModel:
         if reasons:
             raise ConfigError(f"--kv-dtype fp8: {'; '.join(reasons)}; use auto (engine.kvCache.dtype)")
 
+    def draw_bytes(self, scheduler: SchedulerConfig) -> int:
+        """About what the largest draw takes beside the pool: logits of all rows and, with filters, a score and a token
+        for each of them."""
+        rows = min(scheduler.max_num_seqs, scheduler.max_batched_tokens)
+        return 3 * torch.float32.itemsize * rows * self.spec.vocab_size
+
     def layer_specs(self, block_size: int, kv_dtype: str) -> tuple[LayerSpec, ...]:
         """What `kv.plan` needs to know about the layers of one rank."""
         return self.spec.layer_specs(block_size, KV_NAMES[self.kv_dtype(kv_dtype)], self.shard.size)

@@ -229,7 +229,7 @@ class TorchExecutor:
                 adapters=loaded.adapters is not None,
                 pooling=loaded.pooling,
             )
-            warm_up = _warm_up_plans(scheduler_cfg.max_batched_tokens, kv_plan, bool(graphs.sizes))
+            warm_up = _warm_up_plans(scheduler_cfg, kv_plan, bool(graphs.sizes))
             self.runner = ModelRunner(loaded, self._kv, batch, graphs, warm_up)
             """What its steps do; benchmarks time it."""
             self._steps = StepPipeline(device, self.runner, batch.slots)
@@ -257,31 +257,40 @@ class TorchExecutor:
         self._kv.free()
 
 
-def _warm_up_plans(max_tokens: int, kv_plan: KvPlan, compiles: bool) -> tuple[StepPlan, ...]:
-    """Steps on row 0 whose table is all null: nothing is written, every kernel is chosen and bound, and the scratch of
+def _warm_up_plans(scheduler: SchedulerConfig, kv_plan: KvPlan, compiles: bool) -> tuple[StepPlan, ...]:
+    """Steps on rows whose tables are all null: nothing is written, every kernel is chosen and bound, and the scratch of
     a typical step is committed. Where kernels are compiled at their first use (`compiles`), also the largest step, and
-    the filters that requests use most: nobody's stream shall stand still for them later."""
-    most = min(max_tokens, kv_plan.max_model_len)
+    the filters that requests use most: nobody's stream shall stand still for them later. In the end all rows draw with
+    them: the memory that this takes is taken, and seen, before anything is served."""
+    most = min(scheduler.max_batched_tokens, kv_plan.max_model_len)
+    rows = min(scheduler.max_batched_tokens, scheduler.max_num_seqs)
     drawn = SamplingParams(max_tokens=1, temperature=1.0)
-    steps = [(min(most, 64), drawn)]
+    steps = [(1, min(most, 64), drawn)]
     if compiles:
-        steps += [(most, drawn), (1, replace(drawn, top_p=0.9)), (1, replace(drawn, top_k=40, top_p=0.9))]
+        both = replace(drawn, top_k=40, top_p=0.9)
+        steps += [
+            (1, most, drawn),
+            (1, 1, replace(drawn, top_p=0.9)),
+            (1, 1, both),
+            (rows, 1, replace(both, logprobs=20)),
+        ]
     return tuple(
         StepPlan(
             step=-1,
-            starts=(
+            starts=tuple(
                 RowStart(
-                    row=0,
+                    row=row,
                     request_id="warm-up",
                     token_ids=[0] * count,
                     prompt_len=count,
                     block_ids=((),) * len(kv_plan.groups),
                     sampling=sampling,
-                ),
+                )
+                for row in range(rows)
             ),
             grown=(),
-            chunks=(Chunk(0, 0, count, draws=1),),
-            num_tokens=count,
+            chunks=tuple(Chunk(row, 0, count, draws=1) for row in range(rows)),
+            num_tokens=rows * count,
         )
-        for count, sampling in steps
+        for rows, count, sampling in steps
     )
