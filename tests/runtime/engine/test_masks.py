@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from engine_stack import engine
 from engine_world import request
 
+from isthmus_runtime.engine import masks as module
 from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.masks import MaskThread
 from isthmus_runtime.errors import EngineFailed, InvalidRequest
@@ -113,6 +115,65 @@ def test_a_late_mask_comes_once_its_token_was_seen() -> None:
                 masks.allowed([7, 9])
     finally:
         rule.gate.set()
+        thread.stop(DEADLINE_S)
+
+
+class Costs:
+    """Uses 20 ms of processor time for a mask if it is told to, and says when it was asked."""
+
+    def __init__(self, name: str, order: list[str], much: bool = False) -> None:
+        self.name, self.order, self.much = name, order, much
+
+    def allowed(self, generated: Sequence[int]) -> bytes:
+        self.order.append(self.name)
+        began = time.thread_time()
+        while self.much and time.thread_time() < began + 0.02:
+            pass
+        return ODD
+
+    def forced(self, generated: Sequence[int], most: int) -> Forced:
+        return Forced()
+
+
+def test_requests_whose_masks_cost_little_do_not_wait_for_costly_ones() -> None:
+    order: list[str] = []
+    gate = Rule()
+    thread = MaskThread(lambda: None)
+    thread.start()
+    try:
+        costly, cheap, late = (
+            thread.beside(Costs(name, order, name == "costly")) for name in ("costly", "cheap", "late")
+        )
+        first = costly.late(0)
+        costly.allowed([])
+        assert first.wait(DEADLINE_S) == ODD
+        held = thread.beside(gate)
+        held.allowed([1, 2])  # the thread is busy until the gate opens
+        last = costly.late(1)
+        costly.allowed([1])
+        cheap.allowed([])
+        late.allowed([])
+        gate.gate.set()
+        assert last.wait(DEADLINE_S) == ODD
+        assert order == ["costly", "cheap", "late", "costly"]
+    finally:
+        gate.gate.set()
+        thread.stop(DEADLINE_S)
+
+
+def test_a_request_whose_masks_took_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_MASKS_S", 0.01)
+    thread = MaskThread(lambda: None)
+    thread.start()
+    try:
+        masks = thread.beside(Costs("costly", [], True))
+        for count, answer in ((0, ODD), (1, Later.MASK)):
+            job = masks.late(count)
+            masks.allowed([7] * count)
+            assert job.wait(DEADLINE_S) is answer or count == 0
+        with pytest.raises(InvalidRequest, match=r"after 1 tokens: its masks have taken 0\.\d s .*simplify"):
+            masks.allowed([7])
+    finally:
         thread.stop(DEADLINE_S)
 
 

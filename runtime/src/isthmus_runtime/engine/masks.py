@@ -3,17 +3,20 @@
 The engine thread asks for a mask as soon as it has seen the token before it. The row is in a step by then, planned with
 all others, and the executor waits for the mask when it is about to draw (ADR 35). A grammar that is slow delays the
 others by the executor's patience now and then: a row that missed a draw is planned after its masks for a while.
+
+Whose masks took least until now is served first, so that costly grammars wait for cheap ones and not the other way
+round; and a request may use no more than a bounded time, which ends those that never would.
 """
 
 from __future__ import annotations
 
+import heapq
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-from ..errors import EngineFailed, RequestError
+from ..errors import EngineFailed, InvalidRequest, RequestError
 from ..interfaces.steps import Constraint, Forced, LateMask, Later, Masks
 
 log = logging.getLogger(__name__)
@@ -22,15 +25,49 @@ _PATIENCE_S = 0.005
 """Rows whose masks are ready wait this long for those of others, so that they run in one step."""
 _SEEN_S = 60.0
 """Longest wait for a token that an earlier step draws. Only a stopped engine thread exceeds it."""
+MOST_MASKS_S = 10.0
+"""Processor time that one request's masks may take: 50 microseconds each are usual."""
+
+
+class _Counted:
+    """A request's constraint, and the processor time that its masks have taken. Only the thread of masks counts it."""
+
+    __slots__ = ("constraint", "used_s")
+
+    def __init__(self, constraint: Constraint) -> None:
+        self.constraint = constraint
+        self.used_s = 0.0
+
+    def answer(self, job: _Job) -> bytes | RequestError | None:
+        """The mask of `job`, or why there is none. Finds its forced tokens too."""
+        if self.used_s > MOST_MASKS_S:
+            return InvalidRequest(
+                f"structure: structured output ended after {job.count} tokens: its masks have taken "
+                f"{self.used_s:.1f} s of computing, at most {MOST_MASKS_S:g} are allowed; simplify the grammar",
+                param="structure",
+            )
+        assert job.generated is not None
+        began = time.thread_time()
+        try:
+            answer = self.constraint.allowed(job.generated)
+            job.forced = self.constraint.forced(job.generated, job.most)
+            return answer
+        except RequestError as error:
+            return error
+        except BaseException as error:  # one request ends, the thread goes on; Rust's panics are no Exception
+            log.exception("a mask of structured output failed")
+            return EngineFailed(f"structured output failed: {error}")
+        finally:
+            self.used_s += time.thread_time() - began
 
 
 class _Job:
     """One mask: asked for, then answered once. `LateMask` for the executor."""
 
-    __slots__ = ("_changed", "answer", "answered", "constraint", "count", "forced", "generated", "most")
+    __slots__ = ("_changed", "answer", "answered", "count", "forced", "generated", "most", "request")
 
-    def __init__(self, constraint: Constraint, count: int, changed: threading.Condition) -> None:
-        self.constraint = constraint
+    def __init__(self, request: _Counted, count: int, changed: threading.Condition) -> None:
+        self.request = request
         self.count = count
         self.generated: tuple[int, ...] | None = None
         """None: not all tokens were seen."""
@@ -61,12 +98,15 @@ class _Job:
 
 
 class MaskThread:
-    """Computes masks in the order they were asked for."""
+    """Computes masks, of the request that has used least first."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         """`wake` is called, on this thread, when masks that were asked for are ready."""
         self._wake = wake
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: list[tuple[float, int, _Job]] = []
+        """A heap: seconds used by the request when it asked, how many had asked before, what it asks."""
+        self._asking = threading.Condition()
+        self._ending = False
         self._changed = threading.Condition()
         self._asked = self._answered = 0
         self._thread = threading.Thread(target=self._run, name="masks", daemon=True)
@@ -77,7 +117,9 @@ class MaskThread:
 
     def stop(self, timeout_s: float) -> None:
         """End the thread after the mask that it computes."""
-        self._jobs.put(None)
+        with self._asking:
+            self._ending = True
+            self._asking.notify()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
@@ -92,29 +134,28 @@ class MaskThread:
 
     def _ask(self, job: _Job) -> None:
         self._asked += 1
-        self._jobs.put(job)
+        with self._asking:
+            heapq.heappush(self._jobs, (job.request.used_s, self._asked, job))
+            self._asking.notify()
+
+    def _next(self, wait: bool) -> _Job | None:
+        """The next job; None when it is to end or, without `wait`, when there is none."""
+        with self._asking:
+            if wait:
+                self._asking.wait_for(lambda: self._jobs or self._ending)
+            return None if self._ending or not self._jobs else heapq.heappop(self._jobs)[2]
 
     def _run(self) -> None:
         unsaid, since = False, 0.0
         while True:
-            try:
-                job = self._jobs.get_nowait() if unsaid else self._jobs.get()
-            except queue.Empty:
+            job = self._next(wait=not unsaid)
+            if job is None:
+                if self._ending:
+                    return
                 self._wake()
                 unsaid = False
                 continue
-            if job is None:
-                return
-            assert job.generated is not None
-            try:
-                answer: bytes | RequestError | None = job.constraint.allowed(job.generated)
-                job.forced = job.constraint.forced(job.generated, job.most)
-            except RequestError as error:
-                answer = error
-            except BaseException as error:  # one request ends, the thread goes on; Rust's panics are no Exception
-                log.exception("a mask of structured output failed")
-                answer = EngineFailed(f"structured output failed: {error}")
-            job.finish(answer)
+            job.finish(job.request.answer(job))
             self._answered += 1
             if not unsaid:
                 unsaid, since = True, time.monotonic()
@@ -127,7 +168,7 @@ class _Beside:
     """One request's masks: asks another thread, and says `Later` meanwhile."""
 
     def __init__(self, constraint: Constraint, submit: Callable[[_Job], None], changed: threading.Condition) -> None:
-        self._constraint = constraint
+        self._request = _Counted(constraint)
         self._submit = submit
         self._changed = changed
         self._job: _Job | None = None
@@ -167,4 +208,4 @@ class _Beside:
             self._late = None
 
     def _new(self, count: int) -> _Job:
-        return _Job(self._constraint, count, self._changed)
+        return _Job(self._request, count, self._changed)

@@ -30,7 +30,9 @@ _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     # The same for one token; the parser's part of it.
     step_lexer_fuel=200_000,
-    step_max_items=50_000,
+    # A tenth of a second of it at most, for which all other requests wait. A schema of 300 optional properties needs
+    # some 3,000.
+    step_max_items=10_000,
     max_items_in_row=2_000,
     max_lexer_states=50_000,
     max_grammar_size=500_000,
