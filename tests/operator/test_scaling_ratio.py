@@ -62,6 +62,24 @@ def test_the_pair_is_inside_takes_least_away_and_adds_least(
         assert found == (p, d), "what is allowed is left alone"
 
 
+@pytest.mark.parametrize("ratio", [Fraction(1), Fraction(10001, 2), Fraction(1, 3)])
+def test_ten_thousand_pods_are_gone_through_once(ratio: Fraction, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each pair of numbers anew it took a second of the operator in every run of one service."""
+    asked = 0
+    highest = Band._highest
+
+    def counted(band: Band, decode: int, prefill: Span) -> int:
+        nonlocal asked
+        asked += 1
+        return highest(band, decode, prefill)
+
+    monkeypatch.setattr(Band, "_highest", counted)
+    band, span = Band(least=ratio, most=ratio), (1, 10_000)
+    for wanted in ((1, 10_000), (10_000, 1), (5000, 5000), (7, 3)):
+        band.fit(wanted, span, span)
+    assert asked < 11_000
+
+
 def auto(least: int, most: int, target: int = 1) -> dict[str, Any]:
     wish = {"metric": "QueuedRequests", "value": target}
     return {"scaling": {"mode": "Auto", "min": least, "max": most, "target": wish}}

@@ -129,6 +129,25 @@ def test_a_missing_key_of_a_secret_is_named() -> None:
         pods({("Secret", "keys"): {"stringData": {"other": "1"}}}, router=AUTH)
 
 
+@pytest.mark.parametrize("key", ["../../.profile", "/etc/x", "..", "a/b", "a\0", ""])
+def test_a_key_that_is_a_path_is_refused_as_a_cluster_would(key: str) -> None:
+    """It named a file anywhere on the machine, which was replaced."""
+    with pytest.raises(UserError, match="Secret keys has the key"):
+        pods({("Secret", "keys"): {"stringData": {"k": "1", key: "x"}}}, router=AUTH)
+
+
+@pytest.mark.parametrize("volume", [
+    {"name": "v", "configMap": {"name": "m", "items": [{"key": "k", "path": "../../../x"}]}},
+    {"name": "v", "projected": {"sources": [{"configMap": {"name": "m", "items": [{"key": "k", "path": "/x"}]}}]}},
+    {"name": "v", "projected": {"sources": [{"serviceAccountToken": {"path": "../x"}}]}},
+    {"name": "../../x", "emptyDir": {}},
+])  # fmt: skip
+def test_a_volume_does_not_lead_out_of_its_folder(volume: dict[str, Any]) -> None:
+    patch = {"spec": {"volumes": [volume]}}
+    with pytest.raises(UserError, match="of a volume leads out of it"):
+        pods({("ConfigMap", "m"): {"data": {"k": "1"}}}, router={"podPatch": patch})
+
+
 def test_a_volume_that_only_a_cluster_has_is_refused_with_the_fix() -> None:
     with pytest.raises(UserError, match=r"persistentVolumeClaim, which this machine does not have; .*--model"):
         pods(model={"source": {"pvc": {"claimName": "c"}}})

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import shutil
+import threading
 
 import aiohttp
 import openai
 import pytest
 from api_calls import HELLO, client, events, spell
 
-from isthmus_runtime.errors import EngineFailed
+from isthmus_runtime.errors import EngineFailed, InvalidRequest
+from isthmus_runtime.openai import responses, tokens
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.tokenizer import Tokenizer
-from isthmus_runtime.openai.tokens import Tokenized, written
+from isthmus_runtime.openai.tokens import Tokenized, detokenized, written
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "größer"}}\n</tool_call>'
 ANSWER = f"<think>hm</think>\n\nI look. {CALL}"
@@ -100,6 +104,18 @@ def test_a_stream_of_a_response(serve, run, caller):
     run(main())
 
 
+def test_a_response_repeats_no_more_than_it_may_hold(serve, run, tokenizer, monkeypatch):
+    monkeypatch.setattr(responses, "MAX_REPEATED", 2000)
+    schema = {"type": "json_schema", "name": "n", "schema": {"x": "y" * 2000}}
+
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api:
+            status, answer = await events(api, "/v1/responses", {"input": "hi", "text": {"format": schema}})
+            assert (status, answer["error"]["param"]) == (400, "text")
+
+    run(main())
+
+
 def test_a_response_repeats_what_was_asked_in_one_piece_and_in_a_stream(serve, run, caller):
     more = {"metadata": {"größer": "1"}, "user": "u", "temperature": 0.5, "tools": [TOOL], "instructions": "Be kind."}
 
@@ -140,7 +156,6 @@ def test_a_response_repeats_what_was_asked_in_one_piece_and_in_a_stream(serve, r
         ({"metadata": {"x": "x" * 513}}, "metadata"),
         ({"metadata": "x"}, "metadata"),
         ({"user": "x" * 513}, "user"),
-        ({"tools": [{**TOOL, "description": "x" * (1 << 20)}]}, "tools"),
         ({"text": {"format": {"type": "xml"}}}, "response_format"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"tone": "kind"}}, "text.tone"),
@@ -177,7 +192,7 @@ def test_responses_refuses_by_name(serve, run, tokenizer, more, param):
         {"reasoning": {"effort": None, "summary": "auto"}},
         {"stream_options": {"include_obfuscation": False}},
         {"metadata": {"x" * 64: "x" * 512}, "user": "u" * 512},
-        {"tools": [{**TOOL, "description": "x" * (1 << 20)}], "tool_choice": "none"},
+        {"tools": [{**TOOL, "description": "x" * 1_000_000}], "tool_choice": "none"},
         {"input": [{"type": "message", "role": "user", "content": "hi", "id": "m", "status": None, "phase": None}]},
         {"input": [{"role": "assistant", "content": [{"type": "output_text", "text": "x", "annotations": [{}]}]}]},
     ],
@@ -363,3 +378,70 @@ def test_lists_of_millions_are_written_in_parts():
     for count in (0, 1, 1 << 14, (1 << 14) + 1, 100_000):
         made = Tokenized(count=count, max_model_len=None, tokens=list(range(count)), token_strs=['é"\n'] * count)
         assert Tokenized.model_validate_json(written(made)) == made
+
+
+async def until(condition):
+    """The test's own deadline bounds this."""
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0)
+
+
+def test_texts_that_are_slow_to_tokenise_keep_nobody_else_waiting(serve, run, tokenizer, monkeypatch):
+    """They had all threads, and went on after their clients had left: no prompt above 20 KB was planned."""
+    encode, slow, begun = tokenizer.encode_alone, threading.Event(), threading.Event()
+
+    def encoded(text):
+        if text == "slow":
+            begun.set()
+            assert slow.wait(30)
+        return encode(text)
+
+    monkeypatch.setattr(tokenizer, "encode_alone", encoded)
+    asked = {"prompt": "slow", "add_special_tokens": False}
+
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api, aiohttp.ClientSession() as session:
+            try:
+                leaving = [asyncio.create_task(session.post(api.url + "/tokenize", json=asked)) for _ in range(40)]
+                assert await asyncio.to_thread(begun.wait, 30)
+                await until(lambda: len(api.in_flight) == len(leaving))
+                for one in leaving:
+                    one.cancel()
+                await asyncio.wait(leaving)
+                await until(lambda: not len(api.in_flight))
+                body = {"prompt": [1], "max_tokens": 1, "user": "u" * 20_000}
+                async with session.post(api.url + "/v1/completions", json=body) as answer:
+                    assert answer.status == 200, await answer.text()
+            finally:
+                slow.set()
+
+    run(main())
+
+
+def test_of_which_no_generation_is_asked_has_a_bound(serve, run, tokenizer):
+    async def main():
+        async with serve(spell(tokenizer, "a"), max_body_bytes=1 << 22) as api, aiohttp.ClientSession() as session:
+            for path, body in (
+                ("/tokenize", {"prompt": "a" * (1 << 20)}),
+                ("/detokenize", {"tokens": [1] * (1 << 19)}),
+                ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "a" * (1 << 20)}]}),
+            ):
+                async with session.post(api.url + path, data=io.BytesIO(json.dumps(body).encode())) as answer:
+                    assert answer.status == 413, path
+
+    run(main())
+
+
+def test_the_text_of_ids_has_a_bound(tokenizer, monkeypatch):
+    class AnyModel:
+        def check_model(self, name):
+            pass
+
+    ids = tokenizer.encode("größer")
+    body = json.dumps({"tokens": ids * 100}).encode()
+    assert detokenized(body, AnyModel(), tokenizer).prompt.startswith("größergrößer")
+    monkeypatch.setattr(tokens, "MAX_TEXT", 500)
+    with pytest.raises(InvalidRequest, match="their text has more than 500 bytes"):
+        detokenized(body, AnyModel(), tokenizer)

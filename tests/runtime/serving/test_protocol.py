@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import zlib
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 
 import aiohttp
 import pytest
@@ -1000,5 +1000,55 @@ def test_a_call_that_does_not_end_is_cut_after_the_grace(run, monkeypatch):
         with suppress(ConnectionResetError):
             assert await reader.read() == b""
         writer.close()
+
+    run(main())
+
+
+async def large(call):
+    """Answers with 8 MiB."""
+    await call.read()
+    await call.reply(200, {}, b"x" * (8 << 20))
+
+
+def reader_of_nothing(port, head=b""):
+    """A connection that has asked, and reads none of the answer."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    sock.connect(("127.0.0.1", port))
+    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%bContent-Length: 0\r\n\r\n" % head)
+    return sock
+
+
+@pytest.mark.parametrize("head", [b"", b"Connection: close\r\n"])
+def test_an_answer_of_which_nothing_is_read_ends(run, head):
+    """Its connection stayed for good: closing it waited for the rest to be read."""
+
+    async def main():
+        async with served(large, stuck_s=0.2) as there:
+            with reader_of_nothing(there.port, head):
+                await until(lambda: any(c.unread for c in there.connections))
+                await until(lambda: not there.connections)
+
+    run(main())
+
+
+def test_whole_answers_that_nobody_reads_are_bounded_together(run):
+    answered = 0
+
+    async def counted(call):
+        nonlocal answered
+        await large(call)
+        answered += 1
+
+    async def main():
+        async with served(counted, max_unread=20 << 20) as there:
+            with ExitStack() as clients:
+                for _ in range(6):
+                    clients.enter_context(reader_of_nothing(there.port))
+                await until(lambda: answered == 6)
+                await until(lambda: len(there.connections) < 6)
+                await until(lambda: sum(c.unread for c in there.connections) <= 20 << 20)
+                assert len(there.connections) > 1, "no more of them than there must"
+                assert await there.raw(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
 
     run(main())

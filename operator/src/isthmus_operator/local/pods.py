@@ -24,6 +24,9 @@ STOP_ORDER = (Component.ROUTER.value, "", Component.STORE.value)
 
 _PORTS = ("http", "metrics")
 
+_KEY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
+"""Of a ConfigMap or Secret, as API servers take them."""
+
 Objects = Mapping[tuple[str, str], dict[str, Any]]
 
 
@@ -241,7 +244,7 @@ def _project(
             raw = source["serviceAccountToken"]
             tokens.append(
                 TokenFile(
-                    path=f"{folder}/{raw['path']}",
+                    path=_below(draft.name, folder, raw["path"]),
                     audience=raw.get("audience", ""),
                     namespace=draft.namespace,
                     valid_s=float(raw.get("expirationSeconds", 3600)),
@@ -252,7 +255,8 @@ def _project(
                 continue
             content = _content(draft.name, kind, source[key]["name"], objects)
             items = source[key].get("items") or [{"key": k, "path": k} for k in content]
-            files.update({f"{folder}/{item['path']}": content[item["key"]] for item in items if item["key"] in content})
+            there = [item for item in items if item["key"] in content]
+            files.update({_below(draft.name, folder, item["path"]): content[item["key"]] for item in there})
     return tokens
 
 
@@ -267,7 +271,7 @@ def _place(
     needs: list[str],
 ) -> str:
     """The folder of this machine that stands for a volume; notes what must be made or be there first."""
-    folder = f"{root}/volumes/{name}"
+    folder = _below(pod, f"{root}/volumes", name)
     if "hostPath" in volume:
         path = str(volume["hostPath"]["path"])
         (folders if volume["hostPath"].get("type") == "DirectoryOrCreate" else needs).append(path)
@@ -284,7 +288,7 @@ def _place(
                 if item["key"] not in content:
                     name = volume[key][name_key]
                     raise UserError(f"{pod}: {kind} {name} has no key {item['key']}; add it to its data")
-                files[f"{folder}/{item['path']}"] = content[item["key"]]
+                files[_below(pod, folder, item["path"])] = content[item["key"]]
             return folder
     kind = next(key for key in volume if key != "name")
     raise UserError(
@@ -293,12 +297,24 @@ def _place(
     )
 
 
+def _below(pod: str, folder: str, path: str) -> str:
+    """`path` in `folder`. UserError for one that leads out of it, which API servers refuse, too."""
+    if path.startswith("/") or not path or {".", ".."} & set(path.split("/")):
+        raise UserError(f"{pod}: the path {path[:64]!r} of a volume leads out of it; give one below")
+    return f"{folder}/{path}"
+
+
 def _content(pod: str, kind: str, name: str, objects: Objects) -> dict[str, bytes]:
     found = objects.get((kind, name))
     if found is None:
         raise UserError(f"{pod}: {kind} {name} is not in the file; add it as a further document, separated by ---")
     plain = {k: str(v).encode() for k, v in (found.get("stringData" if kind == "Secret" else "data") or {}).items()}
     coded = found.get("data" if kind == "Secret" else "binaryData") or {}
+    for key in (*plain, *coded):
+        if not _KEY.fullmatch(key) or key in (".", ".."):
+            raise UserError(
+                f"{pod}: {kind} {name} has the key {key[:64]!r}; keys are file names of letters, digits, '-', '_', '.'"
+            )
     return {k: base64.b64decode(v) for k, v in coded.items()} | plain
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,9 @@ from ..api.v1alpha1 import GROUP, KIND
 FIELD_MANAGER = "isthmus-operator"
 TEMPLATE_MARK = "serving.isthmus.dev/template"
 """Annotation of workloads, not of pods."""
+
+_MOST_SHAPES = 4
+"""Sets of fields by which the keys of one list name its items. Kubernetes has one for each list."""
 
 Object = Mapping[str, Any]
 
@@ -180,12 +183,11 @@ def taken_over(wanted: Object, live: Object, *place: str) -> bool:
 def _extract(value: Any, fields: Object, *, with_keys: bool = False) -> Owned | None:
     """The part of `value` that a fieldsV1 tree names; None for nothing that is there. `with_keys`: list items hold
     the fields they are told apart by, owned or not."""
-    children = [key for key in fields if key != "."]
-    if not children:
+    if not fields.keys() - {"."}:
         return Whole(value)
     if isinstance(value, Mapping):
         found: dict[str, Owned] = {}
-        for key in children:
+        for key in fields:
             name = key.removeprefix("f:")
             if key.startswith("f:") and name in value:
                 item = _extract(value[name], fields[key], with_keys=with_keys)
@@ -194,24 +196,52 @@ def _extract(value: Any, fields: Object, *, with_keys: bool = False) -> Owned | 
         return found
     if isinstance(value, list):
         items: list[Owned] = []
+        keys = _Keys(fields)
         for item in value:
-            for key in children:
-                if _names(key, item):
-                    part = _extract(item, fields[key], with_keys=with_keys)
-                    if with_keys and isinstance(part, dict) and key.startswith("k:"):
-                        part = {name: Whole(known) for name, known in json.loads(key[2:]).items()} | part
-                    if part is not None:
-                        items.append(part)
+            for key, known in keys.of(item):
+                part = _extract(item, fields[key], with_keys=with_keys)
+                if with_keys and isinstance(part, dict) and known:
+                    part = {name: Whole(value) for name, value in known.items()} | part
+                if part is not None:
+                    items.append(part)
         return items
     return None
 
 
-def _names(key: str, item: Any) -> bool:
-    """Whether a list key of fieldsV1 (`k:{...}` by fields, `v:...` by value) means this item."""
-    if key.startswith("k:") and isinstance(item, Mapping):
-        wanted = json.loads(key[2:])
-        return all(item.get(name) == value for name, value in wanted.items())
-    return key.startswith("v:") and bool(json.loads(key[2:]) == item)
+class _Keys:
+    """List keys of fieldsV1 (`k:{...}` by fields, `v:...` by value), by what they name; each names one item, the first.
+
+    Whoever edits an object decides how many there are, and how many items: neither are gone through for each of the
+    others.
+    """
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._by_value: dict[Hashable, list[str]] = {}
+        self._by_fields: dict[tuple[str, ...], dict[Hashable, list[tuple[str, Mapping[str, Any]]]]] = {}
+        for key in keys:
+            if key.startswith("v:"):
+                self._by_value.setdefault(_hashable(json.loads(key[2:])), []).append(key)
+            elif key.startswith("k:"):
+                known = json.loads(key[2:])
+                names = tuple(sorted(known))
+                if names in self._by_fields or len(self._by_fields) < _MOST_SHAPES:
+                    values = tuple(_hashable(known[name]) for name in names)
+                    self._by_fields.setdefault(names, {}).setdefault(values, []).append((key, known))
+
+    def of(self, item: Any) -> list[tuple[str, Mapping[str, Any]]]:
+        """Those that mean an item and named none before, and the fields by which they name it."""
+        found: list[tuple[str, Mapping[str, Any]]] = []
+        if self._by_value:
+            found += [(key, {}) for key in self._by_value.pop(_hashable(item), ())]
+        if isinstance(item, Mapping):
+            for names, by_values in self._by_fields.items():
+                found += by_values.pop(tuple(_hashable(item.get(name)) for name in names), ())
+        return found
+
+
+def _hashable(value: Any) -> Hashable:
+    """Equal for equal values."""
+    return json.dumps(value, sort_keys=True) if isinstance(value, list | dict) else (value is None, value)
 
 
 def _same(wanted: Any, ours: Owned) -> bool:

@@ -136,7 +136,9 @@ class Controller:
             left_alone=self.contests.left_alone(key, self.steady()),
             futile=self.contests.futile(key),
         )
-        scaling = autoscale.decide(service, seen, wanted, self.clock()) if _auto(service) else {}
+        scaling: dict[Component, Decision] = {}
+        if _auto(service):
+            scaling = await self.bench.run(key, partial(autoscale.decide, service, seen, wanted, self.clock()))
         held = {part: decision.held for part, decision in scaling.items()}
         after = status_of(
             service,

@@ -45,6 +45,11 @@ from .tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest, 
 
 _OFF_LOOP_BYTES = 20_000
 """Bodies above this are parsed and tokenised in a thread, so that other streams do not wait (about 5 ms of work)."""
+_COMPUTED_BYTES, _COMPUTED_BYTES_OF_A_TOKEN = 1 << 20, 16
+"""Most of a body whose tokens are counted or told, or as many for each token of the model's context. Text that is made
+to be slow takes seconds a megabyte."""
+_LONG_BATCH_BYTES = 256 << 10
+"""Batches above this are planned in turns of clients: each of thousands of texts may be as long as any prompt."""
 _BRIEF_BATCH_BYTES = 200
 """The same for batches: each text, of which one letter is enough, may be rendered by a template (0.15 ms)."""
 
@@ -264,7 +269,7 @@ class _Api:
             data = anthropic.as_chat(json_object(body), counting=True)
             return written(TokenCount(input_tokens=len(self._planner.tokens(chat_request(data), special=True))))
 
-        await self._requests.compute(call, count, anthropic.error_body)
+        await self._requests.compute(call, count, self._most_computed(), anthropic.error_body)
 
     async def tokenize(self, call: Call) -> None:
         """Ids of a text, or of a conversation."""
@@ -272,11 +277,15 @@ class _Api:
         def make(body: bytes) -> bytes:
             return written(tokenized(body, self._planner, self._tokenizer, self._limit()))
 
-        await self._requests.compute(call, make)
+        await self._requests.compute(call, make, self._most_computed())
 
     async def detokenize(self, call: Call) -> None:
         """The text of ids."""
-        await self._requests.compute(call, lambda body: written(detokenized(body, self._planner, self._tokenizer)))
+
+        def make(body: bytes) -> bytes:
+            return written(detokenized(body, self._planner, self._tokenizer))
+
+        await self._requests.compute(call, make, self._most_computed())
 
     # ------------------------------------------------------------------------------------------------- one request
 
@@ -309,7 +318,12 @@ class _Api:
         progress.stage = "planning"
         tokenise = current().child("tokenise")
         try:
-            batch = plan(body) if len(body) <= _BRIEF_BATCH_BYTES else await asyncio.to_thread(plan, body)
+            if len(body) <= _BRIEF_BATCH_BYTES:
+                batch = plan(body)
+            elif len(body) <= _LONG_BATCH_BYTES:
+                batch = await asyncio.to_thread(plan, body)
+            else:
+                batch = await self._requests.apart(call, progress.tenant, plan, body)
         finally:
             tokenise.end()
         del body
@@ -364,6 +378,10 @@ class _Api:
         names = self._config.served_names
         parent = None if name in names else names[0]
         return Model(id=name, created=self._started, parent=parent, max_model_len=self._limit())
+
+    def _most_computed(self) -> int:
+        """Bytes of a body of which no generation is asked."""
+        return max(_COMPUTED_BYTES, _COMPUTED_BYTES_OF_A_TOKEN * (self._limit() or 0))
 
     def _limit(self) -> int | None:
         return self._backend.max_model_len or self._tokenizer.model_limit or None

@@ -14,6 +14,9 @@ from ..errors import Cancelled, DeadlineExceeded, RequestError, unforeseen
 from ..metrics import RequestMetrics, TenantMetrics
 from ..serving.call import Call, Cut, error_answer
 from ..serving.in_flight import InFlight
+from ..serving.limits import BodyTooLarge
+from ..structured.turns import Turns
+from ..threads import running_pool
 from ..tracing.span import NO_TRACER, Tracer, current, within
 from .keys import Keys
 from .sse import Format
@@ -26,6 +29,8 @@ _DEADLINE_MARGIN_S = 1.0
 """The backend enforces the deadline and knows the reason; we step in when it is stuck, or the client does not read."""
 _LAST_WORDS_S = 1.0
 """How long a client that does not read may hold up its own error event."""
+_MOST_COMPUTING = 64
+"""Requests to `compute` that wait for their turn."""
 
 Describe = Callable[[RequestError], dict[str, Any]]
 """An error as the body of an answer."""
@@ -44,6 +49,7 @@ class Progress:
 
 
 _P = TypeVar("_P")
+_M = TypeVar("_M")
 Answering = Callable[[Call, _P, Progress], Coroutine[Any, Any, None]]
 """Answers a request, given how its body is planned."""
 
@@ -77,6 +83,9 @@ class Lifecycle:
         self._tenant_metrics = tenant_metrics
         self._tracer = tracer
         self._clock = clock
+        self._turns = Turns(_MOST_COMPUTING, "requests of this kind wait for their turn")
+        # What a thread has begun cannot be ended: generations wait for others, which no text keeps busy for long.
+        self._computing = running_pool(1, "compute")
 
     async def answer(
         self, call: Call, work: Answering[_P], plan: _P, *, describe: Describe = openai_error, operation: str = "chat"
@@ -93,15 +102,24 @@ class Lifecycle:
             finally:
                 span.end()
 
-    async def compute(self, call: Call, make: Callable[[bytes], bytes], describe: Describe = openai_error) -> None:
-        """Answer with what `make` makes of the body, in a thread: it may take long, and no engine is asked."""
+    async def compute(
+        self, call: Call, make: Callable[[bytes], bytes], most: int, describe: Describe = openai_error
+    ) -> None:
+        """Answer with what `make` makes of a body of at most `most` bytes, in a thread: it may take long, and no engine
+        is asked."""
         try:
             with self._in_flight.track():
-                self._admit(self._keys.check(call))
-                body = await call.read()
-                answer = await asyncio.to_thread(make, body)
+                tenant = self._keys.check(call)
+                self._admit(tenant)
+                async with asyncio.timeout(self._timeout_s):
+                    body = await call.read()
+                    if len(body) > most:
+                        raise BodyTooLarge(f"the body has {len(body)} bytes, {call.path} takes {most}; send parts")
+                    answer = await self.apart(call, tenant, make, body)
         except RequestError as e:
             error = e
+        except TimeoutError:
+            error = DeadlineExceeded(f"the request did not end within {self._timeout_s:g} s (--request-timeout)")
         except asyncio.CancelledError:
             refusal = self._in_flight.cancelled()
             if refusal is None:
@@ -112,6 +130,12 @@ class Lifecycle:
             return
         self._count(error)
         await call.reply(*_described(error, describe))
+
+    async def apart(self, call: Call, tenant: Tenant | None, make: Callable[[bytes], _M], body: bytes) -> _M:
+        """What `make` makes of a body, in a thread: one at a time, in turns of clients. Overloaded (429) when too many
+        wait."""
+        async with self._turns.turn(_whose(call, tenant)):
+            return await asyncio.get_running_loop().run_in_executor(self._computing, make, body)
 
     async def _respond(self, call: Call, work: Answering[_P], plan: _P, describe: Describe) -> None:
         progress = Progress(self._clock())
@@ -166,6 +190,13 @@ class Lifecycle:
     def _count_tenant(self, progress: Progress, status: int) -> None:
         if progress.tenant is not None and self._tenant_metrics is not None:
             self._tenant_metrics.ended(progress.tenant.name, status)
+
+
+def _whose(call: Call, tenant: Tenant | None) -> str:
+    """Who takes turns with others: a tenant, or an address where there are none."""
+    if tenant is not None:
+        return tenant.name
+    return "" if call.client is None else call.client.host
 
 
 async def _last_words(call: Call, error: RequestError, progress: Progress) -> None:

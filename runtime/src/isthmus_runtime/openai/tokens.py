@@ -12,6 +12,8 @@ from .schema import ChatRequest, CompletionRequest, chat_request, completion_req
 from .tokenizer import Tokenizer
 
 _PART = 1 << 14
+MAX_TEXT = 16 << 20
+"""Bytes of the text of ids, which may have a hundred times as many as the ids in a body."""
 
 
 class TokenizeRequest(BaseModel):
@@ -98,4 +100,10 @@ def detokenized(body: bytes, planner: Tokens, tokenizer: Tokenizer) -> Detokeniz
     if data:
         name = min(data)
         raise InvalidRequest(f"{name}: unknown parameter; remove it", param=name)
-    return Detokenized(prompt=tokenizer.pieces_with(None).join(ids))
+    pieces = tokenizer.pieces_with(None)
+    size = 0
+    for i in ids:
+        size += len(pieces.of(i))
+        if size > MAX_TEXT:
+            raise InvalidRequest(f"tokens: their text has more than {MAX_TEXT} bytes; send parts", param="tokens")
+    return Detokenized(prompt=pieces.join(ids))

@@ -31,14 +31,18 @@ class Limits:
     """Half of all by default: everybody may come from the one address of a gateway."""
     max_body_memory: int = 256 << 20
     """Bytes of all bodies that arrive or wait for their answer to begin."""
+    max_unread: int = 256 << 20
+    """Bytes of all answers that clients have not read."""
     max_head_bytes: int = 16 << 10
     arrival_s: float = 30.0
     """From a request's first byte to its last."""
     keep_alive_s: float = 620.0
     """Between two requests, and before the first: longer than load balancers keep idle connections, so that it is
     theirs to close them."""
+    stuck_s: float = 60.0
+    """How long a client may read nothing of the last that is written to it."""
     sweep_s: float = 5.0
-    """How often both are looked at: one timer for all connections."""
+    """How often all of them are looked at: one timer for all connections."""
 
 
 def limits_of(config: ServerConfig) -> Limits:

@@ -124,6 +124,8 @@ class Protocol(HttpToolsProtocol):
         self._phase = _Phase.IDLE
         self._since = self.loop.time()
         """When the phase, or the answer to a request that has come whole, began or ended."""
+        self._unread, self._read_at = 0, self._since
+        """Bytes that were not read of what was written when that was looked at, and when that had changed."""
         self._pending = 0
         """Bytes of which the parser has made neither a head nor a part of a body."""
         self._running: RequestResponseCycle | None = None
@@ -348,7 +350,14 @@ class Protocol(HttpToolsProtocol):
     # --------------------------------------------------------------------------------------------------------- server
 
     def check(self, now: float) -> None:
-        """End the connection if it has been idle, or a request arriving, for too long at `now` (the loop's clock)."""
+        """End the connection if it has been idle, or a request arriving, or what is written unread, for too long at
+        `now` (the loop's clock)."""
+        if self.unread != self._unread:
+            self._unread, self._read_at = self.unread, now
+        over = self._running is None or self.transport.is_closing()
+        if self._unread and over and now - self._read_at > self._limits.stuck_s:
+            self.transport.abort()  # to close would wait for it to be read
+            return
         if self._deaf or self.transport.is_closing():
             return
         waited = now - self._since
@@ -358,6 +367,11 @@ class Protocol(HttpToolsProtocol):
         elif waited > self._limits.arrival_s and (self._running is None or self._reads_body()):
             # A head behind a request that is still answered has time until that is over.
             self._refuse(TooSlow(f"the request did not arrive within {self._limits.arrival_s:g} s"))
+
+    @property
+    def unread(self) -> int:
+        """Bytes of answers that wait here for the client to read."""
+        return self.transport.get_write_buffer_size()
 
     def give_way(self, error: Overloaded) -> None:
         """Make room for others: an idle connection ends without a word, what arrives is refused with `error`."""
