@@ -116,6 +116,85 @@ def test_a_late_mask_comes_once_its_token_was_seen() -> None:
         thread.stop(DEADLINE_S)
 
 
+class Timed:
+    """A grammar whose masks take a time of their own, on a clock that is moved by hand; `order`: who was computed."""
+
+    now = threading.local()
+
+    def __init__(self, name: str, takes_s: float, order: list[str], gate: threading.Event | None = None) -> None:
+        self.name, self.takes_s, self.order, self.gate = name, takes_s, order, gate
+
+    @classmethod
+    def clock(cls) -> float:
+        return float(getattr(cls.now, "s", 0.0))
+
+    def allowed(self, generated: Sequence[int]) -> bytes | None:
+        if self.gate is not None:
+            assert self.gate.wait(DEADLINE_S)
+        type(self).now.s = self.clock() + self.takes_s
+        self.order.append(self.name)
+        return ODD
+
+    def forced(self, generated: Sequence[int], most: int) -> Forced:
+        return Forced()
+
+
+def mask(masks: Any, generated: list[int]) -> None:
+    """Ask, and wait until it is there."""
+    late = masks.late(len(generated))
+    masks.allowed(generated)
+    assert late.wait(DEADLINE_S) == ODD
+
+
+def test_slow_grammars_hold_up_each_other_and_share_evenly() -> None:
+    """One of forty bytes held up those of all tenants for minutes."""
+    order: list[str] = []
+    thread = MaskThread(lambda: None, Timed.clock)
+    thread.start()
+    gate = threading.Event()
+    gate.set()
+    try:
+        slow = {name: thread.beside(Timed(name, s, order, gate)) for name, s in (("a", 1.0), ("b", 0.1), ("c", 0.1))}
+        for masks in slow.values():
+            mask(masks, [])
+        mask(slow["a"], [1])
+        gate.clear()
+        waits = [slow["b"].late(1), slow["b"].allowed([1]), slow["a"].allowed([1, 1]), slow["c"].allowed([1])]
+        quick = thread.beside(Timed("quick", 0.001, order))
+        for count in range(50):
+            mask(quick, [1] * count)
+        assert order.count("quick") == 50
+        assert waits[1] is Later.MASK
+        gate.set()
+        late = slow["a"].late(2)
+        while late.wait(DEADLINE_S) != ODD:
+            pass
+        assert [name for name in order if name != "quick"] == ["a", "b", "c", "a", "b", "c", "a"]
+    finally:
+        gate.set()
+        thread.stop(DEADLINE_S)
+    assert not thread.busy
+
+
+def test_masks_that_take_far_too_long_end_their_request() -> None:
+    thread = MaskThread(lambda: None, Timed.clock)
+    thread.start()
+    try:
+        masks = thread.beside(Timed("a", 2.0, []))
+        mask(masks, [])
+        mask(masks, [1])
+        late = masks.late(2)
+        masks.allowed([1, 1])
+        assert late.wait(DEADLINE_S) is Later.MASK
+        with pytest.raises(InvalidRequest, match=r"took 6\.0 s to work out for 2 tokens; simplify the grammar"):
+            masks.allowed([1, 1])
+        usual = thread.beside(Timed("b", 0.029, []))
+        for count in range(300):
+            mask(usual, [1] * count)
+    finally:
+        thread.stop(DEADLINE_S)
+
+
 @pytest.mark.parametrize(
     "asked",
     [

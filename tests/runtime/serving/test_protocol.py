@@ -1052,3 +1052,22 @@ def test_whole_answers_that_nobody_reads_are_bounded_together(run):
                 assert await there.raw(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
 
     run(main())
+
+
+def test_a_body_in_tiny_pieces_is_refused(run):
+    """Each costs microseconds of the event loop: a few megabytes of them were seconds."""
+
+    async def main():
+        async with served() as there:
+            head = (
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+            )
+            ((status, _, body),) = parse(await there.raw(head + b"1\r\na\r\n" * 5000 + b"0\r\n\r\n"))
+            assert status == 400 and b"pieces in" in body
+            ((status, _, body),) = parse(await there.raw(head + b"64\r\n" + b"a" * 100 + b"\r\n0\r\n\r\n"))
+            assert status == 200
+            usual = b"40\r\n" + b"a" * 64 + b"\r\n"
+            ((status, _, body),) = parse(await there.raw(head + usual * 8000 + b"0\r\n\r\n"))
+            assert status == 200
+
+    run(main())

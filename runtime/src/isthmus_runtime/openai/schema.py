@@ -30,6 +30,10 @@ them. About 60 MiB."""
 MAX_ECHO = 1 << 24
 """Most characters of prompts in one answer."""
 MAX_STOP_STRINGS = 16
+MOST_CONTAINERS, _BYTES_OF_A_CONTAINER = 1 << 16, 64
+MOST_ITEMS, _BYTES_OF_AN_ITEM = 1 << 20, 16
+"""Lists and objects in a body, by their brackets, and values, by their commas: so many, and one more for as many
+bytes."""
 
 Prompt = str | tuple[int, ...]
 """Text, or ids that are taken as they are."""
@@ -429,8 +433,21 @@ def _too_many_fields(value: object) -> int:
     return 0
 
 
+def _check_values(body: bytes) -> None:
+    """Raise InvalidRequest for more values than any request has. Each takes tens of bytes, and no other thread runs
+    while they are made; marks inside of texts count as well, and texts have few for their length."""
+    for marks, usual, apart, what in (
+        ((b"[", b"{"), MOST_CONTAINERS, _BYTES_OF_A_CONTAINER, "lists and objects"),
+        ((b",",), MOST_ITEMS, _BYTES_OF_AN_ITEM, "values"),
+    ):
+        most = usual + len(body) // apart
+        if len(body) > most and (found := sum(map(body.count, marks))) > most:
+            raise InvalidRequest(f"the body has {found} {what}, at most {most} are allowed; shorten it")
+
+
 def json_object(body: bytes) -> dict[str, Any]:
     """A body that must be a JSON object. InvalidRequest says where it is not."""
+    _check_values(body)
     body = body.removeprefix(codecs.BOM_UTF8)
     try:
         fast = from_json(body, allow_inf_nan=False)

@@ -38,6 +38,8 @@ _BEFORE_HEAD, _BEFORE_CHUNK = b"HTTP/1.1 100 Continue\r\n\r\n", b"0"
 a chunk's size may begin with zeros (RFC 9112, 7.1). The system of a client that has left answers them with a reset."""
 _EXTENSIONS: dict[str, dict[object, object]] = {WHOLE: {}}
 """Of every scope."""
+_MOST_PIECES, _BYTES_OF_A_PIECE = 4096, 64
+"""Chunks of a body, and one more for as many bytes: each costs microseconds, and a read brings 40,000 of one byte."""
 _GONE = 7
 """TCP_CLOSE, of Linux."""
 
@@ -128,6 +130,8 @@ class Protocol(HttpToolsProtocol):
         """Bytes that were not read of what was written when that was looked at, and when that had changed."""
         self._pending = 0
         """Bytes of which the parser has made neither a head nor a part of a body."""
+        self._pieces = self._arrived = 0
+        """Pieces and bytes of the body that arrives."""
         self._running: RequestResponseCycle | None = None
         """The request that is being answered; `cycle` is the latest one."""
         self._task: asyncio.Task[None] | None = None
@@ -195,6 +199,7 @@ class Protocol(HttpToolsProtocol):
         if len(self.pipeline) >= _MAX_AHEAD:
             raise InvalidRequest(f"more than {_MAX_AHEAD} requests were sent before the first was answered")
         self._phase = _Phase.HEAD
+        self._pieces = self._arrived = 0
         self._since = self.loop.time()
         if self._running is None:
             self.server_state.table.waits(self)
@@ -233,6 +238,10 @@ class Protocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Of the parser."""
         self._pending = 0
+        self._pieces += 1
+        self._arrived += len(body)
+        if self._pieces > _MOST_PIECES + self._arrived // _BYTES_OF_A_PIECE:
+            raise InvalidRequest(f"the body has {self._pieces} pieces in {self._arrived} bytes; send it in larger ones")
         super().on_body(body)
         self._make_room(self.server_state.bodies.add(self, len(body)))
 
