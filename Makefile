@@ -74,8 +74,8 @@ bench: setup ## Run the benchmarks: make bench [ARGS=...]
 	@$(PY) runtime/bench/http_cost.py
 	@$(PY) runtime/bench/run.py $(ARGS)
 
-bench-gpu: setup ## The table of the GPU's bars, on a CUDA device: make bench-gpu [ARGS='--models qwen3-8b --peer PYTHON --parity --out FOLDER']
-	@$(PY) runtime/bench/gpu.py $(ARGS)
+bench-gpu: setup ## The table of the GPU's bars, on a CUDA device: make bench-gpu [ARGS='--models qwen3-8b --peer PYTHON --parity --no-ops --out FOLDER']
+	@$(PY) runtime/bench/gpu.py --ops $(ARGS)
 
 bench-gpu-http: setup ## The same over HTTP, engine alone and behind a router: make bench-gpu-http [ARGS='--offline FOLDER/bench-gpu.json --out FILE']
 	@$(PY) runtime/bench/gpu_http.py $(ARGS)

@@ -1,4 +1,6 @@
-"""Every GPU op beside its ceiling and, where it is installed, FlashInfer: `python kernels/bench/gpu_ops.py [section]`.
+"""A roofline line for each GPU op: time, bytes or operations, share of its ceiling. `python kernels/bench/gpu_ops.py`
+
+FlashInfer's time stands beside it where that is installed.
 
 Times are medians of CUDA-graph replays. A graph holds one call on each of several inputs, together larger than the L2
 cache, so that every call reads memory. Ceilings (copy, read, matrix product) are measured in the same run.
@@ -49,12 +51,23 @@ def median_us(calls: Sequence[Callable[[], object]], replays: int = 30) -> float
     return statistics.median(times) * 1e3 / len(calls)
 
 
-def report(op: str, shape: str, us: float, amount: float, ceiling: float, peer_us: float | None = None) -> None:
-    """Print one row; `amount` and `ceiling` in bytes and bytes/s, or operations and operations/s."""
-    share = amount / (us * 1e-6) / ceiling
+def report(
+    op: str, shape: str, us: float, amount: float, limits: dict[str, float], roof: str, peer_us: float | None = None
+) -> None:
+    """Print where a call lies under its roof, one of `limits`: `amount` in operations where that is the rate of
+    products, else in bytes."""
+    share = amount / (us * 1e-6) / limits[roof]
+    unit = "FLOP" if roof == "product" else "B"
     ratio = "" if peer_us is None else f"  peer {peer_us:9.1f} us, ours {peer_us / us:5.2f}x"
-    print(f"{op:14} {shape:34} {us:9.1f} us {amount / us / 1e6:8.2f} T/s {share:6.1%} of ceiling{ratio}", flush=True)
-    ROWS.append({"op": op, "shape": shape, "us": us, "share": share, "peer_us": peer_us})
+    print(
+        f"{op:14} {shape:34} {us:9.1f} us {amount / 1e9:9.3f} G{unit:4} {amount / us / 1e6:7.2f} T{unit + '/s':6}"
+        f" {share:6.1%} of {roof}{ratio}",
+        flush=True,
+    )
+    ROWS.append(
+        {"op": op, "shape": shape, "us": us, "amount": amount, "unit": unit, "roof": roof, "share": share}
+        | {"peer_us": peer_us}
+    )
 
 
 @triton.jit
@@ -161,7 +174,8 @@ def decode(limits: dict[str, float], peers: bool) -> None:
         for title, lens in cases if shape is QWEN3_8B else cases[::3]:
             batch = Batch(shape, [1] * len(lens), lens)
             us = median_us(batch.calls())
-            report("decode", f"{name} {title}", us, batch.bytes, limits["read"], batch.peer("fa2") if peers else None)
+            peer = batch.peer("fa2") if peers else None
+            report("decode", f"{name} {title}", us, batch.bytes, limits, "read", peer)
 
 
 def prefill(limits: dict[str, float], peers: bool) -> None:
@@ -181,7 +195,7 @@ def prefill(limits: dict[str, float], peers: bool) -> None:
         peer = batch.peer("fa3") if peers else None
         for impl in ("cuda", "triton"):
             us = median_us(batch.calls(impl)[:4], 10)
-            report(f"prefill {impl}", title, us, work, limits["product"], peer)
+            report(f"prefill {impl}", title, us, work, limits, "product", peer)
 
 
 def pointwise(limits: dict[str, float], peers: bool) -> None:
@@ -194,10 +208,10 @@ def pointwise(limits: dict[str, float], peers: bool) -> None:
         us = median_us(
             [partial(dispatch.add_rms_norm, a, b, weight, 1e-6, out=a) for a, b in zip(xs, residuals, strict=True)]
         )
-        report("add_rms_norm", f"{tokens} x 4096", us, 4 * xs[0].nbytes, limits["copy"])
+        report("add_rms_norm", f"{tokens} x 4096", us, 4 * xs[0].nbytes, limits, "copy")
         out = torch.empty(tokens, 12_288, device=DEVICE, dtype=BF16)
         us = median_us([partial(dispatch.silu_mul, _noise(tokens, 24_576), out=out) for _ in range(copies)])
-        report("silu_mul", f"{tokens} x 12288", us, 3 * out.nbytes, limits["copy"])
+        report("silu_mul", f"{tokens} x 12288", us, 3 * out.nbytes, limits, "copy")
         batch = Batch(QWEN3_8B, [1] * tokens, [16] * tokens)
         slots = batch.tables[:, 0].long() * 16 + 3
         positions = slots % 4096
@@ -218,7 +232,7 @@ def pointwise(limits: dict[str, float], peers: bool) -> None:
                 for index in range(copies)
             ]
         )
-        report("rope_kv_write", f"{tokens} tokens", us, 2 * tokens * 6144 * 2, limits["copy"])
+        report("rope_kv_write", f"{tokens} tokens", us, 2 * tokens * 6144 * 2, limits, "copy")
 
 
 def _noise(*shape: int) -> Tensor:
@@ -264,7 +278,7 @@ def sampling(limits: dict[str, float], peers: bool) -> None:
         ):
             us = median_us([partial(dispatch_logits.sample, x, **args) for x in inputs], 10)
             peer = median_us([partial(ways[name], x) for x in inputs], 10) if name in ways else None
-            report("sample", f"b{rows} {name}", us, inputs[0].nbytes, limits["read"], peer)
+            report("sample", f"b{rows} {name}", us, inputs[0].nbytes, limits, "read", peer)
 
 
 PRODUCTS = {
@@ -282,7 +296,7 @@ def linear(limits: dict[str, float], peers: bool) -> None:
             x, out = _noise(rows, columns), torch.empty(rows, outputs, device=DEVICE, dtype=BF16)
             us = median_us([partial(dispatch.linear, x, weight, out=out) for weight in packed])
             peer = median_us([partial(torch.mm, x, weight.T, out=out) for weight in weights])
-            report("linear", f"m={rows} {name}", us, weights[0].nbytes, limits["read"], peer)
+            report("linear", f"m={rows} {name}", us, weights[0].nbytes, limits, "read", peer)
 
 
 def moe(limits: dict[str, float], peers: bool) -> None:
@@ -298,10 +312,9 @@ def moe(limits: dict[str, float], peers: bool) -> None:
 
         us = median_us([partial(layer, *weights) for weights in layers])
         distinct = dispatch.moe_route(logits, top_k)[1].unique().numel()
-        read = distinct * 3 * inner * hidden * 2 / limits["read"]
-        work = tokens * top_k * 6 * inner * hidden / limits["product"]
-        kind = "read" if read > work else "product"
-        report("moe", f"{tokens} tokens, {distinct} experts, {kind}", us, max(read, work), 1.0)
+        amounts = {"read": distinct * 3 * inner * hidden * 2, "product": tokens * top_k * 6 * inner * hidden}
+        roof = max(amounts, key=lambda name: amounts[name] / limits[name])
+        report("moe", f"{tokens} tokens, {distinct} experts", us, amounts[roof], limits, roof)
 
 
 SECTIONS = {

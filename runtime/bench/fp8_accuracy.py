@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isthmus_runtime.config import ModelConfig, SchedulerConfig
 from isthmus_runtime.executor.device.cpu import CpuDevice
-from isthmus_runtime.executor.model_runner import LoadedModel, load
+from isthmus_runtime.executor.loading import LoadedModel, load
 from isthmus_runtime.layers.batch import ForwardBatch, GroupBatch, LayerKv
 
 BLOCK = 16

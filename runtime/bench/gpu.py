@@ -7,6 +7,7 @@ the same card, after ours, in a process of its own. Otherwise it is a recorded f
     python runtime/bench/gpu.py [--models qwen3-8b,qwen3-30b-a3b] [--rows single,decode] [--quick] [--out FOLDER]
     python runtime/bench/gpu.py --peer PYTHON   the interpreter that has vLLM, or folders of it for PYTHONPATH
     python runtime/bench/gpu.py --parity     tokens of the GPU equal the CPU's, float32, random weights
+    python runtime/bench/gpu.py --ops        last a roofline line for each op (kernels/bench/gpu_ops.py)
     python runtime/bench/gpu.py --profile    where the time of a step goes, by kernel
 """
 
@@ -17,8 +18,12 @@ import gc
 import json
 import logging
 import random
+import signal
 import statistics
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -34,6 +39,9 @@ from gpu_table import MODELS, ROWS, SMALL, WARM_UP, Row, prompts, say, shortened
 
 from isthmus_runtime.config import KvConfig, SchedulerConfig  # noqa: E402
 from isthmus_runtime.executor.device.cuda import CudaDevice  # noqa: E402
+
+_OPS = Path(__file__).parents[2] / "kernels/bench/gpu_ops.py"
+_OPS_S = 900.0
 
 
 @dataclass
@@ -82,7 +90,9 @@ def bench_model(name: str, args: argparse.Namespace, report: Report, began: floa
     ready = time.perf_counter() - began
     report.line(f"\n{name}: {bench.plan.num_blocks} KV blocks, max_model_len {bench.plan.max_model_len}")
     report.line(f"{'start to ready, s':32} {ready:>10.1f}")
-    report.data[name] = {"start_s": ready, "rows": {}}
+    if bench.overdrawn:
+        report.line(f"{bench.overdrawn / 2**30:.2f} GiB more are taken than --kv-memory-fraction allows")
+    report.data[name] = {"start_s": ready, "overdrawn_bytes": bench.overdrawn, "rows": {}}
     rng = random.Random(0)
     try:
         for count, length, output in () if args.rows == "none" else WARM_UP:
@@ -157,6 +167,31 @@ def profile(bench: Bench, rng: random.Random) -> str:
     return "\n".join(texts)
 
 
+def rooflines(report: Report) -> bool:
+    """Each op beside the ceiling that it has on this card, in a process of its own. False when that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "ops.json"
+        argv = [sys.executable, "-u", str(_OPS), "--json", str(out)]
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+        late = threading.Timer(_OPS_S, process.kill)
+        late.start()
+        try:
+            assert process.stdout is not None
+            report.line("\nops, and the ceilings measured beside them")
+            for text in process.stdout:
+                report.line(text.rstrip("\n"))
+            status = process.wait()
+        finally:
+            late.cancel()
+            process.kill()
+            process.wait()
+        if status:
+            report.line(f"ops FAILED: {_OPS.name} ended with {status} (within {_OPS_S:.0f} s it has to end)")
+        else:
+            report.data["ops"] = json.loads(out.read_text())
+    return status == 0
+
+
 def parity(args: argparse.Namespace, report: Report) -> bool:
     """Greedy tokens of the GPU and of the CPU, float32, one model of random weights, mixed lengths."""
     rng = random.Random(7)
@@ -188,6 +223,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="one repeat, at most 64 tokens out")
     parser.add_argument("--parity", action="store_true", help="first compare the GPU's tokens with the CPU's")
     parser.add_argument("--profile", action="store_true", help="last a table of kernels by time")
+    parser.add_argument("--ops", action=argparse.BooleanOptionalAction, default=False, help="last the ops' rooflines")
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--quantization", default="auto", choices=["auto", "fp8"], help="fp8: 8-bit products")
     parser.add_argument("--deterministic", default="off", choices=["on", "off"], help="as the engine's flag")
@@ -203,6 +239,8 @@ def main() -> int:
     parser.add_argument("--peer-timeout", type=float, default=600.0, help="seconds for its rows of one model")
     parser.add_argument("--out", default="", help="folder for bench-gpu.txt and bench-gpu.json")
     args = parser.parse_args()
+    # Who ends this ends what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         peer = find_peer(args.peer)
     except ValueError as error:
@@ -231,6 +269,8 @@ def main() -> int:
             traceback.print_exc()
             # The next model needs this one's memory.
             gc.collect()
+    if args.ops:
+        ok = rooflines(report) and ok
     report.write(args.out)
     return 0 if ok else 1
 

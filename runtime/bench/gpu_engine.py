@@ -20,7 +20,8 @@ from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.engine.exchange import Reply
 from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
-from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load
+from isthmus_runtime.executor.loading import LoadedModel, load
+from isthmus_runtime.executor.model_runner import TorchExecutor
 from isthmus_runtime.kv.plan import KvPlanInput, plan
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.models.base import ModelSpec
@@ -86,10 +87,11 @@ class Bench:
         self, loaded: LoadedModel, *, scheduler: SchedulerConfig, kv: KvConfig, prefix_caching: bool = False
     ) -> None:
         specs = loaded.layer_specs(kv.block_size, kv.dtype)
+        beside = loaded.draw_bytes(scheduler)
         self.plan = plan(
             KvPlanInput(
                 ranks=(specs,),
-                available_bytes=(kv.memory_bytes or loaded.device.kv_bytes(kv.memory_fraction),),
+                available_bytes=(kv.memory_bytes or loaded.device.kv_bytes(kv.memory_fraction, beside),),
                 max_model_len=scheduler.max_model_len or loaded.spec.max_position,
                 auto_fit=True,
                 max_num_batched_tokens=scheduler.max_batched_tokens,
@@ -97,6 +99,11 @@ class Bench:
             )
         )
         self.executor = TorchExecutor(loaded, self.plan, scheduler, kv)
+        self.overdrawn = 0
+        """Bytes of the device that are taken beyond the fraction."""
+        if kv.memory_bytes is None:
+            # Of an engine that serves, the pool would be made smaller then (`commands.ranks.with_pool`).
+            self.overdrawn = loaded.device.overdrawn(kv.memory_fraction)
         groups = len(self.plan.groups)
         pool = BlockPool(self.plan.num_blocks, num_groups=groups, prefix_caching=prefix_caching)
         planner = Scheduler(scheduler, self.plan, pool)

@@ -3,10 +3,12 @@ processes (`--api-process on`) and as one.
 
 Random weights of a real architecture are written to files once, with a tokenizer of the same vocabulary, so that the
 start (reading weights, compiling, graphs) and the text of answers are real. Clients are processes of
-`isthmus-runtime bench`. With `--offline FILE` (the JSON of `gpu.py` from the same card and run) each row also says
-what HTTP costs.
+`isthmus-runtime bench`. Where vLLM can be imported, or by what `--peer` names, its server serves the same files to the
+same clients, after ours, and a table compares. With `--offline FILE` (the JSON of `gpu.py` from the same card and run)
+each row also says what HTTP costs.
 
     python runtime/bench/gpu_http.py [--model qwen3-8b] [--rows single,decode] [--modes on,off] [--offline JSON]
+        [--peer auto|none|PYTHON]
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_peer import Peer, find_peer
 from gpu_table import MODELS, ROWS, SMALL, Row, say
 from safetensors.torch import save_file
 
@@ -38,10 +41,14 @@ from isthmus_runtime.models.registry import read_model_spec
 
 START_S = 240.0
 LOAD_S = 300.0
+PEER_START_S = 400.0
 CLIENTS = 4
 """Processes that share a load: one alone could not read 20,000 tokens a second."""
 SHARD_BYTES = 4 << 30
 NAME = "bench"
+FRACTION = 0.88
+"""Of the GPU's memory."""
+WARM = Row("warm", "warm", 256, 128, 8, "out tok/s", {})
 
 
 def make_model(config: dict[str, Any], folder: Path, device: torch.device) -> None:
@@ -83,12 +90,13 @@ def make_tokenizer(vocab_size: int, folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text("{}")
+    # vLLM's loader would guess a class from the model's, with special tokens of its own.
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
 @dataclass
 class Server:
-    """A process of ours that answers /ready."""
+    """A process that serves."""
 
     name: str
     port: int
@@ -115,32 +123,38 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-@contextmanager
-def serve(name: str, role: str, folder: Path, log: Path, *flags: str) -> Iterator[Server]:
-    """One serving process, from exec to ready and to its end."""
+def serve(name: str, role: str, folder: Path, log: Path, *flags: str) -> AbstractContextManager[Server]:
+    """One serving process of ours."""
     port = free_port()
-    argv = [sys.executable, "-m", "isthmus_runtime", "serve", "--role", role, "--port", str(port)]
-    argv += [
-        "--model",
-        str(folder),
-        "--served-model-name",
-        NAME,
-        "--log-level",
-        "info",
-        "--drain-timeout",
-        "5s",
-        *flags,
-    ]
+    argv = [sys.executable, "-m", "isthmus_runtime", "serve", "--role", role, "--port", str(port), "--model"]
+    argv += [str(folder), "--served-model-name", NAME, "--log-level", "info", "--drain-timeout", "5s", *flags]
+    return running(name, argv, port, "/ready", log, START_S)
+
+
+@contextmanager
+def running(
+    name: str,
+    argv: Sequence[str],
+    port: int,
+    ready: str,
+    log: Path,
+    start_s: float,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """A process that serves at `port`, from exec to the first answer at `ready` and to its end, and its children's.
+
+    `environment`: None is this process's.
+    """
     began = time.perf_counter()
     with log.open("ab") as out:
-        process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(argv, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environment)
     try:
         while True:
-            if process.poll() is not None or time.perf_counter() - began > START_S:
+            if process.poll() is not None or time.perf_counter() - began > start_s:
                 tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
                 raise SystemExit(f"bench: {name} is not ready, exit status {process.poll()}:\n{tail}")
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=2):
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}{ready}", timeout=2):
                     break
             except (urllib.error.URLError, OSError):
                 # Readiness of another process has no event to wait on.
@@ -148,11 +162,11 @@ def serve(name: str, role: str, folder: Path, log: Path, *flags: str) -> Iterato
         yield Server(name, port, process, time.perf_counter() - began)
     finally:
         process.send_signal(signal.SIGTERM)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait(30)
+        with suppress(ProcessLookupError):  # all of them have ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
 
 
 def load(server: Server, row: Row, output_len: int, vocab: int, seed: int) -> dict[str, float]:
@@ -162,12 +176,12 @@ def load(server: Server, row: Row, output_len: int, vocab: int, seed: int) -> di
     argv = [sys.executable, "-m", "isthmus_runtime", "bench", "--json", "--model", NAME, "--vocab-size", str(vocab)]
     argv += ["--url", f"http://127.0.0.1:{server.port}", "--timeout", str(LOAD_S), "--input-len", str(row.input_len)]
     argv += ["--output-len", str(output_len), "--requests", str(share), "--concurrency", str(share)]
-    running = [
+    started = [
         subprocess.Popen([*argv, "--seed", str(seed * CLIENTS + i)], stdout=subprocess.PIPE, text=True)
         for i in range(clients)
     ]
     found = []
-    for client in running:
+    for client in started:
         text, _ = client.communicate(timeout=LOAD_S)
         if client.returncode:
             raise SystemExit(f"bench: a client of {server.name} failed on {row.title}")
@@ -224,6 +238,36 @@ def measure(
     return made
 
 
+def beside(
+    peer: Peer, folder: Path, log: Path, args: argparse.Namespace, vocab: int, fraction: float
+) -> list[dict[str, Any]]:
+    """The rows by vLLM's server; none where it fails, which is told, and costs ours nothing."""
+    port = free_port()
+    argv = peer.server(folder, NAME, port, max_model_len=args.max_model_len, fraction=fraction)
+    try:
+        with running("vLLM", argv, port, "/health", log, PEER_START_S, peer.environment()) as server:
+            say(f"vLLM: exec to ready {server.start_s:.1f} s")
+            load(server, WARM, 8, vocab, 99)
+            return measure(server, [server], args, vocab, {}, "")
+    except SystemExit as error:
+        say(str(error))
+        return []
+
+
+def compare(model: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Each row of the first mode beside the peer's and the computed limit."""
+    found = {(row["server"], row["row"]): row["value"] for row in reversed(rows)}
+    say(f"\n{model + ', over HTTP':38} {'engine':>10} {'router':>10} {'vLLM':>10} {'limit':>8}  engine/vLLM")
+    for row in ROWS:
+        if ("engine", row.name) not in found:
+            continue
+        ours, router, peer = (found.get((server, row.name)) for server in ("engine", "router", "vLLM"))
+        limit = row.known.get(model, (0.0, None, 0.0))[1]
+        told = "".join(f" {'-' if value is None else format(value, '.1f'):>10}" for value in (ours, router, peer))
+        ratio = "" if peer is None else f"{row.better(ours, peer):>11.2f}x"
+        say(f"{row.title + ', ' + row.unit:38}{told} {'-' if limit is None else format(limit, 'g'):>8}  {ratio}")
+
+
 def main() -> int:
     """Make the model, start the servers, run the rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -238,7 +282,14 @@ def main() -> int:
         "--engine-flag", action="append", default=[], help="another flag of the engine, as --flag=value"
     )
     parser.add_argument("--out", default="", help="JSON file for the results")
+    parser.add_argument("--peer", default="auto", help="auto, none, an interpreter or PYTHONPATH that has vLLM")
     args = parser.parse_args()
+    # Who ends this ends what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        peer = find_peer(args.peer)
+    except ValueError as error:
+        parser.error(str(error))
     config = SMALL if args.model == "small" else MODELS[args.model]
     offline: dict[str, Any] = {}
     if args.offline and Path(args.offline).is_file():
@@ -258,7 +309,7 @@ def main() -> int:
             "--max-num-seqs=256",
             "--max-waiting=4096",
             "--no-prefix-caching",
-            *(["--kv-memory-fraction=0.88"] if args.device == "cuda" else []),
+            *([f"--kv-memory-fraction={FRACTION}"] if args.device == "cuda" else []),
             *args.engine_flag,
         ]
         log = Path(args.out or made).parent if args.out else Path(made)
@@ -268,16 +319,18 @@ def main() -> int:
             with serve("engine", "unified", folder, log / "http-engine.log", *flags, own) as engine:
                 starts[mode] = engine.start_s
                 say(f"engine, --api-process {mode}: exec to ready {engine.start_s:.1f} s")
-                warm = Row("warm", "warm", min(256, 64 if args.quick else 256), 128, 8, "out tok/s", {})
-                load(engine, warm, 8, config["vocab_size"], 99)
+                load(engine, WARM, 8, config["vocab_size"], 99)
                 rows += measure(engine, [engine], args, config["vocab_size"], offline, mode)
                 if rows[0]["api_process"] != mode:
                     continue
                 worker = f"--worker=127.0.0.1:{engine.port}"
                 with serve("router", "router", folder, log / "http-router.log", worker) as router:
                     say(f"router: exec to ready {router.start_s:.1f} s")
-                    load(router, warm, 8, config["vocab_size"], 98)
+                    load(router, WARM, 8, config["vocab_size"], 98)
                     rows += measure(router, [engine, router], args, config["vocab_size"], offline, mode)
+        if peer is not None:
+            rows += beside(peer, folder, log / "http-vllm.log", args, config["vocab_size"], FRACTION)
+    compare(args.model, rows)
     if args.out:
         data = {"model": args.model, "engine_start_s": starts, "rows": rows}
         Path(args.out).write_text(json.dumps(data, indent=1))

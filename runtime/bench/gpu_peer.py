@@ -46,6 +46,14 @@ class Peer:
         own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # noqa: TID251
         return {**_SETTINGS, **own, **({"PYTHONPATH": self.path} if self.path else {})}
 
+    def server(self, model: Path, name: str, port: int, *, max_model_len: int, fraction: float) -> list[str]:
+        """The command that serves the files of `model` over HTTP, as our engine beside it does."""
+        argv = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        argv += ["--served-model-name", name, "--host", "127.0.0.1", "--port", str(port), "--dtype", "auto"]
+        argv += ["--max-model-len", str(max_model_len), "--gpu-memory-utilization", str(fraction)]
+        argv += ["--max-num-seqs", "256", "--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+        return [*argv, "--generation-config", "vllm"]
+
     def there(self) -> bool:
         """Whether it can import vLLM; vLLM itself is not imported, which takes long."""
         look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"

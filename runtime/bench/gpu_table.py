@@ -50,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
 # SmolLM2-135M's shape, for parity.
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "vocab_size": 49152,
     "hidden_size": 576,
     "intermediate_size": 1536,

@@ -15,7 +15,8 @@ from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.streams import Streams
-from isthmus_runtime.executor.model_runner import TorchExecutor, load
+from isthmus_runtime.executor.loading import load
+from isthmus_runtime.executor.model_runner import TorchExecutor
 from isthmus_runtime.kv.plan import KvPlanInput, plan
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.openai.tokenizer import Tokenizer

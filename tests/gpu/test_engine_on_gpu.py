@@ -14,7 +14,8 @@ import torch
 from isthmus_runtime.checkpoints.random import RandomTensors
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.errors import ConfigError
-from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load
+from isthmus_runtime.executor.loading import LoadedModel, load
+from isthmus_runtime.executor.model_runner import TorchExecutor
 from isthmus_runtime.interfaces.steps import Chunk, RowStart, StepPlan
 from isthmus_runtime.kv.plan import KvPlanInput, plan
 from isthmus_runtime.models.base import ModelSpec

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from isthmus_kernels import dispatch, dispatch_weights, native
@@ -12,6 +12,12 @@ from isthmus_kernels.testing import TOLERANCES, poisoned, threads
 
 IMPLS = ["torch", *(["cpu"] if native.available() else [])]
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True, params=["fp32", *(["pairs"] if native.multiplies_bf16() else [])])
+def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bfloat16 rows and weights: both ways, whichever is the faster one here."""
+    monkeypatch.setattr(native, "prefers_pairs", lambda: request.param == "pairs")
 
 
 def check(
@@ -50,7 +56,7 @@ def test_a_large_weight_is_on_large_pages(rows: int) -> None:
     assert packed.panels.data_ptr() % (2 << 20) == 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     m=st.integers(1, 60),
     n=st.integers(1, 150),

@@ -23,17 +23,14 @@ KV_DTYPES = [*DTYPES, torch.float8_e4m3fn]
 BATCHES = [1, 2, 3, 5, 6, 7, 11, 12, 13, 24, 25, 40, 97, 193]
 
 
-@pytest.fixture(params=[*HERE, *(["avx512 without bf16"] if native.multiplies_bf16() else [])])
+@pytest.fixture(params=[*HERE, *(["avx512 by pairs"] if native.multiplies_bf16() else [])])
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     level = request.param.split()[0]
     monkeypatch.setattr(native, "level", lambda: level)
-    monkeypatch.setattr(native, "multiplies_bf16", lambda: request.param == "avx512" and native_bf16)
+    monkeypatch.setattr(native, "prefers_pairs", lambda: request.param == "avx512 by pairs")
     native.entry.cache_clear()
     yield request.param
     native.entry.cache_clear()
-
-
-native_bf16 = native.multiplies_bf16()
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

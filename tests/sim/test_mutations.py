@@ -39,6 +39,7 @@ from isthmus_runtime.sim.faults import Scenario, draw
 from isthmus_runtime.sim.store import StoreTransfer
 from isthmus_runtime.sim.world import run_scenario
 from isthmus_runtime.transfer import agent as agent_module
+from isthmus_runtime.transfer import attempts as attempts_module
 from isthmus_runtime.transfer import leg as leg_module
 from isthmus_runtime.transfer.agent import TransferAgent
 from isthmus_runtime.transfer.record import Expected
@@ -223,12 +224,12 @@ def remove_all_on_failure(p: Patch) -> None:
 def drop_attempt_check(p: Patch) -> None:
     """Records are found by request and accepted from any attempt."""
     p.setattr(StoreTransfer, "record_name", lambda self, attempt: "record:" + attempt.partition(".")[0])
-    real = agent_module.mismatch
+    real = attempts_module.mismatch
 
     def any_attempt(record: PrefillRecord, want: Expected) -> str:
         return real(record.model_copy(update={"attempt": want.attempt}), want)
 
-    p.setattr(agent_module, "mismatch", any_attempt)
+    p.setattr(attempts_module, "mismatch", any_attempt)
 
 
 def skip_never_fit(p: Patch) -> None:

@@ -62,8 +62,11 @@ class FakeDevice:
     def dtype(self, requested: str) -> torch.dtype:
         return torch.float32
 
-    def kv_bytes(self, fraction: float) -> int:
-        return int(fraction * (1 << 30))
+    def kv_bytes(self, fraction: float, beside: int = 0) -> int:
+        return int(fraction * (1 << 30)) - beside
+
+    def overdrawn(self, fraction: float) -> int:
+        return 0
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         self.allocations += 1

@@ -13,7 +13,8 @@ from torch import distributed
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.executor.adapters import AdapterSlots
-from isthmus_runtime.executor.model_runner import TorchExecutor, load
+from isthmus_runtime.executor.loading import load
+from isthmus_runtime.executor.model_runner import TorchExecutor
 from isthmus_runtime.executor.ranks import LeadingAdapters, LeadingExecutor, follow
 from isthmus_runtime.interfaces.steps import AdapterSlot, Chunk, RowStart, StepPlan
 from isthmus_runtime.kv.plan import KvPlanInput, plan

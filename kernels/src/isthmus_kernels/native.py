@@ -117,6 +117,13 @@ def multiplies_bf16() -> bool:
     return lib is not None and bool(lib.isthmus_cpu_bf16())
 
 
+@cache
+def prefers_pairs() -> bool:
+    """Whether that instruction is also the fastest way to multiply bf16 here, rather than fp32 arithmetic."""
+    lib = library()
+    return lib is not None and bool(lib.isthmus_cpu_pairs())
+
+
 def threads_present() -> int:
     """Threads that the library computes with at present: fewer than torch's number while others need their processors
     (cpu/pool.cpp). 0 before its first parallel loop."""

@@ -25,7 +25,7 @@ class SamplingOptions:
     """What a client may set, and a model's `generation_config.json` where the client does not; then these defaults.
 
     The one place that knows a parameter's name, type, bounds and default: the API's schema, the records between router
-    and engines, and the executor's rows follow from it. What it does is the sampler's (`executor/input_batch.py` says
+    and engines, and the executor's rows follow from it. What it does is the sampler's (`executor/sampling_rows.py` says
     when it is off). pydantic reads the bounds wherever such a record comes from outside; making one checks nothing.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from engine_stack import engine
 from engine_world import request
 
+from isthmus_runtime.engine import masks as module
 from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.masks import MaskThread
 from isthmus_runtime.errors import EngineFailed, InvalidRequest
@@ -116,81 +118,61 @@ def test_a_late_mask_comes_once_its_token_was_seen() -> None:
         thread.stop(DEADLINE_S)
 
 
-class Timed:
-    """A grammar whose masks take a time of their own, on a clock that is moved by hand; `order`: who was computed."""
+class Costs:
+    """Uses 20 ms of processor time for a mask if it is told to, and says when it was asked."""
 
-    now = threading.local()
+    def __init__(self, name: str, order: list[str], much: bool = False) -> None:
+        self.name, self.order, self.much = name, order, much
 
-    def __init__(self, name: str, takes_s: float, order: list[str], gate: threading.Event | None = None) -> None:
-        self.name, self.takes_s, self.order, self.gate = name, takes_s, order, gate
-
-    @classmethod
-    def clock(cls) -> float:
-        return float(getattr(cls.now, "s", 0.0))
-
-    def allowed(self, generated: Sequence[int]) -> bytes | None:
-        if self.gate is not None:
-            assert self.gate.wait(DEADLINE_S)
-        type(self).now.s = self.clock() + self.takes_s
+    def allowed(self, generated: Sequence[int]) -> bytes:
         self.order.append(self.name)
+        began = time.thread_time()
+        while self.much and time.thread_time() < began + 0.02:
+            pass
         return ODD
 
     def forced(self, generated: Sequence[int], most: int) -> Forced:
         return Forced()
 
 
-def mask(masks: Any, generated: list[int]) -> None:
-    """Ask, and wait until it is there."""
-    late = masks.late(len(generated))
-    masks.allowed(generated)
-    assert late.wait(DEADLINE_S) == ODD
-
-
-def test_slow_grammars_hold_up_each_other_and_share_evenly() -> None:
-    """One of forty bytes held up those of all tenants for minutes."""
+def test_requests_whose_masks_cost_little_do_not_wait_for_costly_ones() -> None:
     order: list[str] = []
-    thread = MaskThread(lambda: None, Timed.clock)
+    gate = Rule()
+    thread = MaskThread(lambda: None)
     thread.start()
-    gate = threading.Event()
-    gate.set()
     try:
-        slow = {name: thread.beside(Timed(name, s, order, gate)) for name, s in (("a", 1.0), ("b", 0.1), ("c", 0.1))}
-        for masks in slow.values():
-            mask(masks, [])
-        mask(slow["a"], [1])
-        gate.clear()
-        waits = [slow["b"].late(1), slow["b"].allowed([1]), slow["a"].allowed([1, 1]), slow["c"].allowed([1])]
-        quick = thread.beside(Timed("quick", 0.001, order))
-        for count in range(50):
-            mask(quick, [1] * count)
-        assert order.count("quick") == 50
-        assert waits[1] is Later.MASK
-        gate.set()
-        late = slow["a"].late(2)
-        while late.wait(DEADLINE_S) != ODD:
-            pass
-        assert [name for name in order if name != "quick"] == ["a", "b", "c", "a", "b", "c", "a"]
+        costly, cheap, late = (
+            thread.beside(Costs(name, order, name == "costly")) for name in ("costly", "cheap", "late")
+        )
+        first = costly.late(0)
+        costly.allowed([])
+        assert first.wait(DEADLINE_S) == ODD
+        held = thread.beside(gate)
+        held.allowed([1, 2])  # the thread is busy until the gate opens
+        last = costly.late(1)
+        costly.allowed([1])
+        cheap.allowed([])
+        late.allowed([])
+        gate.gate.set()
+        assert last.wait(DEADLINE_S) == ODD
+        assert order == ["costly", "cheap", "late", "costly"]
     finally:
-        gate.set()
+        gate.gate.set()
         thread.stop(DEADLINE_S)
-    assert not thread.busy
 
 
-def test_masks_that_take_far_too_long_end_their_request() -> None:
-    thread = MaskThread(lambda: None, Timed.clock)
+def test_a_request_whose_masks_took_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_MASKS_S", 0.01)
+    thread = MaskThread(lambda: None)
     thread.start()
     try:
-        masks = thread.beside(Timed("a", 2.0, []))
-        mask(masks, [])
-        mask(masks, [1])
-        late = masks.late(2)
-        masks.allowed([1, 1])
-        assert late.wait(DEADLINE_S) is Later.MASK
-        with pytest.raises(InvalidRequest, match=r"took 6\.0 s to work out for 2 tokens; simplify the grammar"):
-            masks.allowed([1, 1])
-        usual = thread.beside(Timed("b", 0.029, []))
-        for count in range(300):
-            mask(usual, [1] * count)
+        masks = thread.beside(Costs("costly", [], True))
+        for count, answer in ((0, ODD), (1, Later.MASK)):
+            job = masks.late(count)
+            masks.allowed([7] * count)
+            assert job.wait(DEADLINE_S) is answer or count == 0
+        with pytest.raises(InvalidRequest, match=r"after 1 tokens: its masks have taken 0\.\d s .*simplify"):
+            masks.allowed([7])
     finally:
         thread.stop(DEADLINE_S)
 

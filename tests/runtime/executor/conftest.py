@@ -14,7 +14,8 @@ from real_models import gemma3_270m, qwen25_coder_05b, smollm2_135m_instruct
 
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.executor.device.base import Device
-from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load
+from isthmus_runtime.executor.loading import LoadedModel, load
+from isthmus_runtime.executor.model_runner import TorchExecutor
 from isthmus_runtime.interfaces.steps import Chunk, RowBlocks, RowStart, StepOutput, StepPlan
 from isthmus_runtime.kv.plan import KvPlan, KvPlanInput, plan
 from isthmus_runtime.lora_config import LoraConfig

@@ -69,6 +69,26 @@ def test_no_card_an_old_card_and_a_torch_without_cuda(card: pytest.MonkeyPatch) 
     assert "is built without CUDA" in cuda.unusable()
 
 
+@pytest.mark.parametrize(
+    "message", ["all CUDA-capable devices are busy or unavailable", "out of memory", "GPU is lost"]
+)
+def test_a_card_that_cannot_be_opened_is_told_in_a_line(message: str, card: pytest.MonkeyPatch) -> None:
+    """The driver describes such a card, and fails when somebody computes on it."""
+
+    def fail(_: object) -> None:
+        raise torch.AcceleratorError(f"CUDA error: {message}\nCUDA kernel errors might be reported later")
+
+    card.setattr(torch.cuda, "set_device", lambda _: None)
+    card.setattr(torch.cuda, "Stream", fail)
+    with pytest.raises(ConfigError, match=rf"--device cuda: cuda:0 cannot be opened \(CUDA error: {message}\); .*Xid"):
+        open_device("cuda")
+
+
+def test_a_rank_without_a_card_of_its_own(card: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="rank 1 needs a GPU of its own and the driver shows 1"):
+        open_device("cuda", index=1)
+
+
 def test_unknown_device() -> None:
     with pytest.raises(ConfigError, match="--device 'tpu' is not supported; known: auto, cpu, cuda"):
         open_device("tpu")
@@ -89,8 +109,25 @@ def test_the_memory_fraction_is_of_the_whole_card(gpu: CudaDevice) -> None:
     assert gpu.kv_bytes(0.9) == (90 - 20 - 1) << 30
 
 
+def test_what_is_taken_after_the_start_is_held_to_the_fraction(
+    gpu: CudaDevice, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = gpu.kv_bytes(0.9, 2 << 30)
+    assert left == (90 - 20 - 1 - 2) << 30
+    monkeypatch.setattr(torch, "zeros", lambda nbytes, **_: range(nbytes))
+    gpu.pool(left)
+    for steps, over in ((3, 0), (5, 2)):
+        free = (100 - 20 - steps << 30) - left
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 100 << 30))
+        with caplog.at_level("INFO"):
+            assert gpu.overdrawn(0.9) == over << 30
+        assert f"graphs and steps took {steps}.00 GiB beside the KV pool, 3.00 GiB were set aside" in caplog.text
+
+
 def test_a_card_too_small_is_refused_with_its_numbers(gpu: CudaDevice) -> None:
-    with pytest.raises(ConfigError, match=r"20\.0 of 100\.0 GiB are taken .*gpuMemoryFraction.* allows 20\.0 GiB"):
+    with pytest.raises(
+        ConfigError, match=r"20\.0 of 100\.0 GiB are taken .* need 1\.00 GiB.*gpuMemoryFraction.* allows 20\.0 GiB"
+    ):
         gpu.kv_bytes(0.2)
 
 

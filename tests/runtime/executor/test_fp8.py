@@ -21,7 +21,7 @@ from isthmus_runtime.checkpoints.safetensors import Checkpoint
 from isthmus_runtime.config import ModelConfig
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.executor.device.cpu import CpuDevice
-from isthmus_runtime.executor.model_runner import load
+from isthmus_runtime.executor.loading import load
 from isthmus_runtime.models.base import TensorSource
 from isthmus_runtime.models.registry import read_model_spec
 from isthmus_runtime.models.shard import Slice

@@ -269,7 +269,7 @@ def test_a_new_request_sees_nothing_of_the_row_before() -> None:
     forward = forward_of(batch.describe(StepPlan(0, (old, new), (), (Chunk(1, 0, 1, 1),), 1)))
     assert forward.token_ids.tolist() == [9]
     assert [group.block_tables[:, 0].tolist() for group in forward.groups] == [[5], [6]]
-    assert (batch.rows._tables[0][1, 1:] == 0).all()
+    assert (batch.rows._tables[0]._rows[1, 1:] == 0).all()
 
 
 def test_a_step_is_built_before_the_last_one_ran() -> None:

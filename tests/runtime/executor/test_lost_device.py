@@ -21,7 +21,7 @@ from isthmus_runtime.engine.exchange import Reply
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.errors import ConfigError, EngineFailed
-from isthmus_runtime.executor.model_runner import load
+from isthmus_runtime.executor.loading import load
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.models.registry import read_model_spec
 from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
@@ -91,7 +91,14 @@ def test_a_card_that_is_lost_at_the_start_is_told(model: Path, start_engine: Cal
         start_engine(model, device=device)
 
 
-def test_every_request_ends_and_new_ones_are_refused(model: Path, start_engine: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("GPU is lost"), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")],
+    ids=["lost", "out of memory"],
+)
+def test_every_request_ends_and_new_ones_are_refused(
+    error: Exception, model: Path, start_engine: Callable[..., Any]
+) -> None:
     device = FakeDevice()
     engine = start_engine(model, device=device)
     ends: dict[str, TokenChunk] = {}
@@ -107,7 +114,7 @@ def test_every_request_ends_and_new_ones_are_refused(model: Path, start_engine: 
                     counts[name] += 1
                     ends[name] = chunk
             if counts["tokens"] > 20:  # said here, while the engine waits: later, some may have come to their end
-                device.fail_with = RuntimeError("GPU is lost")
+                device.fail_with = error
             changed.notify_all()
 
     pool = BlockPool(engine.plan.num_blocks, num_groups=1, prefix_caching=False)
@@ -129,5 +136,5 @@ def test_every_request_ends_and_new_ones_are_refused(model: Path, start_engine: 
     loop.stop()
     for name, chunk in ends.items():
         assert counts[name] == 1 and chunk.finish_reason is FinishReason.ERROR, (name, chunk)
-        assert isinstance(chunk.error, EngineFailed) and "the fake device: GPU is lost" in str(chunk.error)
+        assert isinstance(chunk.error, EngineFailed) and f"the fake device: {error}" in str(chunk.error)
     assert "must be restarted" in loop.failure

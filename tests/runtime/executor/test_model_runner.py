@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from isthmus_runtime.config import ModelConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, WeightsError
 from isthmus_runtime.executor.device import cpu
-from isthmus_runtime.executor.model_runner import load
+from isthmus_runtime.executor.loading import load
 from isthmus_runtime.interfaces.steps import NOTHING_DRAWN, Chunk, RowStart, StepPlan
 from isthmus_runtime.kv.groups import LayerSpec
 from isthmus_runtime.models.registry import read_model_spec

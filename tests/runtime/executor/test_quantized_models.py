@@ -20,7 +20,7 @@ from torch import Tensor
 
 from isthmus_runtime.config import ModelConfig
 from isthmus_runtime.errors import WeightsError
-from isthmus_runtime.executor.model_runner import load
+from isthmus_runtime.executor.loading import load
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 

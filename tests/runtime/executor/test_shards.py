@@ -23,7 +23,8 @@ from torch import Tensor
 
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.errors import ConfigError
-from isthmus_runtime.executor.model_runner import LoadedModel, TorchExecutor, load
+from isthmus_runtime.executor.loading import LoadedModel, load
+from isthmus_runtime.executor.model_runner import TorchExecutor
 from isthmus_runtime.interfaces.steps import AdapterSlot, StepOutput, StepPlan
 from isthmus_runtime.kv.plan import KvPlan, KvPlanInput, plan
 from isthmus_runtime.lora_config import LoraConfig

@@ -13,7 +13,7 @@ import torch
 from isthmus_runtime.config import ModelConfig
 from isthmus_runtime.errors import ConfigError, WeightsError
 from isthmus_runtime.executor.device.cpu import CpuDevice
-from isthmus_runtime.executor.model_runner import load
+from isthmus_runtime.executor.loading import load
 from isthmus_runtime.kv.groups import LayerSpec
 from isthmus_runtime.models.registry import parse_model_spec
 from isthmus_runtime.sim.hardware import find_model

@@ -8,10 +8,11 @@ import tracemalloc
 import pytest
 
 from isthmus_runtime.errors import InvalidRequest
+from isthmus_runtime.openai.bodies import json_object, parsed
 from isthmus_runtime.openai.messages import conversation
 from isthmus_runtime.openai.problems import MAX_PROBLEMS
 from isthmus_runtime.openai.ranking import RerankRequest
-from isthmus_runtime.openai.schema import json_object, parse_chat, parse_completion, parsed
+from isthmus_runtime.openai.schema import parse_chat, parse_completion
 from isthmus_runtime.request import Structure
 
 

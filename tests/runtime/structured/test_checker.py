@@ -151,6 +151,40 @@ def test_a_killed_process_is_replaced(model: Path) -> None:
     run(work, model)
 
 
+def test_a_process_that_does_not_get_to_run_says_nothing_of_the_grammar(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WALL", 0.1)
+    asked = Structure("regex", "abcd")
+
+    async def work(checker: Checker) -> None:
+        await checker.check(GOOD, "x")
+        os.kill(pid_of(checker), signal.SIGSTOP)
+        with pytest.raises(Overloaded, match=r"no answer within 2 s.*busy"):
+            await checker.check(asked, "x")
+        monkeypatch.setattr(module, "_WALL", 20.0)
+        await checker.check(asked, "x")
+
+    run(work, model)
+
+
+def test_a_process_that_others_kill_says_nothing_of_the_grammar(model: Path) -> None:
+    asked = Structure("regex", "abcd")
+
+    async def work(checker: Checker) -> None:
+        await checker.check(GOOD, "x")
+        task = asyncio.create_task(checker.check(asked, "x"))
+        while not task.done():
+            if checker._process is not None and checker._process.returncode is None:
+                os.kill(pid_of(checker), signal.SIGKILL)
+            await asyncio.sleep(0.001)
+        with pytest.raises(Overloaded, match=r"killed twice|did not start"):
+            await task
+        await checker.check(asked, "x")
+
+    run(work, model)
+
+
 def test_a_crowd_is_turned_away(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_WAITING", 3)
 

@@ -141,7 +141,7 @@ def call(body: dict[str, Any]) -> Any:
         case "is_drained":
             return agent.is_drained(attempt)
         case "exist":
-            return [int(there) for there in backend._open_values.lease(body["keys"])]  # type: ignore[attr-defined]
+            return [int(there) for there in backend._moves._open.lease(body["keys"])]  # type: ignore[attr-defined]
         case "remove":
             return backend._pool.store.batch_remove(body["keys"], True)  # type: ignore[attr-defined]
         case "damage":

@@ -29,8 +29,9 @@ from isthmus_runtime.interfaces.handoff import (
 )
 from isthmus_runtime.interfaces.transport import KvRegion
 from isthmus_runtime.protocol import CommitCall
-from isthmus_runtime.transfer import agent as module
-from isthmus_runtime.transfer.agent import TransferAgent, block_crc32
+from isthmus_runtime.transfer import checksums as module
+from isthmus_runtime.transfer.agent import TransferAgent
+from isthmus_runtime.transfer.checksums import block_crc32
 from isthmus_runtime.transfer.factory import make_transfer
 from isthmus_runtime.transfer.memory import Faults, MemoryFabric, MemoryTransfer
 
@@ -356,7 +357,7 @@ def test_checksums_do_not_hold_up_the_end(
             break
     closing = threading.Thread(target=agent.close, args=(0.1 if stuck else 20.0,), daemon=True)
     closing.start()
-    assert agent._closing.wait(20)
+    assert agent._checksums is not None and agent._checksums._closing.wait(20)
     if stuck:
         closing.join(10)
         assert not closing.is_alive(), "it waits without a deadline"

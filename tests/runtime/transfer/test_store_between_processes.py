@@ -17,7 +17,8 @@ from isthmus_runtime.interfaces.transport import KvRegion
 from isthmus_runtime.kv.keys import pool_secret
 from isthmus_runtime.transfer.factory import store_secret
 from isthmus_runtime.transfer.pool_codes import explain
-from isthmus_runtime.transfer.store import StoreTransfer, is_scoped
+from isthmus_runtime.transfer.scoped_keys import is_scoped
+from isthmus_runtime.transfer.store import StoreTransfer
 
 pytestmark = pytest.mark.slow  # starts processes, and waits for deadlines to pass
 

@@ -99,7 +99,7 @@ def pack(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> PanelWeight
     padded = -(-rows // width) * width
     source = weight.contiguous()
     bias = None if bias is None else bias.float().contiguous()
-    paired = weight.dtype == dtype == torch.bfloat16 and native.multiplies_bf16()
+    paired = weight.dtype == dtype == torch.bfloat16 and native.prefers_pairs()
     panels = _on_large_pages(padded * (columns + columns % 2 if paired else columns), weight.dtype)
     kept, addresses = (panels, source), (panels.data_ptr(), source.data_ptr())
     if paired:

@@ -23,12 +23,24 @@ constexpr int64_t ROW_BYTES = VW == 16 ? 640 << 10 : 320 << 10;
 constexpr int AHEAD = 12288;
 // The same where it comes from L2.
 constexpr int NEAR = 2048;
+// What a tile requests while it computes: what follows the panel by `near` bytes, into L1, and `far`, into L2, as much of it
+// a word as `step` bytes.
+struct Ahead {
+    int64_t near;
+    const char *far;
+    int64_t step;
+};
 // Words of one pass over a panel at most. Longer passes start and end less often; the panel's slice streams from L2 and
 // leaves room there for the rows.
 constexpr int64_t DEPTH = 1024;
 
 struct pair {
     uint32_t bits;
+};
+
+template <int N>
+struct Number {
+    static constexpr int value = N;
 };
 
 // What each kind of weight is multiplied with.
@@ -72,56 +84,60 @@ INLINE vf multiply_add(vf sum, vu w, pair x) {
 }
 #endif
 
+// Panels that a tile of M rows takes at once. Each output is one chain of sums, so few rows have few chains to run side by
+// side, and one would wait for the other: 4 cycles a link here are 48 GB/s at 3 GHz, less than memory gives.
+template <int M>
+constexpr int ABREAST = 4 * M <= MR ? 4 : 2 * M <= MR ? 2 : 1;
+
 // One register tile: c[m] = start + sum over k of a(m, k) * panel[k], with start = c[m], the bias or zero.
-// `row_step` and `k_step` place a(m, k). What follows the panel by `ahead` bytes is requested.
-template <int M, class A, class W>
+// `row_step` and `k_step` place a(m, k). P panels, whose weights are `w_step` apart and their channels side by side.
+template <int M, int P, bool FAR, class A, class W>
 void tile(float *c, int64_t c_step, const float *bias, bool resume, const A *a, int64_t row_step, int64_t k_step,
-          const W *w, int64_t depth, int64_t ahead) {
-    vf lo[M], hi[M];
-    for (int m = 0; m < M; m++) {
-        lo[m] = resume ? load(c + m * c_step) : bias ? load(bias) : vf{};
-        hi[m] = resume ? load(c + m * c_step + VW) : bias ? load(bias + VW) : vf{};
-    }
+          const W *w, int64_t w_step, int64_t depth, const Ahead &ahead) {
+    vf lo[P][M], hi[P][M];
+    for (int p = 0; p < P; p++)
+        for (int m = 0; m < M; m++) {
+            lo[p][m] = resume ? load(c + m * c_step + p * NR) : bias ? load(bias + p * NR) : vf{};
+            hi[p][m] = resume ? load(c + m * c_step + p * NR + VW) : bias ? load(bias + p * NR + VW) : vf{};
+        }
 #pragma GCC unroll 4
     for (int64_t k = 0; k < depth; k++) {
-        const auto row = panel_row(w + k * NR);
-        for (size_t at = 0; at < NR * sizeof(W); at += 64)
-            __builtin_prefetch((const char *)(w + k * NR) + ahead + at, 0, 3);
+#pragma GCC unroll 4
+        for (int p = 0; p < P; p++) {
+            const W *at = w + p * w_step + k * NR;
+            const auto row = panel_row(at);
+            for (size_t byte = 0; byte < NR * sizeof(W); byte += 64)
+                __builtin_prefetch((const char *)at + ahead.near + byte, 0, 3);
+            if (FAR) __builtin_prefetch(ahead.far + k * ahead.step, 0, 2);
 #pragma GCC unroll 12
-        for (int m = 0; m < M; m++) {
-            const A x = a[m * row_step + k * k_step];
-            lo[m] = multiply_add(lo[m], row.lo, x);
-            hi[m] = multiply_add(hi[m], row.hi, x);
+            for (int m = 0; m < M; m++) {
+                const A x = a[m * row_step + k * k_step];
+                lo[p][m] = multiply_add(lo[p][m], row.lo, x);
+                hi[p][m] = multiply_add(hi[p][m], row.hi, x);
+            }
         }
     }
-    for (int m = 0; m < M; m++) {
-        store(c + m * c_step, lo[m]);
-        store(c + m * c_step + VW, hi[m]);
-    }
+    for (int p = 0; p < P; p++)
+        for (int m = 0; m < M; m++) {
+            store(c + m * c_step + p * NR, lo[p][m]);
+            store(c + m * c_step + p * NR + VW, hi[p][m]);
+        }
 }
+
+#if defined(__AVX512F__)
+#define MORE_ROWS(CASE) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#else
+#define MORE_ROWS(CASE)
+#endif
+#define EACH_ROWS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) MORE_ROWS(CASE)
 
 template <class A, class W>
 void any_tile(int64_t rows, float *c, int64_t c_step, const float *bias, bool resume, const A *a, int64_t row_step,
-              int64_t k_step, const W *w, int64_t depth, int64_t ahead) {
+              int64_t k_step, const W *w, int64_t depth, const Ahead &ahead) {
 #define CASE(M) \
     case M:     \
-        return tile<M>(c, c_step, bias, resume, a, row_step, k_step, w, depth, ahead)
-    switch (rows) {
-        CASE(1);
-        CASE(2);
-        CASE(3);
-        CASE(4);
-        CASE(5);
-        CASE(6);
-#if defined(__AVX512F__)
-        CASE(7);
-        CASE(8);
-        CASE(9);
-        CASE(10);
-        CASE(11);
-        CASE(12);
-#endif
-    }
+        return tile<M, 1, true>(c, c_step, bias, resume, a, row_step, k_step, w, 0, depth, ahead);
+    switch (rows) { EACH_ROWS(CASE) }
 #undef CASE
 }
 
@@ -137,15 +153,16 @@ INLINE const float *panel_bias(const float *bias, int64_t p, int64_t n, float *b
     return buffer;
 }
 
+// `width` channels of rows that are `c_step` apart.
 template <class O>
-INLINE void copy_rows(O *out, int64_t out_step, const float *c, int64_t rows, int64_t width) {
-    if (width == NR) {
+INLINE void copy_rows(O *out, int64_t out_step, const float *c, int64_t rows, int64_t width, int64_t c_step) {
+    if (width % NR == 0) {
         for (int64_t r = 0; r < rows; r++)
-            for (int j = 0; j < NR; j += VW) store(out + r * out_step + j, load(c + r * NR + j));
+            for (int64_t j = 0; j < width; j += VW) store(out + r * out_step + j, load(c + r * c_step + j));
         return;
     }
     for (int64_t r = 0; r < rows; r++)
-        for (int64_t j = 0; j < width; j++) put(out + r * out_step + j, c[r * NR + j]);
+        for (int64_t j = 0; j < width; j++) put(out + r * out_step + j, c[r * c_step + j]);
 }
 
 // A tile can be written straight to the output when it is fp32 and whole.
@@ -158,19 +175,41 @@ INLINE float *direct(bf16 *, bool) {
 
 // Up to MR rows: every panel is read once, straight from memory, so this is the weight-bandwidth path.
 // `k` counts words of a row, here and below.
+template <int M, class W, class A, class O>
+void skinny_rows(O *out, const A *x, const W *w, const float *bias, int64_t n, int64_t k, int64_t x_step,
+                 int64_t out_step) {
+    constexpr int P = ABREAST<M>;
+    parallel_ranges((n + NR - 1) / NR, n * k, [&](int64_t begin, int64_t end) {
+        float c[MR * NR], edge[NR];
+        const Ahead ahead = {AHEAD, nullptr, 0};
+        const auto take = [&](auto at_once, int64_t p, const float *from) __attribute__((always_inline)) {
+            constexpr int64_t width = at_once.value * NR;
+            float *to = direct(out + p * NR, true);
+            tile<M, at_once.value, false>(to ? to : c, to ? out_step : width, from, false, x, x_step, 1, w + p * NR * k,
+                                          NR * k, k, ahead);
+            if (!to) copy_rows(out + p * NR, out_step, c, M, width, width);
+        };
+        int64_t p = begin;
+        const int64_t whole = smaller(end, n / NR);
+        for (; p + P <= whole; p += P) take(Number<P>(), p, bias ? bias + p * NR : nullptr);
+        if constexpr (P > 2)
+            for (; p + 2 <= whole; p += 2) take(Number<2>(), p, bias ? bias + p * NR : nullptr);
+        for (; p < whole; p++) take(Number<1>(), p, bias ? bias + p * NR : nullptr);
+        for (; p < end; p++) {
+            tile<M, 1, false>(c, NR, panel_bias(bias, p, n, edge), false, x, x_step, 1, w + p * NR * k, 0, k, ahead);
+            copy_rows(out + p * NR, out_step, c, M, n - p * NR, NR);
+        }
+    });
+}
+
 template <class W, class A, class O>
 void skinny(O *out, const A *x, const W *w, const float *bias, int64_t m, int64_t n, int64_t k, int64_t x_step,
             int64_t out_step) {
-    parallel_ranges((n + NR - 1) / NR, n * k, [&](int64_t begin, int64_t end) {
-        for (int64_t p = begin; p < end; p++) {
-            float c[MR * NR], edge[NR];
-            const int64_t width = smaller(NR, n - p * NR);
-            float *to = direct(out + p * NR, width == NR);
-            any_tile(m, to ? to : c, to ? out_step : NR, panel_bias(bias, p, n, edge), false, x, x_step, 1,
-                     w + p * NR * k, k, AHEAD);
-            if (!to) copy_rows(out + p * NR, out_step, c, m, width);
-        }
-    });
+#define CASE(M) \
+    case M:     \
+        return skinny_rows<M>(out, x, w, bias, n, k, x_step, out_step);
+    switch (m) { EACH_ROWS(CASE) }
+#undef CASE
 }
 
 // First row of tile t when m rows are cut into `tiles` nearly equal ones.
@@ -182,6 +221,9 @@ INLINE int64_t tile_start(int64_t t, int64_t m, int64_t tiles) {
 template <class X>
 INLINE void take_word(float *to, const X *row, int64_t i, int64_t) {
     *to = to_float(row[i]);
+}
+INLINE void take_word(pair *to, const pair *row, int64_t i, int64_t) {
+    *to = row[i];
 }
 INLINE void take_word(pair *to, const bf16 *row, int64_t i, int64_t columns) {
     to->bits = row[2 * i].bits | (2 * i + 1 < columns ? uint32_t(row[2 * i + 1].bits) << 16 : 0);
@@ -207,28 +249,43 @@ void pack_rows(A *packed, const X *x, int64_t m, int64_t k, int64_t columns, int
     });
 }
 
+template <class A>
+INLINE v4 four_words(const A *from) {
+    static_assert(sizeof(A) == 4, "");
+    v4 words;
+    memcpy(&words, from, sizeof words);
+    return words;
+}
+INLINE v4 four_words(const bf16 *from) {
+    typedef uint16_t h4 __attribute__((vector_size(8)));
+    typedef uint32_t u4 __attribute__((vector_size(16)));
+    h4 halves;
+    memcpy(&halves, from, sizeof halves);
+    return (v4)(__builtin_convertvector(halves, u4) << 16);
+}
+
 // Four words of each of R rows, 1 to 4, as R words of each of four columns.
-template <int R, class A>
-INLINE void turn(A *to, int64_t to_step, const A *from, int64_t from_step) {
+template <int R, class A, class X>
+INLINE void turn(A *to, int64_t to_step, const X *from, int64_t from_step) {
     v4 words[4];
-    for (int r = 0; r < 4; r++) memcpy(&words[r], from + (r < R ? r : 0) * from_step, sizeof words[r]);
+    for (int r = 0; r < 4; r++) words[r] = four_words(from + (r < R ? r : 0) * from_step);
     transpose(words);
     for (int i = 0; i < 4; i++) memcpy(to + i * to_step, &words[i], R * sizeof(A));
 }
 
-template <int R, class A>
-INLINE void turn_all(A *to, int64_t to_step, const A *from, int64_t from_step, int64_t k) {
+template <int R, class A, class X>
+INLINE void turn_all(A *to, int64_t to_step, const X *from, int64_t from_step, int64_t k) {
     int64_t i = 0;
     for (; i + 4 <= k; i += 4) turn<R>(to + i * to_step, to_step, from + i, from_step);
     for (; i < k; i++)
-        for (int r = 0; r < R; r++) to[i * to_step + r] = from[r * from_step + i];
+        for (int r = 0; r < R; r++) take_word(to + i * to_step + r, from + r * from_step, i, k);
 }
 
-// As pack_rows, for rows that are words already.
-template <class A>
-void turn_rows(A *packed, const A *x, int64_t m, int64_t k, int64_t x_step, int64_t tiles) {
+// As pack_rows, for rows whose values are words, or become such one by one.
+template <class A, class X>
+void turn_rows(A *packed, const X *x, int64_t m, int64_t k, int64_t x_step, int64_t tiles) {
     each_tile(packed, m, k, tiles, [&](A *to, int64_t start, int64_t rows) {
-        const A *from = x + start * x_step;
+        const X *from = x + start * x_step;
         int64_t r = 0;
         for (; r + 4 <= rows; r += 4) turn_all<4>(to + r, rows, from + r * x_step, x_step, k);
         if (rows - r == 3) turn_all<3>(to + r, rows, from + r * x_step, x_step, k);
@@ -260,12 +317,18 @@ void blocked(O *out, const A *packed, const W *w, const float *bias, int64_t m, 
                     const int64_t width = smaller(NR, n - p * NR);
                     float *own = sums + (passes > 1 ? t - first : 0) * MR * NR;
                     float *to = direct(out + start * out_step + p * NR, width == NR);
-                    // The first tile brings the panel from memory, the others from L2.
+                    const W *own_w = w + (p * k + pass * depth) * NR;
+                    const int64_t words = smaller(depth, k - pass * depth), bytes = words * NR * int64_t(sizeof(W));
+                    // Each tile brings its part of the next slice from memory to L2. The first slice of a task nobody brought.
+                    const bool cold = p == panel && pass == 0 && t == first;
+                    const int64_t sharing = last - first;
+                    const Ahead ahead = {cold ? AHEAD : NEAR,
+                                         (const char *)own_w + bytes + (t - first) * bytes / sharing,
+                                         bytes / sharing / words};
                     any_tile(rows, to ? to : own, to ? out_step : NR, panel_bias(bias, p, n, edge), pass > 0,
-                             packed + start * k + pass * depth * rows, 1, rows, w + (p * k + pass * depth) * NR,
-                             smaller(depth, k - pass * depth), t == first ? AHEAD : NEAR);
+                             packed + start * k + pass * depth * rows, 1, rows, own_w, words, ahead);
                     if (!to && pass == passes - 1)
-                        copy_rows(out + start * out_step + p * NR, out_step, own, rows, width);
+                        copy_rows(out + start * out_step + p * NR, out_step, own, rows, width, NR);
                 }
     });
 }
@@ -305,6 +368,7 @@ int64_t run(X *out, const X *x, const W *w, const float *bias, int64_t m, int64_
     } else {
         const int64_t tiles = (m + MR - 1) / MR;
         if (words) turn_rows(packed, words, m, k, step, tiles);
+        else if constexpr (Kind<W>::COLUMNS == 1) turn_rows(packed, x, m, k, x_step, tiles);
         else pack_rows(packed, x, m, k, columns, x_step, tiles);
         blocked(out, (const A *)packed, w, bias, m, n, k, out_step, tiles);
     }

@@ -11,7 +11,8 @@ from ..checkpoints.provenance import verify_files
 from ..config import KvConfig, ModelConfig, SchedulerConfig
 from ..engine.draft_model import ROWS, DraftModel, DraftRows
 from ..errors import ConfigError
-from ..executor.model_runner import TorchExecutor, load
+from ..executor.loading import load
+from ..executor.model_runner import TorchExecutor
 from ..kv.plan import kv_shape, plan
 from ..kv.plan_input import KvPlanInput
 from ..models.registry import read_model_spec

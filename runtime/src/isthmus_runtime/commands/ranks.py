@@ -6,6 +6,7 @@ plan and make an executor; then the first sends its plans (`executor/ranks.py`),
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import subprocess
@@ -24,7 +25,8 @@ from ..config import EngineConfig, apply_native_environment
 from ..executor.device.base import Device
 from ..executor.device.cpu import usable_threads
 from ..executor.device.select import open_device
-from ..executor.model_runner import LoadedModel, TorchExecutor, load
+from ..executor.loading import LoadedModel, load
+from ..executor.model_runner import TorchExecutor
 from ..executor.ranks import LeadingAdapters, LeadingExecutor, Ranks, follow, join
 from ..interfaces.steps import AdapterHolder, Executor, StepOutput, StepPlan
 from ..interfaces.transport import KvRegion
@@ -36,6 +38,8 @@ from .pool_plan import plan_pool
 log = logging.getLogger(__name__)
 
 _END_TIMEOUT_S = 30.0
+_MARGIN = 64 << 20
+"""One start takes a little more or less than the one before it."""
 _PART = b"part\n"
 """From the first rank: the end has been announced to all, so they end by themselves."""
 
@@ -147,7 +151,7 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     """The model on all its ranks. Raises WeightsError or ConfigError where this rank cannot have its part."""
     if config.tensor_parallel_size == 1:
         model = load(config.model, config.scheduler, lora=config.lora)
-        return _with_pool(config, model, (_available(config, model.device, config.kv.memory_fraction),))
+        return with_pool(config, model, config.kv.memory_fraction, lambda number: (number,))
     check_shards(read_model_spec(config.model.path), config.tensor_parallel_size)
     followers = Followers(config)
     own, ranks = _load_rank(_Order(config, 0, followers.meeting))
@@ -182,12 +186,40 @@ def _load_rank(order: _Order) -> tuple[LoadedEngine, Ranks]:
     model = load(config.model, config.scheduler, device=device, shard=ranks.shard, lora=config.lora)
     # Ranks on CPUs share the memory of their host.
     share = config.kv.memory_fraction / (size if device.name == "cpu" else 1)
-    return _with_pool(config, model, ranks.each(_available(config, device, share))), ranks
+    return with_pool(config, model, share, ranks.each), ranks
 
 
-def _available(config: EngineConfig, device: Device, fraction: float) -> int:
+def with_pool(
+    config: EngineConfig, model: LoadedModel, fraction: float, each: Callable[[int], tuple[int, ...]]
+) -> LoadedEngine:
+    """Plan the pool and make the executor. Where its graphs and steps turn out to take more than was set aside, so that
+    the process is above `fraction` of its GPU, once again with a smaller pool.
+
+    `each`: every rank's number, of this rank's; all ranks call it alike. Raises ConfigError where nothing fits.
+    """
+    limited = config.kv.memory_bytes is None and config.kv.num_blocks_override is None
+    beside = model.draw_bytes(config.scheduler)
+    made = _with_pool(config, model, each(_available(config, model.device, fraction, beside)))
+    if not limited or not (over := max(each(model.device.overdrawn(fraction)))):
+        return made
+    log.warning("graphs and steps take %.2f GiB more than was set aside: again with a smaller pool", over / 2**30)
+    made.executor.close()
+    # What it held besides, too, is to go before memory is measured.
+    del made
+    gc.collect()
+    made = _with_pool(config, model, each(_available(config, model.device, fraction, beside + over + _MARGIN)))
+    if over := max(each(model.device.overdrawn(fraction))):
+        log.warning(
+            "%.2f GiB more are taken than --kv-memory-fraction (gpuMemoryFraction) allows: do other processes use this "
+            "GPU? Lower it to leave them room",
+            over / 2**30,
+        )
+    return made
+
+
+def _available(config: EngineConfig, device: Device, fraction: float, beside: int) -> int:
     """Bytes for the pool of one rank."""
-    return device.kv_bytes(fraction) if config.kv.memory_bytes is None else config.kv.memory_bytes
+    return device.kv_bytes(fraction, beside) if config.kv.memory_bytes is None else config.kv.memory_bytes
 
 
 def _with_pool(config: EngineConfig, model: LoadedModel, available: tuple[int, ...]) -> LoadedEngine:

@@ -1,22 +1,20 @@
-"""Masks of structured output, computed beside the forward pass: two threads for all rows of an engine.
+"""Masks of structured output, computed beside the forward pass: a thread of its own, one for all rows of an engine.
 
 The engine thread asks for a mask as soon as it has seen the token before it. The row is in a step by then, planned with
 all others, and the executor waits for the mask when it is about to draw (ADR 35). A grammar that is slow delays the
 others by the executor's patience now and then: a row that missed a draw is planned after its masks for a while.
 
-A grammar is a client's, and one of forty bytes may take a tenth of a second for each mask. A request whose mask has
-been slow goes on on the second thread, where requests share the time evenly; one that takes far too much ends.
+Whose masks took least until now is served first, so that costly grammars wait for cheap ones and not the other way
+round; and a request may use no more than a bounded time, which ends those that never would.
 """
 
 from __future__ import annotations
 
-import itertools
+import heapq
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from ..errors import EngineFailed, InvalidRequest, RequestError
 from ..interfaces.steps import Constraint, Forced, LateMask, Later, Masks
@@ -27,52 +25,49 @@ _PATIENCE_S = 0.005
 """Rows whose masks are ready wait this long for those of others, so that they run in one step."""
 _SEEN_S = 60.0
 """Longest wait for a token that an earlier step draws. Only a stopped engine thread exceeds it."""
+MOST_MASKS_S = 10.0
+"""Processor time that one request's masks may take: 50 microseconds each are usual."""
 
 
-SLOW_S = 0.02
-"""Processor time of a mask after which its request has no more masks among the quick ones."""
-BUDGET_S, BUDGET_OF_A_TOKEN_S = 5.0, 0.03
-"""Processor time that the masks of one request may take: at once, and more for each token."""
+class _Counted:
+    """A request's constraint, and the processor time that its masks have taken. Only the thread of masks counts it."""
 
+    __slots__ = ("constraint", "used_s")
 
-@dataclass(slots=True, eq=False)
-class _Work:
-    """What the masks of one request have taken. turn: seconds on the clock of the slow ones' shares."""
+    def __init__(self, constraint: Constraint) -> None:
+        self.constraint = constraint
+        self.used_s = 0.0
 
-    constraint: Constraint
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    used_s: float = 0.0
-    slow: bool = False
-    turn: float = 0.0
-
-    def answer(self, job: _Job, clock: Callable[[], float]) -> bytes | None:
-        """The mask of `job`, which also gets what is forced. Raises RequestError."""
+    def answer(self, job: _Job) -> bytes | RequestError | None:
+        """The mask of `job`, or why there is none. Finds its forced tokens too."""
+        if self.used_s > MOST_MASKS_S:
+            return InvalidRequest(
+                f"structure: structured output ended after {job.count} tokens: its masks have taken "
+                f"{self.used_s:.1f} s of computing, at most {MOST_MASKS_S:g} are allowed; simplify the grammar",
+                param="structure",
+            )
         assert job.generated is not None
-        began = clock()
+        began = time.thread_time()
         try:
             answer = self.constraint.allowed(job.generated)
             job.forced = self.constraint.forced(job.generated, job.most)
+            return answer
+        except RequestError as error:
+            return error
+        except BaseException as error:  # one request ends, the thread goes on; Rust's panics are no Exception
+            log.exception("a mask of structured output failed")
+            return EngineFailed(f"structured output failed: {error}")
         finally:
-            took = clock() - began
-            self.used_s += took
-            self.turn += took
-            self.slow = self.slow or took > SLOW_S
-        if self.used_s > BUDGET_S + BUDGET_OF_A_TOKEN_S * job.count:
-            raise InvalidRequest(
-                f"structure: what may follow took {self.used_s:.1f} s to work out for {job.count} tokens; simplify the "
-                "grammar",
-                param="structure",
-            )
-        return answer
+            self.used_s += time.thread_time() - began
 
 
 class _Job:
     """One mask: asked for, then answered once. `LateMask` for the executor."""
 
-    __slots__ = ("_changed", "answer", "answered", "count", "forced", "generated", "most", "work")
+    __slots__ = ("_changed", "answer", "answered", "count", "forced", "generated", "most", "request")
 
-    def __init__(self, work: _Work, count: int, changed: threading.Condition) -> None:
-        self.work = work
+    def __init__(self, request: _Counted, count: int, changed: threading.Condition) -> None:
+        self.request = request
         self.count = count
         self.generated: tuple[int, ...] | None = None
         """None: not all tokens were seen."""
@@ -102,49 +97,66 @@ class _Job:
         return Later.MASK if not self.answered or isinstance(self.answer, RequestError) else self.answer
 
 
-class _Lane:
-    """One thread and what waits for it. `even`: the next is of the request that has had least of its time."""
+class MaskThread:
+    """Computes masks, of the request that has used least first."""
 
-    def __init__(self, name: str, wake: Callable[[], None], clock: Callable[[], float], *, even: bool) -> None:
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on this thread, when masks that were asked for are ready."""
         self._wake = wake
-        self._clock = clock
-        self._even = even
-        self._jobs: queue.PriorityQueue[tuple[float, int, _Job | None]] = queue.PriorityQueue()
-        self._numbers = itertools.count()
-        self._turn = 0.0
-        """Of the latest job: who comes new begins here, and waits no longer for those who have had more."""
-        self.answered = 0
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._jobs: list[tuple[float, int, _Job]] = []
+        """A heap: seconds used by the request when it asked, how many had asked before, what it asks."""
+        self._asking = threading.Condition()
+        self._ending = False
+        self._changed = threading.Condition()
+        self._asked = self._answered = 0
+        self._thread = threading.Thread(target=self._run, name="masks", daemon=True)
 
-    def put(self, job: _Job | None) -> None:
-        """Ask for a mask; None: end."""
-        turn = -1.0
-        if job is not None and self._even:
-            turn = job.work.turn = max(job.work.turn, self._turn)
-        self._jobs.put((turn if job is not None else -2.0, next(self._numbers), job))
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after the mask that it computes."""
+        with self._asking:
+            self._ending = True
+            self._asking.notify()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def beside(self, constraint: Constraint) -> Masks:
+        """The masks of `constraint`, computed on this thread."""
+        return _Beside(constraint, self._ask, self._changed)
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has not answered everything. For the thread that asks."""
+        return self._asked != self._answered
+
+    def _ask(self, job: _Job) -> None:
+        self._asked += 1
+        with self._asking:
+            heapq.heappush(self._jobs, (job.request.used_s, self._asked, job))
+            self._asking.notify()
+
+    def _next(self, wait: bool) -> _Job | None:
+        """The next job; None when it is to end or, without `wait`, when there is none."""
+        with self._asking:
+            if wait:
+                self._asking.wait_for(lambda: self._jobs or self._ending)
+            return None if self._ending or not self._jobs else heapq.heappop(self._jobs)[2]
 
     def _run(self) -> None:
         unsaid, since = False, 0.0
         while True:
-            try:
-                turn, _, job = self._jobs.get_nowait() if unsaid else self._jobs.get()
-            except queue.Empty:
+            job = self._next(wait=not unsaid)
+            if job is None:
+                if self._ending:
+                    return
                 self._wake()
                 unsaid = False
                 continue
-            if job is None:
-                return
-            self._turn = turn
-            try:
-                with job.work.lock:  # a request that has become slow may have one more here
-                    answer: bytes | RequestError | None = job.work.answer(job, self._clock)
-            except RequestError as error:
-                answer = error
-            except BaseException as error:  # one request ends, the thread goes on; Rust's panics are no Exception
-                log.exception("a mask of structured output failed")
-                answer = EngineFailed(f"structured output failed: {error}")
-            job.finish(answer)
-            self.answered += 1
+            job.finish(job.request.answer(job))
+            self._answered += 1
             if not unsaid:
                 unsaid, since = True, time.monotonic()
             elif time.monotonic() - since > _PATIENCE_S:
@@ -152,50 +164,11 @@ class _Lane:
                 unsaid = False
 
 
-class MaskThread:
-    """Computes masks: of quick grammars in the order they were asked for, of slow ones in even shares."""
-
-    def __init__(self, wake: Callable[[], None], clock: Callable[[], float] = time.thread_time) -> None:
-        """`wake` is called, on these threads, when masks that were asked for are ready. `clock`: what the calling
-        thread has used of a processor, in seconds."""
-        self._quick = _Lane("masks", wake, clock, even=False)
-        self._slow = _Lane("slow-masks", wake, clock, even=True)
-        self._changed = threading.Condition()
-        self._asked = 0
-
-    def start(self) -> None:
-        """Start the threads."""
-        for lane in (self._quick, self._slow):
-            lane.thread.start()
-
-    def stop(self, timeout_s: float) -> None:
-        """End each thread after the mask that it computes."""
-        ends_at = time.monotonic() + timeout_s
-        for lane in (self._quick, self._slow):
-            lane.put(None)
-        for lane in (self._quick, self._slow):
-            if lane.thread.ident is not None:
-                lane.thread.join(max(0.0, ends_at - time.monotonic()))
-
-    def beside(self, constraint: Constraint) -> Masks:
-        """The masks of `constraint`, computed on these threads."""
-        return _Beside(_Work(constraint), self._ask, self._changed)
-
-    @property
-    def busy(self) -> bool:
-        """Whether they have not answered everything. For the thread that asks."""
-        return self._asked != self._quick.answered + self._slow.answered
-
-    def _ask(self, job: _Job) -> None:
-        self._asked += 1
-        (self._slow if job.work.slow else self._quick).put(job)
-
-
 class _Beside:
     """One request's masks: asks another thread, and says `Later` meanwhile."""
 
-    def __init__(self, work: _Work, submit: Callable[[_Job], None], changed: threading.Condition) -> None:
-        self._work = work
+    def __init__(self, constraint: Constraint, submit: Callable[[_Job], None], changed: threading.Condition) -> None:
+        self._request = _Counted(constraint)
         self._submit = submit
         self._changed = changed
         self._job: _Job | None = None
@@ -235,4 +208,4 @@ class _Beside:
             self._late = None
 
     def _new(self, count: int) -> _Job:
-        return _Job(self._work, count, self._changed)
+        return _Job(self._request, count, self._changed)

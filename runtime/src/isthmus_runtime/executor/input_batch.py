@@ -1,30 +1,28 @@
 """The persistent input batch: one row per running request, kept up to date by differences.
 
-Block tables and sampling parameters are rows on the host; the tokens are a table on the device, where a step finds
-what the one before it drew without anybody having seen it. A step is described by a fixed number of numpy calls,
-whatever the number of requests, into the staging slot of that step; every buffer is made once.
+Block tables (`block_tables`) and what is drawn (`draws`) are rows on the host; the tokens are a table on the device,
+where a step finds what the one before it drew without anybody having seen it. A step is described by a fixed number of
+numpy calls, whatever the number of requests, into the staging slot of that step; every buffer is made once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..interfaces.steps import AdapterSlot, LateRowMask, RowBlocks, RowStart, StepPlan
+from ..interfaces.steps import AdapterSlot, LateRowMask, RowStart, StepPlan
 from ..kv.groups import GroupPlan
-from ..kv.pool_records import NULL_BLOCK
 from ..layers.batch import ForwardBatch, GroupBatch, ReadBatch
 from ..models.pooling import Pooling
-from ..request import SamplingParams
-from .adjustments import AdjustedRows, Adjustments
+from .block_tables import BlockTables
 from .device.base import Device
+from .draws import DrawRows, Draws
 from .graphs import Graphs
 from .pooling import PooledChunk, PooledRows
 from .prompt_scores import ScoredChunk, ScoredRows
@@ -32,43 +30,12 @@ from .staging import Packer, StagingSlot
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
-_HOTTEST = 3e38
-"""Of what fp32 holds. Divided by infinity, what is masked would be no number."""
-_LEAST_INT64, _UINT64 = -(2**63), 2**64
 # Per row and step: tokens, slots and draws, with room for the roundings of `Packer`.
 _WORDS_PER_ROW, _WORDS_PER_DRAW, _WORDS_PER_READ = 16, 8, 3
 _WORDS_PER_ANSWER = 1 + 20 + 10 + 1
 """A log-probability, and ids and log-probabilities of 20 alternatives: the most that the OpenAI API has."""
 _RECORDED_TOKENS = 32
 """Steps with drafts up to this size are recorded where a device records each size when it is first met."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draws:
-    """Which rows of a step draw, and how. Tensors are on the device."""
-
-    count: int
-    """Rows that draw; the tensors may hold dummies after them."""
-    logit_rows: Tensor
-    """int64 [S]: the tokens of the step whose successor is drawn; numbered among those that are read."""
-    targets: Tensor
-    """int64 [S]: where in the token table each drawn token goes."""
-    graph: int
-    """Size of the captured graph that may draw; 0: there is none for these draws."""
-    parameters: dict[str, Any]
-    """Keyword arguments of the sampler, [S] each; empty: all rows are greedy. Filters that no row uses are absent."""
-    asking: Longs
-    """Which of the rows want log-probabilities (host)."""
-    asking_rows: Tensor | None
-    """The same on the device."""
-    wanted: Ints
-    """How many alternatives each of them wants."""
-    masks: tuple[tuple[int, bytes], ...]
-    """Draws that may not take every id, and their masks (`interfaces.steps.RowMask`), on the host."""
-    late_masks: tuple[tuple[int, LateRowMask], ...]
-    """Draws whose masks are computed meanwhile."""
-    adjustments: Adjustments | None
-    """What changes logits before the draw; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,29 +85,25 @@ class InputBatch:
         self.max_rows = max_rows
         self._max_tokens = max_tokens
         self._max_len = max_len
-        self._block_sizes = tuple(group.block_size for group in groups)
-        widths = [-(-max_len // size) for size in self._block_sizes]
-        self._tables: list[Ints] = [np.zeros((max_rows, width), np.int32) for width in widths]
         self._adapters: Ints | None = np.zeros(max_rows, np.int32) if adapters else None
-        self._parameters = SamplingRows(max_rows)
-        self._adjusted = AdjustedRows()
         self._scored = ScoredRows()
         self._pooled = PooledRows(pooling or Pooling())
 
         most_rows = graphs.most_rows
         most_tokens = max(max_tokens, most_rows)
+        self._tables = [
+            BlockTables(device, group, max_rows=max_rows, most_rows=most_rows, max_len=max_len) for group in groups
+        ]
         # One column more than positions: the token drawn after the last position is stored, too. One row more than
         # rows: what dummy rows draw.
-        # Drafts may make a row of a step draw as often as it has tokens.
         self._stride = max_len + 1
         self._dummy = max_rows * self._stride
         self.tokens = device.zeros(max_rows + 1, self._stride, dtype=torch.int32)
         """int32 [rows + 1, max_len + 1], on the device."""
         self.token_ids = device.zeros(most_tokens, dtype=torch.int32)
         """The inputs of the step that runs."""
-        self._step_tables = [device.zeros(most_rows, width, dtype=torch.int32) for width in widths]
         per_token = 3 + len(groups) + _WORDS_PER_DRAW + _WORDS_PER_READ
-        words = most_tokens * per_token + most_rows * (_WORDS_PER_ROW + sum(widths)) + 64
+        words = most_tokens * per_token + most_rows * (_WORDS_PER_ROW + sum(table.width for table in self._tables)) + 64
         self.uploaded = device.zeros(words, dtype=torch.int64)
         """What the step that runs took to the device."""
         self._packer = Packer(self.uploaded)
@@ -153,12 +116,14 @@ class InputBatch:
             for _ in range(slots)
         ]
         self._arange: Longs = np.arange(most_tokens + 1, dtype=np.int64)
+        # Drafts may make a row of a step draw as often as it has tokens.
+        self._draws = DrawRows(max_rows, stride=self._stride, most=most_tokens + 1)
 
     def update(self, plan: StepPlan, slot: StagingSlot) -> tuple[tuple[Tensor, Tensor], ...]:
         """Apply a plan's starts, then its growth; the tokens to copy to the device's table, drafts among them."""
         staged = [self._start(start, slot) for start in plan.starts]
         for blocks in plan.grown:
-            self._grow(blocks)
+            self._tables[blocks.group].grow(blocks)
         for row, start, count, draws, drafts in plan.chunks:
             if draws > 1:
                 end = start + count
@@ -250,10 +215,7 @@ class InputBatch:
         positions[real:] = 0
         sources[:real] = token_rows * self._stride + positions[:real]
         sources[real:] = self._dummy
-        slots = [
-            self._slots(number, token_rows, positions[:real], *pack.take(num_tokens, torch.int64))
-            for number in range(len(self._tables))
-        ]
+        slots = [table.slots(pack, token_rows, positions[:real], num_tokens) for table in self._tables]
         starts_of, starts_there = pack.take(num_rows + 1, torch.int32)
         starts_of[0] = 0
         starts_of[1 : len(rows) + 1] = last
@@ -276,15 +238,15 @@ class InputBatch:
         if not short:
             reads = counts
         read_last = np.cumsum(reads)
-        drawn = self._draws(rows, ends, read_last, draws, masks, late_masks, num_rows if decode else 0)
+        drawn = self._draws.of(pack, rows, ends, read_last, draws, masks, late_masks, num_rows if decode else 0)
         width = int(ends.max(initial=1))
-        tables = [self._table(number, rows, width, num_rows) for number in range(len(self._tables))]
+        tables = [table.of(pack, rows, width, num_rows) for table in self._tables]
         forward = ForwardBatch(
             token_ids=self.token_ids[:num_tokens],
             positions=positions_there,
             query_start_loc=starts_there,
             seq_lens=lengths_there,
-            groups=tuple(GroupBatch(table, where) for (table, _, _), where in zip(tables, slots, strict=True)),
+            groups=tuple(GroupBatch(table.kernels, where) for table, where in zip(tables, slots, strict=True)),
             max_query_len=most,
             max_seq_len=longest,
             adapters=adapters,
@@ -298,7 +260,7 @@ class InputBatch:
         return StepInputs(
             starts=starts,
             words=pack.words,
-            tables=tuple((target, source) for _, target, source in tables),
+            tables=tuple((table.target, table.source) for table in tables),
             sources=sources_there,
             forward=forward,
             read=read,
@@ -341,16 +303,6 @@ class InputBatch:
             adapters=own,
         )
 
-    def _slots(self, number: int, token_rows: Longs, positions: Longs, here: Longs, there: Tensor) -> Tensor:
-        size, real = self._block_sizes[number], len(positions)
-        block_ids = self._tables[number][token_rows, positions // size].astype(np.int64)
-        np.multiply(block_ids, size, out=here[:real])
-        here[:real] += positions % size
-        # A sliding window may have passed a token's block within its own chunk: the null block is never written.
-        here[:real][block_ids == NULL_BLOCK] = -1
-        here[real:] = -1
-        return there
-
     def _adapters_of(self, token_rows: Longs, num_tokens: int, wanted: bool) -> tuple[Tensor | None, Ints | None]:
         """The slot of each token's adapter, on the device and here; None where no token has one, unless it is `wanted`
         all the same."""
@@ -362,139 +314,15 @@ class InputBatch:
         here[len(token_rows) :] = 0
         return (there, here) if wanted or here.any() else (None, None)
 
-    def _table(self, number: int, rows: Longs, longest: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The kernels' table, of which only what is read is brought up to date, and from where."""
-        width = -(-longest // self._block_sizes[number])
-        here, there = self._packer.take(num_rows * width, torch.int32)
-        grid = here.reshape(num_rows, width)
-        np.take(self._tables[number][:, :width], rows, axis=0, out=grid[: len(rows)])
-        grid[len(rows) :] = NULL_BLOCK
-        table = self._step_tables[number][:num_rows]
-        return table, table[:, :width], there.view(num_rows, width)
-
-    def _draws(
-        self,
-        rows: Longs,
-        ends: Longs,
-        last: Longs,
-        draws: Longs,
-        masks: Mapping[int, tuple[bytes, ...]],
-        late_masks: Mapping[int, LateRowMask],
-        size: int,
-    ) -> Draws | None:
-        if draws.max(initial=0) > 1:
-            drawing = np.repeat(self._arange[: len(draws)], draws)
-            # Drafts are verified from the first on: how many tokens each draw is before the chunk's last.
-            before = np.cumsum(draws)[drawing] - 1 - self._arange[: len(drawing)]
-            ends, last = ends[drawing] - before, last[drawing] - before
-        else:
-            drawing = np.flatnonzero(draws)
-            ends, last = ends[drawing], last[drawing]
-        count = len(drawing)
-        if not count and not (size and not len(rows)):
-            return None
-        draw_rows, at = rows[drawing], ends
-        parameters, wanted = self._parameters.of(draw_rows)
-        asking = np.flatnonzero(wanted >= 0)
-        masked, late = _masked(draw_rows, masks), _late(draw_rows, late_masks)
-        adjustments = self._adjusted.of(draw_rows, at)
-        # A graph draws for all its rows, without parameters.
-        plain = not parameters and not len(asking) and not masked and not late and adjustments is None
-        graph = size if count == len(rows) and plain else 0
-        width = graph or count
-        logit_rows, logit_rows_there = self._packer.take(width, torch.int64)
-        logit_rows[:count] = last - 1
-        logit_rows[count:] = self._arange[count:width]
-        targets, targets_there = self._packer.take(width, torch.int64)
-        targets[:count] = draw_rows * self._stride + at
-        targets[count:] = self._dummy
-        on_device: dict[str, Any] = {}
-        if parameters:
-            for name, values in {**parameters, "positions": at}.items():
-                here, on_device[name] = self._packer.take(count, torch.from_numpy(values).dtype)
-                here[:] = values
-        asking_rows: Tensor | None = None
-        if len(asking):
-            here, asking_rows = self._packer.take(len(asking), torch.int64)
-            here[:] = asking
-        return Draws(
-            count=count,
-            logit_rows=logit_rows_there,
-            targets=targets_there,
-            graph=graph,
-            parameters=on_device,
-            asking=asking,
-            asking_rows=asking_rows,
-            wanted=wanted[asking],
-            masks=masked,
-            late_masks=late,
-            adjustments=adjustments,
-        )
-
     def _start(self, row: RowStart, slot: StagingSlot) -> tuple[Tensor, Tensor]:
         """Fill a row. What an earlier request left there is overwritten or never read."""
         for table, ids in zip(self._tables, row.block_ids, strict=True):
-            table[row.row, : len(ids)] = ids
-            table[row.row, len(ids) :] = NULL_BLOCK
+            table.start(row.row, ids)
         if self._adapters is not None:
             self._adapters[row.row] = row.adapter
         else:
             assert not row.adapter, "this executor was made without adapters"
-        self._parameters.set(row.row, row.sampling)
-        self._adjusted.set(row.row, row.sampling, row.prompt_len)
+        self._draws.set(row)
         self._scored.set(row)
         self._pooled.set(row)
         return self.tokens[row.row, : len(row.token_ids)], slot.tokens(row.token_ids)
-
-    def _grow(self, blocks: RowBlocks) -> None:
-        self._tables[blocks.group][blocks.row, blocks.index : blocks.index + len(blocks.block_ids)] = blocks.block_ids
-
-
-def _masked(rows: Longs, masks: Mapping[int, tuple[bytes, ...]]) -> tuple[tuple[int, bytes], ...]:
-    """The masks of rows as those of draws: a row's draws follow one another, and so do its masks."""
-    if not masks:
-        return ()
-    left = {row: iter(allowed) for row, allowed in masks.items()}
-    return tuple((draw, next(left[row])) for draw, row in enumerate(rows.tolist()) if row in left)
-
-
-def _late(rows: Longs, masks: Mapping[int, LateRowMask]) -> tuple[tuple[int, LateRowMask], ...]:
-    """The same of masks that come late, one a row."""
-    return tuple((draw, masks[row]) for draw, row in enumerate(rows.tolist()) if row in masks) if masks else ()
-
-
-class SamplingRows:
-    """The rows' sampling parameters, as the sampler takes them."""
-
-    def __init__(self, max_rows: int) -> None:
-        self._temperature = np.zeros(max_rows, np.float32)
-        self._seeds = np.zeros(max_rows, np.int64)
-        self._logprobs = np.full(max_rows, -1, np.int32)
-        # By name in SamplingParams and in the sampler alike: the values, and which of them filter at all.
-        self._filters: dict[str, tuple[npt.NDArray[Any], Callable[[Any], npt.NDArray[np.bool_]]]] = {
-            "top_k": (np.zeros(max_rows, np.int32), lambda k: k > 0),
-            "top_p": (np.ones(max_rows, np.float32), lambda p: p < 1),
-            "min_p": (np.zeros(max_rows, np.float32), lambda p: p > 0),
-        }
-
-    def set(self, row: int, sampling: SamplingParams) -> None:
-        """What the row's request asks for."""
-        self._temperature[row] = min(sampling.temperature, _HOTTEST)
-        # Any whole number is a seed: it is taken modulo 2^64.
-        self._seeds[row] = (sampling.seed - _LEAST_INT64) % _UINT64 + _LEAST_INT64
-        self._logprobs[row] = sampling.logprobs
-        for name, (values, _) in self._filters.items():
-            values[row] = getattr(sampling, name)
-
-    def of(self, rows: Longs) -> tuple[dict[str, npt.NDArray[Any]], Ints]:
-        """Arguments of the sampler for `rows`, none when all are greedy; and the log-probabilities they want."""
-        wanted = self._logprobs[rows]
-        temperature = self._temperature[rows]
-        if not temperature.any():
-            return {}, wanted
-        found: dict[str, npt.NDArray[Any]] = {"temperature": temperature, "seeds": self._seeds[rows]}
-        for name, (values, used) in self._filters.items():
-            chosen = values[rows]
-            if used(chosen).any():
-                found[name] = chosen
-        return found, wanted

@@ -1,237 +1,43 @@
 """The torch executor: a model, its KV pool and its input batch on one device, behind `interfaces.steps.Executor`.
 
-Start has two phases, because the KV plan needs the model and the memory left beside it: `load` reads the weights and
-makes the scratch, then `TorchExecutor` makes the KV tensors and the persistent buffers.
+Start has two phases, because the KV plan needs the model and the memory left beside it: `loading.load` reads the
+weights and makes the scratch, then `TorchExecutor` makes the KV tensors and the persistent buffers.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from isthmus_kernels import dispatch_weights
-
-from ..checkpoints.fp8 import Fp8Weights
-from ..checkpoints.quantized import Expanded, scheme_of
-from ..checkpoints.safetensors import Checkpoint
-from ..config import KvConfig, ModelConfig, SchedulerConfig
-from ..errors import ConfigError, EngineFailed
+from ..config import KvConfig, SchedulerConfig
 from ..interfaces.steps import NOTHING_DRAWN, Chunk, RowStart, StepOutput, StepPlan
 from ..interfaces.transport import KvRegion
-from ..kv.groups import LayerSpec
 from ..kv.plan import KvPlan
-from ..lora_config import LoraConfig
-from ..models.base import Model, ModelSpec, TensorSource
-from ..models.pooling import Pooling, read_task
-from ..models.registry import read_model_spec
-from ..models.shard import WHOLE, Shard, check_shards
-from ..request import GENERATES, SamplingParams, ServedTask
+from ..request import SamplingParams
 from . import adjustments
-from .adapters import AdapterSlots
-from .device.base import KV_DTYPES, KV_NAMES, Device
-from .device.select import open_device
+from .draws import Draws
 from .graphs import Graphs
-from .input_batch import Draws, InputBatch, StepInputs
+from .input_batch import InputBatch, StepInputs
 from .kv_cache import KvCache
 from .late_masks import take
+from .loading import LoadedModel, starting
 from .pipeline import StepPipeline
 from .pooling import Pooler, StagedVectors
 from .prompt_scores import StagedScores, scores, stage_scores
 from .sampler import StagedLogprobs, outputs, sample, stage_logprobs, verified
 from .staging import StagingSlot
-from .weights import on_device
 
 _LOG = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 60.0
 _SLOTS = 2
 """Steps in flight: one runs while the next is built and launched. More would wait behind them all the same."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """A model with its weights and scratch in memory, before there is a KV pool."""
-
-    spec: ModelSpec
-    model: Model
-    device: Device
-    workspace: Any
-    """The model's scratch, for the scheduler's largest step."""
-    kv_auto: torch.dtype
-    """The pool's element type where none is asked for."""
-    shard: Shard = WHOLE
-    """Which part of the model this is."""
-    adapters: AdapterSlots | None = None
-    """Low-rank adapters, if there may be any."""
-    kv_variants: tuple[str, ...] = ()
-    """What the keys depend on besides weights, layout and element type."""
-    task: ServedTask = GENERATES
-    pooling: Pooling | None = None
-    """How prompts become embeddings; None: they do not."""
-
-    def kv_dtype(self, kv_dtype: str) -> torch.dtype:
-        """The pool's element type for `--kv-dtype`."""
-        if kv_dtype == "auto":
-            return self.kv_auto
-        if kv_dtype not in KV_DTYPES:
-            raise ConfigError(f"--kv-dtype {kv_dtype!r} is not supported; known: auto, {', '.join(KV_DTYPES)}")
-        dtype = KV_DTYPES[kv_dtype]
-        if dtype == torch.float8_e4m3fn:
-            self._check_fp8_kv()
-        return dtype
-
-    def _check_fp8_kv(self) -> None:
-        reasons = []
-        if not self.device.reads_fp8:
-            reasons.append(f"{self.device.name} does not read it (a GPU of compute capability 8.9 or newer, or a CPU)")
-        if any(layer.width is not None for layer in self.spec.layer_specs(1, "bf16")):
-            reasons.append(f"the latents of {self.spec.architecture} are kept as they are")
-        if self.spec.head_dim % 2:
-            reasons.append(f"heads of {self.spec.head_dim} numbers leave its scales between addresses of fp32")
-        if reasons:
-            raise ConfigError(f"--kv-dtype fp8: {'; '.join(reasons)}; use auto (engine.kvCache.dtype)")
-
-    def layer_specs(self, block_size: int, kv_dtype: str) -> tuple[LayerSpec, ...]:
-        """What `kv.plan` needs to know about the layers of one rank."""
-        return self.spec.layer_specs(block_size, KV_NAMES[self.kv_dtype(kv_dtype)], self.shard.size)
-
-
-@contextmanager
-def _start(device: Device, what: str) -> Iterator[None]:
-    """Whoever starts an engine is told in a line why its card cannot run it: ConfigError if `what` does not fit,
-    EngineFailed if the card is lost."""
-    try:
-        yield
-    except torch.OutOfMemoryError as e:
-        raise ConfigError(f"{what} does not fit: {device.explain(e)}") from e
-    except torch.AcceleratorError as e:
-        raise EngineFailed(f"the engine did not start: {device.explain(e)}") from e
-
-
-SourceFactory = Callable[[ModelSpec, torch.device], TensorSource]
-
-
-def load(
-    config: ModelConfig,
-    scheduler: SchedulerConfig | None = None,
-    *,
-    device: Device | None = None,
-    source: SourceFactory | None = None,
-    shard: Shard = WHOLE,
-    lora: LoraConfig | None = None,
-) -> LoadedModel:
-    """Read, check and pack a rank's part of the weights of `config.path`. Raises WeightsError or ConfigError.
-
-    `device` instead of the one that `config` names; `source` instead of the directory's safetensors.
-    """
-    start = perf_counter()
-    spec, served = read_model_spec(config.path), read_task(config.path, config.task)
-    if served.pooling is not None:
-        # Without a head of its own: what it would give, nobody asks for, and such checkpoints leave it out.
-        spec = replace(spec, tie_word_embeddings=True)
-    check_shards(spec, shard.size)
-    device = device or open_device(
-        config.device, threads=config.threads, index=shard.rank, deterministic=config.deterministic
-    )
-    if config.deterministic and not spec.row_invariant and device.torch_device.type != "cpu":
-        raise ConfigError(
-            f"--deterministic on: {spec.architecture} has operations whose results depend on the batch on "
-            f"{device.name}; leave it out"
-        )
-    device.enter()
-    dtype = device.dtype(config.dtype)
-    _check_quantization(config, device, dtype)
-    scheduler = scheduler or SchedulerConfig()
-    with _start(device, config.path), torch.inference_mode():
-        if source is not None:
-            model, fp8 = _build(spec, config, device, dtype, source(spec, device.torch_device), shard)
-        else:
-            model, fp8 = _read(spec, config, device, dtype, shard)
-        most = max((scheduler.max_batched_tokens, *device.graph_sizes(scheduler.max_num_seqs)[-1:]))
-        max_len = min(spec.max_position, scheduler.max_model_len or spec.max_position)
-        workspace = model.workspace(most, max_len)
-        adapters = AdapterSlots(model, device, lora) if lora is not None and lora.max_loras else None
-    _LOG.info(
-        "loaded %s from %s to %s: %.0f MB of weights, %s%s, %.2f s",
-        spec.architecture,
-        config.path,
-        device.name,
-        model.weight_bytes / 1e6,
-        dtype,
-        " and 8-bit floats" if fp8 else "",
-        perf_counter() - start,
-    )
-    # A compute dtype that was asked for is the same in every engine of a service. One that the machine decided need
-    # not be, and prefill and decode must agree on their KV.
-    kv_auto = torch.float32 if config.dtype == "auto" and device.dtype_varies else dtype
-    # KV that another engine computed as its batch had it would undo the promise.
-    alike = ("rows:alike",) if config.deterministic and device.name != "cpu" else ()
-    return LoadedModel(
-        spec=spec,
-        model=model,
-        device=device,
-        workspace=workspace,
-        kv_auto=kv_auto,
-        shard=shard,
-        adapters=adapters,
-        kv_variants=(*spec.kv_variants(max_len), *(("weights:fp8",) if fp8 else ()), *alike),
-        task=served.task,
-        pooling=served.pooling,
-    )
-
-
-def _check_quantization(config: ModelConfig, device: Device, dtype: torch.dtype) -> None:
-    if config.quantization != "fp8":
-        return
-    problems = []
-    if not device.multiplies_fp8:
-        problems.append(f"{device.name} has no products of 8-bit floats (a GPU of compute capability 8.9 or more has)")
-    if dtype != torch.bfloat16:
-        problems.append(f"activations are bfloat16 then, but --dtype {config.dtype} is {dtype} here")
-    if problems:
-        raise ConfigError(f"--quantization fp8: {'; '.join(problems)}; leave it at auto")
-
-
-def _build(
-    spec: ModelSpec, config: ModelConfig, device: Device, dtype: torch.dtype, source: TensorSource, shard: Shard
-) -> tuple[Model, bool]:
-    """The model, and whether some of its matrices are 8-bit floats."""
-    if config.quantization == "none" or not device.multiplies_fp8 or dtype != torch.bfloat16:
-        return spec.build(source, dtype, shard), False
-    weights = Fp8Weights(source, dispatch_weights.quantize if config.quantization == "fp8" else None)
-    model = spec.build(weights, dtype, shard)
-    if weights.kept or weights.rounded:
-        _LOG.info(
-            "8-bit floats: %d matrices as they are stored, %d rounded at load, %d left in %s",
-            weights.kept,
-            weights.rounded,
-            weights.left,
-            dtype,
-        )
-    return model, weights.kept + weights.rounded > 0
-
-
-def _read(spec: ModelSpec, config: ModelConfig, device: Device, dtype: torch.dtype, shard: Shard) -> tuple[Model, bool]:
-    shapes, scheme = spec.tensor_shapes(), scheme_of(spec.quantization)
-    with (
-        Checkpoint(config.path, shapes, scheme=scheme, unused=spec.unused_tensors) as checkpoint,
-        on_device(checkpoint, device) as weights,
-    ):
-        if scheme is None:
-            return _build(spec, config, device, dtype, weights, shard)
-        expanded = Expanded(weights, scheme, shapes, checkpoint.parts)
-        model, fp8 = _build(spec, config, device, dtype, expanded, shard)
-        if not fp8:
-            _LOG.warning("%s: %s", config.path, expanded.cost(checkpoint.nbytes))
-        return model, fp8
 
 
 @dataclass(slots=True)
@@ -397,7 +203,7 @@ class TorchExecutor:
         """Returns when the first steps have run and every graph is captured. Raises ConfigError where something does
         not fit the device, EngineFailed where that is lost meanwhile."""
         device = loaded.device
-        with _start(device, "what steps compute with, beside the weights,"):
+        with starting(device, "what steps compute with, beside the weights,"):
             self._kv = KvCache(
                 kv_plan,
                 loaded.layer_specs(kv_cfg.block_size, kv_cfg.dtype),
@@ -423,7 +229,7 @@ class TorchExecutor:
                 adapters=loaded.adapters is not None,
                 pooling=loaded.pooling,
             )
-            warm_up = _warm_up_plans(scheduler_cfg.max_batched_tokens, kv_plan, bool(graphs.sizes))
+            warm_up = _warm_up_plans(scheduler_cfg, kv_plan, bool(graphs.sizes))
             self.runner = ModelRunner(loaded, self._kv, batch, graphs, warm_up)
             """What its steps do; benchmarks time it."""
             self._steps = StepPipeline(device, self.runner, batch.slots)
@@ -451,31 +257,40 @@ class TorchExecutor:
         self._kv.free()
 
 
-def _warm_up_plans(max_tokens: int, kv_plan: KvPlan, compiles: bool) -> tuple[StepPlan, ...]:
-    """Steps on row 0 whose table is all null: nothing is written, every kernel is chosen and bound, and the scratch of
+def _warm_up_plans(scheduler: SchedulerConfig, kv_plan: KvPlan, compiles: bool) -> tuple[StepPlan, ...]:
+    """Steps on rows whose tables are all null: nothing is written, every kernel is chosen and bound, and the scratch of
     a typical step is committed. Where kernels are compiled at their first use (`compiles`), also the largest step, and
-    the filters that requests use most: nobody's stream shall stand still for them later."""
-    most = min(max_tokens, kv_plan.max_model_len)
+    the filters that requests use most: nobody's stream shall stand still for them later. In the end all rows draw with
+    them: the memory that this takes is taken, and seen, before anything is served."""
+    most = min(scheduler.max_batched_tokens, kv_plan.max_model_len)
+    rows = min(scheduler.max_batched_tokens, scheduler.max_num_seqs)
     drawn = SamplingParams(max_tokens=1, temperature=1.0)
-    steps = [(min(most, 64), drawn)]
+    steps = [(1, min(most, 64), drawn)]
     if compiles:
-        steps += [(most, drawn), (1, replace(drawn, top_p=0.9)), (1, replace(drawn, top_k=40, top_p=0.9))]
+        both = replace(drawn, top_k=40, top_p=0.9)
+        steps += [
+            (1, most, drawn),
+            (1, 1, replace(drawn, top_p=0.9)),
+            (1, 1, both),
+            (rows, 1, replace(both, logprobs=20)),
+        ]
     return tuple(
         StepPlan(
             step=-1,
-            starts=(
+            starts=tuple(
                 RowStart(
-                    row=0,
+                    row=row,
                     request_id="warm-up",
                     token_ids=[0] * count,
                     prompt_len=count,
                     block_ids=((),) * len(kv_plan.groups),
                     sampling=sampling,
-                ),
+                )
+                for row in range(rows)
             ),
             grown=(),
-            chunks=(Chunk(0, 0, count, draws=1),),
-            num_tokens=count,
+            chunks=tuple(Chunk(row, 0, count, draws=1) for row in range(rows)),
+            num_tokens=rows * count,
         )
-        for count, sampling in steps
+        for rows, count, sampling in steps
     )

@@ -14,7 +14,7 @@ from isthmus_kernels import dispatch_logits
 from ..interfaces.steps import RowOutput
 from ..request import TokenLogprobs
 from .device.base import Device
-from .input_batch import Draws
+from .draws import Draws
 from .staging import StagingSlot
 
 

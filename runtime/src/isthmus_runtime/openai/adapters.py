@@ -17,7 +17,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from ..errors import InvalidRequest, Overloaded
 from ..serving.app import errors, json_body
-from .schema import json_object, parsed
+from .bodies import json_object, parsed
 from .tenants import MAX_TENANTS, Tenant, TokenBucket
 
 CHANGES_PER_SECOND = 1.0

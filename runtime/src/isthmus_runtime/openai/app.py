@@ -27,6 +27,7 @@ from . import anthropic
 from .answer import Job, Runner
 from .anthropic import AnthropicMessage, CountRequest, MessagesRequest, TokenCount
 from .batches import WIDTH, Batch, BatchRunner
+from .bodies import json_object
 from .chat import NeedsThread
 from .embeddings import Embeddings, EmbeddingsRequest, VectorRequests, plan_embeddings
 from .keys import Keys
@@ -35,7 +36,7 @@ from .plan import Plan, Planner
 from .ranking import Ranker, Ranking, RerankRequest, ScoreRequest, Scores
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
-from .schema import ChatRequest, CompletionRequest, chat_request, json_object
+from .schema import ChatRequest, CompletionRequest, chat_request
 from .score_budget import ScoreBudget, token_budget, vector_budget
 from .sse import Usage
 from .tenants import Tenant

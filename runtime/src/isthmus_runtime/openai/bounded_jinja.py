@@ -2,6 +2,10 @@
 characters, however a template loops, repeats or pads. Jinja2's own sandbox keeps a template from Python's insides, and
 bounds nothing but `range`.
 
+One operation on a value may go through all that is in it, and a value may hold another twice, which holds a third
+twice: sixty sets make what takes 2^60 steps to hash, compare or write. So whatever may be gone through is paid for by
+all that it holds, before.
+
 A step is about a microsecond. Loops and comparisons are counted through the syntax tree, attribute access and calls
 through the sandbox's hooks; what makes text or lists is paid for before it is made where its size does not follow from
 what went in, else after. Filters and methods are allow-lists, so that nothing is free by oversight.
@@ -12,7 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sized, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -20,7 +24,9 @@ from typing import Any
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 _FILTERS = """
     abs attr capitalize count default d dictsort e escape first float format indent int items last length list lower map
@@ -35,11 +41,25 @@ _METHODS = {
     tuple: "count index",
     int: "",
     float: "",
+    range: "",
+    type({}.keys()): "",
+    type({}.values()): "",
+    type({}.items()): "",
 }
 _ALLOWED = {kind: frozenset(names.split()) for kind, names in _METHODS.items()}
+_TESTS = "in == eq equalto != ne > gt greaterthan >= ge < lt lessthan <= le lower upper"
+"""Those that may go through what they are given; all others look at its type or at a number."""
+_OF_TEXT = frozenset(
+    ("capitalize", "e", "escape", "format", "indent", "lower", "safe", "title", "trim", "upper", "wordcount")
+)
+"""Filters that write what is no text as text."""
+_PRODUCT = frozenset(("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"))
+"""What may compare each character with each of its argument's, as it searches from the end or for any of a set."""
 _SCAN = 4096
 """Characters that one step looks at."""
 _MOST_DEPTH = 64
+_MOST_NESTED = 256
+"""Of values: what goes through them in C takes its stack for each level."""
 _MOST_BITS = 4096
 _MOST_INDENT = 64
 _WIDE = re.compile(r"\d{3}|\*|\{[^}]*\{")
@@ -75,23 +95,26 @@ class Budget:
         if self.characters < 0:
             raise TemplateTooCostly("it makes too much text")
 
-    def look(self, value: object) -> None:
-        """Pay for going through `value`, nested as it may be: one object met twice is paid for twice."""
+    def look(self, value: object, depth: int = 0) -> int:
+        """Pay for going through `value`, nested as it may be: one object met twice is paid for twice. Returns how many
+        characters its texts have together. Raises TemplateTooCostly."""
         if isinstance(value, str):
             self.step(1 + len(value) // _SCAN)
-        elif isinstance(value, (list, tuple)):
-            self.step()
-            for item in value:
-                self.look(item)
-        elif isinstance(value, Mapping):
-            self.step()
-            for key, item in value.items():
-                self.look(key)
-                self.look(item)
-        else:
+            return len(value)
+        if isinstance(value, Namespace):
+            value = object.__getattribute__(value, "_Namespace__attrs")
+        if isinstance(value, Mapping):
+            value = value.items()
+        if not isinstance(value, _NESTING):
             self.step(1 + (len(value) if isinstance(value, Sized) else 0))
+            return 0
+        if depth >= _MOST_NESTED:
+            raise TemplateTooCostly(f"it nests values more than {_MOST_NESTED} levels deep")
+        self.step()
+        return sum(self.look(item, depth + 1) for item in value)
 
 
+_NESTING = (list, tuple, KeysView, ValuesView, ItemsView)
 _BUDGET: ContextVar[Budget] = ContextVar("_BUDGET")
 
 
@@ -123,19 +146,19 @@ def _looked(value: Any) -> Any:
     return value
 
 
-def _text(value: Any) -> str:
-    """As text: of a nested value everything in it is written."""
+def as_text(value: Any) -> str:
+    """`value` as text, paid for by all that is written of it. Raises TemplateTooCostly."""
     if isinstance(value, str):
         return value
     budget = _BUDGET.get()
-    budget.look(value)
+    budget.make(budget.look(value))
     text = str(value)
     budget.make(len(text))
     return text
 
 
 def _concatenate(values: Iterable[Any]) -> str:
-    parts = [_text(v) for v in values]
+    parts = [as_text(v) for v in values]
     _BUDGET.get().make(sum(map(len, parts)))
     return "".join(parts)
 
@@ -149,14 +172,30 @@ def _replace(text: str, old: str, new: str, count: int = -1) -> str:
 
 
 def _join(values: Iterable[Any], separator: str = "") -> str:
-    parts = [_text(v) for v in _counted(values)]
+    parts = [as_text(v) for v in _counted(values)]
     _BUDGET.get().make(sum(map(len, parts)) + len(separator) * len(parts))
     return separator.join(parts)
 
 
-def _checked_format(text: object) -> None:
-    if isinstance(text, str) and _WIDE.search(text):
-        raise TemplateTooCostly("it uses a format of unbounded width")
+def _checked_format(text: object, given: object) -> None:
+    """Pay for `given`, which each field of a format may write whole."""
+    budget = _BUDGET.get()
+    size = budget.look(given)
+    if isinstance(text, str):
+        if _WIDE.search(text):
+            raise TemplateTooCostly("it uses a format of unbounded width")
+        budget.make(size * (text.count("%") + text.count("{")))
+
+
+def _searched(name: str, text: object, given: Iterable[object]) -> None:
+    """Pay for what `_PRODUCT` tells of, about a nanosecond for each pair of characters."""
+    if name in _PRODUCT and isinstance(text, str):
+        _BUDGET.get().step(len(text) * max((len(g) for g in given if isinstance(g, str)), default=0) // 1000)
+
+
+def _checked_width(width: object) -> None:
+    if (len(width) if isinstance(width, str) else width if isinstance(width, int) else 0) > _MOST_INDENT:
+        raise TemplateTooCostly(f"it indents or separates by more than {_MOST_INDENT} characters")
 
 
 def _tojson(
@@ -167,9 +206,10 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     # Jinja2's own filter escapes HTML, which no model was trained on.
-    _BUDGET.get().look(value)
-    if isinstance(indent, str) or (indent or 0) > _MOST_INDENT:
-        raise TemplateTooCostly("it uses an indent of unbounded width")
+    budget = _BUDGET.get()
+    budget.make(budget.look(value))
+    for width in (indent, *(separators or ())):
+        _checked_width(width)
     return str(
         _made(json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys))
     )
@@ -180,15 +220,32 @@ def _paying(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if name in _OF_TEXT and args:
+            args = (as_text(args[0]), *args[1:])
         given = (*args, *kwargs.values())
         for value in given:
             _BUDGET.get().look(value)
         if name == "format":
-            _checked_format(args[0])
-        elif name == "indent" and any(isinstance(v, int) and v > _MOST_INDENT for v in given):
-            raise TemplateTooCostly("it uses an indent of unbounded width")
+            _checked_format(args[0], given[1:])
+        elif name == "indent":
+            for width in given[1:]:
+                _checked_width(width)
+        _searched(name, args[0] if args else None, given[1:])
         result = function(*args, **kwargs)
         return _counted(result) if isinstance(result, Iterator) else _made(result)
+
+    return call
+
+
+def _paying_test(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A test of jinja2 that pays for going through its arguments."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        budget = _BUDGET.get()
+        for value in args:
+            budget.make(budget.look(value))
+        return function(*args)
 
     return call
 
@@ -217,6 +274,8 @@ def _instrument(node: nodes.Node) -> None:
         node.expr = _filtered(node.expr, "_looked")
         for operand in node.ops:
             operand.expr = _filtered(operand.expr, "_looked")
+    elif isinstance(node, nodes.Pair) and not isinstance(node.key, nodes.Const):
+        node.key = _filtered(node.key, "_looked")
     for name in node.fields:
         value = getattr(node, name)
         if isinstance(value, nodes.Expr):
@@ -237,21 +296,23 @@ def _replaced(node: nodes.Expr) -> nodes.Expr:
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Compiles chat templates as transformers does. Compile and render `paying_from` a budget."""
 
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
+    intercepted_binops = frozenset(["+", "-", "*", "/", "//", "**", "%"])
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_text)
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=as_text)
         self.filters = {name: _paying(name, self.filters[name]) for name in _FILTERS.split()}
         self.filters.update(
             join=_join,
             replace=_filter_replace,
-            string=_text,
+            string=as_text,
             tojson=_tojson,
             _concatenate=_concatenate,
             _loop=_loop,
             _looked=_looked,
             _made=_made,
         )
+        tests: dict[str, Any] = self.tests
+        tests.update({name: _paying_test(tests[name]) for name in _TESTS.split()})
         del self.globals["lipsum"]
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -268,7 +329,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Of jinja2."""
-        allowed = _ALLOWED.get(type(obj))
+        # By the kinds that its own stems from: a bool has a number's methods, and marked-up text those of text.
+        allowed = next((_ALLOWED[kind] for kind in type(obj).__mro__ if kind in _ALLOWED), None)
         return super().is_safe_attribute(obj, attr, value) if allowed is None else attr in allowed
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
@@ -278,8 +340,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return None
 
         def checked(*args: Any, **kwargs: Any) -> str:
-            _checked_format(value.__self__)
-            _BUDGET.get().look([*args, kwargs])
+            _checked_format(value.__self__, [*args, kwargs])
             return format_text(*args, **kwargs)
 
         return checked
@@ -290,8 +351,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Of jinja2."""
-        _BUDGET.get().step()
+        """Of jinja2, which hashes `argument`, and writes it where nothing is found."""
+        budget = _BUDGET.get()
+        budget.make(budget.look(argument))
         return super().getitem(obj, argument)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -306,22 +368,28 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 if isinstance(one, (str, list, tuple)) and isinstance(times, int):
                     budget.make(len(one) * max(times, 0))
         elif operator == "%" and isinstance(left, str):
-            _checked_format(left)
-            budget.look(right)
+            _checked_format(left, right)
             return _made(super().call_binop(context, operator, left, right))
-        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+        if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
             if bits > _MOST_BITS:
-                raise TemplateTooCostly(f"it makes a number of more than {_MOST_BITS} bits")
+                raise TemplateTooCostly(f"it computes with numbers of more than {_MOST_BITS} bits")
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Of jinja2, which calls it so that any name may be an argument."""
         budget = _BUDGET.get()
         budget.step()
-        if isinstance(owner := getattr(__obj, "__self__", None), str):
+        # A macro's body pays for what it does with its arguments; all else may hash, compare or write them.
+        if not isinstance(__obj, Macro):
+            budget.make(budget.look((*args, *kwargs.values())))
+        owner = getattr(__obj, "__self__", None)
+        if isinstance(owner, (list, tuple)) and __obj.__name__ in ("count", "index"):
+            budget.look(owner)
+        elif isinstance(owner, str):
             budget.look(owner)
             name = __obj.__name__
+            _searched(name, owner, args)
             if name == "replace":
                 return _replace(owner, *args, **kwargs)
             if name == "join":
@@ -338,7 +406,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _filter_replace(text: Any, old: str, new: str, count: int | None = None) -> str:
-    return _replace(_text(text), _text(old), _text(new), -1 if count is None else count)
+    return _replace(as_text(text), as_text(old), as_text(new), -1 if count is None else count)
 
 
 @contextmanager

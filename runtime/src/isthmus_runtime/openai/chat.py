@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from ..errors import ConfigError, InvalidRequest, RequestError
-from .bounded_jinja import BoundedEnvironment, Budget, TemplateTooCostly, paying_from
+from .bounded_jinja import BoundedEnvironment, Budget, TemplateTooCostly, as_text, paying_from
 
 MOST_STEPS = 1_000_000
 """Of rendering one prompt: about a second."""
@@ -30,7 +30,7 @@ class _Refused(Exception):
 
 
 def _raise_exception(message: object) -> None:
-    raise _Refused(str(message))
+    raise _Refused(as_text(message))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 from ..errors import EngineFailed, InvalidRequest
 from ..request import GenerateRequest, PoolingParams, SamplingParams, ServedTask, TokenChunk
 from .batches import Batch
+from .bodies import hints, json_object, parsed
 from .plan import Planner
-from .schema import PROMPT, as_prompts, hints, json_object, parsed
+from .schema import PROMPT, as_prompts
 
 MAX_INPUTS = 2048
 """Of one request, as of OpenAI's."""

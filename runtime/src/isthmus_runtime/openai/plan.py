@@ -16,20 +16,12 @@ from ..interfaces.backend import Backend
 from ..request import AdapterName, GenerateRequest, SamplingParams, Structure
 from . import anthropic, responses
 from .answer import Job
+from .bodies import json_object
 from .chat import Conversation
 from .output import Reader, Thinking
 from .pieces import Pieces
 from .prompts import Echo, echo_of_ids, echo_of_text
-from .schema import (
-    MAX_ECHO,
-    MAX_SCORES,
-    ChatRequest,
-    CompletionRequest,
-    chat_request,
-    json_object,
-    parse_chat,
-    parse_completion,
-)
+from .schema import MAX_ECHO, MAX_SCORES, ChatRequest, CompletionRequest, chat_request, parse_chat, parse_completion
 from .sse import ChatFormat, CompletionFormat, Format
 from .tokenizer import Tokenizer, TooManyTokens
 from .tool_formats import FORMATS, format_of

@@ -19,10 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..errors import EngineFailed, InvalidRequest
 from ..request import GenerateRequest, SamplingParams, ServedTask, TokenChunk
 from .batches import Batch
+from .bodies import hints, json_object, parsed
 from .chat import Conversation
 from .embeddings import PromptUsage, VectorRequests, check_numbers, numbers
 from .plan import Planner
-from .schema import hints, json_object, parsed
 from .tokenizer import Tokenizer
 
 MAX_PAIRS = 2048

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 from pydantic import BaseModel
 
 from ..errors import InvalidRequest
-from .schema import ChatRequest, CompletionRequest, chat_request, completion_request, json_object
+from .bodies import json_object
+from .schema import ChatRequest, CompletionRequest, chat_request, completion_request
 from .tokenizer import Tokenizer
 
 _PART = 1 << 14

@@ -15,14 +15,14 @@ from typing import Any
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from ..errors import InvalidRequest, Overloaded, RequestError
 from .admission import BodyBudget, Connections
 from .call import WHOLE, Cut, error_answer
 from .limits import ACCOUNT, HeadTooLarge, Limits, TooSlow
+from .writing import Flow, Opening, whole_answer
 
 _log = logging.getLogger(__name__)
 
@@ -61,44 +61,6 @@ class _Phase(Enum):
     """No byte of the next request is here."""
     HEAD = 1
     BODY = 2
-
-
-class _Flow(FlowControl):
-    """uvicorn reads on whenever a request is read or answered; not so while others wait in line."""
-
-    held = False
-
-    def resume_reading(self) -> None:
-        """Unless held."""
-        if not self.held:
-            super().resume_reading()
-
-
-class _Opening:
-    """Stands for the transport of a cycle until the first piece of its answer, with which the head then leaves: a
-    system call less, and one less for the client to wake up for."""
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = cycle
-        self._transport = cycle.transport
-        self._head = b""
-
-    def write(self, data: bytes) -> None:
-        """First the head, then the piece."""
-        if self._head:
-            self.flush(data)
-        else:
-            self._head = data
-
-    def flush(self, data: bytes = b"") -> None:
-        """The head and `data` leave."""
-        self._cycle.transport = self._transport
-        self._transport.write(self._head + data)
-
-    def close(self) -> None:
-        """After an answer without a body."""
-        self.flush()
-        self._transport.close()
 
 
 class _Gone(ConnectionResetError):
@@ -147,7 +109,7 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Of asyncio."""
         super().connection_made(transport)
-        self.flow: _Flow = _Flow(transport)
+        self.flow: Flow = Flow(transport)
         leaver = self.server_state.table.add(self, self.client[0] if self.client else "")
         if leaver is not None:
             leaver.give_way(Overloaded("too many connections; try again", retry_after_s=1.0))
@@ -170,7 +132,7 @@ class Protocol(HttpToolsProtocol):
             self.half_closed = self.flow.held = True
             if not self.pipeline:
                 running.keep_alive = False
-            if not running.response_started or isinstance(running.transport, _Opening):
+            if not running.response_started or isinstance(running.transport, Opening):
                 self.transport.write(_BEFORE_HEAD)
             elif running.chunked_encoding:
                 self.transport.write(_BEFORE_CHUNK)
@@ -286,7 +248,7 @@ class Protocol(HttpToolsProtocol):
                         await send(message)
                         await send({"type": "http.response.body", "body": body})
                     return
-                cycle.transport = _Opening(cycle)  # type: ignore[assignment]
+                cycle.transport = Opening(cycle)  # type: ignore[assignment]
                 await cycle.send(message)
                 return
             early = cycle.more_body and not cycle.keep_alive and not message.get("more_body")
@@ -323,9 +285,8 @@ class Protocol(HttpToolsProtocol):
         """What the cycle makes of the two messages of an answer."""
         cycle.waiting_for_100_continue = False
         cycle.response_started = cycle.response_complete = True
-        lines = [b"%b: %b\r\n" % line for line in (*self.server_state.default_headers, *headers)]
-        close = b"" if cycle.keep_alive else b"connection: close\r\n"
-        self.transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[status], b"".join(lines), close, body))
+        lines, close = (*self.server_state.default_headers, *headers), not cycle.keep_alive
+        self.transport.write(whole_answer(status, lines, body, close=close))
         cycle.message_event.set()
         if close:
             self.transport.close()
@@ -334,7 +295,7 @@ class Protocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """Of the cycle: the next request in line may start. Keeping alive is `check`'s, without a timer each."""
         running, self._running = self._running, None
-        if running is not None and isinstance(running.transport, _Opening):
+        if running is not None and isinstance(running.transport, Opening):
             running.transport.flush()  # an answer to HEAD has no piece that would take its head along
         self._since = self.loop.time()
         if self.transport.is_closing():
@@ -442,9 +403,8 @@ class Protocol(HttpToolsProtocol):
             return
         status, headers, body = error_answer(error)
         lines = [*self.server_state.default_headers, *((k.encode(), v.encode()) for k, v in headers.items())]
-        lines += [(b"content-length", b"%d" % len(body)), (b"connection", b"close")]
-        head = b"".join(b"%b: %b\r\n" % line for line in lines)
-        self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[status], head, body))
+        lines.append((b"content-length", b"%d" % len(body)))
+        self.transport.write(whole_answer(status, lines, body, close=True))
         self._forsake()
         if isinstance(error, Overloaded):
             self.transport.close()  # there is no room to wait

@@ -1,8 +1,9 @@
 """Compiles a client's grammar in a process of its own before anything else does, within limits of time and memory.
 
 llguidance bounds most of its work by itself, but not all: an intersection of sixty patterns compiles for minutes, and
-a thread cannot be ended (docs/adr/0029). The process is started by the first grammar, and killed by one that exceeds
-its time; the next one starts it again.
+a thread cannot be ended (docs/adr/0029). The process is started by the first grammar, and ended by one that exceeds
+its time, which is the processor's: on a busy machine no grammar is worse. The next one starts it again. What was found
+is remembered where it is the grammar's doing; a process that did not get to run, or was killed, is not.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import asyncio
 import json
 import logging
 import resource
+import signal
 import sys
 import traceback
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -26,9 +29,13 @@ from .turns import Turns
 _log = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 3.0
-"""Longest time for one grammar."""
+"""Most processor time for one grammar."""
+_WALL = 20.0
+"""How many times as long its answer is waited for, on a machine that does much else."""
 _START_TIMEOUT_S = 60.0
 """Longest time until a new process has read the tokenizer."""
+_END_TIMEOUT_S = 5.0
+"""Longest time that a process whose output has ended may take to end itself."""
 _MAX_BYTES = 2 << 30
 """Address space of the process."""
 _MAX_WAITING = 64
@@ -53,8 +60,8 @@ class Checker:
     async def check(self, structure: Structure, param: str, who: str = "") -> None:
         """Raise InvalidRequest, naming `param`, for a grammar that is wrong, impossible or too costly.
 
-        Clients have turns, each by its name `who`. Overloaded when too many wait for theirs. A caller that leaves does
-        not end the work: its answer is kept.
+        Clients have turns, each by its name `who`. Overloaded when too many wait for theirs, and where the process does
+        not get to run. A caller that leaves does not end the work: its answer is kept.
         """
         check_size(structure, param)
         key = sha256(f"{structure.kind}\0{structure.text}".encode("utf-8", "surrogatepass")).hexdigest()
@@ -96,11 +103,14 @@ class Checker:
         for _ in range(2):
             process = await self._started()
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self._timeout_s * _WALL):
                     answer = await _answer(process, structure)
             except TimeoutError:
                 await self._end()
-                return f"takes more than {self._timeout_s:g} s to compile; simplify it"
+                raise Overloaded(
+                    f"structured output: the checker of grammars had no answer within {self._timeout_s * _WALL:g} s, "
+                    f"though {self._timeout_s:g} s of a processor are enough for any; this machine is busy, try again"
+                ) from None
             except asyncio.CancelledError:
                 await self._end()
                 raise
@@ -108,7 +118,17 @@ class Checker:
                 problem: str = json.loads(answer)
                 return problem
             # It ended: by this grammar, or before it was asked. A new one tells.
+            with suppress(TimeoutError):  # how, is known only if it is not killed while it ends
+                async with asyncio.timeout(_END_TIMEOUT_S):
+                    await process.wait()
             await self._end()
+            if process.returncode == -signal.SIGPROF:
+                return f"takes more than {self._timeout_s:g} s to compile; simplify it"
+        if process.returncode == -signal.SIGKILL:
+            raise Overloaded(
+                "structured output: the checker of grammars was killed twice while it compiled this one, as a machine "
+                "or pod without memory does; try again, or simplify the grammar"
+            )
         return f"takes more than {_MAX_BYTES >> 20} MiB to compile; simplify it"
 
     async def _end(self) -> None:
@@ -126,6 +146,7 @@ class Checker:
             "-m",
             __name__,
             self._model,
+            str(self._timeout_s),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_LINE_LIMIT,
@@ -161,11 +182,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     grammars = Grammars.load(sys.argv[1])
+    most_s = float(sys.argv[2])
     out = sys.stdout.buffer
     out.write(_READY)
     out.flush()
     for line in sys.stdin.buffer:
         problem = ""
+        # Its signal's default is to end the process, in the midst of a library as well.
+        signal.setitimer(signal.ITIMER_PROF, most_s)
         try:
             grammars.guide(Structure(**json.loads(line)))
         except InvalidRequest as error:
@@ -175,6 +199,7 @@ def main() -> None:
         except Exception as error:  # of one grammar: all others are still to be checked
             traceback.print_exc()
             problem = f"cannot be compiled ({type(error).__name__}: {error})"
+        signal.setitimer(signal.ITIMER_PROF, 0)
         out.write(json.dumps(problem).encode() + b"\n")
         out.flush()
 

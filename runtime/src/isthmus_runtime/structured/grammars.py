@@ -28,10 +28,11 @@ MAX_CHOICES = 4096
 _LIMITS = LLParserLimits(
     # Regular expressions and terminals: about a second of work at most, and 64 MiB, for all of a grammar.
     initial_lexer_fuel=1_000_000,
-    # The same for one token; the parser's part of it, which takes a hundredth of a second for a thousand. A schema of
-    # 300 optional properties needs some 3,000.
+    # The same for one token; the parser's part of it.
     step_lexer_fuel=200_000,
-    step_max_items=16_000,
+    # A tenth of a second of it at most, for which all other requests wait. A schema of 300 optional properties needs
+    # some 3,000.
+    step_max_items=10_000,
     max_items_in_row=2_000,
     max_lexer_states=50_000,
     max_grammar_size=500_000,

@@ -7,18 +7,13 @@ engine is called, and the events of an attempt are applied, and its results repo
 
 from __future__ import annotations
 
-import ctypes
-import logging
 import threading
 import time
-import zlib
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 
 from ..config import TransferConfig
-from ..errors import ConfigError
 from ..interfaces.handoff import (
     BlockRef,
     Failed,
@@ -31,37 +26,14 @@ from ..interfaces.handoff import (
     Sent,
 )
 from ..interfaces.transport import CLOSE_S, KvRegion, Piece, TransferResult
-from ..kv.keys import keys_digest
-from ..protocol import CommitCall, PrefillRecord, Ticket
-from ..threads import running_pool
+from ..protocol import CommitCall, Ticket
 from . import leg as lg
+from .attempts import Ended, Receiving, Sending, ticket_problem
 from .backend import TransferBackend
-from .bounded import TookTooLong, run_bounded
-from .places import Place, block_at, gaps, place
-from .record import Expected, mismatch, pack_record, unpack_record
+from .checksums import Checksums
+from .record import pack_record
 
-_log = logging.getLogger(__name__)
-
-_CLOSED_KEPT = 65536
-"""Ended attempts remembered, so that a late message cannot bring one back."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Attempt:
-    """What one attempt needs beside its leg."""
-
-    leg: lg.Leg
-    ticket: Ticket
-    job: SendJob | ReceiveJob
-    targets: dict[Place, int] = field(default_factory=dict)
-    """Sending: the receiver's blocks, where the transport writes into them."""
-    blocks: dict[Place, BlockRef] = field(default_factory=dict)
-    """Sending: what was given so far."""
-    result: PromptResult | None = None
-    """Sending: set when every block was given."""
-    record: PrefillRecord | None = None
-    """Receiving: what came."""
-    raw_record: bytes | None = None
+_Attempt = Sending | Receiving
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +41,7 @@ class _Resume:
     """Goes on with an attempt's work after something that was done on another thread."""
 
     attempt: str
-    work: Callable[[_Attempt], None]
-
-
-def block_crc32(region: KvRegion, block: int, crc: int) -> int:
-    """`crc`, of the blocks before it, with the payload bytes of one more block in host memory (CRC-32)."""
-    view = (ctypes.c_char * region.block_bytes).from_address(region.base + block * region.block_stride)
-    return zlib.crc32(view, crc)
+    work: Callable[[], None]
 
 
 class TransferAgent:
@@ -98,11 +64,6 @@ class TransferAgent:
     ) -> None:
         """`epoch`: of this process, as peers know it from `/info`. `vocab_size`: a record with other ids is refused; 0:
         unknown."""
-        with_crc = cfg.verify_crc and not backend.seals_blocks
-        if with_crc and region.device != "cpu":
-            raise ConfigError(
-                f"--transfer-crc reads KV in host memory, but the pool is on {region.device!r}; leave it out"
-            )
         self._backend = backend
         self._region = region
         self._cfg = cfg
@@ -114,75 +75,42 @@ class TransferAgent:
         self._inbox: deque[tuple[lg.Event | _Resume, float]] = deque()
         self._pumping = False
         self._attempts: dict[str, _Attempt] = {}
-        self._closed: OrderedDict[str, None] = OrderedDict()
+        self._ended = Ended()
         self._counts = {"sent": 0, "received": 0, "failed": 0, "dropped": 0, "sent_bytes": 0}
-        self._checksums = running_pool(1, "transfer-crc") if with_crc else None
-        self._closing = threading.Event()
+        self._checksums = Checksums(region) if cfg.verify_crc and not backend.seals_blocks else None
 
     # ------------------------------------------------------------------------------------------------ engine's calls
 
     def open_send(self, job: SendJob, now: float) -> None:
-        ticket, mine = job.ticket, self._region.layout_digest
-        problem = ""
-        if ticket.layout_digest != mine:
-            problem = (
-                f"KV layouts differ: decode has {ticket.layout_digest}, this prefill has {mine}; "
-                "run both with the same model, dtype, block size and layout"
-            )
-        elif ticket.peer_epoch and self._epoch and ticket.peer_epoch != self._epoch:
-            problem = f"decode reserved for prefill process {ticket.peer_epoch}; restarted since, this is {self._epoch}"
-        elif ticket.attempt != job.attempt:
-            problem = f"ticket is of attempt {ticket.attempt}, the call of attempt {job.attempt}"
+        problem = ticket_problem(job, self._region.layout_digest, self._epoch)
         leg = self._new_leg(job.attempt, lg.Side.SEND, job.deadline_s)
         with self._mutex:
             if job.attempt in self._attempts:
                 self._counts["dropped"] += 1
                 return
-            if job.attempt in self._closed:
+            if job.attempt in self._ended:
                 problem = "the attempt was ended before its prefill began"
-            self._attempts[job.attempt] = _Attempt(leg=leg, ticket=ticket, job=job, targets=block_at(ticket))
+            self._attempts[job.attempt] = Sending(leg, job.ticket)
         if not problem:
-            self._backend.expect(ticket)
+            self._backend.expect(job.ticket)
         self._post(lg.Admit(job.attempt, problem), now)
 
     def send_blocks(self, attempt: str, blocks: Sequence[BlockRef], now: float) -> None:
         entry = self._open_for_blocks(attempt)
         if entry is None:
             return
-        ticket, theirs = entry.ticket, entry.targets
-        pieces: list[tuple[Place, Piece]] = []
-        for block in blocks:
-            at = place(block)
-            if block.index < ticket.skip_blocks:
-                continue
-            if theirs and at not in theirs:
-                reason = (
-                    f"prompt block {block.index} of KV group {block.group} has no place: decode reserved "
-                    f"{len(theirs)} after skipping {ticket.skip_blocks}"
-                )
-                self._post(lg.Cancel(attempt, reason), now)
-                return
-            address = ticket.pool_base + theirs[at] * ticket.block_stride if theirs else 0
-            piece = Piece(
-                block_id=block.block_id, key=block.key, nbytes=self._region.block_bytes, remote_address=address
-            )
-            pieces.append((at, piece))
-            entry.blocks.setdefault(at, block)
-        if pieces:
-            self._post(lg.Blocks(attempt, tuple(pieces)), now)
+        pieces, problem = entry.give(blocks, self._region.block_bytes)
+        if problem:
+            self._post(lg.Cancel(attempt, problem), now)
+        elif pieces:
+            self._post(lg.Blocks(attempt, pieces), now)
 
     def finish_send(self, attempt: str, result: PromptResult, now: float) -> None:
         entry = self._open_for_blocks(attempt)
         if entry is None:
             return
-        missing = sorted(entry.targets.keys() - entry.blocks.keys()) or gaps(entry.blocks)
-        if missing:
-            group, index = missing[0]
-            reason = (
-                f"{len(entry.blocks)} blocks were given, {len(missing)} are missing, the first of them prompt block "
-                f"{index} of KV group {group}; all or none are sent"
-            )
-            self._post(lg.Cancel(attempt, reason), now)
+        if gap := entry.gap():
+            self._post(lg.Cancel(attempt, gap), now)
             return
         entry.result = result
         self._post(lg.Finish(attempt), now)
@@ -194,7 +122,7 @@ class TransferAgent:
         leg = self._new_leg(job.attempt, lg.Side.RECEIVE, job.deadline_s)
         with self._mutex:
             assert job.attempt not in self._attempts, f"attempt {job.attempt} was opened twice"
-            self._attempts[job.attempt] = _Attempt(leg=leg, ticket=ticket, job=job)
+            self._attempts[job.attempt] = Receiving(leg, job)
         self._post(lg.Admit(job.attempt), now)
         return ticket
 
@@ -207,7 +135,7 @@ class TransferAgent:
             known = attempt in self._attempts
             if not known:
                 self._counts["dropped"] += 1
-                self._remember(attempt)
+                self._ended.note(attempt)
         if known:
             self._post(lg.Cancel(attempt, reason, given_up=True), now)
 
@@ -229,7 +157,7 @@ class TransferAgent:
         with self._mutex:
             entry = self._attempts.get(attempt)
             if entry is None:
-                self._remember(attempt)
+                self._ended.note(attempt)
                 return True
         if not entry.leg.closing:
             self._post(lg.Cancel(attempt, "decode gave the attempt up", given_up=True), self._clock())
@@ -252,15 +180,11 @@ class TransferAgent:
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         ends_at = time.monotonic() + timeout_s
-        self._closing.set()
+        if self._checksums is not None:
+            self._checksums.stop()
         self._backend.close(timeout_s)
         if self._checksums is not None:
-            left = max(0.0, ends_at - time.monotonic())
-            end = partial(self._checksums.shutdown, wait=True, cancel_futures=True)
-            try:
-                run_bounded(end, left, "transfer-close")
-            except TookTooLong:
-                _log.warning("a checksum has not ended within %g s", timeout_s)
+            self._checksums.close(max(0.0, ends_at - time.monotonic()))
 
     # -------------------------------------------------------------------------------------------------------- events
 
@@ -281,19 +205,16 @@ class TransferAgent:
                 return None
             return entry
 
-    def _open_for_blocks(self, attempt: str) -> _Attempt | None:
+    def _open_for_blocks(self, attempt: str) -> Sending | None:
         entry = self._live(attempt)
-        if entry is not None and entry.result is not None:
+        if entry is None:
+            return None
+        assert isinstance(entry, Sending), f"attempt {attempt} does not send"
+        if entry.result is not None:
             with self._mutex:
                 self._counts["dropped"] += 1
             return None
         return entry
-
-    def _remember(self, attempt: str) -> None:
-        self._closed[attempt] = None
-        self._closed.move_to_end(attempt)
-        while len(self._closed) > _CLOSED_KEPT:
-            self._closed.popitem(last=False)
 
     def _post(self, event: lg.Event | _Resume, now: float) -> None:
         with self._mutex:
@@ -316,7 +237,7 @@ class TransferAgent:
                     entry.leg, actions = lg.step(entry.leg, event, now)
             try:
                 if isinstance(event, _Resume):
-                    event.work(entry)
+                    event.work()
                 for action in actions:
                     self._perform(entry, action)
             except BaseException:
@@ -328,61 +249,51 @@ class TransferAgent:
         attempt = entry.leg.attempt
         match action:
             case lg.Write(op=op, pieces=pieces):
+                assert isinstance(entry, Sending)
                 self._write(entry, op, [piece for _, piece in pieces], None)
             case lg.WriteRecord(op=op):
-                moved = [entry.blocks[at].block_id for at in sorted(entry.blocks)]
-                self._with_crc(entry, moved, lambda e, crc: self._write_record(e, op, crc))
+                assert isinstance(entry, Sending)
+                self._write_record(entry, op)
             case lg.Read(op=op):
-                assert isinstance(entry.job, ReceiveJob)
-                size = self._region.block_bytes
-                wanted = [Piece(block_id=b.block_id, key=b.key, nbytes=size) for b in entry.job.blocks]
-                done = self._done(entry, op)
-                self._start(done, lambda: self._backend.read(attempt, wanted, self._time_left(entry), done))
+                assert isinstance(entry, Receiving)
+                self._read(entry, op)
             case lg.Check():
-                assert isinstance(entry.job, ReceiveJob)
-                self._with_crc(entry, [b.block_id for b in entry.job.blocks], self._check)
+                assert isinstance(entry, Receiving)
+                self._check(entry)
             case lg.Stop():
                 self._backend.cancel(attempt)
             case lg.Ask():
-                job = entry.job
-                url, epoch = (job.peer_url, job.peer_epoch) if isinstance(job, ReceiveJob) else ("", "")
+                url, epoch = (entry.job.peer_url, entry.job.peer_epoch) if isinstance(entry, Receiving) else ("", "")
                 self._backend.drained(
                     attempt, url, epoch, lambda ok: self._post(lg.DrainAnswer(attempt, ok), self._clock())
                 )
             case lg.Emit(event=event):
                 self._emit(event)
             case lg.EmitReceived(seconds=seconds):
+                assert isinstance(entry, Receiving)
                 assert entry.record is not None, f"attempt {attempt} was verified without a record"
                 self._emit(Received(attempt=attempt, record=entry.record, seconds=seconds))
             case lg.Forget():
                 with self._mutex:
                     del self._attempts[attempt]
                     self._counts["dropped"] += entry.leg.dropped
-                    self._remember(attempt)
+                    self._ended.note(attempt)
                 self._backend.forget(attempt)
 
-    def _with_crc(
-        self, entry: _Attempt, block_ids: Sequence[int], work: Callable[[_Attempt, int | None], None]
-    ) -> None:
+    def _with_crc(self, attempt: str, blocks: Sequence[BlockRef], work: Callable[[int | None], None]) -> None:
         """Go on with the blocks' checksum, or with None where checksums are off.
 
-        They take about a second per gigabyte: not on the engine's thread. The work comes back through the queue, so
-        that nothing is started for an attempt that was ended meanwhile without the leg's knowledge.
+        The work comes back through the queue, so that nothing is started for an attempt that was ended meanwhile
+        without the leg's knowledge.
         """
         if self._checksums is None:
-            work(entry, None)
+            work(None)
             return
-        attempt = entry.leg.attempt
 
-        def compute() -> None:
-            crc = 0
-            for block in block_ids:
-                if self._closing.is_set():
-                    return
-                crc = block_crc32(self._region, block, crc)
-            self._post(_Resume(attempt, lambda e: work(e, crc)), self._clock())
+        def then(crc: int) -> None:
+            self._post(_Resume(attempt, lambda: work(crc)), self._clock())
 
-        self._checksums.submit(compute)
+        self._checksums.compute([block.block_id for block in blocks], then)
 
     def _start(self, done: Callable[[TransferResult], None], call: Callable[[], None]) -> None:
         """Hand an operation to the back end. One that could not be started may have started in part."""
@@ -399,63 +310,42 @@ class TransferAgent:
         attempt = entry.leg.attempt
 
         def done(result: TransferResult) -> None:
-            if result.record is not None:
-                entry.raw_record = result.record
             event = lg.OpDone(attempt, op, result.ok, result.settled, result.moved_bytes, result.reason)
             self._post(event, self._clock())
 
         return done
 
-    def _write(self, entry: _Attempt, op: int, pieces: Sequence[Piece], record: bytes | None) -> None:
+    def _write(self, entry: Sending, op: int, pieces: Sequence[Piece], record: bytes | None) -> None:
         leg, done = entry.leg, self._done(entry, op)
         left = self._time_left(entry)
         self._start(done, lambda: self._backend.write(leg.attempt, entry.ticket, pieces, record, left, done))
 
-    def _write_record(self, entry: _Attempt, op: int, crc: int | None) -> None:
-        if entry.leg.closing:
-            self._done(entry, op)(TransferResult(ok=False, moved_bytes=0, reason="ended before the record"))
-            return
-        result = entry.result
-        assert result is not None
-        first = result.first_logprobs
-        record = PrefillRecord(
-            attempt=entry.leg.attempt,
-            num_tokens=result.num_tokens,
-            first_token=result.first_token,
-            first_logprobs=None if first is None else (first.token_id, first.logprob, first.top),
-            key_digest=keys_digest([entry.blocks[at].key for at in sorted(entry.blocks)]),
-            block_bytes=self._region.block_bytes,
-            crc=crc,
-        )
-        self._write(entry, op, (), pack_record(record))
+    def _write_record(self, entry: Sending, op: int) -> None:
+        def work(crc: int | None) -> None:
+            if entry.leg.closing:
+                self._done(entry, op)(TransferResult(ok=False, moved_bytes=0, reason="ended before the record"))
+                return
+            self._write(entry, op, (), pack_record(entry.record(self._region.block_bytes, crc)))
 
-    def _check(self, entry: _Attempt, crc: int | None) -> None:
-        self._post(lg.Checked(entry.leg.attempt, self._problem(entry, crc)), self._clock())
+        self._with_crc(entry.leg.attempt, entry.moved(), work)
 
-    def _problem(self, entry: _Attempt, crc: int | None) -> str:
-        job = entry.job
-        assert isinstance(job, ReceiveJob)
-        if entry.raw_record is None:
-            return "no record came with the blocks"
-        try:
-            record = unpack_record(entry.raw_record)
-        except ValueError as error:
-            return str(error)
-        expected = Expected(
-            attempt=job.attempt,
-            num_tokens=job.num_tokens,
-            keys=tuple(block.key for block in job.blocks),
-            block_bytes=self._region.block_bytes,
-            vocab_size=self._vocab_size,
-        )
-        problem = mismatch(record, expected)
-        if not problem and crc is not None:
-            if record.crc is None:
-                problem = "record has no checksum; set --transfer-crc on prefill as well"
-            elif record.crc != crc:
-                problem = f"blocks have CRC-32 {crc:08x}, the record says {record.crc:08x}"
-        entry.record = record
-        return problem
+    def _read(self, entry: Receiving, op: int) -> None:
+        wanted, left, told = entry.pieces(self._region.block_bytes), self._time_left(entry), self._done(entry, op)
+
+        def done(result: TransferResult) -> None:
+            entry.raw_record = result.record
+            told(result)
+
+        self._start(done, lambda: self._backend.read(entry.job.attempt, wanted, left, done))
+
+    def _check(self, entry: Receiving) -> None:
+        attempt = entry.job.attempt
+
+        def work(crc: int | None) -> None:
+            problem = entry.check(self._region.block_bytes, self._vocab_size, crc)
+            self._post(lg.Checked(attempt, problem), self._clock())
+
+        self._with_crc(attempt, entry.job.blocks, work)
 
     def _emit(self, event: HandoffEvent) -> None:
         with self._mutex:

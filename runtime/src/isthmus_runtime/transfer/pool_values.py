@@ -1,4 +1,4 @@
-"""Values in the storage pool, each under its name and with its seal. Single calls: `store.py` orders them.
+"""Values in the storage pool, each under its name and with its seal. Single calls: `pool_moves` orders them.
 
 The seal travels in the same object as its payload, gathered from two pieces of memory: it is there when the payload is,
 by whoever was first to put that key, and no block in the KV pool needs room for it.

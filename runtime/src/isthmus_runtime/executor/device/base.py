@@ -54,8 +54,14 @@ class Device(Protocol):
     def dtype(self, requested: str) -> torch.dtype:
         """The compute dtype for `--dtype`; `auto` is what the device is fast at."""
 
-    def kv_bytes(self, fraction: float) -> int:
-        """Memory for the KV pool, now that weights and scratch have theirs. ConfigError when none is left."""
+    def kv_bytes(self, fraction: float, beside: int = 0) -> int:
+        """Memory for the KV pool, now that weights and scratch have theirs. ConfigError when none is left.
+
+        `beside`: bytes that steps are known to take beside the pool and what a device sets aside for them anyhow.
+        """
+
+    def overdrawn(self, fraction: float) -> int:
+        """Bytes that are taken beyond `fraction`, now that an executor has its pool and has warmed up."""
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Memory of the device that lives as long as the executor."""

@@ -49,9 +49,13 @@ class CpuDevice:
         engines on a busy machine would choose differently."""
         return choose_dtype(requested, _native_dtype)
 
-    def kv_bytes(self, fraction: float) -> int:
-        """A share of the free memory."""
+    def kv_bytes(self, fraction: float, beside: int = 0) -> int:
+        """A share of the free memory. What steps take is of the rest."""
         return int(free_memory_bytes() * fraction)
+
+    def overdrawn(self, fraction: float) -> int:
+        """The share was of what was free then; nothing holds the process to it."""
+        return 0
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Committed page by page when it is first written."""

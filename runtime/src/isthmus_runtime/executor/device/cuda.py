@@ -23,7 +23,7 @@ _FP8_CAPABILITY = (8, 9)
 """Ada: the first with products of 8-bit floats."""
 _ALIGN = 4096
 _HEADROOM = 1 << 30
-"""Left free beside the KV pool: captured graphs, scratch of cuBLAS and of the kernels, logits."""
+"""Set aside beside the KV pool: captured graphs, scratch of cuBLAS and of the kernels, logits."""
 _LOST = re.compile(
     r"illegal memory access|unspecified launch failure|device-side assert|uncorrectable ECC|GPU is lost|"
     r"unknown error|misaligned address|hardware stack error|system has unsupported|no CUDA-capable device",
@@ -59,6 +59,10 @@ class CudaDevice:
     """`device.base.Device` on the GPU `index`. All work runs on one stream."""
 
     dtype_varies = False
+    _planned = (0, 0)
+    """Bytes that were taken when the pool was planned, and that were set aside."""
+    _pooled = 0
+    """Bytes of the pool."""
 
     def __init__(self, index: int = 0, *, deterministic: bool = False) -> None:
         """`deterministic`: a row's result does not depend on its batch (`isthmus_kernels.batch_invariance`). Products
@@ -92,29 +96,45 @@ class CudaDevice:
         """`auto` is bf16: every supported GPU multiplies it at twice the rate of TF32, and reads half the bytes."""
         return choose_dtype(requested, lambda: torch.bfloat16)
 
-    def kv_bytes(self, fraction: float) -> int:
+    def kv_bytes(self, fraction: float, beside: int = 0) -> int:
         """`fraction` is of the whole GPU and covers all this process takes: what weights and scratch have taken, and
-        some room for graphs, goes off."""
+        what is set aside for graphs and steps, goes off."""
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        taken = total - free
-        left = int(total * fraction) - taken - _HEADROOM
+        taken, aside = total - free, _HEADROOM + beside
+        self._planned = taken, aside
+        left = int(total * fraction) - taken - aside
         _LOG.info(
-            "GPU memory: %.1f GiB, of which %.1f GiB are taken; %.0f%% of it may be used: %.1f GiB for the KV pool",
+            "GPU memory: %.1f GiB, of which %.1f GiB are taken; %.0f%% of it may be used: %.1f GiB for the KV pool, "
+            "%.2f GiB for graphs and steps",
             total / 2**30,
             taken / 2**30,
             fraction * 100,
             max(0, left) / 2**30,
+            aside / 2**30,
         )
         if left <= 0:
             raise ConfigError(
                 f"no memory is left for the KV pool: {taken / 2**30:.1f} of {total / 2**30:.1f} GiB are taken by "
-                f"weights, scratch and other processes, {_HEADROOM / 2**30:.0f} GiB are kept free, and "
+                f"weights, scratch and other processes, graphs and steps need {aside / 2**30:.2f} GiB, and "
                 f"--kv-memory-fraction {fraction:g} (gpuMemoryFraction) allows {total * fraction / 2**30:.1f} GiB; "
-                "raise it, lower --max-batched-tokens, or use a smaller model or a larger GPU"
+                "raise it, lower --max-batched-tokens or --max-num-seqs, or use a smaller model or a larger GPU"
             )
         return left
+
+    def overdrawn(self, fraction: float) -> int:
+        """With what torch has cached: steps as large as those of the warm-up need it again."""
+        torch.cuda.synchronize(self.torch_device)
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        taken, (before, aside) = total - free, self._planned
+        _LOG.info(
+            "GPU memory: graphs and steps took %.2f GiB beside the KV pool, %.2f GiB were set aside; %.1f%% is taken",
+            (taken - before - self._pooled) / 2**30,
+            aside / 2**30,
+            100 * taken / total,
+        )
+        return max(0, taken - int(total * fraction))
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Made on the device."""
@@ -122,6 +142,7 @@ class CudaDevice:
 
     def pool(self, nbytes: int) -> Tensor:
         """One allocation, as transports register it."""
+        self._pooled = nbytes
         try:
             return torch.zeros(nbytes + _ALIGN, dtype=torch.uint8, device=self.torch_device)[:nbytes]
         except torch.cuda.OutOfMemoryError as e:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from ...errors import ConfigError
 from .base import Device
 from .cpu import CpuDevice
@@ -21,7 +23,14 @@ def open_device(requested: str, *, threads: int = 0, index: int = 0, determinist
         raise ConfigError(f"--device {requested!r} is not supported; known: auto, cpu, cuda")
     reason = unusable(index)
     if not reason:
-        return CudaDevice(index, deterministic=deterministic)
+        try:
+            return CudaDevice(index, deterministic=deterministic)
+        except (torch.AcceleratorError, torch.OutOfMemoryError) as e:
+            # The first to need the card itself: until here the driver was only asked about it.
+            reason = (
+                f"cuda:{index} cannot be opened ({str(e).splitlines()[0]}); see that no other process holds it or its "
+                "memory (nvidia-smi), and look for Xid errors in the node's kernel log"
+            )
     if requested == "cuda":
         raise ConfigError(f"--device cuda: {reason}")
     _LOG.info("computing on the CPU: %s", reason)
