@@ -20,6 +20,7 @@ from isthmus_operator.shell import door, webhook
 from isthmus_operator.shell.door import listening
 from isthmus_operator.shell.handlers import webhook_server
 from isthmus_operator.shell.operator import OperatorOptions
+from isthmus_operator.shell.telemetry import serve_health
 
 WITHIN_S = 60.0
 KIND = {"group": "serving.isthmus.dev", "version": "v1alpha1", "resource": "inferenceservices"}
@@ -175,6 +176,27 @@ def test_metrics_are_behind_such_a_door_too() -> None:
                 client.get(f"http://127.0.0.1:{port}/") as answer,
             ):
                 assert await answer.text() == "hello"
+            assert await open_ones([reader for reader, _ in silent]) == door.MOST_OF_ONE
+            for _, writer in silent:
+                writer.transport.abort()
+
+    run(main)
+
+
+def test_so_is_health() -> None:
+    """Connections to it that said half a head took all descriptors of the operator."""
+
+    async def main() -> None:
+        async with serve_health("127.0.0.1", 0) as port:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(door.MOST_OF_ONE + 9)]
+            for _, writer in silent:
+                writer.write(b"GET /healthz HTTP/1.1\r\nX: ")
+            connector = aiohttp.TCPConnector(local_addr=(OTHER, 0))
+            async with (
+                aiohttp.ClientSession(connector=connector) as client,
+                client.get(f"http://127.0.0.1:{port}/healthz") as answer,
+            ):
+                assert (answer.status, await answer.text()) == (200, "ok\n")
             assert await open_ones([reader for reader, _ in silent]) == door.MOST_OF_ONE
             for _, writer in silent:
                 writer.transport.abort()
