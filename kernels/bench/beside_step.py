@@ -22,6 +22,8 @@ __all__ = ["BYTES", "DIRECTIONS", "DecodeStep", "plain_copies"]
 
 BYTES = 256 << 20
 _STEPS = 300
+# About a second: a card that was idle lowers its clock for some 40 steps after half a second of work.
+_SETTLE = 600
 _WRITE_COMBINED = 4
 
 
@@ -62,6 +64,7 @@ class DecodeStep:
     def beside(self, label: str, submit: Callable[[], Done], nbytes: int, ahead: int = 3) -> dict[str, Any]:
         """Measure and print steps while `ahead` copies of `nbytes` are always submitted, and steps alone right before
         and after: their clock falls and rises."""
+        list(self.times(_SETTLE))
         alone = list(self.times(_STEPS // 2))
         with _Feed(submit, ahead) as feed:
             before, begin = feed.completed, time.perf_counter()
