@@ -215,10 +215,10 @@ class AnthropicFormat(Format):
         told = {**self._about, "content": content, **ended, "usage": _usage(usage), **self._with_ids(answer)}
         return json.dumps(told).encode()
 
-    def first(self, index: int, request: GenerateRequest) -> bytes:
+    def first(self, index: int, request: GenerateRequest, prompt_tokens: int) -> bytes:
         """The message, without content yet."""
         self._streamed.prompt.ids = request.prompt_token_ids
-        usage = _usage(Usage(len(request.prompt_token_ids)))
+        usage = _usage(Usage(prompt_tokens))
         message = {**self._about, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message=message)
 

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from ..config import ChatConfig
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
 from ..interfaces.backend import Backend
-from ..request import AdapterName, GenerateRequest, SamplingParams, Structure
+from ..request import AdapterName, GenerateRequest, PromptText, SamplingParams, Structure
 from . import anthropic, responses
 from .answer import Job
 from .bodies import json_object
@@ -23,6 +23,7 @@ from .pieces import Pieces
 from .prompts import Echo, echo_of_ids, echo_of_text
 from .schema import MAX_ECHO, MAX_SCORES, ChatRequest, CompletionRequest, chat_request, parse_chat, parse_completion
 from .sse import ChatFormat, CompletionFormat, Format
+from .text_prompts import ids_of, too_long
 from .tokenizer import Tokenizer, TooManyTokens
 from .tool_formats import FORMATS, format_of
 from .tool_grammar import calls_grammar
@@ -62,9 +63,10 @@ class Planner:
         seeds: Callable[[], int],
         wall_clock: Callable[[], float],
         adapters: Callable[[], Mapping[str, AdapterName]],
+        takes_text: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`seeds` gives the seed of a request that names none; `wall_clock` seconds since the epoch. `adapters` that
-        may be named as the model, at present."""
+        """`takes_text`: whether the backend would have prompts as text, at present. `seeds` gives the seed of a request
+        that names none; `wall_clock` seconds since the epoch. `adapters` that may be named as the model, at present."""
         self._backend = backend
         self._tokenizer = tokenizer
         self._names = served_names
@@ -75,6 +77,7 @@ class Planner:
         self._seeds = seeds
         self._wall_clock = wall_clock
         self._adapters = adapters
+        self._takes_text = takes_text
 
     def completion(self, body: bytes, *, briefly: bool = False) -> Job:
         """A body of /v1/completions. Raises RequestError."""
@@ -82,10 +85,14 @@ class Planner:
         limit = self._admit(request.model)
         keep = request.truncate_prompt_tokens
         given = request.prompts()
-        prompts = [self.prompt_ids(p, limit, keep) for p in given]
+        wanted = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        text: PromptText | None = None
+        single = given[0] if len(given) == 1 and not request.echo and self._may_be_text(request) else ()
+        if isinstance(single, str) and self._tokenizer.surely_fits(single, limit - max(1, wanted), special=True):
+            text = PromptText(text=single, special=True, room=limit)
+        prompts = [self.prompt_ids(p, limit, keep) if text is None else () for p in given]
         longest = max(map(len, prompts))
         _check_room("max_tokens", request.max_tokens, longest, limit)
-        wanted = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
 
         def echo(pieces: Pieces) -> tuple[Echo, ...]:
             echoes = tuple(map(partial(self._echo, request, pieces), given, prompts))
@@ -101,6 +108,17 @@ class Planner:
             echo=echo if request.echo else None,
             silent=wanted == 0,
             tells_end=True,
+            text=text,
+        )
+
+    def _may_be_text(self, request: CompletionRequest | ChatRequest) -> bool:
+        """Whether nothing but the length of its prompt needs ids here."""
+        return (
+            request.num_candidates == 1
+            and request.truncate_prompt_tokens is None
+            and request.num_scores < 0
+            and not request.return_token_ids
+            and self._takes_text()
         )
 
     def _echo(
@@ -141,7 +159,7 @@ class Planner:
         """Ids of the prompt of a request, however long. Raises InvalidRequest."""
         self.check_model(request.model)
         if isinstance(request, ChatRequest):
-            return self._tokenizer.chat(self.conversation(request, request.offered_tools())).ids
+            return self._tokenizer.chat(self.conversation(request, request.offered_tools())).ids or []
         prompt = request.prompts()[0]
         if not isinstance(prompt, str):
             raise InvalidRequest("prompt: must be a string", param="prompt")
@@ -152,19 +170,30 @@ class Planner:
         limit = self._admit(request.model)
         tools = request.offered_tools()
         keep = request.truncate_prompt_tokens
+        asked = request.output_limit
+        # What is left for the answer is told where min_tokens is more.
+        as_text = self._may_be_text(request) and (asked is not None or not request.min_tokens)
         try:
             prompt = self._tokenizer.chat(
-                self.conversation(request, tools), limit - 1 if keep is None else None, briefly=briefly
+                self.conversation(request, tools),
+                limit - 1 if keep is None else None,
+                briefly=briefly,
+                as_text=limit - (asked or 1) if as_text else 0,
             )
         except TooManyTokens as e:
-            raise _too_long(str(e), limit, "messages") from e
-        ids = tuple(_last(prompt.ids, keep, limit))
-        if not ids:
-            raise InvalidRequest("messages: the rendered prompt is empty", param="messages")
-        if len(ids) >= limit:
-            raise _too_long(f"{len(ids)} tokens", limit, "truncate_prompt_tokens")
-        _check_room(request.limit_name, request.output_limit, len(ids), limit)
-        wanted = limit - len(ids) if request.output_limit is None else request.output_limit
+            raise too_long(str(e), limit, "messages") from e
+        text: PromptText | None = None
+        ids: tuple[int, ...] = ()
+        if prompt.ids is None:
+            text, wanted = PromptText(text=prompt.text, special=False, room=limit), asked or limit - 1
+        else:
+            ids = tuple(_last(prompt.ids, keep, limit))
+            if not ids:
+                raise InvalidRequest("messages: the rendered prompt is empty", param="messages")
+            if len(ids) >= limit:
+                raise too_long(f"{len(ids)} tokens", limit, "truncate_prompt_tokens")
+            _check_room(request.limit_name, asked, len(ids), limit)
+            wanted = limit - len(ids) if asked is None else asked
         return self._job(
             request,
             [ids],
@@ -174,6 +203,7 @@ class Planner:
             reader=self._reader(tools, prompt.text),
             tools=bool(tools),
             calls=self._calls(request, tools, prompt.text),
+            text=text,
         )
 
     def _calls(self, request: ChatRequest, tools: list[dict[str, Any]], prompt: str) -> Structure | None:
@@ -292,15 +322,9 @@ class Planner:
             if not prompt:
                 raise InvalidRequest(f"{name}: is empty; give at least one token", param=name)
         if isinstance(prompt, str):
-            try:
-                ids = tuple(self._tokenizer.encode(prompt, limit - 1))
-            except TooManyTokens as e:
-                raise _too_long(str(e), limit, name) from e
-            if not ids:
-                raise InvalidRequest(f"{name}: is empty; give at least one token", param=name)
-            return ids
+            return ids_of(self._tokenizer, prompt, limit, name)
         if len(prompt) >= limit:
-            raise _too_long(f"{len(prompt)} tokens", limit, name)
+            raise too_long(f"{len(prompt)} tokens", limit, name)
         low, high, size = min(prompt), max(prompt), self._tokenizer.vocab_size
         if low < 0 or high >= size:
             bad = low if low < 0 else high
@@ -312,7 +336,7 @@ class Planner:
         try:
             ids = self._tokenizer.chat(conversation, limit - 1).ids
         except TooManyTokens as e:
-            raise _too_long(str(e), limit, name) from e
+            raise too_long(str(e), limit, name) from e
         if not ids:
             raise InvalidRequest(f"{name}: the rendered prompt is empty", param=name)
         return tuple(ids)
@@ -335,8 +359,9 @@ class Planner:
         echo: Callable[[Pieces], tuple[Echo, ...]] | None = None,
         silent: bool = False,
         tells_end: bool = False,
+        text: PromptText | None = None,
     ) -> Job:
-        """`echo`: what the answer repeats of each prompt."""
+        """`echo`: what the answer repeats of each prompt. `text`: the prompt, where there are no ids of it."""
         answer_id = prefix + urandom(16).hex()
         logprobs, candidates = request.num_logprobs, request.num_candidates
         scores = _scores(request, prompts)
@@ -357,6 +382,7 @@ class Planner:
                 timeout_s=self._timeout_s,
                 structure=structure,
                 adapter=adapter,
+                prompt=text,
             )
             for p, ids in enumerate(prompts)
             for i in range(candidates)
@@ -368,7 +394,6 @@ class Planner:
             shown=request.n,
             structure=structure,
             structure_param="tools" if calls is not None else request.structure_param,
-            prompt_tokens=sum(map(len, prompts)),
             stop=tuple(request.stop_strings),
             logprobs=logprobs >= 0,
             scores=scores,
@@ -489,11 +514,3 @@ def _schema(text: str) -> dict[str, Any]:
 def _last(ids: Sequence[int], keep: int | None, limit: int) -> Sequence[int]:
     """What `truncate_prompt_tokens` leaves; -1: as many as fit."""
     return ids if keep is None else ids[max(0, len(ids) - (limit - 1 if keep < 0 else keep)) :]
-
-
-def _too_long(size: str, limit: int, param: str) -> NeverFits:
-    return NeverFits(
-        f"{param}: {size}, but prompt and output together may have {limit}; "
-        f"shorten the prompt to {limit - 1} tokens or fewer",
-        param=param,
-    )

@@ -250,7 +250,7 @@ class ResponsesFormat(Format):
         _, told = self._response(items, answer.finish_reason, usage, answer)
         return told.encode()
 
-    def first(self, index: int, request: GenerateRequest) -> bytes:
+    def first(self, index: int, request: GenerateRequest, prompt_tokens: int) -> bytes:
         """The response, without output yet."""
         self._streamed.prompt.ids = request.prompt_token_ids
         _, begun = self._response([], "", None)

@@ -112,6 +112,11 @@ class Attempt:
                 raise EngineFailed(f"decode engine {self._decode.url} reserved twice", stage="decode")
             if line.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 raise line.error or EngineFailed(f"decode engine {self._decode.url} gave no reason", stage="decode")
+            if self._request.prompt is not None and not line.prompt_tokens:
+                raise EngineFailed(
+                    f"decode engine {self._decode.url} did not say how many tokens a prompt has that went as text",
+                    stage="decode",
+                )
         except RequestError as error:
             self._count("decode", error)
             located = error.located("decode", self._attempt)

@@ -170,7 +170,14 @@ class _RemoteEngine:
         kv = self.info.kv
         adapters = frozenset(adapter.digest for adapter in self.info.adapters)
         return Endpoint(
-            self.url, self.info.fingerprint, mode, transfer.epoch, kv.block_size, kv.usable_blocks, adapters
+            self.url,
+            self.info.fingerprint,
+            mode,
+            transfer.epoch,
+            kv.block_size,
+            kv.usable_blocks,
+            adapters,
+            self.info.tokenizer,
         )
 
     def known(self) -> tuple[Endpoint, int, tuple[AdapterInfo, ...]] | None:
