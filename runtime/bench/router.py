@@ -42,6 +42,8 @@ from typing import cast
 
 import uvloop
 
+from isthmus_runtime.openai.tokenizer import Tokenizer
+
 HERE = Path(__file__).resolve().parent
 PEER = Path("~/.cache/isthmus/peers/vllm-router/bin/vllm-router").expanduser()
 MODEL = Path(os.environ.get("ISTHMUS_CACHE", "~/.cache/isthmus")).expanduser() / "models/smollm2-135m-instruct"  # noqa: TID251
@@ -207,9 +209,10 @@ class Engines:
     decode: tuple[int, ...] = ()
 
 
-def upstream(engines: Engines, interval: float) -> list[subprocess.Popen[bytes]]:
-    """Fake engines on these ports."""
+def upstream(engines: Engines, interval: float, tokenizer: str) -> list[subprocess.Popen[bytes]]:
+    """Fake engines on these ports. `tokenizer`: digest of that of unified ones."""
     argv = [sys.executable, str(HERE / "router_upstream.py"), "--chunks", str(CHUNKS), "--interval", str(interval)]
+    argv += ["--tokenizer", tokenizer]
     roles = {"unified": engines.worker, "prefill": engines.prefill, "decode": engines.decode}
     return [subprocess.Popen([*argv, "--role", role, str(port)]) for role, ports in roles.items() for port in ports]
 
@@ -248,7 +251,7 @@ def theirs(name: str, peer: Path, engines: Engines, policy: str, body: Body) -> 
 def many_streams(model: Path, count: int, log: Path, python: str) -> dict[str, float]:
     """`count` concurrent streams, 64 chunks 20 ms apart, through ours: memory before, at most and after, MB."""
     workers = Engines(worker=(free_port(), free_port()))
-    engines = upstream(workers, 0.02)
+    engines = upstream(workers, 0.02, Tokenizer.load(model).digest)
     router = ours("many", workers, model, text_prompt, "least-load", python, max_queue=str(2 * count))
     try:
         router.start(log)
@@ -300,7 +303,8 @@ def main() -> None:
     else:
         print(f"no {args.peer}: ours alone (docs/benchmarks.md has the recipe)", file=sys.stderr)
     log = Path(tempfile.mkdtemp(prefix="bench-router-")) / "log"
-    engines = [*upstream(workers, 0.002), *upstream(pairs, 0.002)]
+    digest = Tokenizer.load(args.model).digest
+    engines = [*upstream(workers, 0.002, digest), *upstream(pairs, 0.002, digest)]
     rows: dict[str, dict[str, float]] = {}
     try:
         for router in routers:

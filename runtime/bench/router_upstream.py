@@ -4,7 +4,7 @@ It speaks this project's engine protocol (/info, /ready, /internal/generate with
 (/v1/completions), on one raw asyncio protocol without any framework. A stream is `chunks` pieces `interval` apart.
 As `prefill` and `decode` it plays the two legs of either protocol without moving anything.
 
-    python runtime/bench/router_upstream.py PORT --chunks 64 --interval 0.002
+    python runtime/bench/router_upstream.py PORT --chunks 64 --interval 0.002 --tokenizer DIGEST
 """
 
 from __future__ import annotations
@@ -73,7 +73,18 @@ OPENAI_PREFILL = openai(
     1,
     kv_transfer_params={"remote_engine_id": "e", "remote_block_ids": [1, 2], "remote_host": "h", "remote_port": 1},
 )
-OURS_WHOLE = chunk(token_line(TokenChunk(token_ids=(TOKEN,) * PLAIN_TOKENS, note="local"))) + END
+PROMPT_TOKENS = 300
+"""What it says of prompts that come as text: it does not tokenise them."""
+
+
+def ours_whole(prompt_tokens: int) -> bytes:
+    """The lines of a plain answer."""
+    answer = TokenChunk(token_ids=(TOKEN,) * PLAIN_TOKENS, note="local", prompt_tokens=prompt_tokens)
+    return chunk(token_line(answer)) + END
+
+
+OURS_WHOLE = ours_whole(0)
+OURS_WHOLE_OF_TEXT = ours_whole(PROMPT_TOKENS)
 
 
 def text_after(body: bytes, key: bytes) -> str:
@@ -88,7 +99,7 @@ class Connection(asyncio.Protocol):
         self.info = info
         self.reserved = reserved
         """Attempt -> the connection on which its tokens are awaited."""
-        self.streams = False
+        self.streams = self.text = False
         self.chunks = chunks
         self.interval = interval
         self.buffer = b""
@@ -121,6 +132,7 @@ class Connection(asyncio.Protocol):
         elif path == b"/internal/generate":
             # The call does not say whether its client streams. In this benchmark the length of the answer does.
             self.streams = b'"max_tokens":%d,' % self.chunks in body
+            self.text = b'"prompt":{' in body
             if attempt := text_after(body, b"attempt"):
                 self.reserved[attempt] = self
                 ticket = Ticket(mode="direct", attempt=attempt, layout_digest="d", session="127.0.0.1:1")
@@ -152,9 +164,10 @@ class Connection(asyncio.Protocol):
             return
         if self.streams:
             line = chunk(token_line(TokenChunk(token_ids=(TOKEN,))))
-            self.stream(opening, [line] * (self.chunks - 1) + [line + END])
+            told = TokenChunk(token_ids=(TOKEN,), note="local", prompt_tokens=PROMPT_TOKENS if self.text else 0)
+            self.stream(opening, [chunk(token_line(told)), *[line] * (self.chunks - 2), line + END])
         else:
-            self.transport.write(opening + OURS_WHOLE)
+            self.transport.write(opening + (OURS_WHOLE_OF_TEXT if self.text else OURS_WHOLE))
 
     def stream(self, opening: bytes, parts: list[bytes]) -> None:
         assert self.transport is not None
@@ -170,14 +183,20 @@ class Connection(asyncio.Protocol):
         self.loop.call_at(started + self.interval, step, 1)
 
 
-async def serve(port: int, role: Literal["unified", "prefill", "decode"], chunks: int, interval: float) -> None:
-    """Answer until the process is ended."""
+async def serve(
+    port: int, role: Literal["unified", "prefill", "decode"], chunks: int, interval: float, tokenizer: str
+) -> None:
+    """Answer until the process is ended. `tokenizer`: digest of the one that a unified engine has; "": it takes ids
+    alone."""
     kv = KvInfo(
         block_size=16, physical_blocks=1001, usable_blocks=1000, bytes_per_block=1, max_model_len=8192,
         layout_digest="d",
     )  # fmt: skip
     transfer = TransferInfo() if role == "unified" else TransferInfo(mode="direct", transport="tcp", epoch="e")
-    info = EngineInfo(role=role, model="m", served_names=("m",), fingerprint="f", kv=kv, transfer=transfer, version="0")
+    info = EngineInfo(
+        role=role, model="m", served_names=("m",), fingerprint="f", kv=kv, transfer=transfer, version="0",
+        tokenizer=tokenizer if role == "unified" else "",
+    )  # fmt: skip
     raw = info.model_dump_json().encode()
     loop = asyncio.get_running_loop()
     reserved: dict[str, Connection] = {}
@@ -196,5 +215,6 @@ if __name__ == "__main__":
     parser.add_argument("--role", choices=("unified", "prefill", "decode"), default="unified")
     parser.add_argument("--chunks", type=int, default=64)
     parser.add_argument("--interval", type=float, default=0.002, help="seconds between two chunks")
+    parser.add_argument("--tokenizer", default="", help="digest of the one that a unified engine has")
     args = parser.parse_args()
-    uvloop.run(serve(args.port, args.role, args.chunks, args.interval))
+    uvloop.run(serve(args.port, args.role, args.chunks, args.interval, args.tokenizer))

@@ -10,7 +10,8 @@ import torch
 from real_models import smollm2_135m_instruct
 
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
-from isthmus_runtime.executor.model_runner import TorchExecutor, load
+from isthmus_runtime.executor.loading import load
+from isthmus_runtime.executor.model_runner import TorchExecutor
 from isthmus_runtime.interfaces.steps import Chunk, RowStart, StepOutput, StepPlan
 from isthmus_runtime.kv.plan import KvPlanInput, plan
 from isthmus_runtime.openai.tokenizer import Tokenizer

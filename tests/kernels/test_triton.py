@@ -7,7 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from kernel_checks import (
 from isthmus_kernels import dispatch_logits
 from isthmus_kernels.device import interpreted
 from isthmus_kernels.moe.triton_routing import arrange
+from isthmus_kernels.sampling import triton_filter
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels are compiled here: tests/gpu has these checks")
 
@@ -205,6 +206,30 @@ def test_cold_rows_in_several_programs(filters: dict[str, float], shift: float) 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_sample_from_several_programs_a_row(filters: tuple[str, ...], seed: int) -> None:
     check_sample("triton", "cpu", 6, 9000, filters, coarse=False, holes=True, seed=seed)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])
+def test_filters_are_compiled_once_for_any_number_of_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles a kernel again for a pointer that is not at a multiple of 16 bytes: a stall of seconds."""
+    launched: list[str] = []
+
+    class Watched:
+        def __init__(self, name: str) -> None:
+            self._name, self._kernel = name, getattr(triton_filter, name)
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+            def launch(*args: Any, **options: Any) -> Any:
+                launched.append(self._name)
+                assert all(arg.data_ptr() % 16 == 0 for arg in args if isinstance(arg, torch.Tensor)), self._name
+                return self._kernel[grid](*args, **options)
+
+            return launch
+
+    kernels = ("_peak", "_count", "_gather", "_draw")
+    for name in kernels:
+        monkeypatch.setattr(triton_filter, name, Watched(name))
+    check_sample("triton", "cpu", rows, 257, ("top_k", "top_p"), coarse=False, holes=False, seed=rows)
+    assert tuple(launched) == kernels
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

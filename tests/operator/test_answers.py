@@ -151,7 +151,7 @@ def test_large_answers_are_read_one_after_the_other_and_small_ones_at_once() -> 
 def test_a_heavy_service_is_refused_as_too_large(spec: dict[str, Any]) -> None:
     body = {**EXAMPLE, "spec": spec}
     assert weight(json.dumps(body)) > HEAVY
-    left = cut(body, "InferenceService")
+    left = cut(body, "InferenceService", weight(json.dumps(body)))
     assert weight(json.dumps(left)) < HEAVY
     with pytest.raises(InvalidSpec, match=r"more than \d+ items|more than \d+ fields|too many values"):
         parse_stored(left)
@@ -164,7 +164,7 @@ def made(kind: str) -> list[dict[str, Any]]:
 def test_children_that_somebody_has_filled_are_ours_and_are_put_right() -> None:
     for manifest in (*made("Deployment"), *made("NetworkPolicy"), *made("Service")):
         full = {**manifest, "spec": {**manifest["spec"], "more": DENSE}}
-        left = cut(full, manifest["kind"])
+        left = cut(full, manifest["kind"], weight(json.dumps(full)))
         assert weight(json.dumps(left)) < 16 * 1024
         assert may_write(manifest, left)
         assert differs(manifest, left)
@@ -173,13 +173,29 @@ def test_children_that_somebody_has_filled_are_ours_and_are_put_right() -> None:
 def test_a_filled_workload_is_seen_as_one_and_metadata_alone_costs_it_nothing_else() -> None:
     (manifest,) = [one for one in made("Deployment") if one["metadata"]["name"].startswith(f"{SERVICE.name}-decode")]
     manifest["spec"]["template"]["spec"]["imagePullSecrets"] = DENSE
-    found = observe(SERVICE, [cut(manifest, "Deployment")], Facts(), {})
+    found = observe(SERVICE, [cut(manifest, "Deployment", weight(json.dumps(manifest)))], Facts(), {})
     (engine,) = found.engines
     assert (engine.component, engine.replicas) == (Component.DECODE, manifest["spec"]["replicas"])
     assert engine.revision == manifest["spec"]["selector"]["matchLabels"]["serving.isthmus.dev/revision"]
     del manifest["spec"]["template"]["spec"]["imagePullSecrets"]
     labels = manifest["metadata"]["labels"]
     full = {**manifest, "metadata": manifest["metadata"] | {"labels": labels | {f"l{n}": "" for n in range(50_000)}}}
-    left = cut(full, "Deployment")
+    left = cut(full, "Deployment", weight(json.dumps(full)))
     assert left["metadata"]["labels"] == labels
     assert left["spec"] == manifest["spec"]
+
+
+def test_an_object_that_is_heavy_by_its_content_is_cut_without_writing_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each edit of it cost the event loop as much again as reading it."""
+    line = json.dumps({"type": "MODIFIED", "object": policy()}).encode()
+    longest, dumps = 0, json.dumps
+
+    def noted(value: Any, **how: Any) -> str:
+        nonlocal longest
+        text = dumps(value, **how)
+        longest = max(longest, len(text))
+        return text
+
+    monkeypatch.setattr(json, "dumps", noted)
+    assert b"ingress" not in told(line)
+    assert longest < 10_000

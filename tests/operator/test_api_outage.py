@@ -185,7 +185,7 @@ def test_while_it_waits_it_is_alive_and_not_ready_and_ends_by_a_signal(tmp_path:
                     error.close()
                     return error.code
 
-            # kopf opens it while the API server is looked for.
+            # It opens while the API server is looked for.
             end = time.monotonic() + 30
             while not listens(health):
                 assert time.monotonic() < end

@@ -1,10 +1,19 @@
 """What the watch says, corrected by what we have written, and never longer than that is newer."""
 
 import asyncio
+import json
 import random
 from typing import Any
 
-from isthmus_operator.shell.cache import MOST_KEPT, MOST_OF_A_POD, MOST_OF_A_SERVICE, Cache
+from isthmus_operator.shell.answers import weight
+from isthmus_operator.shell.cache import (
+    MOST_CHILDREN,
+    MOST_KEPT,
+    MOST_OF_A_POD,
+    MOST_OF_A_SERVICE,
+    MOST_WEIGHT_OF_A_SERVICE,
+    Cache,
+)
 
 KEY = ("ns", "svc")
 
@@ -310,5 +319,39 @@ def test_of_a_service_that_is_gone_no_answer_is_kept() -> None:
         assert one.cache._written == {}
         one.cache.changed(service(5))
         assert one.versions() == {}
+
+    asyncio.run(main())
+
+
+def test_what_a_services_children_weigh_when_they_are_looked_at_is_bounded() -> None:
+    """A thousand policies that compress to nothing took a gigabyte in each run."""
+
+    async def main() -> None:
+        one = Woken()
+        one.cache.changed(service())
+        for number in range(100):
+            rules = {"ingress": [{}] * 12_000}
+            one.cache.changed(body(number + 2, uid=f"u{number}", name=f"n{number}", kind="NetworkPolicy", spec=rules))
+        found = one.cache.children(KEY)
+        weighs = sum(weight(json.dumps(child)) for child in found)
+        assert MOST_WEIGHT_OF_A_SERVICE / 2 < weighs <= MOST_WEIGHT_OF_A_SERVICE * 1.01
+        for number in range(100):
+            one.cache.gone(body(number + 200, uid=f"u{number}", name=f"n{number}", kind="NetworkPolicy"))
+        for number in range(2 * MOST_CHILDREN):
+            one.cache.changed(body(number + 400, uid=f"v{number}", name=f"m{number}", kind="ConfigMap"))
+        assert len(one.cache.children(KEY)) == MOST_CHILDREN, "those that are gone have made room"
+
+    asyncio.run(main())
+
+
+def test_of_a_pod_few_owners_are_kept() -> None:
+    async def main() -> None:
+        one = Woken()
+        pod = body(2, kind="Pod", status={"phase": "Running"})
+        pod["metadata"]["ownerReferences"] *= 200
+        one.cache.changed(service())
+        one.cache.changed(pod)
+        (found,) = one.cache.children(KEY)
+        assert len(found["metadata"]["ownerReferences"]) == 16
 
     asyncio.run(main())

@@ -20,6 +20,7 @@ from isthmus_operator.shell import door, webhook
 from isthmus_operator.shell.door import listening
 from isthmus_operator.shell.handlers import webhook_server
 from isthmus_operator.shell.operator import OperatorOptions
+from isthmus_operator.shell.telemetry import serve_health
 
 WITHIN_S = 60.0
 KIND = {"group": "serving.isthmus.dev", "version": "v1alpha1", "resource": "inferenceservices"}
@@ -182,6 +183,27 @@ def test_metrics_are_behind_such_a_door_too() -> None:
     run(main)
 
 
+def test_so_is_health() -> None:
+    """Connections to it that said half a head took all descriptors of the operator."""
+
+    async def main() -> None:
+        async with serve_health("127.0.0.1", 0) as port:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(door.MOST_OF_ONE + 9)]
+            for _, writer in silent:
+                writer.write(b"GET /healthz HTTP/1.1\r\nX: ")
+            connector = aiohttp.TCPConnector(local_addr=(OTHER, 0))
+            async with (
+                aiohttp.ClientSession(connector=connector) as client,
+                client.get(f"http://127.0.0.1:{port}/healthz") as answer,
+            ):
+                assert (answer.status, await answer.text()) == (200, "ok\n")
+            assert await open_ones([reader for reader, _ in silent]) == door.MOST_OF_ONE
+            for _, writer in silent:
+                writer.transport.abort()
+
+    run(main)
+
+
 NESTED = b'{"request": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
 
 
@@ -254,6 +276,36 @@ def test_of_large_reviews_few_are_read_at_once_and_small_ones_pass_them(
             slow[0][1].write(large[-1:])
             assert (await slow[0][0].readline()).startswith(b"HTTP/1.1 200")
             assert (await whole.readline()).startswith(b"HTTP/1.1 200")
+
+    run(main)
+
+
+def test_addresses_that_send_large_reviews_slowly_do_not_keep_others_out(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them had all turns for as long as they liked."""
+    monkeypatch.setattr(webhook, "BODY_S", 30.0)
+    monkeypatch.setattr(webhook, "LARGE_S", 0.2)
+    large = review(object={"metadata": {"name": "large"}, "spec": {"x": "y" * webhook.SMALL}})
+    head = f"POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(large)}\r\n\r\n".encode()
+
+    async def main() -> None:
+        async with hall(pair) as there:
+            slow = []
+            for number in range(2 * webhook.AT_ONCE):
+                reader, writer = await there.connect(f"127.0.1.{number % 2 + 1}")
+                writer.write(head + large[:-1])
+                slow.append((reader, writer))
+            for _ in range(3):
+                whole, writer = await there.connect(OTHER)
+                writer.write(head + large)
+                assert (await whole.readline()).startswith(b"HTTP/1.1 200")
+            assert len(there.asked) == 3
+            ended = [asyncio.ensure_future(reader.readline()) for reader, _ in slow]
+            done, rest = await asyncio.wait(ended, timeout=0)
+            assert {answer.result()[:12] for answer in done} <= {b"HTTP/1.1 408"}
+            for waiting in rest:
+                waiting.cancel()
 
     run(main)
 

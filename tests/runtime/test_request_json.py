@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from isthmus_runtime.protocol import EngineInfo, KvInfo, TransferInfo, WireRequest, request_json
-from isthmus_runtime.request import GenerateRequest, SamplingParams, Structure
+from isthmus_runtime.request import GenerateRequest, PromptText, SamplingParams, Structure, tokenised
 
 sampling = st.builds(
     SamplingParams,
@@ -21,10 +23,14 @@ sampling = st.builds(
     stop_token_ids=st.lists(st.integers(0, 10**6), max_size=3).map(tuple),
     logprobs=st.integers(-1, 20),
 )
+prompts = st.builds(
+    PromptText, text=st.text(min_size=1, max_size=20), special=st.booleans(), room=st.integers(2, 10**6)
+)
+by_ids = st.builds(dict, prompt_token_ids=st.lists(st.integers(0, 2**31), min_size=1, max_size=20).map(tuple))
 requests = st.builds(
-    GenerateRequest,
+    lambda prompt, **rest: GenerateRequest(**prompt, **rest),
+    by_ids | st.builds(dict, prompt=prompts),
     request_id=st.text(min_size=1, max_size=20),
-    prompt_token_ids=st.lists(st.integers(0, 2**31), min_size=1, max_size=20).map(tuple),
     sampling=sampling,
     priority=st.integers(-(2**31), 2**31 - 1),
     cache_salt=st.text(max_size=5),
@@ -37,6 +43,24 @@ requests = st.builds(
 def test_request_json(request):
     assert request_json(request).decode() == WireRequest.of(request).model_dump_json(exclude_defaults=True)
     assert WireRequest.model_validate_json(request_json(request)).to_request() == request
+
+
+@pytest.mark.parametrize("prompt", [{}, {"prompt_token_ids": []}, {"prompt_token_ids": [1], "prompt": "text"}], ids=str)
+def test_a_prompt_comes_in_one_form(prompt):
+    if "prompt" in prompt:
+        prompt = {**prompt, "prompt": {"text": "t", "special": True, "room": 9}}
+    with pytest.raises(ValidationError, match="prompt"):
+        WireRequest.model_validate({"request_id": "r", "sampling": {"max_tokens": 3}, **prompt})
+
+
+@pytest.mark.parametrize(("most", "left"), [(3, 3), (7, 7), (8, 7), (100, 7)])
+def test_the_answer_has_what_the_prompt_leaves(most, left):
+    prompt = PromptText(text="t", special=True, room=10)
+    request = GenerateRequest(request_id="r", sampling=SamplingParams(max_tokens=most), prompt=prompt)
+    sampling = SamplingParams(max_tokens=left)
+    assert tokenised(request, [4, 5, 6]) == GenerateRequest(
+        request_id="r", prompt_token_ids=(4, 5, 6), sampling=sampling
+    )
 
 
 def test_a_plain_request_has_no_field_that_an_older_engine_would_refuse():

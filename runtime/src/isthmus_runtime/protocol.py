@@ -21,7 +21,7 @@ import json
 from base64 import b64decode, b64encode
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from .errors import RequestError, error_from_json
 from .request import (
@@ -30,6 +30,7 @@ from .request import (
     FinishReason,
     GenerateRequest,
     PoolingParams,
+    PromptText,
     SamplingParams,
     ServedTask,
     Structure,
@@ -61,7 +62,7 @@ class WireRequest(_Wire):
     """`GenerateRequest` on the wire."""
 
     request_id: str = Field(min_length=1, max_length=128)
-    prompt_token_ids: tuple[int, ...] = Field(min_length=1)
+    prompt_token_ids: tuple[int, ...] = Field(default=(), min_length=1)
     sampling: SamplingParams
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     cache_salt: str = ""
@@ -69,6 +70,14 @@ class WireRequest(_Wire):
     structure: Structure | None = None
     adapter: AdapterName | None = None
     pooling: PoolingParams | None = None
+    prompt: PromptText | None = None
+    """Instead of ids; only for engines that say that they tokenise as the router does (`EngineInfo.tokenizer`)."""
+
+    @model_validator(mode="after")
+    def _check(self) -> WireRequest:
+        if bool(self.prompt_token_ids) == (self.prompt is not None):
+            raise ValueError("give prompt_token_ids or prompt, and not both")
+        return self
 
     def to_request(self) -> GenerateRequest:
         """The plain record the engine works with."""
@@ -82,14 +91,16 @@ class WireRequest(_Wire):
             structure=self.structure,
             adapter=self.adapter,
             pooling=self.pooling,
+            prompt=self.prompt,
         )
 
     @staticmethod
     def of(request: GenerateRequest) -> WireRequest:
         """Inverse of `to_request`."""
+        ids = {"prompt_token_ids": request.prompt_token_ids} if request.prompt is None else {}
         return WireRequest(
             request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
+            **ids,
             sampling=request.sampling,
             priority=request.priority,
             cache_salt=request.cache_salt,
@@ -97,6 +108,7 @@ class WireRequest(_Wire):
             structure=request.structure,
             adapter=request.adapter,
             pooling=request.pooling,
+            prompt=request.prompt,
         )
 
 
@@ -200,6 +212,8 @@ class EngineInfo(_Reading):
     task: ServedTask = GENERATES
     model_revision: str = ""
     """What exactly is served, as `checkpoints.provenance.pinned_revision` finds it; empty where that is not known."""
+    tokenizer: str = ""
+    """Digest of the tokenizer by which it takes prompts as text; empty: it takes ids alone."""
 
 
 class ReservedBlocks(_Wire):
@@ -357,6 +371,8 @@ def token_line(chunk: TokenChunk) -> bytes:
         body["n"] = chunk.note
     if chunk.vector:
         body["v"] = b64encode(chunk.vector).decode()
+    if chunk.prompt_tokens:
+        body["m"] = chunk.prompt_tokens
     if chunk.finish_reason is not None:
         body["f"] = chunk.finish_reason.value
     if chunk.error is not None:
@@ -385,6 +401,7 @@ def parse_line(line: bytes) -> Ticket | TokenChunk:
         note=body.get("n", ""),
         prompt_logprobs=scores,
         vector=b64decode(body["v"], validate=True) if "v" in body else b"",
+        prompt_tokens=body.get("m", 0),
     )
 
 

@@ -1,8 +1,9 @@
-"""A generation request and its answer, as plain records. No behaviour, no I/O."""
+"""A generation request and its answer, as plain records. No I/O."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, Literal, NamedTuple
 
@@ -134,11 +135,26 @@ GENERATES = ServedTask()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptText:
+    """A prompt that whoever runs it is to tokenise, where nobody before needs its ids (ADR 15)."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    text: Annotated[str, Field(min_length=1)]
+    special: bool
+    """Whether it gets the tokens that prompts begin with; a conversation has those of its template."""
+    room: Annotated[int, Field(ge=2)]
+    """Tokens that prompt and answer may have together: `max_tokens` is cut to what the prompt leaves of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One prompt for a Backend. Token ids only: text stays at the API edge."""
+    """One prompt for a Backend, by token ids. Routers pass on some prompts as text; the core of an engine never sees
+    one."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...] = ()
+    """Empty where `prompt` has the text."""
     sampling: SamplingParams
     priority: int = 0
     """Lower runs first; ties by arrival."""
@@ -155,6 +171,17 @@ class GenerateRequest:
     prompt_group: str = ""
     """Shared by requests that differ in nothing but how they are drawn, the first of which has its first token before
     the others begin. Where it ran is where the prompt's KV is; only routers look at it."""
+    prompt: PromptText | None = None
+    """Instead of ids; None: ids are there."""
+
+
+def tokenised(request: GenerateRequest, ids: Iterable[int]) -> GenerateRequest:
+    """`request`, whose prompt is text, by the ids of that text."""
+    assert request.prompt is not None
+    found = tuple(ids)
+    most = max(1, min(request.sampling.max_tokens, request.prompt.room - len(found)))
+    sampling = replace(request.sampling, max_tokens=most)
+    return replace(request, prompt_token_ids=found, sampling=sampling, prompt=None)
 
 
 class TokenChunk(NamedTuple):
@@ -175,3 +202,5 @@ class TokenChunk(NamedTuple):
     """Of the prompt's tokens from the second on, where the request asks for them; on the first chunk."""
     vector: bytes = b""
     """fp32, little-endian: the embedding, on the one chunk of a request with `pooling`."""
+    prompt_tokens: int = 0
+    """How many the prompt has, where it came as text; on the first chunk."""

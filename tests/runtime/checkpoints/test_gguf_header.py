@@ -47,7 +47,12 @@ HOSTILE = {
     "array of 2^60": (file(field("a", ARRAY, array(U32, 1 << 60))), "elements of a is 1152921504606846976"),
     "texts of 2^60": (file(field("a", ARRAY, array(STRING, 1 << 60))), "the number of elements of a"),
     "array of 2^22": (file(field("a", ARRAY, array(U32, 1 << 22))), "16777216 bytes, but 64 are left"),
-    "texts of 2^22": (file(field("a", ARRAY, array(STRING, 1 << 22))), "4194304 texts, but 64 bytes are left"),
+    "texts of 2^22": (file(field("a", ARRAY, array(STRING, 1 << 22))), "a has 4194304 texts; at most 1048576"),
+    "texts of two": (
+        file(*(field(key, ARRAY, array(STRING, 600_000, bytes(4_800_000))) for key in "ab")),
+        "b has 600000 texts; at most 1048576",
+    ),
+    "texts of 2^20": (file(field("a", ARRAY, array(STRING, 1 << 20))), "1048576 texts, but 64 bytes are left"),
     "nested": (file(field("a", ARRAY, NESTED)), "array of arrays"),
     "a long text": (file(field("a", STRING, struct.pack("<Q", 1 << 60))), "the length of a is 1152921504606846976"),
     "a long key": (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 62), "the length of a metadata key"),

@@ -154,6 +154,7 @@ chunks = st.builds(
     cached_tokens=ids,
     note=st.sampled_from(["", "local"]),
     prompt_logprobs=st.lists(logprobs, max_size=3).map(tuple),
+    prompt_tokens=ids,
 )
 
 

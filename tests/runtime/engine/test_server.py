@@ -356,7 +356,7 @@ def test_refusals_are_plain_http_errors_that_name_the_field() -> None:
                 (call("a", [1, 1 << 40], 1), 400, "token id 1099511627776"),
                 (call("a", [-1], 1), 400, "token id -1"),
                 ("{", 400, "body"),
-                ('{"request": {"request_id": "a"}}', 400, "request.prompt_token_ids"),
+                ('{"request": {"request_id": "a", "sampling": {"max_tokens": 1}}}', 400, "give prompt_token_ids"),
                 ('{"surprise": 1, "request": null}', 400, ""),
             ):
                 async with session.post("/internal/generate", data=body) as response:

@@ -17,7 +17,7 @@ from isthmus_runtime.checkpoints.random import RandomTensors
 from isthmus_runtime.commands.ranks import LoadedEngine, with_pool
 from isthmus_runtime.config import EngineConfig
 from isthmus_runtime.errors import ConfigError
-from isthmus_runtime.executor.model_runner import load
+from isthmus_runtime.executor.loading import load
 from isthmus_runtime.models.base import ModelSpec
 from isthmus_runtime.serve_flags import parse_serve
 

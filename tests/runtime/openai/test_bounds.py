@@ -15,9 +15,10 @@ from tokenizers.models import BPE
 
 from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai import words
-from isthmus_runtime.openai.bounds import cut, may_cut, token_bound
+from isthmus_runtime.openai.bounds import cut, growth, may_cut, token_bound
 from isthmus_runtime.openai.tokenizer import TooManyTokens
 from isthmus_runtime.openai.words import cuts_at_words
+from isthmus_runtime.request import SamplingOptions
 
 CORPUS = [
     "the quick, brown fox's den.",
@@ -42,6 +43,7 @@ def train(step, normalizer=None):
     return made
 
 
+WITH_BOS = {"bos_token": "<|end|>", "add_bos_token": True}
 MADE = {(name, nfc): train(step, normalizers.NFC() if nfc else None) for name, step in STEPS.items() for nfc in (0, 1)}
 PARTS = [
     "a",
@@ -94,6 +96,35 @@ def test_a_text_has_the_ids_of_its_parts_and_no_fewer_than_its_bound(name, text,
     assert bound is not None and bound.least(text) <= len(ids)
 
 
+def loaded(made, **config):
+    return tokenizer_module.Tokenizer(
+        made, config=config, eos_token_ids=(), vocab_size=400, chat_template=None, defaults=SamplingOptions()
+    )
+
+
+LOADED = {(*name, bool(bos)): loaded(made, **bos) for name, made in MADE.items() for bos in ({}, WITH_BOS)}
+
+
+@pytest.mark.parametrize("name", LOADED, ids=str)
+@given(text=TEXTS, special=st.booleans(), less=st.integers(0, 3))
+def test_what_surely_fits_does(name, text, special, less):
+    tokenizer = LOADED[name]
+    count = len(tokenizer.encode(text) if special else tokenizer.encode_alone(text))
+    assert not tokenizer.surely_fits(text, count - 1 - less, special=special)
+    assert tokenizer.surely_fits(text, 100 * len(text) + 2, special=special) == bool(text)
+    if text.isascii() and text:
+        assert tokenizer.surely_fits(text, len(text) + 2, special=special)
+
+
+def test_growth_is_reached():
+    text = "\U0001d160" * 5  # three characters of four bytes each in NFC
+    for nfc in (False, True):
+        tokenizer = loaded(MADE["byte-level", int(nfc)])
+        assert len(tokenizer.encode(text)) == 20 * (3 if nfc else 1)
+        assert not tokenizer.surely_fits(text, 59 if nfc else 19, special=False)
+        assert tokenizer.surely_fits(text, 60 if nfc else 20, special=False)
+
+
 @given(text=st.text(max_size=40))
 def test_bytes_that_the_vocabulary_lacks_do_not_count(text):
     made = Tokenizer(BPE())
@@ -114,6 +145,25 @@ def test_the_bound_is_reached_by_the_longest_token():
 def test_parts_are_short_where_there_is_a_place_to_cut():
     assert max(map(len, cut("word " * 1000, 64))) <= 64 + 5
     assert list(cut("a" * 1000, 64)) == ["a" * 1000]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": {"type": "Unigram"}},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True}},
+        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Metaspace"}, {"type": "ByteLevel"}]}},
+        {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "bbbb"}},
+        {"normalizer": {"type": "Prepend", "prepend": "▁"}},
+        {"normalizer": {"type": "NFKC"}},
+    ],
+    ids=str,
+)
+def test_growth_is_not_known(change):
+    raw = json.loads(MADE["byte-level", 0].to_str())
+    assert growth(raw) == 1
+    assert growth(raw | change) is None
 
 
 SURE = {

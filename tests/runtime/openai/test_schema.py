@@ -8,7 +8,7 @@ import tracemalloc
 import pytest
 
 from isthmus_runtime.errors import InvalidRequest
-from isthmus_runtime.openai.bodies import parsed
+from isthmus_runtime.openai.bodies import json_object, parsed
 from isthmus_runtime.openai.messages import conversation
 from isthmus_runtime.openai.problems import MAX_PROBLEMS
 from isthmus_runtime.openai.ranking import RerankRequest
@@ -137,7 +137,7 @@ def test_all_problems_at_once():
         (b'{"model": "\xff"}', "0xff at offset 11"),
         (b'{"model": "m", "prompt": "p", "temperature": NaN}', "NaN, which is not JSON"),
         (b'{"model": "m", "prompt": "\\ud83d"}', "half of a surrogate pair"),
-        (b"[" * 100_000, "nested too deeply"),
+        (b"[" * 60_000, "nested too deeply"),
         (b'{"a":' * 400 + b"1" + b"}" * 400, "nested too deeply"),
         (b'{"model": "m", "prompt": "p", "max_tokens": ' + b"9" * 5000 + b"}", "number of several thousand digits"),
         (b'{"model": "m"}', "prompt: required"),
@@ -398,6 +398,26 @@ def test_documents_that_are_large_and_wrong_are_refused_by_their_size(documents)
         tracemalloc.stop()
     whole = parsed(RerankRequest, {"query": "q", "documents": [{"text": "a"}] * 2048}, {})
     assert len(whole.texts) == 2048
+
+
+@pytest.mark.parametrize("values", [b"[],", b'{"a":0},', b"0,", b'"",'])
+def test_a_body_of_many_small_values_is_refused_unread(values):
+    """No other thread ran for seconds while they were made."""
+    body = b'{"prompt":"a","metadata":{"a":[' + values * (15_000_000 // len(values)) + b"0]}}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match=r"the body has \d+ (lists and objects|values), at most"):
+            json_object(body)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_clients_send_has_few_values_for_its_length():
+    code = {"content": 'if (a[i] == {"b": [1, 2]}) { c(d[0], e); }\n' * 5000}
+    tools = [{"function": {"parameters": {"properties": {f"p{i}": {"type": ["a"]} for i in range(40)}}}}] * 512
+    for data in ({"prompt": list(range(1_000_000))}, {"messages": [code] * 4}, {"tools": tools}):
+        assert json_object(json.dumps(data).encode()) == data
 
 
 def test_no_more_unknown_fields_of_a_message_are_kept_than_are_told():

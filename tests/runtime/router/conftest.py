@@ -69,6 +69,7 @@ class FakeEngine:
         self.is_ready = True
         self.max_model_len = 4096
         self.adapters = ()
+        self.tokenizer = ""
         self.frozen = None
         """An event: nothing is answered before it is set."""
         self.probes = 0
@@ -147,6 +148,7 @@ class FakeEngine:
             version="0",
             draining=self.draining,
             adapters=adapters,
+            tokenizer=self.tokenizer,
         )
         return web.Response(text=info.model_dump_json(), content_type="application/json")
 
@@ -288,7 +290,9 @@ def rig():
     """`async with rig(engine, ...) as r`: the engines and a router that has found them all."""
 
     @asynccontextmanager
-    async def start(*engines, wait=True, resolve=None, dead_after_s=None, gap_s=0.0, served=True, **settings):
+    async def start(
+        *engines, wait=True, resolve=None, dead_after_s=None, gap_s=0.0, served=True, tokenizer=None, **settings
+    ):
         async with AsyncExitStack() as stack:
             for engine in engines if served else ():
                 await stack.enter_async_context(engine.serve())
@@ -303,7 +307,7 @@ def rig():
             )
             registry = CollectorRegistry()
             extra = {} if resolve is None else {"resolve": resolve}
-            router = make_router(config, registry, InFlight(), **extra)
+            router = make_router(config, registry, InFlight(), tokenizer=tokenizer, **extra)
             router.backend._gap_s = gap_s
             if dead_after_s is not None:
                 router.pool._dead_after = dead_after_s

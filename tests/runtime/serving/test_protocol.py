@@ -1,12 +1,14 @@
 """What the server does with the bytes of clients, on every kind of path: sockets on loopback, no client library."""
 
 import asyncio
+import gc
 import gzip
 import json
 import logging
 import socket
 import struct
 import threading
+import tracemalloc
 import zlib
 from contextlib import ExitStack, asynccontextmanager, suppress
 
@@ -590,6 +592,46 @@ def test_inflated_bytes_count_as_those_that_were_sent(run):
             bomb = post(gzip.compress(b"x" * 900_000), "Content-Encoding: gzip")
             assert refused(await s.raw(bomb), 503, "more than 100000 bytes (--max-body-memory)")
             assert s.server.server_state.bodies.used == 0
+
+    run(main())
+
+
+def test_what_was_refused_leaves_no_bytes_behind(run):
+    """Nor a cycle that would keep them until the collector comes by, which is seldom in a router."""
+
+    async def main():
+        async with served(max_body_memory=500_000) as s:
+            bomb = post(gzip.compress(b"x" * 900_000), "Content-Encoding: gzip", close=True)
+
+            async def ask(times):
+                for _ in range(times):
+                    assert refused(await s.raw(bomb), 503, "--max-body-memory")
+                await until(lambda: not s.connections)
+
+            await ask(1)  # what is made once
+            gc.collect()
+            gc.disable()
+            tracemalloc.start()
+            try:
+                await ask(8)
+                assert tracemalloc.get_traced_memory()[0] < 1_000_000
+            finally:
+                tracemalloc.stop()
+                gc.enable()
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", PATHS[:3])
+def test_a_body_of_small_chunks_has_a_bound(run, path):
+    async def main():
+        async with served() as s:
+            head = chunked(path=path, end=False)
+            tiny, usual = b"1\r\na\r\n", b"50\r\n" + b"b" * 80 + b"\r\n"
+            assert refused(await s.raw(head + tiny * 5000 + b"0\r\n\r\n"), 400, "send larger chunks")
+            if path == PATH:
+                body = head + tiny * 2000 + usual * 10_000 + tiny * 2000 + b"0\r\n\r\n"
+                assert parse(await s.raw(body.replace(b"Host", b"Connection: close\r\nHost")))[0][0] == 200
 
     run(main())
 

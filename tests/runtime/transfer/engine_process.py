@@ -148,6 +148,7 @@ def call(body: dict[str, Any]) -> Any:
             store, name = backend._pool.store, pool_name(secret, body["key"])  # type: ignore[attr-defined]
             value = bytearray(store.get(name))
             value[len(value) // 2] ^= 1
+            value = bytearray(body["size"]) if "size" in body else value
             assert store.batch_remove([name], True) == [0]
             return [store.put(name, bytes(value))]
         case "live":

@@ -199,6 +199,21 @@ def test_a_damaged_block_is_found_and_it_alone_is_removed(start_engine: Start, m
     assert decode.call("crc", blocks=THEIRS) == prefill.call("crc", blocks=MINE)
 
 
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_value_of_another_size_is_damaged_too(start_engine: Start, master: Any, size: int) -> None:
+    """It stayed under its name, and every later request with that prefix failed."""
+    prefill = start_engine("store", master=master.address)
+    decode = start_engine("store", master=master.address)
+    prefill.call("fill", blocks=MINE, seed=1)
+    assert transfer(prefill, decode, "a")["event"] == "received"
+    assert prefill.call("damage", key="p:1", size=size) == [0]
+    failed = transfer(prefill, decode, "b")
+    assert failed["event"] == "failed" and "block p:1 is damaged in the pool" in failed["reason"], failed
+    wait_until(lambda: not any(decode.call("exist", keys=[keys_of("b")[1]])), "the damaged value is removed")
+    assert transfer(prefill, decode, "c")["event"] == "received"
+    assert decode.call("crc", blocks=THEIRS) == prefill.call("crc", blocks=MINE)
+
+
 def test_a_damaged_record_is_found(start_engine: Start, master: Any) -> None:
     prefill = start_engine("store", master=master.address)
     decode = start_engine("store", master=master.address)

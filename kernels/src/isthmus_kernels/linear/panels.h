@@ -84,10 +84,10 @@ INLINE vf multiply_add(vf sum, vu w, pair x) {
 }
 #endif
 
-// Panels that a tile of M rows takes at once. Each output is one chain of sums, so few rows have few chains to run side by
-// side, and one would wait for the other: 4 cycles a link here are 48 GB/s at 3 GHz, less than memory gives.
+// Panels that a tile of M rows takes at once: two streams from memory are faster than one, and few rows have few chains of
+// sums to run side by side.
 template <int M>
-constexpr int ABREAST = 4 * M <= MR ? 4 : 2 * M <= MR ? 2 : 1;
+constexpr int ABREAST = 2 * M <= MR ? 2 : 1;
 
 // One register tile: c[m] = start + sum over k of a(m, k) * panel[k], with start = c[m], the bias or zero.
 // `row_step` and `k_step` place a(m, k). P panels, whose weights are `w_step` apart and their channels side by side.
@@ -192,8 +192,6 @@ void skinny_rows(O *out, const A *x, const W *w, const float *bias, int64_t n, i
         int64_t p = begin;
         const int64_t whole = smaller(end, n / NR);
         for (; p + P <= whole; p += P) take(Number<P>(), p, bias ? bias + p * NR : nullptr);
-        if constexpr (P > 2)
-            for (; p + 2 <= whole; p += 2) take(Number<2>(), p, bias ? bias + p * NR : nullptr);
         for (; p < whole; p++) take(Number<1>(), p, bias ? bias + p * NR : nullptr);
         for (; p < end; p++) {
             tile<M, 1, false>(c, NR, panel_bias(bias, p, n, edge), false, x, x_step, 1, w + p * NR * k, 0, k, ahead);

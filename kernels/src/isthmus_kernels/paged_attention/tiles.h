@@ -216,15 +216,22 @@ INLINE void dots(float *scores, const float *q, const C *const *keys, int64_t sh
         for (int m = 0; m < M; m++) store_sums(scores + m * KEYS + g * SIDE, acc[g][m]);
 }
 
-// sum[m][0..N VW) += weights[m][k] value[k], values read in place.
+INLINE void prefetch(const void *at, int64_t bytes) {
+    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)at + b, 0, 2);
+}
+
+// sum[m][0..N VW) += weights[m][k] value[k], values read in place. The same part of `wanted` values is requested for later,
+// `shift` elements from where `coming` says.
 template <int M, int N, class C>
-INLINE void weigh(float *sum, const float *weights, const C *const *values, int64_t at, int64_t keys, int64_t dim) {
+INLINE void weigh(float *sum, const float *weights, const C *const *values, int64_t at, int64_t keys, int64_t dim,
+                  const C *const *coming, int64_t shift, int64_t wanted) {
     vf acc[M][N];
     for (int m = 0; m < M; m++)
         for (int n = 0; n < N; n++) acc[m][n] = load(sum + m * dim + n * VW);
     for (int64_t k = 0; k < keys; k++) {
         vf x[N];
         for (int n = 0; n < N; n++) x[n] = load(values[k] + at + n * VW);
+        if (k < wanted) prefetch(coming[k] + shift, N * VW * sizeof(C));
 #pragma GCC unroll 4
         for (int m = 0; m < M; m++) {
             const float w = weights[m * KEYS + k];
@@ -286,17 +293,10 @@ INLINE void gather_scales(float *to, const Tile<C> &tile, int64_t shift) {
     for (int64_t k = tile.count; k < KEYS; k++) to[k] = 0.0f;
 }
 
-INLINE void prefetch(const void *at, int64_t bytes) {
-    for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch((const char *)at + b, 0, 2);
-}
-
-// Requests `number` keys and values of a tile from `first` on.
+// Requests `number` keys of a tile from `first` on.
 template <class C>
 INLINE void request(const Tile<C> &tile, int64_t first, int64_t number, int64_t shift, int64_t dim) {
-    for (int64_t i = first; i < smaller(first + number, tile.count); i++) {
-        prefetch(tile.keys[i] + shift, dim * sizeof(C));
-        prefetch(tile.values[i] + shift, dim * sizeof(C));
-    }
+    for (int64_t i = first; i < smaller(first + number, tile.count); i++) prefetch(tile.keys[i] + shift, dim * sizeof(C));
 }
 
 // The sum of weights when the maximum has grown: both forms round it alike.
@@ -360,13 +360,21 @@ void few_rows(const Args &a, const Scratch &s, const Tile<C> &tile, int64_t head
         }
         s.now.total[m] = rescaled(splat(s.now.total[m]), shrink, splat(hsum(added)))[0];
     }
+    // Keys were requested beside the scores, values are beside the sums: so memory is never asked for both at once. What a
+    // shorter tile before does not get to comes late.
     int64_t d = 0;
-#define FORM(M) weigh<M, 4>(sum + m * dim + d, s.scores + m * KEYS, tile.values, shift + d, count, dim)
+    const C *const *coming = next ? next->values : nullptr;
+    const int64_t wanted = next ? next->count : 0;
+#define FORM(M)                                                                                        \
+    weigh<M, 4>(sum + m * dim + d, s.scores + m * KEYS, tile.values, shift + d, count, dim, coming, next_shift + d, \
+                m ? 0 : wanted)
     for (; d + 4 * VW <= dim; d += 4 * VW) {
         EACH_FEW(FORM)
     }
 #undef FORM
-#define FORM(M) weigh<M, 1>(sum + m * dim + d, s.scores + m * KEYS, tile.values, shift + d, count, dim)
+#define FORM(M)                                                                                        \
+    weigh<M, 1>(sum + m * dim + d, s.scores + m * KEYS, tile.values, shift + d, count, dim, coming, next_shift + d, \
+                m ? 0 : wanted)
     for (; d < dim; d += VW) {
         EACH_FEW(FORM)
     }

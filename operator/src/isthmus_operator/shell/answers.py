@@ -94,10 +94,11 @@ class _Lines:
 
 def told(line: bytes) -> bytes:
     """An event of a watch, with its object cut where it is heavy."""
-    if weight(line) <= HEAVY:
+    weighs = weight(line)
+    if weighs <= HEAVY:
         return line
     event = json.loads(line)
-    event["object"] = cut(event["object"], event["object"].get("kind", ""))
+    event["object"] = cut(event["object"], event["object"].get("kind", ""), weighs)
     return json.dumps(event).encode()
 
 
@@ -128,8 +129,8 @@ def _items(text: str, at: int, kind: str) -> tuple[list[Any], int]:
     ended = text.startswith("]", at)
     while not ended:
         item, end = _DECODE(text, at)
-        if isinstance(item, dict) and weight(text, at, end) > HEAVY:
-            item = cut(item, item.get("kind") or kind)
+        if isinstance(item, dict) and (weighs := weight(text, at, end)) > HEAVY:
+            item = cut(item, item.get("kind") or kind, weighs)
         found.append(item)
         at, ended = _next(text, end, "]")
     return found, at + 1
@@ -168,8 +169,9 @@ def weight(text: str | bytes, begin: int = 0, end: int | None = None) -> int:
     return end - begin + _VALUE * values
 
 
-def cut(body: Object, kind: str) -> Object:
-    """A heavy object without metadata that nobody reads, and without its content if it is heavy then, too.
+def cut(body: Object, kind: str, weighs: int) -> Object:
+    """A heavy object, of this weight, without metadata that nobody reads, and without its content if it is heavy then,
+    too: which is told without making text of that, as it may be edited often.
 
     What is left of a workload can be looked at as one; a service's spec is refused as too large.
     """
@@ -185,7 +187,7 @@ def cut(body: Object, kind: str) -> Object:
     ]
     ours = [entry for entry in meta.get("managedFields") or () if is_ours(entry) and entry.get("operation") == "Apply"]
     lean = {**body, "metadata": {**kept, "managedFields": ours}}
-    if weight(json.dumps(lean)) <= HEAVY:
+    if weighs - weight(_text(meta)) + weight(_text(lean["metadata"])) <= HEAVY:
         return lean
     out: Object = {key: body[key] for key in ("apiVersion", "kind") if key in body} | {"metadata": kept}
     spec = body.get("spec") or {}
@@ -198,6 +200,11 @@ def cut(body: Object, kind: str) -> Object:
         out["spec"] = {"selector": {"matchLabels": labels}, "template": template}
         out["spec"] |= {key: spec[key] for key in ("replicas", "podManagementPolicy") if key in spec}
     return out
+
+
+def _text(value: Any) -> str:
+    """As the API server writes it."""
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def _clipped(value: Any, depth: int, left: list[int]) -> Any:

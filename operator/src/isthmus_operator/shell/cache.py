@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 from ..api.v1alpha1 import API_VERSION
 from ..plan.ownership import TEMPLATE_MARK
 from ..render.names import READ_LABELS, SERVICE_LABEL
+from .answers import weight
 
 Object = dict[str, Any]
 Key = tuple[str, str]
@@ -47,16 +48,28 @@ MOST_OF_A_POD = 32 * 1024
 """The same of a pod, of which no spec is kept. One of two containers has 3 KiB."""
 MOST_OF_A_SERVICE = 1024 * 1024
 """Compressed bytes of a service's children but pods. Those of the largest spec, in three revisions, have half of it."""
+MOST_WEIGHT_OF_A_SERVICE = 24 * 1024 * 1024
+"""What they take as Python objects, about, when they are looked at: empty values and one letter repeated compress to
+nothing. Eight services are looked at side by side."""
+MOST_CHILDREN = 256
+"""Of a service, but for pods. Three revisions of the largest spec are some fifty."""
+_MOST_OWNERS = 16
 _POD_STATUS = ("phase", "reason", "message", "podIP", "conditions", "containerStatuses", "initContainerStatuses")
 
 
 class _Kept(NamedTuple):
     """One object. data: without the resource version, so that equal data means that nothing has changed; empty for one
-    that no service can have made."""
+    that no service can have made. weight: bytes that it takes when it is looked at."""
 
     uid: str
     version: int
     data: bytes
+    weight: int = 0
+
+    @property
+    def budget(self) -> tuple[int, int, int]:
+        """What it takes of what a service may have."""
+        return (len(self.data), self.weight, 1) if self.data else (0, 0, 0)
 
 
 class Cache:
@@ -73,6 +86,8 @@ class Cache:
         self._edited = edited
         self._removed = removed
         self._watched: dict[Key, dict[Name, _Kept]] = {}
+        self._used: dict[Key, tuple[int, int, int]] = {}
+        """Of each service's children but pods, all `budget`s together."""
         self._places: dict[str, tuple[Key, Name]] = {}
         self._ready: dict[Key, bool] = {}
         self._generations: dict[Key, int] = {}
@@ -134,7 +149,7 @@ class Cache:
         if place is not None and place[0] != key:
             self._drop(uid)
         answer = self._written.get(key, {}).get(name)
-        self._watched.setdefault(key, {})[name] = kept
+        self._put(key, name, kept)
         self._places[uid] = key, name
         if name[0] == SERVICE:
             self._ready[key] = _is_ready(body)
@@ -150,9 +165,24 @@ class Cache:
         """Nothing of a child for which its service has no room: an owner reference is easily forged."""
         if name[0] in (SERVICE, "Pod"):
             return kept
-        beside = self._watched.get(key, {}).items()
-        used = sum(len(one.data) for other, one in beside if other[0] not in (SERVICE, "Pod") and other != name)
-        return kept if used + len(kept.data) <= MOST_OF_A_SERVICE else kept._replace(data=b"")
+        used = self._used.get(key, (0, 0, 0))
+        if before := self._watched.get(key, {}).get(name):
+            used = _sum(used, before.budget, -1)
+        needed, most = _sum(used, kept.budget), (MOST_OF_A_SERVICE, MOST_WEIGHT_OF_A_SERVICE, MOST_CHILDREN)
+        return kept if all(n <= m for n, m in zip(needed, most, strict=True)) else kept._replace(data=b"")
+
+    def _put(self, key: Key, name: Name, kept: _Kept) -> None:
+        there = self._watched.setdefault(key, {})
+        if name in there:
+            self._count(key, name, there[name], -1)
+        there[name] = kept
+        self._count(key, name, kept, 1)
+
+    def _count(self, key: Key, name: Name, kept: _Kept, times: int) -> None:
+        if name[0] not in (SERVICE, "Pod"):
+            used = _sum(self._used.pop(key, (0, 0, 0)), kept.budget, times)
+            if any(used):
+                self._used[key] = used
 
     def gone(self, body: Object) -> None:
         """An object was deleted, or has lost its label: neither our answer to an earlier write nor a list begun before
@@ -181,7 +211,7 @@ class Cache:
         key, name = self._places.pop(uid)
         there = self._watched[key]
         if name in there and there[name].uid == uid:
-            del there[name]
+            self._count(key, name, there.pop(name), -1)
         if not there:
             del self._watched[key]
         answer = self._written.get(key, {}).get(name)
@@ -211,6 +241,10 @@ class Cache:
         return {name: kept for name, kept in there.items() if kept.uid not in self._deleted}
 
 
+def _sum(one: tuple[int, int, int], other: tuple[int, int, int], times: int = 1) -> tuple[int, int, int]:
+    return one[0] + times * other[0], one[1] + times * other[1], one[2] + times * other[2]
+
+
 def _forget(times: dict[str, tuple[float, int]], now: float) -> None:
     """Drop what is older than LAG_S from times in the order in which they came."""
     while times and now - next(iter(times.values()))[0] > LAG_S:
@@ -236,7 +270,7 @@ def _keep(body: Mapping[str, Any]) -> _Kept:
     # In the server's own order, which is the same each time.
     text = json.dumps(_read(body), separators=(",", ":"))
     fits = body["kind"] == SERVICE or len(text) <= (MOST_OF_A_POD if body["kind"] == "Pod" else MOST_KEPT)
-    return _Kept(uid, version, zlib.compress(text.encode(), 1) if fits else b"")
+    return _Kept(uid, version, zlib.compress(text.encode(), 1), weight(text)) if fits else _Kept(uid, version, b"")
 
 
 def _is_of_its_service(meta: Mapping[str, Any]) -> bool:
@@ -265,6 +299,8 @@ def _read(body: Mapping[str, Any]) -> Object:
     # Of children it moves with every status that their controllers write.
     meta.pop("generation", None)
     if kind == "Pod":
+        if len(owners := meta.get("ownerReferences") or ()) > _MOST_OWNERS:
+            meta["ownerReferences"] = owners[:_MOST_OWNERS]
         return found | {"status": {key: status[key] for key in _POD_STATUS if key in status}}
     meta["managedFields"] = [
         _marks_of({key: value for key, value in entry.items() if key != "time"})

@@ -1,4 +1,4 @@
-"""kopf: watches, webhook, login, liveness, the order of start and end; and `run`, which is the operator.
+"""kopf: watches, webhook, login, the order of start and end; and `run`, which is the operator.
 
 Every event of a watch goes to the cache, which wakes one level-based reconcile (controller.py) where something that is
 read has changed. Only `on.event`, so that kopf writes nothing: no finalizer, no annotation, no Event.
@@ -7,6 +7,7 @@ read has changed. Only `on.event`, so that kopf writes nothing: no finalizer, no
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Callable, Iterator, MutableMapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -125,11 +126,6 @@ def registry_of(operator: Operator) -> kopf.OperatorRegistry:
         lent: Any = Session(session, operator.ended.is_set)
         return kopf.AiohttpSession(server=known.server, aiohttp_session=lent, expiration=until)
 
-    @kopf.on.probe(registry=registry, id="waiting")
-    async def waiting(**_: Any) -> int:
-        """Services that wait for a worker. That there is an answer is what counts."""
-        return len(operator.queue)
-
     async def told(event: kopf.RawEvent, **_: Any) -> None:
         body: Any = event["object"]
         (operator.cache.gone if event["type"] == "DELETED" else operator.cache.changed)(body)
@@ -194,7 +190,6 @@ def webhook_server(options: OperatorOptions, serving: Callable[[], object]) -> W
 async def be(operator: Operator) -> None:
     """From start to end; until a signal comes, or the operator cannot go on: then what it failed of is raised."""
     options = operator.options
-    health = f"http://{options.metrics_host}:{options.health_port}/healthz"
     # Else kopf asks for the name of the user, and the user of a restricted pod has none. Its type is not exported.
     name: Any = "isthmus-operator"
     await kopf.operator(
@@ -204,7 +199,6 @@ async def be(operator: Operator) -> None:
         standalone=True,
         clusterwide=not options.namespaces,
         namespaces=list(options.namespaces),
-        liveness_endpoint=health if options.health_port else None,
         stop_flag=operator.stopping,
     )
     if operator.failure is not None:
@@ -214,6 +208,9 @@ async def be(operator: Operator) -> None:
 async def run(options: OperatorOptions) -> None:
     """Be an operator. UserError and ApiError say what keeps it from starting; an API server that does not answer does
     not: it is waited for."""
+    # Containers begin with the soft limit of select(2), 1024, which three full doors come near.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     host = options.metrics_host
     require_port("--metrics-port", host, options.metrics_port)
     require_port("--health-port", host, options.health_port)

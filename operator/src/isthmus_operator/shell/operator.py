@@ -25,7 +25,7 @@ from .issuer import AGAIN_S, find_issuer
 from .known_facts import KnownFacts
 from .leader import LeaseSettings, lead
 from .start import require_cluster
-from .telemetry import Metrics, serve
+from .telemetry import Metrics, serve, serve_health
 from .watched import UNREADABLE, look
 from .workqueue import Pauses, WorkQueue
 
@@ -96,6 +96,8 @@ class Operator:
         options = self.options
         metrics = serve(self.metrics, options.metrics_host, options.metrics_port, unready=self.unready)
         port = await self._open.enter_async_context(metrics)
+        if options.health_port:
+            await self._open.enter_async_context(serve_health(options.metrics_host, options.health_port))
         _log.info("metrics on port %d; watching %s", port, ", ".join(options.namespaces) or "all namespaces")
         self._leading = asyncio.create_task(self._lead())
         self._leading.add_done_callback(self._ended)

@@ -19,6 +19,8 @@ MAX_FIELDS = 1 << 16
 MAX_TENSORS = 1 << 17
 MAX_ELEMENTS = 1 << 22
 """In all arrays together; a vocabulary of 262,144 with its scores, types and merges has 1.3 million."""
+MAX_TEXTS = 1 << 20
+"""Of them, texts, of which the reader takes 3 KB each: a vocabulary of 262,144 has twice as many merges."""
 MAX_NAME_BYTES = 1 << 16
 MAX_STRING_BYTES = 1 << 24
 MAX_DIMENSIONS = 4
@@ -42,6 +44,7 @@ class _Reader:
         self._source = source
         self.at = 0
         self.left_elements = MAX_ELEMENTS
+        self.left_texts = MAX_TEXTS
 
     def refuse(self, problem: str) -> WeightsError:
         return WeightsError(f"{self._source} is truncated or corrupt at byte {self.at}: {problem}")
@@ -91,6 +94,9 @@ class _Reader:
         if kind != _STRING:
             self.skip(count * struct.calcsize(_SCALARS[kind]), f"array {key}")
             return
+        if count > self.left_texts:
+            raise self.refuse(f"{key} has {count} texts; at most {MAX_TEXTS} are allowed in all arrays")
+        self.left_texts -= count
         if count * 8 > self.left:
             raise self.refuse(f"{key} has {count} texts, but {self.left} bytes are left in the file")
         for _ in range(count):

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import NoReturn
 
@@ -29,6 +30,7 @@ from ..openai.adapters import BODIES as ADAPTER_BODIES
 from ..openai.adapters import add_adapter_routes
 from ..openai.app import BODIES as OPENAI_BODIES
 from ..openai.app import ApiConfig, add_openai_routes
+from ..openai.text_prompts import ids_of_passed_on
 from ..openai.tokenizer import Tokenizer
 from ..protocol import AdapterInfo, AdapterListInfo, AdapterProblemInfo, EngineInfo, LoadInfo
 from ..serving.app import add_pages, make_app
@@ -203,6 +205,7 @@ async def _serve_ports(
             vocab_size=facts.vocab_size,
             task=facts.task,
             model_revision=facts.model_revision,
+            tokenizer="" if tokenizer is None else tokenizer.digest,
         )
 
     server = EngineServer(
@@ -215,6 +218,7 @@ async def _serve_ports(
         kv_events=feed,
         credentials=credentials,
         tracer=tracer,
+        tokenise=None if tokenizer is None else partial(ids_of_passed_on, tokenizer),
     )
     app = make_app(
         f"Isthmus {config.role.value} engine",

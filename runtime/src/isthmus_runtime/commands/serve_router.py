@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import time
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -20,8 +21,10 @@ from ..openai.adapters import add_adapter_routes
 from ..openai.app import BODIES, ApiConfig, add_openai_routes, read_api_key
 from ..openai.keys import Keys
 from ..openai.tenants_file import TenantsFile
+from ..openai.text_prompts import ids_of_passed_on
 from ..openai.tokenizer import Tokenizer
 from ..router.app import make_router
+from ..router.passed_on import OwnTokenizer
 from ..serving.app import add_pages, make_app
 from ..serving.in_flight import InFlight
 from ..serving.limits import limits_of
@@ -55,7 +58,8 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
     in_flight, registry = InFlight(), CollectorRegistry()
     credentials = peer_credentials(config.server.peer_credentials, config.server.host)
     tracer = open_tracer(config.server.tracing, "router", config.model.served_names[0])
-    router = make_router(config, registry, in_flight, credentials=credentials)
+    own = OwnTokenizer(tokenizer.digest, partial(ids_of_passed_on, tokenizer))
+    router = make_router(config, registry, in_flight, credentials=credentials, tokenizer=own)
     metrics = RequestMetrics(registry, config.model.served_names[0], prefix="isthmus_router_")
     app = make_app(
         "Isthmus router",
@@ -82,6 +86,7 @@ async def _serve(config: RouterConfig, tokenizer: Tokenizer, api_key: str, tenan
         grammars=grammars,
         tracer=tracer,
         adapters=lambda: router.pool.adapters,
+        takes_text=router.backend.takes_text,
     )
     keys = Keys(api_key, tenants, time.monotonic)
     if config.lora_updates:

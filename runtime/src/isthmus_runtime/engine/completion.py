@@ -72,7 +72,7 @@ class Completion:
                 known.append(token)
                 if seq.prompt_len + 1 < len(known) < seq.end_len and token not in seq.stop_token_ids:
                     # In the middle of an answer. One per row and step: without the class's own `__new__` it costs half.
-                    append((seq.sid, _new(TokenChunk, (tokens, logprobs, None, None, 0, "", (), b""))))
+                    append((seq.sid, _new(TokenChunk, (tokens, logprobs, None, None, 0, "", (), b"", 0))))
                 else:
                     append(self.emit(seq, tokens, logprobs))
                 if seq.phase is not ended:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ..credentials import Credentials
-from ..errors import RequestError
+from ..errors import InvalidRequest, RequestError
 from ..metrics import CONTENT_TYPE, EngineMetrics, RequestMetrics, Scrapes, TransferMetrics
 from ..protocol import (
     AbortCall,
@@ -30,7 +30,7 @@ from ..protocol import (
     reserved_line,
     token_line,
 )
-from ..request import FinishReason, TokenChunk
+from ..request import FinishReason, GenerateRequest, PromptText, TokenChunk, tokenised
 from ..serving.app import errors, json_body, model_response, read_model
 from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 BODIES = (GenerateCall, PrefillCall, CommitCall, AbortCall, AdapterCall)
 """What `make_app` has to know for the document."""
 _NDJSON = {"content-type": "application/x-ndjson"}
+_OFF_LOOP_CHARACTERS = 20_000
+"""Longer prompts are tokenised in a thread."""
 
 
 class Health(BaseModel):
@@ -100,9 +102,11 @@ class EngineServer:
         kv_events: KvEventFeed | None = None,
         credentials: Credentials | None = None,
         tracer: Tracer = NO_TRACER,
+        tokenise: Callable[[PromptText], Sequence[int]] | None = None,
     ) -> None:
         """`kv_events` None: there is no prefix cache, so the route is not added. `credentials`: without usable ones it
-        is not ready."""
+        is not ready. `tokenise` raises InvalidRequest; None: prompts come as ids alone."""
+        self._tokenise = tokenise
         self._credentials = credentials
         self._tracer = tracer
         self._backend = backend
@@ -236,14 +240,19 @@ class EngineServer:
         log.debug("the reader of %s has disconnected", what.attempt or what.request.request_id)
 
     async def _stream(self, what: GenerateCall, call: Call) -> None:
+        request = what.request.to_request()
+        told = 0
+        if request.prompt is not None:
+            request = await self._tokenised(request, request.prompt)
+            told = len(request.prompt_token_ids)
         stream = self._backend.stream(
-            what.request.to_request(),
+            request,
             attempt=what.attempt,
             local_attempt=what.local_attempt,
             peer_url=what.prefill_url,
             peer_epoch=what.prefill_epoch,
         )
-        observer = _Observer(self._meters, self._clock, len(what.request.prompt_token_ids))
+        observer = _Observer(self._meters, self._clock, len(request.prompt_token_ids))
         try:
             async for reply in stream:
                 if not call.begun:
@@ -251,9 +260,10 @@ class EngineServer:
                 if isinstance(reply, Ticket):
                     await call.write(reserved_line(reply))
                 else:
-                    observer.chunk(reply)
-                    long = has_many_scores(reply.prompt_logprobs)
-                    await call.write(await asyncio.to_thread(token_line, reply) if long else token_line(reply))
+                    chunk, told = reply._replace(prompt_tokens=told) if told else reply, 0
+                    observer.chunk(chunk)
+                    long = has_many_scores(chunk.prompt_logprobs)
+                    await call.write(await asyncio.to_thread(token_line, chunk) if long else token_line(chunk))
         except asyncio.CancelledError:
             error = self._in_flight.cancelled()
             if error is None:
@@ -266,6 +276,13 @@ class EngineServer:
         finally:
             await stream.aclose()
         await call.end()
+
+    async def _tokenised(self, request: GenerateRequest, prompt: PromptText) -> GenerateRequest:
+        if self._tokenise is None:
+            raise InvalidRequest("prompt: this engine has no tokenizer; send prompt_token_ids", param="prompt")
+        if len(prompt.text) > _OFF_LOOP_CHARACTERS:
+            return tokenised(request, await asyncio.to_thread(self._tokenise, prompt))
+        return tokenised(request, self._tokenise(prompt))
 
     async def prefill(self, request: Request) -> Response:
         """Compute and send one prompt."""
@@ -285,6 +302,8 @@ class EngineServer:
         return Response(written, media_type="application/json")
 
     async def _prefill(self, call: PrefillCall) -> PrefillAnswer:
+        if call.request.prompt is not None:
+            raise InvalidRequest("prompt: prefill takes prompt_token_ids", param="prompt")
         try:
             return await self._backend.prefill(call)
         except asyncio.CancelledError:

@@ -34,7 +34,7 @@ _MANY_IDS = 100_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A request that was checked and tokenised."""
+    """A request that was checked, and tokenised or left as text."""
 
     answer_id: str
     requests: tuple[GenerateRequest, ...]
@@ -44,8 +44,6 @@ class Job:
     cache."""
     shown: int
     """How many of them are told, the likeliest; less than `n` for the best of several."""
-    prompt_tokens: int
-    """Each prompt once, whatever n is."""
     stop: tuple[str, ...]
     structure: Structure | None
     """What the text of each choice must be."""
@@ -86,6 +84,8 @@ class _Choice:
         self.text = TextStream(job.pieces, job.stop, logprobs=job.logprobs, include_stop=job.include_stop)
         self.begun = asyncio.Event()
         """The prompt is computed."""
+        self.prompt_tokens = len(request.prompt_token_ids)
+        """Told by the first chunk where the prompt is text."""
         self.tokens = 0
         self.cached = 0
         self.finish = ""
@@ -121,7 +121,7 @@ class _Choice:
             ids, self._ids = self._ids, []
         if self._job.continuous_usage:
             cached = self.cached if self._job.show_cached else 0
-            usage = Usage(len(self.request.prompt_token_ids), self.tokens, cached)
+            usage = Usage(self.prompt_tokens, self.tokens, cached)
         return More(ids, usage)
 
     def feed(self, chunk: TokenChunk) -> Delta:
@@ -146,6 +146,8 @@ class _Choice:
         if chunk.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             raise chunk.error or Cancelled("the request was aborted")
         self.cached = max(self.cached, chunk.cached_tokens)
+        if chunk.prompt_tokens:
+            self.prompt_tokens = chunk.prompt_tokens
         if chunk.prompt_logprobs:
             self.prompt.scores = chunk.prompt_logprobs
         if self._job.silent:
@@ -227,9 +229,12 @@ class Runner:
         await call.reply(200, headers, body)
         return usage
 
-    async def _opening(self, job: Job) -> bytes:
+    async def _opening(self, job: Job, told: int) -> bytes:
+        """`told`: tokens of the prompt, for the one request whose prompt is text."""
+
         def joined() -> bytes:
-            return b"".join(job.format.first(i, request) for i, request in enumerate(job.requests))
+            first = job.format.first
+            return b"".join(first(i, r, len(r.prompt_token_ids) or told) for i, r in enumerate(job.requests))
 
         many = sum(len(request.prompt_token_ids) for request in job.requests) > _MANY_IDS
         return await asyncio.to_thread(joined) if many else joined()
@@ -245,7 +250,7 @@ class Runner:
                 async with opening:
                     if not call.begun:
                         await call.begin({**_STREAM_HEADERS, "X-Request-Id": job.answer_id})
-                        await call.write(await self._opening(job))
+                        await call.write(await self._opening(job, choice.prompt_tokens))
             data = b""
             if choice.prompt.echo is not None and not choice.echoed:
                 choice.echoed = True
@@ -278,7 +283,8 @@ class Runner:
                 # The first error has cancelled the others; what they raise while ending is its echo.
                 raise first_error(errors) from errors
         cached = sum(c.cached for c in choices[:: job.n]) if job.show_cached else 0
-        usage = Usage(job.prompt_tokens, sum(c.tokens for c in choices), cached)
+        prompts = sum(c.prompt_tokens for c in choices[:: job.n])  # each once, whatever n is
+        usage = Usage(prompts, sum(c.tokens for c in choices), cached)
         if self._metrics is not None:
             self._metrics.prompt_tokens.inc(usage.prompt_tokens)
             self._metrics.generation_tokens.inc(usage.completion_tokens)

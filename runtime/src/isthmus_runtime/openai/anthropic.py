@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 
 from ..errors import InvalidRequest, RequestError
 from ..request import GenerateRequest, TokenLogprobs
+from .messages import few_tools
 from .output import Delta
 from .problems import fields_at, object_at
 from .sse import Answer, Format, More, Usage
@@ -88,7 +89,7 @@ def as_chat(data: Mapping[str, Any], *, counting: bool = False) -> dict[str, Any
         tools = given["tools"]
         if not isinstance(tools, list):
             raise InvalidRequest("tools: must be a list", param="tools")
-        given["tools"] = [_tool(t, f"tools[{i}]") for i, t in enumerate(tools)]
+        given["tools"] = [_tool(t, f"tools[{i}]") for i, t in enumerate(few_tools(tools))]
     if "tool_choice" in given:
         given.update(_choice(object_at(given.pop("tool_choice"), "tool_choice")))
     if "thinking" in given:
@@ -215,10 +216,10 @@ class AnthropicFormat(Format):
         told = {**self._about, "content": content, **ended, "usage": _usage(usage), **self._with_ids(answer)}
         return json.dumps(told).encode()
 
-    def first(self, index: int, request: GenerateRequest) -> bytes:
+    def first(self, index: int, request: GenerateRequest, prompt_tokens: int) -> bytes:
         """The message, without content yet."""
         self._streamed.prompt.ids = request.prompt_token_ids
-        usage = _usage(Usage(len(request.prompt_token_ids)))
+        usage = _usage(Usage(prompt_tokens))
         message = {**self._about, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         return _event("message_start", message=message)
 

@@ -108,13 +108,15 @@ def add_openai_routes(
     grammars: Checker | None = None,
     tracer: Tracer = NO_TRACER,
     adapters: Callable[[], Mapping[str, AdapterName]] = dict,
+    takes_text: Callable[[], bool] = lambda: False,
     seeds: Callable[[], int] | None = None,
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
 ) -> None:
     """Add the routes under /v1/, and /tokenize and its like, to `app`.
 
-    `adapters` that may be named as the model, at present. `grammars` None: requests for structured output are refused.
+    `adapters` that may be named as the model, at present. `takes_text`: whether the backend would have prompts as text,
+    at present. `grammars` None: requests for structured output are refused.
     `seeds` gives the seed of a request that names none: drawn here, so that prefill, decode and a recompute agree.
     """
     api = _Api(
@@ -127,6 +129,7 @@ def add_openai_routes(
         grammars=grammars,
         tracer=tracer,
         adapters=adapters,
+        takes_text=takes_text,
         seeds=seeds or _seed_source(),
         clock=clock,
         wall_clock=wall_clock,
@@ -178,6 +181,7 @@ class _Api:
         grammars: Checker | None,
         tracer: Tracer,
         adapters: Callable[[], Mapping[str, AdapterName]],
+        takes_text: Callable[[], bool],
         seeds: Callable[[], int],
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
@@ -197,6 +201,7 @@ class _Api:
             seeds=seeds,
             wall_clock=wall_clock,
             adapters=adapters,
+            takes_text=takes_text,
         )
         self._runner = Runner(backend, metrics, clock)
         self._batches = BatchRunner(backend, metrics, clock)

@@ -31,11 +31,17 @@ HINTS: Mapping[str, type | tuple[type, ...]] = {
 MAX_LISTED_FIELDS = 4096
 """Of all objects in a list together; one of documents has as many as it has documents."""
 
+MOST_CONTAINERS, _BYTES_OF_A_CONTAINER = 1 << 17, 64
+MOST_ITEMS, _BYTES_OF_AN_ITEM = 1 << 20, 16
+"""Lists and objects in a body, by their brackets, and values, by their commas: so many, and one more for as many
+bytes."""
+
 _R = TypeVar("_R", bound=BaseModel)
 
 
 def json_object(body: bytes) -> dict[str, Any]:
     """A body that must be a JSON object. InvalidRequest says where it is not."""
+    _check_values(body)
     body = body.removeprefix(codecs.BOM_UTF8)
     try:
         fast = from_json(body, allow_inf_nan=False)
@@ -67,6 +73,18 @@ def json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InvalidRequest(f"the body is a JSON {type(data).__name__}, expected an object")
     return data
+
+
+def _check_values(body: bytes) -> None:
+    """Raise InvalidRequest for more values than any request has. Each takes tens of bytes, and no other thread runs
+    while they are made; marks inside of texts count as well, and texts have few for their length."""
+    for marks, usual, apart, what in (
+        ((b"[", b"{"), MOST_CONTAINERS, _BYTES_OF_A_CONTAINER, "lists and objects"),
+        ((b",",), MOST_ITEMS, _BYTES_OF_AN_ITEM, "values"),
+    ):
+        most = usual + len(body) // apart
+        if len(body) > most and (found := sum(map(body.count, marks))) > most:
+            raise InvalidRequest(f"the body has {found} {what}, at most {most} are allowed; shorten it")
 
 
 def _refuse_constant(name: str) -> None:

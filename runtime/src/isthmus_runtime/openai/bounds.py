@@ -19,6 +19,9 @@ _CUT = re.compile(rf"(?<=\S) |(?<=[^\W_])(?=[{re.escape(_PUNCTUATION)}])")
 _NFC_SHRINKS = 9
 """Most bytes that become one byte of NFC: a singleton takes up to 3 for each, and composition again 3 (UTF-8)."""
 
+_NFC_GROWS = 3
+"""Most bytes of NFC that one byte becomes (UTF-8; UAX 15): some characters are excluded from composition."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBound:
@@ -64,6 +67,25 @@ def token_bound(tokenizer: Mapping[str, Any]) -> TokenBound | None:
     longest = max(*sizes, *(len(token["content"].encode()) for token in added), 1)
     dropped = bytes(b for c, b in byte_level_alphabet().items() if c not in vocab) if byte_level else b""
     return TokenBound(longest, dropped, any(part.get("type") == "NFC" for part in normalizers))
+
+
+def growth(tokenizer: Mapping[str, Any]) -> int | None:
+    """Most tokens that a byte of a text becomes, for a tokenizer.json; 1 for each of ASCII. None: that is not known.
+
+    A byte-level vocabulary begins with a symbol for each byte and merges from there.
+    """
+    model = tokenizer.get("model") or {}
+    cutters = _parts(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    if model.get("type") != "BPE" or not any(part.get("type") == "ByteLevel" for part in cutters):
+        return None
+    if any(
+        part.get("type") not in ("ByteLevel", "Digits", "Split") or part.get("add_prefix_space") for part in cutters
+    ):
+        return None
+    normalizers = _parts(tokenizer.get("normalizer"), "normalizers")
+    if any(part.get("type") != "NFC" for part in normalizers):
+        return None
+    return _NFC_GROWS if normalizers else 1
 
 
 def _parts(step: Any, name: str) -> Sequence[Mapping[str, Any]]:

@@ -112,9 +112,14 @@ def conversation(messages: object) -> list[dict[str, Any]]:
 
 def offered(tools: object) -> list[dict[str, Any]]:
     """The tools of a request, each as it was given less what is null; `strict` goes as a hint, to the template too."""
+    return [_tool(t, f"tools[{i}]") for i, t in enumerate(few_tools(tools))]
+
+
+def few_tools(tools: object) -> list[Any]:
+    """`tools`, where it is a list and not too long. InvalidRequest."""
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools: must be a list of at most {MAX_TOOLS} tools", param="tools")
-    return [_tool(t, f"tools[{i}]") for i, t in enumerate(tools)]
+    return tools
 
 
 def _tool(tool: object, path: str) -> dict[str, Any]:

@@ -8,25 +8,22 @@ from os import urandom
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from pydantic_core import from_json
-
 from ..config import ChatConfig
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
 from ..interfaces.backend import Backend
-from ..request import AdapterName, GenerateRequest, SamplingParams, Structure
+from ..request import AdapterName, GenerateRequest, PromptText, SamplingParams, Structure
 from . import anthropic, responses
 from .answer import Job
 from .bodies import json_object
 from .chat import Conversation
-from .output import Reader, Thinking
+from .conversations import Conversations
+from .output import Reader
 from .pieces import Pieces
 from .prompts import Echo, echo_of_ids, echo_of_text
 from .schema import MAX_ECHO, MAX_SCORES, ChatRequest, CompletionRequest, chat_request, parse_chat, parse_completion
 from .sse import ChatFormat, CompletionFormat, Format
+from .text_prompts import ids_of, too_long
 from .tokenizer import Tokenizer, TooManyTokens
-from .tool_formats import FORMATS, format_of
-from .tool_grammar import calls_grammar
-from .tool_prompt import in_plain_text
 
 MakeFormat = Callable[..., Format]
 """Takes what `Format` does."""
@@ -62,19 +59,19 @@ class Planner:
         seeds: Callable[[], int],
         wall_clock: Callable[[], float],
         adapters: Callable[[], Mapping[str, AdapterName]],
+        takes_text: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`seeds` gives the seed of a request that names none; `wall_clock` seconds since the epoch. `adapters` that
-        may be named as the model, at present."""
+        """`takes_text`: whether the backend would have prompts as text, at present. `seeds` gives the seed of a request
+        that names none; `wall_clock` seconds since the epoch. `adapters` that may be named as the model, at present."""
         self._backend = backend
         self._tokenizer = tokenizer
         self._names = served_names
-        self._config = chat
-        auto = chat.tool_format == "auto"
-        self._tool_format = format_of(tokenizer.template) if auto else FORMATS[chat.tool_format]
+        self._conversations = Conversations(tokenizer, chat)
         self._timeout_s = timeout_s
         self._seeds = seeds
         self._wall_clock = wall_clock
         self._adapters = adapters
+        self._takes_text = takes_text
 
     def completion(self, body: bytes, *, briefly: bool = False) -> Job:
         """A body of /v1/completions. Raises RequestError."""
@@ -82,10 +79,14 @@ class Planner:
         limit = self._admit(request.model)
         keep = request.truncate_prompt_tokens
         given = request.prompts()
-        prompts = [self.prompt_ids(p, limit, keep) for p in given]
+        wanted = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        text: PromptText | None = None
+        single = given[0] if len(given) == 1 and not request.echo and self._may_be_text(request) else ()
+        if isinstance(single, str) and self._tokenizer.surely_fits(single, limit - max(1, wanted), special=True):
+            text = PromptText(text=single, special=True, room=limit)
+        prompts = [self.prompt_ids(p, limit, keep) if text is None else () for p in given]
         longest = max(map(len, prompts))
         _check_room("max_tokens", request.max_tokens, longest, limit)
-        wanted = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
 
         def echo(pieces: Pieces) -> tuple[Echo, ...]:
             echoes = tuple(map(partial(self._echo, request, pieces), given, prompts))
@@ -101,6 +102,17 @@ class Planner:
             echo=echo if request.echo else None,
             silent=wanted == 0,
             tells_end=True,
+            text=text,
+        )
+
+    def _may_be_text(self, request: CompletionRequest | ChatRequest) -> bool:
+        """Whether nothing but the length of its prompt needs ids here."""
+        return (
+            request.num_candidates == 1
+            and request.truncate_prompt_tokens is None
+            and request.num_scores < 0
+            and not request.return_token_ids
+            and self._takes_text()
         )
 
     def _echo(
@@ -141,7 +153,7 @@ class Planner:
         """Ids of the prompt of a request, however long. Raises InvalidRequest."""
         self.check_model(request.model)
         if isinstance(request, ChatRequest):
-            return self._tokenizer.chat(self.conversation(request, request.offered_tools())).ids
+            return self._tokenizer.chat(self._conversations.of(request, request.offered_tools())).ids or []
         prompt = request.prompts()[0]
         if not isinstance(prompt, str):
             raise InvalidRequest("prompt: must be a string", param="prompt")
@@ -152,112 +164,41 @@ class Planner:
         limit = self._admit(request.model)
         tools = request.offered_tools()
         keep = request.truncate_prompt_tokens
+        asked = request.output_limit
+        # What is left for the answer is told where min_tokens is more.
+        as_text = self._may_be_text(request) and (asked is not None or not request.min_tokens)
         try:
             prompt = self._tokenizer.chat(
-                self.conversation(request, tools), limit - 1 if keep is None else None, briefly=briefly
+                self._conversations.of(request, tools),
+                limit - 1 if keep is None else None,
+                briefly=briefly,
+                as_text=limit - (asked or 1) if as_text else 0,
             )
         except TooManyTokens as e:
-            raise _too_long(str(e), limit, "messages") from e
-        ids = tuple(_last(prompt.ids, keep, limit))
-        if not ids:
-            raise InvalidRequest("messages: the rendered prompt is empty", param="messages")
-        if len(ids) >= limit:
-            raise _too_long(f"{len(ids)} tokens", limit, "truncate_prompt_tokens")
-        _check_room(request.limit_name, request.output_limit, len(ids), limit)
-        wanted = limit - len(ids) if request.output_limit is None else request.output_limit
+            raise too_long(str(e), limit, "messages") from e
+        text: PromptText | None = None
+        ids: tuple[int, ...] = ()
+        if prompt.ids is None:
+            text, wanted = PromptText(text=prompt.text, special=False, room=limit), asked or limit - 1
+        else:
+            ids = tuple(_last(prompt.ids, keep, limit))
+            if not ids:
+                raise InvalidRequest("messages: the rendered prompt is empty", param="messages")
+            if len(ids) >= limit:
+                raise too_long(f"{len(ids)} tokens", limit, "truncate_prompt_tokens")
+            _check_room(request.limit_name, asked, len(ids), limit)
+            wanted = limit - len(ids) if asked is None else asked
         return self._job(
             request,
             [ids],
             wanted,
             prefix,
             form,
-            reader=self._reader(tools, prompt.text),
+            reader=self._conversations.reader(tools, prompt.text),
             tools=bool(tools),
-            calls=self._calls(request, tools, prompt.text),
+            calls=self._conversations.calls(request, tools, prompt.text),
+            text=text,
         )
-
-    def _calls(self, request: ChatRequest, tools: list[dict[str, Any]], prompt: str) -> Structure | None:
-        """What the answer must be where tools make that another thing than the request's own structure."""
-        answer = request.structure
-        callable_tools = request.callable_tools()
-        if not tools or not (request.must_call or answer is not None):
-            return None
-        # A model that may call and is held to JSON otherwise must be let do either.
-        schema = None
-        if answer is not None:
-            if answer.kind not in {"json_object", "json_schema"}:
-                raise InvalidRequest(
-                    f"structured_outputs: {answer.kind} is not supported together with tools; remove one of the two",
-                    param="structured_outputs",
-                )
-            schema = _schema(answer.text or '{"type": "object"}')
-        return calls_grammar(
-            self._tool_format.name,
-            [tool["function"] for tool in callable_tools],
-            self._tokenizer.control_id,
-            several=request.tool_choice in (None, "auto", "required") and request.parallel_tool_calls,
-            answer=schema,
-            thinking=Thinking.CLOSE if self._thinks and prompt.rstrip().endswith(Thinking.OPEN) else "",
-        )
-
-    def conversation(self, request: ChatRequest, tools: list[dict[str, Any]]) -> Conversation:
-        """What the template gets. Raises InvalidRequest."""
-        messages = request.conversation()
-        if request.continue_final_message and messages[-1].get("tool_calls"):
-            raise InvalidRequest(
-                "continue_final_message: the last message has tool calls, which cannot be continued",
-                param="continue_final_message",
-            )
-        if not self._tokenizer.knows("tools"):
-            messages, tools = in_plain_text(messages, tools), []
-        add = request.add_generation_prompt
-        return Conversation(
-            messages=messages,
-            tools=tools or None,
-            kwargs={**self._effort(request.reasoning_effort), **request.chat_template_kwargs},
-            add_generation_prompt=not request.continue_final_message if add is None else add,
-            continue_final_message=request.continue_final_message,
-            allow_control_tokens=self._allows_control(request.allow_control_tokens),
-        )
-
-    def _effort(self, effort: str | None) -> dict[str, Any]:
-        """`reasoning_effort` in the variables of the model's template."""
-        if effort is None:
-            return {}
-        if self._tokenizer.knows("reasoning_effort"):
-            return {"reasoning_effort": effort}
-        if self._tokenizer.knows("enable_thinking"):
-            return {"enable_thinking": effort != "none"}
-        if effort == "none" and not self._tokenizer.thinks:
-            return {}
-        raise InvalidRequest(
-            f"reasoning_effort: {effort!r} would have no effect, for the model's template does not know it; remove it",
-            param="reasoning_effort",
-        )
-
-    def _reader(self, tools: list[dict[str, Any]], prompt: str) -> Callable[[], Reader] | None:
-        """What takes the answers apart; None: nothing does."""
-        thinks = self._thinks
-        if not thinks and not tools:
-            return None
-        names = [t["function"]["name"] for t in tools]
-        opened = prompt.rstrip().endswith(Thinking.OPEN)
-        parser = self._tool_format.parser
-        return lambda: Reader(parser(names) if names else None, Thinking(opened=opened) if thinks else None)
-
-    @property
-    def _thinks(self) -> bool:
-        """Whether the model writes its reasoning before its answer."""
-        return self._tokenizer.thinks if self._config.reasoning == "auto" else self._config.reasoning == "think"
-
-    def _allows_control(self, asked: bool | None) -> bool:
-        setting = self._config.control_tokens
-        if asked and setting == "never":
-            raise InvalidRequest(
-                "allow_control_tokens: this server runs with --control-tokens never; remove it",
-                param="allow_control_tokens",
-            )
-        return setting == "always" if asked is None else asked
 
     def _admit(self, model: str) -> int:
         """The length limit of a model that generates."""
@@ -292,15 +233,9 @@ class Planner:
             if not prompt:
                 raise InvalidRequest(f"{name}: is empty; give at least one token", param=name)
         if isinstance(prompt, str):
-            try:
-                ids = tuple(self._tokenizer.encode(prompt, limit - 1))
-            except TooManyTokens as e:
-                raise _too_long(str(e), limit, name) from e
-            if not ids:
-                raise InvalidRequest(f"{name}: is empty; give at least one token", param=name)
-            return ids
+            return ids_of(self._tokenizer, prompt, limit, name)
         if len(prompt) >= limit:
-            raise _too_long(f"{len(prompt)} tokens", limit, name)
+            raise too_long(f"{len(prompt)} tokens", limit, name)
         low, high, size = min(prompt), max(prompt), self._tokenizer.vocab_size
         if low < 0 or high >= size:
             bad = low if low < 0 else high
@@ -312,7 +247,7 @@ class Planner:
         try:
             ids = self._tokenizer.chat(conversation, limit - 1).ids
         except TooManyTokens as e:
-            raise _too_long(str(e), limit, name) from e
+            raise too_long(str(e), limit, name) from e
         if not ids:
             raise InvalidRequest(f"{name}: the rendered prompt is empty", param=name)
         return tuple(ids)
@@ -335,12 +270,13 @@ class Planner:
         echo: Callable[[Pieces], tuple[Echo, ...]] | None = None,
         silent: bool = False,
         tells_end: bool = False,
+        text: PromptText | None = None,
     ) -> Job:
-        """`echo`: what the answer repeats of each prompt."""
+        """`echo`: what the answer repeats of each prompt. `text`: the prompt, where there are no ids of it."""
         answer_id = prefix + urandom(16).hex()
         logprobs, candidates = request.num_logprobs, request.num_candidates
         scores = _scores(request, prompts)
-        shown = None if not request.skip_special_tokens else self._tool_format.shown if tools else ()
+        shown = None if not request.skip_special_tokens else self._conversations.tool_format.shown if tools else ()
         pieces = self._tokenizer.pieces_with(shown)
         structure = calls or request.structure
         sampling = self._sampling(request, max_tokens, structured=structure is not None)
@@ -357,6 +293,7 @@ class Planner:
                 timeout_s=self._timeout_s,
                 structure=structure,
                 adapter=adapter,
+                prompt=text,
             )
             for p, ids in enumerate(prompts)
             for i in range(candidates)
@@ -368,7 +305,6 @@ class Planner:
             shown=request.n,
             structure=structure,
             structure_param="tools" if calls is not None else request.structure_param,
-            prompt_tokens=sum(map(len, prompts)),
             stop=tuple(request.stop_strings),
             logprobs=logprobs >= 0,
             scores=scores,
@@ -392,7 +328,7 @@ class Planner:
                 prompt_logprobs=request.num_prompt_logprobs,
                 include_usage=request.include_usage,
                 return_ids=request.return_token_ids,
-                short_call_ids=self._tool_format.short_ids,
+                short_call_ids=self._conversations.tool_format.short_ids,
             ),
         )
 
@@ -475,25 +411,6 @@ def _check_echo(characters: int, n: int) -> None:
         )
 
 
-def _schema(text: str) -> dict[str, Any]:
-    try:
-        found = from_json(text)
-    except ValueError as e:
-        raise InvalidRequest(f"structured_outputs: json is no JSON: {e}", param="structured_outputs") from e
-    found = {} if found is True else found
-    if not isinstance(found, dict):
-        raise InvalidRequest("structured_outputs: a JSON schema is an object", param="structured_outputs")
-    return found
-
-
 def _last(ids: Sequence[int], keep: int | None, limit: int) -> Sequence[int]:
     """What `truncate_prompt_tokens` leaves; -1: as many as fit."""
     return ids if keep is None else ids[max(0, len(ids) - (limit - 1 if keep < 0 else keep)) :]
-
-
-def _too_long(size: str, limit: int, param: str) -> NeverFits:
-    return NeverFits(
-        f"{param}: {size}, but prompt and output together may have {limit}; "
-        f"shorten the prompt to {limit - 1} tokens or fewer",
-        param=param,
-    )

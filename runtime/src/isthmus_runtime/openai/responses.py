@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from ..errors import InvalidRequest, RequestError
 from ..request import GenerateRequest, TokenLogprobs
+from .messages import few_tools
 from .output import Delta
 from .problems import MAX_NAME, fields_at, object_at
 from .sse import Answer, Format, More, Usage
@@ -82,7 +83,8 @@ def as_chat(data: Mapping[str, Any]) -> dict[str, Any]:
     messages += _messages(given.pop("input", None))
     given["messages"] = messages
     if "tools" in given:
-        given["tools"] = [_tool(t, f"tools[{i}]") for i, t in enumerate(_list(given["tools"], "tools"))]
+        tools = few_tools(_list(given["tools"], "tools"))
+        given["tools"] = [_tool(t, f"tools[{i}]") for i, t in enumerate(tools)]
     choice = given.get("tool_choice")
     if isinstance(choice, dict):
         called = fields_at(choice, "tool_choice", ("type", "name"))
@@ -250,7 +252,7 @@ class ResponsesFormat(Format):
         _, told = self._response(items, answer.finish_reason, usage, answer)
         return told.encode()
 
-    def first(self, index: int, request: GenerateRequest) -> bytes:
+    def first(self, index: int, request: GenerateRequest, prompt_tokens: int) -> bytes:
         """The response, without output yet."""
         self._streamed.prompt.ids = request.prompt_token_ids
         _, begun = self._response([], "", None)

@@ -109,7 +109,7 @@ class Format:
         self._streamed = Answer(Told(()))
         """The ids of a stream so far, for formats that tell them at its end."""
 
-    def first(self, index: int, request: GenerateRequest) -> bytes:
+    def first(self, index: int, request: GenerateRequest, prompt_tokens: int) -> bytes:
         """What opens a choice, before any text."""
         raise AssertionError("defined by each format")
 
@@ -188,7 +188,7 @@ class ChatFormat(Format):
         self._calls: dict[int, int] = {}
         """Calls that a choice has made so far."""
 
-    def first(self, index: int, request: GenerateRequest) -> bytes:
+    def first(self, index: int, request: GenerateRequest, prompt_tokens: int) -> bytes:
         """The role."""
         delta = f'{self._open}{index},"delta":{{"role":"assistant","content":""}},"logprobs":null,"finish_reason":null'
         if not self._return_ids:
@@ -257,7 +257,7 @@ class CompletionFormat(Format):
 
     object_name = chunk_name = "text_completion"
 
-    def first(self, index: int, request: GenerateRequest) -> bytes:
+    def first(self, index: int, request: GenerateRequest, prompt_tokens: int) -> bytes:
         """Nothing, for a completion has no role; the ids of the prompt, where they are asked for."""
         if not self._return_ids:
             return b""

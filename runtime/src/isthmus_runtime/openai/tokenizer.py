@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from ..errors import ConfigError, InvalidRequest
 from ..request import SamplingOptions
-from .bounds import cut, may_cut, token_bound
+from .bounds import cut, growth, may_cut, token_bound
 from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
 from .control import ControlTokens, Marks
 from .pieces import Pieces
@@ -38,7 +39,8 @@ class ChatPrompt:
     """A conversation as the model sees it."""
 
     text: str
-    ids: list[int]
+    ids: list[int] | None
+    """None: nobody needs them yet, and they are as many as there may be."""
 
 
 class Tokenizer:
@@ -62,7 +64,8 @@ class Tokenizer:
         """Source of the chat template."""
         self.model_limit = model_limit
         """Tokens of prompt and answer that the model is made for; 0: config.json does not say."""
-        raw = json.loads(tokenizer.to_str())
+        source = tokenizer.to_str()
+        raw = json.loads(source)
         added = tokenizer.get_added_tokens_decoder()
         self._control_ids = {t.content: i for i, t in added.items()}
         self._special = {t.content: i for i, t in added.items() if t.special}
@@ -79,7 +82,9 @@ class Tokenizer:
         self._words = Words(self._batch) if cuts_at_words(raw) else None
         self._cuts = self._words is not None and may_cut(raw.get("added_tokens") or ())
         self._bound = token_bound(raw)
-        self._adds_special = tokenizer.num_special_tokens_to_add(False) > 0
+        self._growth = growth(raw)
+        self._num_special = tokenizer.num_special_tokens_to_add(False)
+        self._adds_special = self._num_special > 0
         self._template = ChatTemplate(chat_template, special, now) if chat_template is not None else None
         normalizer = tokenizer.normalizer
         self._control = ControlTokens(
@@ -96,6 +101,9 @@ class Tokenizer:
             raise ConfigError(
                 f"tokenizer_config.json: add_bos_token is true, but bos_token {bos!r} is not a token of tokenizer.json"
             )
+        about = f"{source}\0{self._add_bos}\0{self._bos}"
+        self.digest = hashlib.sha256(about.encode("utf-8", "surrogatepass")).hexdigest()
+        """Equal for tokenizers that make the same ids of any text."""
 
     @staticmethod
     def load(path: str | Path, *, now: Callable[[], datetime] = datetime.now) -> Tokenizer:
@@ -140,16 +148,29 @@ class Tokenizer:
             return self._ids(text, special=False, most=most)
         return [self._bos, *self._ids(text, special=False, most=None if most is None else most - 1)]
 
+    def surely_fits(self, text: str, most: int, *, special: bool) -> bool:
+        """Whether `text` has 1 to `most` ids for certain, without tokenising it. `special`: by `encode`, else by
+        `encode_alone`."""
+        if self._growth is None or self._bound is None:
+            return False
+        size = len(text) if text.isascii() else self._growth * len(text.encode())
+        if special:
+            size += self._num_special + 1
+        return size <= most and (self._bound.least(text) if self._bound.dropped else len(text)) > 0
+
     def control_id(self, text: str) -> int | None:
         """The id of a token that is added to the vocabulary as a whole; None: the text is no such token."""
         return self._control_ids.get(text)
 
-    def encode_alone(self, text: str) -> list[int]:
-        """Ids of a text without special tokens around it."""
-        return self._ids(text, special=False, most=None)
+    def encode_alone(self, text: str, most: int | None = None) -> list[int]:
+        """Ids of a text without special tokens around it. Raises as `encode`."""
+        return self._ids(text, special=False, most=most)
 
-    def chat(self, conversation: Conversation, most: int | None = None, *, briefly: bool = False) -> ChatPrompt:
-        """A conversation as a prompt: rendered, its special tokens by the template, and tokenised (ADR 27).
+    def chat(
+        self, conversation: Conversation, most: int | None = None, *, briefly: bool = False, as_text: int = 0
+    ) -> ChatPrompt:
+        """A conversation as a prompt: rendered, its special tokens by the template, and tokenised (ADR 27); where it
+        surely has no more than `as_text` tokens, and none of its text is a control token by mistake, left as text.
 
         Raises InvalidRequest, TooManyTokens as `encode` does, and where `briefly` is asked for, NeedsThread.
         """
@@ -179,6 +200,8 @@ class Tokenizer:
                     param="continue_final_message",
                 )
         if not guarded:
+            if as_text and self.surely_fits(text, as_text, special=False):
+                return ChatPrompt(text, None)
             return ChatPrompt(text, self._ids(text, special=False, most=most))
         plain = text.replace(marks.begin, "").replace(marks.end, "")
         self._check_bound(plain, most)

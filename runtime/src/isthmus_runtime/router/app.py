@@ -22,10 +22,12 @@ from ..serving.in_flight import InFlight
 from .adapters import FleetAdapters
 from .links import Links, new_session
 from .page import add_page
+from .passed_on import OwnTokenizer
 from .policy import PolicyName
-from .pool import EnginePool, Resolve, resolve_all
+from .pool import EnginePool
 from .prefixes import make_prefixes
 from .proxy import RouterBackend
+from .resolving import Resolve, resolve_all
 from .status import ServiceStatus, kv_usage, service_status
 
 
@@ -45,6 +47,7 @@ class Router:
         in_flight: InFlight,
         resolve: Resolve = resolve_all,
         credentials: Credentials | None = None,
+        tokenizer: OwnTokenizer | None = None,
     ) -> None:
         self._config = config
         self._credentials = credentials
@@ -65,7 +68,9 @@ class Router:
         )
         self.adapters = FleetAdapters(self.pool, self._links)
         metrics.kv_usage.set_function(lambda: kv_usage(v for v in self.pool.views() if v.role != "prefill"))
-        self.backend = RouterBackend(config, self.pool, self._links, metrics=metrics, prefixes=prefixes)
+        self.backend = RouterBackend(
+            config, self.pool, self._links, metrics=metrics, prefixes=prefixes, tokenizer=tokenizer
+        )
 
     @asynccontextmanager
     async def lifespan(self, app: FastAPI) -> AsyncIterator[None]:
@@ -155,7 +160,8 @@ def make_router(
     *,
     resolve: Resolve = resolve_all,
     credentials: Credentials | None = None,
+    tokenizer: OwnTokenizer | None = None,
 ) -> Router:
     """A router for `config`. Must be called on the event loop it will run on; `resolve` finds engine addresses, which
-    `credentials` are shown to."""
-    return Router(config, registry, in_flight, resolve, credentials)
+    `credentials` are shown to. `tokenizer` None: it is never given prompts as text."""
+    return Router(config, registry, in_flight, resolve, credentials, tokenizer)

@@ -16,7 +16,8 @@ from ..request import FinishReason, GenerateRequest, TokenChunk
 from ..tracing.span import current
 from .links import LOST, Links, lost, refusal
 from .policy import Choice, Facts
-from .pool import EnginePool, Hold
+from .pool import EnginePool
+from .remote_engine import Hold
 from .wire import Exchange
 
 _log = logging.getLogger(__name__)
@@ -112,6 +113,11 @@ class Attempt:
                 raise EngineFailed(f"decode engine {self._decode.url} reserved twice", stage="decode")
             if line.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 raise line.error or EngineFailed(f"decode engine {self._decode.url} gave no reason", stage="decode")
+            if self._request.prompt is not None and not line.prompt_tokens:
+                raise EngineFailed(
+                    f"decode engine {self._decode.url} did not say how many tokens a prompt has that went as text",
+                    stage="decode",
+                )
         except RequestError as error:
             self._count("decode", error)
             located = error.located("decode", self._attempt)

@@ -71,6 +71,8 @@ class Endpoint:
     """KV blocks that requests can hold; 0: not known."""
     adapters: frozenset[str] = frozenset()
     """Digests of the low-rank adapters that it has."""
+    tokenizer: str = ""
+    """Digest of the tokenizer by which it takes prompts as text; empty: it takes ids alone."""
 
 
 class Load(NamedTuple):

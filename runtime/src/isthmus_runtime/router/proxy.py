@@ -9,12 +9,13 @@ from os import urandom
 from types import MappingProxyType
 
 from ..config import RouterConfig
-from ..errors import Overloaded, RequestError
+from ..errors import InvalidRequest, Overloaded, RequestError
 from ..metrics import RouterMetrics
 from ..protocol import request_json
 from ..request import FinishReason, GenerateRequest, ServedTask, TokenChunk
 from .attempt import Attempt, TryElsewhere
 from .links import Links
+from .passed_on import NeedsIds, OwnTokenizer, by_ids, expected_tokens, takes, takes_text
 from .policy import Choice, Facts, Fleet, PolicyName, Refusal, Rules, choose
 from .pool import EnginePool
 from .prefixes import Prefixes, cached_tokens, prompt_hashes
@@ -52,10 +53,13 @@ class RouterBackend:
         *,
         metrics: RouterMetrics | None = None,
         prefixes: Prefixes | None = None,
+        tokenizer: OwnTokenizer | None = None,
         new_attempt: Callable[[], str] = lambda: urandom(16).hex(),
         gap_s: float = _GAP_S,
     ) -> None:
+        """`tokenizer` None: prompts come as ids alone."""
         self._pool = pool
+        self._tokenizer = tokenizer
         self._links = links
         self._metrics = metrics
         self._new_attempt = new_attempt
@@ -75,6 +79,9 @@ class RouterBackend:
         """Group of requests with one prompt -> the engine that has its KV."""
         self._able: Fleet | None = None
         """The last fleet that `ready` found able to serve."""
+        self._looked_at: Fleet | None = None
+        self._takes_text = False
+        """Of the fleet that was looked at."""
         if metrics is not None:
             metrics.in_flight.set_function(lambda: self._in_flight)
             metrics.running.set_function(lambda: self._begun)
@@ -89,6 +96,14 @@ class RouterBackend:
     def task(self) -> ServedTask:
         """What the engines serve their model for; meaningful once one has reported."""
         return self._pool.task
+
+    def takes_text(self) -> bool:
+        """Whether a prompt had better come as text, at present."""
+        fleet = self._pool.fleet
+        if self._looked_at is not fleet:
+            self._looked_at = fleet
+            self._takes_text = takes_text(self._tokenizer, self._rules.policy, fleet)
+        return self._takes_text
 
     def ready(self) -> str:
         """Empty when a prompt could be served now, else why not."""
@@ -141,7 +156,7 @@ class RouterBackend:
             begun = 1
             self._begun += begun
             if self._metrics is not None:
-                self._metrics.prefix_queries.inc(len(request.prompt_token_ids))
+                self._metrics.prefix_queries.inc(chunk.prompt_tokens or len(request.prompt_token_ids))
                 if chunk.cached_tokens:
                     self._metrics.prefix_hits.inc(chunk.cached_tokens)
             while True:
@@ -163,8 +178,21 @@ class RouterBackend:
 
     async def _begin(self, request: GenerateRequest) -> tuple[Attempt, TokenChunk]:
         """The attempt that works, with its first chunk."""
+        deadline = asyncio.get_running_loop().time() + request.timeout_s + _DEADLINE_MARGIN_S
+        if request.prompt is None:
+            return await self._try(request, deadline)
+        try:
+            return await self._try(request, deadline)
+        except (NeedsIds, InvalidRequest):
+            # Since it was planned, an engine of an older version has joined the others, or is where one of them was.
+            assert self._tokenizer is not None
+            request = await by_ids(self._tokenizer, request)
+        attempt, chunk = await self._try(request, deadline)
+        return attempt, chunk._replace(prompt_tokens=len(request.prompt_token_ids))
+
+    async def _try(self, request: GenerateRequest, deadline: float) -> tuple[Attempt, TokenChunk]:
+        """The same. Raises NeedsIds where the engine that it goes to does not take its prompt as text."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + request.timeout_s + _DEADLINE_MARGIN_S
         patience = loop.time() + min(self._gap_s, request.timeout_s)
         body = request_json(request)
         hashes = await self._hashes(request)
@@ -179,6 +207,8 @@ class RouterBackend:
                     continue
                 self._refuse(choice.value)
                 raise failed or Overloaded(_REFUSALS[choice], retry_after_s=_RETRY_AFTER_S)
+            if request.prompt is not None and not takes(self._tokenizer, choice.decode):
+                raise NeedsIds
             if self._metrics is not None:
                 self._metrics.chosen(choice.reason.value)
             if self._prefixes is not None:
@@ -268,7 +298,7 @@ class RouterBackend:
             fleet = self._pool.fleet
             cached = cached_tokens(self._prefixes, (*fleet.prefill, *fleet.decode), hashes)
         return Facts(
-            prompt_tokens=len(request.prompt_token_ids),
+            prompt_tokens=expected_tokens(request),
             max_tokens=request.sampling.max_tokens,
             turn=self._turn,
             excluded=excluded,

@@ -8,6 +8,7 @@ What is refused before it is understood gets an answer too, after the answers to
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import socket
 from enum import Enum
@@ -36,6 +37,9 @@ later, but at least this often."""
 _BEFORE_HEAD, _BEFORE_CHUNK = b"HTTP/1.1 100 Continue\r\n\r\n", b"0"
 """Bytes that say nothing, for a client that sends no more: it has to discard an interim answer (RFC 9110, 15.2.1), and
 a chunk's size may begin with zeros (RFC 9112, 7.1). The system of a client that has left answers them with a reset."""
+_PIECES, _PIECE = 4096, 64
+"""Chunks that a body may come in however small they are, and bytes that further ones have on average: a chunk takes
+some two microseconds, in which nobody else is served."""
 _EXTENSIONS: dict[str, dict[object, object]] = {WHOLE: {}}
 """Of every scope."""
 _GONE = 7
@@ -90,11 +94,14 @@ class Protocol(HttpToolsProtocol):
         """Bytes that were not read of what was written when that was looked at, and when that had changed."""
         self._pending = 0
         """Bytes of which the parser has made neither a head nor a part of a body."""
+        self._pieces = 0
+        """Chunks of the body that arrives, less one for each of their `_PIECE` bytes."""
         self._running: RequestResponseCycle | None = None
         """The request that is being answered; `cycle` is the latest one."""
         self._task: asyncio.Task[None] | None = None
         self._refusal: RequestError | None = None
-        """The answer that is due to what has arrived last."""
+        """The answer that is due to what has arrived last. Raised as a copy: a traceback holds what its frames hold,
+        the body among it, for as long as the error is kept."""
         self._deaf = False
         """Nothing more is understood; what comes is dropped."""
         self.half_closed = False
@@ -183,7 +190,7 @@ class Protocol(HttpToolsProtocol):
                 "a request with a body asks for an Upgrade, and this server speaks HTTP/1.1 alone; send it without the "
                 "Upgrade header (Java's HttpClient: version(HTTP_1_1))"
             )
-        self._pending = 0
+        self._pending = self._pieces = 0
         self._phase = _Phase.BODY
         self.scope["extensions"] = {**extensions}
         super().on_headers_complete()
@@ -195,6 +202,11 @@ class Protocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """Of the parser."""
         self._pending = 0
+        self._pieces += 1 - len(body) // _PIECE
+        if self._pieces > _PIECES:
+            raise InvalidRequest(
+                f"the body comes in more than {_PIECES} pieces of less than {_PIECE} bytes each; send larger chunks"
+            )
         super().on_body(body)
         self._make_room(self.server_state.bodies.add(self, len(body)))
 
@@ -224,7 +236,7 @@ class Protocol(HttpToolsProtocol):
         async def receive() -> Any:
             message = await cycle.receive()
             if cycle.more_body and self._refusal is not None:
-                raise self._refusal  # the handler's books are to say why it came to nothing
+                raise copy.copy(self._refusal)  # the handler's books are to say why it came to nothing
             return message
 
         async def send(message: Any) -> None:
@@ -361,7 +373,7 @@ class Protocol(HttpToolsProtocol):
         """Count `size` bytes that were made of the body. Raises Overloaded when it is this one that has to go."""
         self._make_room(self.server_state.bodies.add(self, size))
         if self._refusal is not None:
-            raise self._refusal
+            raise copy.copy(self._refusal)
 
     def _make_room(self, largest: Protocol | None) -> None:
         while largest is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 NO_SPACE, MISSING, OWNER_GONE = -200, -704, -800
+NOT_AS_PUT = (-10, -600, OWNER_GONE)
+"""Of a read: the value has another size than was put, or cannot be had any more."""
 UNREACHABLE = (-900, -901, -1010)
 _MEANING = {
     -10: "buffer too small",

@@ -15,9 +15,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 from ..interfaces.transport import Piece
-from .pool_codes import NO_SPACE, OWNER_GONE, explain
+from .pool_codes import NO_SPACE, NOT_AS_PUT, OWNER_GONE, explain
 from .pool_jobs import Broken, Job
 from .pool_values import PoolValues
+from .seal import SEAL_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -134,15 +135,18 @@ class PoolMoves:
         """As `get`. A value that is damaged in the pool goes: a put would not replace it."""
         left = pieces
         for _ in range(READ_TRIES):
-            values = self._values(job)
+            values, sizes = self._values(job), []
             for piece, code in zip(left, values.get(left, job.seals), strict=True):
-                if code < 0:
+                if code < 0 and code not in NOT_AS_PUT:
                     raise Broken(f"block {piece.key}: {explain(code)}")
-            left = values.damaged(left, job.seals)
+                sizes.append(code)
+            unsealed = values.damaged(left, job.seals)
+            # A seal of before may stand where a value of another size was not read to its end.
+            left = [p for p, size in zip(left, sizes, strict=True) if p in unsealed or size != p.nbytes + SEAL_BYTES]
             if not left:
                 return
         keys = [piece.key for piece in left]
         problem = self._values(job).remove(keys)
         log.warning("removing %d damaged blocks from the pool: %s", len(keys), problem or "done")
         more = f", with {len(keys) - 1} others" if len(keys) > 1 else ""
-        raise Broken(f"block {keys[0]} is damaged in the pool{more}: its seal is not that of its bytes")
+        raise Broken(f"block {keys[0]} is damaged in the pool{more}: it is not what was put under its name")
