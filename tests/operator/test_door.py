@@ -280,6 +280,36 @@ def test_of_large_reviews_few_are_read_at_once_and_small_ones_pass_them(
     run(main)
 
 
+def test_addresses_that_send_large_reviews_slowly_do_not_keep_others_out(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them had all turns for as long as they liked."""
+    monkeypatch.setattr(webhook, "BODY_S", 30.0)
+    monkeypatch.setattr(webhook, "LARGE_S", 0.2)
+    large = review(object={"metadata": {"name": "large"}, "spec": {"x": "y" * webhook.SMALL}})
+    head = f"POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(large)}\r\n\r\n".encode()
+
+    async def main() -> None:
+        async with hall(pair) as there:
+            slow = []
+            for number in range(2 * webhook.AT_ONCE):
+                reader, writer = await there.connect(f"127.0.1.{number % 2 + 1}")
+                writer.write(head + large[:-1])
+                slow.append((reader, writer))
+            for _ in range(3):
+                whole, writer = await there.connect(OTHER)
+                writer.write(head + large)
+                assert (await whole.readline()).startswith(b"HTTP/1.1 200")
+            assert len(there.asked) == 3
+            ended = [asyncio.ensure_future(reader.readline()) for reader, _ in slow]
+            done, rest = await asyncio.wait(ended, timeout=0)
+            assert {answer.result()[:12] for answer in done} <= {b"HTTP/1.1 408"}
+            for waiting in rest:
+                waiting.cancel()
+
+    run(main)
+
+
 def test_of_decoded_reviews_there_is_one_and_one_of_too_many_values_is_not_decoded(pair: Path) -> None:
     dense = review(object={"metadata": {"name": "n"}, "spec": {"x": [[]] * 20_000}})
     denser = review(object={"metadata": {"name": "n"}, "spec": {"x": [[]] * webhook.MOST_VALUES}})

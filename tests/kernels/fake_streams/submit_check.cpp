@@ -109,10 +109,18 @@ static int check_world(int direction) {
     CHECK(open(swap) == 0);
     Handover &handover = swap.lanes[direction].handover;
     int64_t turn = -1;
+    int kernels_before = 0;
     std::vector<char> pool = world.pool, host = world.host;  // what must come of it
     for (int round = 0; round < 12; round++) {
-        const int64_t count = below(world.pool_blocks);
-        const std::vector<int64_t> on_pool = draw(world.pool_blocks, count), on_host = draw(world.host_blocks, count);
+        const bool rising = round == 11;
+        const int64_t count = rising ? world.pool_blocks : below(world.pool_blocks);
+        std::vector<int64_t> on_pool = draw(world.pool_blocks, count), on_host = draw(world.host_blocks, count);
+        if (rising) {  // all blocks in a run
+            std::iota(on_pool.begin(), on_pool.end(), 0), std::iota(on_host.begin(), on_host.end(), 0);
+            CHECK(handover.synchronize(turn) == 0);
+            ALONE;
+            kernels_before = fake_kernels;
+        }
         // The source changes right before the first, on the caller's stream; the copy has to wait for it.
         std::vector<char> &source = direction == IN ? world.host : world.pool, &expected = direction == IN ? host : pool;
         if (round == 0) {
@@ -143,6 +151,10 @@ static int check_world(int direction) {
     CHECK(handover.wait(turn, &reader) == 0);
     {
         ALONE;
+        // What is for the copy engine goes to it alone.
+        const SwapShape shape = world.shape(false);
+        const bool a_run = kv_swap_whole(shape) && world.pool_blocks * shape.fragment >= swap.config.engine_from;
+        if (a_run || (swap.config.rows_from == 1 && is_matrix(shape))) CHECK(fake_kernels == kernels_before);
         reader.work.push_back([&] { return seen = target, true; });
     }
     if (below(2)) CHECK(handover.synchronize(turn) == 0 && handover.query(turn) == 0);

@@ -15,8 +15,8 @@ from serving import served
 from isthmus_runtime.errors import InvalidRequest
 from isthmus_runtime.protocol import EngineInfo, KvInfo, LoadInfo, TransferInfo
 from isthmus_runtime.router.page import add_page
-from isthmus_runtime.router.pool import EngineView
 from isthmus_runtime.router.rates import Rates
+from isthmus_runtime.router.remote_engine import EngineView
 from isthmus_runtime.router.status import ServiceStatus, service_status
 from isthmus_runtime.serving.app import add_pages, make_app
 

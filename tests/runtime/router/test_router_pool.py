@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 
 from isthmus_runtime.errors import EngineFailed, Overloaded
-from isthmus_runtime.router.pool import resolve_all
+from isthmus_runtime.router.resolving import resolve_all
 
 
 def states(pool):

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import kopf
@@ -29,9 +31,69 @@ SMALL = 64 * 1024
 """Bytes of a review that never waits for larger ones. That of a service of the usual kind has 8 KiB."""
 LARGE_AT_ONCE = 8
 """Larger ones that are read at the same time, of all addresses."""
+LARGE_S = 0.5
+"""How long one is read, at least, before it gives way to an address that has fewer. An API server's is here at once."""
 MOST_VALUES = 100_000
 """Of a review, by its brackets and commas: an empty list takes 25 bytes for each of its own."""
 _RESOURCE = {"group": GROUP, "version": VERSION, "resource": PLURAL}
+
+
+@dataclass(slots=True, eq=False)
+class _Reading:
+    address: str
+    since: float
+    timer: asyncio.Timeout
+
+
+class Large:
+    """Turns at reading large reviews. Where all are taken, the one that has been read longest of the address that has
+    most gives way to an address with fewer: who sends slowly has only what others leave. For one event loop."""
+
+    def __init__(self) -> None:
+        self._reading: list[_Reading] = []
+        self._waiting: list[tuple[_Reading, asyncio.Future[None]]] = []
+        self._look: asyncio.TimerHandle | None = None
+
+    @asynccontextmanager
+    async def turn(self, address: str, timer: asyncio.Timeout) -> AsyncIterator[None]:
+        """`timer` ends it, with the time that it had or when it gives way."""
+        loop = asyncio.get_running_loop()
+        mine = _Reading(address, loop.time(), timer), loop.create_future()
+        self._waiting.append(mine)
+        try:
+            self._make_room()
+            await mine[1]
+            yield
+        finally:
+            if mine in self._waiting:
+                self._waiting.remove(mine)
+            else:
+                self._reading.remove(mine[0])
+            self._make_room()
+
+    def _make_room(self) -> None:
+        loop, count = asyncio.get_running_loop(), Counter(one.address for one in self._reading)
+        if self._look is not None:
+            self._look.cancel()
+            self._look = None
+        while self._waiting and len(self._reading) < LARGE_AT_ONCE:
+            mine = min(self._waiting, key=lambda one: count[one[0].address])
+            self._waiting.remove(mine)
+            mine[0].since = loop.time()
+            self._reading.append(mine[0])
+            count[mine[0].address] += 1
+            if not mine[1].done():  # it may just have left
+                mine[1].set_result(None)
+        if not self._waiting:
+            return
+        most = max(count.values())
+        if most <= min(count[one.address] for one, _ in self._waiting):
+            return
+        oldest = min((one for one in self._reading if count[one.address] == most), key=lambda one: one.since)
+        if loop.time() < oldest.since + LARGE_S:
+            self._look = loop.call_at(oldest.since + LARGE_S, self._make_room)
+        elif not oldest.timer.expired():
+            oldest.timer.reschedule(loop.time())
 
 
 class Webhook:
@@ -43,7 +105,7 @@ class Webhook:
         self._certificates = certificates
         self._serving = serving
         self._turns: dict[str, tuple[asyncio.Semaphore, list[None]]] = {}
-        self._large = asyncio.Semaphore(LARGE_AT_ONCE)
+        self._large = Large()
         self._work = asyncio.Lock()
 
     async def __call__(self, fn: kopf.WebhookFn) -> AsyncIterator[kopf.WebhookClientConfig]:
@@ -63,10 +125,12 @@ class Webhook:
     async def _body(self, request: web.Request) -> bytes:
         """HTTPException for one that does not come, or has more in it than any resource that is admitted."""
         size = request.content_length
-        waits = contextlib.nullcontext() if size is not None and size <= SMALL else self._large
+        small = size is not None and size <= SMALL
         try:
-            async with asyncio.timeout(BODY_S), waits:
-                body = await request.read()
+            async with asyncio.timeout(BODY_S) as timer:
+                waits = contextlib.nullcontext() if small else self._large.turn(request.remote or "", timer)
+                async with waits:
+                    body = await request.read()
         except TimeoutError:
             raise web.HTTPRequestTimeout(text="the body did not arrive in time") from None
         if sum(body.count(mark) for mark in (b"{", b"[", b",")) > MOST_VALUES:

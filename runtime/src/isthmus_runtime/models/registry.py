@@ -9,7 +9,6 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 
 from ..errors import WeightsError
-from ..model_files import check_links
 from .base import ModelSpec
 from .config_reader import ConfigReader, read_json
 from .gguf_format import GgufFormat
@@ -41,7 +40,6 @@ def read_model_spec(directory: str | Path) -> ModelSpec:
     folder = Path(directory)
     if not folder.is_dir():
         raise WeightsError(f"model directory {str(folder)!r} does not exist; import or fetch a model first")
-    check_links(folder)
     config = read_json(folder / "config.json")
     generation = folder / "generation_config.json"
     return parse_model_spec(

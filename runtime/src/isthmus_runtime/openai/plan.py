@@ -8,8 +8,6 @@ from os import urandom
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from pydantic_core import from_json
-
 from ..config import ChatConfig
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
 from ..interfaces.backend import Backend
@@ -18,16 +16,14 @@ from . import anthropic, responses
 from .answer import Job
 from .bodies import json_object
 from .chat import Conversation
-from .output import Reader, Thinking
+from .conversations import Conversations
+from .output import Reader
 from .pieces import Pieces
 from .prompts import Echo, echo_of_ids, echo_of_text
 from .schema import MAX_ECHO, MAX_SCORES, ChatRequest, CompletionRequest, chat_request, parse_chat, parse_completion
 from .sse import ChatFormat, CompletionFormat, Format
 from .text_prompts import ids_of, too_long
 from .tokenizer import Tokenizer, TooManyTokens
-from .tool_formats import FORMATS, format_of
-from .tool_grammar import calls_grammar
-from .tool_prompt import in_plain_text
 
 MakeFormat = Callable[..., Format]
 """Takes what `Format` does."""
@@ -70,9 +66,7 @@ class Planner:
         self._backend = backend
         self._tokenizer = tokenizer
         self._names = served_names
-        self._config = chat
-        auto = chat.tool_format == "auto"
-        self._tool_format = format_of(tokenizer.template) if auto else FORMATS[chat.tool_format]
+        self._conversations = Conversations(tokenizer, chat)
         self._timeout_s = timeout_s
         self._seeds = seeds
         self._wall_clock = wall_clock
@@ -159,7 +153,7 @@ class Planner:
         """Ids of the prompt of a request, however long. Raises InvalidRequest."""
         self.check_model(request.model)
         if isinstance(request, ChatRequest):
-            return self._tokenizer.chat(self.conversation(request, request.offered_tools())).ids or []
+            return self._tokenizer.chat(self._conversations.of(request, request.offered_tools())).ids or []
         prompt = request.prompts()[0]
         if not isinstance(prompt, str):
             raise InvalidRequest("prompt: must be a string", param="prompt")
@@ -175,7 +169,7 @@ class Planner:
         as_text = self._may_be_text(request) and (asked is not None or not request.min_tokens)
         try:
             prompt = self._tokenizer.chat(
-                self.conversation(request, tools),
+                self._conversations.of(request, tools),
                 limit - 1 if keep is None else None,
                 briefly=briefly,
                 as_text=limit - (asked or 1) if as_text else 0,
@@ -200,94 +194,11 @@ class Planner:
             wanted,
             prefix,
             form,
-            reader=self._reader(tools, prompt.text),
+            reader=self._conversations.reader(tools, prompt.text),
             tools=bool(tools),
-            calls=self._calls(request, tools, prompt.text),
+            calls=self._conversations.calls(request, tools, prompt.text),
             text=text,
         )
-
-    def _calls(self, request: ChatRequest, tools: list[dict[str, Any]], prompt: str) -> Structure | None:
-        """What the answer must be where tools make that another thing than the request's own structure."""
-        answer = request.structure
-        callable_tools = request.callable_tools()
-        if not tools or not (request.must_call or answer is not None):
-            return None
-        # A model that may call and is held to JSON otherwise must be let do either.
-        schema = None
-        if answer is not None:
-            if answer.kind not in {"json_object", "json_schema"}:
-                raise InvalidRequest(
-                    f"structured_outputs: {answer.kind} is not supported together with tools; remove one of the two",
-                    param="structured_outputs",
-                )
-            schema = _schema(answer.text or '{"type": "object"}')
-        return calls_grammar(
-            self._tool_format.name,
-            [tool["function"] for tool in callable_tools],
-            self._tokenizer.control_id,
-            several=request.tool_choice in (None, "auto", "required") and request.parallel_tool_calls,
-            answer=schema,
-            thinking=Thinking.CLOSE if self._thinks and prompt.rstrip().endswith(Thinking.OPEN) else "",
-        )
-
-    def conversation(self, request: ChatRequest, tools: list[dict[str, Any]]) -> Conversation:
-        """What the template gets. Raises InvalidRequest."""
-        messages = request.conversation()
-        if request.continue_final_message and messages[-1].get("tool_calls"):
-            raise InvalidRequest(
-                "continue_final_message: the last message has tool calls, which cannot be continued",
-                param="continue_final_message",
-            )
-        if not self._tokenizer.knows("tools"):
-            messages, tools = in_plain_text(messages, tools), []
-        add = request.add_generation_prompt
-        return Conversation(
-            messages=messages,
-            tools=tools or None,
-            kwargs={**self._effort(request.reasoning_effort), **request.chat_template_kwargs},
-            add_generation_prompt=not request.continue_final_message if add is None else add,
-            continue_final_message=request.continue_final_message,
-            allow_control_tokens=self._allows_control(request.allow_control_tokens),
-        )
-
-    def _effort(self, effort: str | None) -> dict[str, Any]:
-        """`reasoning_effort` in the variables of the model's template."""
-        if effort is None:
-            return {}
-        if self._tokenizer.knows("reasoning_effort"):
-            return {"reasoning_effort": effort}
-        if self._tokenizer.knows("enable_thinking"):
-            return {"enable_thinking": effort != "none"}
-        if effort == "none" and not self._tokenizer.thinks:
-            return {}
-        raise InvalidRequest(
-            f"reasoning_effort: {effort!r} would have no effect, for the model's template does not know it; remove it",
-            param="reasoning_effort",
-        )
-
-    def _reader(self, tools: list[dict[str, Any]], prompt: str) -> Callable[[], Reader] | None:
-        """What takes the answers apart; None: nothing does."""
-        thinks = self._thinks
-        if not thinks and not tools:
-            return None
-        names = [t["function"]["name"] for t in tools]
-        opened = prompt.rstrip().endswith(Thinking.OPEN)
-        parser = self._tool_format.parser
-        return lambda: Reader(parser(names) if names else None, Thinking(opened=opened) if thinks else None)
-
-    @property
-    def _thinks(self) -> bool:
-        """Whether the model writes its reasoning before its answer."""
-        return self._tokenizer.thinks if self._config.reasoning == "auto" else self._config.reasoning == "think"
-
-    def _allows_control(self, asked: bool | None) -> bool:
-        setting = self._config.control_tokens
-        if asked and setting == "never":
-            raise InvalidRequest(
-                "allow_control_tokens: this server runs with --control-tokens never; remove it",
-                param="allow_control_tokens",
-            )
-        return setting == "always" if asked is None else asked
 
     def _admit(self, model: str) -> int:
         """The length limit of a model that generates."""
@@ -365,7 +276,7 @@ class Planner:
         answer_id = prefix + urandom(16).hex()
         logprobs, candidates = request.num_logprobs, request.num_candidates
         scores = _scores(request, prompts)
-        shown = None if not request.skip_special_tokens else self._tool_format.shown if tools else ()
+        shown = None if not request.skip_special_tokens else self._conversations.tool_format.shown if tools else ()
         pieces = self._tokenizer.pieces_with(shown)
         structure = calls or request.structure
         sampling = self._sampling(request, max_tokens, structured=structure is not None)
@@ -417,7 +328,7 @@ class Planner:
                 prompt_logprobs=request.num_prompt_logprobs,
                 include_usage=request.include_usage,
                 return_ids=request.return_token_ids,
-                short_call_ids=self._tool_format.short_ids,
+                short_call_ids=self._conversations.tool_format.short_ids,
             ),
         )
 
@@ -498,17 +409,6 @@ def _check_echo(characters: int, n: int) -> None:
             "ask for fewer choices",
             param="echo",
         )
-
-
-def _schema(text: str) -> dict[str, Any]:
-    try:
-        found = from_json(text)
-    except ValueError as e:
-        raise InvalidRequest(f"structured_outputs: json is no JSON: {e}", param="structured_outputs") from e
-    found = {} if found is True else found
-    if not isinstance(found, dict):
-        raise InvalidRequest("structured_outputs: a JSON schema is an object", param="structured_outputs")
-    return found
 
 
 def _last(ids: Sequence[int], keep: int | None, limit: int) -> Sequence[int]:

@@ -15,7 +15,6 @@ from pydantic import TypeAdapter, ValidationError
 from tokenizers import Tokenizer as HfTokenizer
 
 from ..errors import ConfigError, InvalidRequest
-from ..model_files import check_links
 from ..request import SamplingOptions
 from .bounds import cut, growth, may_cut, token_bound
 from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
@@ -110,7 +109,6 @@ class Tokenizer:
     def load(path: str | Path, *, now: Callable[[], datetime] = datetime.now) -> Tokenizer:
         """Read a Hugging Face model directory. ConfigError names the file and what is wrong with it."""
         root = Path(path)
-        check_links(root)
         file = root / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(f"--model {path}: there is no tokenizer.json; give a Hugging Face model directory")

@@ -24,9 +24,10 @@ from .links import Links, new_session
 from .page import add_page
 from .passed_on import OwnTokenizer
 from .policy import PolicyName
-from .pool import EnginePool, Resolve, resolve_all
+from .pool import EnginePool
 from .prefixes import make_prefixes
 from .proxy import RouterBackend
+from .resolving import Resolve, resolve_all
 from .status import ServiceStatus, kv_usage, service_status
 
 

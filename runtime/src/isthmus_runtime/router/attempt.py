@@ -16,7 +16,8 @@ from ..request import FinishReason, GenerateRequest, TokenChunk
 from ..tracing.span import current
 from .links import LOST, Links, lost, refusal
 from .policy import Choice, Facts
-from .pool import EnginePool, Hold
+from .pool import EnginePool
+from .remote_engine import Hold
 from .wire import Exchange
 
 _log = logging.getLogger(__name__)

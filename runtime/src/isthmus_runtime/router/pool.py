@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
-import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 from pydantic import ValidationError
@@ -19,16 +16,15 @@ from pydantic import ValidationError
 from ..config import RouterConfig
 from ..credentials import Credentials
 from ..metrics import RouterMetrics
-from ..protocol import AdapterInfo, EngineInfo
+from ..protocol import EngineInfo
 from ..request import GENERATES, AdapterName
 from .kv_events import follow
-from .policy import UNPAIRED, Endpoint, Fleet, Load, fleet
+from .policy import Fleet, Load, fleet
 from .prefixes import Prefixes, StoredBlocks
-from .rates import Rates
+from .remote_engine import EngineStatus, EngineView, FleetRole, Hold, RemoteEngine
+from .resolving import Resolve, engine_url, resolve_all
 
 _log = logging.getLogger(__name__)
-
-FleetRole = Literal["prefill", "decode", "unified"]
 
 _PROBE_TIMEOUT_S = 2.0
 _RESOLVE_TIMEOUT_S = 5.0
@@ -37,154 +33,6 @@ _DEAD_AFTER_S = 5.0
 _LATE = "no answer in time"
 _FIRST_BACKOFF_S = 0.1
 _LAST_BACKOFF_S = 1.0
-_NO_SUCH_NAME = {socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME)}
-
-Resolve = Callable[[str, int], Awaitable[set[str]]]
-
-
-async def resolve_all(host: str, port: int) -> set[str]:
-    """All IPv4 and IPv6 addresses of `host`; empty when the name does not exist (a headless Service without pods).
-
-    Raises OSError when the resolver cannot tell.
-    """
-    loop = asyncio.get_running_loop()
-    try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except socket.gaierror as e:
-        if e.errno in _NO_SUCH_NAME:
-            return set()
-        raise
-    return {str(entry[4][0]) for entry in found}
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatus:
-    """One engine as GET /info of the router shows it."""
-
-    url: str
-    role: FleetRole
-    state: str
-    reason: str
-    requests: int
-    fingerprint: str
-
-
-@dataclass(frozen=True, slots=True)
-class EngineView:
-    """What the last probe of one engine said."""
-
-    role: FleetRole
-    ready: bool
-    info: EngineInfo | None
-    """None: it has not answered yet."""
-    tokens_per_s: float
-    sent_bytes_per_s: float
-
-
-def _nobody_waits(reason: str) -> None:
-    pass
-
-
-class Hold:
-    """A hold on one engine by one request: counts as load, and is notified when the engine is lost."""
-
-    __slots__ = ("_engine", "_on_lost", "_tokens", "lost")
-
-    def __init__(self, engine: _RemoteEngine, tokens: int, on_lost: Callable[[str], None]) -> None:
-        self._engine = engine
-        self._tokens = tokens
-        self._on_lost = on_lost
-        self.lost = ""
-        """Why the engine is considered lost; empty while it is not."""
-
-    def lose(self, reason: str) -> None:
-        """The engine is gone. Told once."""
-        if not self.lost:
-            self.lost = reason
-            self._on_lost(reason)
-
-    def release(self) -> None:
-        """The request has left the engine. Idempotent."""
-        self._on_lost = _nobody_waits  # what it belongs to would refer to itself, until the collector comes by
-        self._engine.release(self, self._tokens)
-
-
-class _RemoteEngine:
-    """One address. Changed only by its own watch task, and by `EnginePool` on the event loop."""
-
-    def __init__(self, url: str, role: FleetRole, loads: dict[str, Load]) -> None:
-        self.url = url
-        self.role = role
-        self.info: EngineInfo | None = None
-        self.problem = "not asked yet"
-        """Why it takes no requests; empty when it does."""
-        self.listed = True
-        """Whether name resolution still returns it."""
-        self.failures = 0
-        self.last_answer = 0.0
-        self.wake = asyncio.Event()
-        self.probes = self.answered = 0
-        """Begun, and ended, so far."""
-        self.probed = asyncio.Condition()
-        """Notified when one has ended."""
-        self.holds: set[Hold] = set()
-        self.shown: tuple[Endpoint, int, tuple[AdapterInfo, ...]] | None = None
-        """`known()` as the fleet has it: a contact may fail while a probe that succeeds is on its way."""
-        self.follower: asyncio.Task[None] | None = None
-        """Follows its KV events."""
-        self.has_events = True
-        self.rates = Rates()
-        self._loads = loads
-
-    @property
-    def routable(self) -> bool:
-        return self.listed and not self.problem and self.info is not None
-
-    def has_answered(self, number: int) -> bool:
-        """Whether the probe of that number, counted from 1, has ended, or a later one."""
-        return self.answered >= number
-
-    async def tell_probed(self) -> None:
-        """The newest probe has ended, and what it found is known to the pool."""
-        async with self.probed:
-            self.answered = self.probes
-            self.probed.notify_all()
-
-    def hold(self, tokens: int, on_lost: Callable[[str], None]) -> Hold:
-        hold = Hold(self, tokens, on_lost)
-        self.holds.add(hold)
-        self._loads[self.url] = self._loads.get(self.url, Load()).plus(1, tokens)
-        return hold
-
-    def release(self, hold: Hold, tokens: int) -> None:
-        if hold in self.holds:
-            self.holds.discard(hold)
-            self._loads[self.url] = self._loads[self.url].plus(-1, -tokens)
-            if not self.listed:
-                self.wake.set()  # lets the watch end with the last request
-
-    def endpoint(self) -> Endpoint:
-        assert self.info is not None
-        transfer = self.info.transfer
-        mode = transfer.mode if transfer.ready else UNPAIRED
-        kv = self.info.kv
-        adapters = frozenset(adapter.digest for adapter in self.info.adapters)
-        return Endpoint(
-            self.url,
-            self.info.fingerprint,
-            mode,
-            transfer.epoch,
-            kv.block_size,
-            kv.usable_blocks,
-            adapters,
-            self.info.tokenizer,
-        )
-
-    def known(self) -> tuple[Endpoint, int, tuple[AdapterInfo, ...]] | None:
-        """What the fleet shows of this engine; None: it takes no requests."""
-        if not self.routable or self.info is None:
-            return None
-        return self.endpoint(), self.info.kv.max_model_len, self.info.adapters
 
 
 class EnginePool:
@@ -219,7 +67,7 @@ class EnginePool:
         )
         self._addresses: tuple[tuple[FleetRole, str], ...] = tuple((r, a) for r, group in roles for a in group)
         self._unified = bool(config.worker)
-        self._engines: dict[str, _RemoteEngine] = {}
+        self._engines: dict[str, RemoteEngine] = {}
         self._of_address: dict[str, set[str]] = {}
         self._asked: set[str] = set()
         self._loads: dict[str, Load] = {}
@@ -340,7 +188,7 @@ class EnginePool:
                 _log.log(level, "cannot resolve %s (%s): %s", host, role, problem)
             else:
                 problem = ""
-                self._update(role, address, {_url(ip, port) for ip in found})
+                self._update(role, address, {engine_url(ip, port) for ip in found})
             self._asked.add(address)
             await asyncio.sleep(self._interval)
 
@@ -359,14 +207,14 @@ class EnginePool:
                 known.listed = True
                 known.wake.set()
                 continue
-            engine = self._engines[url] = _RemoteEngine(url, role, self._loads)
+            engine = self._engines[url] = RemoteEngine(url, role, self._loads)
             engine.last_answer = asyncio.get_running_loop().time()
             self._spawn(self._watch(engine))
         self._rebuild()
 
     # ----------------------------------------------------------------------------------------------------- probing
 
-    async def _watch(self, engine: _RemoteEngine) -> None:
+    async def _watch(self, engine: RemoteEngine) -> None:
         """Probe one engine until it is neither listed nor in use."""
         while engine.listed or engine.holds:
             engine.wake.clear()  # whoever sets it from now on wants another probe than this
@@ -396,12 +244,12 @@ class EnginePool:
             self._on_gone(engine.url)
         self._rebuild()
 
-    def _pause(self, engine: _RemoteEngine) -> float:
+    def _pause(self, engine: RemoteEngine) -> float:
         if engine.holds or not engine.failures:
             return min(self._interval, self._dead_after / 4) if engine.holds else self._interval
         return min(_FIRST_BACKOFF_S * 2.0 ** (engine.failures - 1), _LAST_BACKOFF_S)
 
-    async def _probe(self, engine: _RemoteEngine) -> str:
+    async def _probe(self, engine: RemoteEngine) -> str:
         """Ask the engine; returns why it takes no requests."""
         timeout = aiohttp.ClientTimeout(total=min(_PROBE_TIMEOUT_S, self._dead_after / 2))
         try:
@@ -436,13 +284,13 @@ class EnginePool:
 
     # --------------------------------------------------------------------------------------------------- KV caches
 
-    def _follow(self, engine: _RemoteEngine) -> None:
+    def _follow(self, engine: RemoteEngine) -> None:
         """Read the engine's KV events, unless that is done or impossible. Called after each probe."""
         blocks = self._prefixes
         if isinstance(blocks, StoredBlocks) and engine.follower is None and engine.routable and engine.has_events:
             engine.follower = self._spawn(self._read_events(engine, blocks))
 
-    async def _read_events(self, engine: _RemoteEngine, blocks: StoredBlocks) -> None:
+    async def _read_events(self, engine: RemoteEngine, blocks: StoredBlocks) -> None:
         try:
             engine.has_events = await follow(self._session, engine.url, blocks, self._credentials)
         finally:
@@ -450,7 +298,7 @@ class EnginePool:
         if not engine.has_events:
             _log.info("%s %s: has no KV events (prefix caching is off)", engine.role, engine.url)
 
-    def _forget(self, engine: _RemoteEngine) -> None:
+    def _forget(self, engine: RemoteEngine) -> None:
         """The engine was lost or started anew."""
         engine.has_events = True
         if engine.follower is not None:
@@ -459,10 +307,10 @@ class EnginePool:
             self._prefixes.forget(engine.url)
 
     @staticmethod
-    def _silent(engine: _RemoteEngine) -> float:
+    def _silent(engine: RemoteEngine) -> float:
         return asyncio.get_running_loop().time() - engine.last_answer
 
-    def _check_alive(self, engine: _RemoteEngine) -> None:
+    def _check_alive(self, engine: RemoteEngine) -> None:
         silent = self._silent(engine)
         # One probe alone may have failed because this process stood still, and the silence be its own.
         if engine.holds and silent >= self._dead_after and engine.failures > 1:
@@ -496,7 +344,7 @@ class EnginePool:
                 self._metrics.endpoints(role, state, count)
 
     @staticmethod
-    def _state(engine: _RemoteEngine) -> str:
+    def _state(engine: RemoteEngine) -> str:
         return "ready" if engine.routable else "unready" if engine.listed else "leaving"
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -519,8 +367,3 @@ def _adapters(infos: Iterable[EngineInfo]) -> dict[str, AdapterName]:
     for (name, digest), _ in sorted(counts.items(), key=lambda one: (-one[1], one[0])):
         found.setdefault(name, AdapterName(name, digest))
     return found
-
-
-def _url(ip: str, port: str) -> str:
-    address = ipaddress.ip_address(ip.partition("%")[0])
-    return f"http://[{ip}]:{port}" if address.version == 6 else f"http://{ip}:{port}"

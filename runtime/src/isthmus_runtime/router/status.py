@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from pydantic import BaseModel
 
-from .pool import EngineView
+from .remote_engine import EngineView
 
 
 class RoleStatus(BaseModel):
