@@ -43,7 +43,7 @@ class Rows:
         self._rows.uploaded[: inputs.words] = slot.inputs[: inputs.words]
         assert inputs.draws is not None
         chosen = sample(logits, inputs.draws, slot.drawn[: len(rows)])
-        return outputs(inputs.draws, slot, stage_logprobs(self._device, logits, chosen, inputs.draws))
+        return outputs(inputs.draws, slot, stage_logprobs(self._device, slot, logits, chosen, inputs.draws))
 
     def tokens(self, logits: torch.Tensor, rows: list[int], positions: list[int]) -> list[int]:
         return [output.tokens[0] for output in self.draw(logits, rows, positions)]
