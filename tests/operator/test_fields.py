@@ -1,12 +1,16 @@
 """Quantities, durations and counts as Kubernetes means them."""
 
 from decimal import Decimal
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus_operator.api.fields import CountOrPercent, Duration, Quantity
+from isthmus_operator.api.problems import show
+from isthmus_operator.errors import BadFile
+from isthmus_operator.files import load
 
 
 @pytest.mark.parametrize(
@@ -45,3 +49,19 @@ def test_not_a_duration(text: object) -> None:
 def test_count_or_percent(text: object, total: int, up: int, down: int) -> None:
     share = CountOrPercent.parse(text)
     assert (share.of(total, round_up=True), share.of(total, round_up=False)) == (up, down)
+
+
+def test_a_value_that_refers_to_itself_many_times_over_is_shown_shortened() -> None:
+    """Five hundred bytes of YAML took all memory before its text was cut."""
+    value: list[object] = ["x"]
+    for _ in range(60):
+        value = [value, value]
+    shown = show(value)
+    assert len(shown) == 80 and shown.startswith("[" * 61) and shown.endswith("...")
+    assert show({"a": [1, "ü"]}) == '{"a": [1, "ü"]}'
+
+
+def test_a_file_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    (tmp_path / "f.yaml").write_text("[" * 20_000)
+    with pytest.raises(BadFile, match=r"f\.yaml: is nested too deeply"):
+        load(str(tmp_path / "f.yaml"))

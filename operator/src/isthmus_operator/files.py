@@ -57,6 +57,8 @@ def load(path: str) -> Documents:
         raise BadFile(f"{place}: not valid YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise BadFile(f"{path}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise BadFile(f"{path}: is nested too deeply") from None
     return _sorted_out(path, documents)
 
 

@@ -72,8 +72,13 @@ def show(value: object) -> str:
     """A value as the user wrote it, shortened."""
     if isinstance(value, Enum):
         value = value.value
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 80 else text[:77] + "..."
+    text = ""
+    # Piece by piece: what refers to itself many times over, as aliases in YAML do, has no end.
+    for piece in json.JSONEncoder(default=str, ensure_ascii=False).iterencode(value):
+        text += piece
+        if len(text) > 80:
+            return text[:77] + "..."
+    return text
 
 
 def path_of(location: Location, root: str = "spec") -> str:

@@ -192,7 +192,7 @@ def cut(body: Object, kind: str, weighs: int) -> Object:
     out: Object = {key: body[key] for key in ("apiVersion", "kind") if key in body} | {"metadata": kept}
     spec = body.get("spec") or {}
     if kind == "InferenceService":
-        out["spec"] = _clipped(spec, MOST_DEPTH + 1, [MOST_VALUES + 1])
+        out["spec"] = clipped(spec)
     elif kind in ("Deployment", "StatefulSet"):
         picked = ((spec.get("selector") or {}).get("matchLabels") or {}).items()
         labels = {key: value for key, value in picked if key in READ_LABELS}
@@ -207,8 +207,13 @@ def _text(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
+def clipped(spec: Any) -> Any:
+    """A spec that is beyond `limits`, so far as that can be seen in what is left."""
+    return _clipped(spec, MOST_DEPTH + 1, [MOST_VALUES + 1])
+
+
 def _clipped(value: Any, depth: int, left: list[int]) -> Any:
-    """A spec that is beyond `limits`, so far as that can be seen in what is left. left: values that may follow."""
+    """left: values that may follow."""
     left[0] -= 1
     if depth <= 0 or left[0] <= 0:
         return None if isinstance(value, dict | list) else value

@@ -18,7 +18,9 @@ from typing import Any
 import kopf
 from aiohttp import web
 
+from ..api.limits import too_large
 from ..api.v1alpha1 import GROUP, PLURAL, VERSION
+from .answers import clipped
 from .certificates import Certificates
 from .door import listening
 
@@ -167,6 +169,10 @@ def _review(received: bytes) -> Any:
     uid = str(asked.get("uid", ""))
     # Under UPDATE kopf would remember each object, and anybody may make some up; it would compare it with the former,
     # too, which nobody here looks at.
+    # Whatever else is in it kopf copies and goes through, and a spec that is too large is refused by its beginning.
+    body = {**body, "metadata": {key: value for key, value in meta.items() if key != "managedFields"}}
+    if "spec" in body and too_large(body["spec"]):
+        body["spec"] = clipped(body["spec"])
     reduced = {"uid": uid, "resource": _RESOURCE, "operation": "CREATE", "userInfo": {}, "object": body}
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": reduced}
 
