@@ -276,6 +276,7 @@ def test_of_large_reviews_few_are_read_at_once_and_small_ones_pass_them(
     pair: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(webhook, "BODY_S", 30.0)
+    monkeypatch.setattr(webhook, "LARGE_S", 30.0)
     large = review(object={"metadata": {"name": "large"}, "spec": {"x": "y" * webhook.SMALL}})
     head = f"POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(large)}\r\n\r\n".encode()
 
