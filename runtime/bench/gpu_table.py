@@ -120,7 +120,7 @@ ROWS = (
 )  # fmt: skip
 START = {"qwen3-8b": (76.0, 25.0), "qwen3-30b-a3b": (97.0, 40.0)}
 """Seconds from start to ready: the peer's recorded figure, our bar."""
-RECORDED_BY = "recorded of vLLM 0.24.0 on one H200 (docs/benchmarks.md)"
+RECORDED_BY = "recorded of vLLM 0.24.0 on one H200 (runtime/bench/LOG.md)"
 """What the recorded figures are."""
 WARM_UP = ((8, 128, 16), (256, 128, 8), (2, 4096, 2))
 """Requests, tokens in, tokens out of what runs before anything is timed."""

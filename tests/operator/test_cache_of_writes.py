@@ -306,6 +306,26 @@ def test_what_found_no_room_is_kept_once_there_is_some() -> None:
     asyncio.run(main())
 
 
+def test_what_took_the_name_of_another_may_go_first() -> None:
+    """Watches tell of each object in order, not of one and its successor."""
+
+    async def main() -> None:
+        one = Woken()
+        for make in (service, body):
+            old, new = make(2), make(4)
+            new["metadata"]["uid"] = "new"
+            one.cache.changed(old)
+            one.cache.changed(new)
+            one.cache.gone({**new, "metadata": {**new["metadata"], "resourceVersion": "5"}})
+            one.cache.absent(old["kind"], "ns", set(), 6)
+            assert one.versions() == {}
+        one.cache.changed(service(7))
+        one.cache.changed(body(8))
+        assert one.versions() == {"d": 8}
+
+    asyncio.run(main())
+
+
 def test_of_a_service_that_is_gone_no_answer_is_kept() -> None:
     """A run that was under way when it went writes on."""
 

@@ -1,5 +1,6 @@
 """Quantities, durations and counts as Kubernetes means them."""
 
+from datetime import date
 from decimal import Decimal
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus_operator.api.fields import CountOrPercent, Duration, Quantity
+from isthmus_operator.api.limits import too_large
 from isthmus_operator.api.problems import show
 from isthmus_operator.errors import BadFile
 from isthmus_operator.files import load
@@ -59,6 +61,13 @@ def test_a_value_that_refers_to_itself_many_times_over_is_shown_shortened() -> N
     shown = show(value)
     assert len(shown) == 80 and shown.startswith("[" * 61) and shown.endswith("...")
     assert show({"a": [1, "ü"]}) == '{"a": [1, "ü"]}'
+    value.append(value)
+    assert show(value).endswith("...") and show({date(2026, 1, 1): 1, "a": 2}) == '{"a": 2}'
+
+
+def test_a_key_that_is_no_text_is_named() -> None:
+    (problem,) = too_large({"model": {date(2026, 1, 1): 1}})
+    assert (problem.path, problem.fix) == ("spec.model", "quote it")
 
 
 def test_a_file_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:

@@ -90,6 +90,35 @@ def test_a_folder_of_ones_own_has_no_record(tmp_path: Path, capsys: pytest.Captu
     assert not verify_files(tmp_path / "nowhere")
 
 
+def test_files_that_lead_out_of_a_folder_of_ones_own_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "keys.json").write_text("secret")
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").symlink_to("config.json")
+    assert not verify_files(folder)
+    (folder / "chat_template.jinja").symlink_to("../keys.json")
+    (folder / "tokenizer.model").symlink_to("/etc/hostname")
+    with pytest.raises(WeightsError) as caught:
+        verify_files(folder)
+    assert [p.split(" is a link to ")[0] for p in caught.value.problems] == [
+        str(folder / "chat_template.jinja"),
+        str(folder / "tokenizer.model"),
+    ]
+
+
+def test_the_hub_s_own_cache_is_a_folder_of_links(tmp_path: Path) -> None:
+    blobs, folder = tmp_path / "models--o--n" / "blobs", tmp_path / "models--o--n" / "snapshots" / "c0ffee"
+    blobs.mkdir(parents=True)
+    folder.mkdir(parents=True)
+    (blobs / "b1").write_text("{}")
+    (folder / "config.json").symlink_to("../../blobs/b1")
+    assert not verify_files(folder)
+    (folder / "tokenizer.json").symlink_to("../../../other")
+    with pytest.raises(WeightsError, match=r"tokenizer\.json is a link to"):
+        verify_files(folder)
+
+
 def test_links_and_other_bytes_than_the_source_named_are_not_recorded(tmp_path: Path) -> None:
     (tmp_path / "config.json").symlink_to("/etc/passwd")
     (tmp_path / "model.safetensors").write_bytes(b"x")

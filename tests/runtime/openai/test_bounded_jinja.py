@@ -126,6 +126,18 @@ def test_a_budget_is_for_one_rendering():
         assert template.render(many) == "X" * 20_000
 
 
+def test_the_number_of_messages_may_be_asked_for_in_a_loop_over_them():
+    """As templates of Qwen3 do, for each of hundreds with their tool calls."""
+    source = (
+        "{% for m in messages %}{{ (messages | length) - loop.index0 }}{{ messages | count }}"
+        "{{ (messages | first).role }}{{ (messages | last).role }}{{ tools | default([]) | length }}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "look", "arguments": {str(i): [i] for i in range(20)}}}
+    messages = [{"role": "assistant", "content": "x" * 4000, "tool_calls": [call]}] * 1000
+    text = ChatTemplate(source, {}).render(Conversation(messages=messages, tools=[call] * 50), steps=50_000)
+    assert text.startswith("10001000assistantassistant50")
+
+
 def test_long_texts_may_be_copied_often():
     text = "word " * 1_000_000
     source = "{% for m in messages %}" + "{% set c = m.content | trim %}" * 20 + "{{ '<' ~ c ~ '>' }}{% endfor %}"

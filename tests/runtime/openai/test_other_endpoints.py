@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import json
 import shutil
 import threading
+import tracemalloc
 
 import aiohttp
 import openai
@@ -416,6 +418,72 @@ def test_texts_that_are_slow_to_tokenise_keep_nobody_else_waiting(serve, run, to
                     assert answer.status == 200, await answer.text()
             finally:
                 slow.set()
+
+    run(main())
+
+
+def test_long_prompts_of_a_client_that_left_keep_no_other_client_waiting(serve, run, tokenizer, monkeypatch):
+    encode, slow, begun = tokenizer.encode, threading.Event(), threading.Event()
+
+    def encoded(text, *args, **more):
+        if text.startswith("slow"):
+            begun.set()
+            assert slow.wait(30)
+        return encode(text, *args, **more)
+
+    monkeypatch.setattr(tokenizer, "encode", encoded)
+    long = {"max_tokens": 1, "user": "u" * 20_000}
+
+    async def main():
+        async with (
+            serve(spell(tokenizer, "a")) as api,
+            aiohttp.ClientSession() as session,
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))) as other,
+        ):
+            url = api.url + "/v1/completions"
+            try:
+                leaving = [asyncio.create_task(session.post(url, json={"prompt": "slow", **long})) for _ in range(40)]
+                assert await asyncio.to_thread(begun.wait, 30)
+                await until(lambda: len(api.in_flight) == len(leaving))
+                for one in leaving:
+                    one.cancel()
+                await asyncio.wait(leaving)
+                await until(lambda: not len(api.in_flight))
+                async with other.post(url, json={"prompt": [1], **long}) as answer:
+                    assert answer.status == 200, await answer.text()
+            finally:
+                slow.set()
+
+    run(main())
+
+
+def test_what_was_refused_leaves_no_body_behind(serve, run, tokenizer):
+    """Nor a cycle with it, for the collector, which comes by seldom in a router."""
+    bodies = [
+        ("/v1/completions", {"prompt": "a b " * 250_000, "max_tokens": 1}, 400),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(60_000)}}, 400),
+        ("/tokenize", {"prompt": 5, "x": "a" * 900_000}, 400),
+    ]
+
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api, aiohttp.ClientSession() as session:
+
+            async def ask(times):
+                for path, body, status in bodies * times:
+                    async with session.post(api.url + path, data=io.BytesIO(json.dumps(body).encode())) as answer:
+                        assert answer.status == status, await answer.text()
+
+            await ask(1)  # what is made once
+            gc.collect()
+            gc.disable()
+            tracemalloc.start()
+            try:
+                await ask(4)
+                await until(lambda: not len(api.in_flight))
+                assert tracemalloc.get_traced_memory()[0] < 2_000_000
+            finally:
+                tracemalloc.stop()
+                gc.enable()
 
     run(main())
 

@@ -46,6 +46,39 @@ def test_the_last_of_who_has_most_gives_way() -> None:
     assert isinstance(ends[5], Overloaded) and sum(end is None for end in ends) == 5
 
 
+def test_of_several_places_one_client_has_not_all() -> None:
+    async def main() -> None:
+        turns, inside = Turns(64, "wait", 3), list[str]()
+        gates = {name: asyncio.Event() for name in ("a1", "a2", "a3", "b1", "b2", "c1")}
+
+        async def stay(name: str) -> None:
+            async with turns.turn(name[0]):
+                inside.append(name)
+                await gates[name].wait()
+                inside.remove(name)
+
+        async def settle() -> None:
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.create_task(stay(name)) for name in ("a1", "a2", "a3")]
+        await settle()
+        assert inside == ["a1", "a2"]
+        tasks += [asyncio.create_task(stay(name)) for name in ("b1", "b2", "c1")]
+        await settle()
+        assert inside == ["a1", "a2", "b1"]
+        for gone, now in (("b1", ["a1", "a2", "b2"]), ("b2", ["a1", "a2", "c1"]), ("a1", ["a2", "c1", "a3"])):
+            gates[gone].set()
+            await settle()
+            assert inside == now
+        for gate in gates.values():
+            gate.set()
+        await asyncio.gather(*tasks)
+        assert not turns._having and not turns._waiting
+
+    asyncio.run(main())
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     crowd=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), max_size=12),

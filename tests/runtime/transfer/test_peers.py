@@ -15,7 +15,8 @@ from isthmus_runtime.transfer.peers import GREETING_S, SILENT_S, Peer, Peers
 WAIT_S = 20.0
 
 
-def test_a_greeting_that_ends_after_its_attempt_leaves_nothing_behind() -> None:
+def test_a_greeting_that_ends_after_its_attempt_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GREETING_S", WAIT_S)
     heard, go = threading.Event(), threading.Event()
 
     def problem(claim: bytes) -> str:

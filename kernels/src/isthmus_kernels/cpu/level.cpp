@@ -31,7 +31,9 @@ extern "C" __attribute__((visibility("default"))) int64_t isthmus_cpu_bf16() {
 // Whether that is the fastest way, too. Intel's cores begin such a dot product in every second cycle and two multiply-adds of
 // fp32 in each (measured on Golden Cove, which AVX512-FP16 tells): half of the pairs, for what it costs to widen the weights.
 extern "C" __attribute__((visibility("default"))) int64_t isthmus_cpu_pairs() {
-#if ISTHMUS_LEVELS > 1
+#if ISTHMUS_LEVELS > 1 && __GNUC__ < 12  // which does not know the name
+    return isthmus_cpu_bf16();
+#elif ISTHMUS_LEVELS > 1
     return isthmus_cpu_bf16() && !(__builtin_cpu_is("intel") && __builtin_cpu_supports("avx512fp16"));
 #else
     return 0;

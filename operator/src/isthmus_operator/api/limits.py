@@ -42,7 +42,10 @@ def too_large(spec: object) -> list[Problem]:
             if len(value) > MOST_FIELDS:
                 found.append(_problem(path, f"has more than {MOST_FIELDS} fields", f"{MOST_FIELDS} or fewer"))
                 continue
-            names = [str(name) for name in value]
+            if any(not isinstance(name, str) for name in value):  # of YAML: a date or a number that is not quoted
+                found.append(_problem(path, "has a key that is no text", "text", "quote it"))
+                continue
+            names = list(value)
             characters += sum(map(len, names))
             if any(len(name) > MOST_NAME for name in names):
                 found.append(_problem(path, "has a field with too long a name", f"{MOST_NAME} characters or fewer"))

@@ -68,13 +68,16 @@ _LATER: dict[tuple[type[BaseModel], str], str] = {
 """Fields that other versions have or may get, and that would do nothing here -> what to do instead."""
 
 
+_SHOWN = json.JSONEncoder(default=str, ensure_ascii=False, check_circular=False, skipkeys=True)
+
+
 def show(value: object) -> str:
     """A value as the user wrote it, shortened."""
     if isinstance(value, Enum):
         value = value.value
     text = ""
     # Piece by piece: what refers to itself many times over, as aliases in YAML do, has no end.
-    for piece in json.JSONEncoder(default=str, ensure_ascii=False).iterencode(value):
+    for piece in _SHOWN.iterencode(value):
         text += piece
         if len(text) > 80:
             return text[:77] + "..."

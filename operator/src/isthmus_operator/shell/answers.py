@@ -160,7 +160,8 @@ def _past(mark: str, text: str, at: int) -> int:
 
 
 def weight(text: str | bytes, begin: int = 0, end: int | None = None) -> int:
-    """What JSON, as text or bytes, takes as Python objects, about and at most."""
+    """What JSON, as text or bytes, takes as Python objects, about: up to 1.7 times as much where all is in small
+    objects."""
     end = len(text) if end is None else end
     if isinstance(text, str):
         values = sum(text.count(mark, begin, end) for mark in ("{", "[", ","))

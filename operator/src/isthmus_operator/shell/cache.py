@@ -200,7 +200,10 @@ class Cache:
             if name[0] == kind
             and namespace in ("", key[0])
             and uid not in present
-            and self._watched[key][name].version <= version
+            # What has its name by now, or had it and went first, is told of by itself.
+            and (
+                (there := self._watched.get(key, {}).get(name)) is None or there.uid != uid or there.version <= version
+            )
         ]
         for uid in lost:
             self._drop(uid)
@@ -209,16 +212,17 @@ class Cache:
         if uid not in self._places:
             return
         key, name = self._places.pop(uid)
-        there = self._watched[key]
+        there = self._watched.get(key, {})
         if name in there and there[name].uid == uid:
             self._count(key, name, there.pop(name), -1)
         if not there:
-            del self._watched[key]
+            self._watched.pop(key, None)
         answer = self._written.get(key, {}).get(name)
         if answer is not None and answer[1].uid == uid:
             del self._written[key][name]
         if name[0] == SERVICE and name not in there:
-            del self._ready[key], self._generations[key]
+            self._ready.pop(key, None)
+            self._generations.pop(key, None)
             self._written.pop(key, None)
             self._removed(key)
         else:

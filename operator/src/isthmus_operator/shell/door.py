@@ -140,6 +140,8 @@ def _bound(host: str, port: int) -> socket.socket:
 async def _accept(listener: socket.socket, runner: web.AppRunner, guests: _Guests, tls: ssl.SSLContext | None) -> None:
     loop = asyncio.get_running_loop()
     while True:
+        # Where one waits already, accepting it does not let others run.
+        await asyncio.sleep(0)
         try:
             connection, address = await loop.sock_accept(listener)
         except OSError as error:

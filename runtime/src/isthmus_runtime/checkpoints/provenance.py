@@ -89,10 +89,12 @@ def verify_files(folder: Path, *, every_byte: bool = False) -> bool:
     """Compare a folder with its record; False when it has none (a folder of one's own).
 
     Raises:
-        WeightsError: names every file that is missing, changed, or was added where serving would read it.
+        WeightsError: names every file that is missing, changed, or was added where serving would read it; of a folder
+            without a record, each that is a link to somewhere else.
     """
     made = read_provenance(folder)
     if made is None:
+        _check_links(folder)
         return False
     problems: list[str] = []
     for name, want in made.files.items():
@@ -111,6 +113,22 @@ def verify_files(folder: Path, *, every_byte: bool = False) -> bool:
         hint = f"remove {folder} and fetch {made.source} again"
         raise WeightsError([*problems[:_SHOWN], hint if more <= 0 else f"and {more} more; {hint}"])
     return True
+
+
+def _check_links(folder: Path) -> None:
+    """Whoever made a folder that is mounted may know where keys and tokens lie beside it; what a chat template says,
+    clients read. The hub's own cache keeps files beside its snapshots, and links to them."""
+    within = folder.resolve()
+    if within.parent.name == "snapshots":
+        within = within.parent.parent
+    problems = [
+        f"{path} is a link to {path.resolve()}, outside of the model's folder; put the file itself there"
+        for pattern in _READ_WHEN_SERVING
+        for path in sorted(folder.glob(pattern))
+        if not path.resolve().is_relative_to(within)
+    ]
+    if problems:
+        raise WeightsError(problems[:_SHOWN])
 
 
 def pinned_revision(folder: Path) -> str:

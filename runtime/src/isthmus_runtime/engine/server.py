@@ -243,7 +243,14 @@ class EngineServer:
         request = what.request.to_request()
         told = 0
         if request.prompt is not None:
-            request = await self._tokenised(request, request.prompt)
+            try:
+                request = await self._tokenised(request, request.prompt)
+            except asyncio.CancelledError:
+                error = self._in_flight.cancelled()
+                if error is None:
+                    self._reader_left(what)
+                    raise
+                raise error.located("draining", what.attempt or what.local_attempt) from None
             told = len(request.prompt_token_ids)
         stream = self._backend.stream(
             request,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -49,8 +48,6 @@ _OFF_LOOP_BYTES = 20_000
 _COMPUTED_BYTES, _COMPUTED_BYTES_OF_A_TOKEN = 1 << 20, 16
 """Most of a body whose tokens are counted or told, or as many for each token of the model's context. Text that is made
 to be slow takes seconds a megabyte."""
-_LONG_BATCH_BYTES = 256 << 10
-"""Batches above this are planned in turns of clients: each of thousands of texts may be as long as any prompt."""
 _BRIEF_BATCH_BYTES = 200
 """The same for batches: each text, of which one letter is enough, may be rendered by a template (0.15 ms)."""
 
@@ -302,7 +299,7 @@ class _Api:
         span = current()
         tokenise = span.child("tokenise")
         try:
-            job = await self._plan(plan, body)
+            job = await self._plan(call, plan, body, progress.tenant)
         finally:
             tokenise.end()
         if span.recording:
@@ -326,10 +323,8 @@ class _Api:
         try:
             if len(body) <= _BRIEF_BATCH_BYTES:
                 batch = plan(body)
-            elif len(body) <= _LONG_BATCH_BYTES:
-                batch = await asyncio.to_thread(plan, body)
             else:
-                batch = await self._requests.apart(call, progress.tenant, plan, body)
+                batch = await self._requests.planned(call, progress.tenant, plan, body)
         finally:
             tokenise.end()
         del body
@@ -370,15 +365,14 @@ class _Api:
             raise InvalidRequest(f"{param}: not available here", param=param)
         await self._grammars.check(structure, param, who)
 
-    @staticmethod
-    async def _plan(plan: Plan, body: bytes) -> Job:
+    async def _plan(self, call: Call, plan: Plan, body: bytes, tenant: Tenant | None) -> Job:
         """A short body is planned here and now, unless that turns out to take long."""
         if len(body) <= _OFF_LOOP_BYTES:
             try:
                 return plan(body, briefly=True)
             except NeedsThread:
                 pass
-        return await asyncio.to_thread(plan, body)
+        return await self._requests.planned(call, tenant, plan, body)
 
     def _model(self, name: str) -> Model:
         names = self._config.served_names

@@ -84,7 +84,10 @@ def _check_values(body: bytes) -> None:
     ):
         most = usual + len(body) // apart
         if len(body) > most and (found := sum(map(body.count, marks))) > most:
-            raise InvalidRequest(f"the body has {found} {what}, at most {most} are allowed; shorten it")
+            raise InvalidRequest(
+                f"the body has {found} marks of {what}, those in texts included, at most {most} are allowed for its "
+                "length; shorten it"
+            )
 
 
 def _refuse_constant(name: str) -> None:

@@ -53,6 +53,9 @@ _OF_TEXT = frozenset(
     ("capitalize", "e", "escape", "format", "indent", "lower", "safe", "title", "trim", "upper", "wordcount")
 )
 """Filters that write what is no text as text."""
+_OF_NOTHING = frozenset(("count", "d", "default", "first", "last", "length"))
+"""Filters that do not go through what they are given, whose length is known: templates ask for that of all messages in
+a loop over them."""
 _PRODUCT = frozenset(("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"))
 """What may compare each character with each of its argument's, as it searches from the end or for any of a set."""
 _SCAN = 4096
@@ -224,7 +227,9 @@ def _paying(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             args = (as_text(args[0]), *args[1:])
         given = (*args, *kwargs.values())
         for value in given:
-            _BUDGET.get().look(value)
+            if name not in _OF_NOTHING or not isinstance(value, Sized):
+                _BUDGET.get().look(value)
+        _BUDGET.get().step()
         if name == "format":
             _checked_format(args[0], given[1:])
         elif name == "indent":

@@ -7,6 +7,7 @@ import json
 import logging
 import uuid
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,6 +32,8 @@ _LAST_WORDS_S = 1.0
 """How long a client that does not read may hold up its own error event."""
 _MOST_COMPUTING = 64
 """Requests to `compute` that wait for their turn."""
+_MOST_PLANNING, _PLACES = 256, 4
+"""Long requests that wait to be planned, and how many are at a time."""
 
 Describe = Callable[[RequestError], dict[str, Any]]
 """An error as the body of an answer."""
@@ -84,8 +87,9 @@ class Lifecycle:
         self._tracer = tracer
         self._clock = clock
         self._turns = Turns(_MOST_COMPUTING, "requests of this kind wait for their turn")
-        # What a thread has begun cannot be ended: generations wait for others, which no text keeps busy for long.
-        self._computing = running_pool(1, "compute")
+        self._planning = Turns(_MOST_PLANNING, "long requests wait to be planned", _PLACES)
+        # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
+        self._computing, self._planners = running_pool(1, "compute"), running_pool(_PLACES, "plan")
 
     async def answer(
         self, call: Call, work: Answering[_P], plan: _P, *, describe: Describe = openai_error, operation: str = "chat"
@@ -128,14 +132,21 @@ class Lifecycle:
         else:
             await call.reply(200, {"Content-Type": "application/json"}, answer)
             return
-        self._count(error)
-        await call.reply(*_described(error, describe))
+        try:
+            self._count(error)
+            await call.reply(*_described(error, describe))
+        finally:
+            del error  # see _respond
 
     async def apart(self, call: Call, tenant: Tenant | None, make: Callable[[bytes], _M], body: bytes) -> _M:
         """What `make` makes of a body, in a thread: one at a time, in turns of clients. Overloaded (429) when too many
         wait."""
-        async with self._turns.turn(_whose(call, tenant)):
-            return await asyncio.get_running_loop().run_in_executor(self._computing, make, body)
+        return await _in_turn(self._turns, _whose(call, tenant), self._computing, make, body)
+
+    async def planned(self, call: Call, tenant: Tenant | None, plan: Callable[[bytes], _M], body: bytes) -> _M:
+        """What `plan` makes of a long body, in a thread: few at a time, in turns of clients, of whom none takes all
+        threads. Overloaded (429) when too many wait."""
+        return await _in_turn(self._planning, _whose(call, tenant), self._planners, plan, body)
 
     async def _respond(self, call: Call, work: Answering[_P], plan: _P, describe: Describe) -> None:
         progress = Progress(self._clock())
@@ -163,15 +174,20 @@ class Lifecycle:
         except Exception as e:
             _log.exception("%s failed", call.path)
             error = unforeseen(e)
-        self._count(error)
-        self._count_tenant(progress, error.status)
-        error = error.located(progress.stage, progress.answer_id or uuid.uuid4().hex)
-        if error.attempt and not progress.answer_id:
-            _log.info("%s, %s: %s", call.path, error.attempt, error.message)
-        if call.begun:
-            await _last_words(call, error, progress)
-        else:
-            await call.reply(*_described(error, describe))
+        try:
+            self._count(error)
+            self._count_tenant(progress, error.status)
+            error = error.located(progress.stage, progress.answer_id or uuid.uuid4().hex)
+            if error.attempt and not progress.answer_id:
+                _log.info("%s, %s: %s", call.path, error.attempt, error.message)
+            if call.begun:
+                await _last_words(call, error, progress)
+            else:
+                await call.reply(*_described(error, describe))
+        finally:
+            # Its traceback holds this frame, which holds it: a cycle, with the body in its frames, until the collector
+            # comes by, which is seldom.
+            del error
 
     def _admit(self, tenant: Tenant | None) -> None:
         """Count a request against its tenant's rate: also those that no engine is asked for cost others something."""
@@ -190,6 +206,22 @@ class Lifecycle:
     def _count_tenant(self, progress: Progress, status: int) -> None:
         if progress.tenant is not None and self._tenant_metrics is not None:
             self._tenant_metrics.ended(progress.tenant.name, status)
+
+
+async def _in_turn(turns: Turns, who: str, threads: Executor, make: Callable[[bytes], _M], body: bytes) -> _M:
+    """The turn lasts as long as the thread works, which goes on when its client has left."""
+    await turns.take(who)
+    work = asyncio.get_running_loop().run_in_executor(threads, make, body)
+
+    def over(work: asyncio.Future[_M]) -> None:
+        turns.give_back(who)
+        work.exception()  # whoever asked may have left
+
+    work.add_done_callback(over)
+    try:
+        return await asyncio.shield(work)
+    finally:
+        del work  # an error of it holds this frame, and would be held by it
 
 
 def _whose(call: Call, tenant: Tenant | None) -> str:

@@ -36,8 +36,8 @@ MAX_METADATA, MAX_METADATA_NAME, MAX_METADATA_TEXT = 16, 64, 512
 """Entries of `metadata`, and characters of their names and texts, as OpenAI has them."""
 MAX_USER = 512
 MAX_REPEATED = 1 << 20
-"""Most characters of a request that its answer repeats: it holds them as long as it streams, and a stream tells them
-three times."""
+"""Most bytes of a request, as JSON of ASCII, that its answer repeats: it holds them as long as it streams, and a
+stream tells them three times."""
 
 
 class ResponsesRequest(BaseModel):
@@ -231,7 +231,7 @@ class ResponsesFormat(Format):
         if sum(map(len, written.values())) > MAX_REPEATED:
             name = max(written, key=lambda name: len(written[name]))
             raise InvalidRequest(
-                f"{name}: the answer repeats it, and at most {MAX_REPEATED} characters of a request; shorten it, or "
+                f"{name}: the answer repeats it, and at most {MAX_REPEATED} bytes of a request as JSON; shorten it, or "
                 "use /v1/chat/completions",
                 param=name,
             )

@@ -79,9 +79,8 @@ class RouterBackend:
         """Group of requests with one prompt -> the engine that has its KV."""
         self._able: Fleet | None = None
         """The last fleet that `ready` found able to serve."""
-        self._looked_at: Fleet | None = None
-        self._takes_text = False
-        """Of the fleet that was looked at."""
+        self._text: tuple[Fleet | None, bool] = None, False
+        """The fleet that was looked at, and whether it takes prompts as text."""
         if metrics is not None:
             metrics.in_flight.set_function(lambda: self._in_flight)
             metrics.running.set_function(lambda: self._begun)
@@ -100,10 +99,11 @@ class RouterBackend:
     def takes_text(self) -> bool:
         """Whether a prompt had better come as text, at present."""
         fleet = self._pool.fleet
-        if self._looked_at is not fleet:
-            self._looked_at = fleet
-            self._takes_text = takes_text(self._tokenizer, self._rules.policy, fleet)
-        return self._takes_text
+        looked_at, found = self._text
+        if looked_at is not fleet:
+            found = takes_text(self._tokenizer, self._rules.policy, fleet)
+            self._text = fleet, found  # at once: threads ask, too
+        return found
 
     def ready(self) -> str:
         """Empty when a prompt could be served now, else why not."""
@@ -183,7 +183,9 @@ class RouterBackend:
             return await self._try(request, deadline)
         try:
             return await self._try(request, deadline)
-        except (NeedsIds, InvalidRequest):
+        except (NeedsIds, InvalidRequest) as error:
+            if isinstance(error, InvalidRequest) and error.param != "prompt" and "request.prompt" not in error.message:
+                raise
             # Since it was planned, an engine of an older version has joined the others, or is where one of them was.
             assert self._tokenizer is not None
             request = await by_ids(self._tokenizer, request)

@@ -1,9 +1,9 @@
-"""Whose turn it is at something that serves one at a time: clients in a circle, and each client's own in order."""
+"""Whose turn it is at something that serves few at a time: clients in a circle, and each client's own in order."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,30 +11,49 @@ from ..errors import Overloaded
 
 
 class Turns:
-    """A lock that nobody gets more of by asking more often. Belongs to one event loop."""
+    """A lock, or a few of them, that nobody gets more of by asking more often. Belongs to one event loop."""
 
-    def __init__(self, most: int, what: str) -> None:
-        """`most`: how many may wait. `what` they wait for, in the refusal of others."""
+    def __init__(self, most: int, what: str, places: int = 1) -> None:
+        """`most`: how many may wait. `what` they wait for, in the refusal of others. `places`: how many have a turn at
+        a time; of several, one client never has all."""
         self._most = most
         self._what = what
-        self._taken = False
+        self._places = places
+        self._having: Counter[str] = Counter()
+        """Turns that clients have now."""
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         """By client, the next one first."""
 
     @asynccontextmanager
     async def turn(self, who: str) -> AsyncIterator[None]:
-        """Wait for a turn of client `who`, and have it for the block.
+        """Wait for a turn of client `who`, and have it for the block. Overloaded as of `take`."""
+        await self.take(who)
+        try:
+            yield
+        finally:
+            self.give_back(who)
+
+    async def take(self, who: str) -> None:
+        """Wait for a turn of client `who`, and have it until `give_back`.
 
         Overloaded (429) when too many wait; also later, for the last of the client that has most of them waiting, to
         make room for another client.
         """
-        if self._taken:
+        if self._may(who):
+            self._having[who] += 1
+        else:
             await self._wait(who)
-        self._taken = True
-        try:
-            yield
-        finally:
-            self._give_on()
+
+    def give_back(self, who: str) -> None:
+        """A turn of client `who` is over: the next one begins."""
+        self._having[who] -= 1
+        if not self._having[who]:
+            del self._having[who]
+        self._give_on()
+
+    def _may(self, who: str) -> bool:
+        most = max(1, self._places - 1)
+        return self._having.total() < self._places and self._having[who] < most
 
     async def _wait(self, who: str) -> None:
         self._make_room(who)
@@ -46,7 +65,7 @@ class Turns:
             if future.cancelled() or future.exception():
                 self._forget(who, future)
             else:
-                self._give_on()  # it was given the turn, and has left
+                self.give_back(who)  # it was given the turn, and has left
             raise
 
     def _make_room(self, who: str) -> None:
@@ -62,17 +81,20 @@ class Turns:
             leaver.set_exception(error)
 
     def _give_on(self) -> None:
-        while self._waiting:
-            who, queue = next(iter(self._waiting.items()))
-            future = queue.popleft()
-            if not queue:
-                del self._waiting[who]
-            if not future.done():
+        for who in [name for name in self._waiting if self._may(name)]:
+            queue = self._waiting[who]
+            while queue:
+                future = queue.popleft()
+                if future.done():
+                    continue
                 if queue:
                     self._waiting.move_to_end(who)
+                else:
+                    del self._waiting[who]
+                self._having[who] += 1
                 future.set_result(None)
                 return
-        self._taken = False
+            del self._waiting[who]
 
     def _forget(self, who: str, future: asyncio.Future[None]) -> None:
         queue = self._waiting.get(who, deque())
