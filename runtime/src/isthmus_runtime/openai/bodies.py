@@ -85,7 +85,7 @@ def _check_values(body: bytes) -> None:
         most = usual + len(body) // apart
         if len(body) > most and (found := sum(map(body.count, marks))) > most:
             raise InvalidRequest(
-                f"the body has {found} marks of {what}, those in texts included, at most {most} are allowed for its "
+                f"the body has {found} {what}, by their marks and those in texts; at most {most} are allowed for its "
                 "length; shorten it"
             )
 
