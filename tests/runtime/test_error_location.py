@@ -41,7 +41,9 @@ def test_a_retry_delay_is_kept() -> None:
 @pytest.mark.parametrize("kind", [InvalidRequest, NeverFits])
 def test_what_the_client_asked_for_has_no_place(kind: type[InvalidRequest]) -> None:
     error = kind("prompt: too long", param="prompt")
-    assert error.located("admission", "a") is error and "stage" not in error.to_json()
+    found = error.located("admission", "a")
+    assert found.to_json() == error.to_json() and "stage" not in found.to_json()
+    assert type(found) is kind and found is not error, "it is raised from the error"
 
 
 def test_one_error_that_ends_everything_names_each_attempt() -> None:

@@ -123,8 +123,8 @@ class InvalidRequest(RequestError, ValueError):
     kind = "invalid_request_error"
 
     def located(self, stage: str, attempt: str | None) -> Self:
-        """Itself: what is wrong is the request, wherever that is noticed."""
-        return self
+        """The same: what is wrong is the request, wherever that is noticed. A copy, as it is raised from itself."""
+        return copy.copy(self)
 
 
 class UnknownModel(InvalidRequest):

@@ -99,12 +99,13 @@ def test_files_that_lead_out_of_a_folder_of_ones_own_are_refused(tmp_path: Path)
     assert not verify_files(folder)
     (folder / "chat_template.jinja").symlink_to("../keys.json")
     (folder / "tokenizer.model").symlink_to("/etc/hostname")
+    (folder / "round.json").symlink_to("round.json")
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").symlink_to("/etc/hostname")
     with pytest.raises(WeightsError) as caught:
         verify_files(folder)
-    assert [p.split(" is a link to ")[0] for p in caught.value.problems] == [
-        str(folder / "chat_template.jinja"),
-        str(folder / "tokenizer.model"),
-    ]
+    wrong = ["1_Pooling/config.json", "chat_template.jinja", "round.json", "tokenizer.model"]
+    assert [p.split(" ")[0] for p in caught.value.problems] == [str(folder / name) for name in wrong]
 
 
 def test_the_hub_s_own_cache_is_a_folder_of_links(tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def _place(
 
 def _below(pod: str, folder: str, path: str) -> str:
     """`path` in `folder`. UserError for one that leads out of it, which API servers refuse, too."""
-    if path.startswith("/") or not path or ".." in path.split("/"):
+    if path.startswith("/") or not path or ".." in path.split("/") or path.rsplit("/", maxsplit=1)[-1] in ("", "."):
         raise UserError(f"{pod}: the path {path[:64]!r} of a volume leads out of it; give one below")
     return f"{folder}/{path}"
 

@@ -119,14 +119,17 @@ def _check_links(folder: Path) -> None:
     """Whoever made a folder that is mounted may know where keys and tokens lie beside it; what a chat template says,
     clients read. The hub's own cache keeps files beside its snapshots, and links to them."""
     within = folder.resolve()
-    if within.parent.name == "snapshots":
+    if within.parent.name == "snapshots" and within.parent.parent.name.startswith("models--"):
         within = within.parent.parent
-    problems = [
-        f"{path} is a link to {path.resolve()}, outside of the model's folder; put the file itself there"
-        for pattern in _READ_WHEN_SERVING
-        for path in sorted(folder.glob(pattern))
-        if not path.resolve().is_relative_to(within)
-    ]
+    problems = []
+    for path in sorted(path for pattern in (*_READ_WHEN_SERVING, "*/config.json") for path in folder.glob(pattern)):
+        try:
+            found = path.resolve()
+        except (OSError, RuntimeError) as error:  # a link to itself
+            problems.append(f"{path} leads nowhere: {error}")
+            continue
+        if not found.is_relative_to(within):
+            problems.append(f"{path} is a link to {found}, outside of the model's folder; put the file itself there")
     if problems:
         raise WeightsError(problems[:_SHOWN])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import uuid
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
@@ -32,7 +33,7 @@ _LAST_WORDS_S = 1.0
 """How long a client that does not read may hold up its own error event."""
 _MOST_COMPUTING = 64
 """Requests to `compute` that wait for their turn."""
-_MOST_PLANNING, _PLACES = 256, 4
+_MOST_PLANNING, _PLACES = 1024, max(4, os.cpu_count() or 1)
 """Long requests that wait to be planned, and how many are at a time."""
 
 Describe = Callable[[RequestError], dict[str, Any]]
@@ -87,7 +88,7 @@ class Lifecycle:
         self._tracer = tracer
         self._clock = clock
         self._turns = Turns(_MOST_COMPUTING, "requests of this kind wait for their turn")
-        self._planning = Turns(_MOST_PLANNING, "long requests wait to be planned", _PLACES)
+        self._planning = Turns(_MOST_PLANNING, "long prompts and batches wait to be planned", _PLACES)
         # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
         self._computing, self._planners = running_pool(1, "compute"), running_pool(_PLACES, "plan")
 
@@ -215,7 +216,10 @@ async def _in_turn(turns: Turns, who: str, threads: Executor, make: Callable[[by
 
     def over(work: asyncio.Future[_M]) -> None:
         turns.give_back(who)
-        work.exception()  # whoever asked may have left
+        error = work.exception()
+        if error is not None and not isinstance(error, RequestError):
+            # Whoever asked may have left, and then nobody else tells.
+            _log.error("a request could not be planned", exc_info=error)
 
     work.add_done_callback(over)
     try:
