@@ -18,3 +18,15 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 1,
     "torch_dtype": "bfloat16",
 }
+
+SMALLEST: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+}
+"""For what computes with random weights."""

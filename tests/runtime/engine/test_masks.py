@@ -162,17 +162,23 @@ def test_requests_whose_masks_cost_little_do_not_wait_for_costly_ones() -> None:
 
 
 def test_a_request_whose_masks_took_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_MASKS_S", 0.01)
+    monkeypatch.setattr(module, "MOST_MASKS_S", 0.0)
+    monkeypatch.setattr(module, "MOST_OF_A_TOKEN_S", 60.0)
     thread = MaskThread(lambda: None)
     thread.start()
     try:
         masks = thread.beside(Costs("costly", [], True))
-        for count, answer in ((0, ODD), (1, Later.MASK)):
+
+        def drawn(count: int) -> bytes | Later | None:
             job = masks.late(count)
             masks.allowed([7] * count)
-            assert job.wait(DEADLINE_S) is answer or count == 0
-        with pytest.raises(InvalidRequest, match=r"after 1 tokens: its masks have taken 0\.\d s .*simplify"):
-            masks.allowed([7])
+            return job.wait(DEADLINE_S)
+
+        assert [drawn(0), drawn(1)] == [ODD, ODD], "a token more may take more"
+        monkeypatch.setattr(module, "MOST_OF_A_TOKEN_S", 0.001)
+        assert drawn(2) is Later.MASK
+        with pytest.raises(InvalidRequest, match=r"after 2 tokens: its masks have taken 0\.\d s .*simplify"):
+            masks.allowed([7, 7])
     finally:
         thread.stop(DEADLINE_S)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from fake_device import FakeDevice
 from safetensors.torch import save_file
+from tiny_config import SMALLEST
 
 from isthmus_runtime.checkpoints.random import RandomTensors
 from isthmus_runtime.config import ModelConfig, SchedulerConfig
@@ -27,22 +28,12 @@ from isthmus_runtime.models.registry import read_model_spec
 from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
 DEADLINE_S = 60.0
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 256,
-}
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     """A model of random weights."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(SMALLEST))
     shapes = read_model_spec(tmp_path).tensor_shapes()
     source = RandomTensors(shapes, device=torch.device("cpu"), dtype=torch.float32, seed=1)
     save_file({name: source.take(name) for name in shapes}, tmp_path / "model.safetensors")

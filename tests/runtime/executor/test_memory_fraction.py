@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_device import FakeDevice
+from tiny_config import SMALLEST
 from torch import Tensor
 
 from isthmus_kernels import dispatch_logits
@@ -21,16 +22,6 @@ from isthmus_runtime.executor.loading import load
 from isthmus_runtime.models.base import ModelSpec
 from isthmus_runtime.serve_flags import parse_serve
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 256,
-}
 MIB = 1 << 20
 TOTAL, ASIDE = 1024 * MIB, 100 * MIB
 
@@ -63,7 +54,7 @@ def random_weights(spec: ModelSpec, device: torch.device) -> RandomTensors:
 
 
 def start(folder: Path, card: Card, *flags: str) -> LoadedEngine:
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(SMALLEST))
     given = ["--kv-memory-fraction=0.9", "--max-num-seqs=8", "--max-batched-tokens=64", *flags]
     config = parse_serve(["--role", "unified", "--model", str(folder), *given])
     assert isinstance(config, EngineConfig)

@@ -11,6 +11,7 @@ import pytest
 import rank_process
 from lora_adapters import save_adapter
 from rank_process import adapted, executor, steps
+from tiny_config import SMALLEST
 
 from isthmus_runtime.checkpoints.random import RandomTensors
 from isthmus_runtime.executor.ranks import decode, encode
@@ -19,16 +20,7 @@ from isthmus_runtime.models.registry import read_model_spec
 from isthmus_runtime.request import SamplingParams
 
 DEADLINE_S = 240.0
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-}
+CONFIG = {**SMALLEST, "max_position_embeddings": 64}
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
@@ -83,39 +85,39 @@ def test_of_several_places_one_client_has_not_all() -> None:
 @given(
     crowd=st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.booleans()), max_size=12),
     most=st.integers(1, 6),
+    places=st.integers(1, 4),
 )
-def test_nobody_waits_for_who_has_left(crowd: list[tuple[str, int, bool]], most: int) -> None:
-    """Each asks after some turns of the loop, and some leave after as many more: the others come to their turn, one at
-    a time, and at the end the next one has it at once."""
+def test_nobody_waits_for_who_has_left(crowd: list[tuple[str, int, bool]], most: int, places: int) -> None:
+    """Each asks after some turns of the loop, and some leave after as many more: the others come to their turn, so many
+    at a time, no client to all of several, and at the end the next one has it at once."""
 
     async def main() -> None:
-        turns, inside, most_inside = Turns(most, "wait"), 0, 0
+        turns, inside = Turns(most, "wait", places), Counter[str]()
 
         async def ask(who: str, after: int) -> None:
-            nonlocal inside, most_inside
             for _ in range(after):
                 await asyncio.sleep(0)
             async with turns.turn(who):
-                inside += 1
-                most_inside = max(most_inside, inside)
-                await asyncio.sleep(0)
-                inside -= 1
+                inside[who] += 1
+                try:
+                    assert inside.total() <= places and inside[who] <= max(1, places - 1)
+                    await asyncio.sleep(0)
+                finally:
+                    inside[who] -= 1
 
         async def leaving(who: str, after: int) -> None:
             task = asyncio.create_task(ask(who, after))
             for _ in range(2 * after + 1):
                 await asyncio.sleep(0)
             task.cancel()
-            try:
+            with suppress(asyncio.CancelledError):
                 await task
-            except asyncio.CancelledError:
-                nonlocal inside
-                inside = min(inside, 0)
 
         works = [leaving(who, after) if leaves else ask(who, after) for who, after, leaves in crowd]
         async with asyncio.timeout(10):
             ends = await asyncio.gather(*works, return_exceptions=True)
             assert all(end is None or isinstance(end, Overloaded) for end in ends), ends
+            assert not turns._having and not turns._waiting
             async with turns.turn("z"):
                 assert not turns._waiting
 

@@ -42,8 +42,11 @@ def too_large(spec: object) -> list[Problem]:
             if len(value) > MOST_FIELDS:
                 found.append(_problem(path, f"has more than {MOST_FIELDS} fields", f"{MOST_FIELDS} or fewer"))
                 continue
-            if any(not isinstance(name, str) for name in value):  # of YAML: a date or a number that is not quoted
-                found.append(_problem(path, "has a key that is no text", "text", "quote it"))
+            odd = next((name for name in value if not isinstance(name, str)), None)
+            if odd is not None:  # of YAML: a date or a number that is not quoted
+                found.append(
+                    _problem(path, f"has the key {str(odd)[:MOST_NAME]}, which is no text", "text", "quote it")
+                )
                 continue
             names = list(value)
             characters += sum(map(len, names))

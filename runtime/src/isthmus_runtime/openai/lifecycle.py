@@ -33,7 +33,7 @@ _LAST_WORDS_S = 1.0
 """How long a client that does not read may hold up its own error event."""
 _MOST_COMPUTING = 64
 """Requests to `compute` that wait for their turn."""
-_MOST_PLANNING, _PLACES = 1024, max(4, os.cpu_count() or 1)
+_MOST_PLANNING, _PLACES = 1024, min(16, max(4, os.cpu_count() or 1))
 """Long requests that wait to be planned, and how many are at a time."""
 
 Describe = Callable[[RequestError], dict[str, Any]]

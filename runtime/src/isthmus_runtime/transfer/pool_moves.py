@@ -135,12 +135,12 @@ class PoolMoves:
         """As `get`. A value that is damaged in the pool goes: a put would not replace it."""
         left = pieces
         for _ in range(READ_TRIES):
-            values, sizes, problem = self._values(job), [], "it is not what was put under its name"
+            values, sizes, problems = self._values(job), [], {}
             for piece, code in zip(left, values.get(left, job.seals), strict=True):
                 if code < 0 and code not in NOT_AS_PUT:
                     raise Broken(f"block {piece.key}: {explain(code)}")
                 if code < 0:
-                    problem = explain(code)
+                    problems[piece.key] = explain(code)
                 sizes.append(code)
             unsealed = values.damaged(left, job.seals)
             # A seal of before may stand where a value of another size was not read to its end.
@@ -149,8 +149,9 @@ class PoolMoves:
                 return
         keys = [piece.key for piece in left]
         unremoved = self._values(job).remove(keys)
+        problem = problems.get(keys[0], "it is not what was put under its name")
         log.warning(
-            "removing %d blocks from the pool that cannot be read (%s): %s", len(keys), problem, unremoved or "done"
+            "removing %d damaged blocks from the pool, %s (%s): %s", len(keys), keys[0], problem, unremoved or "done"
         )
         more = f", with {len(keys) - 1} others" if len(keys) > 1 else ""
         raise Broken(f"block {keys[0]} is damaged in the pool{more}: {problem}")
