@@ -24,8 +24,24 @@ class Documents:
 STDIN = "-"
 
 
+_MOST_NESTED = 100
+"""Levels. What reads YAML takes time by their square, and a library may have raised the interpreter's own limit."""
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 without the silent loss of a field that is written twice."""
+    """YAML 1.1 without the silent loss of a field that is written twice, and not nested without end."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > _MOST_NESTED:
+            place = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            text = f"it is nested too deeply, in more than {_MOST_NESTED} levels"
+            raise yaml.composer.ComposerError(None, None, text, place)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -57,8 +73,6 @@ def load(path: str) -> Documents:
         raise BadFile(f"{place}: not valid YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise BadFile(f"{path}: not valid YAML: {error}") from None
-    except RecursionError:
-        raise BadFile(f"{path}: is nested too deeply") from None
     return _sorted_out(path, documents)
 
 
