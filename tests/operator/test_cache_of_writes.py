@@ -434,7 +434,9 @@ def test_pods_have_the_room_of_one_service_and_of_one_namespace(
         assert "is left out: there is no room for it beside other pods ns svc" in caplog.text
         for number in range(300, 600):
             one.cache.changed(pod(number, f"svc{number}", message=chance.randbytes(300).hex()))
-        kept = sum(len(of) for there in one.cache._watched.values() for of in [b"".join(k.data for k in there.values())])
+        kept = sum(
+            len(of) for there in one.cache._watched.values() for of in [b"".join(k.data for k in there.values())]
+        )
         assert 15_000 < kept < 31_000
         assert "beside other namespace ns" in caplog.text
         for number in (*range(200), *range(300, 600)):

@@ -377,18 +377,16 @@ def test_many_reviews_of_one_namespace_do_not_keep_others_out(pair: Path) -> Non
 
             there.answer = slowly
             answers = [asyncio.create_task(there.post(STRANGER, of_namespace("many"))) for _ in range(storm)]
-            busy = 0
-            for done in asyncio.as_completed(answers):
+            most = storm - 1 - turns.MOST_BYTES // turns.LEAST_BYTES  # one is judged, and as many wait as may
+            for _, done in zip(range(most), asyncio.as_completed(answers), strict=False):
                 status, text = await done
                 found = json.loads(text)["response"]
                 assert status == 200 and found["uid"] == "u" and found["allowed"] is False
                 assert found["status"]["code"] == 429 and found["status"]["details"] == {"retryAfterSeconds": 1}
-                busy += 1
-                if busy == storm - 1 - turns.MOST_BYTES // turns.LEAST_BYTES:
-                    break  # one is judged, and as many wait as may
+            came, make_room = asyncio.Event(), there.server._turns._make_room
+            there.server._turns._make_room = lambda address: (make_room(address), came.set())
             victim = asyncio.create_task(there.post(STRANGER, of_namespace("few")))
-            while not any(one.namespace == "few" for one in there.server._turns._waiting):
-                await asyncio.sleep(0)
+            await came.wait()
             go.set()
             assert json.loads((await victim)[1])["response"]["allowed"] is True
             assert there.asked.index("few") == 1, "it is next"
@@ -429,7 +427,7 @@ def test_turns_go_round_by_address_and_by_namespace() -> None:
 def test_of_too_many_the_newest_of_whoever_has_most_leave() -> None:
     async def main() -> None:
         taken, left = turns.Turns(), []
-        held = asyncio.Event()
+        held, enough = asyncio.Event(), asyncio.Event()
 
         async def one(namespace: str, number: int) -> None:
             try:
@@ -437,12 +435,13 @@ def test_of_too_many_the_newest_of_whoever_has_most_leave() -> None:
                     await held.wait()
             except turns.Busy:
                 left.append((namespace, number))
+                if len(left) == 7:
+                    enough.set()
 
         tasks = [asyncio.create_task(one("few", number)) for number in range(3)]
         tasks += [asyncio.create_task(one("many", number)) for number in range(12)]
         tasks += [asyncio.create_task(one("few", 3))]
-        while len(left) < 7:
-            await asyncio.sleep(0)
+        await enough.wait()
         held.set()
         await asyncio.gather(*tasks)
         assert sorted(number for _, number in left) == list(range(5, 12)) and {one for one, _ in left} == {"many"}

@@ -10,9 +10,8 @@ import pytest
 from isthmus_operator.api.v1alpha1 import parse
 from isthmus_operator.commands.completion import script
 from isthmus_operator.commands.parser import SHELLS, build_parser
-from isthmus_operator.plan import autoscale
+from isthmus_operator.plan import autoscale, ownership
 from isthmus_operator.plan.observed import EngineFacts, Facts
-from isthmus_operator.plan import ownership
 from isthmus_operator.plan.ownership import (
     FIELD_MANAGER,
     TEMPLATE_MARK,

@@ -24,7 +24,7 @@ MAX_TENSORS = 1 << 17
 MAX_ELEMENTS = 1 << 22
 """In all arrays together; a vocabulary of 262,144 with its scores, types and merges has 1.3 million."""
 MAX_TEXTS = 1 << 20
-"""Of them, texts, of which the files of a tokenizer take a multiple: a vocabulary of 262,144 has twice as many merges."""
+"""Of them, texts, of which a tokenizer's files take a multiple: a vocabulary of 262,144 has twice as many merges."""
 MAX_NAME_BYTES = 1 << 16
 MAX_STRING_BYTES = 1 << 24
 MAX_DIMENSIONS = 4
@@ -141,7 +141,7 @@ class _Reader:
 
 
 def scan_header(source: Path, *, arrays: bool = False) -> Scan:
-    """Walk through the header of `source`, and read its `arrays`. WeightsError names the byte, the claim and the limit."""
+    """Walk through the header of `source`, and read `arrays`. WeightsError names the byte, the claim and the limit."""
     with source.open("rb") as file:
         magic = file.read(4)
         if magic != b"GGUF":
@@ -203,5 +203,5 @@ def _tensor(reader: _Reader) -> Stored:
         raise reader.refuse(f"tensor {name} has unknown type {kind}") from e
     elements = math.prod(shape)
     if not elements or shape[-1] % block:
-        raise reader.refuse(f"tensor {name} of type {form.name} has shape {list(shape)}; rows hold {block} or a multiple")
+        raise reader.refuse(f"tensor {name}, {form.name}, has shape {list(shape)}; rows hold {block} or a multiple")
     return Stored(name=name, kind=form, shape=shape, at=int(reader.number("<Q")), nbytes=elements // block * size)

@@ -6,7 +6,7 @@ import asyncio
 
 STEP_S = 0.1
 MOST_S = 0.5
-"""Of what a step took too long, so much is still counted: under load every step is late, and engines may be gone too."""
+"""So much of a late step is counted: under load every step is late, and engines may be gone as well."""
 
 
 class OwnTime:

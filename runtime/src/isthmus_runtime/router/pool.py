@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 _PROBE_TIMEOUT_S = 2.0
 _RESOLVE_TIMEOUT_S = 5.0
 _DEAD_AFTER_S = 5.0
-"""An engine that answers no probe for this long is dead, whatever its connections look like (a stopped process). Time in
-which this process stood still is not counted."""
+"""An engine that answers no probe for this long is dead, whatever its connections look like (a stopped process). Time
+in which this process stood still is not counted."""
 _LATE = "no answer in time"
 _FIRST_BACKOFF_S = 0.1
 _LAST_BACKOFF_S = 1.0
