@@ -12,9 +12,11 @@ import mmap
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
+import numpy.typing as npt
 from gguf.quants import quant_shape_to_byte_shape
 
 from ..errors import WeightsError
@@ -32,7 +34,7 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
 
-_FLOATS = {
+_FLOATS: dict[gguf.GGMLQuantizationType, np.dtype[Any]] = {
     gguf.GGMLQuantizationType.F16: np.dtype(np.float16),
     gguf.GGMLQuantizationType.F32: np.dtype(np.float32),
 }
@@ -48,9 +50,9 @@ class Stored:
     at: int
     nbytes: int
 
-    def read(self, source: Path) -> np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
+    def read(self, source: Path) -> npt.NDArray[Any]:
         """Its values, or the bytes of its blocks for what is neither fp16 nor fp32; of the file, not in memory."""
-        dtype = _FLOATS.get(self.kind, np.dtype(np.uint8))
+        dtype: np.dtype[Any] = _FLOATS.get(self.kind, np.dtype(np.uint8))
         shape = self.shape if self.kind in _FLOATS else quant_shape_to_byte_shape(self.shape, self.kind)
         return np.memmap(source, dtype, mode="r", offset=self.at, shape=shape)
 
