@@ -17,6 +17,7 @@ from .output import Delta, Reader
 from .pieces import Pieces
 from .prompts import Echo, Told
 from .sse import TOOL_CALLS, Answer, Format, More, Usage
+from .untold import AnswerScores, Untold
 
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -27,7 +28,8 @@ _STREAM_HEADERS = {
 
 _NOTHING = Delta()
 _MANY_SCORES = 2000
-"""With log-probabilities of more tokens of prompts, an answer is written in a thread (about 10 ms of work)."""
+"""With log-probabilities of more tokens of prompts, or with more of them of its own, an answer is written in a thread
+(about 10 ms of work)."""
 _MANY_IDS = 100_000
 """The same where all choices' prompts have more tokens, whose ids an answer may tell (about 10 ms of work, too)."""
 
@@ -200,6 +202,7 @@ class Runner:
         self._backend = backend
         self._metrics = metrics
         self._clock = clock
+        self._scores = AnswerScores()
 
     async def whole(self, job: Job, arrived: float, call: Call) -> Usage:
         """The answer in one piece. Raises RequestError."""
@@ -217,15 +220,16 @@ class Runner:
             answer.finish_reason, answer.stop = choice.finish, choice.text.met
             likelihood[choice.index] = choice.mean_logprob
 
-        usage = await self._run(job, sink, arrived)
-        headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
-        shown = [answers[i] for i in _best(job, likelihood)]
-        scores = sum(len(answer.prompt.scores) for answer in shown)
-        ids = sum(len(answer.prompt.ids) for answer in shown)
-        if scores > _MANY_SCORES or ids > _MANY_IDS:
-            body = await asyncio.to_thread(job.format.whole, shown, usage)
-        else:
-            body = job.format.whole(shown, usage)
+        with self._scores.answer() as untold:
+            usage = await self._run(job, sink, arrived, untold)
+            headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
+            shown = [answers[i] for i in _best(job, likelihood)]
+            scores = sum(len(answer.prompt.scores) for answer in shown)
+            ids = sum(len(answer.prompt.ids) for answer in shown)
+            if max(scores, untold.held) > _MANY_SCORES or ids > _MANY_IDS:
+                body = await asyncio.to_thread(job.format.whole, shown, usage)
+            else:
+                body = job.format.whole(shown, usage)
         await call.reply(200, headers, body)
         return usage
 
@@ -259,26 +263,32 @@ class Runner:
                 else:
                     data = form.echo(choice.index, choice.prompt)
             logprobs, more = choice.take_logprobs(), choice.take_more()
-            data += form.delta(choice.index, delta, logprobs, more) if delta != _NOTHING or logprobs else b""
+            count = _scores(logprobs)
+            if count > _MANY_SCORES:
+                data += await asyncio.to_thread(form.delta, choice.index, delta, logprobs, more)
+            elif delta != _NOTHING or logprobs:
+                data += form.delta(choice.index, delta, logprobs, more)
             if choice.finish:
                 more = choice.take_more() if data else more
                 data += form.finish(choice.index, choice.finish, more, choice.text.met)
             await call.write(data)
+            untold.told(count)
 
-        usage = await self._run(job, sink, arrived)
+        with self._scores.answer() as untold:
+            usage = await self._run(job, sink, arrived, untold)
         await call.write(form.end(usage, tell=job.include_usage))
         await call.end()
         return usage
 
-    async def _run(self, job: Job, sink: Sink, arrived: float) -> Usage:
+    async def _run(self, job: Job, sink: Sink, arrived: float, untold: Untold) -> Usage:
         choices = [_Choice(i, r, job) for i, r in enumerate(job.requests)]
         if len(choices) == 1:
-            await self._generate(choices[0], sink, arrived)
+            await self._generate(choices[0], sink, arrived, untold)
         else:
             try:
                 async with asyncio.TaskGroup() as group:
                     for i in range(0, len(choices), job.n):
-                        group.create_task(self._of_one_prompt(choices[i : i + job.n], sink, arrived))
+                        group.create_task(self._of_one_prompt(choices[i : i + job.n], sink, arrived, untold))
             except BaseExceptionGroup as errors:
                 # The first error has cancelled the others; what they raise while ending is its echo.
                 raise first_error(errors) from errors
@@ -294,18 +304,18 @@ class Runner:
                 )
         return usage
 
-    async def _of_one_prompt(self, choices: Sequence[_Choice], sink: Sink, arrived: float) -> None:
+    async def _of_one_prompt(self, choices: Sequence[_Choice], sink: Sink, arrived: float, untold: Untold) -> None:
         """All choices of a prompt: the first computes it and what is told of it, the others find its KV."""
         first, *others = choices
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._generate(first, sink, arrived))
+            group.create_task(self._generate(first, sink, arrived, untold))
             if others:
                 await first.begun.wait()
             for choice in others:
                 choice.prompt.scores = first.prompt.scores
-                group.create_task(self._generate(choice, sink, arrived))
+                group.create_task(self._generate(choice, sink, arrived, untold))
 
-    async def _generate(self, choice: _Choice, sink: Sink, arrived: float) -> None:
+    async def _generate(self, choice: _Choice, sink: Sink, arrived: float, untold: Untold) -> None:
         last = 0.0
         try:
             async with aclosing(self._backend.generate(choice.request)) as chunks:
@@ -317,6 +327,8 @@ class Runner:
                         else:
                             self._metrics.time_to_first_token.observe(now - arrived)
                         last = now
+                    if choice.text.keeps_logprobs and chunk.logprobs:
+                        untold.add(_scores(chunk.logprobs))
                     delta = choice.feed(chunk)
                     choice.begun.set()
                     if delta != _NOTHING or choice.finish:
@@ -329,6 +341,11 @@ class Runner:
             # Before the first token nothing but admission is known to have happened.
             stage = "generation" if choice.tokens else "admission"
             raise error.located(stage, choice.request.request_id) from error
+
+
+def _scores(entries: Sequence[TokenLogprobs]) -> int:
+    """How many log-probabilities there are in them."""
+    return sum(1 + len(entry.top) for entry in entries)
 
 
 def _best(job: Job, likelihood: Mapping[int, float]) -> Sequence[int]:
