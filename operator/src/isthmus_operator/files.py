@@ -45,7 +45,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            return super().construct_object(node, deep=deep)  # type: ignore[no-untyped-call]
+            return super().construct_object(node, deep=deep)
         except (ValueError, AttributeError, TypeError) as error:  # of a date or a number that is none
             text = f"{str(node.value)[:40]!r} cannot be read ({error}); put text in quotes"
             raise yaml.constructor.ConstructorError(None, None, text, node.start_mark) from None
