@@ -180,6 +180,10 @@ def test_a_grammar_that_proves_too_much_work_is_the_request_s_fault(grammars: Gr
 def test_a_token_that_was_not_allowed_is_the_engine_s_fault(grammars: Grammars) -> None:
     guide = grammars.guide(Structure("choice", '["once"]'))
     refused = next(i for i in range(VOCAB) if i not in set(allowed_ids(guide.allowed([]))))
+    for _ in range(2):  # by the lexer that it shares, and by another
+        with pytest.raises(Outgrown) as outgrown:
+            guide.allowed([refused])
+        outgrown.value.renew()
     with pytest.raises(EngineFailed, match=f"token {refused} was drawn"):
         guide.allowed([refused])
 
@@ -260,9 +264,12 @@ def test_a_lexer_that_others_have_used_up_is_replaced_for_all(model: Path, monke
 
     monkeypatch.setattr(grammars, "_compile", counted)
     early = [grammars.guide(SPENDS) for _ in range(6)]
+    drawn = list[int]()  # on another engine, which has a lexer of its own
+    follow(few_states(monkeypatch, model, 500).guide(SPENDS), 1, 7, drawn)
     count, renewed, error = follow(grammars.guide(SPENDS), 400, seed=0)
     assert (renewed, len(made)) == (2, 3) and count < 400, "a shared one, the next, and one of its own"
     assert f"after {count} tokens: lexer error: too many states: 500" in error, error
+    assert follow(early.pop(), 3, 1, drawn)[::2] == (3, ""), "a full one refuses tokens without a word"
     for guide in (*early, grammars.guide(SPENDS)):
         assert follow(guide, 3, seed=1)[::2] == (3, "")
     assert len(made) == 4, "the others share the next one"

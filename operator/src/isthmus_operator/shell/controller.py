@@ -24,6 +24,7 @@ from ..plan.desired import name_of
 from ..plan.events import Event, contested, events, healed, overridden, scaled
 from ..plan.observe import is_child, observe, unknown_makers
 from ..plan.observed import Facts, Observed
+from ..plan.ownership import set_by_us
 from ..plan.planner import Plan
 from ..plan.status import Status, failed_status, invalid_status, status_of
 from ..render import engine, scaler
@@ -214,7 +215,8 @@ class Controller:
             if decision is None or decision.count == before or name_of(status) in left_alone:
                 continue
             await applier.scale(there, scaler.role_scaler(service, component, replicas=decision.count))
-            if seen.wanted.get(component, before) == before:
+            # The status may be behind: it is read before the number is written.
+            if seen.wanted.get(component, before) == before or set_by_us(there, "spec", "replicas"):
                 news.append(scaled(component, before, decision))
             else:
                 foreign.append(name_of(status))

@@ -5,8 +5,8 @@ all others, and the executor waits for the mask when it is about to draw (ADR 35
 others by the executor's patience now and then: a row that missed a draw is planned after its masks for a while.
 
 Whose masks took least until now is served first, so that costly grammars wait for cheap ones and not the other way
-round; and a request may use no more than a bounded time, which ends those that never would. A constraint is renewed on another
-thread meanwhile: a large grammar takes seconds to compile.
+round; and a request may use no more than a bounded time, which ends those that never would. A constraint is renewed on
+another thread meanwhile: a large grammar takes seconds to compile.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ _LIMITS = LLParserLimits(
     # some 3,000.
     step_max_items=10_000,
     max_items_in_row=2_000,
-    max_lexer_states=50_000,
+    # Of all requests with a grammar, as they share its lexer until that is full; 160 bytes each.
+    max_lexer_states=100_000,
     max_grammar_size=500_000,
     verbose_errors=False,
 )
@@ -44,7 +45,7 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 _ERROR_TEXT = 400
 _KEPT, _KEPT_TEXT = 64, 1 << 22
 """Compiled grammars, and characters of them together: a grammar takes some 120 bytes for each (30 MB the largest), and
-its lexer up to 8 MB."""
+its lexer up to 16 MB."""
 _SPENT = "too many states"
 """llguidance's word for a lexer that has as many as it may, and gets no more for anybody who shares it."""
 _LEAST_PROGRESS = 256
@@ -226,6 +227,8 @@ class Guide:
             self._taken += taken
             self._check(len(generated))
             if taken < len(new):
+                if self._may_go_on(len(generated)):  # a full lexer may refuse, without a word, what it has allowed
+                    raise self._outgrown(len(generated))
                 raise EngineFailed(
                     f"structured output: token {new[taken]} was drawn after {self._taken} others, though not allowed"
                 )
@@ -234,10 +237,8 @@ class Guide:
         """Raise where the matcher has come to an end; `count`: tokens that were generated."""
         if not self._matcher.is_error():
             return
-        if _SPENT in self._matcher.get_error() and (
-            self._shared is not None or count - self._begun_at >= _LEAST_PROGRESS
-        ):
-            raise Outgrown(lambda: self._renew(count))
+        if _SPENT in self._matcher.get_error() and self._may_go_on(count):
+            raise self._outgrown(count)
         # Which grammar is too much work is known only where it is walked: what is wrong is the request, not the engine,
         # and another engine would do no better.
         raise InvalidRequest(
@@ -245,6 +246,13 @@ class Guide:
             "simplify the grammar",
             param="structure",
         )
+
+    def _may_go_on(self, count: int) -> bool:
+        """Whether another lexer may help."""
+        return self._shared is not None or count - self._begun_at >= _LEAST_PROGRESS
+
+    def _outgrown(self, count: int) -> Outgrown:
+        return Outgrown(lambda: self._renew(count))
 
     def _renew(self, count: int) -> None:
         """Go on with another lexer. The walk begins anew: what it comes by is a small part of what masks look at."""
