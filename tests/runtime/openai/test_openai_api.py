@@ -15,11 +15,12 @@ from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
-from isthmus_runtime.openai import untold
+from isthmus_runtime.openai import plan, untold
 from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.sse import ChatFormat, CompletionFormat
 from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
+from isthmus_runtime.structured.checker import Checker
 
 
 def test_chat(serve, run, tokenizer):
@@ -587,3 +588,24 @@ def test_api_key_file(tmp_path):
         read_api_key(str(file))
     with pytest.raises(ConfigError, match="--api-key-file /nowhere"):
         read_api_key("/nowhere")
+
+
+def test_what_all_choices_carry_to_engines_is_bounded(serve, run, tokenizer, model_dir, monkeypatch):
+    """Each goes there by itself, with its prompt and its structure."""
+    monkeypatch.setattr(plan, "MAX_CARRIED", 4000)
+
+    async def main():
+        checker = Checker(model_dir)
+        async with serve(spell(tokenizer, "x"), grammars=checker) as api:
+            for n, body in (
+                (8, {"prompt": [5] * 100}),
+                (3, {"prompt": "a", "structured_outputs": {"regex": "a" * 2000}}),
+            ):
+                status, answer = await events(api, "/v1/completions", {"n": n, "max_tokens": 1, **body})
+                assert status == 400 and answer["error"]["param"] == "n", answer
+                assert f"n: {n} choices" in answer["error"]["message"] and "at most 4000" in answer["error"]["message"]
+                status, answer = await events(api, "/v1/completions", {"n": 1, "max_tokens": 1, **body})
+                assert status == 200, answer
+        await checker.close()
+
+    run(main())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 
 import aiohttp
 import pytest
@@ -103,6 +103,27 @@ def test_engine_that_answers_late_stays(rig, run, kit):
             engine.frozen, asked = asyncio.Event(), engine.probes
             await engine.until(lambda e: e.probes >= asked + 2)  # the second is sent when the first was given up
             assert states(r.pool)[engine.url] == ("ready", "") and r.backend.ready() == ""
+            engine.frozen.set()
+
+    run(main())
+
+
+def test_tokens_are_a_sign_of_life(rig, run, kit):
+    """An engine that has no time for probes, and sends tokens, is not given up."""
+
+    async def main():
+        engine, gate = kit.Engine("unified"), asyncio.Event()
+        engine.local_script = [kit.tokens(1), gate, kit.tokens(2), kit.done(3)]
+        async with rig(engine, dead_after_s=60.0) as r, aclosing(r.backend.generate(kit.request())) as stream:
+            await anext(stream)
+            engine.frozen, asked = asyncio.Event(), engine.probes
+            await engine.until(lambda e: e.probes > asked)  # nothing before it is still to be answered
+            known = r.pool._engines[engine.url]
+            r.pool._own.now += 1e6
+            assert r.pool._silent(known) >= 1e6
+            gate.set()
+            await anext(stream)
+            assert r.pool._silent(known) < 1e6
             engine.frozen.set()
 
     run(main())

@@ -34,6 +34,7 @@ from ..request import FinishReason, GenerateRequest, PromptText, TokenChunk, tok
 from ..serving.app import errors, json_body, model_response, read_model
 from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
+from ..threads import running_pool
 from ..tracing.span import NO_TRACER, Tracer, within
 from .backend import EngineBackend
 from .kv_events import KvEventFeed
@@ -116,6 +117,7 @@ class EngineServer:
         self._no_progress_s = no_progress_timeout_s
         self._clock = clock
         self._kv_events = kv_events
+        self._readers = running_pool(1, "bodies")
         self._scrapes = Scrapes(meters.registry, self._sample)
 
     def add_metrics(self, app: FastAPI) -> None:
@@ -225,7 +227,7 @@ class EngineServer:
 
     async def generate(self, call: Call) -> None:
         """Stream tokens as NDJSON; the connection's end is the cancellation."""
-        what = await read_model(call, GenerateCall)
+        what = await read_model(call, GenerateCall, self._readers)
         try:
             with self._in_flight.track(), within(self._tracer.remote(call.headers)):
                 await self._stream(what, call)
@@ -293,7 +295,7 @@ class EngineServer:
 
     async def prefill(self, request: Request) -> Response:
         """Compute and send one prompt."""
-        call = await read_model(request, PrefillCall)
+        call = await read_model(request, PrefillCall, self._readers)
         try:
             with self._in_flight.track(), within(self._tracer.remote(request.headers)):
                 answer = await self._prefill(call)
@@ -321,18 +323,18 @@ class EngineServer:
 
     async def commit(self, request: Request) -> Response:
         """Prefill has sent everything, or has failed."""
-        self._backend.engine.commit(await read_model(request, CommitCall))
+        self._backend.engine.commit(await read_model(request, CommitCall, self._readers))
         return model_response(Done())
 
     async def abort(self, request: Request) -> Response:
         """End a request wherever it is."""
-        call = await read_model(request, AbortCall)
+        call = await read_model(request, AbortCall, self._readers)
         self._backend.engine.abort(call.request_id, call.attempt, "aborted by the router")
         return model_response(Done())
 
     async def adapter(self, request: Request) -> Response:
         """Load an adapter, or unload it."""
-        call = await read_model(request, AdapterCall)
+        call = await read_model(request, AdapterCall, self._readers)
         await self._backend.engine.change_adapter(call.name, call.path, replace=call.replace)
         return model_response(Done())
 

@@ -20,7 +20,16 @@ from .conversations import Conversations
 from .output import Reader
 from .pieces import Pieces
 from .prompts import Echo, echo_of_ids, echo_of_text
-from .schema import MAX_ECHO, MAX_SCORES, ChatRequest, CompletionRequest, chat_request, parse_chat, parse_completion
+from .schema import (
+    MAX_CARRIED,
+    MAX_ECHO,
+    MAX_SCORES,
+    ChatRequest,
+    CompletionRequest,
+    chat_request,
+    parse_chat,
+    parse_completion,
+)
 from .sse import ChatFormat, CompletionFormat, Format
 from .text_prompts import ids_of, too_long
 from .tokenizer import Tokenizer, TooManyTokens
@@ -28,6 +37,8 @@ from .tokenizer import Tokenizer, TooManyTokens
 MakeFormat = Callable[..., Format]
 """Takes what `Format` does."""
 _DEFAULT_COMPLETION_TOKENS = 16
+_BYTES_OF_AN_ID = 6
+"""In a body to an engine."""
 """OpenAI's default of `max_tokens` for /v1/completions."""
 _ROUTES: Mapping[str, str] = MappingProxyType(
     {
@@ -282,6 +293,7 @@ class Planner:
         sampling = self._sampling(request, max_tokens, structured=structure is not None)
         adapter = self._adapter(request.model)
         seed = self._seeds() if request.seed is None else request.seed
+        _check_carried(prompts, candidates, structure, text)
         requests = [
             GenerateRequest(
                 request_id=f"{answer_id}-{p * candidates + i}",
@@ -385,6 +397,21 @@ def _check_room(name: str, wanted: int | None, prompt: int, limit: int) -> None:
             f"{name}: {wanted} after a prompt of {prompt} tokens, but prompt and output together may have {limit}; "
             f"ask for at most {limit - prompt}",
             param=name,
+        )
+
+
+def _check_carried(
+    prompts: Sequence[Sequence[int]], choices: int, structure: Structure | None, text: PromptText | None
+) -> None:
+    """Raise InvalidRequest where a request, each choice of which goes to an engine by itself, is too large by them."""
+    each = 0 if structure is None else len(structure.text)
+    each += 0 if text is None else len(text.text)
+    size = choices * (_BYTES_OF_AN_ID * sum(map(len, prompts)) + each * len(prompts))
+    if choices > 1 and size > MAX_CARRIED:
+        raise InvalidRequest(
+            f"n: {choices} choices, each with its prompt and its structure, come to some {size} bytes for engines; "
+            f"at most {MAX_CARRIED} are allowed for a request; ask for fewer choices",
+            param="n",
         )
 
 

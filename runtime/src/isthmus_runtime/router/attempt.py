@@ -214,6 +214,7 @@ class Attempt:
                 raise self._failure or self._lost_decode(e) from e
             if not data:
                 raise self._failure or self._lost_decode("it closed the stream without an end")
+            self._pool.heard(self._decode.url)
             *lines, self._rest = (self._rest + data).split(b"\n")
             self._lines.extend(lines)
         raw = self._lines.popleft()

@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 _PROBE_TIMEOUT_S = 2.0
 _RESOLVE_TIMEOUT_S = 5.0
 _DEAD_AFTER_S = 5.0
-"""An engine that answers no probe for this long is dead, whatever its connections look like (a stopped process). Time
-in which this process stood still is not counted."""
+"""An engine that answers no probe and sends no token for this long is dead, whatever its connections look like (a
+stopped process). Time in which this process stood still is not counted."""
 _LATE = "no answer in time"
 _FIRST_BACKOFF_S = 0.1
 _LAST_BACKOFF_S = 1.0
@@ -127,6 +127,12 @@ class EnginePool:
     def hold(self, url: str, tokens: int, on_lost: Callable[[str], None]) -> Hold:
         """Count a request at the engine until `release`; `on_lost` is called once if the engine dies meanwhile."""
         return self._engines[url].hold(tokens, on_lost)
+
+    def heard(self, url: str) -> None:
+        """An engine has said something, whatever it was: it is alive."""
+        engine = self._engines.get(url)
+        if engine is not None:
+            engine.last_answer = self._own.now
 
     def failed(self, url: str, problem: str) -> None:
         """A contact failed: no new requests until a probe succeeds."""
