@@ -16,6 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 
+def one_line(text: str) -> str:
+    """The text with what does not print, ends of lines too, as Python writes it."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 class UserError(ValueError):
     """What a user wrote is wrong; the message names the place, the value, what is allowed and the fix."""
 
@@ -40,7 +45,8 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.message}; allowed: {self.allowed}; fix: {self.fix}"
+        # Keys of users are in the path.
+        return one_line(f"{self.path}: {self.message}; allowed: {self.allowed}; fix: {self.fix}")
 
 
 class InvalidSpec(UserError):

@@ -6,19 +6,21 @@ An object that is not the service's is never written and never deleted, whatever
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ..api.v1alpha1 import API_VERSION, KIND
 from ..errors import ApiError, NameTaken
 from ..plan.desired import Desired, Name, name_of
-from ..plan.ownership import altered, differs, may_write, owners, stand_off, was_made_by_us
+from ..plan.ownership import Look, is_quick, look, owners, was_made_by_us
 from .client import CONFLICT, INVALID, NOT_FOUND, Api, path_of
 
 Object = dict[str, Any]
 Written = Callable[[str, Object], None]
 """Told of each write: verb, and the object as it is then."""
+Bench = Callable[[Callable[[], Look]], Awaitable[Look]]
 BUDGET = "PodDisruptionBudget"
 NOBODY = (0, 429, 503, 504)
 """HTTP statuses that do not judge the object: there was no answer, or the server is too busy to give one."""
@@ -44,9 +46,11 @@ class Changes:
 class Applier:
     """Makes the cluster what a `Desired` says. For one run."""
 
-    def __init__(self, api: Api, written: Written) -> None:
+    def __init__(self, api: Api, written: Written, bench: Bench | None = None) -> None:
+        """`bench`: runs work off the event loop; None: there is none."""
         self._api = api
         self._written = written
+        self._bench = bench
         self._futile: Mapping[Name, str] = {}
 
     async def run(
@@ -145,25 +149,33 @@ class Applier:
     async def _apply(
         self, manifest: Object, there: Object | None, changes: Changes, settled: bool, complete: bool
     ) -> None:
+        name, heals = name_of(manifest), complete
         if there is not None:
-            if not may_write(manifest, there):
+            seen = await self._look(manifest, there)
+            if not seen.ours:
                 raise _taken(manifest)
-            if there["metadata"].get("deletionTimestamp") or not differs(manifest, there):
+            if there["metadata"].get("deletionTimestamp") or not seen.differs:
                 return
-        name = name_of(manifest)
-        if there is not None and (stand := stand_off(manifest, there)) == self._futile.get(name):
-            changes.futile[name] = stand
-            return
-        heals = complete if there is None else settled and altered(manifest, there)
+            if seen.stand == self._futile.get(name):
+                changes.futile[name] = seen.stand
+                return
+            heals = settled and seen.altered
         if heals and name in changes.left_alone:
             return
         answer = await self._api.apply(manifest, over=there)
         self._written("apply", answer)
         changes.applied.append(name)
-        if differs(manifest, answer):
-            changes.futile[name] = stand_off(manifest, answer)
+        left = await self._look(manifest, answer)
+        if left.differs:
+            changes.futile[name] = left.stand
         if heals:
             changes.healed.append(name)
+
+    async def _look(self, manifest: Object, there: Object) -> Look:
+        """Off the event loop where others have said much of the object's fields."""
+        if self._bench is None or is_quick(there):
+            return look(manifest, there)
+        return await self._bench(partial(look, manifest, there))
 
     async def _create(self, manifest: Object, there: Object | None, changes: Changes) -> None:
         if there is not None:
@@ -263,10 +275,9 @@ class Applier:
 
 def _taken(manifest: Object) -> NameTaken:
     kind, name = name_of(manifest)
-    owner = manifest["metadata"]["ownerReferences"][0]["name"]
-    return NameTaken(
-        CONFLICT, f"{kind} {name} exists and does not belong to InferenceService {owner}; it is left as it is"
-    )
+    owned_by = manifest["metadata"].get("ownerReferences") or [{}]
+    whose = f"InferenceService {owned_by[0]['name']}" if "name" in owned_by[0] else "this service"
+    return NameTaken(CONFLICT, f"{kind} {name} exists and does not belong to {whose}; it is left as it is")
 
 
 def _pods(manifest: Object) -> int:

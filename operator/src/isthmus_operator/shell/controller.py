@@ -18,11 +18,13 @@ from ..errors import ApiError, InvalidSpec, OverBudget, Refused
 from ..plan import autoscale
 from ..plan.autoscale import Decision
 from ..plan.contests import Contests
+from ..plan.decision import Decision as Decided
 from ..plan.decision import decide
 from ..plan.desired import name_of
 from ..plan.events import Event, contested, events, healed, overridden, scaled
 from ..plan.observe import is_child, observe, unknown_makers
 from ..plan.observed import Facts, Observed
+from ..plan.ownership import set_by_us
 from ..plan.planner import Plan
 from ..plan.status import Status, failed_status, invalid_status, status_of
 from ..render import engine, scaler
@@ -76,7 +78,8 @@ class Controller:
         if body is None or body["metadata"].get("deletionTimestamp"):
             return None
         before: Status = body.get("status") or {}
-        applier = Applier(self.api, lambda verb, written: self._written(key, verb, written))
+        bench = partial(self.bench.run, key)
+        applier = Applier(self.api, lambda verb, written: self._written(key, verb, written), bench)
         try:
             return await self._reconcile(key, body, before, applier)
         except InvalidSpec as error:
@@ -108,21 +111,23 @@ class Controller:
         service = await self.bench.run(key, partial(parse_stored, body, self.profile))
         if why := self.unread.get(key[0]) or self.unread.get(EVERYWHERE):
             raise ApiError(FORBIDDEN, why)
-        children, now = self.cache.children(key), self.clock()
+        now = self.clock()
+        children, known = await self.bench.run(key, partial(_look, service, self.cache.children(key)))
         while True:
-            facts = await self._facts(key, service, children)
+            facts = await self._facts(key, service, known)
             if facts is None:
                 return None
-            work = partial(decide, service, children, facts, before, self.defaults, now)
-            decision = await self.bench.run(key, work)
+            work = partial(_decide, service, children, facts, before, self.defaults, now)
+            decision, makers = await self.bench.run(key, work)
             seen, wanted, exact = decision.seen, decision.wanted, decision.exact
-            known = {name_of(child): child for child in children}
-            there = await applier.standing((*exact.apply, *exact.create, *unknown_makers(service, children)), known)
+            named = {name_of(child): child for child in children}
+            there = await applier.standing((*exact.apply, *exact.create, *makers), named)
             # Somebody has taken their labels off, by which they are watched: no reason to act as if they were gone.
-            bare = [one for name, one in there.items() if one and name not in known and is_child(service, one)]
+            bare = [one for name, one in there.items() if one and name not in named and is_child(service, one)]
             if not bare:
                 break
             children += bare
+            known = await self.bench.run(key, partial(observe, service, children, Facts(), {}))
         settled = before.get("observedGeneration") == service.generation
         said = {c.type: c.reason for c in seen.conditions}
         refused = said.get("Ready") in _FAILURES
@@ -161,8 +166,7 @@ class Controller:
             raise Refused(changes.refused)
         return self._again(key, service, wanted, after)
 
-    async def _facts(self, key: Key, service: InferenceService, children: list[Object]) -> Facts | None:
-        known = observe(service, children, Facts(), {})
+    async def _facts(self, key: Key, service: InferenceService, known: Observed) -> Facts | None:
         pods = [pod for workload in (*known.engines, known.router) if workload for pod in workload.pods]
         return await self.facts.read(key, pods, load=bool(_auto(service)))
 
@@ -211,7 +215,8 @@ class Controller:
             if decision is None or decision.count == before or name_of(status) in left_alone:
                 continue
             await applier.scale(there, scaler.role_scaler(service, component, replicas=decision.count))
-            if seen.wanted.get(component, before) == before:
+            # The status may be behind: it is read before the number is written.
+            if seen.wanted.get(component, before) == before or set_by_us(there, "spec", "replicas"):
                 news.append(scaled(component, before, decision))
             else:
                 foreign.append(name_of(status))
@@ -235,6 +240,19 @@ class Controller:
 
     def _stamp(self) -> str:
         return datetime.fromtimestamp(self.clock(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _look(service: InferenceService, make: Callable[[], list[Object]]) -> tuple[list[Object], Observed]:
+    """What is there of a service, and what is seen in it without asking anybody."""
+    children = make()
+    return children, observe(service, children, Facts(), {})
+
+
+def _decide(
+    service: InferenceService, children: list[Object], facts: Facts, status: Status, defaults: Defaults, now: float
+) -> tuple[Decided, list[Object]]:
+    """What is wanted, and what has made pods that is not among `children`."""
+    return decide(service, children, facts, status, defaults, now), unknown_makers(service, children)
 
 
 def _filled(value: Any) -> Any:

@@ -18,6 +18,7 @@ from .output import Delta, Reader
 from .pieces import Pieces
 from .prompts import Echo, Told
 from .sse import TOOL_CALLS, Answer, Format, More, Usage
+from .untold import AnswerScores, Untold
 
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -28,7 +29,8 @@ _STREAM_HEADERS = {
 
 _NOTHING = Delta()
 _MANY_SCORES = 2000
-"""With log-probabilities of more tokens of prompts, an answer is written in a thread (about 10 ms of work)."""
+"""With log-probabilities of more tokens of prompts, or with more of them of its own, an answer is written in a thread
+(about 10 ms of work)."""
 _MANY_IDS = 100_000
 """The same where all choices' prompts have more tokens, whose ids an answer may tell (about 10 ms of work, too)."""
 
@@ -216,6 +218,7 @@ class Runner:
         self._push = backend.push if isinstance(backend, Pushing) else partial(_push, backend)
         self._metrics = metrics
         self._clock = clock
+        self._scores = AnswerScores()
 
     async def whole(self, job: Job, arrived: float, call: Call) -> Usage:
         """The answer in one piece. Raises RequestError."""
@@ -233,15 +236,16 @@ class Runner:
             answer.finish_reason, answer.stop = choice.finish, choice.text.met
             likelihood[choice.index] = choice.mean_logprob
 
-        usage = await self._run(job, sink, arrived)
-        headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
-        shown = [answers[i] for i in _best(job, likelihood)]
-        scores = sum(len(answer.prompt.scores) for answer in shown)
-        ids = sum(len(answer.prompt.ids) for answer in shown)
-        if scores > _MANY_SCORES or ids > _MANY_IDS:
-            body = await asyncio.to_thread(job.format.whole, shown, usage)
-        else:
-            body = job.format.whole(shown, usage)
+        with self._scores.answer() as untold:
+            usage = await self._run(job, sink, arrived, untold)
+            headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
+            shown = [answers[i] for i in _best(job, likelihood)]
+            scores = sum(len(answer.prompt.scores) for answer in shown)
+            ids = sum(len(answer.prompt.ids) for answer in shown)
+            if max(scores, untold.held) > _MANY_SCORES or ids > _MANY_IDS:
+                body = await asyncio.to_thread(job.format.whole, shown, usage)
+            else:
+                body = job.format.whole(shown, usage)
         await call.reply(200, headers, body)
         return usage
 
@@ -261,52 +265,60 @@ class Runner:
         opening, opened = asyncio.Lock(), False
         form, write_now = job.format, call.writer()
 
-        def told(choice: _Choice, delta: Delta) -> bytes:
-            if choice.bare and not choice.finish:
-                return form.delta(choice.index, delta, (), None)
-            logprobs, more = choice.take_logprobs(), choice.take_more()
+        def written(choice: _Choice, delta: Delta, logprobs: Sequence[TokenLogprobs]) -> bytes:
+            more = choice.take_more()
             data = form.delta(choice.index, delta, logprobs, more) if delta != _NOTHING or logprobs else b""
             if choice.finish:
                 more = choice.take_more() if data else more
                 data += form.finish(choice.index, choice.finish, more, choice.text.met)
             return data
 
-        async def begin(choice: _Choice, delta: Delta) -> None:
+        async def tell(choice: _Choice, delta: Delta) -> None:
+            """With all that there may be to wait for."""
             nonlocal opened
-            async with opening:
-                if not opened:
-                    await call.begin({**_STREAM_HEADERS, "X-Request-Id": job.answer_id})
-                    await call.write(await self._opening(job, choice.prompt_tokens))
-                    opened = True
+            if not opened:
+                async with opening:
+                    if not opened:
+                        await call.begin({**_STREAM_HEADERS, "X-Request-Id": job.answer_id})
+                        await call.write(await self._opening(job, choice.prompt_tokens))
+                        opened = True
             data = b""
-            if choice.prompt.echo is not None:
+            if choice.prompt.echo is not None and not choice.shown:
                 if len(choice.prompt.scores) > _MANY_SCORES:
                     data = await asyncio.to_thread(form.echo, choice.index, choice.prompt)
                 else:
                     data = form.echo(choice.index, choice.prompt)
             choice.shown = True
-            await call.write(data + told(choice, delta))
+            logprobs = choice.take_logprobs()
+            if (count := _scores(logprobs)) > _MANY_SCORES:
+                data += await asyncio.to_thread(written, choice, delta, logprobs)
+            else:
+                data += written(choice, delta, logprobs)
+            await call.write(data)
+            untold.told(count)
 
         def sink(choice: _Choice, delta: Delta) -> Callable[[], Awaitable[None]] | None:
-            if not choice.shown:
-                return partial(begin, choice, delta)
-            data = told(choice, delta)
+            if not choice.shown or job.logprobs:
+                return partial(tell, choice, delta)
+            bare = choice.bare and not choice.finish
+            data = form.delta(choice.index, delta, (), None) if bare else written(choice, delta, ())
             return None if not data or write_now(data) else partial(call.write, data)
 
-        usage = await self._run(job, sink, arrived)
+        with self._scores.answer() as untold:
+            usage = await self._run(job, sink, arrived, untold)
         await call.write(form.end(usage, tell=job.include_usage))
         await call.end()
         return usage
 
-    async def _run(self, job: Job, sink: Sink, arrived: float) -> Usage:
+    async def _run(self, job: Job, sink: Sink, arrived: float, untold: Untold) -> Usage:
         choices = [_Choice(i, r, job) for i, r in enumerate(job.requests)]
         if len(choices) == 1:
-            await self._generate(choices[0], sink, arrived)
+            await self._generate(choices[0], sink, arrived, untold)
         else:
             try:
                 async with asyncio.TaskGroup() as group:
                     for i in range(0, len(choices), job.n):
-                        group.create_task(self._of_one_prompt(choices[i : i + job.n], sink, arrived))
+                        group.create_task(self._of_one_prompt(choices[i : i + job.n], sink, arrived, untold))
             except BaseExceptionGroup as errors:
                 # The first error has cancelled the others; what they raise while ending is its echo.
                 raise first_error(errors) from errors
@@ -322,18 +334,18 @@ class Runner:
                 )
         return usage
 
-    async def _of_one_prompt(self, choices: Sequence[_Choice], sink: Sink, arrived: float) -> None:
+    async def _of_one_prompt(self, choices: Sequence[_Choice], sink: Sink, arrived: float, untold: Untold) -> None:
         """All choices of a prompt: the first computes it and what is told of it, the others find its KV."""
         first, *others = choices
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._generate(first, sink, arrived))
+            group.create_task(self._generate(first, sink, arrived, untold))
             if others:
                 await first.begun.wait()
             for choice in others:
                 choice.prompt.scores = first.prompt.scores
-                group.create_task(self._generate(choice, sink, arrived))
+                group.create_task(self._generate(choice, sink, arrived, untold))
 
-    async def _generate(self, choice: _Choice, sink: Sink, arrived: float) -> None:
+    async def _generate(self, choice: _Choice, sink: Sink, arrived: float, untold: Untold) -> None:
         last = 0.0
         metrics = self._metrics
 
@@ -346,6 +358,8 @@ class Runner:
                 else:
                     metrics.time_to_first_token.observe(now - arrived)
                 last = now
+            if choice.text.keeps_logprobs and chunk.logprobs:
+                untold.add(_scores(chunk.logprobs))
             delta = choice.feed(chunk)
             choice.begun.set()
             told = sink(choice, delta) if delta != _NOTHING or choice.finish else None
@@ -365,6 +379,11 @@ class Runner:
 async def _after(told: Callable[[], Awaitable[None]], more: bool) -> bool:
     await told()
     return more
+
+
+def _scores(entries: Sequence[TokenLogprobs]) -> int:
+    """How many log-probabilities there are in them."""
+    return sum(1 + len(entry.top) for entry in entries)
 
 
 def _best(job: Job, likelihood: Mapping[int, float]) -> Sequence[int]:

@@ -6,7 +6,7 @@ A chunk is put together from prepared bytes, since this is done once per token; 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
 from secrets import token_hex
@@ -63,7 +63,7 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-def _json_list(items: Sequence[Any]) -> str:
+def _json_list(items: Iterable[Any]) -> str:
     """As JSON, an item at a time: the encoder lets no other thread run until it returns, and these may be 60 MiB."""
     return f"[{','.join(map(json.dumps, items))}]"
 
@@ -181,9 +181,11 @@ class Format:
     def _logprob_json(self, index: int, entries: Sequence[TokenLogprobs]) -> str:
         if self._logprobs < 0:
             return "null"
-        return json.dumps(self._logprobs_of(index, entries))
+        found = self._logprobs_of(index, entries)
+        return "{" + ",".join(f'"{name}":{_json_list(column)}' for name, column in found.items()) + "}"
 
-    def _logprobs_of(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs_of(self, index: int, entries: Sequence[TokenLogprobs]) -> Mapping[str, Iterable[Any]]:
+        """Lists by name."""
         raise AssertionError("defined by each format")
 
 
@@ -251,9 +253,11 @@ class ChatFormat(Format):
             f'"logprobs":{self._logprob_json(index, answer.logprobs)},"finish_reason":"{answer.finish_reason}"{ids}}}'
         )
 
-    def _logprobs_of(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprob_json(self, index: int, entries: Sequence[TokenLogprobs]) -> str:
+        return f'{{"content":{_json_list(self._told(entries))},"refusal":null}}' if self._logprobs >= 0 else "null"
+
+    def _told(self, entries: Iterable[TokenLogprobs]) -> Iterator[dict[str, Any]]:
         shown = self._pieces.shown
-        content = []
         for entry in entries:
             token, raw = shown(entry.token_id)
             top = []
@@ -261,8 +265,7 @@ class ChatFormat(Format):
                 other, other_raw = shown(token_id)
                 top.append({"token": other, "logprob": max(LOWEST_LOGPROB, logprob), "bytes": other_raw})
             logprob = max(LOWEST_LOGPROB, entry.logprob)
-            content.append({"token": token, "logprob": logprob, "bytes": raw, "top_logprobs": top})
-        return {"content": content, "refusal": None}
+            yield {"token": token, "logprob": logprob, "bytes": raw, "top_logprobs": top}
 
 
 class CompletionFormat(Format):

@@ -79,6 +79,7 @@ class RemoteEngine:
         """Whether name resolution still returns it."""
         self.failures = 0
         self.last_answer = 0.0
+        """In the router's own time."""
         self.wake = asyncio.Event()
         self.probes = self.answered = 0
         """Begun, and ended, so far."""
