@@ -21,7 +21,7 @@ import json
 from base64 import b64decode, b64encode
 from dataclasses import replace
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
@@ -131,7 +131,7 @@ class WireRequest(_Wire):
 
 _REQUEST = TypeAdapter(GenerateRequest).serializer
 _ROUTERS_OWN = {"prompt_group": True}
-_AND_ALLOWED = {**_ROUTERS_OWN, "sampling": {"allowed_token_ids"}}
+_AND_ALLOWED: Any = {**_ROUTERS_OWN, "sampling": {"allowed_token_ids"}}
 
 
 def request_json(request: GenerateRequest) -> bytes:
