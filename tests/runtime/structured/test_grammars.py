@@ -260,3 +260,26 @@ def test_a_full_lexer_is_not_for_ever(model: Path, monkeypatch: pytest.MonkeyPat
         for seed in range(10, 100):
             answered(grammars.guide(structure), letters, 40, seed)
     assert len(answered(grammars.guide(structure), letters, 40, 0)) == 40, "the next one begins anew"
+
+
+@pytest.mark.parametrize("text", ["[a-z]*[aeiou][a-z]{3}", "(ab|cd|e){2,40}"])
+def test_tokens_of_a_slow_grammar_are_taken_in_apart_with_the_same_masks(
+    model: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """llguidance holds the interpreter's lock while it takes tokens in: milliseconds of everybody's steps."""
+    grammars, structure = Grammars.load(model, eos_token_ids=EOS, vocab_size=VOCAB), Structure("regex", text)
+    plain = grammars.guide(structure)
+    monkeypatch.setattr(module, "_SLOW_S", -1.0)
+    apart, rng, generated = grammars.guide(structure), random.Random(3), list[int]()
+    for _ in range(30):
+        monkeypatch.setattr(module, "_SLOW_S", 1e9)
+        wanted = plain.allowed(generated), plain.forced(generated, 4)
+        monkeypatch.setattr(module, "_SLOW_S", -1.0)
+        assert (apart.allowed(generated), apart.forced(generated, 4)) == wanted
+        ids = [i for i in allowed_ids(wanted[0]) if i not in EOS]
+        if not ids:
+            break
+        generated += rng.choices(ids, k=1)
+    assert plain._apart is None and apart._apart is not None and apart.apart_s > 0
+    with pytest.raises((InvalidRequest, EngineFailed)):
+        apart.allowed([*generated, 409])

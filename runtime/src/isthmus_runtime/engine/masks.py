@@ -49,7 +49,7 @@ class _Counted:
                 param="structure",
             )
         assert job.generated is not None
-        began = time.thread_time()
+        began, apart = time.thread_time(), getattr(self.constraint, "apart_s", 0.0)
         try:
             answer = self.constraint.allowed(job.generated)
             job.forced = self.constraint.forced(job.generated, job.most)
@@ -60,7 +60,7 @@ class _Counted:
             log.exception("a mask of structured output failed")
             return EngineFailed(f"structured output failed: {error}")
         finally:
-            self.used_s += time.thread_time() - began
+            self.used_s += time.thread_time() - began + getattr(self.constraint, "apart_s", 0.0) - apart
 
 
 class _Job:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from ..errors import ConfigError, EngineFailed, InvalidRequest
 from ..interfaces.steps import Forced
@@ -55,6 +55,10 @@ _QUICK_S = 0.1
 """A grammar that took no longer to compile is compiled again in the midst of an answer, for which all others wait."""
 
 
+_SLOW_S, _MOST_COUNTED_S = 0.0005, 0.25
+"""A grammar that takes longer to take a token in has the next ones taken in apart; and how much is counted of one."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Compiled:
     """matcher: at the start of its grammar; took_s: of a processor."""
@@ -75,6 +79,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Structure, _Compiled] = OrderedDict()
         """A request with n = 128 asks for one as often."""
+        self._executor: LLExecutor | None = None
         try:
             self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         except ValueError as e:
@@ -112,6 +117,21 @@ class Grammars:
         if found is not None and found is not full:
             return found
         return self._fresh(structure) if full.took_s <= _QUICK_S else None
+
+    def idle(self) -> LLMatcher:
+        """One that refuses all tokens at once."""
+        matcher = LLMatcher(self._tokenizer, 'start: "a"', log_level=0)
+        matcher.consume_token(self._tokenizer.eos_token)
+        assert matcher.is_error(), "it would be work to feed it"
+        return matcher
+
+    @property
+    def executor(self) -> LLExecutor:
+        """Its one thread is made when it is first asked for."""
+        with self._lock:
+            if self._executor is None:
+                self._executor = LLExecutor(num_threads=1)
+            return self._executor
 
     def _fresh(self, structure: Structure) -> _Compiled:
         began = time.thread_time()
@@ -157,6 +177,9 @@ class Guide:
         self._taken = 0
         self._renewed_at = -1
         """How many tokens there were when it last got a new lexer."""
+        self._apart: LLMatcher | None = None
+        self.apart_s = 0.0
+        """Taken by work on another thread than the caller's, about."""
         self._ahead: tuple[int, ...] = ()
         """Forced tokens that were found when `_ahead_at` tokens were there."""
         self._ahead_at = 0
@@ -227,13 +250,29 @@ class Guide:
         assert len(generated) >= self._taken, "what was generated does not shrink"
         if len(generated) > self._taken:
             new = list(generated[self._taken :])
-            taken = self._matcher.try_consume_tokens(new)
+            began = time.thread_time()
+            taken = self._matcher.try_consume_tokens(new) if self._apart is None else self._take_apart(new)
+            if self._apart is None and time.thread_time() - began > _SLOW_S * len(new):
+                self._apart = self._grammars.idle()
             self._taken += taken
             self._check()
             if taken < len(new):
                 raise EngineFailed(
                     f"structured output: token {new[taken]} was drawn after {self._taken} others, though not allowed"
                 )
+
+    def _take_apart(self, new: Sequence[int]) -> int:
+        """As `try_consume_tokens`, which lets no other thread of the interpreter run until it returns: milliseconds of
+        the steps of everybody. The executor's way does, where it has two matchers; one of ours is broken, and idle."""
+        began = time.perf_counter()
+        count = 0
+        for token in new:
+            done, _ = self._grammars.executor.consume_token_par([(self._matcher, token), (self._apart, token)])
+            if not done:
+                break
+            count += 1
+        self.apart_s += min(time.perf_counter() - began, _MOST_COUNTED_S)
+        return count
 
     def _check(self) -> None:
         # Which grammar is too much work is known only where it is walked: what is wrong is the request, not the engine,
