@@ -262,7 +262,7 @@ class Guide:
     def _take_in(self, new: list[int]) -> int:
         """How many of them were allowed, and are taken in.
 
-        llguidance lets no other thread of the interpreter run meanwhile: milliseconds of everybody's steps. Its executor
+        llguidance lets no other thread of the interpreter run meanwhile: milliseconds of all steps. Its executor
         does, where it has two matchers to feed.
         """
         if self._apart is None:
