@@ -15,7 +15,7 @@ from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
-from isthmus_runtime.openai import plan, untold
+from isthmus_runtime.openai import answer, plan, untold
 from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.sse import ChatFormat, CompletionFormat
@@ -101,6 +101,40 @@ def test_chunks_are_not_held_back(serve, run, tokenizer):
                 gate.set()
             assert (await anext(stream)).choices[0].finish_reason == "stop"
             assert [chunk async for chunk in stream] == []
+
+    run(main())
+
+
+def test_no_choice_is_told_before_what_opens_a_stream(serve, run, tokenizer, monkeypatch):
+    """Which is written by a thread where prompts are long, while the other choices go on."""
+
+    async def main():
+        others = threading.Event()
+        a = tokenizer.encode("a")[0]
+        monkeypatch.setattr(answer, "_MANY_IDS", 0)
+        first = ChatFormat.first
+
+        def slowly(*args):
+            assert others.wait(20)
+            return first(*args)
+
+        monkeypatch.setattr(ChatFormat, "first", slowly)
+
+        def script(request):
+            if request.request_id.endswith("-0"):
+                return [a, 2]
+            return later()
+
+        def later():
+            asyncio.get_running_loop().call_soon(others.set)  # once the next token was taken, as far as may be
+            yield a
+            yield 2
+
+        async with serve(script) as api:
+            body = {"model": "tiny", "messages": HELLO, "stream": True, "n": 2}
+            _, found = await events(api, "/v1/chat/completions", body)
+            deltas = [json.loads(data)["choices"][0]["delta"] for data in found[:-1]]
+            assert [delta.get("role") for delta in deltas] == ["assistant"] * 2 + [None] * (len(deltas) - 2)
 
     run(main())
 
