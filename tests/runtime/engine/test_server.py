@@ -248,27 +248,6 @@ def test_a_reader_that_leaves_is_one_debug_line(caplog: pytest.LogCaptureFixture
     assert not loud(caplog)
 
 
-def test_large_bodies_are_read_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reading holds the interpreter's lock for milliseconds: of several the event loop would wait for all."""
-    names, read = list[str](), GenerateCall.model_validate_json
-
-    def noted(raw: bytes) -> GenerateCall:
-        names.append(threading.current_thread().name)
-        return read(raw)
-
-    monkeypatch.setattr(GenerateCall, "model_validate_json", noted)
-
-    async def main() -> None:
-        async with served() as (session, _, _):
-            large = [call(f"large {i}", [7] * 40_000, 1) for i in range(6)]
-            posts = [got(session.post("/internal/generate", data=body)) for body in (*large, call("small", [1], 1))]
-            statuses = [status for status, _ in await asyncio.gather(*posts)]
-            assert statuses == [400] * 6 + [200], "they are longer than the model takes"
-
-    asyncio.run(main())
-    assert sorted(names) == ["MainThread"] + ["bodies_0"] * 6
-
-
 def test_an_abort_of_an_earlier_attempt_comes_too_late_for_a_local_one() -> None:
     """The router tries again on the same engine while the abort of its first try is still on its way."""
 

@@ -20,7 +20,6 @@ from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.sse import ChatFormat, CompletionFormat
 from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
-from isthmus_runtime.structured.checker import Checker
 
 
 def test_chat(serve, run, tokenizer):
@@ -319,6 +318,35 @@ def test_the_log_probabilities_that_an_answer_holds_are_bounded(serve, run, monk
                 assert answer.status == 200 and text.endswith("data: [DONE]\n\n") and "error" not in text
             else:
                 assert answer.status == 400 and "more than 100 log-probabilities" in text and "stream it" in text
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"allowed_token_ids": list(range(200))}, "allowed_token_ids"),
+        ({"prompt": [5] * 100}, "n"),
+        ({"structured_outputs": {"regex": "a" * 300}}, "structured_outputs"),
+    ],
+)
+def test_what_all_choices_carry_is_bounded(serve, run, monkeypatch, more, name):
+    """333 KB of ids in 128 choices became 128 bodies of 333 KB between router and engine."""
+    monkeypatch.setattr(plan, "MAX_COPIED_IDS", 700)
+    monkeypatch.setattr(plan, "MAX_COPIED_TEXT", 1000)
+
+    async def main():
+        async with serve(lambda request: [65, 2]) as api:
+            ask = {"model": "tiny", "prompt": "x", "max_tokens": 2} | more
+            for count in (1, 8):
+                body = {**ask, "n": count}
+                async with aiohttp.ClientSession() as http, http.post(f"{api.url}/v1/completions", json=body) as answer:
+                    found = await answer.json()
+                if count == 1:
+                    assert answer.status == 200 or "not available here" in str(found)
+                else:
+                    assert answer.status == 400 and found["error"]["param"] == name, found
+                    assert "in 8 choices" in found["error"]["message"]
 
     run(main())
 
@@ -622,24 +650,3 @@ def test_api_key_file(tmp_path):
         read_api_key(str(file))
     with pytest.raises(ConfigError, match="--api-key-file /nowhere"):
         read_api_key("/nowhere")
-
-
-def test_what_all_choices_carry_to_engines_is_bounded(serve, run, tokenizer, model_dir, monkeypatch):
-    """Each goes there by itself, with its prompt and its structure."""
-    monkeypatch.setattr(plan, "MAX_CARRIED", 4000)
-
-    async def main():
-        checker = Checker(model_dir)
-        async with serve(spell(tokenizer, "x"), grammars=checker) as api:
-            for n, body in (
-                (8, {"prompt": [5] * 100}),
-                (3, {"prompt": "a", "structured_outputs": {"regex": "a" * 2000}}),
-            ):
-                status, answer = await events(api, "/v1/completions", {"n": n, "max_tokens": 1, **body})
-                assert status == 400 and answer["error"]["param"] == "n", answer
-                assert f"n: {n} choices" in answer["error"]["message"] and "at most 4000" in answer["error"]["message"]
-                status, answer = await events(api, "/v1/completions", {"n": 1, "max_tokens": 1, **body})
-                assert status == 200, answer
-        await checker.close()
-
-    run(main())

@@ -34,7 +34,6 @@ from ..request import FinishReason, GenerateRequest, PromptText, TokenChunk, tok
 from ..serving.app import errors, json_body, model_response, read_model
 from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
-from ..threads import running_pool
 from ..tracing.span import NO_TRACER, Tracer, within
 from .backend import EngineBackend
 from .kv_events import KvEventFeed
@@ -117,7 +116,6 @@ class EngineServer:
         self._no_progress_s = no_progress_timeout_s
         self._clock = clock
         self._kv_events = kv_events
-        self._readers = running_pool(1, "bodies")
         self._scrapes = Scrapes(meters.registry, self._sample)
 
     def add_metrics(self, app: FastAPI) -> None:
@@ -227,7 +225,7 @@ class EngineServer:
 
     async def generate(self, call: Call) -> None:
         """Stream tokens as NDJSON; the connection's end is the cancellation."""
-        what = await read_model(call, GenerateCall, self._readers)
+        what = await read_model(call, GenerateCall)
         try:
             with self._in_flight.track(), within(self._tracer.remote(call.headers)):
                 await self._stream(what, call)
@@ -295,7 +293,7 @@ class EngineServer:
 
     async def prefill(self, request: Request) -> Response:
         """Compute and send one prompt."""
-        call = await read_model(request, PrefillCall, self._readers)
+        call = await read_model(request, PrefillCall)
         try:
             with self._in_flight.track(), within(self._tracer.remote(request.headers)):
                 answer = await self._prefill(call)
@@ -323,18 +321,18 @@ class EngineServer:
 
     async def commit(self, request: Request) -> Response:
         """Prefill has sent everything, or has failed."""
-        self._backend.engine.commit(await read_model(request, CommitCall, self._readers))
+        self._backend.engine.commit(await read_model(request, CommitCall))
         return model_response(Done())
 
     async def abort(self, request: Request) -> Response:
         """End a request wherever it is."""
-        call = await read_model(request, AbortCall, self._readers)
+        call = await read_model(request, AbortCall)
         self._backend.engine.abort(call.request_id, call.attempt, "aborted by the router")
         return model_response(Done())
 
     async def adapter(self, request: Request) -> Response:
         """Load an adapter, or unload it."""
-        call = await read_model(request, AdapterCall, self._readers)
+        call = await read_model(request, AdapterCall)
         await self._backend.engine.change_adapter(call.name, call.path, replace=call.replace)
         return model_response(Done())
 

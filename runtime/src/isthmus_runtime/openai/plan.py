@@ -21,7 +21,8 @@ from .output import Reader
 from .pieces import Pieces
 from .prompts import Echo, echo_of_ids, echo_of_text
 from .schema import (
-    MAX_CARRIED,
+    MAX_COPIED_IDS,
+    MAX_COPIED_TEXT,
     MAX_ECHO,
     MAX_SCORES,
     ChatRequest,
@@ -37,8 +38,6 @@ from .tokenizer import Tokenizer, TooManyTokens
 MakeFormat = Callable[..., Format]
 """Takes what `Format` does."""
 _DEFAULT_COMPLETION_TOKENS = 16
-_BYTES_OF_AN_ID = 6
-"""In a body to an engine."""
 """OpenAI's default of `max_tokens` for /v1/completions."""
 _ROUTES: Mapping[str, str] = MappingProxyType(
     {
@@ -293,7 +292,6 @@ class Planner:
         sampling = self._sampling(request, max_tokens, structured=structure is not None)
         adapter = self._adapter(request.model)
         seed = self._seeds() if request.seed is None else request.seed
-        _check_carried(prompts, candidates, structure, text)
         requests = [
             GenerateRequest(
                 request_id=f"{answer_id}-{p * candidates + i}",
@@ -310,6 +308,7 @@ class Planner:
             for p, ids in enumerate(prompts)
             for i in range(candidates)
         ]
+        _check_copies(requests, request.structure_param)
         return Job(
             answer_id=answer_id,
             requests=tuple(requests),
@@ -400,21 +399,6 @@ def _check_room(name: str, wanted: int | None, prompt: int, limit: int) -> None:
         )
 
 
-def _check_carried(
-    prompts: Sequence[Sequence[int]], choices: int, structure: Structure | None, text: PromptText | None
-) -> None:
-    """Raise InvalidRequest where a request, each choice of which goes to an engine by itself, is too large by them."""
-    each = 0 if structure is None else len(structure.text)
-    each += 0 if text is None else len(text.text)
-    size = choices * (_BYTES_OF_AN_ID * sum(map(len, prompts)) + each * len(prompts))
-    if choices > 1 and size > MAX_CARRIED:
-        raise InvalidRequest(
-            f"n: {choices} choices, each with its prompt and its structure, come to some {size} bytes for engines; "
-            f"at most {MAX_CARRIED} are allowed for a request; ask for fewer choices",
-            param="n",
-        )
-
-
 def _scores(request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]]) -> int:
     """How many log-probabilities of prompts the answer will tell. Raises InvalidRequest for too many."""
     each = request.scores_per_token
@@ -427,6 +411,24 @@ def _scores(request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence
             param=name,
         )
     return tokens * each
+
+
+def _check_copies(requests: Sequence[GenerateRequest], structure_param: str) -> None:
+    """Each choice is a request of its own to engines, with all that it carries."""
+    count, first = len(requests), requests[0]
+    structure = 0 if first.structure is None else len(first.structure.text)
+    carried = (
+        ("n", "tokens of prompts", sum(len(one.prompt_token_ids) for one in requests), MAX_COPIED_IDS),
+        ("allowed_token_ids", "ids", count * len(first.sampling.allowed_token_ids), MAX_COPIED_IDS // 4),
+        (structure_param, "characters", count * structure, MAX_COPIED_TEXT),
+    )
+    for name, what, found, most in carried:
+        if count > 1 and found > most:
+            raise InvalidRequest(
+                f"{name}: {found} {what} in {count} choices, each of which carries its own, are more than {most}; ask "
+                "for fewer choices in a request",
+                param=name,
+            )
 
 
 def _check_echo(characters: int, n: int) -> None:

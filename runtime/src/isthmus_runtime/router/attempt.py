@@ -190,7 +190,6 @@ class Attempt:
         chunk = self._lines.plain_of(self._response.here())
         if chunk is None:
             return None
-        self._pool.heard(self._decode.url)
         self._ended = chunk.finish_reason is not None
         return take(chunk)
 
@@ -263,9 +262,9 @@ class Attempt:
                 data = await self._response.readany()
             except LOST as e:
                 raise self._failure or self._lost_decode(e) from e
+            self._hold.heard()
             if not data:
                 raise self._failure or self._lost_decode("it closed the stream without an end")
-            self._pool.heard(self._decode.url)
             self._lines.add(data)
         plain = self._lines.plain()
         if plain is not None:
