@@ -16,6 +16,7 @@ from engine_world import request
 
 from isthmus_runtime.engine import masks as module
 from isthmus_runtime.engine.backend import EngineBackend
+from isthmus_runtime.engine.grammar_line import GrammarLine
 from isthmus_runtime.engine.masks import MaskThread
 from isthmus_runtime.errors import EngineFailed, InvalidRequest
 from isthmus_runtime.executor.fake import expected_tokens
@@ -203,3 +204,31 @@ def test_ids_that_the_model_does_not_have_never_reach_it(asked: dict[str, Any]) 
                 await anext(backend.stream(wrong))
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+def test_grammars_are_compiled_in_turns_and_short_ones_first() -> None:
+    line: GrammarLine[str] = GrammarLine()
+    order = []
+    for number in range(6):
+        line.add("many", 60_000 + number, f"many {number}")
+    line.add("few", 90_000, "few, long")
+    line.add("many", 500, "many, short")
+    for _ in range(8):
+        whose, work = line.next()
+        order.append(work)
+        line.took(whose, 1.0)
+    # By use, then by length; each fourth by age.
+    assert order[:3] == ["many, short", "few, long", "many 0"] and order[3] == "many 1"
+    assert not line._used and not line._waiting
+
+
+def test_each_fourth_grammar_goes_by_age() -> None:
+    line: GrammarLine[str] = GrammarLine()
+    line.add("a", 90_000, "long")
+    order = []
+    for number in range(8):
+        line.add("a", 10, f"short {number}")
+        whose, work = line.next()
+        order.append(work)
+        line.took(whose, 0.1)
+    assert order[3] == "long"

@@ -13,11 +13,13 @@ import jsonschema_rs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 from tokenizers import Tokenizer
 
 from isthmus_runtime.errors import EngineFailed, InvalidRequest
 from isthmus_runtime.request import Structure
-from isthmus_runtime.structured.grammars import MAX_TEXT, Grammars
+from isthmus_runtime.structured import grammars as module
+from isthmus_runtime.structured.grammars import MAX_TEXT, Grammars, Guide
 
 EOS = (2, 0)
 VOCAB = 410
@@ -218,3 +220,43 @@ def test_forced_tokens_are_looked_for_once(grammars: Grammars) -> None:
             break
         generated.append(token)
     assert len(generated) > 50 and counting.looked < 10
+
+
+def texts_of(tokenizer: Tokenizer, ids: Sequence[int]) -> dict[int, str]:
+    return {i: text for i in ids if (text := tokenizer.decode([i])).isascii() and text.isalpha() and text.islower()}
+
+
+def answered(guide: Guide, letters: Sequence[int], count: int, seed: int) -> list[int]:
+    """Tokens of letters, as a JSON text may hold them."""
+    rng, generated = random.Random(seed), list[int]()
+    while len(generated) < count:
+        ids = set(allowed_ids(guide.allowed(generated)))
+        fitting = [i for i in letters if i in ids]
+        generated.append(rng.choice(fitting) if fitting else min(ids))
+    return generated
+
+
+def test_a_full_lexer_is_not_for_ever(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with one grammar share its lexer, whose states were a budget for its lifetime: some answers by a schema
+    of three long texts were fine, and from then on everybody's request with it was refused."""
+    monkeypatch.setattr(module, "_LIMITS", LLParserLimits(max_lexer_states=300))
+    grammars = Grammars.load(model, eos_token_ids=EOS, vocab_size=VOCAB)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    letters = list(texts_of(tokenizer, range(tokenizer.get_vocab_size())))
+    renewed, instead = 0, Grammars.instead
+
+    def counted(*args: Any) -> Any:
+        nonlocal renewed
+        renewed += 1
+        return instead(*args)
+
+    monkeypatch.setattr(Grammars, "instead", counted)
+    structure = Structure("regex", "[a-z]*[aeiou][a-z]{8}c")
+    for seed in range(10):
+        assert len(answered(grammars.guide(structure), letters, 40, seed)) == 40
+    assert renewed, "or the lexer was never full"
+    monkeypatch.setattr(module, "_QUICK_S", -1.0)
+    with pytest.raises(InvalidRequest, match="too many states"):
+        for seed in range(10, 100):
+            answered(grammars.guide(structure), letters, 40, seed)
+    assert len(answered(grammars.guide(structure), letters, 40, 0)) == 40, "the next one begins anew"

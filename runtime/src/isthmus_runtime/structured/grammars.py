@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -22,6 +24,7 @@ from ..interfaces.steps import Forced
 from ..request import Structure
 from .schemas import closed
 
+_T = TypeVar("_T")
 MAX_TEXT = 256 * 1024
 """Most characters of a grammar."""
 MAX_CHOICES = 4096
@@ -34,7 +37,9 @@ _LIMITS = LLParserLimits(
     # some 3,000.
     step_max_items=10_000,
     max_items_in_row=2_000,
-    max_lexer_states=50_000,
+    # Of all requests with a grammar, as they share its lexer until that is full; 160 bytes each. A text in JSON of at
+    # most 4,000 characters has some 40,000.
+    max_lexer_states=100_000,
     max_grammar_size=500_000,
     verbose_errors=False,
 )
@@ -42,8 +47,24 @@ _LIMITS = LLParserLimits(
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """llguidance's `whitespace_pattern`, wherever a schema is compiled."""
 _ERROR_TEXT = 400
+_FULL = "too many states"
+"""In llguidance's error where a lexer has `max_lexer_states`."""
 _KEPT = 32
 """Compiled grammars; the largest take 30 MB."""
+_QUICK_S = 0.1
+"""A grammar that took no longer to compile is compiled again in the midst of an answer, for which all others wait."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Compiled:
+    """matcher: at the start of its grammar; took_s: of a processor."""
+
+    matcher: LLMatcher
+    took_s: float
+
+
+class _LexerFull(InvalidRequest):
+    """The lexer of this matcher, which copies of it share, has all the states that it may have. It does not recover."""
 
 
 class Grammars:
@@ -52,8 +73,8 @@ class Grammars:
     def __init__(self, tokenizer_json: str, *, eos_token_ids: Sequence[int], vocab_size: int | None) -> None:
         """`tokenizer_json`: the text of the model's tokenizer.json. ConfigError for one that cannot be read."""
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[Structure, LLMatcher] = OrderedDict()
-        """At the start of their grammars; a request with n = 128 asks for one as often."""
+        self._compiled: OrderedDict[Structure, _Compiled] = OrderedDict()
+        """A request with n = 128 asks for one as often."""
         try:
             self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         except ValueError as e:
@@ -70,24 +91,38 @@ class Grammars:
 
         A grammar that nobody has checked (`checker.Checker`) may take very long.
         """
-        found = self.known(structure)
-        if found is None:
-            matcher = self._compile(structure)
-            with self._lock:
-                self._compiled[structure] = matcher
-                if len(self._compiled) > _KEPT:
-                    self._compiled.popitem(last=False)
-                found = Guide(matcher.deep_copy())
-        return found
+        return self.known(structure) or Guide(self, structure, self._fresh(structure))
 
     def known(self, structure: Structure) -> Guide | None:
         """The same at once, where the grammar was compiled not long ago."""
         with self._lock:
-            matcher = self._compiled.get(structure)
-            if matcher is None:
+            compiled = self._compiled.get(structure)
+            if compiled is None:
                 return None
             self._compiled.move_to_end(structure)
-            return Guide(matcher.deep_copy())
+            return Guide(self, structure, compiled)
+
+    def instead(self, structure: Structure, full: _Compiled) -> _Compiled | None:
+        """Another in place of one whose lexer is full, which nobody gets from now on. None: it takes too long to have
+        it here and now."""
+        with self._lock:
+            found = self._compiled.get(structure)
+            if found is full:
+                del self._compiled[structure]
+        if found is not None and found is not full:
+            return found
+        return self._fresh(structure) if full.took_s <= _QUICK_S else None
+
+    def _fresh(self, structure: Structure) -> _Compiled:
+        began = time.thread_time()
+        matcher = self._compile(structure)
+        compiled = _Compiled(matcher, time.thread_time() - began)
+        with self._lock:
+            self._compiled[structure] = compiled
+            self._compiled.move_to_end(structure)
+            if len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return compiled
 
     def _compile(self, structure: Structure) -> LLMatcher:
         param = "structure"
@@ -114,9 +149,14 @@ def check_size(structure: Structure, param: str) -> None:
 class Guide:
     """One request's place in its grammar: `interfaces.steps.Constraint`. Used by one thread at a time."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, grammars: Grammars, structure: Structure, compiled: _Compiled) -> None:
+        self._grammars = grammars
+        self._structure = structure
+        self._compiled = compiled
+        self._matcher = compiled.matcher.deep_copy()
         self._taken = 0
+        self._renewed_at = -1
+        """How many tokens there were when it last got a new lexer."""
         self._ahead: tuple[int, ...] = ()
         """Forced tokens that were found when `_ahead_at` tokens were there."""
         self._ahead_at = 0
@@ -127,10 +167,25 @@ class Guide:
         Raises InvalidRequest when a limit of the work for one token was met, which compiling did not show, and
         EngineFailed when a token was not allowed.
         """
+        return self._with_room(generated, lambda: self._allowed(generated))
+
+    def _allowed(self, generated: Sequence[int]) -> bytes:
         self._take(generated)
         mask: bytes = self._matcher.compute_bitmask()
         self._check()
         return mask
+
+    def _with_room(self, generated: Sequence[int], work: Callable[[], _T]) -> _T:
+        """What `work` returns, with a new lexer where others have filled the one that it had, or a long answer has."""
+        try:
+            return work()
+        except _LexerFull:
+            compiled = self._grammars.instead(self._structure, self._compiled)
+            if compiled is None or len(generated) <= self._renewed_at:
+                raise
+        self._compiled, self._matcher = compiled, compiled.matcher.deep_copy()
+        self._taken, self._ahead, self._renewed_at = 0, (), len(generated)
+        return work()
 
     def forced(self, generated: Sequence[int], most: int) -> Forced:
         """The tokens to which the grammar leaves no alternative after these, at most `most`, and the masks after each.
@@ -138,6 +193,9 @@ class Guide:
         They are the tokens that the tokenizer makes of the forced text, and the masks before them allow no others: a
         token that also fits the text that may follow is left to be drawn.
         """
+        return self._with_room(generated, lambda: self._forced(generated, most))
+
+    def _forced(self, generated: Sequence[int], most: int) -> Forced:
         self._take(generated)
         tokens = self._forced_tokens(generated)
         if not most or not tokens:
@@ -181,7 +239,8 @@ class Guide:
         # Which grammar is too much work is known only where it is walked: what is wrong is the request, not the engine,
         # and another engine would do no better.
         if self._matcher.is_error():
-            raise InvalidRequest(
+            full = _FULL in self._matcher.get_error()
+            raise (_LexerFull if full else InvalidRequest)(
                 f"structure: structured output ended after {self._taken} tokens: {_first_line(self._matcher)}; "
                 "simplify the grammar",
                 param="structure",
