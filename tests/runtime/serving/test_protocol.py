@@ -596,6 +596,31 @@ def test_inflated_bytes_count_as_those_that_were_sent(run):
     run(main())
 
 
+def test_inflated_bodies_whose_handlers_wait_hold_their_bytes_and_the_next_is_refused(run):
+    """Nobody reads them further, so they give way to no other: the earlier ones are the larger ones."""
+
+    async def main():
+        held, go = [], asyncio.Event()
+
+        async def serve(call):
+            held.append(len(await call.read()))
+            await go.wait()
+            await call.reply(200, {}, b"")
+
+        async with served(serve, max_body_memory=1_000_000) as s:
+            asked = []
+            for number in range(8):
+                packed = gzip.compress(b"x" * (230_000 - number))
+                asked.append(asyncio.create_task(s.raw(post(packed, "Content-Encoding: gzip", close=True))))
+                await until(lambda: len(held) + sum(one.done() for one in asked) == len(asked))
+            assert len(held) == 4 and sum(held) <= s.server.server_state.bodies.used <= 1_000_000
+            go.set()
+            statuses = [parse(answer)[0][0] for answer in await asyncio.gather(*asked)]
+            assert statuses == [200] * 4 + [503] * 4
+
+    run(main())
+
+
 def test_what_was_refused_leaves_no_bytes_behind(run):
     """Nor a cycle that would keep them until the collector comes by, which is seldom in a router."""
 

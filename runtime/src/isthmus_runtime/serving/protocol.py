@@ -179,7 +179,7 @@ class Protocol(HttpToolsProtocol):
             if name == b"host":
                 hosts += 1
             elif name == b"content-encoding":
-                extensions = {**extensions, ACCOUNT: {"add": self._account}}
+                extensions = {**extensions, ACCOUNT: {"add": self._account, "whole": self._inflated}}
             elif name == b"transfer-encoding" or (name == b"content-length" and value.strip(b" \t0")):
                 has_body = True
         if hosts != 1 and self.parser.get_http_version() == "1.1":
@@ -374,6 +374,10 @@ class Protocol(HttpToolsProtocol):
         self._make_room(self.server_state.bodies.add(self, size))
         if self._refusal is not None:
             raise copy.copy(self._refusal)
+
+    def _inflated(self) -> None:
+        """All of the body is made: from now on it gives way to nobody, and what comes after it may have to."""
+        self.server_state.bodies.arrived(self)
 
     def _make_room(self, largest: Protocol | None) -> None:
         while largest is not None:
