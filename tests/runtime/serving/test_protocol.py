@@ -1077,22 +1077,22 @@ async def large(call):
     await call.reply(200, {}, b"x" * (8 << 20))
 
 
-def reader_of_nothing(port, head=b""):
-    """A connection that has asked, and reads none of the answer."""
+def reader_of_nothing(port, head=b"", times=1):
+    """A connection that has asked so many times, and reads nothing of the answers."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.connect(("127.0.0.1", port))
-    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%bContent-Length: 0\r\n\r\n" % head)
+    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%bContent-Length: 0\r\n\r\n" % head * times)
     return sock
 
 
-@pytest.mark.parametrize("head", [b"", b"Connection: close\r\n"])
-def test_an_answer_of_which_nothing_is_read_ends(run, head):
+@pytest.mark.parametrize(("head", "times"), [(b"", 1), (b"", 2), (b"Connection: close\r\n", 1)])
+def test_an_answer_of_which_nothing_is_read_ends(run, head, times):
     """Its connection stayed for good: closing it waited for the rest to be read."""
 
     async def main():
         async with served(large, stuck_s=0.2) as there:
-            with reader_of_nothing(there.port, head):
+            with reader_of_nothing(there.port, head, times):
                 await until(lambda: any(c.unread for c in there.connections))
                 await until(lambda: not there.connections)
 

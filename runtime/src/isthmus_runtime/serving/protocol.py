@@ -205,7 +205,8 @@ class Protocol(HttpToolsProtocol):
         self._pieces += 1 - len(body) // _PIECE
         if self._pieces > _PIECES:
             raise InvalidRequest(
-                f"the body comes in more than {_PIECES} pieces of less than {_PIECE} bytes each; send larger chunks"
+                f"the body comes in too many pieces: {_PIECES} and one more for each {_PIECE} bytes are taken; send "
+                "larger chunks"
             )
         super().on_body(body)
         self._make_room(self.server_state.bodies.add(self, len(body)))
@@ -327,7 +328,9 @@ class Protocol(HttpToolsProtocol):
         `now` (the loop's clock)."""
         if self.unread != self._unread:
             self._unread, self._read_at = self.unread, now
-        over = self._running is None or self.transport.is_closing()
+        running = self._running
+        # A request whose answer has not begun may wait for this: what is unread is of those before it.
+        over = running is None or not running.response_started or self.transport.is_closing()
         if self._unread and over and now - self._read_at > self._limits.stuck_s:
             self.transport.abort()  # to close would wait for it to be read
             return
