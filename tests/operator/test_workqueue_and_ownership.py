@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import logging
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 
 from isthmus_operator.api.v1alpha1 import parse
 from isthmus_operator.commands.completion import script
+from isthmus_operator.commands.log_lines import OneLine
 from isthmus_operator.commands.parser import SHELLS, build_parser
+from isthmus_operator.errors import InvalidSpec, Problem
 from isthmus_operator.plan import autoscale, ownership
 from isthmus_operator.plan.observed import EngineFacts, Facts
 from isthmus_operator.plan.ownership import (
@@ -21,6 +25,7 @@ from isthmus_operator.plan.ownership import (
     owned,
     pinned,
     plain,
+    set_by_us,
     taken_over,
 )
 from isthmus_operator.plan.planner import plan
@@ -469,3 +474,51 @@ def test_a_list_key_names_one_item_by_all_its_fields() -> None:
     entry["fieldsV1"] = {"f:ports": fields, "f:set": {'v:"a"': {}, "v:1": {}}}
     found = owned({"metadata": {"managedFields": [entry]}, "ports": ports, "set": ["a", "b", 1]})
     assert plain(found) == {"ports": ports[:2], "set": ["a", 1]}
+
+
+def test_who_has_set_a_number_is_told_by_its_manager() -> None:
+    def entry(manager: str, *fields: str, **more: str) -> dict[str, Any]:
+        return {
+            "manager": manager,
+            "operation": "Update",
+            "fieldsV1": {"f:spec": {f"f:{one}": {} for one in fields}},
+        } | more
+
+    def scaler(*entries: dict[str, Any]) -> dict[str, Any]:
+        return {"metadata": {"managedFields": list(entries)}, "spec": {"replicas": 3}}
+
+    assert set_by_us(scaler(entry(FIELD_MANAGER, "replicas")), "spec", "replicas"), "made with it"
+    assert set_by_us(
+        scaler(entry("x", "other"), entry(FIELD_MANAGER, "replicas", operation="Apply")), "spec", "replicas"
+    )
+    theirs = scaler(entry(FIELD_MANAGER, "role"), entry("kubectl", "replicas", subresource="scale"))
+    assert not set_by_us(theirs, "spec", "replicas")
+    assert not set_by_us(scaler(), "spec", "replicas")
+
+
+def test_what_users_write_is_a_part_of_one_line_of_the_log() -> None:
+    record = logging.LogRecord(
+        "kopf.objects", logging.ERROR, "", 0, "refused: %s", ("x\n2026 ERROR forged\x1b[2J",), None
+    )
+    form = OneLine("%(levelname)s %(name)s: %(message)s")
+    assert form.format(record) == "ERROR kopf.objects: refused: x\\n2026 ERROR forged\\x1b[2J"
+    try:
+        raise ValueError("a\nERROR forged\x1b[2J")
+    except ValueError:
+        record = logging.LogRecord("n", logging.ERROR, "", 0, "failed, größer", (), sys.exc_info())
+    first, *rest = form.format(record).split("\n")
+    assert first == "ERROR n: failed, größer" and len(rest) > 2
+    assert all(line.startswith("    ") and line.isprintable() for line in rest)
+    assert str(Problem("spec.x\ny", "m", "a", "f")) == "spec.x\\ny: m; allowed: a; fix: f"
+
+
+def test_what_is_said_of_a_resource_is_bounded() -> None:
+    """5 KB of nested names were answered, and logged, with 290 KB."""
+    problems = [Problem("spec" + f".{'n' * 313}" * 14, "m" * 4000, "a", "f")] * 64
+    text = str(InvalidSpec("x", problems))
+    assert len(text) < 12_000 and "64 problems" in text and text.endswith(" more")
+    assert "n.nnn" in text and str(problems[0]).startswith("spec.nnn")
+    few = str(InvalidSpec("x", problems[:2]))
+    assert few.count("\n") == 2 and "more" not in few
+    record = logging.LogRecord("n", logging.ERROR, "", 0, "x" * 100_000, (), None)
+    assert len(OneLine("%(message)s").format(record)) < 9000

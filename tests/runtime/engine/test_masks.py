@@ -18,9 +18,9 @@ from isthmus_runtime.engine import masks as module
 from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.grammar_line import GrammarLine
 from isthmus_runtime.engine.masks import MaskThread
-from isthmus_runtime.errors import EngineFailed, InvalidRequest
+from isthmus_runtime.errors import EngineFailed, InvalidRequest, RequestError
 from isthmus_runtime.executor.fake import expected_tokens
-from isthmus_runtime.interfaces.steps import Forced, Later
+from isthmus_runtime.interfaces.steps import Forced, Later, Outgrown
 from isthmus_runtime.request import FinishReason, TokenChunk
 
 DEADLINE_S = 20
@@ -159,6 +159,51 @@ def test_requests_whose_masks_cost_little_do_not_wait_for_costly_ones() -> None:
         assert order == ["costly", "cheap", "late", "costly"]
     finally:
         gate.gate.set()
+        thread.stop(DEADLINE_S)
+
+
+class Outgrows(Costs):
+    """Has to be renewed before its first mask, which lasts until the gate opens."""
+
+    def __init__(self, error: RequestError | None = None) -> None:
+        super().__init__("outgrown", [])
+        self.renewed, self.gate, self.error = 0, threading.Event(), error
+
+    def allowed(self, generated: Sequence[int]) -> bytes:
+        if not self.renewed:
+            raise Outgrown(self.renew)
+        return super().allowed(generated)
+
+    def renew(self) -> None:
+        assert self.gate.wait(DEADLINE_S)
+        if self.error is not None:
+            raise self.error
+        self.renewed += 1
+
+
+@pytest.mark.parametrize("error", [None, InvalidRequest("too large")])
+def test_a_constraint_is_renewed_while_others_have_their_masks(error: RequestError | None) -> None:
+    outgrows = Outgrows(error)
+    thread = MaskThread(lambda: None)
+    thread.start()
+    try:
+        masks, others = thread.beside(outgrows), thread.beside(Costs("cheap", []))
+        late = masks.late(0)
+        for count in range(3):
+            masks.allowed([])
+            other = others.late(count)
+            others.allowed([7] * count)
+            assert other.wait(DEADLINE_S) == ODD
+        assert masks.allowed([]) is Later.MASK and thread.busy
+        outgrows.gate.set()
+        assert late.wait(DEADLINE_S) == (ODD if error is None else Later.MASK)
+        if error is None:
+            assert masks.allowed([]) == ODD and outgrows.renewed == 1
+        else:
+            with pytest.raises(InvalidRequest, match="too large"):
+                masks.allowed([])
+    finally:
+        outgrows.gate.set()
         thread.stop(DEADLINE_S)
 
 

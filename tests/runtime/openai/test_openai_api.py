@@ -15,7 +15,7 @@ from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
-from isthmus_runtime.openai import untold
+from isthmus_runtime.openai import answer, plan, untold
 from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.sse import ChatFormat, CompletionFormat
@@ -101,6 +101,40 @@ def test_chunks_are_not_held_back(serve, run, tokenizer):
                 gate.set()
             assert (await anext(stream)).choices[0].finish_reason == "stop"
             assert [chunk async for chunk in stream] == []
+
+    run(main())
+
+
+def test_no_choice_is_told_before_what_opens_a_stream(serve, run, tokenizer, monkeypatch):
+    """Which is written by a thread where prompts are long, while the other choices go on."""
+
+    async def main():
+        others = threading.Event()
+        a = tokenizer.encode("a")[0]
+        monkeypatch.setattr(answer, "_MANY_IDS", 0)
+        first = ChatFormat.first
+
+        def slowly(*args):
+            assert others.wait(20)
+            return first(*args)
+
+        monkeypatch.setattr(ChatFormat, "first", slowly)
+
+        def script(request):
+            if request.request_id.endswith("-0"):
+                return [a, 2]
+            return later()
+
+        def later():
+            asyncio.get_running_loop().call_soon(others.set)  # once the next token was taken, as far as may be
+            yield a
+            yield 2
+
+        async with serve(script) as api:
+            body = {"model": "tiny", "messages": HELLO, "stream": True, "n": 2}
+            _, found = await events(api, "/v1/chat/completions", body)
+            deltas = [json.loads(data)["choices"][0]["delta"] for data in found[:-1]]
+            assert [delta.get("role") for delta in deltas] == ["assistant"] * 2 + [None] * (len(deltas) - 2)
 
     run(main())
 
@@ -284,6 +318,35 @@ def test_the_log_probabilities_that_an_answer_holds_are_bounded(serve, run, monk
                 assert answer.status == 200 and text.endswith("data: [DONE]\n\n") and "error" not in text
             else:
                 assert answer.status == 400 and "more than 100 log-probabilities" in text and "stream it" in text
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"allowed_token_ids": list(range(200))}, "allowed_token_ids"),
+        ({"prompt": [5] * 100}, "n"),
+        ({"structured_outputs": {"regex": "a" * 300}}, "structured_outputs"),
+    ],
+)
+def test_what_all_choices_carry_is_bounded(serve, run, monkeypatch, more, name):
+    """333 KB of ids in 128 choices became 128 bodies of 333 KB between router and engine."""
+    monkeypatch.setattr(plan, "MAX_COPIED_IDS", 700)
+    monkeypatch.setattr(plan, "MAX_COPIED_TEXT", 1000)
+
+    async def main():
+        async with serve(lambda request: [65, 2]) as api:
+            ask = {"model": "tiny", "prompt": "x", "max_tokens": 2} | more
+            for count in (1, 8):
+                body = {**ask, "n": count}
+                async with aiohttp.ClientSession() as http, http.post(f"{api.url}/v1/completions", json=body) as answer:
+                    found = await answer.json()
+                if count == 1:
+                    assert answer.status == 200 or "not available here" in str(found)
+                else:
+                    assert answer.status == 400 and found["error"]["param"] == name, found
+                    assert "in 8 choices" in found["error"]["message"]
 
     run(main())
 

@@ -67,6 +67,17 @@ def was_made_by_us(live: Object) -> bool:
     return any(is_ours(entry) for entry in live["metadata"].get("managedFields") or ())
 
 
+def set_by_us(live: Object, *place: str) -> bool:
+    """Whether what stands in a field was written by this operator, by making the object or by applying it."""
+    for entry in live["metadata"].get("managedFields") or ():
+        fields = entry.get("fieldsV1") or {}
+        for name in place:
+            fields = fields.get(f"f:{name}") if isinstance(fields, Mapping) else None
+        if fields is not None and is_ours(entry):
+            return True
+    return False
+
+
 def may_write(wanted: Object, live: Object) -> bool:
     """Whether a live object of the name of `wanted` is ours: it belongs to the same service, or was left by a former
     one of that name, be it for the garbage collector or, with `--cascade=orphan`, for its successor."""

@@ -7,9 +7,10 @@ import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from ..errors import Cancelled, EngineFailed, RequestError
-from ..interfaces.backend import Backend
+from ..interfaces.backend import Backend, Pushing, Said, Take
 from ..metrics import RequestMetrics
 from ..request import FinishReason, GenerateRequest, Structure, TokenChunk, TokenLogprobs
 from ..serving.call import Call
@@ -94,9 +95,11 @@ class _Choice:
         self.finish = ""
         self._job = job
         self._reader = job.reader() if job.reader is not None else None
+        self.bare = not (job.reader or job.stop or job.logprobs or job.return_ids or job.continuous_usage or job.silent)
+        """Of the tokens nothing is told but their text, as it is."""
         self._called = False
-        self.echoed = False
-        """A stream has repeated the prompt."""
+        self.shown = False
+        """A stream has begun to tell of it."""
         self.cut = False
         """Ended by us: what the backend would still give is not wanted."""
         self._ids: list[int] | None = [] if job.return_ids else None
@@ -129,6 +132,9 @@ class _Choice:
 
     def feed(self, chunk: TokenChunk) -> Delta:
         """What is certain after `chunk`. Raises the error that ends the generation."""
+        if self.bare and self.tokens and chunk.finish_reason is None and not chunk.logprobs:
+            self.tokens += len(chunk.token_ids)
+            return Delta("", self.text.push(chunk.token_ids))
         text = self._push(chunk)
         if self._reader is None:
             return Delta("", text)
@@ -192,7 +198,17 @@ class _Choice:
         return text, len(ids)
 
 
-Sink = Callable[[_Choice, Delta], Awaitable[None]]
+Sink = Callable[[_Choice, Delta], Callable[[], Awaitable[None]] | None]
+"""Tells what is new of a choice. What it returns has to be awaited before more is told."""
+
+
+async def _push(backend: Backend, request: GenerateRequest, take: Take) -> None:
+    """`Pushing.push` of a backend that has none."""
+    async with aclosing(backend.generate(request)) as chunks:
+        async for chunk in chunks:
+            said = take(chunk)
+            if not (said if isinstance(said, bool) else await said()):
+                break
 
 
 class Runner:
@@ -200,7 +216,7 @@ class Runner:
 
     def __init__(self, backend: Backend, metrics: RequestMetrics | None, clock: Callable[[], float]) -> None:
         """`clock`: monotonic seconds."""
-        self._backend = backend
+        self._push = backend.push if isinstance(backend, Pushing) else partial(_push, backend)
         self._metrics = metrics
         self._clock = clock
         self._scores = AnswerScores()
@@ -210,7 +226,7 @@ class Runner:
         answers: dict[int, Answer] = {}
         likelihood: dict[int, float] = {}
 
-        async def sink(choice: _Choice, delta: Delta) -> None:
+        def sink(choice: _Choice, delta: Delta) -> None:
             answer = answers.setdefault(choice.index, Answer(choice.prompt))
             answer.text += delta.content
             answer.reasoning += delta.reasoning
@@ -247,33 +263,47 @@ class Runner:
     async def stream(self, job: Job, arrived: float, call: Call) -> Usage:
         """The answer as server-sent events, begun when the first text is there: until then a failure still gets its
         own HTTP status. Raises RequestError."""
-        opening = asyncio.Lock()
-        form = job.format
+        opening, opened = asyncio.Lock(), False
+        form, write_now = job.format, call.writer()
 
-        async def sink(choice: _Choice, delta: Delta) -> None:
-            if not call.begun:
+        def written(choice: _Choice, delta: Delta, logprobs: Sequence[TokenLogprobs]) -> bytes:
+            more = choice.take_more()
+            data = form.delta(choice.index, delta, logprobs, more) if delta != _NOTHING or logprobs else b""
+            if choice.finish:
+                more = choice.take_more() if data else more
+                data += form.finish(choice.index, choice.finish, more, choice.text.met)
+            return data
+
+        async def tell(choice: _Choice, delta: Delta) -> None:
+            """With all that there may be to wait for."""
+            nonlocal opened
+            if not opened:
                 async with opening:
-                    if not call.begun:
+                    if not opened:
                         await call.begin({**_STREAM_HEADERS, "X-Request-Id": job.answer_id})
                         await call.write(await self._opening(job, choice.prompt_tokens))
+                        opened = True
             data = b""
-            if choice.prompt.echo is not None and not choice.echoed:
-                choice.echoed = True
+            if choice.prompt.echo is not None and not choice.shown:
                 if len(choice.prompt.scores) > _MANY_SCORES:
                     data = await asyncio.to_thread(form.echo, choice.index, choice.prompt)
                 else:
                     data = form.echo(choice.index, choice.prompt)
-            logprobs, more = choice.take_logprobs(), choice.take_more()
-            count = _scores(logprobs)
-            if count > _MANY_SCORES:
-                data += await asyncio.to_thread(form.delta, choice.index, delta, logprobs, more)
-            elif delta != _NOTHING or logprobs:
-                data += form.delta(choice.index, delta, logprobs, more)
-            if choice.finish:
-                more = choice.take_more() if data else more
-                data += form.finish(choice.index, choice.finish, more, choice.text.met)
+            choice.shown = True
+            logprobs = choice.take_logprobs()
+            if (count := _scores(logprobs)) > _MANY_SCORES:
+                data += await asyncio.to_thread(written, choice, delta, logprobs)
+            else:
+                data += written(choice, delta, logprobs)
             await call.write(data)
             untold.told(count)
+
+        def sink(choice: _Choice, delta: Delta) -> Callable[[], Awaitable[None]] | None:
+            if not choice.shown or job.logprobs:
+                return partial(tell, choice, delta)
+            bare = choice.bare and not choice.finish
+            data = form.delta(choice.index, delta, (), None) if bare else written(choice, delta, ())
+            return None if not data or write_now(data) else partial(call.write, data)
 
         with self._scores.answer() as untold:
             usage = await self._run(job, sink, arrived, untold)
@@ -315,30 +345,38 @@ class Runner:
 
     async def _generate(self, choice: _Choice, sink: Sink, arrived: float, untold: Untold) -> None:
         last = 0.0
+        metrics = self._metrics
+
+        def take(chunk: TokenChunk) -> Said:
+            nonlocal last
+            if metrics is not None and chunk.token_ids:
+                now = self._clock()
+                if last:
+                    metrics.inter_token_latency.observe((now - last) / len(chunk.token_ids))
+                else:
+                    metrics.time_to_first_token.observe(now - arrived)
+                last = now
+            if choice.text.keeps_logprobs and chunk.logprobs:
+                untold.add(_scores(chunk.logprobs))
+            delta = choice.feed(chunk)
+            choice.begun.set()
+            told = sink(choice, delta) if delta != _NOTHING or choice.finish else None
+            more = not (choice.finish or choice.cut or choice.text.stopped)
+            return more if told is None else partial(_after, told, more)
+
         try:
-            async with aclosing(self._backend.generate(choice.request)) as chunks:
-                async for chunk in chunks:
-                    if self._metrics is not None and chunk.token_ids:
-                        now = self._clock()
-                        if last:
-                            self._metrics.inter_token_latency.observe((now - last) / len(chunk.token_ids))
-                        else:
-                            self._metrics.time_to_first_token.observe(now - arrived)
-                        last = now
-                    if choice.text.keeps_logprobs and chunk.logprobs:
-                        untold.add(_scores(chunk.logprobs))
-                    delta = choice.feed(chunk)
-                    choice.begun.set()
-                    if delta != _NOTHING or choice.finish:
-                        await sink(choice, delta)
-                    if choice.cut or choice.text.stopped:
-                        break
+            await self._push(choice.request, take)
             if not choice.finish:
                 raise EngineFailed("the token stream ended without a finish reason")
         except RequestError as error:
             # Before the first token nothing but admission is known to have happened.
             stage = "generation" if choice.tokens else "admission"
             raise error.located(stage, choice.request.request_id) from error
+
+
+async def _after(told: Callable[[], Awaitable[None]], more: bool) -> bool:
+    await told()
+    return more
 
 
 def _scores(entries: Sequence[TokenLogprobs]) -> int:

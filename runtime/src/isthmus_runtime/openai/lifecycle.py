@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..errors import Cancelled, DeadlineExceeded, RequestError, unforeseen
+from ..errors import Cancelled, DeadlineExceeded, RequestError, is_panic, unforeseen
 from ..metrics import RequestMetrics, TenantMetrics
 from ..serving.call import Call, Cut, error_answer
 from ..serving.in_flight import InFlight
@@ -130,6 +130,11 @@ class Lifecycle:
             if refusal is None:
                 raise
             error = refusal
+        except BaseException as e:
+            if not is_panic(e):
+                raise
+            _log.exception("%s failed", call.path)
+            error = unforeseen(e)
         else:
             await call.reply(200, {"Content-Type": "application/json"}, answer)
             return
@@ -172,7 +177,9 @@ class Lifecycle:
         except ConnectionResetError:
             self._count_left(progress)
             return
-        except Exception as e:
+        except BaseException as e:
+            if not isinstance(e, Exception) and not is_panic(e):
+                raise
             _log.exception("%s failed", call.path)
             error = unforeseen(e)
         try:

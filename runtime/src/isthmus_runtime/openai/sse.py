@@ -78,6 +78,8 @@ class Format:
 
     object_name = ""
     chunk_name = ""
+    _text_open, _text_close = "", b""
+    """What is around the text of a chunk."""
 
     def __init__(
         self,
@@ -103,6 +105,7 @@ class Format:
         self._head = f'{{"id":"{answer_id}","object":"{self.object_name}","created":{created},"model":{name}'
         head = f'{{"id":"{answer_id}","object":"{self.chunk_name}","created":{created},"model":{name}'
         self._open = f'data: {head},"choices":[{{"index":'
+        self._opened: dict[int, bytes] = {}
         self._close = ("}]" + (',"usage":null' if include_usage else "") + "}\n\n").encode()
         self._usage_open = f'data: {head},"choices":[],"usage":'
         self._text_offsets: dict[int, int] = {}
@@ -141,6 +144,13 @@ class Format:
 
     def _choice(self, index: int, answer: Answer) -> str:
         raise AssertionError("defined by each format")
+
+    def _content(self, index: int, content: str) -> bytes:
+        """A chunk of new text and nothing else."""
+        opened = self._opened.get(index)
+        if opened is None:
+            opened = self._opened[index] = f"{self._open}{index}{self._text_open}".encode()
+        return b"%b%b%b%b" % (opened, encode_basestring_ascii(content).encode(), self._text_close, self._close)
 
     def _closed(self, more: More | None) -> bytes:
         """What ends a chunk."""
@@ -184,6 +194,7 @@ class ChatFormat(Format):
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
+    _text_open, _text_close = ',"delta":{"content":', b'},"logprobs":null,"finish_reason":null'
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -200,6 +211,8 @@ class ChatFormat(Format):
 
     def delta(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs], more: More | None) -> bytes:
         """New text, reasoning or calls."""
+        if self._logprobs < 0 and more is None and not delta.reasoning and not delta.calls:
+            return self._content(index, delta.content)
         inner = f'"content":{encode_basestring_ascii(delta.content)}'
         if delta.reasoning or delta.calls:
             parts = [f'"reasoning_content":{encode_basestring_ascii(delta.reasoning)}'] if delta.reasoning else []
@@ -259,6 +272,7 @@ class CompletionFormat(Format):
     """Answers of /v1/completions."""
 
     object_name = chunk_name = "text_completion"
+    _text_open, _text_close = ',"text":', b',"logprobs":null,"finish_reason":null'
 
     def first(self, index: int, request: GenerateRequest, prompt_tokens: int) -> bytes:
         """Nothing, for a completion has no role; the ids of the prompt, where they are asked for."""
@@ -278,6 +292,8 @@ class CompletionFormat(Format):
 
     def delta(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs], more: More | None) -> bytes:
         """New text."""
+        if self._logprobs < 0 and more is None:
+            return self._content(index, delta.content)
         body = f'{self._open}{index},"text":{encode_basestring_ascii(delta.content)},"logprobs":'
         return f'{body}{self._logprob_json(index, logprobs)},"finish_reason":null'.encode() + self._closed(more)
 

@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 
 from ..errors import InvalidRequest, Overloaded, RequestError
 from .admission import BodyBudget, Connections
-from .call import WHOLE, Cut, error_answer
+from .call import PIECE, WHOLE, Cut, error_answer
 from .limits import ACCOUNT, HeadTooLarge, Limits, TooSlow
 from .writing import Flow, Opening, whole_answer
 
@@ -264,6 +264,17 @@ class Protocol(HttpToolsProtocol):
             elif early:
                 self._linger()
 
+        def write(piece: bytes) -> bool:
+            if transport.is_closing():
+                raise _Gone("the client has left")
+            # The first piece leaves with the head, and `send` knows all else.
+            if self.flow.write_paused or cycle.transport is not transport or not cycle.chunked_encoding:
+                return False
+            transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            return True
+
+        extensions: dict[str, Any] = cycle.scope["extensions"]
+        extensions[PIECE] = {"write": write}
         try:
             await app(cycle.scope, receive, send)
         except asyncio.CancelledError:
@@ -276,6 +287,7 @@ class Protocol(HttpToolsProtocol):
                 _log.exception("%s %s failed", cycle.scope["method"], cycle.scope["path"])
         finally:
             cycle.on_response = _nothing  # a cycle of references otherwise
+            del extensions[PIECE]  # and another one
             if not cycle.response_complete and not cycle.disconnected:
                 self.transport.abort()
 
