@@ -5,6 +5,9 @@ import json
 import random
 from typing import Any
 
+import pytest
+
+from isthmus_operator.shell import cache
 from isthmus_operator.shell.answers import weight
 from isthmus_operator.shell.cache import (
     MOST_CHILDREN,
@@ -38,7 +41,7 @@ class Woken:
         self.cache = Cache(*(lambda _, name=name: self.calls.append(name) for name in ("changed", "edited", "removed")))
 
     def versions(self) -> dict[str, int]:
-        found = self.cache.children(KEY)
+        found = self.cache.children(KEY)()
         return {one["metadata"]["name"]: int(one["metadata"]["resourceVersion"]) for one in found}
 
     def since(self) -> list[str]:
@@ -172,7 +175,7 @@ def test_an_object_that_changes_its_service_is_no_more_the_first_ones() -> None:
         moved["metadata"]["ownerReferences"][0]["name"] = "other"
         one.cache.changed(moved)
         assert one.versions() == {}
-        assert [child["metadata"]["name"] for child in one.cache.children(("ns", "other"))] == ["d"]
+        assert [child["metadata"]["name"] for child in one.cache.children(("ns", "other"))()] == ["d"]
 
     asyncio.run(main())
 
@@ -230,7 +233,7 @@ def test_labels_and_annotations_that_nobody_reads_are_not_kept() -> None:
         entry = {"manager": "kubectl", "operation": "Update", "fieldsV1": fields}
         child["metadata"]["managedFields"] = [entry]
         one.cache.changed(child)
-        (kept,) = one.cache.children(KEY)
+        (kept,) = one.cache.children(KEY)()
         assert kept["metadata"]["labels"] == {"serving.isthmus.dev/service": "svc"}
         assert kept["metadata"]["annotations"] == ours
         (fields,) = (known["fieldsV1"] for known in kept["metadata"]["managedFields"])
@@ -254,7 +257,8 @@ def test_a_pod_is_small_whatever_else_it_says() -> None:
         one = Woken()
         one.cache.changed(body(1, kind="Pod", status={"phase": "Running"}))
         assert one.versions() == {"d": 1}
-        one.cache.changed(body(2, kind="Pod", status={"message": "y" * MOST_OF_A_POD}))
+        conditions = [{"type": f"t{number}", "message": "y" * 1000} for number in range(MOST_OF_A_POD // 1000)]
+        one.cache.changed(body(2, kind="Pod", status={"conditions": conditions}))
         assert one.versions() == {}
 
     asyncio.run(main())
@@ -352,14 +356,14 @@ def test_what_a_services_children_weigh_when_they_are_looked_at_is_bounded() -> 
         for number in range(100):
             rules = {"ingress": [{}] * 12_000}
             one.cache.changed(body(number + 2, uid=f"u{number}", name=f"n{number}", kind="NetworkPolicy", spec=rules))
-        found = one.cache.children(KEY)
+        found = one.cache.children(KEY)()
         weighs = sum(weight(json.dumps(child)) for child in found)
         assert MOST_WEIGHT_OF_A_SERVICE / 2 < weighs <= MOST_WEIGHT_OF_A_SERVICE * 1.01
         for number in range(100):
             one.cache.gone(body(number + 200, uid=f"u{number}", name=f"n{number}", kind="NetworkPolicy"))
         for number in range(2 * MOST_CHILDREN):
             one.cache.changed(body(number + 400, uid=f"v{number}", name=f"m{number}", kind="ConfigMap"))
-        assert len(one.cache.children(KEY)) == MOST_CHILDREN, "those that are gone have made room"
+        assert len(one.cache.children(KEY)()) == MOST_CHILDREN, "those that are gone have made room"
 
     asyncio.run(main())
 
@@ -371,7 +375,72 @@ def test_of_a_pod_few_owners_are_kept() -> None:
         pod["metadata"]["ownerReferences"] *= 200
         one.cache.changed(service())
         one.cache.changed(pod)
-        (found,) = one.cache.children(KEY)
+        (found,) = one.cache.children(KEY)()
         assert len(found["metadata"]["ownerReferences"]) == 16
+
+    asyncio.run(main())
+
+
+def pod(number: int, of: str = "svc", **status: Any) -> dict[str, Any]:
+    found = body(number + 2, uid=f"p{number}", name=f"p{number}", kind="Pod", status={"phase": "Pending", **status})
+    found["metadata"]["labels"]["serving.isthmus.dev/service"] = of
+    return found
+
+
+def test_of_a_pod_nothing_is_kept_that_anybody_may_write_at_length() -> None:
+    """Two thousand of one ReplicaSet with an annotation of 31 KB, which is of workloads, took 50 MB, and as much in
+    each run."""
+
+    async def main() -> None:
+        one = Woken()
+        one.cache.changed(service())
+        container = {"name": "c", "ready": False, "restartCount": 3, "imageID": "i" * 9000}
+        container["lastState"] = {"terminated": {"exitCode": 1, "message": "first" + "m" * 4000 + "last"}}
+        condition = {"type": "Ready", "status": "False", "message": "n" * 4000, "lastProbeTime": None}
+        large = pod(1, conditions=[condition], containerStatuses=[container])
+        large["metadata"]["annotations"] = {"serving.isthmus.dev/template": "x" * 9000}
+        large["metadata"]["ownerReferences"] = [
+            {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": name, "uid": "r", "controller": True}
+            for name in ("n" * 9000, "d-5f")
+        ]
+        one.cache.changed(large)
+        (found,) = one.cache.children(KEY)()
+        assert len(json.dumps(found)) < 5000
+        assert [owner["name"] for owner in found["metadata"]["ownerReferences"]] == ["d-5f"]
+        (told,) = found["status"]["containerStatuses"]
+        assert told["lastState"]["terminated"]["exitCode"] == 1
+        said = told["lastState"]["terminated"]["message"]
+        assert said.startswith("first") and said.endswith("last")
+
+    asyncio.run(main())
+
+
+def test_pods_have_the_room_of_one_service_and_of_one_namespace(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A label may name a service that does not exist, and ten thousand of them."""
+    monkeypatch.setattr(cache, "MOST_WEIGHT_OF_PODS", 100_000)
+    monkeypatch.setattr(cache, "MOST_OF_A_NAMESPACE", 30_000)
+    chance = random.Random(5)
+
+    async def main() -> None:
+        one = Woken()
+        one.cache.changed(service())
+        for number in range(200):
+            one.cache.changed(pod(number, message=chance.randbytes(300).hex()))
+        found = one.cache.children(KEY)()
+        weighs = sum(weight(json.dumps(child)) for child in found)
+        assert 50_000 < weighs < 120_000
+        assert "is left out: there is no room for it beside other pods ns svc" in caplog.text
+        for number in range(300, 600):
+            one.cache.changed(pod(number, f"svc{number}", message=chance.randbytes(300).hex()))
+        kept = sum(
+            len(of) for there in one.cache._watched.values() for of in [b"".join(k.data for k in there.values())]
+        )
+        assert 15_000 < kept < 31_000
+        assert "beside other namespace ns" in caplog.text
+        for number in (*range(200), *range(300, 600)):
+            one.cache.gone({**pod(number), "metadata": {**pod(number)["metadata"], "resourceVersion": "9999"}})
+        assert not one.cache._used, "they have given all of it back"
 
     asyncio.run(main())

@@ -17,7 +17,7 @@ from aiohttp import web
 from tls_pair import make_pair
 
 from isthmus_operator.api.limits import too_large
-from isthmus_operator.shell import door, webhook
+from isthmus_operator.shell import door, turns, webhook
 from isthmus_operator.shell.door import listening
 from isthmus_operator.shell.handlers import webhook_server
 from isthmus_operator.shell.operator import OperatorOptions
@@ -58,6 +58,7 @@ class Hall:
         self.asked: list[Any] = []
         self.answer: Callable[..., Coroutine[Any, Any, Any]] = self.allow
         self.writers: list[asyncio.StreamWriter] = []
+        self.server: Any = None
 
     async def allow(self, request: Any, **_: Any) -> Any:
         self.asked.append(request)
@@ -84,6 +85,7 @@ class Hall:
 async def hall(pair: Path) -> AsyncIterator[Hall]:
     server = webhook_server(OperatorOptions(webhook_port=0, webhook_cert_dir=str(pair)), lambda: None)
     found = Hall()
+    found.server = server
 
     async def answer(request: Any, **head: Any) -> Any:
         return await found.answer(request, **head)
@@ -311,7 +313,7 @@ def test_addresses_that_send_large_reviews_slowly_do_not_keep_others_out(
     async def main() -> None:
         async with hall(pair) as there:
             slow = []
-            for number in range(2 * webhook.AT_ONCE):
+            for number in range(2 * webhook.LARGE_OF_ONE):
                 reader, writer = await there.connect(f"127.0.1.{number % 2 + 1}")
                 writer.write(head + large[:-1])
                 slow.append((reader, writer))
@@ -321,8 +323,8 @@ def test_addresses_that_send_large_reviews_slowly_do_not_keep_others_out(
                 assert (await whole.readline()).startswith(b"HTTP/1.1 200")
             assert len(there.asked) == 3
             ended = [asyncio.ensure_future(reader.readline()) for reader, _ in slow]
-            done, rest = await asyncio.wait(ended, timeout=0)
-            assert {answer.result()[:12] for answer in done} <= {b"HTTP/1.1 408"}
+            done, rest = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+            assert {answer.result()[:12] for answer in done} == {b"HTTP/1.1 408"}
             for waiting in rest:
                 waiting.cancel()
 
@@ -351,6 +353,180 @@ def test_of_decoded_reviews_there_is_one_and_one_of_too_many_values_is_not_decod
             assert [status for status, _ in answers] == [200] * 12
             assert most == 1
             assert (await there.post(STRANGER, denser))[0] == 413
+
+    run(main)
+
+
+def of_namespace(namespace: str, name: str = "n") -> bytes:
+    return review(object={"metadata": {"name": name, "namespace": namespace}})
+
+
+def test_many_reviews_of_one_namespace_do_not_keep_others_out(pair: Path) -> None:
+    """All come from the API server, which is one address: of 150 dry runs at once of one tenant those beyond 48 were
+    refused by the door, and with them whatever others asked."""
+    storm = 3 * door.MOST_OF_ONE
+
+    async def main() -> None:
+        async with hall(pair) as there:
+            go = asyncio.Event()
+
+            async def slowly(request: Any, **_: Any) -> Any:
+                there.asked.append(request["request"]["object"]["metadata"]["namespace"])
+                await go.wait()
+                return {"response": {"allowed": True}}
+
+            there.answer = slowly
+            answers = [asyncio.create_task(there.post(STRANGER, of_namespace("many"))) for _ in range(storm)]
+            most = storm - 1 - turns.MOST_BYTES // turns.LEAST_BYTES  # one is judged, and as many wait as may
+            for _, done in zip(range(most), asyncio.as_completed(answers), strict=False):
+                status, text = await done
+                found = json.loads(text)["response"]
+                assert status == 200 and found["uid"] == "u" and found["allowed"] is False
+                assert found["status"]["code"] == 429 and found["status"]["details"] == {"retryAfterSeconds": 1}
+            came, make_room = asyncio.Event(), there.server._turns._make_room
+            there.server._turns._make_room = lambda address: (make_room(address), came.set())
+            victim = asyncio.create_task(there.post(STRANGER, of_namespace("few")))
+            await came.wait()
+            go.set()
+            assert json.loads((await victim)[1])["response"]["allowed"] is True
+            assert there.asked.index("few") == 1, "it is next"
+            assert [status for status, _ in await asyncio.gather(*answers)] == [200] * storm
+
+    run(main)
+
+
+def test_turns_go_round_by_address_and_by_namespace() -> None:
+    async def main() -> None:
+        taken, order = turns.Turns(), []
+        held = asyncio.Event()
+
+        async def one(address: str, namespace: str, number: int) -> None:
+            async with taken.turn(address, namespace, 1):
+                order.append((address, namespace, number))
+                await held.wait()
+
+        first = asyncio.create_task(one("a", "x", 0))
+        await asyncio.sleep(0)
+        several = [one("a", "x", number) for number in range(1, 4)]
+        several += [one("a", "y", number) for number in range(2)]
+        several += [one("b", "z", number) for number in range(2)]
+        waiting = [asyncio.create_task(work) for work in several]
+        await asyncio.sleep(0)
+        left = waiting.pop()  # of b/z, while it waits
+        left.cancel()
+        held.set()
+        await asyncio.gather(first, *waiting)
+        assert [(address, namespace) for address, namespace, _ in order] == [
+            ("a", "x"), ("b", "z"), ("a", "y"), ("a", "x"), ("a", "y"), ("a", "x"), ("a", "x"),
+        ]  # fmt: skip
+        assert [number for _, namespace, number in order if namespace == "x"] == [0, 1, 2, 3]
+
+    run(main)
+
+
+def test_of_too_many_the_newest_of_whoever_has_most_leave() -> None:
+    async def main() -> None:
+        taken, left = turns.Turns(), []
+        held, enough = asyncio.Event(), asyncio.Event()
+
+        async def one(namespace: str, number: int) -> None:
+            try:
+                async with taken.turn("a", namespace, turns.MOST_BYTES // 8):
+                    await held.wait()
+            except turns.Busy:
+                left.append((namespace, number))
+                if len(left) == 7:
+                    enough.set()
+
+        tasks = [asyncio.create_task(one("few", number)) for number in range(3)]
+        tasks += [asyncio.create_task(one("many", number)) for number in range(12)]
+        tasks += [asyncio.create_task(one("few", 3))]
+        await enough.wait()
+        held.set()
+        await asyncio.gather(*tasks)
+        assert sorted(number for _, number in left) == list(range(5, 12)) and {one for one, _ in left} == {"many"}
+
+    run(main)
+
+
+@pytest.mark.parametrize("tls", [True, False])
+def test_who_waits_at_the_door_comes_in_when_others_are_answered(
+    tls: bool, pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        go, all_came = asyncio.Event(), asyncio.Event()
+        come = door._Guests.come
+
+        def counted(guests: Any, guest: Any, now: float) -> Any:
+            entered = come(guests, guest, now)
+            if len(guests.waiting) == door.MOST_OF_ONE:
+                all_came.set()
+            return entered
+
+        monkeypatch.setattr(door._Guests, "come", counted)
+        # Else the first, who have asked nothing yet, might give way to the last.
+        monkeypatch.setattr(door, "QUIET_S", WITHIN_S)
+        monkeypatch.setattr(door, "WAIT_S", WITHIN_S)
+
+        async def slowly(request: web.Request) -> web.Response:
+            await go.wait()
+            return web.Response(text="done")
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(pair / "tls.crt", pair / "tls.key")
+        handlers = {("GET", "/"): slowly}
+        async with listening(handlers, "127.0.0.1", 0, tls=context if tls else None, room=200) as port:
+            url = f"{'https' if tls else 'http'}://127.0.0.1:{port}/"
+
+            async def ask() -> tuple[str, str]:
+                connector = aiohttp.TCPConnector(ssl=trusting())
+                async with aiohttp.ClientSession(connector=connector) as client, client.get(url) as answer:
+                    return await answer.text(), answer.headers.get("Connection", "")
+
+            many = [asyncio.create_task(ask()) for _ in range(2 * door.MOST_OF_ONE)]
+            await all_came.wait()
+            go.set()
+            answers = await asyncio.gather(*many)
+            assert {text for text, _ in answers} == {"done"}
+
+    run(main)
+
+
+def test_who_waits_comes_in_when_those_inside_have_said_nothing_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nobody else comes, and nobody is answered."""
+    monkeypatch.setattr(door, "QUIET_S", 1.0)
+
+    async def main() -> None:
+        async with serve_health("127.0.0.1", 0) as port:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(door.MOST_OF_ONE)]
+            async with aiohttp.ClientSession() as client, client.get(f"http://127.0.0.1:{port}/healthz") as answer:
+                assert answer.status == 200
+            for _, writer in silent:
+                writer.transport.abort()
+
+    run(main)
+
+
+def test_a_large_review_does_not_give_way_because_this_process_stood_still() -> None:
+    async def main() -> None:
+        loop, late = asyncio.get_running_loop(), 0.0
+        clock = loop.time
+        loop.time = lambda: clock() + late  # type: ignore[method-assign]
+        large, ended = webhook.Large(), asyncio.Event()
+
+        async def read(address: str) -> None:
+            async with asyncio.timeout(1000.0) as timer, large.turn(address, timer):
+                await ended.wait()
+
+        readers = [asyncio.create_task(read(f"a{number % 2}")) for number in range(webhook.LARGE_AT_ONCE)]
+        waits = asyncio.create_task(read("b"))
+        await asyncio.sleep(0)
+        late += 30.0
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not any(reader.done() for reader in readers)
+        ended.set()
+        await asyncio.gather(*readers, waits)
 
     run(main)
 

@@ -74,3 +74,12 @@ def test_a_file_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
     (tmp_path / "f.yaml").write_text("[" * 20_000)
     with pytest.raises(BadFile, match=r"f\.yaml:1:101: .*nested too deeply, in more than 100 levels"):
         load(str(tmp_path / "f.yaml"))
+
+
+@pytest.mark.parametrize("value", ["2026-13-45", "9" * 5000, "!!timestamp x"])
+def test_a_value_that_yaml_takes_for_another_and_cannot_read_is_named(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_text(f"model: {value}\n")
+    with pytest.raises(BadFile, match=r"f\.yaml:1:8: .*") as caught:
+        load(str(path))
+    assert len(str(caught.value)) < 600

@@ -10,7 +10,7 @@ import kopf
 import pytest
 import yaml
 from chart import violations_of_restricted
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kubernetes.client import models
 
@@ -365,7 +365,41 @@ def sample(node: Node) -> st.SearchStrategy[Any]:
     return st.just({}) if node is Leaf.ANYTHING else values
 
 
+@pytest.mark.parametrize(
+    "patch",
+    [
+        {"$patch": "replace", "spec": {}},
+        {"metadata": {"$patch": "replace"}},
+        {"metadata": {"$patch": "delete"}},
+        {"metadata": {"labels": None}},
+        {"metadata": {"labels": {"$patch": "replace"}}},
+        {"metadata": {"labels": {"$patch": "delete", "a": "b"}}},
+        {"metadata": {"labels": {"serving.isthmus.dev/role": "decode"}}},
+        {"metadata": {"labels": {"serving.isthmus.dev/uid": None}}},
+    ],
+)
+def test_no_profile_lets_a_patch_take_the_labels_by_which_pods_are_found(patch: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSpec, match=r"podPatch\S*: .*labels to add, without those that begin with serving"):
+        admit(changed(roles__prefill__podPatch=patch), Profile(restricted=False))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"$patch": "replace"},
+        {"$patch": "delete"},
+        {"containers": None},
+        {"containers": {"$patch": "delete"}},
+        {"containers": [{"name": "sidecar"}, {"name": "engine", "$patch": "delete"}]},
+    ],
+)
+def test_no_profile_lets_a_patch_take_the_container_that_a_pod_is_for(spec: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSpec, match=r"podPatch\.spec\S*: .*(would remove the container|a list of containers)"):
+        admit(changed(roles__prefill__podPatch={"spec": spec}), Profile(restricted=False))
+
+
 @given(patch=sample(allowed_patch.allowed_patch("engine")))
+@example(patch={"metadata": {"labels": {"$patch": "replace"}}})
 def test_no_patch_that_passes_gives_a_pod_more_than_pod_security_restricted(patch: dict[str, Any]) -> None:
     try:
         service = admit(changed(roles__prefill__podPatch=patch), RESTRICTED)

@@ -211,6 +211,7 @@ BAD: list[tuple[dict[str, Any], str, list[str]]] = [
         ["one of managed, external"],
     ),
     ({"spec/store": {"master": {"external": {"address": "h"}}}}, "spec.store.master.external.address", ["host:port"]),
+    ({"spec/store": {"master": {"external": {"address": "-h:1"}}}}, "spec.store.master.external.address", ["dash"]),
     ({"spec/router": {"replicas": "1"}}, "spec.router.replicas", ["whole number"]),
     ({"spec/router": {"policy": "Random"}}, "spec.router.policy", ["RoundRobin | LeastLoad"]),
     ({"spec/router": {"expose": {"service": {"port": 70000}}}}, "spec.router.expose.service.port", ["65535 or less"]),

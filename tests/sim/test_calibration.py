@@ -224,3 +224,37 @@ def test_replay_keeps_lengths_and_order_and_names_a_refusal() -> None:
             await runner.cleanup()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"data: " + b"a" * 3_000_000,
+        b"data: {nope",
+        b'data: {"choices":[{"text":"a","finish_reason":"stop"}],"usage":{"completion_tokens":"x"}}',
+        b"data: []",
+        b"data: " + b"[" * 100_000,
+    ],
+    ids=range(5),
+)
+def test_a_server_that_answers_something_else_is_named(line: bytes) -> None:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(line + b"\n\n")
+        return response
+
+    async def main() -> None:
+        app = web.Application()
+        app.router.add_post("/v1/completions", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            target = Target(url=f"http://127.0.0.1:{runner.addresses[0][1]}", model="m", vocab_size=1000)
+            with pytest.raises(BenchFailed, match=r"its answer is none of a completion|LineTooLong"):
+                await replay(target, [TraceRequest(0.0, 4, 2, ())], seed=0)
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(main())

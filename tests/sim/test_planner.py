@@ -229,3 +229,28 @@ def test_the_command_compares_routing_policies(capsys: pytest.CaptureFixture[str
     assert simulate_main(["--routing", "--trace", "fan-out", "--rate", "4", "--duration", "30s"]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert [row.split("|")[1].strip() for row in rows[-2:]] == ["kv-aware, events only", "oracle"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"timestamp": 1e300, "input_length": 1, "output_length": 1}',
+        '{"timestamp": 1e999, "input_length": 1, "output_length": 1}',
+        '{"timestamp": NaN, "input_length": 1, "output_length": 1}',
+        '{"timestamp": -1, "input_length": 1, "output_length": 1}',
+        '{"timestamp": 1, "input_length": Infinity, "output_length": 1}',
+        '{"timestamp": 1, "input_length": 1, "output_length": 1e15}',
+        "[" * 100_000,
+    ],
+    ids=range(7),
+)
+def test_a_trace_that_would_never_end_is_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ConfigError, match=r"t\.jsonl:1: not a trace line"):
+        read_trace(path)
+
+
+def test_more_engines_than_anybody_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--prefill 100000000 must be at most 10000"):
+        simulate_main(["--prefill", "100000000"])

@@ -43,6 +43,13 @@ class _Loader(yaml.SafeLoader):
         self._depth -= 1
         return node
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, AttributeError, TypeError) as error:  # of a date or a number that is none
+            text = f"{str(node.value)[:40]!r} cannot be read ({error}); put text in quotes"
+            raise yaml.constructor.ConstructorError(None, None, text, node.start_mark) from None
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:

@@ -226,7 +226,12 @@ def error_from_json(status: int, body: dict[str, object]) -> RequestError:
     return cls(message, param=param, stage=stage, attempt=attempt)
 
 
-def unforeseen(error: Exception) -> RequestError:
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust has given up: what it raises then is no Exception."""
+    return type(error).__name__ == "PanicException"
+
+
+def unforeseen(error: BaseException) -> RequestError:
     """What ends a request that met `error`, which is none of ours: its cause where the process ran out of something,
     which another try may find there, and otherwise no more than that it is in the log."""
     number = error.errno if isinstance(error, OSError) else None
@@ -234,4 +239,6 @@ def unforeseen(error: Exception) -> RequestError:
         number = errno.ENOMEM
     if number in _SHORT_OF:
         return Overloaded(f"this process has run out of {_SHORT_OF[number]}; retry later")
+    if is_panic(error):
+        return EngineFailed(f"a library of this process has failed: {error}")
     return EngineFailed("internal error; the log of this process has the details")

@@ -7,6 +7,7 @@ computed them, on how the KV came, or on what was killed.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -112,6 +113,32 @@ def test_rollouts_under_load_lose_no_request(service: Deployed, client: Client, 
         assert not (service.uids("prefill") | service.uids("decode")) & first
         load.more(6)
     no_errors(load, service)
+
+
+def test_a_drained_node_loses_no_request(service: Deployed, client: Client, answers: dict[str, str]) -> None:
+    """`kubectl drain` of the node with most of the service's pods, a router among them: disruption budgets let one of
+    each role go at a time, and those that go end what they have begun."""
+    cluster = service.cluster
+    if len(cluster.nodes) < 2:
+        pytest.skip("needs nodes of our own: it closes one to all pods")
+    homes = Counter(pod["spec"]["nodeName"] for pod in service.pods())
+    node = max(homes, key=lambda name: (any(on(pod, name) for pod in service.pods("router")), homes[name]))
+    gone = {pod["metadata"]["uid"] for pod in service.pods() if on(pod, node)}
+    chosen = f"--pod-selector=serving.isthmus.dev/service={service.name}"
+    with loaded(client, service, answers) as load:
+        try:
+            cluster.kubectl("drain", node, chosen, "--delete-emptydir-data", "--timeout=280s", timeout=300)
+            service.ready()
+            load.more(6)
+            assert gone and not gone & service.uids()
+            assert not any(on(pod, node) for pod in service.pods())
+        finally:
+            cluster.kubectl("uncordon", node)
+    no_errors(load, service)
+
+
+def on(pod: Object, node: str) -> bool:
+    return bool(pod["spec"]["nodeName"] == node)
 
 
 def test_t11_a_deleted_prefill_pod_loses_no_prompt(service: Deployed, client: Client, answers: dict[str, str]) -> None:

@@ -16,10 +16,11 @@ from engine_world import request
 
 from isthmus_runtime.engine import masks as module
 from isthmus_runtime.engine.backend import EngineBackend
+from isthmus_runtime.engine.grammar_line import GrammarLine
 from isthmus_runtime.engine.masks import MaskThread
-from isthmus_runtime.errors import EngineFailed, InvalidRequest
+from isthmus_runtime.errors import EngineFailed, InvalidRequest, RequestError
 from isthmus_runtime.executor.fake import expected_tokens
-from isthmus_runtime.interfaces.steps import Forced, Later
+from isthmus_runtime.interfaces.steps import Forced, Later, Outgrown
 from isthmus_runtime.request import FinishReason, TokenChunk
 
 DEADLINE_S = 20
@@ -161,6 +162,51 @@ def test_requests_whose_masks_cost_little_do_not_wait_for_costly_ones() -> None:
         thread.stop(DEADLINE_S)
 
 
+class Outgrows(Costs):
+    """Has to be renewed before its first mask, which lasts until the gate opens."""
+
+    def __init__(self, error: RequestError | None = None) -> None:
+        super().__init__("outgrown", [])
+        self.renewed, self.gate, self.error = 0, threading.Event(), error
+
+    def allowed(self, generated: Sequence[int]) -> bytes:
+        if not self.renewed:
+            raise Outgrown(self.renew)
+        return super().allowed(generated)
+
+    def renew(self) -> None:
+        assert self.gate.wait(DEADLINE_S)
+        if self.error is not None:
+            raise self.error
+        self.renewed += 1
+
+
+@pytest.mark.parametrize("error", [None, InvalidRequest("too large")])
+def test_a_constraint_is_renewed_while_others_have_their_masks(error: RequestError | None) -> None:
+    outgrows = Outgrows(error)
+    thread = MaskThread(lambda: None)
+    thread.start()
+    try:
+        masks, others = thread.beside(outgrows), thread.beside(Costs("cheap", []))
+        late = masks.late(0)
+        for count in range(3):
+            masks.allowed([])
+            other = others.late(count)
+            others.allowed([7] * count)
+            assert other.wait(DEADLINE_S) == ODD
+        assert masks.allowed([]) is Later.MASK and thread.busy
+        outgrows.gate.set()
+        assert late.wait(DEADLINE_S) == (ODD if error is None else Later.MASK)
+        if error is None:
+            assert masks.allowed([]) == ODD and outgrows.renewed == 1
+        else:
+            with pytest.raises(InvalidRequest, match="too large"):
+                masks.allowed([])
+    finally:
+        outgrows.gate.set()
+        thread.stop(DEADLINE_S)
+
+
 def test_a_request_whose_masks_took_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_MASKS_S", 0.0)
     monkeypatch.setattr(module, "MOST_OF_A_TOKEN_S", 60.0)
@@ -203,3 +249,31 @@ def test_ids_that_the_model_does_not_have_never_reach_it(asked: dict[str, Any]) 
                 await anext(backend.stream(wrong))
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+def test_grammars_are_compiled_in_turns_and_short_ones_first() -> None:
+    line: GrammarLine[str] = GrammarLine()
+    order = []
+    for number in range(6):
+        line.add("many", 60_000 + number, f"many {number}")
+    line.add("few", 90_000, "few, long")
+    line.add("many", 500, "many, short")
+    for _ in range(8):
+        whose, work = line.next()
+        order.append(work)
+        line.took(whose, 1.0)
+    # By use, then by length; each fourth by age.
+    assert order[:3] == ["many, short", "few, long", "many 0"] and order[3] == "many 1"
+    assert not line._used and not line._waiting
+
+
+def test_each_fourth_grammar_goes_by_age() -> None:
+    line: GrammarLine[str] = GrammarLine()
+    line.add("a", 90_000, "long")
+    order = []
+    for number in range(8):
+        line.add("a", 10, f"short {number}")
+        whose, work = line.next()
+        order.append(work)
+        line.took(whose, 0.1)
+    assert order[3] == "long"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import aiohttp
 import openai
 import pytest
 from api_calls import HELLO, client, events, spell
@@ -267,6 +268,32 @@ def test_long_conversations_are_rendered_in_a_thread(serve, run, tokenizer):
 def deep_call(levels):
     function = {"name": "look", "arguments": '{"a":' * levels + "1" + "}" * levels}
     return {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+
+
+def test_grammars_are_checked_in_turns_of_addresses_where_there_are_no_tenants(serve, run, caller):
+    """A dozen costly ones of one client kept everybody's waiting for two minutes."""
+
+    class Asked:
+        def __init__(self):
+            self.by = []
+
+        async def check(self, structure, param, who):
+            self.by.append(who)
+
+    async def main():
+        asked = Asked()
+        async with serve(spell(caller, "a"), used=caller, grammars=asked) as api:
+            for host in ("127.0.0.1", "127.0.0.2"):
+                connector = aiohttp.TCPConnector(local_addr=(host, 0))
+                body = {"model": "tiny", "messages": HELLO, "response_format": {"type": "json_object"}}
+                async with (
+                    aiohttp.ClientSession(connector=connector) as http,
+                    http.post(f"{api.url}/v1/chat/completions", json=body) as answer,
+                ):
+                    assert answer.status == 200
+        assert asked.by == ["127.0.0.1", "127.0.0.2"]
+
+    run(main())
 
 
 def test_an_answer_that_has_to_be_a_call_is_held_to_it(serve, run, caller, model_dir):

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import re
+import threading
 
 import aiohttp
 import openai
@@ -14,8 +15,10 @@ from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
+from isthmus_runtime.openai import answer, plan, untold
 from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
+from isthmus_runtime.openai.sse import ChatFormat, CompletionFormat
 from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
 
 
@@ -98,6 +101,40 @@ def test_chunks_are_not_held_back(serve, run, tokenizer):
                 gate.set()
             assert (await anext(stream)).choices[0].finish_reason == "stop"
             assert [chunk async for chunk in stream] == []
+
+    run(main())
+
+
+def test_no_choice_is_told_before_what_opens_a_stream(serve, run, tokenizer, monkeypatch):
+    """Which is written by a thread where prompts are long, while the other choices go on."""
+
+    async def main():
+        others = threading.Event()
+        a = tokenizer.encode("a")[0]
+        monkeypatch.setattr(answer, "_MANY_IDS", 0)
+        first = ChatFormat.first
+
+        def slowly(*args):
+            assert others.wait(20)
+            return first(*args)
+
+        monkeypatch.setattr(ChatFormat, "first", slowly)
+
+        def script(request):
+            if request.request_id.endswith("-0"):
+                return [a, 2]
+            return later()
+
+        def later():
+            asyncio.get_running_loop().call_soon(others.set)  # once the next token was taken, as far as may be
+            yield a
+            yield 2
+
+        async with serve(script) as api:
+            body = {"model": "tiny", "messages": HELLO, "stream": True, "n": 2}
+            _, found = await events(api, "/v1/chat/completions", body)
+            deltas = [json.loads(data)["choices"][0]["delta"] for data in found[:-1]]
+            assert [delta.get("role") for delta in deltas] == ["assistant"] * 2 + [None] * (len(deltas) - 2)
 
     run(main())
 
@@ -242,6 +279,91 @@ def test_stop_token_is_no_text(serve, run, tokenizer):
             assert got.usage.completion_tokens == len(ids)
 
     run(main())
+
+
+@pytest.mark.parametrize("route", ["completions", "chat/completions"])
+def test_many_log_probabilities_are_written_beside_the_event_loop(serve, run, monkeypatch, route):
+    """Those of 128 choices of 1,500 tokens stopped the router for 12 s."""
+    where = []
+    for kind in (ChatFormat, CompletionFormat):
+        whole = kind.whole
+        monkeypatch.setattr(
+            kind, "whole", lambda *args, whole=whole: (where.append(threading.current_thread()), whole(*args))[1]
+        )
+
+    async def main():
+        async with serve(lambda request: [65] * 60) as api:
+            for count, choices in ((2, 1), (60, 2)):
+                body = {"model": "tiny", "max_tokens": count, "n": choices, "ignore_eos": True}
+                body |= {"prompt": "x", "logprobs": 20} if route == "completions" else {
+                    "messages": HELLO, "logprobs": True, "top_logprobs": 20
+                }  # fmt: skip
+                async with aiohttp.ClientSession() as http, http.post(f"{api.url}/v1/{route}", json=body) as answer:
+                    assert len((await answer.json())["choices"]) == choices
+            assert [one is threading.main_thread() for one in where] == [True, False]
+
+    run(main())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_log_probabilities_that_an_answer_holds_are_bounded(serve, run, monkeypatch, stream):
+    monkeypatch.setattr(untold, "MAX_OF_AN_ANSWER", 100)
+
+    async def main():
+        async with serve(lambda request: [65] * 60) as api:
+            body = {"model": "tiny", "prompt": "x", "max_tokens": 60, "logprobs": 1, "n": 2, "stream": stream}
+            async with aiohttp.ClientSession() as http, http.post(f"{api.url}/v1/completions", json=body) as answer:
+                text = await answer.text()
+            if stream:  # what was sent is held no more
+                assert answer.status == 200 and text.endswith("data: [DONE]\n\n") and "error" not in text
+            else:
+                assert answer.status == 400 and "more than 100 log-probabilities" in text and "stream it" in text
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"allowed_token_ids": list(range(200))}, "allowed_token_ids"),
+        ({"prompt": [5] * 100}, "n"),
+        ({"structured_outputs": {"regex": "a" * 300}}, "structured_outputs"),
+    ],
+)
+def test_what_all_choices_carry_is_bounded(serve, run, monkeypatch, more, name):
+    """333 KB of ids in 128 choices became 128 bodies of 333 KB between router and engine."""
+    monkeypatch.setattr(plan, "MAX_COPIED_IDS", 700)
+    monkeypatch.setattr(plan, "MAX_COPIED_TEXT", 1000)
+
+    async def main():
+        async with serve(lambda request: [65, 2]) as api:
+            ask = {"model": "tiny", "prompt": "x", "max_tokens": 2} | more
+            for count in (1, 8):
+                body = {**ask, "n": count}
+                async with aiohttp.ClientSession() as http, http.post(f"{api.url}/v1/completions", json=body) as answer:
+                    found = await answer.json()
+                if count == 1:
+                    assert answer.status == 200 or "not available here" in str(found)
+                else:
+                    assert answer.status == 400 and found["error"]["param"] == name, found
+                    assert "in 8 choices" in found["error"]["message"]
+
+    run(main())
+
+
+def test_of_all_answers_that_hold_too_many_log_probabilities_the_largest_ends(monkeypatch):
+    monkeypatch.setattr(untold, "MAX_OF_ANSWERS", 100)
+    budget = untold.AnswerScores()
+    with budget.answer() as small, budget.answer() as large:
+        small.add(30)
+        large.add(60)
+        small.add(20)  # 110 in all, for which the larger one gives way
+        with pytest.raises(Overloaded, match="no other has more") as caught:
+            large.add(1)
+        assert caught.value.status == 429
+        small.add(1)
+        large.told(61)
+    assert budget.held == 0
 
 
 def test_logprobs(serve, run, tokenizer):

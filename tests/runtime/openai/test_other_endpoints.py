@@ -514,3 +514,29 @@ def test_the_text_of_ids_has_a_bound(tokenizer, monkeypatch):
     monkeypatch.setattr(tokens, "MAX_TEXT", 500)
     with pytest.raises(InvalidRequest, match="their text has more than 500 bytes"):
         detokenized(body, AnyModel(), tokenizer)
+
+
+class PanicException(BaseException):
+    """As a library written in Rust raises it."""
+
+
+@pytest.mark.parametrize("size", [10, 40_000])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+def test_a_library_that_panics_ends_its_request_with_an_answer(serve, run, tokenizer, monkeypatch, path, size):
+    def panic(*_, **__):
+        raise PanicException("no such piece")
+
+    async def main():
+        async with serve(spell(tokenizer, "a")) as api:
+            api.backend.max_model_len = 10**6
+            monkeypatch.setattr(type(tokenizer), "_encoded", panic)
+            body = {"model": "tiny"} | (
+                {"messages": [{"role": "user", "content": "x " * size}]} if "chat" in path else {"prompt": "x " * size}
+            )
+            status, answer = await events(api, path, body)
+            assert status == 500 and "a library of this process has failed: no such piece" in str(answer)
+            monkeypatch.undo()
+            status, _ = await events(api, "/v1/completions", {"model": "tiny", "prompt": "x"})
+            assert status == 200
+
+    run(main())

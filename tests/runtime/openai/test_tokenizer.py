@@ -104,6 +104,7 @@ def test_add_bos_token(model_dir, tmp_path, setting, begins):
         ({"config_json": {"text_config": [1]}}, "text_config is .1., expected an object"),
         ({"tokenizer_config_json": "[]"}, "holds a JSON list, expected an object"),
         ({"tokenizer_config_json": {"chat_template": "{% if %}"}}, "chat template, line 1"),
+        ({"tokenizer_config_json": {"chat_template": "{{" + "(" * 5_000 + "1" + ")" * 5_000 + "}}"}}, "nested too"),
         ({"tokenizer_config_json": {"add_bos_token": True, "bos_token": "<s>"}}, "bos_token '<s>' is not a token"),
         ({"generation_config_json": {"temperature": "hot", "top_p": 3}}, "temperature 'hot'.*\n.*top_p 3"),
     ],

@@ -282,7 +282,15 @@ def request(prompt=range(100), max_tokens=8, timeout_s=20.0, request_id="r1"):
 
 
 async def collect(backend, wanted=None):
-    return [chunk async for chunk in backend.generate(wanted or request())]
+    """Its chunks, in the way that clients' requests take."""
+    chunks = []
+
+    def take(chunk):
+        chunks.append(chunk)
+        return True
+
+    await backend.push(wanted or request(), take)
+    return chunks
 
 
 @pytest.fixture

@@ -253,6 +253,67 @@ def test_one_failed_probe_after_a_standstill_ends_no_request(rig, run, kit):
     run(main())
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_router_that_stood_still_does_not_blame_its_engines(rig, run, kit, held):
+    """Large bodies held its loop up, and then both engines had left the fleet: nobody had read their answers."""
+
+    async def main():
+        engine = kit.Engine("unified")
+        async with rig(engine) as r:
+            loop, late = asyncio.get_running_loop(), 0.0
+            clock = loop.time
+            loop.time = lambda: clock() + late
+            ever, rebuilt = set(), r.pool._rebuild
+            r.pool._rebuild = lambda: (rebuilt(), ever.add(len(r.pool.fleet.decode)))
+            lost = []
+            hold = r.pool.hold(engine.url, 1, lost.append) if held else None
+            for _ in range(3):
+                engine.frozen, asked = asyncio.Event(), engine.probes
+                await engine.until(lambda e, asked=asked: e.probes > asked)  # it is asked, and has not answered
+                late += 6.0  # every timer is due before anything else is looked at
+                await asyncio.sleep(0)
+                engine.frozen.set()
+            asked = engine.probes
+            await engine.until(lambda e: e.probes > asked + 1)
+            assert states(r.pool)[engine.url] == ("ready", "") and not lost
+            assert 0 not in ever
+            if hold is not None:
+                hold.release()
+
+    run(main())
+
+
+def test_an_engine_that_sends_tokens_is_not_lost_though_it_answers_no_probe(rig, run, kit):
+    """Bodies for hundreds of choices held up its answers to probes for 5 s: every stream on it ended with 502."""
+
+    async def main():
+        engine, asked, enough = kit.Engine("unified"), asyncio.Event(), False
+
+        def script():
+            while not enough:
+                asked.clear()
+                yield kit.tokens(1)
+                yield asked
+            yield kit.done(2)
+
+        engine.local_script = script()
+        async with rig(engine, dead_after_s=0.4) as r:
+            known, probes = r.pool._engines[engine.url], engine.probes
+            engine.frozen = asyncio.Event()
+            last = None
+            async for chunk in r.backend.generate(kit.request()):
+                (hold,) = known.holds or {None}
+                assert hold is None or not hold.lost
+                assert states(r.pool)[engine.url] == ("ready", "")
+                # Two in a row without an answer, and then nothing else for as long, would end it.
+                enough, last = engine.probes >= probes + 5 and known.failures >= 4, chunk
+                asked.set()
+            assert last.token_ids[-1] == 2
+            engine.frozen.set()
+
+    run(main())
+
+
 @pytest.mark.parametrize("answer", [set(), OSError("Temporary failure in name resolution")])
 def test_accepts_clients_though_prefill_has_no_pods(rig, run, kit, answer):
     """`ready` says that nobody can be served; clients shall hear that from the router, not a refused connection. DNS

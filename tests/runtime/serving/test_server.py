@@ -124,6 +124,62 @@ def test_error_after_the_first_byte_breaks_the_connection(written):
     run(main())
 
 
+def test_pieces_leave_at_once_while_their_client_keeps_up():
+    async def main():
+        full, gone = asyncio.Event(), asyncio.Event()
+        sent: list[bytes] = []
+
+        async def handler(call: Call) -> None:
+            now = call.writer()
+            await call.begin({})
+            assert not now(b"nothing")  # the head waits for a piece that is sent
+            await call.write(b"first")
+            sent.append(b"first")
+            piece = b"%06d" % 0 + b"x" * 100_000
+            while now(piece):
+                sent.append(piece)
+                piece = b"%06d" % len(sent) + b"x" * 100_000
+            full.set()
+            await call.write(b"last")  # waits for the client
+            sent.append(b"last")
+            assert now(b"more")
+            sent.append(b"more")
+            await call.end()
+
+        async def left(call: Call) -> None:
+            now = call.writer()
+            await call.begin({})
+            await call.write(b"first")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                with pytest.raises(ConnectionResetError):
+                    now(b"second")
+                gone.set()
+
+        app = make_app("test", bodies=())
+        add_call_route(app, "/", handler, "GET")
+        add_call_route(app, "/left", left, "GET")
+        async with serving.served(app) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
+            writer.transport.pause_reading()
+            writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            await full.wait()
+            writer.transport.resume_reading()
+            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            got = []
+            while size := int(await reader.readuntil(b"\r\n"), 16):
+                got.append(await reader.readexactly(size))
+                assert await reader.readexactly(2) == b"\r\n"
+            assert got == sent and got[-2:] == [b"last", b"more"] and len(got) > 4
+            writer.write(b"GET /left HTTP/1.1\r\nHost: a\r\n\r\n")
+            await reader.readuntil(b"first")
+            writer.transport.abort()
+            await gone.wait()
+
+    run(main())
+
+
 def test_calls_go_past_fastapi_but_not_past_our_middleware():
     async def handler(call: Call) -> None:
         if await call.read() == b"no":

@@ -13,11 +13,14 @@ import jsonschema_rs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 from tokenizers import Tokenizer
 
 from isthmus_runtime.errors import EngineFailed, InvalidRequest
+from isthmus_runtime.interfaces.steps import Outgrown
 from isthmus_runtime.request import Structure
-from isthmus_runtime.structured.grammars import MAX_TEXT, Grammars
+from isthmus_runtime.structured import grammars as module
+from isthmus_runtime.structured.grammars import MAX_TEXT, Grammars, Guide
 
 EOS = (2, 0)
 VOCAB = 410
@@ -177,6 +180,10 @@ def test_a_grammar_that_proves_too_much_work_is_the_request_s_fault(grammars: Gr
 def test_a_token_that_was_not_allowed_is_the_engine_s_fault(grammars: Grammars) -> None:
     guide = grammars.guide(Structure("choice", '["once"]'))
     refused = next(i for i in range(VOCAB) if i not in set(allowed_ids(guide.allowed([]))))
+    for _ in range(2):  # by the lexer that it shares, and by another
+        with pytest.raises(Outgrown) as outgrown:
+            guide.allowed([refused])
+        outgrown.value.renew()
     with pytest.raises(EngineFailed, match=f"token {refused} was drawn"):
         guide.allowed([refused])
 
@@ -218,3 +225,102 @@ def test_forced_tokens_are_looked_for_once(grammars: Grammars) -> None:
             break
         generated.append(token)
     assert len(generated) > 50 and counting.looked < 10
+
+
+SPENDS = Structure("regex", r"(.|\n)*[ae](.|\n){40}c")
+"""A few random tokens take its lexer thousands of states, each of which is another set of places."""
+
+
+def follow(guide: Guide, most: int, seed: int, generated: list[int] | None = None) -> tuple[int, int, str]:
+    """Random tokens of a guide, as an engine's threads ask for them: how many, how often it was renewed, and the error
+    that ended it."""
+    rng, renewed, generated = random.Random(seed), 0, [] if generated is None else generated
+    while len(generated) < most:
+        try:
+            ids = [i for i in allowed_ids(guide.allowed(generated)) if i not in EOS]
+        except Outgrown as outgrown:
+            outgrown.renew()
+            renewed += 1
+        except InvalidRequest as error:
+            return len(generated), renewed, str(error)
+        else:
+            generated.append(rng.choice(ids))
+    return len(generated), renewed, ""
+
+
+def few_states(monkeypatch: pytest.MonkeyPatch, model: Path, most: int) -> Grammars:
+    monkeypatch.setattr(module, "_LIMITS", LLParserLimits(max_lexer_states=most, verbose_errors=False))
+    return Grammars.load(model, eos_token_ids=EOS, vocab_size=VOCAB)
+
+
+def test_a_lexer_that_others_have_used_up_is_replaced_for_all(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with one grammar share it: no request's text may end another one, nor those that come later."""
+    grammars = few_states(monkeypatch, model, 500)
+    made, compiled = list[Structure](), grammars._compile
+
+    def counted(structure: Structure) -> Any:
+        made.append(structure)
+        return compiled(structure)
+
+    monkeypatch.setattr(grammars, "_compile", counted)
+    early = [grammars.guide(SPENDS) for _ in range(6)]
+    drawn = list[int]()  # on another engine, which has a lexer of its own
+    follow(few_states(monkeypatch, model, 500).guide(SPENDS), 1, 7, drawn)
+    count, renewed, error = follow(grammars.guide(SPENDS), 400, seed=0)
+    assert (renewed, len(made)) == (2, 3) and count < 400, "a shared one, the next, and one of its own"
+    assert f"after {count} tokens: lexer error: too many states: 500" in error, error
+    assert follow(early.pop(), 3, 1, drawn)[::2] == (3, ""), "a full one refuses tokens without a word"
+    for guide in (*early, grammars.guide(SPENDS)):
+        assert follow(guide, 3, seed=1)[::2] == (3, "")
+    assert len(made) == 4, "the others share the next one"
+
+
+def test_a_long_answer_may_use_up_many_lexers(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place in a counted repeat is a few states more."""
+    grammars = few_states(monkeypatch, model, 1000)
+    monkeypatch.setattr(module, "_LEAST_PROGRESS", 20)
+    text = {"type": "string", "minLength": 900, "maxLength": 1000}
+    schema = {"type": "object", "properties": {"a": text}, "required": ["a"], "additionalProperties": False}
+    structure = Structure("json_schema", json.dumps(schema))
+    guide = grammars.guide(structure)
+    count, renewed, error = follow(guide, 300, seed=1)
+    assert (count, error) == (300, "") and renewed >= 2, (count, renewed, error)
+    monkeypatch.undo()
+    fresh = Grammars.load(model, eos_token_ids=EOS, vocab_size=VOCAB).guide(structure)
+    generated = list[int]()
+    follow(few_states(monkeypatch, model, 1000).guide(structure), 300, 1, generated)
+    assert guide.allowed(generated) == fresh.allowed(generated), "whatever lexer it walks with"
+
+
+def test_kept_grammars_are_bounded_by_their_texts(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_KEPT_TEXT", 100)
+    first, large, small = (Structure("regex", letter * size) for letter, size in (("a", 60), ("b", 300), ("c", 60)))
+    grammars.guide(first)
+    assert grammars.known(first) is not None
+    grammars.guide(large)
+    assert grammars.known(first) is None and grammars.known(large) is not None
+    grammars.guide(small)
+    assert grammars.known(large) is None and grammars.known(small) is not None
+    assert grammars._size == 60
+
+
+@pytest.mark.parametrize("text", ["[a-z]*[aeiou][a-z]{3}", "(ab|cd|e){2,40}"])
+def test_tokens_of_a_slow_grammar_are_taken_in_apart_with_the_same_masks(
+    model: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """llguidance holds the interpreter's lock while it takes tokens in: milliseconds of everybody's steps."""
+    grammars, structure = Grammars.load(model, eos_token_ids=EOS, vocab_size=VOCAB), Structure("regex", text)
+    plain, apart = grammars.guide(structure), grammars.guide(structure)
+    rng, generated = random.Random(3), list[int]()
+    for _ in range(30):
+        monkeypatch.setattr(module, "_SLOW_S", 1e9)
+        wanted = plain.allowed(generated), plain.forced(generated, 4)
+        monkeypatch.setattr(module, "_SLOW_S", -1.0)
+        assert (apart.allowed(generated), apart.forced(generated, 4)) == wanted
+        ids = [i for i in allowed_ids(wanted[0]) if i not in EOS]
+        if not ids:
+            break
+        generated += rng.choices(ids, k=1)
+    assert plain._apart is None and apart._apart is not None and apart.apart_s > 0
+    with pytest.raises((InvalidRequest, EngineFailed)):
+        apart.allowed([*generated, 409])

@@ -46,7 +46,7 @@ _PATTERNS = {
     r"^/[^\s]*[^/\s]$": "an absolute path without spaces and without a slash at its end",
     r"^\w[\w.-]*/\w[\w.-]*$": "owner/name",
     r"^s3://[^/\s]+/[^\s]+$": "s3://bucket/prefix",
-    r"^[^\s:/]+:[0-9]{1,5}$": "host:port",
+    r"^[A-Za-z0-9_][^\s:/]*:[0-9]{1,5}$": "host:port, the host without a dash at its beginning",
     r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$": "lower-case letters, digits, '-' and '.'",
     r"^[a-z][a-z0-9-]*$": "a flag name without dashes in front, in lower case",
     r"^https?://[^\s]+$": "a URL that begins with http:// or https://",

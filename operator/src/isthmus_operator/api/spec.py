@@ -259,8 +259,8 @@ class ManagedMaster(PodSettings):
 
 
 class ExternalMaster(Block):
-    address: Annotated[str, StringConstraints(max_length=259, pattern=r"^[^\s:/]+:[0-9]{1,5}$")]
-    """host:port of a running mooncake_master."""
+    address: Annotated[str, StringConstraints(max_length=259, pattern=r"^[A-Za-z0-9_][^\s:/]*:[0-9]{1,5}$")]
+    """host:port of a running mooncake_master. A host begins with no dash, as flags do."""
 
 
 class StoreMaster(Block):

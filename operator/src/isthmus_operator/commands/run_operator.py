@@ -15,6 +15,7 @@ from ..shell.handlers import run
 from ..shell.leader import LeaseSettings
 from ..shell.operator import OperatorOptions
 from ..shell.workqueue import Pauses
+from .log_lines import OneLine
 
 NESTING = 40_000
 """The API server takes 10,000 levels of JSON; json calls itself up to three times a level. At Python's 1,000 one such
@@ -63,9 +64,9 @@ def options_of(arguments: argparse.Namespace, who: Identity) -> OperatorOptions:
 
 def run_operator(arguments: argparse.Namespace) -> int:
     """Runs until a signal; 0 then."""
-    logging.basicConfig(
-        level=arguments.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(OneLine("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=arguments.log_level.upper(), handlers=[handler], force=True)
     # kopf logs every watch and event; what the operator does with them it logs itself.
     logging.getLogger("kopf").setLevel(logging.WARNING if arguments.log_level != "debug" else logging.DEBUG)
     sys.setrecursionlimit(NESTING)

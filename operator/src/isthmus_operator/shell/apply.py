@@ -6,19 +6,26 @@ An object that is not the service's is never written and never deleted, whatever
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping
+import json
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from ..api.v1alpha1 import API_VERSION, KIND
+from ..api.v1alpha1 import API_VERSION, KIND, InferenceService
 from ..errors import ApiError, NameTaken
 from ..plan.desired import Desired, Name, name_of
-from ..plan.ownership import altered, differs, may_write, owners, stand_off, was_made_by_us
+from ..plan.observe import is_child
+from ..plan.ownership import Look, is_quick, look, may_write, owners, was_made_by_us
+from .answers import SMALL, bare, weight
 from .client import CONFLICT, INVALID, NOT_FOUND, Api, path_of
 
 Object = dict[str, Any]
 Written = Callable[[str, Object], None]
 """Told of each write: verb, and the object as it is then."""
+MOST_READ = 4 * 1024 * 1024
+"""What objects weigh that are read by their names in one run: of those of the usual kind there are twenty."""
+Bench = Callable[[Callable[[], Look]], Awaitable[Look]]
 BUDGET = "PodDisruptionBudget"
 NOBODY = (0, 429, 503, 504)
 """HTTP statuses that do not judge the object: there was no answer, or the server is too busy to give one."""
@@ -44,9 +51,11 @@ class Changes:
 class Applier:
     """Makes the cluster what a `Desired` says. For one run."""
 
-    def __init__(self, api: Api, written: Written) -> None:
+    def __init__(self, api: Api, written: Written, bench: Bench | None = None) -> None:
+        """`bench`: runs work off the event loop; None: there is none."""
         self._api = api
         self._written = written
+        self._bench = bench
         self._futile: Mapping[Name, str] = {}
 
     async def run(
@@ -116,12 +125,30 @@ class Applier:
             self._written("delete", child)
 
     async def standing(
-        self, manifests: Iterable[Object], live: Mapping[Name, Object | None]
+        self, manifests: Iterable[Object], live: Mapping[Name, Object | None], service: InferenceService | None = None
     ) -> dict[Name, Object | None]:
         """What stands under the names of `manifests`. `live` holds labelled objects alone: the server is asked whether
-        there is one of those that are missing in it, of somebody else or without its labels."""
+        there is one of those that are missing in it, of somebody else or without its labels. What is not the
+        `service`'s is cut to what says so, and so is what is beyond MOST_READ."""
         missing = [manifest for manifest in manifests if name_of(manifest) not in live]
-        found = await asyncio.gather(*(self._named(manifest) for manifest in missing))
+        left = MOST_READ
+
+        async def read(manifest: Object) -> Object | None:
+            nonlocal left
+            found = await self._named(manifest)
+            if found is None or service is None:
+                return found
+            if "ownerReferences" in manifest["metadata"]:
+                ours = may_write(manifest, found)
+            else:  # of it nothing is known but what its pods say
+                ours = is_child(service, found)
+            weighs = weight(json.dumps(found, separators=(",", ":")))
+            if weighs <= SMALL or (ours and weighs <= left):
+                left -= weighs
+                return found
+            return bare(found, found["kind"])
+
+        found = await asyncio.gather(*(read(manifest) for manifest in missing))
         return {**live} | {name_of(manifest): one for manifest, one in zip(missing, found, strict=True)}
 
     async def _named(self, manifest: Object) -> Object | None:
@@ -145,25 +172,33 @@ class Applier:
     async def _apply(
         self, manifest: Object, there: Object | None, changes: Changes, settled: bool, complete: bool
     ) -> None:
+        name, heals = name_of(manifest), complete
         if there is not None:
-            if not may_write(manifest, there):
+            seen = await self._look(manifest, there)
+            if not seen.ours:
                 raise _taken(manifest)
-            if there["metadata"].get("deletionTimestamp") or not differs(manifest, there):
+            if there["metadata"].get("deletionTimestamp") or not seen.differs:
                 return
-        name = name_of(manifest)
-        if there is not None and (stand := stand_off(manifest, there)) == self._futile.get(name):
-            changes.futile[name] = stand
-            return
-        heals = complete if there is None else settled and altered(manifest, there)
+            if seen.stand == self._futile.get(name):
+                changes.futile[name] = seen.stand
+                return
+            heals = settled and seen.altered
         if heals and name in changes.left_alone:
             return
         answer = await self._api.apply(manifest, over=there)
         self._written("apply", answer)
         changes.applied.append(name)
-        if differs(manifest, answer):
-            changes.futile[name] = stand_off(manifest, answer)
+        left = await self._look(manifest, answer)
+        if left.differs:
+            changes.futile[name] = left.stand
         if heals:
             changes.healed.append(name)
+
+    async def _look(self, manifest: Object, there: Object) -> Look:
+        """Off the event loop where others have said much of the object's fields."""
+        if self._bench is None or is_quick(there):
+            return look(manifest, there)
+        return await self._bench(partial(look, manifest, there))
 
     async def _create(self, manifest: Object, there: Object | None, changes: Changes) -> None:
         if there is not None:
@@ -263,10 +298,9 @@ class Applier:
 
 def _taken(manifest: Object) -> NameTaken:
     kind, name = name_of(manifest)
-    owner = manifest["metadata"]["ownerReferences"][0]["name"]
-    return NameTaken(
-        CONFLICT, f"{kind} {name} exists and does not belong to InferenceService {owner}; it is left as it is"
-    )
+    owned_by = manifest["metadata"].get("ownerReferences") or [{}]
+    whose = f"InferenceService {owned_by[0]['name']}" if "name" in owned_by[0] else "this service"
+    return NameTaken(CONFLICT, f"{kind} {name} exists and does not belong to {whose}; it is left as it is")
 
 
 def _pods(manifest: Object) -> int:

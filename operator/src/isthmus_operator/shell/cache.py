@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 from ..api.v1alpha1 import API_VERSION
 from ..plan.ownership import TEMPLATE_MARK
 from ..render.names import READ_LABELS, SERVICE_LABEL
-from .answers import weight
+from .answers import MOST_NAME, weight
 
 Object = dict[str, Any]
 Key = tuple[str, str]
@@ -53,8 +54,22 @@ MOST_WEIGHT_OF_A_SERVICE = 24 * 1024 * 1024
 nothing. Eight services are looked at side by side."""
 MOST_CHILDREN = 256
 """Of a service, but for pods. Three revisions of the largest spec are some fifty."""
+MOST_WEIGHT_OF_PODS = 24 * 1024 * 1024
+"""The same of a service's pods: of some four thousand usual ones."""
+MOST_OF_A_NAMESPACE = 16 * 1024 * 1024
+"""Compressed bytes of everything in it but services, whichever they are said to belong to: a label may name one that
+does not exist. Ten thousand pods have 6 MB."""
 _MOST_OWNERS = 16
-_POD_STATUS = ("phase", "reason", "message", "podIP", "conditions", "containerStatuses", "initContainerStatuses")
+_POD_STATUS = ("phase", "reason", "message", "podIP")
+_POD_CONDITION = ("type", "status", "reason", "message", "lastTransitionTime")
+_POD_CONTAINER = ("name", "ready", "started", "state", "lastState")
+_MOST_TEXT = 1024
+"""Characters of what a container or a condition says."""
+
+_log = logging.getLogger(__name__)
+Budget = tuple[int, int, int]
+"""Compressed bytes, bytes as Python objects, and how many objects: what there is, or may be at most."""
+_UNBOUNDED = 1 << 62
 
 
 class _Kept(NamedTuple):
@@ -67,9 +82,24 @@ class _Kept(NamedTuple):
     weight: int = 0
 
     @property
-    def budget(self) -> tuple[int, int, int]:
+    def budget(self) -> Budget:
         """What it takes of what a service may have."""
         return (len(self.data), self.weight, 1) if self.data else (0, 0, 0)
+
+
+class Children:
+    """Objects of one service, which are many: not made before they are called for, on whichever thread."""
+
+    def __init__(self, kept: list[_Kept]) -> None:
+        self._kept = kept
+
+    @property
+    def weight(self) -> int:
+        """Bytes that they take, about."""
+        return sum(kept.weight for kept in self._kept)
+
+    def __call__(self) -> list[Object]:
+        return [_body(kept) for kept in self._kept]
 
 
 class Cache:
@@ -86,8 +116,8 @@ class Cache:
         self._edited = edited
         self._removed = removed
         self._watched: dict[Key, dict[Name, _Kept]] = {}
-        self._used: dict[Key, tuple[int, int, int]] = {}
-        """Of each service's children but pods, all `budget`s together."""
+        self._used: dict[tuple[str, ...], Budget] = {}
+        """Of each purse, all `budget`s together."""
         self._places: dict[str, tuple[Key, Name]] = {}
         self._ready: dict[Key, bool] = {}
         self._generations: dict[Key, int] = {}
@@ -104,10 +134,10 @@ class Cache:
         found = self._newest(key).get((SERVICE, key[1]))
         return _body(found) if found is not None else None
 
-    def children(self, key: Key) -> list[Object]:
-        """Every object labelled as the service's that a service of its name has made, and every pod; without those we
-        have deleted."""
-        return [_body(kept) for (kind, _), kept in self._newest(key).items() if kind != SERVICE and kept.data]
+    def children(self, key: Key) -> Children:
+        """Every object labelled as the service's that a service of its name has made, and every pod, as they are now;
+        without those we have deleted."""
+        return Children([kept for (kind, _), kept in self._newest(key).items() if kind != SERVICE and kept.data])
 
     def __contains__(self, key: Key) -> bool:
         """Whether there is such a service."""
@@ -162,14 +192,18 @@ class Cache:
             self._wake(key)
 
     def _within_budget(self, key: Key, name: Name, kept: _Kept) -> _Kept:
-        """Nothing of a child for which its service has no room: an owner reference is easily forged."""
-        if name[0] in (SERVICE, "Pod"):
-            return kept
-        used = self._used.get(key, (0, 0, 0))
-        if before := self._watched.get(key, {}).get(name):
-            used = _sum(used, before.budget, -1)
-        needed, most = _sum(used, kept.budget), (MOST_OF_A_SERVICE, MOST_WEIGHT_OF_A_SERVICE, MOST_CHILDREN)
-        return kept if all(n <= m for n, m in zip(needed, most, strict=True)) else kept._replace(data=b"")
+        """Nothing of an object for which its service or its namespace has no room: an owner reference is easily
+        forged, and so is a pod."""
+        before = self._watched.get(key, {}).get(name)
+        for purse, most in _purses(key, name):
+            used = self._used.get(purse, (0, 0, 0))
+            needed = _sum(_sum(used, before.budget, -1) if before is not None else used, kept.budget)
+            if any(n > m for n, m in zip(needed, most, strict=True)):
+                if before is None or before.data:
+                    what = f"{name[0]} {key[0]}/{name[1]}"
+                    _log.warning("%s is left out: there is no room for it beside other %s", what, " ".join(purse))
+                return kept._replace(data=b"")
+        return kept
 
     def _put(self, key: Key, name: Name, kept: _Kept) -> None:
         there = self._watched.setdefault(key, {})
@@ -179,10 +213,10 @@ class Cache:
         self._count(key, name, kept, 1)
 
     def _count(self, key: Key, name: Name, kept: _Kept, times: int) -> None:
-        if name[0] not in (SERVICE, "Pod"):
-            used = _sum(self._used.pop(key, (0, 0, 0)), kept.budget, times)
+        for purse, _ in _purses(key, name):
+            used = _sum(self._used.pop(purse, (0, 0, 0)), kept.budget, times)
             if any(used):
-                self._used[key] = used
+                self._used[purse] = used
 
     def gone(self, body: Object) -> None:
         """An object was deleted, or has lost its label: neither our answer to an earlier write nor a list begun before
@@ -245,7 +279,18 @@ class Cache:
         return {name: kept for name, kept in there.items() if kept.uid not in self._deleted}
 
 
-def _sum(one: tuple[int, int, int], other: tuple[int, int, int], times: int = 1) -> tuple[int, int, int]:
+def _purses(key: Key, name: Name) -> tuple[tuple[tuple[str, ...], Budget], ...]:
+    """Out of what an object's room is taken, and how much there is in each."""
+    if name[0] == SERVICE:
+        return ()
+    if name[0] == "Pod":
+        own = ("pods", *key), (_UNBOUNDED, MOST_WEIGHT_OF_PODS, _UNBOUNDED)
+    else:
+        own = ("children", *key), (MOST_OF_A_SERVICE, MOST_WEIGHT_OF_A_SERVICE, MOST_CHILDREN)
+    return own, (("namespace", key[0]), (MOST_OF_A_NAMESPACE, _UNBOUNDED, _UNBOUNDED))
+
+
+def _sum(one: Budget, other: Budget, times: int = 1) -> Budget:
     return one[0] + times * other[0], one[1] + times * other[1], one[2] + times * other[2]
 
 
@@ -303,9 +348,10 @@ def _read(body: Mapping[str, Any]) -> Object:
     # Of children it moves with every status that their controllers write.
     meta.pop("generation", None)
     if kind == "Pod":
-        if len(owners := meta.get("ownerReferences") or ()) > _MOST_OWNERS:
-            meta["ownerReferences"] = owners[:_MOST_OWNERS]
-        return found | {"status": {key: status[key] for key in _POD_STATUS if key in status}}
+        meta.pop("annotations", None)
+        if owners := meta.get("ownerReferences"):
+            meta["ownerReferences"] = [one for one in owners[:_MOST_OWNERS] if len(one["name"]) <= MOST_NAME]
+        return found | {"status": _pod_status(status)}
     meta["managedFields"] = [
         _marks_of({key: value for key, value in entry.items() if key != "time"})
         for entry in body["metadata"].get("managedFields") or ()
@@ -317,6 +363,27 @@ def _read(body: Mapping[str, Any]) -> Object:
     elif kind == "RoleScaler":
         found["status"] = status
     return found | {key: value for key, value in body.items() if key not in (*found, "status")}
+
+
+def _pod_status(status: Object) -> Object:
+    found: Object = {key: _short(status[key]) for key in _POD_STATUS if key in status}
+    for field, known in (
+        ("conditions", _POD_CONDITION),
+        ("containerStatuses", _POD_CONTAINER),
+        ("initContainerStatuses", _POD_CONTAINER),
+    ):
+        if there := status.get(field):
+            found[field] = [{key: _short(one[key]) for key in known if key in one} for one in there]
+    return found
+
+
+def _short(value: Any) -> Any:
+    """Without what is in the middle of long texts."""
+    if isinstance(value, dict):
+        return {key: _short(inner) for key, inner in value.items()}
+    if isinstance(value, str) and len(value) > _MOST_TEXT:
+        return f"{value[: _MOST_TEXT // 2]} ... {value[-_MOST_TEXT // 2 :]}"
+    return value
 
 
 def _marks_of(entry: Object) -> Object:

@@ -18,11 +18,13 @@ from ..errors import ApiError, InvalidSpec, OverBudget, Refused
 from ..plan import autoscale
 from ..plan.autoscale import Decision
 from ..plan.contests import Contests
+from ..plan.decision import Decision as Decided
 from ..plan.decision import decide
 from ..plan.desired import name_of
 from ..plan.events import Event, contested, events, healed, overridden, scaled
 from ..plan.observe import is_child, observe, unknown_makers
 from ..plan.observed import Facts, Observed
+from ..plan.ownership import set_by_us
 from ..plan.planner import Plan
 from ..plan.status import Status, failed_status, invalid_status, status_of
 from ..render import engine, scaler
@@ -30,7 +32,7 @@ from ..render.names import Component, Defaults, is_engine
 from ..render.service import components
 from .apply import NOBODY, Applier
 from .budget import Workbench
-from .cache import Cache, Key
+from .cache import Cache, Children, Key
 from .client import FORBIDDEN, Api
 from .known_facts import KnownFacts
 from .telemetry import Metrics
@@ -40,6 +42,9 @@ _log = logging.getLogger(__name__)
 AUTO_PERIOD_S = 15.0
 ADAPTERS_PERIOD_S = 15.0
 """No object changes when an engine has read its list, or has loaded what it could not load before."""
+LIGHT, HEAVY_AGAIN_S = 4 * 1024 * 1024, 0.5
+"""What the children of a service weigh that is looked at beside others; of more there is one at a time, and another one
+tries again then. Somebody has filled them: what a spec asks for weighs less, but for hundreds of pods."""
 EVERYWHERE = ""
 """In place of a namespace: all of them."""
 _FAILURES = (Reason.RECONCILE_FAILED, Reason.NAME_TAKEN, Reason.INTERNAL_ERROR, Reason.OVER_BUDGET)
@@ -64,6 +69,8 @@ class Controller:
     profile: Profile = PERMISSIVE
     contests: Contests = field(default_factory=Contests)
     bench: Workbench = field(default_factory=Workbench)
+    _heavy: bool = field(default=False, init=False)
+    """A run is going on in which more is held than is LIGHT."""
 
     async def reconcile(self, key: Key) -> float | None:
         """Bring one service nearer to its spec; when to look again at the latest, or None.
@@ -76,7 +83,8 @@ class Controller:
         if body is None or body["metadata"].get("deletionTimestamp"):
             return None
         before: Status = body.get("status") or {}
-        applier = Applier(self.api, lambda verb, written: self._written(key, verb, written))
+        bench = partial(self.bench.run, key)
+        applier = Applier(self.api, lambda verb, written: self._written(key, verb, written), bench)
         try:
             return await self._reconcile(key, body, before, applier)
         except InvalidSpec as error:
@@ -108,21 +116,37 @@ class Controller:
         service = await self.bench.run(key, partial(parse_stored, body, self.profile))
         if why := self.unread.get(key[0]) or self.unread.get(EVERYWHERE):
             raise ApiError(FORBIDDEN, why)
-        children, now = self.cache.children(key), self.clock()
+        make = self.cache.children(key)
+        if make.weight <= LIGHT:
+            return await self._decided(key, body, before, applier, service, make)
+        if self._heavy:
+            return HEAVY_AGAIN_S
+        self._heavy = True
+        try:
+            return await self._decided(key, body, before, applier, service, make)
+        finally:
+            self._heavy = False
+
+    async def _decided(
+        self, key: Key, body: Object, before: Status, applier: Applier, service: InferenceService, make: Children
+    ) -> float | None:
+        now = self.clock()
+        children, known = await self.bench.run(key, partial(_look, service, make))
         while True:
-            facts = await self._facts(key, service, children)
+            facts = await self._facts(key, service, known)
             if facts is None:
                 return None
-            work = partial(decide, service, children, facts, before, self.defaults, now)
-            decision = await self.bench.run(key, work)
+            work = partial(_decide, service, children, facts, before, self.defaults, now)
+            decision, makers = await self.bench.run(key, work)
             seen, wanted, exact = decision.seen, decision.wanted, decision.exact
-            known = {name_of(child): child for child in children}
-            there = await applier.standing((*exact.apply, *exact.create, *unknown_makers(service, children)), known)
+            named = {name_of(child): child for child in children}
+            there = await applier.standing((*exact.apply, *exact.create, *makers), named, service)
             # Somebody has taken their labels off, by which they are watched: no reason to act as if they were gone.
-            bare = [one for name, one in there.items() if one and name not in known and is_child(service, one)]
+            bare = [one for name, one in there.items() if one and name not in named and is_child(service, one)]
             if not bare:
                 break
             children += bare
+            known = await self.bench.run(key, partial(observe, service, children, Facts(), {}))
         settled = before.get("observedGeneration") == service.generation
         said = {c.type: c.reason for c in seen.conditions}
         refused = said.get("Ready") in _FAILURES
@@ -161,8 +185,7 @@ class Controller:
             raise Refused(changes.refused)
         return self._again(key, service, wanted, after)
 
-    async def _facts(self, key: Key, service: InferenceService, children: list[Object]) -> Facts | None:
-        known = observe(service, children, Facts(), {})
+    async def _facts(self, key: Key, service: InferenceService, known: Observed) -> Facts | None:
         pods = [pod for workload in (*known.engines, known.router) if workload for pod in workload.pods]
         return await self.facts.read(key, pods, load=bool(_auto(service)))
 
@@ -211,7 +234,8 @@ class Controller:
             if decision is None or decision.count == before or name_of(status) in left_alone:
                 continue
             await applier.scale(there, scaler.role_scaler(service, component, replicas=decision.count))
-            if seen.wanted.get(component, before) == before:
+            # The status may be behind: it is read before the number is written.
+            if seen.wanted.get(component, before) == before or set_by_us(there, "spec", "replicas"):
                 news.append(scaled(component, before, decision))
             else:
                 foreign.append(name_of(status))
@@ -235,6 +259,19 @@ class Controller:
 
     def _stamp(self) -> str:
         return datetime.fromtimestamp(self.clock(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _look(service: InferenceService, make: Children) -> tuple[list[Object], Observed]:
+    """What is there of a service, and what is seen in it without asking anybody."""
+    children = make()
+    return children, observe(service, children, Facts(), {})
+
+
+def _decide(
+    service: InferenceService, children: list[Object], facts: Facts, status: Status, defaults: Defaults, now: float
+) -> tuple[Decided, list[Object]]:
+    """What is wanted, and what has made pods that is not among `children`."""
+    return decide(service, children, facts, status, defaults, now), unknown_makers(service, children)
 
 
 def _filled(value: Any) -> Any:

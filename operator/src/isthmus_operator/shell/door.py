@@ -15,13 +15,20 @@ import ssl
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from aiohttp import web
 
 MOST = 128
 MOST_OF_ONE = 48
 """Of one address. An API server opens one for each request that it asks about at the same time."""
+USUAL_ROOM = 32
+"""Connections that wait before a full door, each a descriptor and nothing else; three in four may be of one address."""
+WAIT_S = 5.0
+"""How long one waits there."""
+QUIET_S = 0.1
+"""Whoever has said nothing for so long gives way to who waits: a request may be on its way."""
+LOOK_S = 0.05
 HANDSHAKE_S = 5.0
 ENDING_S = 2.0
 """How long requests may go on after the end."""
@@ -34,10 +41,12 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(slots=True, eq=False)
 class _Guest:
-    """One connection. busy: requests that are being answered on it."""
+    """One connection. since: when it began to wait, came in, or was answered last; busy: requests that are being
+    answered on it."""
 
     host: str
     connection: socket.socket
+    since: float
     setting_up: asyncio.Task[None] | None = None
     transport: asyncio.BaseTransport | None = None
     busy: int = 0
@@ -45,6 +54,15 @@ class _Guest:
     @property
     def is_gone(self) -> bool:
         return self.connection.fileno() == -1
+
+    def is_quiet(self, now: float, within: float) -> bool:
+        """Whether nothing has been asked on it for `within`, what nobody has read yet included."""
+        if self.busy or now < self.since + within:
+            return False
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK)
+        except OSError:  # nothing is there
+            return True
 
     def leave(self) -> None:
         """End it, whatever it does."""
@@ -55,44 +73,102 @@ class _Guest:
         self.connection.close()
 
 
-@dataclass(slots=True)
 class _Guests:
-    """Connections, in the order in which they came."""
+    """Connections inside and before the door, each in the order in which they came. `room`: of those before it."""
 
-    there: list[_Guest] = field(default_factory=list)
+    def __init__(self, room: int) -> None:
+        self.inside: list[_Guest] = []
+        self.waiting: list[_Guest] = []
+        self.news = asyncio.Event()
+        """Somebody has been answered, or has begun to wait."""
+        self._room = room
 
-    def has_room_for(self, host: str) -> bool:
-        """Whether one more of `host` may come, after another has given way to it where there are enough.
+    def come(self, guest: _Guest, now: float) -> list[_Guest]:
+        """One more is at the door; returns who comes in. Where too many wait, one of the address that has most there
+        leaves, the newest."""
+        self.waiting.append(guest)
+        entered = self.let_in(now)
+        if self._too_many_wait():
+            entered += self.let_in(now, quiet_s=0.0)
+        while host := self._too_many_wait():
+            last = max(index for index, one in enumerate(self.waiting) if one.host == host)
+            self.waiting.pop(last).leave()
+        return entered
+
+    def let_in(self, now: float, *, quiet_s: float = QUIET_S) -> list[_Guest]:
+        """Those that come in now, after others have given way to them where there are enough.
 
         Of one address those give way on which nothing is asked, the oldest first, and where all are busy the new one
-        does not come. Of all addresses, the one that has most gives one of its own.
+        waits. Of all addresses, the one that has most gives one of its own.
         """
-        self.there = [one for one in self.there if not one.is_gone]
-        if sum(one.host == host for one in self.there) >= MOST_OF_ONE:
-            return self._dismiss(one for one in self.there if one.host == host and not one.busy)
-        if len(self.there) < MOST:
-            return True
-        most, _ = Counter(one.host for one in self.there).most_common(1)[0]
-        return self._dismiss(sorted((one for one in self.there if one.host == most), key=lambda one: one.busy > 0))
+        self.inside = [one for one in self.inside if not one.is_gone]
+        count = Counter(one.host for one in self.inside)
+        full: set[str] = set()
+        entered, left = [], []
+        for guest in self.waiting:
+            if now > guest.since + WAIT_S:
+                guest.leave()
+            elif guest.host in full or not self._has_room_for(guest.host, count, now, quiet_s):
+                full.add(guest.host)
+                left.append(guest)
+            else:
+                guest.since = now
+                count[guest.host] += 1
+                self.inside.append(guest)
+                entered.append(guest)
+        self.waiting = left
+        return entered
 
-    def _dismiss(self, candidates: Iterable[_Guest]) -> bool:
-        for guest in candidates:
+    def leave(self) -> None:
+        for guest in (*self.inside, *self.waiting):
             guest.leave()
-            self.there.remove(guest)
-            return True
-        return False
 
     def of(self, transport: asyncio.BaseTransport | None) -> _Guest | None:
         """Whose transport it is."""
-        return next((one for one in self.there if transport is not None and one.transport is transport), None)
+        return next((one for one in self.inside if transport is not None and one.transport is transport), None)
+
+    def _too_many_wait(self) -> str:
+        """The address of which one has to leave; empty if nobody has to."""
+        if not self.waiting:
+            return ""
+        host, most = Counter(one.host for one in self.waiting).most_common(1)[0]
+        return host if most > self._room * 3 // 4 or len(self.waiting) > self._room else ""
+
+    def _has_room_for(self, host: str, count: Counter[str], now: float, quiet_s: float) -> bool:
+        own = (one for one in self.inside if one.host == host and one.is_quiet(now, quiet_s))
+        if count[host] >= MOST_OF_ONE:
+            return self._dismiss(own, count)
+        if len(self.inside) < MOST:
+            return True
+        most, there = count.most_common(1)[0]
+        if count[host] >= there:
+            return self._dismiss(own, count)
+        theirs = (one for one in self.inside if one.host == most)
+        return self._dismiss(sorted(theirs, key=lambda one: one.busy > 0), count)
+
+    def _dismiss(self, candidates: Iterable[_Guest], count: Counter[str]) -> bool:
+        for guest in candidates:
+            guest.leave()
+            self.inside.remove(guest)
+            count[guest.host] -= 1
+            return True
+        return False
 
 
 @asynccontextmanager
 async def listening(
-    handlers: Mapping[tuple[str, str], Handler], host: str, port: int, *, tls: ssl.SSLContext | None = None
+    handlers: Mapping[tuple[str, str], Handler],
+    host: str,
+    port: int,
+    *,
+    tls: ssl.SSLContext | None = None,
+    room: int = USUAL_ROOM,
 ) -> AsyncIterator[int]:
-    """Serve `handlers`, by method and path, until the context ends; yields the port. OSError: it cannot be had."""
-    guests = _Guests()
+    """Serve `handlers`, by method and path, until the context ends; yields the port. OSError: it cannot be had.
+
+    `room`: connections that may wait until others have been answered
+    """
+    guests, clock = _Guests(room), asyncio.get_running_loop().time
 
     @web.middleware
     async def mark(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -101,9 +177,15 @@ async def listening(
             return await handler(request)
         guest.busy += 1
         try:
-            return await handler(request)
+            answer = await handler(request)
         finally:
             guest.busy -= 1
+            guest.since = clock()
+            guests.news.set()
+        if any(one.host == guest.host for one in guests.waiting):
+            # It says so, and nobody asks on it while it ends.
+            answer.force_close()
+        return answer
 
     app = web.Application(middlewares=[mark])
     app.add_routes([web.route(method, path, handler) for (method, path), handler in handlers.items()])
@@ -111,16 +193,26 @@ async def listening(
     await runner.setup()
     try:
         with _bound(host, port) as listener:
-            accepting = asyncio.create_task(_accept(listener, runner, guests, tls))
+            tasks = [
+                asyncio.create_task(_accept(listener, runner, guests, tls)),
+                asyncio.create_task(_let_in(runner, guests, tls)),
+            ]
+            for task in tasks:
+                task.add_done_callback(_ended)
             try:
                 yield int(listener.getsockname()[1])
             finally:
-                accepting.cancel()
-                await asyncio.wait((accepting,))
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
     finally:
         await runner.cleanup()
-        for guest in guests.there:
-            guest.leave()
+        guests.leave()
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.critical("connections are not accepted any more", exc_info=error)
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -150,13 +242,23 @@ async def _accept(listener: socket.socket, runner: web.AppRunner, guests: _Guest
                 _log.warning("cannot accept connections: %s", error.strerror)
                 await asyncio.sleep(SHORT_OF_DESCRIPTORS_S)
             continue
-        host = str(address[0])
-        if not guests.has_room_for(host):
-            connection.close()
-            continue
-        guest = _Guest(host, connection)
-        guests.there.append(guest)
-        guest.setting_up = asyncio.create_task(_set_up(guest, runner, tls))
+        now = loop.time()
+        for guest in guests.come(_Guest(str(address[0]), connection, now), now):
+            guest.setting_up = asyncio.create_task(_set_up(guest, runner, tls))
+        if guests.waiting:
+            guests.news.set()  # somebody has to look again, though nobody else comes or is answered
+
+
+async def _let_in(runner: web.AppRunner, guests: _Guests, tls: ssl.SSLContext | None) -> None:
+    """Those that wait, when others have been answered, have left or say nothing."""
+    loop = asyncio.get_running_loop()
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_S if guests.waiting else None):
+                await guests.news.wait()
+        guests.news.clear()
+        for guest in guests.let_in(loop.time()):
+            guest.setting_up = asyncio.create_task(_set_up(guest, runner, tls))
 
 
 async def _set_up(guest: _Guest, runner: web.AppRunner, tls: ssl.SSLContext | None) -> None:

@@ -23,16 +23,19 @@ from ..api.v1alpha1 import GROUP, PLURAL, VERSION
 from .answers import clipped
 from .certificates import Certificates
 from .door import listening
+from .turns import Busy, Turns
 
 PATH = "/validate"
 BODY_S = 4.0
 """How long a review may take to arrive: less than the API server waits for the answer."""
-AT_ONCE = 4
-"""Reviews of one address that are read or worked on; its further ones wait, and those of others pass them."""
+ROOM = 512
+"""Connections that may wait for others to be answered: an API server opens as many as it has requests at once."""
+AGAIN_S = 1
+"""When one may be asked about again that had to give way."""
 SMALL = 64 * 1024
 """Bytes of a review that never waits for larger ones. That of a service of the usual kind has 8 KiB."""
-LARGE_AT_ONCE = 8
-"""Larger ones that are read at the same time, of all addresses."""
+LARGE_AT_ONCE, LARGE_OF_ONE = 8, 4
+"""Larger ones that are read at the same time, of all addresses and of one."""
 LARGE_S = 0.5
 """How long one is read, at least, before it gives way to an address that has fewer. An API server's is here at once."""
 MOST_VALUES = 100_000
@@ -78,24 +81,36 @@ class Large:
         if self._look is not None:
             self._look.cancel()
             self._look = None
-        while self._waiting and len(self._reading) < LARGE_AT_ONCE:
-            mine = min(self._waiting, key=lambda one: count[one[0].address])
+        while len(self._reading) < LARGE_AT_ONCE:
+            waiting = [one for one in self._waiting if count[one[0].address] < LARGE_OF_ONE]
+            if not waiting:
+                break
+            mine = min(waiting, key=lambda one: count[one[0].address])
             self._waiting.remove(mine)
             mine[0].since = loop.time()
             self._reading.append(mine[0])
             count[mine[0].address] += 1
             if not mine[1].done():  # it may just have left
                 mine[1].set_result(None)
-        if not self._waiting:
+        if not self._waiting or not count:
             return
         most = max(count.values())
         if most <= min(count[one.address] for one, _ in self._waiting):
             return
         oldest = min((one for one in self._reading if count[one.address] == most), key=lambda one: one.since)
         if loop.time() < oldest.since + LARGE_S:
-            self._look = loop.call_at(oldest.since + LARGE_S, self._make_room)
+            due = oldest.since + LARGE_S
+            self._look = loop.call_at(due, self._look_again, due)
         elif not oldest.timer.expired():
             oldest.timer.reschedule(loop.time())
+
+    def _look_again(self, due: float) -> None:
+        """Time in which this process stood still is nobody's: what is read may have come long ago."""
+        late = asyncio.get_running_loop().time() - due
+        if late > LARGE_S / 2:
+            for one in self._reading:
+                one.since += late + LARGE_S / 2
+        self._make_room()
 
 
 class Webhook:
@@ -106,20 +121,26 @@ class Webhook:
         self._port = port
         self._certificates = certificates
         self._serving = serving
-        self._turns: dict[str, tuple[asyncio.Semaphore, list[None]]] = {}
+        self._turns = Turns()
         self._large = Large()
-        self._work = asyncio.Lock()
 
     async def __call__(self, fn: kopf.WebhookFn) -> AsyncIterator[kopf.WebhookClientConfig]:
         async def validate(request: web.Request) -> web.Response:
-            async with self._turn(request.remote or ""):
-                body = await self._body(request)
-                # Decoded it takes many times as much, so that there is one of them.
-                async with self._work:
+            address, body = request.remote or "", await self._body(request)
+            asked = _review(body)["request"]
+            uid, namespace, size = asked["uid"], _field(asked["object"], "metadata").get("namespace", ""), len(body)
+            # Decoded it takes many times as much, so that there is one of them.
+            del asked
+            try:
+                async with self._turns.turn(address, namespace, size):
+                    if request.transport is None:  # nobody waits for the answer
+                        raise web.HTTPRequestTimeout
                     return web.json_response(await fn(_review(body), headers=dict(request.headers)))
+            except Busy:
+                return web.json_response(_busy(uid, namespace))
 
         handlers = {("POST", PATH): validate}
-        async with listening(handlers, self._host, self._port, tls=self._certificates.context) as port:
+        async with listening(handlers, self._host, self._port, tls=self._certificates.context, room=ROOM) as port:
             self._serving()
             yield kopf.WebhookClientConfig(url=f"https://{self._host}:{port}{PATH}")
             await asyncio.Event().wait()
@@ -138,19 +159,6 @@ class Webhook:
         if sum(body.count(mark) for mark in (b"{", b"[", b",")) > MOST_VALUES:
             raise web.HTTPRequestEntityTooLarge(max_size=MOST_VALUES, actual_size=len(body), text="too many values")
         return body
-
-    @asynccontextmanager
-    async def _turn(self, address: str) -> AsyncIterator[None]:
-        """One of the turns of an address, which is forgotten after its last."""
-        turns, users = self._turns.setdefault(address, (asyncio.Semaphore(AT_ONCE), []))
-        users.append(None)
-        try:
-            async with turns:
-                yield
-        finally:
-            users.pop()
-            if not users:
-                del self._turns[address]
 
 
 def _review(received: bytes) -> Any:
@@ -175,6 +183,15 @@ def _review(received: bytes) -> Any:
         body["spec"] = clipped(body["spec"])
     reduced = {"uid": uid, "resource": _RESOURCE, "operation": "CREATE", "userInfo": {}, "object": body}
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": reduced}
+
+
+def _busy(uid: str, namespace: str) -> dict[str, Any]:
+    """Clients try again by themselves after an answer of this kind."""
+    message = f"too many changes wait to be validated, and most of them are of namespace {namespace}; try again"
+    details = {"retryAfterSeconds": AGAIN_S}
+    status = {"code": 429, "reason": "TooManyRequests", "message": message, "details": details}
+    response = {"uid": uid, "allowed": False, "status": status}
+    return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
 
 
 def _field(value: object, name: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +24,7 @@ from ..errors import WeightsError
 from ..models.base import ModelSpec
 from ..models.gguf_format import GgufFormat, GgufHeader
 from ..models.registry import gguf_formats, parse_model_spec
-from .gguf_header import scan_header
+from .gguf_header import Stored, scan_header
 from .gguf_tokenizer import Tokenizer, read_tokenizer
 from .provenance import MARKER, sha256_of
 
@@ -47,7 +46,7 @@ def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
     if not source.is_file():
         raise WeightsError(f"{source} is not a file")
     scan = scan_header(source)
-    _family(GgufHeader(source=str(source), metadata=scan.metadata, tensors=scan.tensors))
+    _family(GgufHeader(source=str(source), metadata=scan.metadata, tensors=frozenset(scan.tensors)))
     # Hashing reads the whole file: not before its header was found good, nor twice where it is imported already.
     judged = None if (out / MARKER).is_file() else _judge(source)
     progress(f"hashing {source.name}")
@@ -62,7 +61,7 @@ def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
     try:
         # mkdtemp makes it private to this user; a model directory is as readable as its parent.
         partial.chmod(0o755)
-        dtype = _write_weights(partial, spec, form, names, tensors, str(source), progress)
+        dtype = _write_weights(partial, spec, form, names, tensors, source, progress)
         config["torch_dtype"] = str(dtype).removeprefix("torch.")
         ends = list(tokenizer.eos)
         generation = {
@@ -90,18 +89,18 @@ def import_gguf(source: Path, out: Path, progress: Progress) -> bool:
 
 def _judge(
     source: Path,
-) -> tuple[dict[str, Any], GgufFormat, Tokenizer, dict[str, Any], ModelSpec, dict[str, Place]]:
+) -> tuple[dict[str, Stored], GgufFormat, Tokenizer, dict[str, Any], ModelSpec, dict[str, Place]]:
     """Tensors, format, tokenizer, config.json, its model, and where each of its tensors is.
 
     Raises WeightsError when the file's header describes no model that can be imported.
     """
-    reader = _open(source)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    scan = scan_header(source, arrays=True)
+    tensors = scan.tensors
     header = GgufHeader(
         source=str(source),
-        metadata={name: field.contents() for name, field in reader.fields.items()},
+        metadata=scan.metadata,
         tensors=frozenset(tensors),
-        numbers=lambda name: [float(value) for value in np.array(tensors[name].data, np.float32)],
+        numbers=lambda name: [float(value) for value in np.array(tensors[name].read(source), np.float32)],
     )
     architecture, form = _family(header)
     tokenizer, config = _describe(header, architecture, form, tensors)
@@ -110,7 +109,10 @@ def _judge(
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    # Piece by piece: of a large vocabulary they would take gigabytes together.
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")
 
 
 def _is_done(out: Path, marker: Mapping[str, Any]) -> bool:
@@ -155,16 +157,6 @@ def _replace(partial: Path, out: Path, marker: Mapping[str, Any]) -> None:
         partial.rename(out)
 
 
-def _open(source: Path) -> Any:
-    try:
-        return gguf.GGUFReader(source)
-    except (ValueError, IndexError, KeyError, OverflowError, TypeError, UnicodeDecodeError, struct.error) as e:
-        # The reader has no error of its own: a cut file ends in whatever its arrays raise.
-        raise WeightsError(
-            f"{source} is truncated or corrupt ({source.stat().st_size} bytes): {type(e).__name__}: {e}"
-        ) from e
-
-
 def _family(header: GgufHeader) -> tuple[str, GgufFormat]:
     """Our name of the file's architecture, and how it is stored."""
     known = gguf_formats()
@@ -177,7 +169,7 @@ def _family(header: GgufHeader) -> tuple[str, GgufFormat]:
 
 
 def _describe(
-    header: GgufHeader, architecture: str, form: GgufFormat, tensors: Mapping[str, Any]
+    header: GgufHeader, architecture: str, form: GgufFormat, tensors: Mapping[str, Stored]
 ) -> tuple[Tokenizer, dict[str, Any]]:
     """The tokenizer, and the model's config.json (without its dtype)."""
     meta, source, value, arch = header.metadata, header.source, header.value, form.architecture
@@ -187,7 +179,7 @@ def _describe(
     context = value("context_length")
     tokenizer = read_tokenizer(meta, source=source, max_length=context)
     embedding = tensors.get("token_embd.weight")
-    vocab = int(embedding.shape[1]) if embedding is not None else tokenizer.vocab_size
+    vocab = embedding.shape[0] if embedding is not None else tokenizer.vocab_size
     if tokenizer.vocab_size > vocab:
         raise WeightsError(f"{source}: {tokenizer.vocab_size} tokens, but token_embd.weight has {vocab} rows")
     config: dict[str, Any] = {
@@ -234,7 +226,7 @@ def _rope_scaling(header: GgufHeader, head_dim: int) -> dict[str, Any] | None:
     return scaling
 
 
-def _match(spec: ModelSpec, form: GgufFormat, tensors: Mapping[str, Any], source: str) -> dict[str, Place]:
+def _match(spec: ModelSpec, form: GgufFormat, tensors: Mapping[str, Stored], source: str) -> dict[str, Place]:
     """Where every tensor is that config.json asks for. WeightsError lists what is missing, misshapen or left."""
     places = {name: form.place(name) for name in spec.tensor_shapes()}
     wanted: dict[str, tuple[int, ...]] = {}
@@ -248,10 +240,8 @@ def _match(spec: ModelSpec, form: GgufFormat, tensors: Mapping[str, Any], source
         if tensor is None:
             problems.append(f"{source}: tensor {theirs} {list(shape)} is missing")
             continue
-        # GGUF lists the innermost dimension first.
-        found = tuple(int(size) for size in reversed(tensor.shape))
-        if found != shape:
-            problems.append(f"{source}: tensor {theirs} has shape {list(found)}, expected {list(shape)}")
+        if tensor.shape != shape:
+            problems.append(f"{source}: tensor {theirs} has shape {list(tensor.shape)}, expected {list(shape)}")
     for name in sorted(tensors.keys() - wanted.keys() - set(form.extra_tensors)):
         problems.append(f"{source}: tensor {name} is not part of {form.architecture}")
     if problems:
@@ -264,8 +254,8 @@ def _write_weights(
     spec: ModelSpec,
     form: GgufFormat,
     names: Mapping[str, Place],
-    tensors: Mapping[str, Any],
-    source: str,
+    tensors: Mapping[str, Stored],
+    source: Path,
     progress: Progress,
 ) -> torch.dtype:
     """Write the weights, in shards if they are large; the dtype of the matrices."""
@@ -309,9 +299,8 @@ def _write_weights(
     return matrices
 
 
-def _tensor(tensor: Any, index: int | None, source: str) -> Tensor:
-    kind, data = tensor.tensor_type, tensor.data
-    shape = tuple(int(size) for size in reversed(tensor.shape))
+def _tensor(tensor: Stored, index: int | None, source: Path) -> Tensor:
+    kind, data, shape = tensor.kind, tensor.read(source), tensor.shape
     if index is not None:
         data, shape = data[index], shape[1:]
     kinds = gguf.GGMLQuantizationType

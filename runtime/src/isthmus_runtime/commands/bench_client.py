@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import aiohttp
+from aiohttp.http_exceptions import HttpProcessingError
 
 from ..errors import IsthmusError
 from ..sim.traces import TraceRequest
@@ -73,8 +74,11 @@ async def stream(
     """One greedy completion of exactly `output_len` tokens. Raises BenchFailed."""
     try:
         return await _stream(session, target, prompt, output_len, on_text)
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except (aiohttp.ClientError, HttpProcessingError, TimeoutError) as error:
         raise BenchFailed(f"{target.url}: {type(error).__name__}: {error}") from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        what = f"{type(error).__name__}: {error}"[:200]
+        raise BenchFailed(f"{target.url}: its answer is none of a completion: {what}") from error
 
 
 async def _stream(
@@ -100,7 +104,7 @@ async def _stream(
             if "error" in event:
                 raise BenchFailed(f"error in the stream: {event['error']}")
             if event.get("usage"):
-                seen.tokens = event["usage"]["completion_tokens"]
+                seen.tokens = int(event["usage"]["completion_tokens"])
             for choice in event.get("choices", ()):
                 now = time.perf_counter()
                 if choice.get("text"):

@@ -27,6 +27,9 @@ from ..sim.traces import TraceRequest, generate_fan_out, generate_trace, read_tr
 GENERATORS: dict[str, Callable[..., list[TraceRequest]]] = {"synthetic": generate_trace, "fan-out": generate_fan_out}
 
 
+_MOST_PODS = 10_000
+
+
 def build_simulate_parser() -> argparse.ArgumentParser:
     """Flags of `isthmus-runtime simulate`."""
     p = argparse.ArgumentParser(prog="isthmus-runtime simulate", description=__doc__)
@@ -94,6 +97,7 @@ def _trace(args: argparse.Namespace) -> list[TraceRequest]:
 def _problems(args: argparse.Namespace) -> list[str]:
     limits = {"tp": 1, "prefill": 1, "decode": 1, "routers": 1, "engines": 1}
     found = [f"--{k} {getattr(args, k)} must be {low} or more" for k, low in limits.items() if getattr(args, k) < low]
+    found += [f"--{k} {getattr(args, k)} must be at most {_MOST_PODS}" for k in limits if getattr(args, k) > _MOST_PODS]
     above = {k: getattr(args, k) for k in ("rate", "link_gbps", "kv_tokens")}
     found += [f"--{k.replace('_', '-')} must be above 0" for k, v in above.items() if v is not None and v <= 0]
     if args.unified < 0 or (args.unified and args.search):

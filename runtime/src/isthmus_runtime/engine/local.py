@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from ..threads import running_pool
 from .adapter_file import ListedAdapters
 from .adapter_registry import AdapterRegistry
 from .exchange import Sink
+from .grammar_line import GrammarLine
 from .long_lived import LongLived
 from .loop import EngineLoop
 from .seam import Engine, EngineStatus
@@ -59,6 +61,7 @@ class LocalEngine(Engine):
         self._compiler = running_pool(1, "grammars")
         self._changed = threading.Lock()
         self._compiling: dict[str, _Compiling] = {}
+        self._line: GrammarLine[Callable[[], None]] = GrammarLine()
 
     @property
     def max_model_len(self) -> int:
@@ -141,10 +144,10 @@ class LocalEngine(Engine):
             run(known)
             return
         sid, waits = attempt or request.request_id, _Compiling(request.request_id, attempt)
-        with self._changed:
-            self._compiling[sid] = waits
 
         def compile_and_run() -> None:
+            if self._compiling.get(sid) is not waits:  # it has left meanwhile
+                return
             found: Constraint | RequestError
             try:
                 found = self._guide(structure)
@@ -164,8 +167,19 @@ class LocalEngine(Engine):
                 else:
                     run(found)
 
+        with self._changed:
+            self._compiling[sid] = waits
+            self._line.add(request.cache_salt, len(structure.text), compile_and_run)
         # The API layer has seen it compiled within its limits; it is still more than a caller has time for.
-        self._compiler.submit(compile_and_run)
+        self._compiler.submit(self._compile_next)
+
+    def _compile_next(self) -> None:
+        with self._changed:
+            whose, work = self._line.next()
+        began = time.thread_time()
+        work()
+        with self._changed:
+            self._line.took(whose, time.thread_time() - began)
 
     def _guide(self, structure: Structure) -> Constraint:
         if self._grammars is None:

@@ -5,7 +5,8 @@ all others, and the executor waits for the mask when it is about to draw (ADR 35
 others by the executor's patience now and then: a row that missed a draw is planned after its masks for a while.
 
 Whose masks took least until now is served first, so that costly grammars wait for cheap ones and not the other way
-round; and a request may use no more than a bounded time, which ends those that never would.
+round; and a request may use no more than a bounded time, which ends those that never would. A constraint is renewed on
+another thread meanwhile: a large grammar takes seconds to compile.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from ..errors import EngineFailed, InvalidRequest, RequestError
-from ..interfaces.steps import Constraint, Forced, LateMask, Later, Masks
+from ..interfaces.steps import Constraint, Forced, LateMask, Later, Masks, Outgrown
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,12 @@ MOST_MASKS_S, MOST_OF_A_TOKEN_S = 10.0, 0.002
 and a pattern with counted repeats takes 350 (ADR 29, 35)."""
 
 
+_R = TypeVar("_R")
+
+
 class _Counted:
-    """A request's constraint, and the processor time that its masks have taken. Only the thread of masks counts it."""
+    """A request's constraint, and the processor time that its masks have taken. Only the thread that has the request's
+    job counts it: a request has one at a time whose tokens were seen."""
 
     __slots__ = ("constraint", "used_s")
 
@@ -39,7 +45,7 @@ class _Counted:
         self.constraint = constraint
         self.used_s = 0.0
 
-    def answer(self, job: _Job) -> bytes | RequestError | None:
+    def answer(self, job: _Job) -> bytes | RequestError | Outgrown | None:
         """The mask of `job`, or why there is none. Finds its forced tokens too."""
         most_s = MOST_MASKS_S + MOST_OF_A_TOKEN_S * job.count
         if self.used_s > most_s:
@@ -48,25 +54,43 @@ class _Counted:
                 f"{self.used_s:.1f} s of computing, at most {most_s:g} are allowed; simplify the grammar",
                 param="structure",
             )
-        assert job.generated is not None
-        began = time.thread_time()
-        try:
-            answer = self.constraint.allowed(job.generated)
-            job.forced = self.constraint.forced(job.generated, job.most)
+        generated = job.generated
+        assert generated is not None
+
+        def masked() -> bytes | None:
+            answer = self.constraint.allowed(generated)
+            job.forced = self.constraint.forced(generated, job.most)
             return answer
+
+        try:
+            return self._counted(masked)
+        except Outgrown as outgrown:
+            return outgrown
+
+    def renewed(self, outgrown: Outgrown) -> RequestError | None:
+        """Renew the constraint; the error that ends the request where that cannot be."""
+        return self._counted(outgrown.renew)
+
+    def _counted(self, work: Callable[[], _R]) -> _R | RequestError:
+        """What `work` returns, or the error that ends the request. Raises Outgrown."""
+        began, apart = time.thread_time(), getattr(self.constraint, "apart_s", 0.0)
+        try:
+            return work()
+        except Outgrown:
+            raise
         except RequestError as error:
             return error
         except BaseException as error:  # one request ends, the thread goes on; Rust's panics are no Exception
             log.exception("a mask of structured output failed")
             return EngineFailed(f"structured output failed: {error}")
         finally:
-            self.used_s += time.thread_time() - began
+            self.used_s += time.thread_time() - began + getattr(self.constraint, "apart_s", 0.0) - apart
 
 
 class _Job:
     """One mask: asked for, then answered once. `LateMask` for the executor."""
 
-    __slots__ = ("_changed", "answer", "answered", "count", "forced", "generated", "most", "request")
+    __slots__ = ("_changed", "answer", "answered", "count", "failed", "forced", "generated", "most", "request")
 
     def __init__(self, request: _Counted, count: int, changed: threading.Condition) -> None:
         self.request = request
@@ -75,6 +99,8 @@ class _Job:
         """None: not all tokens were seen."""
         self.answer: bytes | RequestError | None = None
         self.answered = False
+        self.failed: RequestError | None = None
+        """Why its constraint could not be renewed."""
         self.most = 0
         """Forced tokens to look for."""
         self.forced = Forced()
@@ -99,31 +125,64 @@ class _Job:
         return Later.MASK if not self.answered or isinstance(self.answer, RequestError) else self.answer
 
 
+class _Queue(Generic[_R]):
+    """What requests ask for, of the request that has used least first."""
+
+    def __init__(self) -> None:
+        self._asked: list[tuple[float, int, _Job, _R]] = []
+        """A heap: seconds used by the request when it asked, how many had asked before, what it asks."""
+        self._count = 0
+        self._changed = threading.Condition()
+        self._ending = False
+
+    def put(self, job: _Job, what: _R) -> None:
+        with self._changed:
+            self._count += 1
+            heapq.heappush(self._asked, (job.request.used_s, self._count, job, what))
+            self._changed.notify()
+
+    def next(self, wait: bool) -> tuple[_Job, _R] | None:
+        """The next one; None when it is to end or, without `wait`, when there is none."""
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._asked or self._ending)
+            return None if self._ending or not self._asked else heapq.heappop(self._asked)[2:]
+
+    def end(self) -> None:
+        with self._changed:
+            self._ending = True
+            self._changed.notify()
+
+
 class MaskThread:
     """Computes masks, of the request that has used least first."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         """`wake` is called, on this thread, when masks that were asked for are ready."""
         self._wake = wake
-        self._jobs: list[tuple[float, int, _Job]] = []
-        """A heap: seconds used by the request when it asked, how many had asked before, what it asks."""
-        self._asking = threading.Condition()
+        self._jobs = _Queue[None]()
+        self._outgrown = _Queue[Outgrown]()
         self._ending = False
         self._changed = threading.Condition()
         self._asked = self._answered = 0
-        self._thread = threading.Thread(target=self._run, name="masks", daemon=True)
+        self._threads = (
+            threading.Thread(target=self._run, name="masks", daemon=True),
+            threading.Thread(target=self._renew, name="masks-anew", daemon=True),
+        )
 
     def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread after the mask that it computes."""
-        with self._asking:
-            self._ending = True
-            self._asking.notify()
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+        """End the threads after the mask, and the constraint, that they are at."""
+        self._ending = True
+        self._jobs.end()
+        self._outgrown.end()
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(timeout_s)
 
     def beside(self, constraint: Constraint) -> Masks:
         """The masks of `constraint`, computed on this thread."""
@@ -136,34 +195,36 @@ class MaskThread:
 
     def _ask(self, job: _Job) -> None:
         self._asked += 1
-        with self._asking:
-            heapq.heappush(self._jobs, (job.request.used_s, self._asked, job))
-            self._asking.notify()
-
-    def _next(self, wait: bool) -> _Job | None:
-        """The next job; None when it is to end or, without `wait`, when there is none."""
-        with self._asking:
-            if wait:
-                self._asking.wait_for(lambda: self._jobs or self._ending)
-            return None if self._ending or not self._jobs else heapq.heappop(self._jobs)[2]
+        self._jobs.put(job, None)
 
     def _run(self) -> None:
         unsaid, since = False, 0.0
         while True:
-            job = self._next(wait=not unsaid)
-            if job is None:
+            found = self._jobs.next(wait=not unsaid)
+            if found is None:
                 if self._ending:
                     return
                 self._wake()
                 unsaid = False
                 continue
-            job.finish(job.request.answer(job))
+            job = found[0]
+            answer = job.failed or job.request.answer(job)
+            if isinstance(answer, Outgrown):
+                self._outgrown.put(job, answer)
+                continue
+            job.finish(answer)
             self._answered += 1
             if not unsaid:
                 unsaid, since = True, time.monotonic()
             elif time.monotonic() - since > _PATIENCE_S:
                 self._wake()
                 unsaid = False
+
+    def _renew(self) -> None:
+        while (found := self._outgrown.next(wait=True)) is not None:
+            job, outgrown = found
+            job.failed = job.request.renewed(outgrown)
+            self._jobs.put(job, None)
 
 
 class _Beside:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from typing import Protocol
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Protocol, runtime_checkable
 
 from ..request import GenerateRequest, ServedTask, TokenChunk
+
+Said = bool | Callable[[], Awaitable[bool]]
+"""Whether more chunks are wanted; or what has to be awaited before the next one, and then tells that."""
+Take = Callable[[TokenChunk], Said]
+"""Takes one chunk. What it raises ends the request."""
 
 
 class Backend(Protocol):
@@ -28,3 +33,12 @@ class Backend(Protocol):
 
         Raises RequestError when it is refused before the first chunk; afterwards errors arrive as the last chunk.
         """
+
+
+@runtime_checkable
+class Pushing(Protocol):
+    """A Backend that can do without waking a task for each chunk."""
+
+    async def push(self, request: GenerateRequest, take: Take) -> None:
+        """`generate`, whose chunks `take` gets where they arrive: on the event loop, maybe outside of this task.
+        Returns when the answer has ended or no more is wanted. Raises as `generate`, and what `take` raises."""

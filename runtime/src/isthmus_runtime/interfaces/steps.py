@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
@@ -187,13 +187,22 @@ class Forced(NamedTuple):
     """The mask (as in `RowMask`) after each of them; empty where nobody asked for them."""
 
 
+class Outgrown(Exception):
+    """A constraint has used up what it walks its grammar with. Asked again after `renew`, it answers."""
+
+    def __init__(self, renew: Callable[[], None]) -> None:
+        """`renew` may take seconds, and raises as `Constraint.allowed` does."""
+        super().__init__("the constraint has to be renewed")
+        self.renew = renew
+
+
 class Constraint(Protocol):
     """What one request may generate (structured output): a pure function of what it has generated."""
 
     def allowed(self, generated: Sequence[int]) -> bytes | None:
         """The mask (as in `RowMask`) for the token after these; None: any token.
 
-        Raises the RequestError that ends the request.
+        Raises the RequestError that ends the request, and Outgrown.
         """
 
     def forced(self, generated: Sequence[int], most: int) -> Forced:

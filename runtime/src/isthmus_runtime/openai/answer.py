@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 
 from ..errors import Cancelled, EngineFailed, RequestError
-from ..interfaces.backend import Backend
+from ..interfaces.backend import Backend, Pushing, Said, Take
 from ..metrics import RequestMetrics
 from ..request import FinishReason, GenerateRequest, Structure, TokenChunk, TokenLogprobs
 from ..serving.call import Call
@@ -17,6 +19,7 @@ from .output import Delta, Reader
 from .pieces import Pieces
 from .prompts import Echo, Told
 from .sse import TOOL_CALLS, Answer, Format, More, Usage
+from .untold import AnswerScores, Untold
 
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -27,7 +30,8 @@ _STREAM_HEADERS = {
 
 _NOTHING = Delta()
 _MANY_SCORES = 2000
-"""With log-probabilities of more tokens of prompts, an answer is written in a thread (about 10 ms of work)."""
+"""With log-probabilities of more tokens of prompts, or with more of them of its own, an answer is written in a thread
+(about 10 ms of work)."""
 _MANY_IDS = 100_000
 """The same where all choices' prompts have more tokens, whose ids an answer may tell (about 10 ms of work, too)."""
 
@@ -91,9 +95,11 @@ class _Choice:
         self.finish = ""
         self._job = job
         self._reader = job.reader() if job.reader is not None else None
+        self.bare = not (job.reader or job.stop or job.logprobs or job.return_ids or job.continuous_usage or job.silent)
+        """Of the tokens nothing is told but their text, as it is."""
         self._called = False
-        self.echoed = False
-        """A stream has repeated the prompt."""
+        self.shown = False
+        """A stream has begun to tell of it."""
         self.cut = False
         """Ended by us: what the backend would still give is not wanted."""
         self._ids: list[int] | None = [] if job.return_ids else None
@@ -126,6 +132,9 @@ class _Choice:
 
     def feed(self, chunk: TokenChunk) -> Delta:
         """What is certain after `chunk`. Raises the error that ends the generation."""
+        if self.bare and self.tokens and chunk.finish_reason is None and not chunk.logprobs:
+            self.tokens += len(chunk.token_ids)
+            return Delta("", self.text.push(chunk.token_ids))
         text = self._push(chunk)
         if self._reader is None:
             return Delta("", text)
@@ -189,7 +198,17 @@ class _Choice:
         return text, len(ids)
 
 
-Sink = Callable[[_Choice, Delta], Awaitable[None]]
+Sink = Callable[[_Choice, Delta], Callable[[], Awaitable[None]] | None]
+"""Tells what is new of a choice. What it returns has to be awaited before more is told."""
+
+
+async def _push(backend: Backend, request: GenerateRequest, take: Take) -> None:
+    """`Pushing.push` of a backend that has none."""
+    async with aclosing(backend.generate(request)) as chunks:
+        async for chunk in chunks:
+            said = take(chunk)
+            if not (said if isinstance(said, bool) else await said()):
+                break
 
 
 class Runner:
@@ -197,16 +216,17 @@ class Runner:
 
     def __init__(self, backend: Backend, metrics: RequestMetrics | None, clock: Callable[[], float]) -> None:
         """`clock`: monotonic seconds."""
-        self._backend = backend
+        self._push = backend.push if isinstance(backend, Pushing) else partial(_push, backend)
         self._metrics = metrics
         self._clock = clock
+        self._scores = AnswerScores()
 
     async def whole(self, job: Job, arrived: float, call: Call) -> Usage:
         """The answer in one piece. Raises RequestError."""
         answers: dict[int, Answer] = {}
         likelihood: dict[int, float] = {}
 
-        async def sink(choice: _Choice, delta: Delta) -> None:
+        def sink(choice: _Choice, delta: Delta) -> None:
             answer = answers.setdefault(choice.index, Answer(choice.prompt))
             answer.text += delta.content
             answer.reasoning += delta.reasoning
@@ -217,15 +237,16 @@ class Runner:
             answer.finish_reason, answer.stop = choice.finish, choice.text.met
             likelihood[choice.index] = choice.mean_logprob
 
-        usage = await self._run(job, sink, arrived)
-        headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
-        shown = [answers[i] for i in _best(job, likelihood)]
-        scores = sum(len(answer.prompt.scores) for answer in shown)
-        ids = sum(len(answer.prompt.ids) for answer in shown)
-        if scores > _MANY_SCORES or ids > _MANY_IDS:
-            body = await asyncio.to_thread(job.format.whole, shown, usage)
-        else:
-            body = job.format.whole(shown, usage)
+        with self._scores.answer() as untold:
+            usage = await self._run(job, sink, arrived, untold)
+            headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
+            shown = [answers[i] for i in _best(job, likelihood)]
+            scores = sum(len(answer.prompt.scores) for answer in shown)
+            ids = sum(len(answer.prompt.ids) for answer in shown)
+            if max(scores, untold.held) > _MANY_SCORES or ids > _MANY_IDS:
+                body = await asyncio.to_thread(job.format.whole, shown, usage)
+            else:
+                body = job.format.whole(shown, usage)
         await call.reply(200, headers, body)
         return usage
 
@@ -242,43 +263,64 @@ class Runner:
     async def stream(self, job: Job, arrived: float, call: Call) -> Usage:
         """The answer as server-sent events, begun when the first text is there: until then a failure still gets its
         own HTTP status. Raises RequestError."""
-        opening = asyncio.Lock()
-        form = job.format
+        opening, opened = asyncio.Lock(), False
+        form, write_now = job.format, call.writer()
 
-        async def sink(choice: _Choice, delta: Delta) -> None:
-            if not call.begun:
+        def written(choice: _Choice, delta: Delta, logprobs: Sequence[TokenLogprobs]) -> bytes:
+            more = choice.take_more()
+            data = form.delta(choice.index, delta, logprobs, more) if delta != _NOTHING or logprobs else b""
+            if choice.finish:
+                more = choice.take_more() if data else more
+                data += form.finish(choice.index, choice.finish, more, choice.text.met)
+            return data
+
+        async def tell(choice: _Choice, delta: Delta) -> None:
+            """With all that there may be to wait for."""
+            nonlocal opened
+            if not opened:
                 async with opening:
-                    if not call.begun:
+                    if not opened:
                         await call.begin({**_STREAM_HEADERS, "X-Request-Id": job.answer_id})
                         await call.write(await self._opening(job, choice.prompt_tokens))
+                        opened = True
             data = b""
-            if choice.prompt.echo is not None and not choice.echoed:
-                choice.echoed = True
+            if choice.prompt.echo is not None and not choice.shown:
                 if len(choice.prompt.scores) > _MANY_SCORES:
                     data = await asyncio.to_thread(form.echo, choice.index, choice.prompt)
                 else:
                     data = form.echo(choice.index, choice.prompt)
-            logprobs, more = choice.take_logprobs(), choice.take_more()
-            data += form.delta(choice.index, delta, logprobs, more) if delta != _NOTHING or logprobs else b""
-            if choice.finish:
-                more = choice.take_more() if data else more
-                data += form.finish(choice.index, choice.finish, more, choice.text.met)
+            choice.shown = True
+            logprobs = choice.take_logprobs()
+            if (count := _scores(logprobs)) > _MANY_SCORES:
+                data += await asyncio.to_thread(written, choice, delta, logprobs)
+            else:
+                data += written(choice, delta, logprobs)
             await call.write(data)
+            untold.told(count)
 
-        usage = await self._run(job, sink, arrived)
+        def sink(choice: _Choice, delta: Delta) -> Callable[[], Awaitable[None]] | None:
+            if not choice.shown or job.logprobs:
+                return partial(tell, choice, delta)
+            bare = choice.bare and not choice.finish
+            data = form.delta(choice.index, delta, (), None) if bare else written(choice, delta, ())
+            return None if not data or write_now(data) else partial(call.write, data)
+
+        with self._scores.answer() as untold:
+            usage = await self._run(job, sink, arrived, untold)
         await call.write(form.end(usage, tell=job.include_usage))
         await call.end()
         return usage
 
-    async def _run(self, job: Job, sink: Sink, arrived: float) -> Usage:
+    async def _run(self, job: Job, sink: Sink, arrived: float, untold: Untold) -> Usage:
         choices = [_Choice(i, r, job) for i, r in enumerate(job.requests)]
         if len(choices) == 1:
-            await self._generate(choices[0], sink, arrived)
+            await self._generate(choices[0], sink, arrived, untold)
         else:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for i in range(0, len(choices), job.n):
-                        group.create_task(self._of_one_prompt(choices[i : i + job.n], sink, arrived))
+                    for i, choice in enumerate(choices):
+                        first = choices[i - i % job.n]
+                        group.create_task(self._after(first, choice, sink, arrived, untold))
             except BaseExceptionGroup as errors:
                 # The first error has cancelled the others; what they raise while ending is its echo.
                 raise first_error(errors) from errors
@@ -294,41 +336,52 @@ class Runner:
                 )
         return usage
 
-    async def _of_one_prompt(self, choices: Sequence[_Choice], sink: Sink, arrived: float) -> None:
-        """All choices of a prompt: the first computes it and what is told of it, the others find its KV."""
-        first, *others = choices
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._generate(first, sink, arrived))
-            if others:
-                await first.begun.wait()
-            for choice in others:
-                choice.prompt.scores = first.prompt.scores
-                group.create_task(self._generate(choice, sink, arrived))
+    async def _after(self, first: _Choice, choice: _Choice, sink: Sink, arrived: float, untold: Untold) -> None:
+        """The first choice of a prompt computes it and what is told of it, the others find its KV."""
+        if choice is not first:
+            await first.begun.wait()
+            choice.prompt.scores = first.prompt.scores
+        await self._generate(choice, sink, arrived, untold)
 
-    async def _generate(self, choice: _Choice, sink: Sink, arrived: float) -> None:
+    async def _generate(self, choice: _Choice, sink: Sink, arrived: float, untold: Untold) -> None:
         last = 0.0
+        metrics = self._metrics
+
+        def take(chunk: TokenChunk) -> Said:
+            nonlocal last
+            if metrics is not None and chunk.token_ids:
+                now = self._clock()
+                if last:
+                    metrics.inter_token_latency.observe((now - last) / len(chunk.token_ids))
+                else:
+                    metrics.time_to_first_token.observe(now - arrived)
+                last = now
+            if choice.text.keeps_logprobs and chunk.logprobs:
+                untold.add(_scores(chunk.logprobs))
+            delta = choice.feed(chunk)
+            choice.begun.set()
+            told = sink(choice, delta) if delta != _NOTHING or choice.finish else None
+            more = not (choice.finish or choice.cut or choice.text.stopped)
+            return more if told is None else partial(_after, told, more)
+
         try:
-            async with aclosing(self._backend.generate(choice.request)) as chunks:
-                async for chunk in chunks:
-                    if self._metrics is not None and chunk.token_ids:
-                        now = self._clock()
-                        if last:
-                            self._metrics.inter_token_latency.observe((now - last) / len(chunk.token_ids))
-                        else:
-                            self._metrics.time_to_first_token.observe(now - arrived)
-                        last = now
-                    delta = choice.feed(chunk)
-                    choice.begun.set()
-                    if delta != _NOTHING or choice.finish:
-                        await sink(choice, delta)
-                    if choice.cut or choice.text.stopped:
-                        break
+            await self._push(choice.request, take)
             if not choice.finish:
                 raise EngineFailed("the token stream ended without a finish reason")
         except RequestError as error:
             # Before the first token nothing but admission is known to have happened.
             stage = "generation" if choice.tokens else "admission"
             raise error.located(stage, choice.request.request_id) from error
+
+
+async def _after(told: Callable[[], Awaitable[None]], more: bool) -> bool:
+    await told()
+    return more
+
+
+def _scores(entries: Sequence[TokenLogprobs]) -> int:
+    """How many log-probabilities there are in them."""
+    return sum(1 + len(entry.top) for entry in entries)
 
 
 def _best(job: Job, likelihood: Mapping[int, float]) -> Sequence[int]:
@@ -340,10 +393,12 @@ def _best(job: Job, likelihood: Mapping[int, float]) -> Sequence[int]:
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What ended a group of tasks: a RequestError if there is one."""
-    found = errors.exceptions[0]
-    for error in errors.exceptions:
-        if isinstance(error, RequestError):
-            found = error
-            break
-    return first_error(found) if isinstance(found, BaseExceptionGroup) else found
+    """What ended a group of tasks, to be raised in its stead: a RequestError if there is one, as a copy.
+
+    Raised itself it would get `errors` as its context, which holds it, and asyncio's frame in the group's traceback
+    holds the group: cycles, which keep the prompts and answers of all tasks until the collector comes by. One group
+    within another could not be freed of them.
+    """
+    errors.__traceback__ = None
+    found = next((error for error in errors.exceptions if isinstance(error, RequestError)), errors.exceptions[0])
+    return copy.copy(found) if isinstance(found, RequestError) else found

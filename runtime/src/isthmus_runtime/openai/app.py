@@ -30,7 +30,7 @@ from .bodies import json_object
 from .chat import NeedsThread
 from .embeddings import Embeddings, EmbeddingsRequest, VectorRequests, plan_embeddings
 from .keys import Keys
-from .lifecycle import Lifecycle, Progress
+from .lifecycle import Lifecycle, Progress, whose
 from .plan import Plan, Planner
 from .ranking import Ranker, Ranking, RerankRequest, ScoreRequest, Scores
 from .reference import Chat, Completion, Model, ModelList
@@ -306,8 +306,7 @@ class _Api:
             _describe_job(span, job, self._config.served_names[0])
         del body  # megabytes, which an answer would keep as long as it streams
         if job.structure is not None:
-            who = "" if progress.tenant is None else progress.tenant.name
-            await self._check_structure(job.structure, job.structure_param, who)
+            await self._check_structure(job.structure, job.structure_param, whose(call, progress.tenant))
         progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
         with self._scores.holding(job.scores):
             if progress.tenant is None:

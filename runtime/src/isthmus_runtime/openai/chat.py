@@ -64,6 +64,8 @@ class ChatTemplate:
                 self._template = env.from_string(source)
         except jinja2.TemplateSyntaxError as e:
             raise ConfigError(f"chat template, line {e.lineno}: {e.message}") from e
+        except RecursionError:
+            raise ConfigError("chat template: it is nested too deeply") from None
         self.source = source
         self._special = dict(special_tokens)
 

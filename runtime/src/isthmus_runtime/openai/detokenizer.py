@@ -68,6 +68,10 @@ class TextStream:
         self.may_stop = bool(stop)
         """Whether there are stop strings."""
         self._utf8 = _UTF8(errors="replace")
+        self._half = False
+        """The text so far ends inside a character."""
+        self._certain = not stop and not logprobs
+        """Whole characters are certain as they come, and nobody asks where."""
         self._held = ""
         self._shown = 0
         self.keeps_logprobs = logprobs
@@ -83,8 +87,13 @@ class TextStream:
         if self.keeps_logprobs:
             text = self._push_one_by_one(token_ids, logprobs)
         else:
-            text = self._utf8.decode(b"".join(map(self._piece, token_ids)))
-        return self._advance(text, final=False)
+            raw = self._piece(token_ids[0]) if len(token_ids) == 1 else b"".join(map(self._piece, token_ids))
+            if raw.isascii() and not self._half:
+                text = raw.decode("ascii")
+            else:
+                text = self._utf8.decode(raw)
+                self._half = bool(self._utf8.getstate()[0])
+        return text if self._certain else self._advance(text, final=False)
 
     def finish(self) -> str:
         """No token follows: what was held back, an incomplete character as U+FFFD."""

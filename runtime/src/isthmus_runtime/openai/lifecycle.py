@@ -12,7 +12,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..errors import Cancelled, DeadlineExceeded, RequestError, unforeseen
+from ..errors import Cancelled, DeadlineExceeded, RequestError, is_panic, unforeseen
 from ..metrics import RequestMetrics, TenantMetrics
 from ..serving.call import Call, Cut, error_answer
 from ..serving.in_flight import InFlight
@@ -130,6 +130,11 @@ class Lifecycle:
             if refusal is None:
                 raise
             error = refusal
+        except BaseException as e:
+            if not is_panic(e):
+                raise
+            _log.exception("%s failed", call.path)
+            error = unforeseen(e)
         else:
             await call.reply(200, {"Content-Type": "application/json"}, answer)
             return
@@ -142,12 +147,12 @@ class Lifecycle:
     async def apart(self, call: Call, tenant: Tenant | None, make: Callable[[bytes], _M], body: bytes) -> _M:
         """What `make` makes of a body, in a thread: one at a time, in turns of clients. Overloaded (429) when too many
         wait."""
-        return await _in_turn(self._turns, _whose(call, tenant), self._computing, make, body)
+        return await _in_turn(self._turns, whose(call, tenant), self._computing, make, body)
 
     async def planned(self, call: Call, tenant: Tenant | None, plan: Callable[[bytes], _M], body: bytes) -> _M:
         """What `plan` makes of a long body, in a thread: few at a time, in turns of clients, of whom none takes all
         threads. Overloaded (429) when too many wait."""
-        return await _in_turn(self._planning, _whose(call, tenant), self._planners, plan, body)
+        return await _in_turn(self._planning, whose(call, tenant), self._planners, plan, body)
 
     async def _respond(self, call: Call, work: Answering[_P], plan: _P, describe: Describe) -> None:
         progress = Progress(self._clock())
@@ -172,7 +177,9 @@ class Lifecycle:
         except ConnectionResetError:
             self._count_left(progress)
             return
-        except Exception as e:
+        except BaseException as e:
+            if not isinstance(e, Exception) and not is_panic(e):
+                raise
             _log.exception("%s failed", call.path)
             error = unforeseen(e)
         try:
@@ -228,7 +235,7 @@ async def _in_turn(turns: Turns, who: str, threads: Executor, make: Callable[[by
         del work  # an error of it holds this frame, and would be held by it
 
 
-def _whose(call: Call, tenant: Tenant | None) -> str:
+def whose(call: Call, tenant: Tenant | None) -> str:
     """Who takes turns with others: a tenant, or an address where there are none."""
     if tenant is not None:
         return tenant.name

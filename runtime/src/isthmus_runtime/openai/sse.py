@@ -6,7 +6,7 @@ A chunk is put together from prepared bytes, since this is done once per token; 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
 from secrets import token_hex
@@ -63,7 +63,7 @@ class Answer:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-def _json_list(items: Sequence[Any]) -> str:
+def _json_list(items: Iterable[Any]) -> str:
     """As JSON, an item at a time: the encoder lets no other thread run until it returns, and these may be 60 MiB."""
     return f"[{','.join(map(json.dumps, items))}]"
 
@@ -78,6 +78,8 @@ class Format:
 
     object_name = ""
     chunk_name = ""
+    _text_open, _text_close = "", b""
+    """What is around the text of a chunk."""
 
     def __init__(
         self,
@@ -103,6 +105,7 @@ class Format:
         self._head = f'{{"id":"{answer_id}","object":"{self.object_name}","created":{created},"model":{name}'
         head = f'{{"id":"{answer_id}","object":"{self.chunk_name}","created":{created},"model":{name}'
         self._open = f'data: {head},"choices":[{{"index":'
+        self._opened: dict[int, bytes] = {}
         self._close = ("}]" + (',"usage":null' if include_usage else "") + "}\n\n").encode()
         self._usage_open = f'data: {head},"choices":[],"usage":'
         self._text_offsets: dict[int, int] = {}
@@ -142,6 +145,13 @@ class Format:
     def _choice(self, index: int, answer: Answer) -> str:
         raise AssertionError("defined by each format")
 
+    def _content(self, index: int, content: str) -> bytes:
+        """A chunk of new text and nothing else."""
+        opened = self._opened.get(index)
+        if opened is None:
+            opened = self._opened[index] = f"{self._open}{index}{self._text_open}".encode()
+        return b"%b%b%b%b" % (opened, encode_basestring_ascii(content).encode(), self._text_close, self._close)
+
     def _closed(self, more: More | None) -> bytes:
         """What ends a chunk."""
         if more is None:
@@ -171,9 +181,11 @@ class Format:
     def _logprob_json(self, index: int, entries: Sequence[TokenLogprobs]) -> str:
         if self._logprobs < 0:
             return "null"
-        return json.dumps(self._logprobs_of(index, entries))
+        found = self._logprobs_of(index, entries)
+        return "{" + ",".join(f'"{name}":{_json_list(column)}' for name, column in found.items()) + "}"
 
-    def _logprobs_of(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs_of(self, index: int, entries: Sequence[TokenLogprobs]) -> Mapping[str, Iterable[Any]]:
+        """Lists by name."""
         raise AssertionError("defined by each format")
 
 
@@ -182,6 +194,7 @@ class ChatFormat(Format):
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
+    _text_open, _text_close = ',"delta":{"content":', b'},"logprobs":null,"finish_reason":null'
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -198,6 +211,8 @@ class ChatFormat(Format):
 
     def delta(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs], more: More | None) -> bytes:
         """New text, reasoning or calls."""
+        if self._logprobs < 0 and more is None and not delta.reasoning and not delta.calls:
+            return self._content(index, delta.content)
         inner = f'"content":{encode_basestring_ascii(delta.content)}'
         if delta.reasoning or delta.calls:
             parts = [f'"reasoning_content":{encode_basestring_ascii(delta.reasoning)}'] if delta.reasoning else []
@@ -238,9 +253,11 @@ class ChatFormat(Format):
             f'"logprobs":{self._logprob_json(index, answer.logprobs)},"finish_reason":"{answer.finish_reason}"{ids}}}'
         )
 
-    def _logprobs_of(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprob_json(self, index: int, entries: Sequence[TokenLogprobs]) -> str:
+        return f'{{"content":{_json_list(self._told(entries))},"refusal":null}}' if self._logprobs >= 0 else "null"
+
+    def _told(self, entries: Iterable[TokenLogprobs]) -> Iterator[dict[str, Any]]:
         shown = self._pieces.shown
-        content = []
         for entry in entries:
             token, raw = shown(entry.token_id)
             top = []
@@ -248,14 +265,14 @@ class ChatFormat(Format):
                 other, other_raw = shown(token_id)
                 top.append({"token": other, "logprob": max(LOWEST_LOGPROB, logprob), "bytes": other_raw})
             logprob = max(LOWEST_LOGPROB, entry.logprob)
-            content.append({"token": token, "logprob": logprob, "bytes": raw, "top_logprobs": top})
-        return {"content": content, "refusal": None}
+            yield {"token": token, "logprob": logprob, "bytes": raw, "top_logprobs": top}
 
 
 class CompletionFormat(Format):
     """Answers of /v1/completions."""
 
     object_name = chunk_name = "text_completion"
+    _text_open, _text_close = ',"text":', b',"logprobs":null,"finish_reason":null'
 
     def first(self, index: int, request: GenerateRequest, prompt_tokens: int) -> bytes:
         """Nothing, for a completion has no role; the ids of the prompt, where they are asked for."""
@@ -275,6 +292,8 @@ class CompletionFormat(Format):
 
     def delta(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs], more: More | None) -> bytes:
         """New text."""
+        if self._logprobs < 0 and more is None:
+            return self._content(index, delta.content)
         body = f'{self._open}{index},"text":{encode_basestring_ascii(delta.content)},"logprobs":'
         return f'{body}{self._logprob_json(index, logprobs)},"finish_reason":null'.encode() + self._closed(more)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from urllib.parse import urlsplit
 
 from ..errors import Cancelled, DeadlineExceeded, EngineFailed, EngineLost, Overloaded, RequestError
+from ..interfaces.backend import Said, Take
 from ..metrics import RouterMetrics
 from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line, parse_prefill_answer
 from ..request import FinishReason, GenerateRequest, TokenChunk
@@ -18,16 +18,12 @@ from .links import LOST, Links, lost, refusal
 from .policy import Choice, Facts
 from .pool import EnginePool
 from .remote_engine import Hold
+from .token_lines import TokenLines
 from .wire import Exchange
 
 _log = logging.getLogger(__name__)
 _LONG = 1 << 16
 """Bytes of an engine's words above which they are read in a thread: a prompt's scores may be megabytes."""
-_PLAIN = b'{"t":['
-"""Most lines are this, one token id and `]}`: they need no JSON parser."""
-_LAST = re.compile(rb'\{"t":\[(\d*)\],"f":"(\w+)"\}')
-"""The last line of most answers."""
-_GOOD_ENDS = {reason.value.encode(): reason for reason in (FinishReason.STOP, FinishReason.LENGTH)}
 
 
 class TryElsewhere(Exception):
@@ -40,7 +36,7 @@ class TryElsewhere(Exception):
 
 
 class Attempt:
-    """Use: `first()` once, then `next()` until a chunk has a finish reason; `close()` always.
+    """Use: `first()` once, then `next()` until a chunk has a finish reason, or `pass_on()`; `close()` always.
 
     The caller's task reads the decode leg; the prefill leg runs in a task of its own from decode's reservation on.
     Whatever goes wrong on one leg ends the other: decode learns of prefill's failure by a commit and recomputes or
@@ -79,8 +75,8 @@ class Attempt:
         self._failure: RequestError | TryElsewhere | None = None
         self._timer: asyncio.Timeout | None = None
         self._response: Exchange | None = None
-        self._lines: deque[bytes] = deque()
-        self._rest = b""
+        self._lines = TokenLines()
+        self._passing: asyncio.Future[Said | None] | None = None
         self._prefill_task: asyncio.Task[None] | None = None
         self._delivered = False
         self._answer: PrefillAnswer | None = None
@@ -133,17 +129,22 @@ class Attempt:
         return line
 
     async def next(self) -> TokenChunk:
-        """A later chunk. Raises RequestError."""
+        """A later chunk. A failure ends the attempt, and is the last one."""
         try:
-            line = await self._line()
-            if isinstance(line, Ticket):
-                raise EngineFailed(
-                    f"decode engine {self._decode.url} reserved in the middle of a stream", stage="decode"
-                )
+            return await self._next()
         except RequestError as error:
-            self._count("decode", error)
-            raise error.located("decode", self._attempt) from error
-        return line
+            self.close()
+            return TokenChunk(finish_reason=FinishReason.ERROR, error=error)
+
+    async def pass_on(self, chunk: TokenChunk, take: Take) -> None:
+        """Give `take` the first chunk and all that follow: plain ones where they arrive, without waking this task,
+        which would be a third of what a stream costs. A failure is the last chunk. Raises what `take` does."""
+        said = take(chunk)
+        while (said if isinstance(said, bool) else await said()) and not (self._ended or self._closed):
+            passed = self._pass_plain(take)
+            if passed is None:
+                passed = await self._arrivals(take)
+            said = take(await self.next()) if passed is None else passed
 
     def close(self) -> None:
         """End what still runs, at once and without waiting. Idempotent."""
@@ -170,6 +171,55 @@ class Attempt:
             self._links.abort(self._decode.url, self._request.request_id, self._attempt)
 
     # -------------------------------------------------------------------------------------------------- decode leg
+
+    async def _next(self) -> TokenChunk:
+        try:
+            line = await self._line()
+            if isinstance(line, Ticket):
+                raise EngineFailed(
+                    f"decode engine {self._decode.url} reserved in the middle of a stream", stage="decode"
+                )
+        except RequestError as error:
+            self._count("decode", error)
+            raise error.located("decode", self._attempt) from error
+        return line
+
+    def _pass_plain(self, take: Take) -> Said | None:
+        """What `take` says of the plain lines that are here; None: there is none."""
+        assert self._response is not None
+        chunk = self._lines.plain_of(self._response.here())
+        if chunk is None:
+            return None
+        self._ended = chunk.finish_reason is not None
+        return take(chunk)
+
+    async def _arrivals(self, take: Take) -> Said | None:
+        """Give plain lines to `take` as they arrive, until it says anything but to go on, or until they end. None:
+        what comes next is not one of them."""
+        response = self._response
+        assert response is not None
+        if self._lines or response.over:
+            return None
+        done = self._passing = self._loop.create_future()
+        response.follow(partial(self._arrived, done, take))
+        del done  # an error of it holds this frame, and would be held by it
+        try:
+            return await self._passing
+        finally:
+            response.follow(None)
+            self._passing = None
+
+    def _arrived(self, done: asyncio.Future[Said | None], take: Take) -> None:
+        if done.done():
+            return
+        try:
+            said = self._pass_plain(take)
+        except Exception as error:
+            done.set_exception(error)
+            return
+        assert self._response is not None
+        if self._ended or self._lines or self._response.over or said not in (None, True):
+            done.set_result(said)
 
     async def _open(self) -> None:
         pairing = f',"local_attempt":"{self._attempt}"'
@@ -212,46 +262,25 @@ class Attempt:
                 data = await self._response.readany()
             except LOST as e:
                 raise self._failure or self._lost_decode(e) from e
+            self._hold.heard()
             if not data:
                 raise self._failure or self._lost_decode("it closed the stream without an end")
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            self._lines.extend(lines)
-        raw = self._lines.popleft()
-        if raw.startswith(_PLAIN) and (number := raw[len(_PLAIN) : -2]).isdigit():
-            plain = TokenChunk((int(number),))
-            return self._with_more(plain) if self._lines else plain
+            self._lines.add(data)
+        plain = self._lines.plain()
+        if plain is not None:
+            self._ended = plain.finish_reason is not None
+            return plain
+        raw = self._lines.pop()
         try:
             line = parse_line(raw) if len(raw) <= _LONG else await asyncio.to_thread(parse_line, raw)
         except (ValueError, KeyError, TypeError) as e:
             raise EngineFailed(f"decode engine {self._decode.url} sent a line that is not a valid chunk: {e}") from e
         if isinstance(line, Ticket):
             return line
-        if line.finish_reason is not None:
-            self._ended = True
-        elif self._lines and not line.logprobs and not line.vector:
-            return self._with_more(line)
+        if line.finish_reason is None and not line.logprobs and not line.vector:
+            line = self._lines.plain(line) or line
+        self._ended = line.finish_reason is not None
         return line
-
-    def _with_more(self, line: TokenChunk) -> TokenChunk:
-        """`line` with the plain ones that follow and are here already, up to the last: one chunk downstream instead of
-        several."""
-        found = list(line.token_ids)
-        reason = None
-        while self._lines and self._lines[0].startswith(_PLAIN):
-            raw = self._lines[0]
-            number = raw[len(_PLAIN) : -2]
-            if not number.isdigit():
-                last = _LAST.fullmatch(raw)
-                if last is None or (reason := _GOOD_ENDS.get(last[2])) is None:
-                    break
-                number = last[1]
-            if number:
-                found.append(int(number))
-            self._lines.popleft()
-            if reason is not None:
-                self._ended = True
-                break
-        return line._replace(token_ids=tuple(found), finish_reason=reason)
 
     def _expire(self) -> None:
         stage = "decode" if self._prefill_task is None or self._prefill_task.done() else "prefill"

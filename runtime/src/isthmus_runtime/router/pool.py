@@ -19,6 +19,8 @@ from ..metrics import RouterMetrics
 from ..protocol import EngineInfo
 from ..request import GENERATES, AdapterName
 from .kv_events import follow
+from .own_time import OwnTime
+from .patience import Patience
 from .policy import Fleet, Load, fleet
 from .prefixes import Prefixes, StoredBlocks
 from .remote_engine import EngineStatus, EngineView, FleetRole, Hold, RemoteEngine
@@ -29,7 +31,8 @@ _log = logging.getLogger(__name__)
 _PROBE_TIMEOUT_S = 2.0
 _RESOLVE_TIMEOUT_S = 5.0
 _DEAD_AFTER_S = 5.0
-"""An engine that answers no probe for this long is dead, whatever its connections look like (a stopped process)."""
+"""An engine that says nothing for this long, to a probe or of a request, is dead, whatever its connections look like (a
+stopped process). Time in which this process stood still is not counted."""
 _LATE = "no answer in time"
 _FIRST_BACKOFF_S = 0.1
 _LAST_BACKOFF_S = 1.0
@@ -60,6 +63,7 @@ class EnginePool:
         self._metrics = metrics
         self._resolve = resolve
         self._dead_after = dead_after_s
+        self._own = OwnTime()
         roles: tuple[tuple[FleetRole, tuple[str, ...]], ...] = (
             ("prefill", config.prefill),
             ("decode", config.decode),
@@ -106,6 +110,7 @@ class EnginePool:
 
     def start(self) -> None:
         """Begin discovery and probing."""
+        self._spawn(self._own.run())
         for role, address in self._addresses:
             self._spawn(self._discover(role, address))
 
@@ -207,8 +212,7 @@ class EnginePool:
                 known.listed = True
                 known.wake.set()
                 continue
-            engine = self._engines[url] = RemoteEngine(url, role, self._loads)
-            engine.last_answer = asyncio.get_running_loop().time()
+            engine = self._engines[url] = RemoteEngine(url, role, self._loads, self._own)
             self._spawn(self._watch(engine))
         self._rebuild()
 
@@ -221,7 +225,7 @@ class EnginePool:
             engine.probes += 1
             problem = await self._probe(engine)
             engine.failures = engine.failures + 1 if problem else 0
-            if problem == _LATE and engine.routable and self._silent(engine) < self._dead_after:
+            if problem == _LATE and engine.routable and engine.silent_s < self._dead_after:
                 problem = ""  # a busy node answers late; a closed or refused connection would have said more
             if problem != engine.problem:
                 level = logging.WARNING if problem else logging.INFO
@@ -251,15 +255,16 @@ class EnginePool:
 
     async def _probe(self, engine: RemoteEngine) -> str:
         """Ask the engine; returns why it takes no requests."""
-        timeout = aiohttp.ClientTimeout(total=min(_PROBE_TIMEOUT_S, self._dead_after / 2))
+        patience_s = min(_PROBE_TIMEOUT_S, self._dead_after / 2)
         try:
-            async with self._session.get(engine.url + "/info", timeout=timeout) as answer:
+            async with Patience(patience_s), self._session.get(engine.url + "/info") as answer:
                 body = await answer.read()
-                engine.last_answer = asyncio.get_running_loop().time()
+                at = asyncio.get_running_loop().time()
+                engine.heard()
                 if answer.status != 200:
                     return f"/info answered HTTP {answer.status}"
                 info = EngineInfo.model_validate_json(body)
-            async with self._session.get(engine.url + "/ready", timeout=timeout) as answer:
+            async with Patience(patience_s), self._session.get(engine.url + "/ready") as answer:
                 ready = answer.status == 200
                 text = (await answer.text(errors="replace"))[:200]
         except TimeoutError:
@@ -271,7 +276,7 @@ class EnginePool:
         if engine.info is not None and engine.info.transfer.epoch != info.transfer.epoch:
             self._forget(engine)
         engine.info = info
-        engine.rates.add(engine.last_answer, info.transfer.epoch, info.load)
+        engine.rates.add(at, info.transfer.epoch, info.load)
         if info.role != engine.role:
             return f"is a {info.role} engine, but is listed as {engine.role}"
         if info.draining:
@@ -306,12 +311,8 @@ class EnginePool:
         if self._prefixes is not None:
             self._prefixes.forget(engine.url)
 
-    @staticmethod
-    def _silent(engine: RemoteEngine) -> float:
-        return asyncio.get_running_loop().time() - engine.last_answer
-
     def _check_alive(self, engine: RemoteEngine) -> None:
-        silent = self._silent(engine)
+        silent = engine.silent_s
         # One probe alone may have failed because this process stood still, and the silence be its own.
         if engine.holds and silent >= self._dead_after and engine.failures > 1:
             _log.error("%s %s: silent for %.1f s, its requests end", engine.role, engine.url, silent)

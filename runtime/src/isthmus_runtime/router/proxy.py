@@ -10,9 +10,10 @@ from types import MappingProxyType
 
 from ..config import RouterConfig
 from ..errors import InvalidRequest, Overloaded, RequestError
+from ..interfaces.backend import Take
 from ..metrics import RouterMetrics
 from ..protocol import request_json
-from ..request import FinishReason, GenerateRequest, ServedTask, TokenChunk
+from ..request import GenerateRequest, ServedTask, TokenChunk
 from .attempt import Attempt, TryElsewhere
 from .links import Links
 from .passed_on import NeedsIds, OwnTokenizer, by_ids, expected_tokens, takes, takes_text
@@ -141,6 +142,28 @@ class RouterBackend:
         """Stream the answer. A failure before the first token is tried once more on another pair, then raised; a later
         one arrives as the last chunk. An engine that cannot be reached at all does not count as a try, for as
         long as a request waits for engines."""
+        attempt, chunk = await self._start(request)
+        try:
+            self._count(request, chunk)
+            while True:
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+                chunk = await attempt.next()
+        finally:
+            self._end(attempt)
+
+    async def push(self, request: GenerateRequest, take: Take) -> None:
+        """The same, of `Pushing`."""
+        attempt, chunk = await self._start(request)
+        try:
+            self._count(request, chunk)
+            await attempt.pass_on(chunk, take)
+        finally:
+            self._end(attempt)
+
+    async def _start(self, request: GenerateRequest) -> tuple[Attempt, TokenChunk]:
+        """The attempt that works, with its first chunk. In flight until `_end`."""
         if self._in_flight >= self._max_queue:
             self._refuse("queue-full")
             raise Overloaded(
@@ -149,32 +172,28 @@ class RouterBackend:
                 retry_after_s=_RETRY_AFTER_S,
             )
         self._in_flight += 1
-        attempt: Attempt | None = None
-        begun = 0
         try:
             attempt, chunk = await self._begin(request)
-            begun = 1
-            self._begun += begun
-            if self._metrics is not None:
-                self._metrics.prefix_queries.inc(chunk.prompt_tokens or len(request.prompt_token_ids))
-                if chunk.cached_tokens:
-                    self._metrics.prefix_hits.inc(chunk.cached_tokens)
-            while True:
-                if chunk.note and self._metrics is not None:
-                    self._metrics.prompt(chunk.note)
-                yield chunk
-                if chunk.finish_reason is not None:
-                    return
-                try:
-                    chunk = await attempt.next()
-                except RequestError as error:
-                    attempt.close()
-                    chunk = TokenChunk(finish_reason=FinishReason.ERROR, error=error)
-        finally:
-            if attempt is not None:
-                attempt.close()
-            self._begun -= begun
+        except BaseException:
             self._in_flight -= 1
+            raise
+        self._begun += 1
+        return attempt, chunk
+
+    def _end(self, attempt: Attempt) -> None:
+        attempt.close()
+        self._begun -= 1
+        self._in_flight -= 1
+
+    def _count(self, request: GenerateRequest, chunk: TokenChunk) -> None:
+        """What the first chunk tells."""
+        if self._metrics is None:
+            return
+        self._metrics.prefix_queries.inc(chunk.prompt_tokens or len(request.prompt_token_ids))
+        if chunk.cached_tokens:
+            self._metrics.prefix_hits.inc(chunk.cached_tokens)
+        if chunk.note:
+            self._metrics.prompt(chunk.note)
 
     async def _begin(self, request: GenerateRequest) -> tuple[Attempt, TokenChunk]:
         """The attempt that works, with its first chunk."""

@@ -51,6 +51,7 @@ class Exchange(asyncio.Protocol):
         self._loop = loop
         self._transport: asyncio.Transport | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._arrived: Callable[[], None] | None = None
         self._error: OSError | None = None
         self._parser = HttpResponseParser(self)
         self._unread = 0
@@ -88,6 +89,20 @@ class Exchange(asyncio.Protocol):
             if self._ended:
                 return b""
             await self._wait()
+        return self.here()
+
+    def follow(self, arrived: Callable[[], None] | None) -> None:
+        """Have `arrived`, which must not raise, called whenever bytes have come, or the answer or the connection has
+        ended, instead of waking a reader; None: no longer."""
+        self._arrived = arrived
+
+    @property
+    def over(self) -> bool:
+        """No more bytes will come."""
+        return self._ended or self._error is not None
+
+    def here(self) -> bytes:
+        """What has arrived of the body and was not read, maybe nothing."""
         body = self._body
         data = body[0] if len(body) == 1 else b"".join(body)
         body.clear()
@@ -151,7 +166,9 @@ class Exchange(asyncio.Protocol):
         elif self._held > _HIGH_WATER and not self._paused and self._transport is not None:
             self._paused = True
             self._transport.pause_reading()
-        if self._waiter is not None and not self._waiter.done():
+        if self._arrived is not None:
+            self._arrived()
+        elif self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     # -------------------------------------------------------------------------------------------------------- parser
@@ -199,6 +216,8 @@ class Exchange(asyncio.Protocol):
             self._discard = None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_exception(self._error)
+        if self._arrived is not None:
+            self._arrived()
 
     def _drop_body(self) -> None:
         self._body.clear()

@@ -18,6 +18,9 @@ from ..errors import RequestError, Unauthenticated, unforeseen
 WHOLE = "isthmus.answer.whole"
 """Extension of the ASGI scope: a message that begins an answer may have all of the body under this name. No other
 follows it then."""
+PIECE = "isthmus.answer.piece"
+"""Extension of the ASGI scope: its `write` takes a piece of an answer in pieces and tells whether that is on its way,
+which it is not where there is something to wait for first: that is for `send`. Raises ConnectionResetError."""
 
 
 class Cut(Exception):
@@ -70,6 +73,12 @@ class Call(Request):
         if data:
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
+    def writer(self) -> Callable[[bytes], bool]:
+        """Sends a piece (not b"") at once, or tells that the client does not keep up, so that it is for `write`: for
+        callbacks, which cannot wait."""
+        piece = self.scope.get("extensions", {}).get(PIECE)
+        return _never if piece is None else piece["write"]
+
     async def end(self) -> None:
         """The answer is complete."""
         await self._send({"type": "http.response.body"})
@@ -77,6 +86,10 @@ class Call(Request):
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.begun = True
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def _never(data: bytes) -> bool:
+    return False
 
 
 class CallRoute(APIRoute):

@@ -14,6 +14,10 @@ from random import Random
 
 from ..errors import ConfigError
 
+MOST_MS = 1e11
+"""Three years."""
+MOST_TOKENS = 10_000_000
+"""Of a prompt or an answer."""
 HASH_BLOCK = 512
 """Prompt tokens per hash id."""
 
@@ -39,7 +43,8 @@ def read_trace(path: str | Path) -> list[TraceRequest]:
                 body = json.loads(line)
                 at, length, output = float(body["timestamp"]), int(body["input_length"]), int(body["output_length"])
                 ids = tuple(int(i) for i in body.get("hash_ids", ()))
-            except (ValueError, KeyError, TypeError) as error:
+                _check(at, length, output)
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
                 raise ConfigError(
                     f"{path}:{number}: not a trace line ({error}); expected timestamp, input_length, output_length"
                 ) from error
@@ -48,6 +53,14 @@ def read_trace(path: str | Path) -> list[TraceRequest]:
         raise ConfigError(f"{path}: holds no requests")
     requests.sort(key=lambda r: r.at_s)
     return requests
+
+
+def _check(at_ms: float, *counts: int) -> None:
+    """ValueError for what would be simulated without end."""
+    if not 0 <= at_ms <= MOST_MS:
+        raise ValueError(f"timestamp {at_ms}: from 0 to {MOST_MS:g}")
+    if max(counts) > MOST_TOKENS:
+        raise ValueError(f"lengths {counts}: at most {MOST_TOKENS}")
 
 
 def write_trace(path: str | Path, requests: Iterable[TraceRequest]) -> None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 from ..errors import ConfigError, EngineFailed, InvalidRequest
-from ..interfaces.steps import Forced
+from ..interfaces.steps import Forced, Outgrown
 from ..request import Structure
 from .schemas import closed
 
@@ -34,7 +35,8 @@ _LIMITS = LLParserLimits(
     # some 3,000.
     step_max_items=10_000,
     max_items_in_row=2_000,
-    max_lexer_states=50_000,
+    # Of all requests with a grammar, as they share its lexer until that is full; 160 bytes each.
+    max_lexer_states=100_000,
     max_grammar_size=500_000,
     verbose_errors=False,
 )
@@ -42,8 +44,18 @@ _LIMITS = LLParserLimits(
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """llguidance's `whitespace_pattern`, wherever a schema is compiled."""
 _ERROR_TEXT = 400
-_KEPT = 32
-"""Compiled grammars; the largest take 30 MB."""
+_KEPT, _KEPT_TEXT = 64, 1 << 22
+"""Compiled grammars, and characters of them together: a grammar takes some 120 bytes for each (30 MB the largest), and
+its lexer up to 16 MB."""
+_SPENT = "too many states"
+"""llguidance's word for a lexer that has as many as it may, and gets no more for anybody who shares it."""
+_LEAST_PROGRESS = 256
+"""Tokens after which a lexer of one request alone may be used up: sooner, its grammar is the cause, and not its
+length."""
+
+
+_SLOW_S, _MOST_COUNTED_S = 0.0005, 0.25
+"""A grammar that takes longer to take a token in has the next ones taken in apart; and how much is counted of each."""
 
 
 class Grammars:
@@ -53,7 +65,11 @@ class Grammars:
         """`tokenizer_json`: the text of the model's tokenizer.json. ConfigError for one that cannot be read."""
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Structure, LLMatcher] = OrderedDict()
-        """At the start of their grammars; a request with n = 128 asks for one as often."""
+        """At the start of their grammars; a request with n = 128 asks for one as often. All copies of one walk with one
+        lexer, whose states are found once for all of them, and are bounded."""
+        self._size = 0
+        """Characters of their texts."""
+        self._executor: LLExecutor | None = None
         try:
             self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         except ValueError as e:
@@ -71,14 +87,7 @@ class Grammars:
         A grammar that nobody has checked (`checker.Checker`) may take very long.
         """
         found = self.known(structure)
-        if found is None:
-            matcher = self._compile(structure)
-            with self._lock:
-                self._compiled[structure] = matcher
-                if len(self._compiled) > _KEPT:
-                    self._compiled.popitem(last=False)
-                found = Guide(matcher.deep_copy())
-        return found
+        return self._guide(structure, self._shared(structure, None)) if found is None else found
 
     def known(self, structure: Structure) -> Guide | None:
         """The same at once, where the grammar was compiled not long ago."""
@@ -87,7 +96,52 @@ class Grammars:
             if matcher is None:
                 return None
             self._compiled.move_to_end(structure)
-            return Guide(matcher.deep_copy())
+        return self._guide(structure, matcher)
+
+    def _guide(self, structure: Structure, shared: LLMatcher) -> Guide:
+        def another(spent: LLMatcher | None, alone: bool) -> LLMatcher:
+            if not alone:
+                return self._shared(structure, spent)
+            with self._lock:
+                if self._compiled.get(structure) is spent:
+                    self._drop(structure)
+            return self._compile(structure)
+
+        return Guide(shared, another, self._apart)
+
+    def _apart(self) -> tuple[LLExecutor, LLMatcher]:
+        """A thread of llguidance's own, of which all have one, and a matcher that refuses all tokens at once."""
+        with self._lock:
+            if self._executor is None:
+                self._executor = LLExecutor(num_threads=1)
+        idle = LLMatcher(self._tokenizer, 'start: "a"', log_level=0)
+        idle.consume_token(self._tokenizer.eos_token)
+        assert idle.is_error(), "it would be work to feed it"
+        return self._executor, idle
+
+    def _shared(self, structure: Structure, spent: LLMatcher | None) -> LLMatcher:
+        """What all requests with this grammar copy: that which is kept, unless it is `spent`, else a new one."""
+        with self._lock:
+            found = self._compiled.get(structure)
+        if found is None or found is spent:
+            made = self._compile(structure)
+            with self._lock:
+                found = self._compiled.get(structure)
+                if found is None or found is spent:
+                    found = made
+                    self._keep(structure, made)
+        return found
+
+    def _keep(self, structure: Structure, matcher: LLMatcher) -> None:
+        self._drop(structure)
+        self._compiled[structure] = matcher
+        self._size += len(structure.text)
+        while len(self._compiled) > _KEPT or self._size > max(_KEPT_TEXT, len(structure.text)):
+            self._drop(next(iter(self._compiled)))
+
+    def _drop(self, structure: Structure) -> None:
+        if self._compiled.pop(structure, None) is not None:
+            self._size -= len(structure.text)
 
     def _compile(self, structure: Structure) -> LLMatcher:
         param = "structure"
@@ -112,24 +166,43 @@ def check_size(structure: Structure, param: str) -> None:
 
 
 class Guide:
-    """One request's place in its grammar: `interfaces.steps.Constraint`. Used by one thread at a time."""
+    """One request's place in its grammar: `interfaces.steps.Constraint`. Used by one thread at a time.
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
-        self._taken = 0
-        self._ahead: tuple[int, ...] = ()
-        """Forced tokens that were found when `_ahead_at` tokens were there."""
-        self._ahead_at = 0
+    Where the lexer that it shares with other requests is used up, it goes on with the next one that is shared, and then
+    with one of its own: what others ask for does not end it, and a request whose text uses up many is let do so.
+    """
+
+    def __init__(
+        self,
+        shared: LLMatcher,
+        another: Callable[[LLMatcher | None, bool], LLMatcher],
+        apart: Callable[[], tuple[LLExecutor, LLMatcher]],
+    ) -> None:
+        """`shared`: at the start of the grammar; the guide walks with a copy. `another` takes a shared one whose lexer
+        is used up, and gives the next one that is shared, or with True one that nobody shares; it may take seconds.
+        `apart`: what slow tokens are taken in with."""
+        self._another = another
+        self._make_apart = apart
+        self._apart: tuple[LLExecutor, LLMatcher] | None = None
+        self.apart_s = 0.0
+        """Taken by work on another thread than the caller's, about."""
+        self._shared: LLMatcher | None = shared
+        """None: it is alone."""
+        self._spent = 0
+        """Lexers so far that were."""
+        self._begun_at = 0
+        """Tokens that were there when it got its present one."""
+        self._begin(shared.deep_copy())
 
     def allowed(self, generated: Sequence[int]) -> bytes:
         """The mask for the token after these: once the grammar is fulfilled, end-of-sequence tokens are in it.
 
-        Raises InvalidRequest when a limit of the work for one token was met, which compiling did not show, and
-        EngineFailed when a token was not allowed.
+        Raises InvalidRequest when a limit of the work for one token was met, which compiling did not show, EngineFailed
+        when a token was not allowed, and Outgrown.
         """
         self._take(generated)
         mask: bytes = self._matcher.compute_bitmask()
-        self._check()
+        self._check(len(generated))
         return mask
 
     def forced(self, generated: Sequence[int], most: int) -> Forced:
@@ -150,10 +223,17 @@ class Guide:
             if self._matcher.is_error():
                 break
             masks.append(mask)
-        self._check()
+        self._check(len(generated))
         self._matcher.rollback(len(masks))
-        self._check()
+        self._check(len(generated))
         return Forced(tokens[: len(masks)], tuple(masks))
+
+    def _begin(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._taken = 0
+        self._ahead: tuple[int, ...] = ()
+        """Forced tokens that were found when `_ahead_at` tokens were there."""
+        self._ahead_at = 0
 
     def _forced_tokens(self, generated: Sequence[int]) -> tuple[int, ...]:
         """As many as there are. Looked for again only where those found before end, or another token was drawn: for
@@ -162,30 +242,76 @@ class Guide:
         if done < len(self._ahead) and self._ahead[:done] == tuple(generated[self._ahead_at :]):
             return self._ahead[done:]
         self._ahead, self._ahead_at = tuple(self._matcher.compute_ff_tokens()), len(generated)
-        self._check()
+        self._check(len(generated))
         return self._ahead
 
     def _take(self, generated: Sequence[int]) -> None:
         assert len(generated) >= self._taken, "what was generated does not shrink"
         if len(generated) > self._taken:
             new = list(generated[self._taken :])
-            taken = self._matcher.try_consume_tokens(new)
+            taken = self._take_in(new)
             self._taken += taken
-            self._check()
+            self._check(len(generated))
             if taken < len(new):
+                if self._may_go_on(len(generated)):  # a full lexer may refuse, without a word, what it has allowed
+                    raise self._outgrown(len(generated))
                 raise EngineFailed(
                     f"structured output: token {new[taken]} was drawn after {self._taken} others, though not allowed"
                 )
 
-    def _check(self) -> None:
+    def _take_in(self, new: list[int]) -> int:
+        """How many of them were allowed, and are taken in.
+
+        llguidance lets no other thread of the interpreter run meanwhile: milliseconds of all steps. Its executor
+        does, where it has two matchers to feed.
+        """
+        if self._apart is None:
+            began = time.thread_time()
+            taken: int = self._matcher.try_consume_tokens(new)
+            if time.thread_time() - began > _SLOW_S * len(new):
+                self._apart = self._make_apart()
+            return taken
+        executor, idle = self._apart
+        began, taken = time.perf_counter(), 0
+        for token in new:
+            allowed, _ = executor.consume_token_par([(self._matcher, token), (idle, token)])
+            if not allowed:
+                break
+            taken += 1
+        self.apart_s += min(time.perf_counter() - began, _MOST_COUNTED_S)
+        return taken
+
+    def _check(self, count: int) -> None:
+        """Raise where the matcher has come to an end; `count`: tokens that were generated."""
+        if not self._matcher.is_error():
+            return
+        if _SPENT in self._matcher.get_error() and self._may_go_on(count):
+            raise self._outgrown(count)
         # Which grammar is too much work is known only where it is walked: what is wrong is the request, not the engine,
         # and another engine would do no better.
-        if self._matcher.is_error():
-            raise InvalidRequest(
-                f"structure: structured output ended after {self._taken} tokens: {_first_line(self._matcher)}; "
-                "simplify the grammar",
-                param="structure",
-            )
+        raise InvalidRequest(
+            f"structure: structured output ended after {self._taken} tokens: {_first_line(self._matcher)}; "
+            "simplify the grammar",
+            param="structure",
+        )
+
+    def _may_go_on(self, count: int) -> bool:
+        """Whether another lexer may help."""
+        return self._shared is not None or count - self._begun_at >= _LEAST_PROGRESS
+
+    def _outgrown(self, count: int) -> Outgrown:
+        return Outgrown(lambda: self._renew(count))
+
+    def _renew(self, count: int) -> None:
+        """Go on with another lexer. The walk begins anew: what it comes by is a small part of what masks look at."""
+        self._spent += 1
+        self._begun_at = count
+        if self._spent == 1:
+            self._shared = self._another(self._shared, False)
+            self._begin(self._shared.deep_copy())
+        else:
+            self._begin(self._another(self._shared, True))
+            self._shared = None
 
 
 def _first_line(matcher: LLMatcher) -> str:

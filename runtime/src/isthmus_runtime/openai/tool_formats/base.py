@@ -8,6 +8,7 @@ space beside calls.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -31,6 +32,14 @@ class Read:
 
 
 REJECTED = Read(0, ())
+
+_MOST_WORK = 1 << 18
+"""Characters that may be looked at again: in half calls within half calls each opening would have all that follows
+looked at, and nothing else runs meanwhile."""
+_OPENING_WORK = 512
+"""As how many characters an opening counts that opens nothing."""
+_IN_STRING = re.compile(r'["\\]')
+_OUTSIDE = re.compile(r'["{}\[\]]')
 
 
 class ToolParser:
@@ -57,10 +66,13 @@ class ToolParser:
         """Nothing but calls has come so far, or since the last call."""
         self._after_call = False
         self._scan = _Scan()
+        self._work = _MOST_WORK
+        """Characters that may still be looked at; what is left where it runs out is text."""
 
     def feed(self, text: str) -> list[str | ToolCall]:
         """Text and calls that are certain after more text, in order."""
         self._buffer += text
+        self._work += 4 * len(text)
         return self._run(last=False)
 
     def finish(self) -> list[str | ToolCall]:
@@ -76,10 +88,18 @@ class ToolParser:
 
     def value_end(self, text: str, start: int) -> int | None:
         """Where the JSON object or list ends that begins at `start`; None: not yet. Asked again, goes on from there."""
-        return self._scan.end(text, start)
+        before = self._scan.at
+        end = self._scan.end(text, start)
+        self.looked_at(self._scan.at - max(before, start))
+        return end
+
+    def looked_at(self, size: int) -> None:
+        """So many characters were."""
+        self._work -= size
 
     def calls_in(self, source: str) -> tuple[ToolCall, ...]:
         """The calls that a JSON object or list of objects stands for; none unless all are calls."""
+        self.looked_at(len(source))
         try:
             value = json.loads(source, strict=False)
         except (ValueError, RecursionError):
@@ -111,8 +131,13 @@ class ToolParser:
 
     def _run(self, *, last: bool) -> list[str | ToolCall]:
         parts: list[str | ToolCall] = []
-        while self._inside(parts, last) if self._opening is not None else self._outside(parts, last):
+        while self._work > 0 and (
+            self._inside(parts, last) if self._opening is not None else self._outside(parts, last)
+        ):
             pass
+        if self._work <= 0:
+            rest, self._opening, self._buffer = (self._opening or "") + self._buffer, None, ""
+            self._text(parts, rest)
         if last:
             if not self._after_call and self._space:
                 parts.append(self._space)
@@ -128,6 +153,7 @@ class ToolParser:
         if found is None or not found.calls:
             assert opening is not None
             self._first = False
+            self._work -= _OPENING_WORK
             self._text(parts, opening)
             return True
         parts += found.calls
@@ -189,37 +215,35 @@ class _Scan:
     """Finds the end of a JSON object or list, going over each character once."""
 
     def __init__(self) -> None:
-        self._at = -1
+        self.at = -1
+        """How far it has come; -1: nowhere yet."""
         self._end: int | None = None
         self._depth = 0
         self._in_string = False
-        self._escaped = False
 
     def end(self, text: str, start: int) -> int | None:
         """The index after it; None: not yet there."""
         if self._end is not None:
             return self._end
-        if self._at < 0:
-            self._at = start
-        for place in range(self._at, len(text)):
-            char = text[place]
-            if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif char == "\\":
-                    self._escaped = True
-                elif char == '"':
-                    self._in_string = False
+        at = max(self.at, start)
+        while (found := (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)) is not None:
+            char, place = found[0], found.start()
+            at = place + 1
+            if char == "\\":
+                if at == len(text):  # what it escapes is not there yet
+                    self.at = place
+                    return None
+                at += 1
             elif char == '"':
-                self._in_string = True
+                self._in_string = not self._in_string
             elif char in "{[":
                 self._depth += 1
-            elif char in "}]":
+            else:
                 self._depth -= 1
                 if self._depth <= 0:
-                    self._end = place + 1
-                    return self._end
-        self._at = len(text)
+                    self.at = self._end = at
+                    return at
+        self.at = max(at, len(text))
         return None
 
 

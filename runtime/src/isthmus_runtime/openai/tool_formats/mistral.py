@@ -7,7 +7,8 @@ import re
 
 from .base import REJECTED, Read, ToolParser, skip_space
 
-_NAMED = re.compile(r"\s*([^\s\[\]{}\"]{1,256})\s*(?:\[CALL_ID\][^\s\[\]{}\"]{1,64})?\s*(?:\[ARGS\])?\s*")
+# Possessive: white space is shared out in one way alone.
+_NAMED = re.compile(r"\s*+([^\s\[\]{}\"]{1,256}+)\s*+(?:\[CALL_ID\][^\s\[\]{}\"]{1,64}+)?\s*+(?:\[ARGS\])?\s*+")
 _LONGEST_HEAD = 512
 
 
@@ -24,15 +25,16 @@ class Mistral(ToolParser):
         if text[start] in "[{":
             end = self.value_end(text, start)
             return None if end is None else Read(end, self.calls_in(text[start:end]))
-        brace = text.find("{")
+        brace = text.find("{", start, start + _LONGEST_HEAD)
         if brace < 0:
-            return None if len(text) < _LONGEST_HEAD else REJECTED
+            return None if len(text) - start < _LONGEST_HEAD else REJECTED
         head = _NAMED.fullmatch(text, 0, brace)
         if head is None:
             return REJECTED
         end = self.value_end(text, brace)
         if end is None:
             return None
+        self.looked_at(end - brace)
         try:
             arguments = json.loads(text[brace:end], strict=False)
         except (ValueError, RecursionError):

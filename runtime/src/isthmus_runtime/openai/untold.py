@@ -1,0 +1,80 @@
+"""How many log-probabilities of generated tokens a server holds until they are told, all requests together. Pure, of
+one event loop.
+
+How many there will be is known by nobody before: an answer in one piece is held whole, and so is text of which nobody
+knows yet whether it is a call of a tool. What prompts add is known (`score_budget`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import InvalidRequest, Overloaded
+
+MAX_OF_AN_ANSWER, MAX_OF_ANSWERS = 1 << 19, 1 << 20
+"""Log-probabilities of what was generated that nobody has been told: of one request, as of 25,000 tokens with 20
+alternatives, and of all. Each takes 120 bytes as a record, and 70 as text."""
+_RETRY_AFTER_S = 1.0
+
+
+class AnswerScores:
+    """Of one server."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self._answers: set[Untold] = set()
+
+    @contextmanager
+    def answer(self) -> Iterator[Untold]:
+        """Of one request, while it runs."""
+        untold = Untold(self)
+        self._answers.add(untold)
+        try:
+            yield untold
+        finally:
+            self._answers.remove(untold)
+            self.held -= untold.held
+
+    def make_room(self) -> None:
+        """Where all hold too many, those that hold most have to end."""
+        if self.held <= MAX_OF_ANSWERS:
+            return
+        over = self.held - MAX_OF_ANSWERS - sum(one.held for one in self._answers if one.gives_way)
+        while over > 0:
+            most = max((one for one in self._answers if not one.gives_way), key=lambda one: one.held)
+            most.gives_way = True
+            over -= most.held
+
+
+class Untold:
+    """What one request's answer holds."""
+
+    def __init__(self, budget: AnswerScores) -> None:
+        self.held = 0
+        self.gives_way = False
+        self._budget = budget
+
+    def add(self, count: int) -> None:
+        """So many more. InvalidRequest: too many of one request; Overloaded (429): of all, and here are most."""
+        self.held += count
+        self._budget.held += count
+        if self.held > MAX_OF_AN_ANSWER:
+            raise InvalidRequest(
+                f"logprobs: the answer has more than {MAX_OF_AN_ANSWER} log-probabilities that were not sent yet, with "
+                "their alternatives and over all choices; stream it, or ask for fewer tokens, choices or alternatives",
+                param="logprobs",
+            )
+        self._budget.make_room()
+        if self.gives_way:
+            raise Overloaded(
+                f"{self.held} log-probabilities of this answer: all that run may have {MAX_OF_ANSWERS} together, "
+                "and no other has more; retry later, stream it, or ask for fewer tokens, choices or alternatives",
+                status=429,
+                retry_after_s=_RETRY_AFTER_S,
+            )
+
+    def told(self, count: int) -> None:
+        """So many were sent."""
+        self.held -= count
+        self._budget.held -= count
