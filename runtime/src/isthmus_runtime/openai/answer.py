@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -317,8 +318,9 @@ class Runner:
         else:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for i in range(0, len(choices), job.n):
-                        group.create_task(self._of_one_prompt(choices[i : i + job.n], sink, arrived, untold))
+                    for i, choice in enumerate(choices):
+                        first = choices[i - i % job.n]
+                        group.create_task(self._after(first, choice, sink, arrived, untold))
             except BaseExceptionGroup as errors:
                 # The first error has cancelled the others; what they raise while ending is its echo.
                 raise first_error(errors) from errors
@@ -334,16 +336,12 @@ class Runner:
                 )
         return usage
 
-    async def _of_one_prompt(self, choices: Sequence[_Choice], sink: Sink, arrived: float, untold: Untold) -> None:
-        """All choices of a prompt: the first computes it and what is told of it, the others find its KV."""
-        first, *others = choices
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._generate(first, sink, arrived, untold))
-            if others:
-                await first.begun.wait()
-            for choice in others:
-                choice.prompt.scores = first.prompt.scores
-                group.create_task(self._generate(choice, sink, arrived, untold))
+    async def _after(self, first: _Choice, choice: _Choice, sink: Sink, arrived: float, untold: Untold) -> None:
+        """The first choice of a prompt computes it and what is told of it, the others find its KV."""
+        if choice is not first:
+            await first.begun.wait()
+            choice.prompt.scores = first.prompt.scores
+        await self._generate(choice, sink, arrived, untold)
 
     async def _generate(self, choice: _Choice, sink: Sink, arrived: float, untold: Untold) -> None:
         last = 0.0
@@ -395,10 +393,12 @@ def _best(job: Job, likelihood: Mapping[int, float]) -> Sequence[int]:
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What ended a group of tasks: a RequestError if there is one."""
-    found = errors.exceptions[0]
-    for error in errors.exceptions:
-        if isinstance(error, RequestError):
-            found = error
-            break
-    return first_error(found) if isinstance(found, BaseExceptionGroup) else found
+    """What ended a group of tasks, to be raised in its stead: a RequestError if there is one, as a copy.
+
+    Raised itself it would get `errors` as its context, which holds it, and asyncio's frame in the group's traceback
+    holds the group: cycles, which keep the prompts and answers of all tasks until the collector comes by. One group
+    within another could not be freed of them.
+    """
+    errors.__traceback__ = None
+    found = next((error for error in errors.exceptions if isinstance(error, RequestError)), errors.exceptions[0])
+    return copy.copy(found) if isinstance(found, RequestError) else found
