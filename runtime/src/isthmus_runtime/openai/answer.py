@@ -113,6 +113,16 @@ class _Choice:
         """By token: what the best of several candidates have most of."""
         return self._likelihood / max(1, self.tokens)
 
+    def named(self, error: RequestError) -> RequestError:
+        """With the client's parameter where an engine says `structure`, which is its own word."""
+        if error.param != "structure":
+            return error
+        named = copy.copy(error)
+        named.param = self._job.structure_param
+        named.message = f"{named.param}: {error.message.removeprefix('structure: ')}"
+        named.args = (named.message,)
+        return named
+
     def take_logprobs(self) -> list[TokenLogprobs]:
         """Entries of the tokens that made the text given since the last call."""
         taken, self._end = self.text.take_logprobs() + self._end, []
@@ -371,7 +381,7 @@ class Runner:
         except RequestError as error:
             # Before the first token nothing but admission is known to have happened.
             stage = "generation" if choice.tokens else "admission"
-            raise error.located(stage, choice.request.request_id) from error
+            raise choice.named(error).located(stage, choice.request.request_id) from error
 
 
 async def _after(told: Callable[[], Awaitable[None]], more: bool) -> bool:
