@@ -35,9 +35,10 @@ _MANY_IDS = 100_000
 """The same where all choices' prompts have more tokens, whose ids an answer may tell (about 10 ms of work, too)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Job:
-    """A request that was checked, and tokenised or left as text."""
+    """A request that was checked, and tokenised or left as text. Nobody changes it: to freeze so many fields would
+    take longer than to set them."""
 
     answer_id: str
     requests: tuple[GenerateRequest, ...]
@@ -85,8 +86,8 @@ class _Choice:
         self.index = index
         self.request = request
         self.text = TextStream(job.pieces, job.stop, logprobs=job.logprobs, include_stop=job.include_stop)
-        self.begun = asyncio.Event()
-        """The prompt is computed."""
+        self.begun: asyncio.Event | None = None
+        """The prompt is computed; for others that wait for it."""
         self.prompt_tokens = len(request.prompt_token_ids)
         """Told by the first chunk where the prompt is text."""
         self.tokens = 0
@@ -337,10 +338,11 @@ class Runner:
     async def _of_one_prompt(self, choices: Sequence[_Choice], sink: Sink, arrived: float, untold: Untold) -> None:
         """All choices of a prompt: the first computes it and what is told of it, the others find its KV."""
         first, *others = choices
+        begun = first.begun = asyncio.Event()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._generate(first, sink, arrived, untold))
             if others:
-                await first.begun.wait()
+                await begun.wait()
             for choice in others:
                 choice.prompt.scores = first.prompt.scores
                 group.create_task(self._generate(choice, sink, arrived, untold))
@@ -361,7 +363,8 @@ class Runner:
             if choice.text.keeps_logprobs and chunk.logprobs:
                 untold.add(_scores(chunk.logprobs))
             delta = choice.feed(chunk)
-            choice.begun.set()
+            if choice.begun is not None:
+                choice.begun.set()
             told = sink(choice, delta) if delta != _NOTHING or choice.finish else None
             more = not (choice.finish or choice.cut or choice.text.stopped)
             return more if told is None else partial(_after, told, more)
