@@ -1,9 +1,14 @@
 """What one refused write or delete keeps from being done, and what it does not. The API server is a stand-in."""
 
 import asyncio
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import yaml
+
+from isthmus_operator.api.v1alpha1 import parse
 from isthmus_operator.errors import ApiError
 from isthmus_operator.plan.contests import Contests
 from isthmus_operator.plan.desired import Desired, Name, name_of
@@ -12,6 +17,7 @@ from isthmus_operator.plan.ownership import FIELD_MANAGER
 from isthmus_operator.shell.apply import Applier, Changes
 
 Object = dict[str, Any]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "direct.yaml"
 OWNER = {"apiVersion": "serving.isthmus.dev/v1alpha1", "kind": "InferenceService", "name": "svc", "uid": "u"}
 
 
@@ -141,3 +147,29 @@ def test_what_a_policy_changes_is_written_once_and_told_once() -> None:
     assert [again("other") for _ in range(2)] == [1, 0]
     assert contests.futile(("ns", "svc")) == {}
     assert len(told) == 1
+
+
+def test_what_is_read_by_its_name_in_one_run_is_bounded() -> None:
+    """Sixteen Deployments of somebody's, each as heavy as one may be, took 30 MB in each of eight runs."""
+    service = parse(yaml.safe_load(EXAMPLE.read_text()))
+    ours = {**OWNER, "name": service.name, "uid": service.uid}
+    heavy = {"data": {f"{number:05x}": "ab" for number in range(9_000)}}
+    there = [body("ConfigMap", f"theirs-{number}", owned=False, **heavy) for number in range(9)]
+    there += [body("ConfigMap", f"ours-{number}", **heavy) for number in range(9)]
+    there += [body("ConfigMap", "small", owned=False, data={"a": "b"})]
+    for one in there:
+        if one["metadata"]["name"].startswith("ours"):
+            one["metadata"]["ownerReferences"] = [ours]
+    makers = [{**body("Deployment", f"big-{number}", owned=False), "spec": {"x": ["y"] * 9_000}} for number in range(9)]
+    server = Server(lambda verb, kind: False, there + makers)
+    applier = Applier(server, lambda verb, written: None)  # type: ignore[arg-type]
+    wanted = [{**body(one["kind"], one["metadata"]["name"])} for one in there]
+    for one in wanted:
+        one["metadata"]["ownerReferences"] = [ours]
+    wanted += [body("Deployment", one["metadata"]["name"], owned=False) for one in makers]
+    found = asyncio.run(applier.standing(wanted, {}, service))
+    assert len(found) == len(wanted) and all(found.values())
+    whole = {name for (_, name), one in found.items() if one and ("data" in one or "x" in one.get("spec", {}))}
+    assert "small" in whole and 1 < len(whole) < 8
+    assert all(name == "small" or name.startswith("ours") for name in whole)
+    assert sum(len(json.dumps(one)) for one in found.values()) < 4 * 1024 * 1024

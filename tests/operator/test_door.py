@@ -323,8 +323,8 @@ def test_addresses_that_send_large_reviews_slowly_do_not_keep_others_out(
                 assert (await whole.readline()).startswith(b"HTTP/1.1 200")
             assert len(there.asked) == 3
             ended = [asyncio.ensure_future(reader.readline()) for reader, _ in slow]
-            done, rest = await asyncio.wait(ended, timeout=0)
-            assert {answer.result()[:12] for answer in done} <= {b"HTTP/1.1 408"}
+            done, rest = await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+            assert {answer.result()[:12] for answer in done} == {b"HTTP/1.1 408"}
             for waiting in rest:
                 waiting.cancel()
 
@@ -450,9 +450,23 @@ def test_of_too_many_the_newest_of_whoever_has_most_leave() -> None:
 
 
 @pytest.mark.parametrize("tls", [True, False])
-def test_who_waits_at_the_door_comes_in_when_others_are_answered(tls: bool, pair: Path) -> None:
+def test_who_waits_at_the_door_comes_in_when_others_are_answered(
+    tls: bool, pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
-        go = asyncio.Event()
+        go, all_came = asyncio.Event(), asyncio.Event()
+        come = door._Guests.come
+
+        def counted(guests: Any, guest: Any, now: float) -> Any:
+            entered = come(guests, guest, now)
+            if len(guests.waiting) == door.MOST_OF_ONE:
+                all_came.set()
+            return entered
+
+        monkeypatch.setattr(door._Guests, "come", counted)
+        # Else the first, who have asked nothing yet, might give way to the last.
+        monkeypatch.setattr(door, "QUIET_S", WITHIN_S)
+        monkeypatch.setattr(door, "WAIT_S", WITHIN_S)
 
         async def slowly(request: web.Request) -> web.Response:
             await go.wait()
@@ -470,9 +484,49 @@ def test_who_waits_at_the_door_comes_in_when_others_are_answered(tls: bool, pair
                     return await answer.text(), answer.headers.get("Connection", "")
 
             many = [asyncio.create_task(ask()) for _ in range(2 * door.MOST_OF_ONE)]
-            asyncio.get_running_loop().call_later(0.3, go.set)  # some have come by then, or all: either is well
+            await all_came.wait()
+            go.set()
             answers = await asyncio.gather(*many)
             assert {text for text, _ in answers} == {"done"}
+
+    run(main)
+
+
+def test_who_waits_comes_in_when_those_inside_have_said_nothing_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nobody else comes, and nobody is answered."""
+    monkeypatch.setattr(door, "QUIET_S", 1.0)
+
+    async def main() -> None:
+        async with serve_health("127.0.0.1", 0) as port:
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(door.MOST_OF_ONE)]
+            async with aiohttp.ClientSession() as client, client.get(f"http://127.0.0.1:{port}/healthz") as answer:
+                assert answer.status == 200
+            for _, writer in silent:
+                writer.transport.abort()
+
+    run(main)
+
+
+def test_a_large_review_does_not_give_way_because_this_process_stood_still() -> None:
+    async def main() -> None:
+        loop, late = asyncio.get_running_loop(), 0.0
+        clock = loop.time
+        loop.time = lambda: clock() + late  # type: ignore[method-assign]
+        large, ended = webhook.Large(), asyncio.Event()
+
+        async def read(address: str) -> None:
+            async with asyncio.timeout(1000.0) as timer, large.turn(address, timer):
+                await ended.wait()
+
+        readers = [asyncio.create_task(read(f"a{number % 2}")) for number in range(webhook.LARGE_AT_ONCE)]
+        waits = asyncio.create_task(read("b"))
+        await asyncio.sleep(0)
+        late += 30.0
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not any(reader.done() for reader in readers)
+        ended.set()
+        await asyncio.gather(*readers, waits)
 
     run(main)
 

@@ -383,6 +383,21 @@ def test_no_profile_lets_a_patch_take_the_labels_by_which_pods_are_found(patch: 
         admit(changed(roles__prefill__podPatch=patch), Profile(restricted=False))
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"$patch": "replace"},
+        {"$patch": "delete"},
+        {"containers": None},
+        {"containers": {"$patch": "delete"}},
+        {"containers": [{"name": "sidecar"}, {"name": "engine", "$patch": "delete"}]},
+    ],
+)
+def test_no_profile_lets_a_patch_take_the_container_that_a_pod_is_for(spec: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSpec, match=r"podPatch\.spec\S*: .*(would remove the container|a list of containers)"):
+        admit(changed(roles__prefill__podPatch={"spec": spec}), Profile(restricted=False))
+
+
 @given(patch=sample(allowed_patch.allowed_patch("engine")))
 @example(patch={"metadata": {"labels": {"$patch": "replace"}}})
 def test_no_patch_that_passes_gives_a_pod_more_than_pod_security_restricted(patch: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from isthmus_operator.api.v1alpha1 import parse
 from isthmus_operator.commands.completion import script
 from isthmus_operator.commands.log_lines import OneLine
 from isthmus_operator.commands.parser import SHELLS, build_parser
-from isthmus_operator.errors import Problem
+from isthmus_operator.errors import InvalidSpec, Problem
 from isthmus_operator.plan import autoscale, ownership
 from isthmus_operator.plan.observed import EngineFacts, Facts
 from isthmus_operator.plan.ownership import (
@@ -510,3 +510,43 @@ def test_what_users_write_is_a_part_of_one_line_of_the_log() -> None:
     assert first == "ERROR n: failed, größer" and len(rest) > 2
     assert all(line.startswith("    ") and line.isprintable() for line in rest)
     assert str(Problem("spec.x\ny", "m", "a", "f")) == "spec.x\\ny: m; allowed: a; fix: f"
+
+
+def test_what_is_said_of_a_resource_is_bounded() -> None:
+    """5 KB of nested names were answered, and logged, with 290 KB."""
+    problems = [Problem("spec" + f".{'n' * 313}" * 14, "m" * 4000, "a", "f")] * 64
+    text = str(InvalidSpec("x", problems))
+    assert len(text) < 12_000 and "64 problems" in text and text.endswith(" more")
+    assert "n.nnn" in text and str(problems[0]).startswith("spec.nnn")
+    few = str(InvalidSpec("x", problems[:2]))
+    assert few.count("\n") == 2 and "more" not in few
+    record = logging.LogRecord("n", logging.ERROR, "", 0, "x" * 100_000, (), None)
+    assert len(OneLine("%(message)s").format(record)) < 9000
+
+
+def test_namespaces_have_turns_at_the_workers() -> None:
+    """Eight services of one, changed once a second, delayed everybody else's by seconds."""
+
+    async def main() -> None:
+        order: list[Key] = []
+        go, done = asyncio.Event(), asyncio.Event()
+
+        async def work(key: Key) -> None:
+            order.append(key)
+            await go.wait()
+            if len(order) == 8:
+                done.set()
+
+        queue = WorkQueue(work, failed=lambda key, error: None, pauses=FAST)
+        many = [("many", str(number)) for number in range(6)]
+        for key in (*many, ("few", "a"), ("other", "b")):
+            queue._now(key)
+        running = asyncio.create_task(queue.run(1))
+        go.set()
+        await done.wait()
+        running.cancel()
+        await asyncio.wait((running,))
+        assert order[:4] == [many[0], ("few", "a"), ("other", "b"), many[1]]
+        assert [key for key in order if key[0] == "many"] == many
+
+    asyncio.run(asyncio.wait_for(main(), 30))

@@ -48,7 +48,7 @@ def cluster() -> Iterator[Cluster]:
         return
     need(ours, FULL)
     attached = clusters.attach(ours, cli.default_folder(ours))
-    if attached is not None:
+    if attached is not None and attached.nodes:  # the light form runs no containers
         yield attached
         return
     cli.sweep(ours)

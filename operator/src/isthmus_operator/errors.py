@@ -15,10 +15,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_MOST_TEXT = 8192
+"""Characters of all problems of a resource: the API server carries them to its client and into its audit log."""
+
 
 def one_line(text: str) -> str:
     """The text with what does not print, ends of lines too, as Python writes it."""
     return text if text.isprintable() else "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def shortened(text: str, most: int = 512) -> str:
+    """The text without its middle where it is long."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[-most // 3 :]}"
 
 
 class UserError(ValueError):
@@ -45,8 +53,9 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        # Keys of users are in the path.
-        return one_line(f"{self.path}: {self.message}; allowed: {self.allowed}; fix: {self.fix}")
+        # Keys of users are in all of them.
+        path, message, allowed, fix = map(shortened, (self.path, self.message, self.allowed, self.fix))
+        return one_line(f"{path}: {message}; allowed: {allowed}; fix: {fix}")
 
 
 class InvalidSpec(UserError):
@@ -55,7 +64,12 @@ class InvalidSpec(UserError):
     def __init__(self, name: str, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
         count = f"{len(self.problems)} problem" + ("s" if len(self.problems) != 1 else "")
-        lines = "".join(f"\n  {problem}" for problem in self.problems)
+        lines = ""
+        for number, problem in enumerate(self.problems):
+            if len(lines) > _MOST_TEXT:
+                lines += f"\n  and {len(self.problems) - number} more"
+                break
+            lines += f"\n  {problem}"
         super().__init__(f"InferenceService {name or '(no name)'}: {count}{lines}")
 
 

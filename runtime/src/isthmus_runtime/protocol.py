@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import json
 from base64 import b64decode, b64encode
-from typing import Annotated, Literal
+from dataclasses import replace
+from functools import lru_cache
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
@@ -54,6 +56,12 @@ PEER_URL = r"^(http://([0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5
 """An engine's address as discovery makes it: an IP address and a port, no name, no path, no user."""
 
 
+MANY_ALLOWED = 256
+"""Ids that may be drawn from which they go as a mask."""
+MAX_ALLOWED_TEXT = 1 << 18
+"""Of a vocabulary of 1.5 million."""
+
+
 class _Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,11 +80,16 @@ class WireRequest(_Wire):
     pooling: PoolingParams | None = None
     prompt: PromptText | None = None
     """Instead of ids; only for engines that say that they tokenise as the router does (`EngineInfo.tokenizer`)."""
+    allowed: str = Field(default="", max_length=MAX_ALLOWED_TEXT)
+    """`sampling.allowed_token_ids` where these are many: a bit for each id, the first one the lowest, in base64. Each
+    of 128 choices carries them."""
 
     @model_validator(mode="after")
     def _check(self) -> WireRequest:
         if bool(self.prompt_token_ids) == (self.prompt is not None):
             raise ValueError("give prompt_token_ids or prompt, and not both")
+        if self.allowed and (self.sampling.allowed_token_ids or not ids_of_mask(self.allowed)):
+            raise ValueError("allowed must name an id, and sampling.allowed_token_ids be empty beside it")
         return self
 
     def to_request(self) -> GenerateRequest:
@@ -84,7 +97,9 @@ class WireRequest(_Wire):
         return GenerateRequest(
             request_id=self.request_id,
             prompt_token_ids=self.prompt_token_ids,
-            sampling=self.sampling,
+            sampling=replace(self.sampling, allowed_token_ids=ids_of_mask(self.allowed))
+            if self.allowed
+            else self.sampling,
             priority=self.priority,
             cache_salt=self.cache_salt,
             timeout_s=self.timeout_s,
@@ -97,11 +112,13 @@ class WireRequest(_Wire):
     @staticmethod
     def of(request: GenerateRequest) -> WireRequest:
         """Inverse of `to_request`."""
+        allowed = _allowed(request)
         ids = {"prompt_token_ids": request.prompt_token_ids} if request.prompt is None else {}
         return WireRequest(
             request_id=request.request_id,
             **ids,
-            sampling=request.sampling,
+            sampling=replace(request.sampling, allowed_token_ids=()) if allowed else request.sampling,
+            allowed=allowed,
             priority=request.priority,
             cache_salt=request.cache_salt,
             timeout_s=request.timeout_s,
@@ -113,7 +130,8 @@ class WireRequest(_Wire):
 
 
 _REQUEST = TypeAdapter(GenerateRequest).serializer
-_ROUTERS_OWN = {"prompt_group"}
+_ROUTERS_OWN = {"prompt_group": True}
+_AND_ALLOWED: Any = {**_ROUTERS_OWN, "sampling": {"allowed_token_ids"}}
 
 
 def request_json(request: GenerateRequest) -> bytes:
@@ -122,7 +140,37 @@ def request_json(request: GenerateRequest) -> bytes:
     What has its default is left out. During a rollout routers call engines of an older version, which refuse a field
     that they do not know: only requests that use a new one must fail there. So no default may change between versions.
     """
-    return _REQUEST.to_json(request, exclude_defaults=True, exclude=_ROUTERS_OWN)
+    allowed = _allowed(request)
+    if not allowed:
+        return _REQUEST.to_json(request, exclude_defaults=True, exclude=_ROUTERS_OWN)
+    return b'%b,"allowed":"%b"}' % (
+        _REQUEST.to_json(request, exclude_defaults=True, exclude=_AND_ALLOWED)[:-1],
+        allowed.encode(),
+    )
+
+
+def _allowed(request: GenerateRequest) -> str:
+    ids = request.sampling.allowed_token_ids
+    return mask_of_ids(ids) if len(ids) > MANY_ALLOWED else ""
+
+
+@lru_cache(8)
+def mask_of_ids(ids: tuple[int, ...]) -> str:
+    """Ids as a bit each, in base64. Kept: all choices of a request have the same."""
+    bits = bytearray(max(ids) // 8 + 1)
+    for i in ids:
+        bits[i >> 3] |= 1 << (i & 7)
+    return b64encode(bits).decode()
+
+
+@lru_cache(8)
+def ids_of_mask(mask: str) -> tuple[int, ...]:
+    """Inverse of `mask_of_ids`, in rising order; one tuple for all that ask for the same. ValueError for other text."""
+    raw = b64decode(mask, validate=True)
+    return tuple(8 * at + bit for at, byte in enumerate(raw) if byte for bit in _BITS[byte])
+
+
+_BITS = tuple(tuple(bit for bit in range(8) if byte >> bit & 1) for byte in range(256))
 
 
 class _Reading(_Wire):

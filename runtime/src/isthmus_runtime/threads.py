@@ -1,10 +1,13 @@
-"""Pools of threads that run before they are needed."""
+"""Pools of threads that run before they are needed, and work on threads whose failures are told."""
 
 from __future__ import annotations
 
+import logging
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
+_log = logging.getLogger(__name__)
 _START_S = 30.0
 
 
@@ -20,3 +23,21 @@ def running_pool(count: int, name: str) -> ThreadPoolExecutor:
     for done in [pool.submit(meeting.wait, _START_S) for _ in range(count)]:
         done.result()
     return pool
+
+
+def send(pool: ThreadPoolExecutor, work: Callable[..., object], *arguments: object) -> None:
+    """Have the pool do work whose result nobody waits for. What it raises is logged."""
+    pool.submit(work, *arguments).add_done_callback(_tell)
+
+
+def _tell(done: Future[object]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        _log.error("work on a thread failed", exc_info=error)
+
+
+def guarded(call: Callable[..., object], *arguments: object) -> None:
+    """Call it. What it raises is logged: the thread that calls has others to serve."""
+    try:
+        call(*arguments)
+    except Exception:
+        _log.exception("a call on the thread %s failed", threading.current_thread().name)

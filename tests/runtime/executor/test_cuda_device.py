@@ -69,19 +69,22 @@ def test_no_card_an_old_card_and_a_torch_without_cuda(card: pytest.MonkeyPatch) 
     assert "is built without CUDA" in cuda.unusable()
 
 
+@pytest.mark.parametrize("asked", ["cuda", "auto"])
 @pytest.mark.parametrize(
     "message", ["all CUDA-capable devices are busy or unavailable", "out of memory", "GPU is lost"]
 )
-def test_a_card_that_cannot_be_opened_is_told_in_a_line(message: str, card: pytest.MonkeyPatch) -> None:
-    """The driver describes such a card, and fails when somebody computes on it."""
+def test_a_card_that_cannot_be_opened_is_told_in_a_line(message: str, asked: str, card: pytest.MonkeyPatch) -> None:
+    """The driver describes such a card, and fails when somebody computes on it. Nobody gets a CPU in its stead."""
 
     def fail(_: object) -> None:
         raise torch.AcceleratorError(f"CUDA error: {message}\nCUDA kernel errors might be reported later")
 
     card.setattr(torch.cuda, "set_device", lambda _: None)
     card.setattr(torch.cuda, "Stream", fail)
-    with pytest.raises(ConfigError, match=rf"--device cuda: cuda:0 cannot be opened \(CUDA error: {message}\); .*Xid"):
-        open_device("cuda")
+    with pytest.raises(
+        ConfigError, match=rf"--device {asked}: cuda:0 cannot be opened \(CUDA error: {message}\); .*Xid"
+    ):
+        open_device(asked)
 
 
 def test_a_rank_without_a_card_of_its_own(card: pytest.MonkeyPatch) -> None:

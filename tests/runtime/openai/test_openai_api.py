@@ -15,7 +15,7 @@ from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
-from isthmus_runtime.openai import answer, untold
+from isthmus_runtime.openai import answer, plan, untold
 from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.sse import ChatFormat, CompletionFormat
@@ -318,6 +318,35 @@ def test_the_log_probabilities_that_an_answer_holds_are_bounded(serve, run, monk
                 assert answer.status == 200 and text.endswith("data: [DONE]\n\n") and "error" not in text
             else:
                 assert answer.status == 400 and "more than 100 log-probabilities" in text and "stream it" in text
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"allowed_token_ids": list(range(200))}, "allowed_token_ids"),
+        ({"prompt": [5] * 100}, "n"),
+        ({"structured_outputs": {"regex": "a" * 300}}, "structured_outputs"),
+    ],
+)
+def test_what_all_choices_carry_is_bounded(serve, run, monkeypatch, more, name):
+    """333 KB of ids in 128 choices became 128 bodies of 333 KB between router and engine."""
+    monkeypatch.setattr(plan, "MAX_COPIED_IDS", 700)
+    monkeypatch.setattr(plan, "MAX_COPIED_TEXT", 1000)
+
+    async def main():
+        async with serve(lambda request: [65, 2]) as api:
+            ask = {"model": "tiny", "prompt": "x", "max_tokens": 2} | more
+            for count in (1, 8):
+                body = {**ask, "n": count}
+                async with aiohttp.ClientSession() as http, http.post(f"{api.url}/v1/completions", json=body) as answer:
+                    found = await answer.json()
+                if count == 1:
+                    assert answer.status == 200 or "not available here" in str(found)
+                else:
+                    assert answer.status == 400 and found["error"]["param"] == name, found
+                    assert "in 8 choices" in found["error"]["message"]
 
     run(main())
 

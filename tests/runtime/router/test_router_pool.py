@@ -283,6 +283,37 @@ def test_a_router_that_stood_still_does_not_blame_its_engines(rig, run, kit, hel
     run(main())
 
 
+def test_an_engine_that_sends_tokens_is_not_lost_though_it_answers_no_probe(rig, run, kit):
+    """Bodies for hundreds of choices held up its answers to probes for 5 s: every stream on it ended with 502."""
+
+    async def main():
+        engine, asked, enough = kit.Engine("unified"), asyncio.Event(), False
+
+        def script():
+            while not enough:
+                asked.clear()
+                yield kit.tokens(1)
+                yield asked
+            yield kit.done(2)
+
+        engine.local_script = script()
+        async with rig(engine, dead_after_s=0.4) as r:
+            known, probes = r.pool._engines[engine.url], engine.probes
+            engine.frozen = asyncio.Event()
+            last = None
+            async for chunk in r.backend.generate(kit.request()):
+                (hold,) = known.holds or {None}
+                assert hold is None or not hold.lost
+                assert states(r.pool)[engine.url] == ("ready", "")
+                # Two in a row without an answer, and then nothing else for as long, would end it.
+                enough, last = engine.probes >= probes + 5 and known.failures >= 4, chunk
+                asked.set()
+            assert last.token_ids[-1] == 2
+            engine.frozen.set()
+
+    run(main())
+
+
 @pytest.mark.parametrize("answer", [set(), OSError("Temporary failure in name resolution")])
 def test_accepts_clients_though_prefill_has_no_pods(rig, run, kit, answer):
     """`ready` says that nobody can be served; clients shall hear that from the router, not a refused connection. DNS

@@ -596,6 +596,31 @@ def test_inflated_bytes_count_as_those_that_were_sent(run):
     run(main())
 
 
+def test_inflated_bodies_whose_handlers_wait_hold_their_bytes_and_the_next_is_refused(run):
+    """Nobody reads them further, so they give way to no other: the earlier ones are the larger ones."""
+
+    async def main():
+        held, go = [], asyncio.Event()
+
+        async def serve(call):
+            held.append(len(await call.read()))
+            await go.wait()
+            await call.reply(200, {}, b"")
+
+        async with served(serve, max_body_memory=1_000_000) as s:
+            asked = []
+            for number in range(8):
+                packed = gzip.compress(b"x" * (230_000 - number))
+                asked.append(asyncio.create_task(s.raw(post(packed, "Content-Encoding: gzip", close=True))))
+                await until(lambda: len(held) + sum(one.done() for one in asked) == len(asked))
+            assert len(held) == 4 and sum(held) <= s.server.server_state.bodies.used <= 1_000_000
+            go.set()
+            statuses = [parse(answer)[0][0] for answer in await asyncio.gather(*asked)]
+            assert statuses == [200] * 4 + [503] * 4
+
+    run(main())
+
+
 def test_what_was_refused_leaves_no_bytes_behind(run):
     """Nor a cycle that would keep them until the collector comes by, which is seldom in a router."""
 
@@ -1052,22 +1077,22 @@ async def large(call):
     await call.reply(200, {}, b"x" * (8 << 20))
 
 
-def reader_of_nothing(port, head=b""):
-    """A connection that has asked, and reads none of the answer."""
+def reader_of_nothing(port, head=b"", times=1):
+    """A connection that has asked so many times, and reads nothing of the answers."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sock.connect(("127.0.0.1", port))
-    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%bContent-Length: 0\r\n\r\n" % head)
+    sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%bContent-Length: 0\r\n\r\n" % head * times)
     return sock
 
 
-@pytest.mark.parametrize("head", [b"", b"Connection: close\r\n"])
-def test_an_answer_of_which_nothing_is_read_ends(run, head):
+@pytest.mark.parametrize(("head", "times"), [(b"", 1), (b"", 2), (b"Connection: close\r\n", 1)])
+def test_an_answer_of_which_nothing_is_read_ends(run, head, times):
     """Its connection stayed for good: closing it waited for the rest to be read."""
 
     async def main():
         async with served(large, stuck_s=0.2) as there:
-            with reader_of_nothing(there.port, head):
+            with reader_of_nothing(there.port, head, times):
                 await until(lambda: any(c.unread for c in there.connections))
                 await until(lambda: not there.connections)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -169,20 +168,36 @@ def test_a_process_that_does_not_get_to_run_says_nothing_of_the_grammar(
     run(work, model)
 
 
-def test_a_process_that_others_kill_says_nothing_of_the_grammar(model: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_that_others_kill_says_nothing_of_the_grammar(
+    model: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
     asked = Structure("regex", "abcd")
 
     async def work(checker: Checker) -> None:
         await checker.check(GOOD, "x")
-        task = asyncio.create_task(checker.check(asked, "x"))
-        while not task.done():
-            if checker._process is not None and checker._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):  # reaped, and its end not told yet
-                    os.kill(pid_of(checker), signal.SIGKILL)
-            await asyncio.sleep(0.001)
-        with pytest.raises(Overloaded, match=r"killed twice|did not start"):
-            await task
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_answer", killed)
+            with pytest.raises(Overloaded, match="killed twice"):
+                await checker.check(asked, "x")
         await checker.check(asked, "x")
+
+    async def killed(process: asyncio.subprocess.Process, _: Structure) -> bytes:
+        process.send_signal(number)
+        return b""
+
+    run(work, model)
+
+
+def test_a_process_that_does_not_start_says_nothing_of_the_grammar(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(checker: Checker) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_START_TIMEOUT_S", 0.0)
+            with pytest.raises(Overloaded, match="did not start within 0 s"):
+                await checker.check(GOOD, "x")
+        await checker.check(GOOD, "x")
 
     run(work, model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from llguidance import LLParserLimits
 from tokenizers import Tokenizer
 
-from isthmus_runtime.errors import EngineFailed, InvalidRequest
+from isthmus_runtime.errors import EngineFailed, InvalidRequest, Overloaded
 from isthmus_runtime.interfaces.steps import Outgrown
 from isthmus_runtime.request import Structure
 from isthmus_runtime.structured import grammars as module
@@ -172,6 +173,10 @@ def test_a_grammar_that_proves_too_much_work_is_the_request_s_fault(grammars: Gr
     """Its first mask is cheap, so that compiling accepts it: engines would fail one after another, each with a 500."""
     guide = grammars.guide(Structure("regex", "a{1000000}"))
     token = next(i for i in allowed_ids(guide.allowed([])) if i not in EOS)
+    for _ in range(2):
+        with pytest.raises(Outgrown) as outgrown:
+            guide.allowed([token])
+        outgrown.value.renew()
     with pytest.raises(InvalidRequest, match=r"after 0 tokens: .*simplify the grammar") as caught:
         guide.allowed([token])
     assert caught.value.param == "structure"
@@ -256,6 +261,7 @@ def few_states(monkeypatch: pytest.MonkeyPatch, model: Path, most: int) -> Gramm
 def test_a_lexer_that_others_have_used_up_is_replaced_for_all(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests with one grammar share it: no request's text may end another one, nor those that come later."""
     grammars = few_states(monkeypatch, model, 500)
+    monkeypatch.setattr(module, "_LEAST_SHARED", 1000)
     made, compiled = list[Structure](), grammars._compile
 
     def counted(structure: Structure) -> Any:
@@ -302,3 +308,68 @@ def test_kept_grammars_are_bounded_by_their_texts(grammars: Grammars, monkeypatc
     grammars.guide(small)
     assert grammars.known(large) is None and grammars.known(small) is not None
     assert grammars._size == 60
+
+
+@pytest.mark.parametrize("text", ["[a-z]*[aeiou][a-z]{3}", "(ab|cd|e){2,40}"])
+def test_tokens_of_a_slow_grammar_are_taken_in_apart_with_the_same_masks(
+    model: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """llguidance holds the interpreter's lock while it takes tokens in: milliseconds of everybody's steps."""
+    grammars, structure = Grammars.load(model, eos_token_ids=EOS, vocab_size=VOCAB), Structure("regex", text)
+    plain, apart = grammars.guide(structure), grammars.guide(structure)
+    rng, generated = random.Random(3), list[int]()
+    for _ in range(30):
+        monkeypatch.setattr(module, "_SLOW_S", 1e9)
+        wanted = plain.allowed(generated), plain.forced(generated, 4)
+        monkeypatch.setattr(module, "_SLOW_S", -1.0)
+        assert (apart.allowed(generated), apart.forced(generated, 4)) == wanted
+        ids = [i for i in allowed_ids(wanted[0]) if i not in EOS]
+        if not ids:
+            break
+        generated += rng.choices(ids, k=1)
+    assert plain._apart is None and apart._apart is not None and apart.apart_s > 0
+    with pytest.raises((InvalidRequest, EngineFailed)):
+        apart.allowed([*generated, 409])
+
+
+def test_who_goes_on_shares_the_next_lexer_and_the_next(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = few_states(monkeypatch, model, 500)
+    guide = grammars.guide(SPENDS)
+    count, renewed, error = follow(guide, 250, seed=0)
+    assert (count, error) == (250, "") and renewed > 2
+    assert not grammars._places and grammars._compiled[SPENDS] is guide._shared
+
+
+def test_few_have_a_lexer_of_their_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each may be tens of megabytes, and a request may have 128 choices."""
+    grammars = few_states(monkeypatch, model, 500)
+    monkeypatch.setattr(module, "_LEAST_SHARED", 1000)
+    monkeypatch.setattr(module, "_MOST_ALONE", 2)
+    guides = [grammars.guide(SPENDS) for _ in range(3)]
+    lengths = [follow(guide, 250, seed)[0] for seed, guide in enumerate(guides[:2])]
+    assert all(length < 250 for length in lengths) and len(grammars._places) == 2
+    with pytest.raises(Overloaded, match="which 2 other requests have now; simplify it, or retry later") as caught:
+        follow(guides[2], 250, seed=2)
+    assert caught.value.status == 429
+    gc.disable()
+    try:
+        guides.clear()
+        assert not grammars._places, "they wait for the collector"
+    finally:
+        gc.enable()
+
+
+def test_whatever_of_a_lexer_is_used_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its states, or the expressions that these are made of."""
+    words = set[str]()
+    for states in (500, 1 << 20):
+        monkeypatch.setattr(module, "_LEAST_SHARED", 1 << 20)
+        grammars = few_states(monkeypatch, model, states)
+        structure = SPENDS if states == 500 else Structure("regex", r"(.|\n)*[ae ](.|\n){300}c")
+        for seed in range(3):
+            guide = grammars.guide(structure)
+            _, renewed, error = follow(guide, 400, seed)
+            if error:
+                assert renewed == 2 and "lexer error: " in error, error
+                words.add(error.partition("lexer error: ")[2][:14])
+    assert "too many state" in words, words

@@ -110,3 +110,22 @@ def test_only_who_said_so_a_moment_ago_and_knew_the_ticket_is_written_to(monkeyp
         assert not peers.may_write(peer, "a"), "it may be another process by now"
     finally:
         peers.close()
+
+
+def test_what_cannot_be_asked_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits for the answer gets one, and the thread goes on."""
+
+    def fails(*_: object) -> str:
+        raise RuntimeError("of the library")
+
+    monkeypatch.setattr(module, "greeting_problem", fails)
+    peers = Peers(lambda: 100.0)
+    told, answers = SimpleQueue[str](), SimpleQueue[Answer]()
+    try:
+        for _ in range(9):  # more than there are threads
+            peers.greet(Peer("127.0.0.1:1", "127.0.0.1:2", "decode"), b"claim", "a", told.put)
+            assert "cannot be asked: RuntimeError('of the library')" in told.get(timeout=WAIT_S)
+        peers.ask_drain("http://127.0.0.1:99999", "decode", "a", answers.put)  # no port
+        assert answers.get(timeout=WAIT_S) is Answer.UNKNOWN
+    finally:
+        peers.close()

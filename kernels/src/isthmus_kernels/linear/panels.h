@@ -33,6 +33,8 @@ struct Ahead {
 // Words of one pass over a panel at most. Longer passes start and end less often; the panel's slice streams from L2 and
 // leaves room there for the rows.
 constexpr int64_t DEPTH = 1024;
+// From so many tiles on the first one leaves the slice in fp32 for the others: widening takes 2 instructions beside 24.
+constexpr int64_t WIDE_TILES = 4;
 
 struct pair {
     uint32_t bits;
@@ -48,11 +50,13 @@ template <class W>
 struct Kind {
     typedef float Row;
     static constexpr int64_t COLUMNS = 1;  // of a word
+    static constexpr bool WIDENED = sizeof(W) < sizeof(float);
 };
 template <>
 struct Kind<pair> {
     typedef pair Row;
     static constexpr int64_t COLUMNS = 2;
+    static constexpr bool WIDENED = false;
 };
 
 struct Floats {
@@ -89,11 +93,18 @@ INLINE vf multiply_add(vf sum, vu w, pair x) {
 template <int M>
 constexpr int ABREAST = 2 * M <= MR ? 2 : 1;
 
+// What a tile leaves in `wide` of a narrow weight's words: fp32, for the tiles after it.
+INLINE void keep(float *wide, const Floats &row) {
+    store(wide, row.lo);
+    store(wide + VW, row.hi);
+}
+INLINE void keep(float *, const Pairs &) {}
+
 // One register tile: c[m] = start + sum over k of a(m, k) * panel[k], with start = c[m], the bias or zero.
 // `row_step` and `k_step` place a(m, k). P panels, whose weights are `w_step` apart and their channels side by side.
-template <int M, int P, bool FAR, class A, class W>
+template <int M, int P, bool FAR, bool KEEP, class A, class W>
 void tile(float *c, int64_t c_step, const float *bias, bool resume, const A *a, int64_t row_step, int64_t k_step,
-          const W *w, int64_t w_step, int64_t depth, const Ahead &ahead) {
+          const W *w, int64_t w_step, int64_t depth, const Ahead &ahead, float *wide) {
     vf lo[P][M], hi[P][M];
     for (int p = 0; p < P; p++)
         for (int m = 0; m < M; m++) {
@@ -106,6 +117,7 @@ void tile(float *c, int64_t c_step, const float *bias, bool resume, const A *a, 
         for (int p = 0; p < P; p++) {
             const W *at = w + p * w_step + k * NR;
             const auto row = panel_row(at);
+            if (KEEP) keep(wide + k * NR, row);
             for (size_t byte = 0; byte < NR * sizeof(W); byte += 64)
                 __builtin_prefetch((const char *)at + ahead.near + byte, 0, 3);
             if (FAR) __builtin_prefetch(ahead.far + k * ahead.step, 0, 2);
@@ -131,12 +143,12 @@ void tile(float *c, int64_t c_step, const float *bias, bool resume, const A *a, 
 #endif
 #define EACH_ROWS(CASE) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) MORE_ROWS(CASE)
 
-template <class A, class W>
+template <bool KEEP, class A, class W>
 void any_tile(int64_t rows, float *c, int64_t c_step, const float *bias, bool resume, const A *a, int64_t row_step,
-              int64_t k_step, const W *w, int64_t depth, const Ahead &ahead) {
+              int64_t k_step, const W *w, int64_t depth, const Ahead &ahead, float *wide) {
 #define CASE(M) \
     case M:     \
-        return tile<M, 1, true>(c, c_step, bias, resume, a, row_step, k_step, w, 0, depth, ahead);
+        return tile<M, 1, true, KEEP>(c, c_step, bias, resume, a, row_step, k_step, w, 0, depth, ahead, wide);
     switch (rows) { EACH_ROWS(CASE) }
 #undef CASE
 }
@@ -185,8 +197,8 @@ void skinny_rows(O *out, const A *x, const W *w, const float *bias, int64_t n, i
         const auto take = [&](auto at_once, int64_t p, const float *from) __attribute__((always_inline)) {
             constexpr int64_t width = at_once.value * NR;
             float *to = direct(out + p * NR, true);
-            tile<M, at_once.value, false>(to ? to : c, to ? out_step : width, from, false, x, x_step, 1, w + p * NR * k,
-                                          NR * k, k, ahead);
+            tile<M, at_once.value, false, false>(to ? to : c, to ? out_step : width, from, false, x, x_step, 1,
+                                                 w + p * NR * k, NR * k, k, ahead, nullptr);
             if (!to) copy_rows(out + p * NR, out_step, c, M, width, width);
         };
         int64_t p = begin;
@@ -194,7 +206,8 @@ void skinny_rows(O *out, const A *x, const W *w, const float *bias, int64_t n, i
         for (; p + P <= whole; p += P) take(Number<P>(), p, bias ? bias + p * NR : nullptr);
         for (; p < whole; p++) take(Number<1>(), p, bias ? bias + p * NR : nullptr);
         for (; p < end; p++) {
-            tile<M, 1, false>(c, NR, panel_bias(bias, p, n, edge), false, x, x_step, 1, w + p * NR * k, 0, k, ahead);
+            tile<M, 1, false, false>(c, NR, panel_bias(bias, p, n, edge), false, x, x_step, 1, w + p * NR * k, 0, k,
+                                     ahead, nullptr);
             copy_rows(out + p * NR, out_step, c, M, n - p * NR, NR);
         }
     });
@@ -292,22 +305,38 @@ void turn_rows(A *packed, const X *x, int64_t m, int64_t k, int64_t x_step, int6
     });
 }
 
+// Words of one pass where a row has k.
+INLINE int64_t pass_depth(int64_t k) {
+    const int64_t passes = (k + DEPTH - 1) / DEPTH;
+    return (k + passes - 1) / passes;
+}
+
+// Words in which a thread keeps a slice of a panel in fp32.
+template <class W>
+INLINE int64_t wide_words(int64_t k, int64_t tiles) {
+    return Kind<W>::WIDENED && tiles >= WIDE_TILES ? pass_depth(k) * NR : 0;
+}
+
+// `wide` has wide_words of each thread.
 template <class W, class A, class O>
 void blocked(O *out, const A *packed, const W *w, const float *bias, int64_t m, int64_t n, int64_t k, int64_t out_step,
-             int64_t tiles) {
+             int64_t tiles, float *wide) {
     const int64_t panels = (n + NR - 1) / NR;
-    const int64_t passes = (k + DEPTH - 1) / DEPTH, depth = (k + passes - 1) / passes;
+    const int64_t depth = pass_depth(k), passes = (k + depth - 1) / depth;
     const int64_t fit = ROW_BYTES / (MR * k * int64_t(sizeof(A))), most = fit < 1 ? 1 : smaller(fit, ROWS);
     const int64_t row_tasks = (tiles + most - 1) / most;
     // At least eight tasks a thread, as far as there are panels: the last ones to finish are then short.
     const int64_t spread = panels * row_tasks / (8 * omp_get_max_threads());
     const int64_t together = spread < 1 ? 1 : smaller(spread, PANELS);
     const int64_t panel_tasks = (panels + together - 1) / together;
-    parallel(row_tasks * panel_tasks, [&](int64_t task, int) {
+    parallel(row_tasks * panel_tasks, [&](int64_t task, int thread) {
         float sums[ROWS * MR * NR], edge[NR];
         const int64_t first = tile_start(task / panel_tasks, tiles, row_tasks);
         const int64_t last = tile_start(task / panel_tasks + 1, tiles, row_tasks);
         const int64_t panel = task % panel_tasks * together;
+        const int64_t sharing = last - first;
+        const bool widened = Kind<W>::WIDENED && sharing >= WIDE_TILES;
+        float *slice = wide + thread * wide_words<W>(k, tiles);
         for (int64_t p = panel; p < smaller(panel + together, panels); p++)
             for (int64_t pass = 0; pass < passes; pass++)
                 for (int64_t t = first; t < last; t++) {
@@ -319,12 +348,21 @@ void blocked(O *out, const A *packed, const W *w, const float *bias, int64_t m, 
                     const int64_t words = smaller(depth, k - pass * depth), bytes = words * NR * int64_t(sizeof(W));
                     // Each tile brings its part of the next slice from memory to L2. The first slice of a task nobody brought.
                     const bool cold = p == panel && pass == 0 && t == first;
-                    const int64_t sharing = last - first;
                     const Ahead ahead = {cold ? AHEAD : NEAR,
                                          (const char *)own_w + bytes + (t - first) * bytes / sharing,
                                          bytes / sharing / words};
-                    any_tile(rows, to ? to : own, to ? out_step : NR, panel_bias(bias, p, n, edge), pass > 0,
-                             packed + start * k + pass * depth * rows, 1, rows, own_w, words, ahead);
+                    const auto take = [&](auto keeps, const auto *weights) __attribute__((always_inline)) {
+                        any_tile<keeps.value>(rows, to ? to : own, to ? out_step : NR, panel_bias(bias, p, n, edge),
+                                              pass > 0, packed + start * k + pass * depth * rows, 1, rows, weights,
+                                              words, ahead, slice);
+                    };
+                    if constexpr (Kind<W>::WIDENED) {
+                        if (!widened) take(Number<0>(), own_w);
+                        else if (t == first) take(Number<1>(), own_w);
+                        else take(Number<0>(), (const float *)slice);
+                    } else {
+                        take(Number<0>(), own_w);
+                    }
                     if (!to && pass == passes - 1)
                         copy_rows(out + start * out_step + p * NR, out_step, own, rows, width, NR);
                 }
@@ -357,18 +395,18 @@ int64_t run(X *out, const X *x, const W *w, const float *bias, int64_t m, int64_
         skinny(out, words, w, bias, m, n, k, step, out_step);
         return 0;
     }
-    A *packed = (A *)aligned_alloc(64, (size_t(m * k) * sizeof(A) + 63) / 64 * 64);
+    const int64_t tiles = (m + MR - 1) / MR, wide = m > MR ? wide_words<W>(k, tiles) * omp_get_max_threads() : 0;
+    A *packed = (A *)aligned_alloc(64, (size_t(m * k + wide) * sizeof(A) + 127) / 64 * 64);
     if (!packed) return 1;
     if (m <= MR) {
         for (int64_t r = 0; r < m; r++)
             for (int64_t i = 0; i < k; i++) take_word(packed + r * k + i, x + r * x_step, i, columns);
         skinny(out, (const A *)packed, w, bias, m, n, k, k, out_step);
     } else {
-        const int64_t tiles = (m + MR - 1) / MR;
         if (words) turn_rows(packed, words, m, k, step, tiles);
         else if constexpr (Kind<W>::COLUMNS == 1) turn_rows(packed, x, m, k, x_step, tiles);
         else pack_rows(packed, x, m, k, columns, x_step, tiles);
-        blocked(out, (const A *)packed, w, bias, m, n, k, out_step, tiles);
+        blocked(out, (const A *)packed, w, bias, m, n, k, out_step, tiles, (float *)packed + (m * k + 15) / 16 * 16);
     }
     free(packed);
     return 0;

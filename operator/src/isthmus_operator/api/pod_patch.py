@@ -21,6 +21,8 @@ MERGE_KEYS = {
 }
 """Lists that a strategic merge patch joins by a key, as the pod API declares them. Other lists are replaced."""
 DIRECTIVE = "$patch"
+OWN_CONTAINERS = ("engine", "router", "master")
+"""The main container of each kind of pod."""
 TEMPLATE = ("metadata", "spec")
 OWN_LABELS = "serving.isthmus.dev/"
 """How the labels begin by which the selectors of our Deployments, Services and budgets find their pods."""
@@ -36,6 +38,7 @@ def problems(patch: Mapping[str, Any], path: str) -> Iterator[Problem]:
         elif name in TEMPLATE and not isinstance(value, Mapping):
             yield Problem(f"{path}.{name}", "has the wrong type", "a mapping of fields", "give a mapping, or remove it")
     yield from _labels(patch, path)
+    yield from _containers(patch.get("spec"), f"{path}.spec")
     yield from _lists(patch, path)
 
 
@@ -56,6 +59,24 @@ def _labels(patch: Mapping[str, Any], path: str) -> Iterator[Problem]:
     for name in within:
         if name == DIRECTIVE or str(name).startswith(OWN_LABELS):
             yield Problem(f"{path}.{name}", "would change the labels by which pods are found", allowed, "remove it")
+
+
+def _containers(spec: Any, path: str) -> Iterator[Problem]:
+    """What would take the container from a pod that it is for."""
+    if not isinstance(spec, Mapping):
+        return
+    if DIRECTIVE in spec:
+        yield Problem(
+            f"{path}.{DIRECTIVE}", "would remove the containers of pods", "fields to add or change", "remove it"
+        )
+    items = spec.get("containers", [])
+    if not isinstance(items, list):
+        yield Problem(f"{path}.containers", "has the wrong type", "a list of containers", "give a list, or remove it")
+        return
+    for index, item in enumerate(items):
+        if isinstance(item, Mapping) and item.get("name") in OWN_CONTAINERS and item.get(DIRECTIVE) == "delete":
+            where = f"{path}.containers[{index}].{DIRECTIVE}"
+            yield Problem(where, "would remove the container that the pod is for", "fields to change", "remove it")
 
 
 def _lists(value: Any, path: str) -> Iterator[Problem]:

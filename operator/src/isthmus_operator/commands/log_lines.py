@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from ..errors import one_line
+from ..errors import one_line, shortened
+
+_MOST = 8192
+"""Characters of a message. Kubelets keep some megabytes of a log."""
 
 
 class OneLine(logging.Formatter):
@@ -12,10 +15,10 @@ class OneLine(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Of `logging`."""
-        record.message = one_line(record.message)
+        record.message = one_line(shortened(record.message, _MOST))
         return super().formatMessage(record)
 
     def formatException(self, ei: object) -> str:
         """Of `logging`."""
         lines = super().formatException(ei).splitlines()  # type: ignore[arg-type]
-        return "\n".join(f"    {one_line(line)}" for line in lines)
+        return "\n".join(f"    {one_line(shortened(line))}" for line in lines)

@@ -177,7 +177,21 @@ def cut(body: Object, kind: str, weighs: int) -> Object:
     What is left of a workload can be looked at as one; a service's spec is refused as too large.
     """
     meta = body.get("metadata") or {}
-    kept = {key: meta[key] for key in _IDENTITY if key in meta}
+    kept = _kept(meta)
+    ours = [entry for entry in meta.get("managedFields") or () if is_ours(entry) and entry.get("operation") == "Apply"]
+    lean = {**body, "metadata": {**kept, "managedFields": ours}}
+    if weighs - weight(_text(meta)) + weight(_text(lean["metadata"])) <= HEAVY:
+        return lean
+    return _bare(body, kind, kept)
+
+
+def bare(body: Object, kind: str) -> Object:
+    """What says whose an object is, and of a workload that it is one."""
+    return _bare(body, kind, _kept(body.get("metadata") or {}))
+
+
+def _kept(meta: Object) -> Object:
+    kept: Object = {key: meta[key] for key in _IDENTITY if key in meta}
     for field, known in (("labels", READ_LABELS), ("annotations", (TEMPLATE_MARK,))):
         if there := {key: value for key, value in (meta.get(field) or {}).items() if key in known}:
             kept[field] = there
@@ -186,10 +200,10 @@ def cut(body: Object, kind: str, weighs: int) -> Object:
         for owner in (meta.get("ownerReferences") or ())[:MOST_OWNERS]
         if len(owner["name"]) <= MOST_NAME
     ]
-    ours = [entry for entry in meta.get("managedFields") or () if is_ours(entry) and entry.get("operation") == "Apply"]
-    lean = {**body, "metadata": {**kept, "managedFields": ours}}
-    if weighs - weight(_text(meta)) + weight(_text(lean["metadata"])) <= HEAVY:
-        return lean
+    return kept
+
+
+def _bare(body: Object, kind: str, kept: Object) -> Object:
     out: Object = {key: body[key] for key in ("apiVersion", "kind") if key in body} | {"metadata": kept}
     spec = body.get("spec") or {}
     if kind == "InferenceService":
@@ -200,6 +214,8 @@ def cut(body: Object, kind: str, weighs: int) -> Object:
         template = {"metadata": {"labels": labels}, "spec": {"containers": []}}
         out["spec"] = {"selector": {"matchLabels": labels}, "template": template}
         out["spec"] |= {key: spec[key] for key in ("replicas", "podManagementPolicy") if key in spec}
+    elif kind == "RoleScaler":  # small, by its schema
+        out["spec"] = spec
     return out
 
 

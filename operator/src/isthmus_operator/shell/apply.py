@@ -6,20 +6,25 @@ An object that is not the service's is never written and never deleted, whatever
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..api.v1alpha1 import API_VERSION, KIND
+from ..api.v1alpha1 import API_VERSION, KIND, InferenceService
 from ..errors import ApiError, NameTaken
 from ..plan.desired import Desired, Name, name_of
-from ..plan.ownership import Look, is_quick, look, owners, was_made_by_us
+from ..plan.observe import is_child
+from ..plan.ownership import Look, is_quick, look, may_write, owners, was_made_by_us
+from .answers import SMALL, bare, weight
 from .client import CONFLICT, INVALID, NOT_FOUND, Api, path_of
 
 Object = dict[str, Any]
 Written = Callable[[str, Object], None]
 """Told of each write: verb, and the object as it is then."""
+MOST_READ = 4 * 1024 * 1024
+"""What objects weigh that are read by their names in one run: of those of the usual kind there are twenty."""
 Bench = Callable[[Callable[[], Look]], Awaitable[Look]]
 BUDGET = "PodDisruptionBudget"
 NOBODY = (0, 429, 503, 504)
@@ -120,12 +125,30 @@ class Applier:
             self._written("delete", child)
 
     async def standing(
-        self, manifests: Iterable[Object], live: Mapping[Name, Object | None]
+        self, manifests: Iterable[Object], live: Mapping[Name, Object | None], service: InferenceService | None = None
     ) -> dict[Name, Object | None]:
         """What stands under the names of `manifests`. `live` holds labelled objects alone: the server is asked whether
-        there is one of those that are missing in it, of somebody else or without its labels."""
+        there is one of those that are missing in it, of somebody else or without its labels. What is not the
+        `service`'s is cut to what says so, and so is what is beyond MOST_READ."""
         missing = [manifest for manifest in manifests if name_of(manifest) not in live]
-        found = await asyncio.gather(*(self._named(manifest) for manifest in missing))
+        left = MOST_READ
+
+        async def read(manifest: Object) -> Object | None:
+            nonlocal left
+            found = await self._named(manifest)
+            if found is None or service is None:
+                return found
+            if "ownerReferences" in manifest["metadata"]:
+                ours = may_write(manifest, found)
+            else:  # of it nothing is known but what its pods say
+                ours = is_child(service, found)
+            weighs = weight(json.dumps(found, separators=(",", ":")))
+            if weighs <= SMALL or (ours and weighs <= left):
+                left -= weighs
+                return found
+            return bare(found, found["kind"])
+
+        found = await asyncio.gather(*(read(manifest) for manifest in missing))
         return {**live} | {name_of(manifest): one for manifest, one in zip(missing, found, strict=True)}
 
     async def _named(self, manifest: Object) -> Object | None:

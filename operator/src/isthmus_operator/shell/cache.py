@@ -87,6 +87,21 @@ class _Kept(NamedTuple):
         return (len(self.data), self.weight, 1) if self.data else (0, 0, 0)
 
 
+class Children:
+    """Objects of one service, which are many: not made before they are called for, on whichever thread."""
+
+    def __init__(self, kept: list[_Kept]) -> None:
+        self._kept = kept
+
+    @property
+    def weight(self) -> int:
+        """Bytes that they take, about."""
+        return sum(kept.weight for kept in self._kept)
+
+    def __call__(self) -> list[Object]:
+        return [_body(kept) for kept in self._kept]
+
+
 class Cache:
     """One per operator. Told of everything by kopf's watches, and by lists; each may be behind the other.
 
@@ -119,11 +134,10 @@ class Cache:
         found = self._newest(key).get((SERVICE, key[1]))
         return _body(found) if found is not None else None
 
-    def children(self, key: Key) -> Callable[[], list[Object]]:
+    def children(self, key: Key) -> Children:
         """Every object labelled as the service's that a service of its name has made, and every pod, as they are now;
-        without those we have deleted. They are many, and what is returned makes them, on whichever thread."""
-        found = [kept for (kind, _), kept in self._newest(key).items() if kind != SERVICE and kept.data]
-        return lambda: [_body(kept) for kept in found]
+        without those we have deleted."""
+        return Children([kept for (kind, _), kept in self._newest(key).items() if kind != SERVICE and kept.data])
 
     def __contains__(self, key: Key) -> bool:
         """Whether there is such a service."""

@@ -32,7 +32,7 @@ from ..render.names import Component, Defaults, is_engine
 from ..render.service import components
 from .apply import NOBODY, Applier
 from .budget import Workbench
-from .cache import Cache, Key
+from .cache import Cache, Children, Key
 from .client import FORBIDDEN, Api
 from .known_facts import KnownFacts
 from .telemetry import Metrics
@@ -42,6 +42,9 @@ _log = logging.getLogger(__name__)
 AUTO_PERIOD_S = 15.0
 ADAPTERS_PERIOD_S = 15.0
 """No object changes when an engine has read its list, or has loaded what it could not load before."""
+LIGHT, HEAVY_AGAIN_S = 4 * 1024 * 1024, 0.5
+"""What the children of a service weigh that is looked at beside others; of more there is one at a time, and another one
+tries again then. Somebody has filled them: what a spec asks for weighs less, but for hundreds of pods."""
 EVERYWHERE = ""
 """In place of a namespace: all of them."""
 _FAILURES = (Reason.RECONCILE_FAILED, Reason.NAME_TAKEN, Reason.INTERNAL_ERROR, Reason.OVER_BUDGET)
@@ -66,6 +69,8 @@ class Controller:
     profile: Profile = PERMISSIVE
     contests: Contests = field(default_factory=Contests)
     bench: Workbench = field(default_factory=Workbench)
+    _heavy: bool = field(default=False, init=False)
+    """A run is going on in which more is held than is LIGHT."""
 
     async def reconcile(self, key: Key) -> float | None:
         """Bring one service nearer to its spec; when to look again at the latest, or None.
@@ -111,8 +116,22 @@ class Controller:
         service = await self.bench.run(key, partial(parse_stored, body, self.profile))
         if why := self.unread.get(key[0]) or self.unread.get(EVERYWHERE):
             raise ApiError(FORBIDDEN, why)
+        make = self.cache.children(key)
+        if make.weight <= LIGHT:
+            return await self._decided(key, body, before, applier, service, make)
+        if self._heavy:
+            return HEAVY_AGAIN_S
+        self._heavy = True
+        try:
+            return await self._decided(key, body, before, applier, service, make)
+        finally:
+            self._heavy = False
+
+    async def _decided(
+        self, key: Key, body: Object, before: Status, applier: Applier, service: InferenceService, make: Children
+    ) -> float | None:
         now = self.clock()
-        children, known = await self.bench.run(key, partial(_look, service, self.cache.children(key)))
+        children, known = await self.bench.run(key, partial(_look, service, make))
         while True:
             facts = await self._facts(key, service, known)
             if facts is None:
@@ -121,7 +140,7 @@ class Controller:
             decision, makers = await self.bench.run(key, work)
             seen, wanted, exact = decision.seen, decision.wanted, decision.exact
             named = {name_of(child): child for child in children}
-            there = await applier.standing((*exact.apply, *exact.create, *makers), named)
+            there = await applier.standing((*exact.apply, *exact.create, *makers), named, service)
             # Somebody has taken their labels off, by which they are watched: no reason to act as if they were gone.
             bare = [one for name, one in there.items() if one and name not in named and is_child(service, one)]
             if not bare:
@@ -242,7 +261,7 @@ class Controller:
         return datetime.fromtimestamp(self.clock(), UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
-def _look(service: InferenceService, make: Callable[[], list[Object]]) -> tuple[list[Object], Observed]:
+def _look(service: InferenceService, make: Children) -> tuple[list[Object], Observed]:
     """What is there of a service, and what is seen in it without asking anybody."""
     children = make()
     return children, observe(service, children, Facts(), {})

@@ -80,7 +80,7 @@ class _Guests:
         self.inside: list[_Guest] = []
         self.waiting: list[_Guest] = []
         self.news = asyncio.Event()
-        """Somebody has been answered."""
+        """Somebody has been answered, or has begun to wait."""
         self._room = room
 
     def come(self, guest: _Guest, now: float) -> list[_Guest]:
@@ -197,6 +197,8 @@ async def listening(
                 asyncio.create_task(_accept(listener, runner, guests, tls)),
                 asyncio.create_task(_let_in(runner, guests, tls)),
             ]
+            for task in tasks:
+                task.add_done_callback(_ended)
             try:
                 yield int(listener.getsockname()[1])
             finally:
@@ -206,6 +208,11 @@ async def listening(
     finally:
         await runner.cleanup()
         guests.leave()
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.critical("connections are not accepted any more", exc_info=error)
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -238,6 +245,8 @@ async def _accept(listener: socket.socket, runner: web.AppRunner, guests: _Guest
         now = loop.time()
         for guest in guests.come(_Guest(str(address[0]), connection, now), now):
             guest.setting_up = asyncio.create_task(_set_up(guest, runner, tls))
+        if guests.waiting:
+            guests.news.set()  # somebody has to look again, though nobody else comes or is answered
 
 
 async def _let_in(runner: web.AppRunner, guests: _Guests, tls: ssl.SSLContext | None) -> None:

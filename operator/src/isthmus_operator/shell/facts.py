@@ -118,7 +118,9 @@ class FactReader:
         try:
             facts = engine_facts(info, metrics or "")
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            _log.warning("pod %s: /info is not understood: %s: %s", pod.name, type(error).__name__, error)
+            _log.warning(
+                "pod %s: /info is not understood: %s: %s", pod.name, type(error).__name__, str(error)[:MOST_TEXT]
+            )
             return None
         self._known[pod.uid] = (now, facts)
         return facts

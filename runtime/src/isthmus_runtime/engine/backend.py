@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import lru_cache
 from itertools import chain
 
 from ..errors import InvalidRequest
@@ -166,7 +167,7 @@ class EngineBackend(Backend):
             ("prompt", request.prompt_token_ids),
             ("stop_token_ids", sampling.stop_token_ids),
             ("logit_bias", [i for i, _ in sampling.logit_bias]),
-            ("allowed_token_ids", sampling.allowed_token_ids),
+            ("allowed_token_ids", _ends(sampling.allowed_token_ids)),
             ("bad_words", tuple(words) if all(sampling.bad_words) else (-1,)),
         ):
             low, high = min(ids, default=0), max(ids, default=0)
@@ -181,6 +182,12 @@ class EngineBackend(Backend):
         if self._streams.busy(sid):
             raise InvalidRequest(f"request id {sid!r} is already in progress; use a new one", param="request_id")
         return self._streams.open(sid, dropped)
+
+
+@lru_cache(8)
+def _ends(ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The least and the largest. Kept: each of 128 choices may allow the same hundred thousand."""
+    return (min(ids), max(ids)) if ids else ()
 
 
 async def _next(inbox: Inbox) -> Reply:

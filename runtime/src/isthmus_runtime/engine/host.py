@@ -18,7 +18,7 @@ import msgspec
 from ..errors import EngineFailed, RequestError
 from ..interfaces.steps import RowStart
 from ..kv.prefix import BlockStored
-from ..threads import running_pool
+from ..threads import running_pool, send
 from .channel import (
     Abort,
     AdapterChanged,
@@ -194,7 +194,7 @@ class EngineHost:
                 self._out.put(Drained(number, engine.loop.is_drained(attempt)))
             case ChangeAdapter():
                 # It reads files: whoever sends commands meanwhile does not wait for them.
-                self._changer.submit(self._change_adapter, engine, message)
+                send(self._changer, self._change_adapter, engine, message)
             case Stop():
                 self.stop.set()
 

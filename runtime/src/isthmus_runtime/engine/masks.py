@@ -65,7 +65,7 @@ class _Counted:
         try:
             return self._counted(masked)
         except Outgrown as outgrown:
-            return outgrown
+            return outgrown.with_traceback(None)
 
     def renewed(self, outgrown: Outgrown) -> RequestError | None:
         """Renew the constraint; the error that ends the request where that cannot be."""
@@ -73,18 +73,19 @@ class _Counted:
 
     def _counted(self, work: Callable[[], _R]) -> _R | RequestError:
         """What `work` returns, or the error that ends the request. Raises Outgrown."""
-        began = time.thread_time()
+        began, apart = time.thread_time(), getattr(self.constraint, "apart_s", 0.0)
         try:
             return work()
         except Outgrown:
             raise
         except RequestError as error:
-            return error
+            # Its traceback holds this frame, and with it the job that will hold the error: a cycle with a lexer in it.
+            return error.with_traceback(None)
         except BaseException as error:  # one request ends, the thread goes on; Rust's panics are no Exception
             log.exception("a mask of structured output failed")
             return EngineFailed(f"structured output failed: {error}")
         finally:
-            self.used_s += time.thread_time() - began
+            self.used_s += time.thread_time() - began + getattr(self.constraint, "apart_s", 0.0) - apart
 
 
 class _Job:
@@ -211,8 +212,10 @@ class MaskThread:
             answer = job.failed or job.request.answer(job)
             if isinstance(answer, Outgrown):
                 self._outgrown.put(job, answer)
+                del found, job, answer
                 continue
             job.finish(answer)
+            del found, job, answer  # what they hold is large, and the next one may be long in coming
             self._answered += 1
             if not unsaid:
                 unsaid, since = True, time.monotonic()
@@ -225,6 +228,7 @@ class MaskThread:
             job, outgrown = found
             job.failed = job.request.renewed(outgrown)
             self._jobs.put(job, None)
+            del found, job, outgrown
 
 
 class _Beside:
@@ -251,9 +255,14 @@ class _Beside:
             self._submit(job)
         if not job.answered:
             return Later.MASK
-        if isinstance(job.answer, RequestError):
-            raise job.answer
-        return job.answer
+        answer = job.answer
+        if not isinstance(answer, RequestError):
+            return answer
+        self._job = job = None  # or the error would hold this frame, and be held by it
+        try:
+            raise answer
+        finally:
+            del answer
 
     def forced(self) -> Forced:
         job = self._job

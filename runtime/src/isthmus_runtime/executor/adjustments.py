@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -223,8 +224,9 @@ def _words(entries: Sequence[tuple[tuple[int, int, int, int], _Row]]) -> tuple[n
     return (*(np.ascontiguousarray(column) for column in where.T), last, before)
 
 
-def _mask(allowed: Sequence[int]) -> bytes:
-    """As in `interfaces.steps.RowMask`; empty for no ids."""
+@lru_cache(8)
+def _mask(allowed: tuple[int, ...]) -> bytes:
+    """As in `interfaces.steps.RowMask`; empty for no ids. Kept: all choices of a request have the same."""
     bits = np.zeros(8 * (max(allowed, default=-8) // 8 + 1), np.uint8)
     bits[list(allowed)] = 1
     return np.packbits(bits, bitorder="little").tobytes()

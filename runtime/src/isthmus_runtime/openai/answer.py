@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -86,8 +87,8 @@ class _Choice:
         self.index = index
         self.request = request
         self.text = TextStream(job.pieces, job.stop, logprobs=job.logprobs, include_stop=job.include_stop)
-        self.begun: asyncio.Event | None = None
-        """The prompt is computed; for others that wait for it."""
+        self.begun = asyncio.Event() if len(job.requests) > 1 else None
+        """The prompt is computed: others wait for that."""
         self.prompt_tokens = len(request.prompt_token_ids)
         """Told by the first chunk where the prompt is text."""
         self.tokens = 0
@@ -318,8 +319,9 @@ class Runner:
         else:
             try:
                 async with asyncio.TaskGroup() as group:
-                    for i in range(0, len(choices), job.n):
-                        group.create_task(self._of_one_prompt(choices[i : i + job.n], sink, arrived, untold))
+                    for i, choice in enumerate(choices):
+                        first = choices[i - i % job.n]
+                        group.create_task(self._after(first, choice, sink, arrived, untold))
             except BaseExceptionGroup as errors:
                 # The first error has cancelled the others; what they raise while ending is its echo.
                 raise first_error(errors) from errors
@@ -335,17 +337,13 @@ class Runner:
                 )
         return usage
 
-    async def _of_one_prompt(self, choices: Sequence[_Choice], sink: Sink, arrived: float, untold: Untold) -> None:
-        """All choices of a prompt: the first computes it and what is told of it, the others find its KV."""
-        first, *others = choices
-        begun = first.begun = asyncio.Event()
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._generate(first, sink, arrived, untold))
-            if others:
-                await begun.wait()
-            for choice in others:
-                choice.prompt.scores = first.prompt.scores
-                group.create_task(self._generate(choice, sink, arrived, untold))
+    async def _after(self, first: _Choice, choice: _Choice, sink: Sink, arrived: float, untold: Untold) -> None:
+        """The first choice of a prompt computes it and what is told of it, the others find its KV."""
+        if choice is not first:
+            assert first.begun is not None
+            await first.begun.wait()
+            choice.prompt.scores = first.prompt.scores
+        await self._generate(choice, sink, arrived, untold)
 
     async def _generate(self, choice: _Choice, sink: Sink, arrived: float, untold: Untold) -> None:
         last = 0.0
@@ -367,7 +365,7 @@ class Runner:
                 choice.begun.set()
             told = sink(choice, delta) if delta != _NOTHING or choice.finish else None
             more = not (choice.finish or choice.cut or choice.text.stopped)
-            return more if told is None else partial(_after, told, more)
+            return more if told is None else partial(_then, told, more)
 
         try:
             await self._push(choice.request, take)
@@ -379,7 +377,7 @@ class Runner:
             raise error.located(stage, choice.request.request_id) from error
 
 
-async def _after(told: Callable[[], Awaitable[None]], more: bool) -> bool:
+async def _then(told: Callable[[], Awaitable[None]], more: bool) -> bool:
     await told()
     return more
 
@@ -398,10 +396,12 @@ def _best(job: Job, likelihood: Mapping[int, float]) -> Sequence[int]:
 
 
 def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What ended a group of tasks: a RequestError if there is one."""
-    found = errors.exceptions[0]
-    for error in errors.exceptions:
-        if isinstance(error, RequestError):
-            found = error
-            break
-    return first_error(found) if isinstance(found, BaseExceptionGroup) else found
+    """What ended a group of tasks, to be raised in its stead: a RequestError if there is one, as a copy.
+
+    Raised itself it would get `errors` as its context, which holds it, and asyncio's frame in the group's traceback
+    holds the group: cycles, which keep the prompts and answers of all tasks until the collector comes by. One group
+    within another could not be freed of them.
+    """
+    errors.__traceback__ = None
+    found = next((error for error in errors.exceptions if isinstance(error, RequestError)), errors.exceptions[0])
+    return copy.copy(found) if isinstance(found, RequestError) else found

@@ -79,14 +79,14 @@ def _check_values(body: bytes) -> None:
     """Raise InvalidRequest for more values than any request has. Each takes tens of bytes, and no other thread runs
     while they are made; marks inside of texts count as well, and texts have few for their length."""
     for marks, usual, apart, what in (
-        ((b"[", b"{"), MOST_CONTAINERS, _BYTES_OF_A_CONTAINER, "lists and objects"),
-        ((b",",), MOST_ITEMS, _BYTES_OF_AN_ITEM, "values"),
+        ((b"[", b"{"), MOST_CONTAINERS, _BYTES_OF_A_CONTAINER, "brackets [ and {"),
+        ((b",",), MOST_ITEMS, _BYTES_OF_AN_ITEM, "commas"),
     ):
         most = usual + len(body) // apart
         if len(body) > most and (found := sum(map(body.count, marks))) > most:
             raise InvalidRequest(
-                f"the body has {found} {what}, by their marks and those in texts; at most {most} are allowed for its "
-                "length; shorten it"
+                f"the body has {found} {what} (those inside of texts count); at most {most} are allowed in "
+                f"{len(body)} bytes; shorten it"
             )
 
 

@@ -20,7 +20,17 @@ from .conversations import Conversations
 from .output import Reader
 from .pieces import Pieces
 from .prompts import Echo, echo_of_ids, echo_of_text
-from .schema import MAX_ECHO, MAX_SCORES, ChatRequest, CompletionRequest, chat_request, parse_chat, parse_completion
+from .schema import (
+    MAX_COPIED_IDS,
+    MAX_COPIED_TEXT,
+    MAX_ECHO,
+    MAX_SCORES,
+    ChatRequest,
+    CompletionRequest,
+    chat_request,
+    parse_chat,
+    parse_completion,
+)
 from .sse import ChatFormat, CompletionFormat, Format
 from .text_prompts import ids_of, too_long
 from .tokenizer import Tokenizer, TooManyTokens
@@ -298,6 +308,7 @@ class Planner:
             for p, ids in enumerate(prompts)
             for i in range(candidates)
         ]
+        _check_copies(requests, request.structure_param)
         return Job(
             answer_id=answer_id,
             requests=tuple(requests),
@@ -400,6 +411,24 @@ def _scores(request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence
             param=name,
         )
     return tokens * each
+
+
+def _check_copies(requests: Sequence[GenerateRequest], structure_param: str) -> None:
+    """Each choice is a request of its own to engines, with all that it carries."""
+    count, first = len(requests), requests[0]
+    structure = 0 if first.structure is None else len(first.structure.text)
+    carried = (
+        ("n", "tokens of prompts", sum(len(one.prompt_token_ids) for one in requests), MAX_COPIED_IDS),
+        ("allowed_token_ids", "ids", count * len(first.sampling.allowed_token_ids), MAX_COPIED_IDS // 4),
+        (structure_param, "characters", count * structure, MAX_COPIED_TEXT),
+    )
+    for name, what, found, most in carried:
+        if count > 1 and found > most:
+            raise InvalidRequest(
+                f"{name}: {found} {what} in {count} choices, each of which carries its own, are more than {most}; ask "
+                "for fewer choices in a request",
+                param=name,
+            )
 
 
 def _check_echo(characters: int, n: int) -> None:

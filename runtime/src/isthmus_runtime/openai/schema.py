@@ -20,6 +20,9 @@ MAX_LOGPROBS = 20
 MAX_SCORES = 1 << 18
 """Most log-probabilities of prompts in one answer: tokens times one more than alternatives, for each choice that tells
 them. About 60 MiB."""
+MAX_COPIED_IDS, MAX_COPIED_TEXT = 1 << 22, 1 << 23
+"""Most tokens of prompts, and characters of a grammar, in all choices of a request together: engines get each choice
+with its own. 150 MB as they hold them."""
 MAX_ECHO = 1 << 24
 """Most characters of prompts in one answer."""
 MAX_STOP_STRINGS = 16

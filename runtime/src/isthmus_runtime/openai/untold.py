@@ -37,6 +37,8 @@ class AnswerScores:
 
     def make_room(self) -> None:
         """Where all hold too many, those that hold most have to end."""
+        if self.held <= MAX_OF_ANSWERS:
+            return
         over = self.held - MAX_OF_ANSWERS - sum(one.held for one in self._answers if one.gives_way)
         while over > 0:
             most = max((one for one in self._answers if not one.gives_way), key=lambda one: one.held)

@@ -262,6 +262,7 @@ class Attempt:
                 data = await self._response.readany()
             except LOST as e:
                 raise self._failure or self._lost_decode(e) from e
+            self._hold.heard()
             if not data:
                 raise self._failure or self._lost_decode("it closed the stream without an end")
             self._lines.add(data)

@@ -31,8 +31,8 @@ _log = logging.getLogger(__name__)
 _PROBE_TIMEOUT_S = 2.0
 _RESOLVE_TIMEOUT_S = 5.0
 _DEAD_AFTER_S = 5.0
-"""An engine that answers no probe for this long is dead, whatever its connections look like (a stopped process). Time
-in which this process stood still is not counted."""
+"""An engine that says nothing for this long, to a probe or of a request, is dead, whatever its connections look like (a
+stopped process). Time in which this process stood still is not counted."""
 _LATE = "no answer in time"
 _FIRST_BACKOFF_S = 0.1
 _LAST_BACKOFF_S = 1.0
@@ -212,8 +212,7 @@ class EnginePool:
                 known.listed = True
                 known.wake.set()
                 continue
-            engine = self._engines[url] = RemoteEngine(url, role, self._loads)
-            engine.last_answer = self._own.now
+            engine = self._engines[url] = RemoteEngine(url, role, self._loads, self._own)
             self._spawn(self._watch(engine))
         self._rebuild()
 
@@ -226,7 +225,7 @@ class EnginePool:
             engine.probes += 1
             problem = await self._probe(engine)
             engine.failures = engine.failures + 1 if problem else 0
-            if problem == _LATE and engine.routable and self._silent(engine) < self._dead_after:
+            if problem == _LATE and engine.routable and engine.silent_s < self._dead_after:
                 problem = ""  # a busy node answers late; a closed or refused connection would have said more
             if problem != engine.problem:
                 level = logging.WARNING if problem else logging.INFO
@@ -260,7 +259,8 @@ class EnginePool:
         try:
             async with Patience(patience_s), self._session.get(engine.url + "/info") as answer:
                 body = await answer.read()
-                at, engine.last_answer = asyncio.get_running_loop().time(), self._own.now
+                at = asyncio.get_running_loop().time()
+                engine.heard()
                 if answer.status != 200:
                     return f"/info answered HTTP {answer.status}"
                 info = EngineInfo.model_validate_json(body)
@@ -311,11 +311,8 @@ class EnginePool:
         if self._prefixes is not None:
             self._prefixes.forget(engine.url)
 
-    def _silent(self, engine: RemoteEngine) -> float:
-        return self._own.now - engine.last_answer
-
     def _check_alive(self, engine: RemoteEngine) -> None:
-        silent = self._silent(engine)
+        silent = engine.silent_s
         # One probe alone may have failed because this process stood still, and the silence be its own.
         if engine.holds and silent >= self._dead_after and engine.failures > 1:
             _log.error("%s %s: silent for %.1f s, its requests end", engine.role, engine.url, silent)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..protocol import AdapterInfo, EngineInfo
+from .own_time import OwnTime
 from .policy import UNPAIRED, Endpoint, Load
 from .rates import Rates
 
@@ -54,6 +55,10 @@ class Hold:
         self.lost = ""
         """Why the engine is considered lost; empty while it is not."""
 
+    def heard(self) -> None:
+        """The engine has said something on behalf of the request: however late it answers probes, it is there."""
+        self._engine.heard()
+
     def lose(self, reason: str) -> None:
         """The engine is gone. Told once."""
         if not self.lost:
@@ -69,7 +74,8 @@ class Hold:
 class RemoteEngine:
     """One address. Changed by `EnginePool` alone, on the event loop: mostly by the task that watches it."""
 
-    def __init__(self, url: str, role: FleetRole, loads: dict[str, Load]) -> None:
+    def __init__(self, url: str, role: FleetRole, loads: dict[str, Load], own: OwnTime) -> None:
+        """`own`: the router's time."""
         self.url = url
         self.role = role
         self.info: EngineInfo | None = None
@@ -78,8 +84,9 @@ class RemoteEngine:
         self.listed = True
         """Whether name resolution still returns it."""
         self.failures = 0
-        self.last_answer = 0.0
-        """In the router's own time."""
+        self._own = own
+        self.last_answer = own.now
+        """When it was last heard of, be it by a probe or by a token."""
         self.wake = asyncio.Event()
         self.probes = self.answered = 0
         """Begun, and ended, so far."""
@@ -93,6 +100,15 @@ class RemoteEngine:
         self.has_events = True
         self.rates = Rates()
         self._loads = loads
+
+    @property
+    def silent_s(self) -> float:
+        """How long nothing has been heard of it."""
+        return self._own.now - self.last_answer
+
+    def heard(self) -> None:
+        """It has said something."""
+        self.last_answer = self._own.now
 
     @property
     def routable(self) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -29,7 +30,10 @@ _M = TypeVar("_M", bound=BaseModel)
 MAX_PUBLIC_BODY = 16 << 20
 MAX_INTERNAL_BODY = 64 << 20
 """A million-token prompt is about 7 MB of JSON."""
-_OFF_LOOP_BYTES = 256 << 10
+_OFF_LOOP_BYTES = 64 << 10
+_large: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+"""Turns at parsing large bodies of calls, one at a time: each holds the interpreter's lock, and hundreds of them at
+once would leave nothing for what else the loop has to do."""
 _REF = "#/components/schemas/{model}"
 
 
@@ -73,7 +77,8 @@ async def read_model(request: Request, model: type[_M]) -> _M:
     raw = await request.body()
     try:
         if len(raw) > _OFF_LOOP_BYTES:
-            return await asyncio.to_thread(model.model_validate_json, raw)
+            async with _large.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+                return await asyncio.to_thread(model.model_validate_json, raw)
         return model.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]

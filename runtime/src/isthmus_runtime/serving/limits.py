@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -14,7 +14,7 @@ from ..errors import InvalidRequest
 
 ACCOUNT = "isthmus.body.account"
 """Extension of the ASGI scope: its `add` is called with the size of each decoded piece, and raises where there is no
-room for it."""
+room for it; its `whole` after the last."""
 _PIECE = 64 << 10
 """Bytes that are inflated on the event loop at a time: a fraction of a millisecond."""
 _LARGE_PIECE = 1 << 20
@@ -105,14 +105,19 @@ class BodyLimit:
             limit = self._internal if scope["path"].startswith("/internal/") else self._public
             # A body of a known length needs no counting: the parser ends it there.
             if length > limit or length < 0 or encoding:
-                account = scope.get("extensions", {}).get(ACCOUNT, {}).get("add")
+                account = scope.get("extensions", {}).get(ACCOUNT)
                 receive = _Body(receive, limit, length, encoding, account).receive
         await self._app(scope, receive, send)
 
 
 class _Body:
     def __init__(
-        self, receive: Receive, limit: int, length: int, encoding: bytes, account: Callable[[int], None] | None
+        self,
+        receive: Receive,
+        limit: int,
+        length: int,
+        encoding: bytes,
+        account: Mapping[str, Callable[..., None]] | None,
     ) -> None:
         self._receive = receive
         self._limit = limit
@@ -159,11 +164,13 @@ class _Body:
         body = b"".join(parts)
         if decoder.unused_data or (last and not decoder.eof and self._size + len(body) <= self._limit):
             raise InvalidRequest(f"the body cannot be read: it is not one complete {self._encoding.decode()} stream")
+        if last and self._account is not None:
+            self._account["whole"]()
         return body
 
     def _counted(self, part: bytes) -> bytes:
         if self._account is not None:
-            self._account(len(part))
+            self._account["add"](len(part))
         return part
 
     def _refuse(self, size: int) -> None:

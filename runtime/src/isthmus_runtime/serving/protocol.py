@@ -179,7 +179,7 @@ class Protocol(HttpToolsProtocol):
             if name == b"host":
                 hosts += 1
             elif name == b"content-encoding":
-                extensions = {**extensions, ACCOUNT: {"add": self._account}}
+                extensions = {**extensions, ACCOUNT: {"add": self._account, "whole": self._inflated}}
             elif name == b"transfer-encoding" or (name == b"content-length" and value.strip(b" \t0")):
                 has_body = True
         if hosts != 1 and self.parser.get_http_version() == "1.1":
@@ -205,7 +205,8 @@ class Protocol(HttpToolsProtocol):
         self._pieces += 1 - len(body) // _PIECE
         if self._pieces > _PIECES:
             raise InvalidRequest(
-                f"the body comes in more than {_PIECES} pieces of less than {_PIECE} bytes each; send larger chunks"
+                f"the body comes in too many pieces: {_PIECES} and one more for each {_PIECE} bytes are taken; send "
+                "larger chunks"
             )
         super().on_body(body)
         self._make_room(self.server_state.bodies.add(self, len(body)))
@@ -339,7 +340,9 @@ class Protocol(HttpToolsProtocol):
         `now` (the loop's clock)."""
         if self.unread != self._unread:
             self._unread, self._read_at = self.unread, now
-        over = self._running is None or self.transport.is_closing()
+        running = self._running
+        # A request whose answer has not begun may wait for this: what is unread is of those before it.
+        over = running is None or not running.response_started or self.transport.is_closing()
         if self._unread and over and now - self._read_at > self._limits.stuck_s:
             self.transport.abort()  # to close would wait for it to be read
             return
@@ -386,6 +389,10 @@ class Protocol(HttpToolsProtocol):
         self._make_room(self.server_state.bodies.add(self, size))
         if self._refusal is not None:
             raise copy.copy(self._refusal)
+
+    def _inflated(self) -> None:
+        """All of the body is made: from now on it gives way to nobody, and what comes after it may have to."""
+        self.server_state.bodies.arrived(self)
 
     def _make_room(self, largest: Protocol | None) -> None:
         while largest is not None:

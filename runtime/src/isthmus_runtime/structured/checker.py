@@ -32,6 +32,8 @@ COMPILE_TIMEOUT_S = 3.0
 """Most processor time for one grammar."""
 _WALL = 20.0
 """How many times as long its answer is waited for, on a machine that does much else."""
+_BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What ends a process through no fault of the grammar that it compiles."""
 _START_TIMEOUT_S = 60.0
 """Longest time until a new process has read the tokenizer."""
 _END_TIMEOUT_S = 5.0
@@ -124,7 +126,7 @@ class Checker:
             await self._end()
             if process.returncode == -signal.SIGPROF:
                 return f"takes more than {self._timeout_s:g} s to compile; simplify it"
-        if process.returncode == -signal.SIGKILL:
+        if process.returncode is not None and -process.returncode in _BY_OTHERS:
             raise Overloaded(
                 "structured output: the checker of grammars was killed twice while it compiled this one, as a machine "
                 "or pod without memory does; try again, or simplify the grammar"
@@ -156,6 +158,12 @@ class Checker:
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 line = await process.stdout.readline()
+        except TimeoutError:
+            await self._end()
+            raise Overloaded(
+                f"structured output: its checker did not start within {_START_TIMEOUT_S:g} s; this machine is busy, "
+                "try again"
+            ) from None
         except BaseException:
             await self._end()
             raise

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
-from ..errors import ConfigError, EngineFailed, InvalidRequest
+from ..errors import ConfigError, EngineFailed, InvalidRequest, Overloaded
 from ..interfaces.steps import Forced, Outgrown
 from ..request import Structure
 from .schemas import closed
@@ -34,8 +36,9 @@ _LIMITS = LLParserLimits(
     # some 3,000.
     step_max_items=10_000,
     max_items_in_row=2_000,
-    # Of all requests with a grammar, as they share its lexer until that is full; 160 bytes each.
-    max_lexer_states=100_000,
+    # Of all requests with a grammar, as they share its lexer until that is full; some 330 bytes each with what they
+    # stand for.
+    max_lexer_states=50_000,
     max_grammar_size=500_000,
     verbose_errors=False,
 )
@@ -43,14 +46,25 @@ _LIMITS = LLParserLimits(
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """llguidance's `whitespace_pattern`, wherever a schema is compiled."""
 _ERROR_TEXT = 400
-_KEPT, _KEPT_TEXT = 64, 1 << 22
+_KEPT, _KEPT_TEXT = 32, 1 << 22
 """Compiled grammars, and characters of them together: a grammar takes some 120 bytes for each (30 MB the largest), and
-its lexer up to 16 MB."""
-_SPENT = "too many states"
-"""llguidance's word for a lexer that has as many as it may, and gets no more for anybody who shares it."""
-_LEAST_PROGRESS = 256
-"""Tokens after which a lexer of one request alone may be used up: sooner, its grammar is the cause, and not its
-length."""
+its lexer up to 17 MB."""
+_SPENT = "lexer error"
+"""What llguidance's word for a lexer that is used up begins with, whatever of it is; it gets no more for anybody who
+shares it."""
+_LEAST_SHARED, _LEAST_PROGRESS = 8, 256
+"""Tokens after which a shared lexer may be used up, and one of one's own: sooner, the grammar is the cause, and not the
+length of answers."""
+_MOST_ALONE = 8
+"""Requests of an engine that have a lexer of their own, at a time."""
+
+
+_SLOW_S, _MOST_COUNTED_S = 0.0005, 0.25
+"""A grammar that takes longer to take a token in has the next ones taken in apart; and how much is counted of each."""
+
+
+class _Place:
+    """A request has it as long as it has a lexer of its own."""
 
 
 class Grammars:
@@ -64,6 +78,9 @@ class Grammars:
         lexer, whose states are found once for all of them, and are bounded."""
         self._size = 0
         """Characters of their texts."""
+        self._places: WeakSet[_Place] = WeakSet()
+        """Of the requests that have a lexer of their own."""
+        self._executor: LLExecutor | None = None
         try:
             self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         except ValueError as e:
@@ -93,15 +110,32 @@ class Grammars:
         return self._guide(structure, matcher)
 
     def _guide(self, structure: Structure, shared: LLMatcher) -> Guide:
-        def another(spent: LLMatcher | None, alone: bool) -> LLMatcher:
-            if not alone:
+        def another(spent: LLMatcher | None, place: _Place | None) -> LLMatcher:
+            if place is None:
                 return self._shared(structure, spent)
             with self._lock:
                 if self._compiled.get(structure) is spent:
                     self._drop(structure)
+                if place not in self._places and len(self._places) >= _MOST_ALONE:
+                    raise Overloaded(
+                        f"structured output: the grammar takes a lexer of its own, which {_MOST_ALONE} other requests "
+                        "have now; simplify it, or retry later",
+                        status=429,
+                    )
+                self._places.add(place)
             return self._compile(structure)
 
-        return Guide(shared, another)
+        return Guide(shared, another, self._apart)
+
+    def _apart(self) -> tuple[LLExecutor, LLMatcher]:
+        """A thread of llguidance's own, of which all have one, and a matcher that refuses all tokens at once."""
+        with self._lock:
+            if self._executor is None:
+                self._executor = LLExecutor(num_threads=1)
+        idle = LLMatcher(self._tokenizer, 'start: "a"', log_level=0)
+        idle.consume_token(self._tokenizer.eos_token)
+        assert idle.is_error(), "it would be work to feed it"
+        return self._executor, idle
 
     def _shared(self, structure: Structure, spent: LLMatcher | None) -> LLMatcher:
         """What all requests with this grammar copy: that which is kept, unless it is `spent`, else a new one."""
@@ -152,18 +186,29 @@ def check_size(structure: Structure, param: str) -> None:
 class Guide:
     """One request's place in its grammar: `interfaces.steps.Constraint`. Used by one thread at a time.
 
-    Where the lexer that it shares with other requests is used up, it goes on with the next one that is shared, and then
-    with one of its own: what others ask for does not end it, and a request whose text uses up many is let do so.
+    Where the lexer that it shares with other requests is used up, it goes on with the next one that is shared, and
+    where that does not last with one of its own, which few have: what others ask for does not end it, and a long answer
+    may use up many.
     """
 
-    def __init__(self, shared: LLMatcher, another: Callable[[LLMatcher | None, bool], LLMatcher]) -> None:
+    def __init__(
+        self,
+        shared: LLMatcher,
+        another: Callable[[LLMatcher | None, _Place | None], LLMatcher],
+        apart: Callable[[], tuple[LLExecutor, LLMatcher]],
+    ) -> None:
         """`shared`: at the start of the grammar; the guide walks with a copy. `another` takes a shared one whose lexer
-        is used up, and gives the next one that is shared, or with True one that nobody shares; it may take seconds."""
+        is used up, and gives the next one that is shared, or for a place one that nobody shares; it may take seconds.
+        `apart`: what slow tokens are taken in with."""
         self._another = another
+        self._make_apart = apart
+        self._apart: tuple[LLExecutor, LLMatcher] | None = None
+        self.apart_s = 0.0
+        """Taken by work on another thread than the caller's, about."""
         self._shared: LLMatcher | None = shared
         """None: it is alone."""
-        self._spent = 0
-        """Lexers so far that were."""
+        self._renewed = 0
+        self._place: _Place | None = None
         self._begun_at = 0
         """Tokens that were there when it got its present one."""
         self._begin(shared.deep_copy())
@@ -223,7 +268,7 @@ class Guide:
         assert len(generated) >= self._taken, "what was generated does not shrink"
         if len(generated) > self._taken:
             new = list(generated[self._taken :])
-            taken = self._matcher.try_consume_tokens(new)
+            taken = self._take_in(new)
             self._taken += taken
             self._check(len(generated))
             if taken < len(new):
@@ -232,6 +277,28 @@ class Guide:
                 raise EngineFailed(
                     f"structured output: token {new[taken]} was drawn after {self._taken} others, though not allowed"
                 )
+
+    def _take_in(self, new: list[int]) -> int:
+        """How many of them were allowed, and are taken in.
+
+        llguidance lets no other thread of the interpreter run meanwhile: milliseconds of all steps. Its executor
+        does, where it has two matchers to feed.
+        """
+        if self._apart is None:
+            began = time.thread_time()
+            taken: int = self._matcher.try_consume_tokens(new)
+            if time.thread_time() - began > _SLOW_S * len(new):
+                self._apart = self._make_apart()
+            return taken
+        executor, idle = self._apart
+        began, taken = time.perf_counter(), 0
+        for token in new:
+            allowed, _ = executor.consume_token_par([(self._matcher, token), (idle, token)])
+            if not allowed:
+                break
+            taken += 1
+        self.apart_s += min(time.perf_counter() - began, _MOST_COUNTED_S)
+        return taken
 
     def _check(self, count: int) -> None:
         """Raise where the matcher has come to an end; `count`: tokens that were generated."""
@@ -256,13 +323,14 @@ class Guide:
 
     def _renew(self, count: int) -> None:
         """Go on with another lexer. The walk begins anew: what it comes by is a small part of what masks look at."""
-        self._spent += 1
-        self._begun_at = count
-        if self._spent == 1:
-            self._shared = self._another(self._shared, False)
+        soon, self._begun_at = count - self._begun_at < _LEAST_SHARED, count
+        self._renewed += 1
+        if self._shared is not None and (self._renewed == 1 or not soon):
+            self._shared = self._another(self._shared, None)
             self._begin(self._shared.deep_copy())
         else:
-            self._begin(self._another(self._shared, True))
+            self._place = self._place or _Place()
+            self._begin(self._another(self._shared, self._place))
             self._shared = None
 
 

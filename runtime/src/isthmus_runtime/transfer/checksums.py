@@ -11,7 +11,7 @@ from functools import partial
 
 from ..errors import ConfigError
 from ..interfaces.transport import KvRegion
-from ..threads import running_pool
+from ..threads import running_pool, send
 from .bounded import TookTooLong, run_bounded
 
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Checksums:
                 crc = block_crc32(self._region, block, crc)
             then(crc)
 
-        self._thread.submit(work)
+        send(self._thread, work)
 
     def stop(self) -> None:
         """Begin no further block."""

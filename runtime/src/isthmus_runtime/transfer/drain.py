@@ -39,9 +39,13 @@ def ask_peer(
     does. Silence, an error status or nonsense prove nothing.
     """
     parts = _split(peer_url)
+    try:
+        port = parts.port or 80
+    except ValueError:  # beyond 65,535
+        return Answer.UNKNOWN
     if not parts.hostname:
         return Answer.UNKNOWN
-    connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=timeout_s)
+    connection = http.client.HTTPConnection(parts.hostname, port, timeout=timeout_s)
     try:
         shown = "" if credentials is None else credentials.authorization()
         headers = {"Authorization": shown} if shown else {}

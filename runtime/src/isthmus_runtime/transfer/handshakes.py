@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ..threads import running_pool
+from ..threads import running_pool, send
 from .bounded import split_address
 from .silence import Silence
 from .sockets import end_connections_to
@@ -50,7 +50,7 @@ class Handshakes:
         if self.silent(session):
             return 0
         answered, late = threading.Event(), threading.Event()
-        self._watch.submit(_end_unanswered, *split_address(session), answered, late)
+        send(self._watch, _end_unanswered, *split_address(session), answered, late)
         try:
             transfer = write()
         finally:

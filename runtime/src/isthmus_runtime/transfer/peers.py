@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ..credentials import Credentials
 from ..protocol import Ticket
-from ..threads import running_pool
+from ..threads import running_pool, send
 from .drain import ASK_TIMEOUT_S, Answer, ask_peer
 from .greeting import NO_ANSWER, greeting_problem
 from .silence import Silence
@@ -78,7 +78,15 @@ class Peers:
 
         A dead host, too, would hold up whoever writes inside Mooncake's handshake.
         """
-        self._threads.submit(lambda: then(self._greeting_problem(peer, claim, attempt)))
+
+        def ask() -> None:
+            try:
+                problem = self._greeting_problem(peer, claim, attempt)
+            except Exception as error:  # the operation must hear of it, whatever it is
+                problem = f"decode's TransferEngine at {peer.session} cannot be asked: {error!r}"
+            then(problem)
+
+        send(self._threads, ask)
 
     def doubt(self, peer: Peer) -> None:
         """A write to it failed: it is greeted again before the next one."""
@@ -103,7 +111,7 @@ class Peers:
                     self._asking.discard(attempt)
             then(answer)
 
-        self._threads.submit(ask)
+        send(self._threads, ask)
 
     def forget(self, attempt: str) -> None:
         """The attempt writes nothing more."""

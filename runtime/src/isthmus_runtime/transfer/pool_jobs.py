@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from ..interfaces.transport import Done, TransferResult
+from ..threads import guarded
 from .bounded import connect_problem
 from .slots import RecordSlots
 
@@ -201,12 +202,14 @@ class PoolJobs:
             if job.reported:
                 return
             job.reported = True
-        job.done(result)
+        guarded(job.done, result)
 
     def _watch(self) -> None:
         """Gives up jobs that are late or stuck in a call to a dead master, and calls what is due."""
-        while not self._closing.is_set():
+        while True:
             with self._wake:
+                if self._closing.is_set():
+                    return
                 open_jobs = [job for job in self._jobs if not job.reported]
                 ends = [min(job.deadline, job.look_at) for job in open_jobs]
                 due = min(ends + [at for at, _, _ in self._later[:1]], default=None)
@@ -217,7 +220,7 @@ class PoolJobs:
                 while self._later and self._later[0][0] <= self._clock():
                     calls.append(heapq.heappop(self._later)[2])
             for call in calls:
-                call()
+                guarded(call)
             now = self._clock()
             late = [job for job in open_jobs if now >= job.deadline]
             slow = [job for job in open_jobs if job not in late and now >= job.look_at]

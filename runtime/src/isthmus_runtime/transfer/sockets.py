@@ -63,13 +63,17 @@ def _address(text: str) -> str:
 
 
 def stuck_bytes_to(host: str) -> bool:
-    """Whether the kernel holds bytes for `host` on a connection that was closed, or that gets no answer."""
-    peers = addresses_of(host)
-    for table in _TABLES:
-        with contextlib.suppress(FileNotFoundError):  # no IPv6 in this kernel
-            for connection in parse_table(Path(table).read_text()):
-                if connection.peer in peers and connection.unsent and (connection.orphan or connection.retries):
-                    return True
+    """Whether the kernel holds bytes for `host` on a connection that was closed, or that gets no answer. True, too,
+    where that cannot be told, as in a process without a descriptor left."""
+    try:
+        peers = addresses_of(host)
+        for table in _TABLES:
+            with contextlib.suppress(FileNotFoundError):  # no IPv6 in this kernel
+                for connection in parse_table(Path(table).read_text()):
+                    if connection.peer in peers and connection.unsent and (connection.orphan or connection.retries):
+                        return True
+    except OSError:
+        return True
     return False
 
 

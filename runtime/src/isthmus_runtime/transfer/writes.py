@@ -12,6 +12,7 @@ after everything else completed, is really last.
 from __future__ import annotations
 
 import heapq
+import logging
 import threading
 import time
 from collections import deque
@@ -22,12 +23,15 @@ from itertools import count
 from typing import Any
 
 from ..interfaces.transport import Done, TransferResult
+from ..threads import guarded
 from .bounded import TookTooLong, run_bounded, split_address
 from .handshakes import Handshakes, started
 from .native_engine import DONE, FAILED, POLL_S
 from .peers import Peer, Peers
 from .sockets import stuck_bytes_to
 from .transport import Run
+
+_log = logging.getLogger(__name__)
 
 WINDOW = 64
 """Runs in flight per operation: what a cancelled operation still has to wait for."""
@@ -62,6 +66,8 @@ class Write:
     reported: bool = False
     broken: bool = False
     """A write of it failed: its bytes may be in the kernel's buffers."""
+    lost: bool = False
+    """Nobody knows any more what it does: it counts as moving for good."""
 
     def __post_init__(self) -> None:
         self.record_due = self.record is not None
@@ -183,18 +189,23 @@ class Writes:
                 self._ops.extend(self._new)
                 self._new.clear()
             for call in calls:
-                call()
+                guarded(call)
             for op in tuple(self._ops):
-                self._advance(op)
+                try:
+                    self._advance(op)
+                except Exception as error:  # of one operation: this thread has those of all peers
+                    self._lose(op, error)
 
     def _pause(self) -> float | None:
-        if any(op.flying for op in self._ops):
+        if any(op.flying for op in self._ops if not op.lost):
             return POLL_S if self._clock() - self._moved_at < BUSY_S else IDLE_POLL_S
         ends = [op.deadline for op in self._ops if not op.reported]
         due = min(ends + [at for at, _, _ in self._later[:1]], default=None)
         return None if due is None else max(0.0, due - self._clock())
 
     def _advance(self, op: Write) -> None:
+        if op.lost:
+            return
         for transfer, run in tuple(op.flying.items()):
             status = self._engine.transfer_check_status(transfer)
             if status == DONE:
@@ -259,7 +270,16 @@ class Writes:
             self._ops.remove(op)
             if host:
                 self._broken[op.attempt] = host
-        op.over()
+        guarded(op.over)
         if not op.reported:
+            op.reported = True
             settled = not host or not stuck_bytes_to(host)
             op.done(TransferResult(ok=not op.problem, moved_bytes=op.moved, reason=op.problem, settled=settled))
+
+    def _lose(self, op: Write, error: Exception) -> None:
+        _log.error("a write to %s is lost; what it writes to stays set aside", op.peer.session, exc_info=error)
+        self._stop(op, f"internal error: {error!r}")
+        op.lost = True
+        if not op.reported:
+            op.reported = True
+            guarded(op.done, TransferResult(ok=False, moved_bytes=op.moved, reason=op.problem, settled=False))
