@@ -107,8 +107,9 @@ def test_attention(
     )
 
 
-@pytest.mark.parametrize(("softcap", "sinks"), [(2.0, False), (None, True), (3.0, True)])
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(
+    ("softcap", "sinks", "window"), each_with([(2.0, False), (None, True), (3.0, True)], [(None,), (30,)])
+)
 def test_soft_cap_and_sinks(softcap: float | None, sinks: bool, window: int | None) -> None:
     shape = {"heads": 4, "kv_heads": 2, "head_dim": 32, "block_size": 16}
     for kv_dtype in (F32, FP8):
@@ -119,8 +120,17 @@ def test_soft_cap_and_sinks(softcap: float | None, sinks: bool, window: int | No
 @pytest.mark.parametrize(
     ("q_norm", "k_norm", "heads", "dims", "dtype", "kv_dtype", "layout"),
     each_with(
-        list(itertools.product((False, True), (False, True), (14, 0), ((32, 32), (80, 32), (10, 6)))),
-        [(F32, BF16, "block-major"), (BF16, F32, "layer-major"), (BF16, FP8, "block-major"), (F32, FP8, "layer-major")],
+        list(itertools.product((False, True), (False, True), (14, 0))),
+        [
+            (dims, *stored)
+            for stored in (
+                (F32, BF16, "block-major"),
+                (BF16, F32, "layer-major"),
+                (BF16, FP8, "block-major"),
+                (F32, FP8, "layer-major"),
+            )
+            for dims in ((32, 32), (80, 32), (10, 6))
+        ],
     ),
 )
 def test_rope(
@@ -183,14 +193,20 @@ def test_block_copy(block_dim: int, src: list[int], dst: list[int]) -> None:
     check_block_copy("triton", "cpu", block_dim, src, dst)
 
 
-@pytest.mark.parametrize("filters", [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")])
-@pytest.mark.parametrize(("vocab", "coarse", "holes"), [(1, False, False), (257, True, True), (257, False, False)])
+@pytest.mark.parametrize(
+    ("filters", "vocab", "coarse", "holes"),
+    each_with(
+        [((),), (("top_k",),), (("top_p",),), (("min_p",),), (("top_k", "top_p", "min_p"),)],
+        [(257, False, False), (257, True, True), (1, False, False)],
+    ),
+)
 def test_sample(filters: tuple[str, ...], vocab: int, coarse: bool, holes: bool) -> None:
     check_sample("triton", "cpu", 6, vocab, filters, coarse=coarse, holes=holes, seed=vocab)
 
 
-@pytest.mark.parametrize("filters", [{}, {"top_k": 9}, {"top_p": 0.9, "min_p": 0.05}])
-@pytest.mark.parametrize("shift", [0.0, -50.0])
+@pytest.mark.parametrize(
+    ("filters", "shift"), each_with([({},), ({"top_k": 9},), ({"top_p": 0.9, "min_p": 0.05},)], [(0.0,), (-50.0,)])
+)
 def test_cold_rows_in_several_programs(filters: dict[str, float], shift: float) -> None:
     temperatures = [2.0**-149, 1e-40, 1e-38, 1e-30, 0.5, 3e38]
     logits = torch.randn(len(temperatures), 5000) + shift
@@ -202,8 +218,7 @@ def test_cold_rows_in_several_programs(filters: dict[str, float], shift: float) 
     assert drawn == dispatch_logits.sample(logits, impl="torch", **args).tolist()
 
 
-@pytest.mark.parametrize("filters", [(), ("top_k", "top_p")])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("filters", "seed"), each_with([((),), (("top_k", "top_p"),)], [(1,), (2,)]))
 def test_sample_from_several_programs_a_row(filters: tuple[str, ...], seed: int) -> None:
     check_sample("triton", "cpu", 6, 9000, filters, coarse=False, holes=True, seed=seed)
 
@@ -237,8 +252,10 @@ def test_logprobs(dtype: torch.dtype) -> None:
     check_logprobs("triton", "cpu", 3, 5001, dtype)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 9, 16, 17])
-@pytest.mark.parametrize(("outputs", "columns"), [(64, 1024), (50, 70), (130, 700)])
+@pytest.mark.parametrize(
+    ("rows", "outputs", "columns"),
+    each_with([(0,), (1,), (2,), (9,), (16,), (17,)], [(64, 1024), (50, 70), (130, 700)]),
+)
 def test_linear(rows: int, outputs: int, columns: int) -> None:
     check_linear("triton", "cpu", rows, outputs, columns, BF16, with_bias=outputs == 50)
 

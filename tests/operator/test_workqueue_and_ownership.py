@@ -522,3 +522,31 @@ def test_what_is_said_of_a_resource_is_bounded() -> None:
     assert few.count("\n") == 2 and "more" not in few
     record = logging.LogRecord("n", logging.ERROR, "", 0, "x" * 100_000, (), None)
     assert len(OneLine("%(message)s").format(record)) < 9000
+
+
+def test_namespaces_have_turns_at_the_workers() -> None:
+    """Eight services of one, changed once a second, delayed everybody else's by seconds."""
+
+    async def main() -> None:
+        order: list[Key] = []
+        go, done = asyncio.Event(), asyncio.Event()
+
+        async def work(key: Key) -> None:
+            order.append(key)
+            await go.wait()
+            if len(order) == 8:
+                done.set()
+
+        queue = WorkQueue(work, failed=lambda key, error: None, pauses=FAST)
+        many = [("many", str(number)) for number in range(6)]
+        for key in (*many, ("few", "a"), ("other", "b")):
+            queue._now(key)
+        running = asyncio.create_task(queue.run(1))
+        go.set()
+        await done.wait()
+        running.cancel()
+        await asyncio.wait((running,))
+        assert order[:4] == [many[0], ("few", "a"), ("other", "b"), many[1]]
+        assert [key for key in order if key[0] == "many"] == many
+
+    asyncio.run(asyncio.wait_for(main(), 30))

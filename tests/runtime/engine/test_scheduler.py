@@ -805,7 +805,7 @@ def test_a_windowed_receiver_reserves_its_window_and_holds_nobody_up() -> None:
 
 
 @pytest.mark.parametrize("windows", KINDS.values(), ids=KINDS)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(sizes=st.lists(st.integers(1, 100), min_size=2, max_size=5), spare=st.integers(0, 12), budget=st.integers(1, 9))
 def test_an_engine_that_only_prefills_preempts_nobody(
     windows: Windows, sizes: list[int], spare: int, budget: int

@@ -10,7 +10,7 @@ import threading
 import weakref
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_bpe import byte_level_bpe
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
@@ -88,6 +88,7 @@ TEXTS = st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=14).map(
 
 
 @pytest.mark.parametrize("name", MADE, ids=str)
+@settings(max_examples=40)
 @given(text=TEXTS, size=st.integers(1, 9))
 def test_a_text_has_the_ids_of_its_parts_and_no_fewer_than_its_bound(name, text, size):
     tokenizer = MADE[name]
@@ -111,6 +112,7 @@ LOADED = {(*name, bool(bos)): loaded(made, **bos) for name, made in MADE.items()
 
 
 @pytest.mark.parametrize("name", LOADED, ids=str)
+@settings(max_examples=30)
 @given(text=TEXTS, special=st.booleans(), less=st.integers(0, 3))
 def test_what_surely_fits_does(name, text, special, less):
     tokenizer = LOADED[name]

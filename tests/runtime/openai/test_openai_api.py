@@ -20,6 +20,7 @@ from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.sse import ChatFormat, CompletionFormat
 from isthmus_runtime.request import FinishReason, TokenChunk, TokenLogprobs
+from isthmus_runtime.structured.checker import Checker
 
 
 def test_chat(serve, run, tokenizer):
@@ -458,6 +459,35 @@ def test_errors_before_the_first_token_keep_their_status(serve, run, error, stat
                     assert re.search("run out of (memory|descriptors)", found["message"])
             assert api.metric("isthmus_request_failures_total") == 1
             assert len(api.in_flight) == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ],
+)
+@pytest.mark.parametrize("as_chunk", [False, True])
+def test_an_engine_that_names_its_structure_names_the_parameter_of_the_client(
+    serve, run, model_dir, asked, param, as_chunk
+):
+    error = InvalidRequest("structure: ended after 3 tokens", param="structure")
+
+    async def main():
+        told = TokenChunk(finish_reason=FinishReason.ERROR, error=error) if as_chunk else error
+        checker = Checker(model_dir)
+        try:
+            async with serve(lambda _: [told], grammars=checker) as api, aiohttp.ClientSession() as session:
+                body = {"model": "tiny", "messages": HELLO, **asked}
+                async with session.post(api.url + "/v1/chat/completions", json=body) as answer:
+                    found = (await answer.json())["error"]
+                    assert (answer.status, found["param"]) == (400, param)
+                    assert found["message"] == f"{param}: ended after 3 tokens"
+        finally:
+            await checker.close()
 
     run(main())
 

@@ -478,10 +478,10 @@ def test_what_was_refused_leaves_no_body_behind(serve, run, tokenizer):
             gc.disable()
             tracemalloc.start()
             try:
-                await ask(6)
+                await ask(3)
                 await until(lambda: not len(api.in_flight))
-                # Of each kind alone more than 10 MB would be left; the client keeps some of its own.
-                assert tracemalloc.get_traced_memory()[0] < 6_000_000
+                # Of each kind alone more than 5 MB would be left; the client keeps some of its own.
+                assert tracemalloc.get_traced_memory()[0] < 4_000_000
             finally:
                 tracemalloc.stop()
                 gc.enable()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -32,6 +33,29 @@ class Pauses:
     refill: float = 1.0
 
 
+class _Ready:
+    """Keys that wait for a worker: namespaces in a circle, those of each in the order of coming. Somebody's hundred
+    services, edited without end, wait for each other and not everybody else for them."""
+
+    def __init__(self) -> None:
+        self._count = asyncio.Semaphore(0)
+        self._of: OrderedDict[str, deque[Key]] = OrderedDict()
+
+    def put_nowait(self, key: Key) -> None:
+        self._of.setdefault(key[0], deque()).append(key)
+        self._count.release()
+
+    async def get(self) -> Key:
+        await self._count.acquire()
+        namespace, keys = next(iter(self._of.items()))
+        key = keys.popleft()
+        if keys:
+            self._of.move_to_end(namespace)
+        else:
+            del self._of[namespace]
+        return key
+
+
 class WorkQueue:
     """Runs `work(key)` for every key that was added, on one event loop.
 
@@ -52,7 +76,7 @@ class WorkQueue:
         self._pauses = pauses or Pauses()
         self._spread = spread
         self._due: dict[Key, tuple[float, asyncio.TimerHandle]] = {}
-        self._ready: asyncio.Queue[Key] = asyncio.Queue()
+        self._ready = _Ready()
         self._waiting: set[Key] = set()
         self._running: set[Key] = set()
         self._again: set[Key] = set()

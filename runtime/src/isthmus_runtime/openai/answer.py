@@ -36,9 +36,10 @@ _MANY_IDS = 100_000
 """The same where all choices' prompts have more tokens, whose ids an answer may tell (about 10 ms of work, too)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Job:
-    """A request that was checked, and tokenised or left as text."""
+    """A request that was checked, and tokenised or left as text. Nobody changes it: to freeze so many fields would
+    take longer than to set them."""
 
     answer_id: str
     requests: tuple[GenerateRequest, ...]
@@ -86,8 +87,8 @@ class _Choice:
         self.index = index
         self.request = request
         self.text = TextStream(job.pieces, job.stop, logprobs=job.logprobs, include_stop=job.include_stop)
-        self.begun = asyncio.Event()
-        """The prompt is computed."""
+        self.begun = asyncio.Event() if len(job.requests) > 1 else None
+        """The prompt is computed: others wait for that."""
         self.prompt_tokens = len(request.prompt_token_ids)
         """Told by the first chunk where the prompt is text."""
         self.tokens = 0
@@ -112,6 +113,16 @@ class _Choice:
     def mean_logprob(self) -> float:
         """By token: what the best of several candidates have most of."""
         return self._likelihood / max(1, self.tokens)
+
+    def named(self, error: RequestError) -> RequestError:
+        """With the client's parameter where an engine says `structure`, which is its own word."""
+        if error.param != "structure":
+            return error
+        named = copy.copy(error)
+        named.param = self._job.structure_param
+        named.message = f"{named.param}: {error.message.removeprefix('structure: ')}"
+        named.args = (named.message,)
+        return named
 
     def take_logprobs(self) -> list[TokenLogprobs]:
         """Entries of the tokens that made the text given since the last call."""
@@ -339,6 +350,7 @@ class Runner:
     async def _after(self, first: _Choice, choice: _Choice, sink: Sink, arrived: float, untold: Untold) -> None:
         """The first choice of a prompt computes it and what is told of it, the others find its KV."""
         if choice is not first:
+            assert first.begun is not None
             await first.begun.wait()
             choice.prompt.scores = first.prompt.scores
         await self._generate(choice, sink, arrived, untold)
@@ -359,10 +371,11 @@ class Runner:
             if choice.text.keeps_logprobs and chunk.logprobs:
                 untold.add(_scores(chunk.logprobs))
             delta = choice.feed(chunk)
-            choice.begun.set()
+            if choice.begun is not None:
+                choice.begun.set()
             told = sink(choice, delta) if delta != _NOTHING or choice.finish else None
             more = not (choice.finish or choice.cut or choice.text.stopped)
-            return more if told is None else partial(_after, told, more)
+            return more if told is None else partial(_then, told, more)
 
         try:
             await self._push(choice.request, take)
@@ -371,10 +384,10 @@ class Runner:
         except RequestError as error:
             # Before the first token nothing but admission is known to have happened.
             stage = "generation" if choice.tokens else "admission"
-            raise error.located(stage, choice.request.request_id) from error
+            raise choice.named(error).located(stage, choice.request.request_id) from error
 
 
-async def _after(told: Callable[[], Awaitable[None]], more: bool) -> bool:
+async def _then(told: Callable[[], Awaitable[None]], more: bool) -> bool:
     await told()
     return more
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from json.encoder import encode_basestring_ascii
 from secrets import token_hex
 from typing import Any, NamedTuple
@@ -109,8 +110,11 @@ class Format:
         self._close = ("}]" + (',"usage":null' if include_usage else "") + "}\n\n").encode()
         self._usage_open = f'data: {head},"choices":[],"usage":'
         self._text_offsets: dict[int, int] = {}
-        self._streamed = Answer(Told(()))
+
+    @cached_property
+    def _streamed(self) -> Answer:
         """The ids of a stream so far, for formats that tell them at its end."""
+        return Answer(Told(()))
 
     def first(self, index: int, request: GenerateRequest, prompt_tokens: int) -> bytes:
         """What opens a choice, before any text."""

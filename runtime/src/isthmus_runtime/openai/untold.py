@@ -7,9 +7,6 @@ knows yet whether it is a call of a tool. What prompts add is known (`score_budg
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from ..errors import InvalidRequest, Overloaded
 
 MAX_OF_AN_ANSWER, MAX_OF_ANSWERS = 1 << 19, 1 << 20
@@ -25,16 +22,18 @@ class AnswerScores:
         self.held = 0
         self._answers: set[Untold] = set()
 
-    @contextmanager
-    def answer(self) -> Iterator[Untold]:
-        """Of one request, while it runs."""
-        untold = Untold(self)
+    def answer(self) -> Untold:
+        """Of one request, while it is entered."""
+        return Untold(self)
+
+    def begins(self, untold: Untold) -> None:
+        """A request runs."""
         self._answers.add(untold)
-        try:
-            yield untold
-        finally:
-            self._answers.remove(untold)
-            self.held -= untold.held
+
+    def ends(self, untold: Untold) -> None:
+        """It does not any more."""
+        self._answers.remove(untold)
+        self.held -= untold.held
 
     def make_room(self) -> None:
         """Where all hold too many, those that hold most have to end."""
@@ -54,6 +53,13 @@ class Untold:
         self.held = 0
         self.gives_way = False
         self._budget = budget
+
+    def __enter__(self) -> Untold:
+        self._budget.begins(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._budget.ends(self)
 
     def add(self, count: int) -> None:
         """So many more. InvalidRequest: too many of one request; Overloaded (429): of all, and here are most."""

@@ -109,9 +109,10 @@ class Rules:
     """Compute on decode when no prefill engine can take the prompt; else refuse."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Facts:
-    """What is known of a request, and of the engines' prefix caches with respect to it."""
+    """What is known of a request, and of the engines' prefix caches with respect to it. Nobody
+    changes it: to freeze as many fields would take longer than to set them."""
 
     prompt_tokens: int
     max_tokens: int
