@@ -107,6 +107,52 @@ _PAIR = (
 BOMBS |= {f"shared values, {name}": _PAIR.replace("COUNT", "25") + source for name, source in SHARED.items()}
 
 
+SLOW = {
+    "words counted": "{% set a = 'ab ' * 20000000 %}{{ a | wordcount }}",
+    "words with capitals": "{% set a = 'ab ' * 6000000 %}{{ a | title | length }}",
+    "words": "{% set a = 'ab ' * 20000000 %}{{ a.split() | length }}",
+    "words from the end": "{% set a = 'ab ' * 20000000 %}{{ a.rsplit(maxsplit=9999999) | length }}",
+    "parts": "{% set a = 'ab ' * 20000000 %}{{ a.split(' ') | length }}",
+    "lines": "{% set a = '\r' * 20000000 %}{{ a.splitlines() | length }}",
+    "indented lines": "{% set a = '\n' * 20000000 %}{{ a | indent(1) | length }}",
+    "characters": "{% set a = 'ü' * 20000000 %}{{ a | list | length }}",
+    "characters sorted": "{% set a = 'ü' * 9000000 %}{{ a | sort | length }}",
+    "the least character": "{% set a = 'a' * 6000000 %}{{ a | min }}",
+    "characters that are one": "{% set a = 'a' * 6000000 %}{{ a | unique | first }}{{ a | unique | list | length }}",
+    "no character chosen": "{% set a = 'a' * 6000000 %}{{ a | select('number') | list | length }}",
+    "copies to compare": "{% set a = 'a' * 10000000 %}{{ ([a] * 60) | sort | length }}",
+    "a long list": "{% set a = [1] * 60000000 %}{{ a | length }}",
+    "a list doubled": (
+        "{% set n = namespace(a=[1]) %}{% for i in range(25) %}{% set n.a = n.a + n.a %}{% endfor %}{{ n.a | length }}"
+    ),
+    "escapes": "{% set a = '<' * 50000000 %}{{ a | e | length }}",
+}
+"""Work, or memory, by Python or by regular expressions on one text, which no switch of threads interrupts."""
+
+
+@pytest.mark.parametrize("source", SLOW.values(), ids=SLOW)
+def test_a_text_that_is_gone_through_slowly_is_paid_for_before(source):
+    """Within all that one rendering may do. Each made what took 0.5 to 1.5 GiB, or seconds."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest, match=r"too many steps|too much text"):
+            ChatTemplate(source, {}).render(X)
+        assert tracemalloc.get_traced_memory()[1] < 150 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_long_conversations_are_cut_as_templates_do():
+    """A megabyte of answers, each of which is cut where its reasoning ends, and has its lines counted."""
+    source = (
+        "{% for m in messages %}{% if '</think>' in m.content %}{{ m.content.split('</think>')[-1].lstrip('\n') }}"
+        "{{ m.content.split('</think>')[0].rstrip('\n').split('<think>')[-1].splitlines() | length }}{% endif %}"
+        "{{ m.content.strip().split() | length }}{% endfor %}"
+    )
+    messages = [{"role": "assistant", "content": "<think>\n" + "hm, well.\n" * 200 + "</think>\nYes."}] * 500
+    assert "Yes." in ChatTemplate(source, {}).render(Conversation(messages=messages))
+
+
 @pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS)
 def test_bombs_end_with_a_clear_error_in_little_memory(source):
     tracemalloc.start()

@@ -314,6 +314,32 @@ def test_an_engine_that_sends_tokens_is_not_lost_though_it_answers_no_probe(rig,
     run(main())
 
 
+@pytest.mark.parametrize("plain", [True, False])
+def test_whatever_way_tokens_are_passed_on_they_are_a_sign_of_life(rig, run, kit, plain):
+    async def main():
+        engine, gate, went, heard = kit.Engine("unified"), asyncio.Event(), asyncio.Event(), []
+        second = kit.tokens(2) if plain else kit.tokens(2, note="local")
+        engine.local_script = [kit.tokens(1), gate, second, kit.done(3)]
+        async with rig(engine, dead_after_s=60.0) as r:
+
+            def take(chunk):
+                heard.append(r.pool._engines[engine.url].silent_s)
+                went.set()
+                return True
+
+            passing = asyncio.create_task(r.backend.push(kit.request(), take))
+            await went.wait()
+            engine.frozen, asked = asyncio.Event(), engine.probes
+            await engine.until(lambda e: e.probes > asked)  # nothing before it is still to be answered
+            r.pool._own.now += 1e6
+            gate.set()
+            await passing
+            assert len(heard) > 1 and max(heard) < 1e6
+            engine.frozen.set()
+
+    run(main())
+
+
 @pytest.mark.parametrize("answer", [set(), OSError("Temporary failure in name resolution")])
 def test_accepts_clients_though_prefill_has_no_pods(rig, run, kit, answer):
     """`ready` says that nobody can be served; clients shall hear that from the router, not a refused connection. DNS

@@ -16,15 +16,15 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sized, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, Sized, ValuesView
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import Environment, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
+from jinja2.runtime import Context, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -58,8 +58,17 @@ _OF_NOTHING = frozenset(("count", "d", "default", "first", "last", "length"))
 a loop over them."""
 _PRODUCT = frozenset(("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim"))
 """What may compare each character with each of its argument's, as it searches from the end or for any of a set."""
+_EACH = frozenset(("list", "map", "max", "min", "reject", "rejectattr", "select", "selectattr", "sort", "unique"))
+"""Filters that go through a text a character at a time."""
+_LOWERED = frozenset(("dictsort", "max", "min", "sort", "unique"))
+"""Filters that compare texts by copies in lower case."""
 _SCAN = 4096
-"""Characters that one step looks at."""
+"""Characters that one step looks at, where a function of the interpreter does."""
+_SLOW_SCAN = 4
+"""The same where Python or a regular expression does, for each of them or each word."""
+_ELEMENT, _NEW_ELEMENT = 8, 64
+"""Characters as which an element of a list counts, by the bytes it takes, and one that is made with it."""
+_LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _MOST_DEPTH = 64
 _MOST_NESTED = 256
 """Of values: what goes through them in C takes its stack for each level."""
@@ -123,9 +132,35 @@ _BUDGET: ContextVar[Budget] = ContextVar("_BUDGET")
 
 def _made(value: Any) -> Any:
     """`value`, paid for."""
-    if isinstance(value, (str, list, tuple, dict)):
+    if isinstance(value, str):
         _BUDGET.get().make(len(value))
+    elif isinstance(value, (list, tuple, dict)):
+        _BUDGET.get().make(_ELEMENT * len(value))
     return value
+
+
+def _cut(text: str, pieces: int) -> None:
+    """Pay for a list of parts of a text, before it is made."""
+    budget = _BUDGET.get()
+    budget.step(pieces // _SLOW_SCAN)
+    budget.make(len(text) + _NEW_ELEMENT * pieces)
+
+
+def _words(text: str) -> int:
+    """How many words a text has at most."""
+    return (len(text) + 1) // 2
+
+
+def _parts(text: str, args: Sequence[object], kwargs: Mapping[str, object]) -> int:
+    """How many parts `split` and `rsplit` cut a text into, at most."""
+    sep = args[0] if args else kwargs.get("sep")
+    maxsplit = args[1] if len(args) > 1 else kwargs.get("maxsplit")
+    found = 1 + (text.count(sep) if isinstance(sep, str) and sep else _words(text))
+    return min(found, maxsplit + 1) if isinstance(maxsplit, int) and maxsplit >= 0 else found
+
+
+def _lines(text: str) -> int:
+    return 1 + sum(map(text.count, _LINE_ENDS))
 
 
 def _counted(values: Iterable[Any]) -> Iterator[Any]:
@@ -218,6 +253,22 @@ def _tojson(
     )
 
 
+_PASSED = (Context, Environment, nodes.EvalContext)
+"""What jinja2 gives some filters before the value."""
+
+
+def _through(name: str, text: str) -> None:
+    """Pay for a filter that goes through a text by Python or by regular expressions."""
+    if name in _EACH:
+        _cut(text, len(text))
+    elif name in ("title", "wordcount"):
+        _cut(text, _words(text))
+    elif name == "indent":
+        _cut(text, _lines(text))
+    elif name in ("e", "escape"):
+        _BUDGET.get().make(5 * sum(map(text.count, "&<>'\"")))
+
+
 def _paying(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """A filter of jinja2 that pays for its arguments and for its result."""
 
@@ -226,10 +277,16 @@ def _paying(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if name in _OF_TEXT and args:
             args = (as_text(args[0]), *args[1:])
         given = (*args, *kwargs.values())
+        budget = _BUDGET.get()
         for value in given:
             if name not in _OF_NOTHING or not isinstance(value, Sized):
-                _BUDGET.get().look(value)
-        _BUDGET.get().step()
+                size = budget.look(value)
+                if name in _LOWERED:
+                    budget.make(size)
+        budget.step()
+        value = next((one for one in args if not isinstance(one, _PASSED)), None)
+        if isinstance(value, str):
+            _through(name, value)
         if name == "format":
             _checked_format(args[0], given[1:])
         elif name == "indent":
@@ -367,11 +424,11 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         budget.step()
         if operator == "+":
             if isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
-                budget.make(len(left) + len(right))
+                budget.make((len(left) + len(right)) * (1 if isinstance(left, str) else _ELEMENT))
         elif operator == "*":
             for one, times in ((left, right), (right, left)):
                 if isinstance(one, (str, list, tuple)) and isinstance(times, int):
-                    budget.make(len(one) * max(times, 0))
+                    budget.make(len(one) * max(times, 0) * (1 if isinstance(one, str) else _ELEMENT))
         elif operator == "%" and isinstance(left, str):
             _checked_format(left, right)
             return _made(super().call_binop(context, operator, left, right))
@@ -399,6 +456,10 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
                 return _replace(owner, *args, **kwargs)
             if name == "join":
                 return _join(args[0], owner)
+            if name in ("rsplit", "split"):
+                _cut(owner, _parts(owner, args, kwargs))
+            elif name == "splitlines":
+                _cut(owner, _lines(owner))
         # Not left to the interpreter: a call of a macro takes the C stack, which ends before its limit where a library
         # has raised that.
         if budget.depth >= _MOST_DEPTH:

@@ -190,6 +190,7 @@ class Attempt:
         chunk = self._lines.plain_of(self._response.here())
         if chunk is None:
             return None
+        self._hold.heard()
         self._ended = chunk.finish_reason is not None
         return take(chunk)
 
@@ -210,6 +211,7 @@ class Attempt:
             self._passing = None
 
     def _arrived(self, done: asyncio.Future[Said | None], take: Take) -> None:
+        self._hold.heard()
         if done.done():
             return
         try:
