@@ -254,3 +254,12 @@ def test_a_trace_that_would_never_end_is_refused(tmp_path: Path, line: str) -> N
 def test_more_engines_than_anybody_has_are_refused() -> None:
     with pytest.raises(ConfigError, match="--prefill 100000000 must be at most 10000"):
         simulate_main(["--prefill", "100000000"])
+
+
+def test_a_rate_without_end_and_a_file_that_is_no_gpu_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--rate 1e\+300 must be at most 10000"):
+        simulate_main(["--rate", "1e300"])
+    for text in ("[" * 100_000, "{nope"):
+        (tmp_path / "gpu.json").write_text(text)
+        with pytest.raises(ConfigError, match="not JSON"):
+            find_gpu(str(tmp_path / "gpu.json"))

@@ -28,6 +28,8 @@ GENERATORS: dict[str, Callable[..., list[TraceRequest]]] = {"synthetic": generat
 
 
 _MOST_PODS = 10_000
+_MOST_RATE = 10_000.0
+"""Requests a second of a trace that is made up: ten minutes of them are six million."""
 
 
 def build_simulate_parser() -> argparse.ArgumentParser:
@@ -98,6 +100,8 @@ def _problems(args: argparse.Namespace) -> list[str]:
     limits = {"tp": 1, "prefill": 1, "decode": 1, "routers": 1, "engines": 1}
     found = [f"--{k} {getattr(args, k)} must be {low} or more" for k, low in limits.items() if getattr(args, k) < low]
     found += [f"--{k} {getattr(args, k)} must be at most {_MOST_PODS}" for k in limits if getattr(args, k) > _MOST_PODS]
+    if args.trace in GENERATORS and args.rate > _MOST_RATE:
+        found.append(f"--rate {args.rate:g} must be at most {_MOST_RATE:g}")
     above = {k: getattr(args, k) for k in ("rate", "link_gbps", "kv_tokens")}
     found += [f"--{k.replace('_', '-')} must be above 0" for k, v in above.items() if v is not None and v <= 0]
     if args.unified < 0 or (args.unified and args.search):

@@ -243,7 +243,10 @@ def find_gpu(name: str) -> Gpu:
         return GPUS[name]
     if not Path(name).is_file():
         raise ConfigError(f"--gpu {name!r} is neither a JSON file nor one of {', '.join(sorted(GPUS))}")
-    body = json.loads(Path(name).read_text())
+    try:
+        body = json.loads(Path(name).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--gpu {name}: not JSON ({error})") from None
     known = {field.name for field in fields(Gpu)}
     if not isinstance(body, dict) or set(body) != known:
         raise ConfigError(f"--gpu {name}: must be an object with exactly the fields {', '.join(sorted(known))}")
