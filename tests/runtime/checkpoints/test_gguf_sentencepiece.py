@@ -140,3 +140,12 @@ def test_pieces_stream_the_bytes_of_the_text() -> None:
 def test_what_would_tokenise_almost_right_is_refused(changes: dict[str, Any], text: str) -> None:
     with pytest.raises(WeightsError, match=re.escape(text)):
         build(metadata(**{f"tokenizer.ggml.{name}": value for name, value in changes.items()}))
+
+
+def test_a_piece_as_long_as_a_book_is_named() -> None:
+    """All ways to split it are tried, each of which copies it: a megabyte took minutes."""
+    meta = metadata()
+    tokens, types, scores = (list(meta[f"tokenizer.ggml.{name}"]) for name in ("tokens", "token_type", "scores"))
+    more = {"tokens": [*tokens, "a" * 5000], "token_type": [*types, NORMAL], "scores": [*scores, 0.0]}
+    with pytest.raises(WeightsError, match=f"token {len(tokens)} has 5000 characters; at most 4096 are allowed"):
+        build(metadata(**{f"tokenizer.ggml.{name}": value for name, value in more.items()}))

@@ -13,6 +13,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HfTokenizer
 
 from isthmus_runtime.openai.chat import Conversation, NeedsThread
+from isthmus_runtime.openai.control import ControlTokens
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.request import SamplingOptions
 
@@ -223,3 +224,10 @@ def test_imported_models(name):
         assert got.ids.count(library.token_to_id(end)) == got.ids.count(library.token_to_id(begin)) == 1
         if end not in text:
             assert got.ids == library.encode(plain, add_special_tokens=False).ids
+
+
+def test_control_tokens_may_be_longer_than_the_stack_is_deep():
+    long = "<|" + "a" * 5000
+    added = [{"content": text, "special": True} for text in (long + "|>", long + "b|>", "<|a|>", "<|")]
+    control = ControlTokens(lambda: "{}", added, "")
+    assert control.found_in(f"x {long}b|> y") and control.found_in("<|") and not control.found_in("a" * 6000)

@@ -19,6 +19,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 # Types that are ordinary entries: normal, unknown, unused, byte.
 _PLAIN = (_NORMAL, _UNKNOWN, 5, _BYTE)
 
+_LONGEST_PIECE = 4096
 # What SentencePiece writes for a space.
 _SPACE = "▁"
 
@@ -210,6 +211,11 @@ def _sentencepiece_bpe(meta: Mapping[str, Any], vocabulary: _Vocabulary) -> _Met
     if missing:
         raise WeightsError(f"{source}: token {missing[0]} is not in the vocabulary as a byte; all 256 are needed")
     pieces = {token: number for token, number in ids.items() if types[number] == _NORMAL}
+    longest = max(pieces, key=len, default="")
+    if len(longest) > _LONGEST_PIECE:  # all ways to split it are tried
+        raise WeightsError(
+            f"{source}: token {pieces[longest]} has {len(longest)} characters; at most {_LONGEST_PIECE} are allowed"
+        )
     splits = [
         (-scores[number], number, len(token) - cut)
         for token, number in pieces.items()

@@ -180,6 +180,12 @@ def _either(strings: Iterable[str]) -> str:
 
 
 def _branches(node: _Trie) -> str:
+    alone = []
+    while len(node) == 1 and "" not in node:  # not by calling itself: a file's token may be longer than the stack
+        (char, node), *_ = node.items()
+        alone.append(re.escape(char))
+    if alone:
+        return "".join(alone) + _branches(node)
     parts = [re.escape(char) + _branches(below) for char, below in sorted(node.items()) if char]
     if not parts:
         return ""
