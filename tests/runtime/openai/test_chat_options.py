@@ -14,6 +14,7 @@ from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.openai.tool_grammar import calls_grammar
+from isthmus_runtime.openai.tool_prompt import in_plain_text
 from isthmus_runtime.structured.checker import Checker
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -336,3 +337,15 @@ def test_an_answer_that_has_to_be_a_call_is_held_to_it(serve, run, caller, model
             await checker.close()
 
     run(main())
+
+
+def test_results_in_a_row_are_one_message_of_the_user():
+    """However many there are: each was added to a copy of all before it, 60,000 took a minute of a processor."""
+    result, named = {"role": "tool", "content": "seen"}, {"role": "tool", "content": "too", "name": "look"}
+    asked = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
+    many = [result] * 60_000
+    told = in_plain_text([*HELLO, asked, result, named, asked, *many], [])
+    call = {"role": "assistant", "content": '{"name": "look", "arguments": {}}'}
+    assert told[:4] == [*HELLO, call, {"role": "user", "content": "Result: seen\nResult of look: too"}, call]
+    assert told[4:] == [{"role": "user", "content": "\n".join(["Result: seen"] * len(many))}]
+    assert in_plain_text([result, *HELLO], []) == [{"role": "user", "content": "Result: seen"}, *HELLO]

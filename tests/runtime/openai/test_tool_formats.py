@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus_runtime.openai.output import Reader, Thinking
-from isthmus_runtime.openai.tool_formats import FORMATS, base, format_of
+from isthmus_runtime.openai.tool_formats import FORMATS, base, format_of, json_end
 from isthmus_runtime.openai.tool_formats.base import ToolCall
+from isthmus_runtime.openai.tool_formats.json_end import NEVER, JsonEnd
 
 NAMES = ("look", "add-2")
 A = '{"name": "look", "arguments": {"at": "} \\" ] </tool_call> ü"}}'
@@ -148,34 +151,290 @@ def test_white_space_in_half_a_call_is_shared_out_in_one_way() -> None:
     reader.finish()
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("half", ["{", '{"a": "', '[{"a": ', '{"name": "look", "arguments": {"x": "\\'])
-@pytest.mark.parametrize("end", ["", '"}}' * 9])
-def test_what_half_calls_within_half_calls_cost_is_bounded(name, half, end, monkeypatch) -> None:
-    """Each opening had all that follows looked at, a character at a time: 3,000 of them took 6 s."""
-    looked = 0
-    scan_end, calls_in = base._Scan.end, base.ToolParser.calls_in
+def value_at(text, at):
+    """The JSON value at a place, and where it ends; None: there is none."""
 
-    def scanned(scan, text, start):
-        nonlocal looked
-        before = max(scan.at, start)
-        found = scan_end(scan, text, start)
-        looked += scan.at - before
-        return found
+    def never(name):
+        raise ValueError(name)
 
-    def parsed(parser, source):
-        nonlocal looked
-        looked += len(source)
-        return calls_in(parser, source)
+    try:
+        return json.JSONDecoder(strict=False, parse_constant=never).raw_decode(text, at)
+    except ValueError:
+        return None
 
-    monkeypatch.setattr(base._Scan, "end", scanned)
-    monkeypatch.setattr(base.ToolParser, "calls_in", parsed)
+
+def call_of(value):
+    """The call that a value of the interpreter's JSON is; None: it is none."""
+    value = (
+        value.get("function", value)
+        if isinstance(value, dict) and isinstance(value.get("function", {}), dict)
+        else value
+    )
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in NAMES:
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        found = value_at(arguments.strip(" \t\r\n"), 0)
+        arguments = found[0] if found is not None and found[1] == len(arguments.strip(" \t\r\n")) else None
+    return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+
+
+def called_at(name, text, at):
+    """The calls that follow an opening, and where they end; None: there are none. By the interpreter's JSON."""
+    begin, function = at + len(text[at : at + 256]) - len(text[at : at + 256].lstrip()), None
+    first = text[begin : begin + 1]
+    if name == "mistral" and first not in ("[", "{"):
+        begin = text.find("{", at, at + 512)
+        head = text[at:begin] if begin >= 0 else ""
+        found = re.fullmatch(r"\s*([^\s\[\]{}\"]{1,256})\s*(\[CALL_ID\][^\s\[\]{}\"]{1,64}\s*)?(\[ARGS\]\s*)?", head)
+        if found is None:
+            return None
+        function, first = found[1], "{"
+    if first not in ({"json": ("{", "["), "mistral": ("{", "[")}.get(name, ("{",))):
+        return None
+    found = value_at(text, begin)
+    if found is None:
+        return None
+    value, end = found
+    if function is not None:
+        values = [{"name": function, "arguments": value}]
+    else:
+        values = value if isinstance(value, list) else [value]
+    calls = [call_of(v) for v in values]
+    if not calls or None in calls:
+        return None
+    after = end + len(text[end : end + 256]) - len(text[end : end + 256].lstrip())
+    for close in {"hermes": ["</tool_call>"], "json": ["```"]}.get(name, []):
+        end = after + len(close) if text.startswith(close, after) else end
+    return calls, end
+
+
+def reference(name, text):
+    """What a parser must make of a text, slowly: each opening looks at all that follows."""
+    form = FORMATS[name].parser
+    content, calls, said, at, first = "", [], "", 0, True
+    while True:
+        opening = place = None
+        if first:
+            place = at + len(text[at:]) - len(text[at:].lstrip())
+            if calls and form.separator and text.startswith(form.separator, place):
+                place += 1
+                place += len(text[place:]) - len(text[place:].lstrip())
+            begins = [m for m in form.first_markers if text.startswith(m, place)]
+            opening = begins[0] if begins else "" if text[place : place + 1] and text[place] in form.bare else None
+        if opening is None:
+            first = False
+            found = [(text.find(m, at), m) for m in form.markers if m in text[at:]]
+            if not found:
+                break
+            place, opening = min(found)
+        found = called_at(name, text, place + len(opening))
+        if found is None:
+            said += text[at:place] + opening
+            at, first = place + len(opening), False
+            continue
+        said += text[at:place]
+        said = said.lstrip() if calls else said
+        content += "" if said.strip() == (form.separator if calls else "") else said.rstrip()
+        calls, at, said, first = calls + found[0], found[1], "", True
+    said += text[at:]
+    return "", content + (said.lstrip() if calls else said), calls
+
+
+SHARDS = [
+    *(
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        '"',
+        "\\",
+        ":",
+        ",",
+        ";",
+        " ",
+        "\n",
+        " " * 300,
+        "a" * 300,
+        "5",
+        "e",
+        "é",
+        "NaN",
+        "1e999",
+    ),
+    *(
+        "<tool_call>",
+        "</tool_call>",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        "[CALL_ID]",
+        "<|python_tag|>",
+        "```json",
+        "```\n",
+        "```",
+    ),
+    *(
+        '{"name": "look"',
+        '{"name":"add-2","arguments":{',
+        '"arguments"',
+        "look",
+        "{}",
+        '{"a":"',
+        '\\"',
+        "}}",
+        "<tool",
+        "[TOOL",
+    ),
+]
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@given(data=st.data())
+@settings(max_examples=120, deadline=None)
+def test_whatever_a_model_writes_is_read_as_the_slow_way_reads_it(name, data):
+    """Whole, by characters and in pieces, of texts that hold what opens and ends calls and strings."""
+    parser = FORMATS[name].parser
+    cases = [text for text, *_ in CASES[name]]
+    marker = next(iter((*parser.markers, *parser.first_markers)))
+    shard = st.sampled_from(SHARDS) | st.sampled_from([marker, marker + "{", marker + '{"a":"', *cases])
+    text = "".join(data.draw(st.lists(shard, max_size=24)))
+    expected = reference(name, text)
+    assert read(Reader(parser(NAMES), None), [text]) == expected
+    assert read(Reader(parser(NAMES), None), list(text)) == expected
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12))
+    assert read(Reader(parser(NAMES), None), pieces(text, cuts)) == expected
+
+
+HALVES = [
+    "{",
+    '{"a": "',
+    '{"a": ",": "',
+    '[{"a": ',
+    '{"a":[[[',
+    " {",
+    ' look{"',
+    "look[ARGS]{",
+    '{"\\',
+    '"}{',
+    '{"a":"\\"',
+]
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_no_character_is_gone_over_more_than_twice(name, data):
+    """However many openings there are, and however they are within each other."""
+    ends = []
+
+    class Noted(JsonEnd):
+        def __init__(self):
+            super().__init__()
+            ends.append(self)
+
     parser = FORMATS[name].parser(NAMES)
     marker = next(iter((*parser.markers, *parser.first_markers)))
-    text = (marker + half) * 5_000 + end
-    parts = []
-    for at in range(0, len(text), 1_000):
-        parts += parser.feed(text[at : at + 1_000])
-    parts += parser.finish()
-    assert "".join(part for part in parts if isinstance(part, str)) == text
-    assert looked <= 8 * len(text) + 2 * base._MOST_WORK
+    shard = st.sampled_from([marker + half for half in HALVES]) | st.sampled_from(SHARDS)
+    text = "".join(data.draw(st.lists(shard, max_size=12))) * data.draw(st.integers(1, 20))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base, "JsonEnd", Noted)
+        parser = FORMATS[name].parser(NAMES)
+        for part in pieces(text, data.draw(st.lists(st.integers(0, len(text)), max_size=6))):
+            parser.feed(part)
+        parser.finish()
+    assert sum(end.looked for end in ends) <= 2 * len(text), len(text)
+
+
+def steps(work):
+    """Lines that the parsers execute."""
+    count = 0
+
+    def count_line(frame, event, _):
+        nonlocal count
+        count += event == "line"
+        return count_line
+
+    def enter(frame, event, _):
+        return (
+            count_line if "tool_formats" in frame.f_code.co_filename or "output" in frame.f_code.co_filename else None
+        )
+
+    before = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("half", [*HALVES, " ", "look ", '{"name": "look"}', "{}"])
+def test_twice_the_text_is_twice_the_work(name, half):
+    parser = FORMATS[name].parser
+    marker = next(iter((*parser.markers, *parser.first_markers)))
+
+    def work(count):
+        text = (marker + half) * count
+        return lambda: read(Reader(parser(NAMES), None), pieces(text, range(0, len(text), 50)))
+
+    once, twice = steps(work(50)), steps(work(100))
+    assert twice <= 2.2 * once + 100, (once, twice)
+
+
+def test_a_marker_ends_a_value_that_it_is_not_a_text_of():
+    """By which no more than two values are under way at a time."""
+    for form in FORMATS.values():
+        for marker in form.parser.markers:
+            assert JsonEnd().find("[" + marker, 0) == NEVER and not set(marker) & set('"\\')
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "json"])
+def test_what_is_held_back_for_a_call_is_bounded(name, monkeypatch):
+    monkeypatch.setattr(json_end, "MAX_SIZE", 100)
+    parser = FORMATS[name].parser
+    marker = next(iter(parser.markers), "")
+    for size in (60, 100, 101, 140):
+        call = '{"name": "look", "arguments": {"a": ""}}'
+        call = call.replace('""', f'"{"x" * (size - len(call))}"')
+        text = marker + call
+        for parts in ([text], list(text), pieces(text, [70, 100 + len(marker)])):
+            _, content, calls = read(Reader(parser(NAMES), None), parts)
+            assert (len(calls), content) == ((1, "") if size <= 100 else (0, text)), size
+    reader = Reader(parser(NAMES), None)
+    text = marker + '{"a": "' + "x" * 200
+    assert "".join(reader.feed(char).content for char in text) == text, "it is told as soon as it can be none"
+
+
+@pytest.mark.parametrize("levels", [json_end.MAX_DEPTH, json_end.MAX_DEPTH + 1, 5000])
+def test_calls_are_as_deep_as_a_request_may_tell_of(levels):
+    """Deeper ones took the interpreter's stack."""
+    arguments = '{"a":' * (levels - 1) + "1" + "}" * (levels - 1)
+    for text in (
+        f'{{"name": "look", "arguments": {arguments}}}',
+        f'{{"name": "look", "arguments": {json.dumps(arguments)}}}',
+    ):
+        _, content, calls = read(Reader(FORMATS["json"].parser(NAMES), None), [text])
+        deep = levels > json_end.MAX_DEPTH + (arguments not in text)
+        assert (content, len(calls)) == ((text, 0) if deep else ("", 1))
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "[NaN]"])
+def test_arguments_are_json(number):
+    for arguments in (f'{{"x": {number}}}', json.dumps(f'{{"x": {number}}}')):
+        text = f'<tool_call>{{"name": "look", "arguments": {arguments}}}</tool_call>'
+        assert read(Reader(FORMATS["hermes"].parser(NAMES), None), [text]) == ("", text, [])
+
+
+@given(
+    text=st.lists(st.sampled_from(["<think>", "</think>", " ", "\n", "a", "<", "</thi"]), max_size=20).map("".join),
+    data=st.data(),
+)
+@settings(max_examples=200, deadline=None)
+def test_reasoning_is_the_same_however_it_is_cut(text, data):
+    for opened in (False, True):
+        whole = read(Reader(None, Thinking(opened=opened)), [text])
+        cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
+        assert read(Reader(None, Thinking(opened=opened)), pieces(text, cuts)) == whole
+        assert read(Reader(None, Thinking(opened=opened)), list(text)) == whole

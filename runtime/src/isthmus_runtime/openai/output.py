@@ -62,50 +62,55 @@ class Thinking:
 
     def __init__(self, *, opened: bool) -> None:
         """`opened`: the prompt ends with the opening tag."""
-        self._state: Callable[[bool], tuple[str, str]] = self._reasoning if opened else self._before
-        self._held = ""
+        self._state: Callable[[str, bool], tuple[str, str]] = self._reasoning if opened else self._before
+        self._space: list[str] = []
+        """White space that is shown if text follows: in the pieces it came in, of which there may be many."""
+        self._tail = ""
+        """What may be the beginning of a tag."""
         self._begun = False
         """A part of the present side was given: white space before it is dropped."""
 
     def feed(self, text: str) -> tuple[str, str]:
         """(reasoning, content) that are certain after more text."""
-        self._held += text
-        return self._state(False)
+        return self._state(text, False)
 
     def finish(self) -> tuple[str, str]:
         """No text follows."""
-        return self._state(True)
+        return self._state("", True)
 
-    def _before(self, last: bool) -> tuple[str, str]:
-        start = self._held.lstrip()
+    def _before(self, text: str, last: bool) -> tuple[str, str]:
+        text, self._tail = self._tail + text, ""
+        start = text.lstrip()
+        self._space.append(text[: len(text) - len(start)])
         if start.startswith(self.OPEN):
-            self._held = start[len(self.OPEN) :]
+            self._space = []
             self._state = self._reasoning
-            return self._reasoning(last)
+            return self._reasoning(start[len(self.OPEN) :], last)
         if not last and self.OPEN.startswith(start):
+            self._tail = start
             return "", ""
         self._state, self._begun = self._answer, True
-        return self._answer(last)
+        return self._answer("".join((*self._space, start)), last)
 
-    def _reasoning(self, last: bool) -> tuple[str, str]:
-        text, closed, rest = self._held.partition(self.CLOSE)
-        if closed:
-            self._held = rest
-            self._state = self._answer
-            reasoning = text.rstrip() if self._begun else text.strip()
-            self._begun = False
-            return reasoning, self._answer(last)[1]
-        keep = 0 if last else overlap(self._held, self.CLOSE)
-        sure = self._held[: len(self._held) - keep]
+    def _reasoning(self, text: str, last: bool) -> tuple[str, str]:
+        text, closed, rest = (self._tail + text).partition(self.CLOSE)
+        sure = len(text) - (0 if closed or last else overlap(text, self.CLOSE))
+        text, self._tail = text[:sure], text[sure:]
         if not self._begun:
-            sure = sure.lstrip()
-        shown = sure.rstrip()
-        self._held = sure[len(shown) :] + (self._held[len(self._held) - keep :] if keep else "")
-        self._begun = self._begun or bool(shown)
+            text = text.lstrip()
+        shown = text.rstrip()
+        if shown:
+            self._begun = True
+            text, shown = text[len(shown) :], "".join((*self._space, shown))
+            self._space = []
+        self._space.append(text)
+        if closed:
+            self._state, self._begun = self._answer, False
+            return shown, self._answer(rest, last)[1]
         return shown, ""
 
-    def _answer(self, last: bool) -> tuple[str, str]:
-        text = self._held if self._begun else self._held.lstrip()
-        self._begun = self._begun or bool(text)
-        self._held = ""
+    def _answer(self, text: str, last: bool) -> tuple[str, str]:
+        if not self._begun:
+            text = text.lstrip()
+            self._begun = bool(text)
         return "", text

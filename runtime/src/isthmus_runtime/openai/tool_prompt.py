@@ -17,23 +17,23 @@ def in_plain_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping
     """`messages` without roles and fields that such a template does not know: calls are the assistant's text, as the
     instruction asks for them, and results are the user's. `tools` are described in the system's message."""
     found: list[dict[str, Any]] = []
+    results: list[str] = []
     for message in messages:
         if message["role"] == "tool":
             name = f" of {message['name']}" if "name" in message else ""
-            text = f"Result{name}: {message['content']}"
-            if found and found[-1].get("results"):
-                found[-1]["content"] += f"\n{text}"
-            else:
-                found.append({"role": "user", "content": text, "results": True})
-        elif message.get("tool_calls"):
+            results.append(f"Result{name}: {message['content']}")
+            continue
+        # Joined once: there may be a hundred thousand of them, and each addition would copy all before it.
+        found += _of_user(results)
+        results = []
+        if message.get("tool_calls"):
             calls = [c["function"] for c in message["tool_calls"]]
             text = json.dumps(calls[0] if len(calls) == 1 else calls, ensure_ascii=False)
             before = f"{message['content']}\n" if message["content"] else ""
             found.append({"role": "assistant", "content": before + text})
         else:
             found.append(dict(message))
-    for message in found:
-        message.pop("results", None)
+    found += _of_user(results)
     if tools:
         told = "\n".join([_INSTRUCTION, *(json.dumps(t["function"], ensure_ascii=False) for t in tools)])
         if found[0]["role"] == "system":
@@ -41,3 +41,8 @@ def in_plain_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping
         else:
             found.insert(0, {"role": "system", "content": told})
     return found
+
+
+def _of_user(results: Sequence[str]) -> list[dict[str, Any]]:
+    """The message that results of tools are; none for none."""
+    return [{"role": "user", "content": "\n".join(results)}] if results else []

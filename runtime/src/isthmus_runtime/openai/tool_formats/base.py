@@ -3,6 +3,9 @@
 The rule: a call is given when it is whole, names a tool that was offered, and has arguments that are a JSON object.
 What is not that is text, from its first character on. So arguments are always valid JSON, and no text is lost but white
 space beside calls.
+
+A client can have a model write any text. So the work grows with its length alone: see `json_end`; nothing is copied or
+gone over again for each piece, and what is looked at beside JSON is bounded.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
+
+from .json_end import JsonEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,73 +38,71 @@ class Read:
 
 REJECTED = Read(0, ())
 
-_MOST_WORK = 1 << 18
-"""Characters that may be looked at again: in half calls within half calls each opening would have all that follows
-looked at, and nothing else runs meanwhile."""
-_OPENING_WORK = 512
-"""As how many characters an opening counts that opens nothing."""
-_IN_STRING = re.compile(r'["\\]')
-_OUTSIDE = re.compile(r'["{}\[\]]')
+MAX_SPACE = 256
+"""Characters of white space before and after a call's JSON."""
+_SPACE = re.compile(rf"\s{{0,{MAX_SPACE}}}+")
+_ANY_SPACE = re.compile(r"\s*+")
 
 
 class ToolParser:
     """Base of the formats. Says where calls may begin; `read` says what follows."""
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """Open a call wherever they are."""
+    """Open a call wherever they are. Each holds a character that JSON has in strings alone, and neither a quote nor a
+    backslash."""
     first_markers: ClassVar[tuple[str, ...]] = ()
     """Open a call where the answer begins, and after a call."""
     bare: ClassVar[str] = ""
     """Characters that begin a call there without a marker, and belong to it."""
     separator: ClassVar[str] = ""
-    """May stand between two calls."""
+    """May stand between two calls: one character."""
 
     def __init__(self, names: Iterable[str]) -> None:
         """`names`: of the tools that were offered."""
         self._names = frozenset(names)
+        self._marker = re.compile("|".join(map(re.escape, self.markers))) if self.markers else None
+        self._longest = max(map(len, (*self.markers, *self.first_markers)), default=0)
         self._buffer = ""
+        self._at = 0
+        """Where what is not yet done with begins in it."""
         self._opening: str | None = None
         """While inside: what has opened it."""
-        self._space = ""
-        """White space that belongs to a call if one follows."""
+        self._held: list[str] = []
+        """White space that belongs to a call if one follows, and a separator with what is around it."""
+        self._separated = False
+        """A separator is among it."""
         self._first = True
         """Nothing but calls has come so far, or since the last call."""
         self._after_call = False
-        self._scan = _Scan()
-        self._work = _MOST_WORK
-        """Characters that may still be looked at; what is left where it runs out is text."""
+        self._json_end = JsonEnd()
 
     def feed(self, text: str) -> list[str | ToolCall]:
         """Text and calls that are certain after more text, in order."""
-        self._buffer += text
-        self._work += 4 * len(text)
+        buffer, self._buffer = self._buffer, ""
+        buffer += (
+            text  # in its place, as nothing else refers to it: a call's text may come in a hundred thousand pieces
+        )
+        self._buffer = buffer
         return self._run(last=False)
 
     def finish(self) -> list[str | ToolCall]:
         """No text follows."""
         return self._run(last=True)
 
-    def read(self, text: str, last: bool) -> Read | None:
-        """Calls that `text`, which follows an opening, begins with; None: more is needed to say. With `last`, None says
-        that there is none."""
+    def read(self, text: str, start: int, last: bool) -> Read | None:
+        """Calls that `text` has from `start` on, which follows an opening; None: more is needed to say. With `last`,
+        None says that there is none. Asked again for each piece of text."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------------------------------------------- for formats
 
     def value_end(self, text: str, start: int) -> int | None:
-        """Where the JSON object or list ends that begins at `start`; None: not yet. Asked again, goes on from there."""
-        before = self._scan.at
-        end = self._scan.end(text, start)
-        self.looked_at(self._scan.at - max(before, start))
-        return end
-
-    def looked_at(self, size: int) -> None:
-        """So many characters were."""
-        self._work -= size
+        """Where the JSON object or list ends that begins at `start`; None: not yet; NEVER (-1): it is none. Asked
+        again, goes on from there."""
+        return self._json_end.find(text, start)
 
     def calls_in(self, source: str) -> tuple[ToolCall, ...]:
         """The calls that a JSON object or list of objects stands for; none unless all are calls."""
-        self.looked_at(len(source))
         try:
             value = json.loads(source, strict=False)
         except (ValueError, RecursionError):
@@ -118,133 +121,102 @@ class ToolParser:
 
     def call(self, name: Any, arguments: Any) -> ToolCall | None:
         """A call, if the tool was offered and the arguments are an object, or its JSON text."""
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments, strict=False)
-            except (ValueError, RecursionError):
-                return None
-        if not isinstance(name, str) or name not in self._names or not isinstance(arguments, dict):
+        if not isinstance(name, str) or name not in self._names:
             return None
-        return ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+        try:
+            if isinstance(arguments, str):
+                arguments = _loads(arguments)
+            if not isinstance(arguments, dict):
+                return None
+            return ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+        except (ValueError, RecursionError):  # a number may be too large to be anything but infinity
+            return None
 
     # ----------------------------------------------------------------------------------------------------- internals
 
     def _run(self, *, last: bool) -> list[str | ToolCall]:
         parts: list[str | ToolCall] = []
-        while self._work > 0 and (
-            self._inside(parts, last) if self._opening is not None else self._outside(parts, last)
-        ):
+        while self._inside(parts, last) if self._opening is not None else self._outside(parts, last):
             pass
-        if self._work <= 0:
-            rest, self._opening, self._buffer = (self._opening or "") + self._buffer, None, ""
-            self._text(parts, rest)
         if last:
-            if not self._after_call and self._space:
-                parts.append(self._space)
-            self._space = ""
+            if self._held:
+                parts.append("".join(self._held))
+            self._held = []
+        if self._at:
+            self._buffer, self._at = self._buffer[self._at :], 0
         return parts
 
     def _inside(self, parts: list[str | ToolCall], last: bool) -> bool:
-        found = self.read(self._buffer, last)
+        found = self.read(self._buffer, self._at, last)
         if found is None and not last:
             return False
         opening, self._opening = self._opening, None
-        self._scan = _Scan()
         if found is None or not found.calls:
             assert opening is not None
             self._first = False
-            self._work -= _OPENING_WORK
             self._text(parts, opening)
             return True
         parts += found.calls
-        self._buffer = self._buffer[found.end :]
-        self._space, self._first, self._after_call = "", True, True
+        self._at = found.end
+        self._held, self._separated = [], False
+        self._first = self._after_call = True
         return True
 
     def _outside(self, parts: list[str | ToolCall], last: bool) -> bool:
+        if self._first and (more := self._begin(last)) is not None:
+            return more
         buffer = self._buffer
-        if self._first:
-            size = self._first_opening(buffer)
-            if size is None and not last:
-                return False
-            if size is not None and size >= 0:
-                self._enter(buffer[:size], buffer[size:])
-                return True
-            self._first = not buffer.strip()
-        places = [(place, -len(m), m) for m in self.markers if (place := buffer.find(m)) >= 0]
-        if places:
-            place, _, marker = min(places)
-            self._text(parts, buffer[:place])
-            self._enter(marker, buffer[place + len(marker) :])
+        found = None if self._marker is None else self._marker.search(buffer, self._at)
+        if found is not None:
+            self._text(parts, buffer[self._at : found.start()])
+            self._enter(found[0], found.end())
             return True
-        keep = 0 if last else max((overlap(buffer, m) for m in self.markers), default=0)
-        self._text(parts, buffer[: len(buffer) - keep])
-        self._buffer = buffer[len(buffer) - keep :]
+        end = buffer[max(self._at, len(buffer) - self._longest) :]
+        keep = 0 if last else max((overlap(end, m) for m in self.markers), default=0)
+        self._text(parts, buffer[self._at : len(buffer) - keep])
+        self._at = len(buffer) - keep
         return False
 
-    def _enter(self, opening: str, rest: str) -> None:
-        self._opening, self._buffer = opening, rest
-
-    def _first_opening(self, text: str) -> int | None:
-        """Size of what opens a call at the beginning of `text`; -1: nothing does; None: more is needed to say."""
-        start = text.lstrip()
-        if self._after_call and self.separator and start.startswith(self.separator):
-            start = start[len(self.separator) :].lstrip()
-        before = len(text) - len(start)
-        if not start:
-            return None
+    def _begin(self, last: bool) -> bool | None:
+        """`_outside`, where a call may begin with or without a marker; None: it does not."""
+        buffer, begin = self._buffer, self._at
+        self._at = at = _ANY_SPACE.match(buffer, begin).end()  # type: ignore[union-attr]  # it may match nothing
+        if not self._after_call or self._separated:
+            self._held.append(buffer[begin:at])
+        rest = buffer[at : at + self._longest + 1]
+        if not rest:
+            return False
         for marker in self.first_markers:
-            if start.startswith(marker):
-                return before + len(marker)
-        if start[0] in self.bare:
-            return before
-        return None if any(m.startswith(start) for m in (*self.first_markers, *self.markers)) else -1
+            if rest.startswith(marker):
+                self._enter(marker, at + len(marker))
+                return True
+        if rest[0] in self.bare:
+            self._enter("", at)
+            return True
+        if self._after_call and not self._separated and rest[0] == self.separator:
+            self._separated = True
+            self._held.append(self.separator)
+            self._at += 1
+            return True
+        if not last and any(len(rest) < len(m) and m.startswith(rest) for m in (*self.first_markers, *self.markers)):
+            return False
+        self._first = False
+        return None
+
+    def _enter(self, opening: str, at: int) -> None:
+        self._opening, self._at = opening, at
+        self._json_end = JsonEnd()
 
     def _text(self, parts: list[str | ToolCall], text: str) -> None:
-        text = self._space + text
-        if self._after_call:
-            text = text.lstrip()
         shown = text.rstrip()
-        self._space = text[len(shown) :]
-        if shown:
-            self._after_call = False
-            parts.append(shown)
-
-
-class _Scan:
-    """Finds the end of a JSON object or list, going over each character once."""
-
-    def __init__(self) -> None:
-        self.at = -1
-        """How far it has come; -1: nowhere yet."""
-        self._end: int | None = None
-        self._depth = 0
-        self._in_string = False
-
-    def end(self, text: str, start: int) -> int | None:
-        """The index after it; None: not yet there."""
-        if self._end is not None:
-            return self._end
-        at = max(self.at, start)
-        while (found := (_IN_STRING if self._in_string else _OUTSIDE).search(text, at)) is not None:
-            char, place = found[0], found.start()
-            at = place + 1
-            if char == "\\":
-                if at == len(text):  # what it escapes is not there yet
-                    self.at = place
-                    return None
-                at += 1
-            elif char == '"':
-                self._in_string = not self._in_string
-            elif char in "{[":
-                self._depth += 1
-            else:
-                self._depth -= 1
-                if self._depth <= 0:
-                    self.at = self._end = at
-                    return at
-        self.at = max(at, len(text))
-        return None
+        if not shown:
+            if text and (self._separated or not self._after_call):
+                self._held.append(text)
+            return
+        held = "".join(self._held)
+        self._held = [text[len(shown) :]] if len(shown) < len(text) else []
+        parts.append(held + shown if held or not self._after_call else shown.lstrip())
+        self._after_call = self._separated = False
 
 
 def overlap(text: str, marker: str) -> int:
@@ -256,5 +228,13 @@ def overlap(text: str, marker: str) -> int:
 
 
 def skip_space(text: str, start: int) -> int:
-    """Where white space that begins at `start` ends."""
-    return len(text) - len(text[start:].lstrip())
+    """Where white space that begins at `start` ends, after MAX_SPACE characters at the latest."""
+    return _SPACE.match(text, start).end()  # type: ignore[union-attr]  # it may match nothing
+
+
+def _loads(source: str) -> Any:
+    """A list or an object. Raises ValueError for anything else, and RecursionError."""
+    text = source.strip(" \t\r\n")
+    if JsonEnd().find(text, 0) != len(text):
+        raise ValueError
+    return json.loads(text, strict=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import REJECTED, Read, ToolParser, skip_space
+from .json_end import NEVER
 
 _CLOSE = "</tool_call>"
 
@@ -12,18 +13,16 @@ class Hermes(ToolParser):
 
     markers = ("<tool_call>",)
 
-    def read(self, text: str, last: bool) -> Read | None:
+    def read(self, text: str, start: int, last: bool) -> Read | None:
         """Of the base."""
-        start = skip_space(text, 0)
-        if start == len(text):
+        begin = skip_space(text, start)
+        if begin == len(text):
             return None
-        if text[start] != "{":
-            return REJECTED
-        end = self.value_end(text, start)
-        if end is None:
-            return None
+        end = self.value_end(text, begin) if text[begin] == "{" else NEVER
+        if end is None or end == NEVER:
+            return None if end is None else REJECTED
         after = skip_space(text, end)
         rest = text[after : after + len(_CLOSE)]
         if not last and rest != _CLOSE and _CLOSE.startswith(rest):
             return None
-        return Read(after + len(_CLOSE) if rest == _CLOSE else end, self.calls_in(text[start:end]))
+        return Read(after + len(_CLOSE) if rest == _CLOSE else end, self.calls_in(text[begin:end]))

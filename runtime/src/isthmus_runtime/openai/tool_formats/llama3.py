@@ -4,6 +4,7 @@ not."""
 from __future__ import annotations
 
 from .base import REJECTED, Read, ToolParser, skip_space
+from .json_end import NEVER
 
 
 class Llama3(ToolParser):
@@ -13,12 +14,12 @@ class Llama3(ToolParser):
     bare = "{"
     separator = ";"
 
-    def read(self, text: str, last: bool) -> Read | None:
+    def read(self, text: str, start: int, last: bool) -> Read | None:
         """Of the base."""
-        start = skip_space(text, 0)
-        if start == len(text):
+        begin = skip_space(text, start)
+        if begin == len(text):
             return None
-        if text[start] != "{":
-            return REJECTED
-        end = self.value_end(text, start)
-        return None if end is None else Read(end, self.calls_in(text[start:end]))
+        end = self.value_end(text, begin) if text[begin] == "{" else NEVER
+        if end is None or end == NEVER:
+            return None if end is None else REJECTED
+        return Read(end, self.calls_in(text[begin:end]))

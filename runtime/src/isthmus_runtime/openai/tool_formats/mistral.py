@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 from .base import REJECTED, Read, ToolParser, skip_space
+from .json_end import NEVER
 
-# Possessive: white space is shared out in one way alone.
-_NAMED = re.compile(r"\s*+([^\s\[\]{}\"]{1,256}+)\s*+(?:\[CALL_ID\][^\s\[\]{}\"]{1,64}+)?\s*+(?:\[ARGS\])?\s*+")
+_NAMED = re.compile(r"\s*+([^\s\[\]{}\"]{1,256}+)\s*+(?:\[CALL_ID\][^\s\[\]{}\"]{1,64}+\s*+)?+(?:\[ARGS\]\s*+)?+")
+"""Nothing in it is tried in two ways: what may come next never begins like what came."""
 _LONGEST_HEAD = 512
 
 
@@ -17,27 +17,21 @@ class Mistral(ToolParser):
 
     markers = ("[TOOL_CALLS]",)
 
-    def read(self, text: str, last: bool) -> Read | None:
+    def read(self, text: str, start: int, last: bool) -> Read | None:
         """Of the base."""
-        start = skip_space(text, 0)
-        if start == len(text):
+        begin = skip_space(text, start)
+        if begin == len(text):
             return None
-        if text[start] in "[{":
-            end = self.value_end(text, start)
-            return None if end is None else Read(end, self.calls_in(text[start:end]))
-        brace = text.find("{", start, start + _LONGEST_HEAD)
-        if brace < 0:
-            return None if len(text) - start < _LONGEST_HEAD else REJECTED
-        head = _NAMED.fullmatch(text, 0, brace)
+        named = text[begin] not in "[{"
+        if named:
+            begin = text.find("{", start, start + _LONGEST_HEAD)
+            if begin < 0:
+                return None if len(text) - start < _LONGEST_HEAD else REJECTED
+        head = _NAMED.fullmatch(text, start, begin) if named else None
+        end = self.value_end(text, begin) if head is not None or not named else NEVER
+        if end is None or end == NEVER:
+            return None if end is None else REJECTED
         if head is None:
-            return REJECTED
-        end = self.value_end(text, brace)
-        if end is None:
-            return None
-        self.looked_at(end - brace)
-        try:
-            arguments = json.loads(text[brace:end], strict=False)
-        except (ValueError, RecursionError):
-            return REJECTED
-        call = self.call(head[1], arguments)
+            return Read(end, self.calls_in(text[begin:end]))
+        call = self.call(head[1], text[begin:end])
         return REJECTED if call is None else Read(end, (call,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import REJECTED, Read, ToolParser, skip_space
+from .json_end import NEVER
 
 _FENCE = "```"
 
@@ -13,19 +14,16 @@ class PlainJson(ToolParser):
     first_markers = ("```json", "```\n")
     bare = "{["
 
-    def read(self, text: str, last: bool) -> Read | None:
+    def read(self, text: str, start: int, last: bool) -> Read | None:
         """Of the base."""
-        start = skip_space(text, 0)
-        if start == len(text):
+        begin = skip_space(text, start)
+        if begin == len(text):
             return None
-        if text[start] not in "{[":
-            return REJECTED
-        end = self.value_end(text, start)
-        if end is None:
-            return None
-        calls = self.calls_in(text[start:end])
+        end = self.value_end(text, begin) if text[begin] in "{[" else NEVER
+        if end is None or end == NEVER:
+            return None if end is None else REJECTED
         after = skip_space(text, end)
         rest = text[after : after + len(_FENCE)]
-        if calls and not last and rest != _FENCE and _FENCE.startswith(rest):
+        if not last and rest != _FENCE and _FENCE.startswith(rest):
             return None
-        return Read(after + len(_FENCE) if rest == _FENCE else end, calls)
+        return Read(after + len(_FENCE) if rest == _FENCE else end, self.calls_in(text[begin:end]))
