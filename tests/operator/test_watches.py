@@ -27,7 +27,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def names(one: Operator) -> set[str]:
-    return {child["metadata"]["name"] for child in one.cache.children(KEY)}
+    return {child["metadata"]["name"] for child in one.cache.children(KEY)()}
 
 
 async def until(true: Callable[[], bool], what: Callable[[], object] = lambda: "") -> None:
@@ -82,7 +82,7 @@ def test_what_is_listed_and_told_is_known_and_kopf_writes_nothing(tmp_path: Path
             server.tell("pods", "MODIFIED", server.put("pods", "new", status={"phase": "Running"}))
             server.tell("pods", "DELETED", server.drop("pods", "p0"))
             await until(lambda: "p0" not in names(one))
-            (pod,) = (child for child in one.cache.children(KEY) if child["metadata"]["name"] == "new")
+            (pod,) = (child for child in one.cache.children(KEY)() if child["metadata"]["name"] == "new")
             assert pod["status"] == {"phase": "Running"}
             selected = {plural: query.get("labelSelector") for plural, query in server.queries if "watch" in query}
             assert selected == {kind.plural: kind.selector or None for kind in WATCHED}
@@ -117,7 +117,7 @@ def test_of_objects_that_somebody_has_filled_kopf_gets_what_says_whose_they_are(
             server.tell("networkpolicies", "ADDED", server.put("networkpolicies", "told", spec=full))
             server.tell("networkpolicies", "ADDED", server.put("networkpolicies", "usual", spec={"ingress": [{}]}))
             await until(lambda: len(names(one)) == 14)
-            specs = {child["metadata"]["name"]: child.get("spec") for child in one.cache.children(KEY)}
+            specs = {child["metadata"]["name"]: child.get("spec") for child in one.cache.children(KEY)()}
             assert specs.pop("usual") == {"ingress": [{}]}
             assert set(specs.values()) == {None}
 
