@@ -212,3 +212,14 @@ def test_calls_within_calls_end_long_before_the_stack_does(source):
             ChatTemplate(source, {}).render(X, steps=20_000)
     finally:
         sys.setrecursionlimit(before)
+
+
+def test_a_key_is_looked_for_without_going_through_its_mapping() -> None:
+    """Templates that look ahead over a long conversation ask each message what it has."""
+    message = {"role": "user", "content": ["x"] * 5000, "tool_calls": []}
+    ahead = "{% for b in messages %}{{ 'y' if 'none' in b or 'tool_calls' not in b }}{% endfor %}"
+    source = "{% for a in messages %}" + ahead + "{% endfor %}"
+    assert ChatTemplate(source, {}).render(Conversation(messages=[message] * 20), steps=30_000) == ""
+    listed = "{% for a in messages %}{{ 'y' if 'none' in a.content }}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="too many steps"):
+        ChatTemplate(listed, {}).render(Conversation(messages=[message] * 20), steps=30_000)

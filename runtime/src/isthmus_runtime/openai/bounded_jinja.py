@@ -184,6 +184,14 @@ def _looked(value: Any) -> Any:
     return value
 
 
+def _asked(value: Any) -> Any:
+    """What another value is looked for in: a mapping finds it without going through its own."""
+    if type(value) is dict:
+        _BUDGET.get().step()
+        return value
+    return _looked(value)
+
+
 def as_text(value: Any) -> str:
     """`value` as text, paid for by all that is written of it. Raises TemplateTooCostly."""
     if isinstance(value, str):
@@ -335,7 +343,7 @@ def _instrument(node: nodes.Node) -> None:
     elif isinstance(node, nodes.Compare):
         node.expr = _filtered(node.expr, "_looked")
         for operand in node.ops:
-            operand.expr = _filtered(operand.expr, "_looked")
+            operand.expr = _filtered(operand.expr, "_asked" if operand.op in ("in", "notin") else "_looked")
     elif isinstance(node, nodes.Pair) and not isinstance(node.key, nodes.Const):
         node.key = _filtered(node.key, "_looked")
     for name in node.fields:
@@ -371,6 +379,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             _concatenate=_concatenate,
             _loop=_loop,
             _looked=_looked,
+            _asked=_asked,
             _made=_made,
         )
         tests: dict[str, Any] = self.tests
