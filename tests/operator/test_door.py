@@ -395,6 +395,28 @@ def test_many_reviews_of_one_namespace_do_not_keep_others_out(pair: Path) -> Non
     run(main)
 
 
+def test_of_many_namespaces_with_a_small_review_each_none_gives_way() -> None:
+    """As whoever applies a hundred services at once has them: nobody has more than another."""
+
+    async def main() -> None:
+        taken = turns.Turns()
+
+        async def judged(namespace: str, size: int) -> str:
+            try:
+                async with taken.turn("a", namespace, size):
+                    return ""
+            except turns.Busy:
+                return namespace
+
+        async with taken.turn("a", "first", 100):
+            answers = [asyncio.create_task(judged(f"n{i}", 100)) for i in range(100)]
+            answers += [asyncio.create_task(judged("large", turns.LEAST_BYTES)) for _ in range(2)]
+            await asyncio.sleep(0)  # all of them wait, or have left
+        assert {*await asyncio.gather(*answers)} == {"", "large"}
+
+    asyncio.run(main())
+
+
 def test_turns_go_round_by_address_and_by_namespace() -> None:
     async def main() -> None:
         taken, order = turns.Turns(), []

@@ -16,10 +16,10 @@ from small_bpe import byte_level_bpe
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from isthmus_runtime.errors import EngineFailed, Overloaded, RequestError
+from isthmus_runtime.errors import EngineFailed, Overloaded
 from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai import words
-from isthmus_runtime.openai.answer import first_error
+from isthmus_runtime.openai.answer import together
 from isthmus_runtime.openai.bounds import cut, growth, may_cut, token_bound
 from isthmus_runtime.openai.tokenizer import TooManyTokens
 from isthmus_runtime.openai.words import cuts_at_words
@@ -279,34 +279,34 @@ def turns_beside(work) -> int:
     return turns
 
 
-def test_a_failed_group_of_tasks_leaves_nothing_behind() -> None:
-    """No cycle that would keep what its tasks held until the collector comes by, which is seldom in a router."""
+@pytest.mark.parametrize(("kind", "told"), [(EngineFailed, EngineFailed), (ConnectionResetError, Overloaded)])
+@pytest.mark.parametrize("alone", [False, True])
+def test_works_that_fail_together_leave_nothing_behind(
+    kind: type[Exception], told: type[Exception], alone: bool
+) -> None:
+    """No cycle that would keep what they held until the collector comes by, which is seldom in a router."""
 
     class Held:
         pass
 
-    async def fails(held: Held, kind: type[RequestError]) -> None:
+    async def fails(held: Held, kind: type[Exception]) -> None:
         try:
             await asyncio.sleep(0)
             raise kind("no room")
         finally:
             held.seen = True  # type: ignore[attr-defined]
 
-    async def request(held: Held) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(fails(held, EngineFailed))
-                group.create_task(fails(held, Overloaded))
-                group.create_task(asyncio.sleep(60))
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from errors
+    async def waits() -> None:
+        await asyncio.Event().wait()
 
     async def main() -> None:
         held = Held()
         left = weakref.ref(held)
-        with pytest.raises(EngineFailed, match="no room") as caught:
-            await request(held)
-        del held, caught
+        works = [fails(held, kind), waits(), *([] if alone else [fails(held, Overloaded)])]
+        with pytest.raises(kind if alone else told, match="no room") as caught:
+            await together(works)
+        assert caught.value.__context__ is None
+        del held, caught, works
         await asyncio.sleep(0)  # for what the loop has still to call
         assert left() is None
 

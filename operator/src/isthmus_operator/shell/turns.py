@@ -66,7 +66,9 @@ class Turns:
                     sizes[one.namespace] += one.size
             if sizes.total() <= MOST_BYTES:
                 return
-            most, _ = sizes.most_common(1)[0]
+            most, size = sizes.most_common(1)[0]
+            if size <= LEAST_BYTES:
+                return  # one small review of each: the door bounds how many these are
             last = max(i for i, one in enumerate(self._waiting) if (one.address, one.namespace) == (address, most))
             leaves = self._waiting.pop(last)
             if not leaves.turn.done():  # it may just have left

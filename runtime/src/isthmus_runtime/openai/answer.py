@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from ..errors import Cancelled, EngineFailed, RequestError
 from ..interfaces.backend import Backend, Pushing, Said, Take
@@ -327,14 +328,10 @@ class Runner:
         if len(choices) == 1:
             await self._generate(choices[0], sink, arrived, untold)
         else:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for i, choice in enumerate(choices):
-                        first = choices[i - i % job.n]
-                        group.create_task(self._after(first, choice, sink, arrived, untold))
-            except BaseExceptionGroup as errors:
-                # The first error has cancelled the others; what they raise while ending is its echo.
-                raise first_error(errors) from errors
+            firsts = (choices[i - i % job.n] for i in range(len(choices)))
+            await together(
+                self._after(first, choice, sink, arrived, untold) for first, choice in zip(firsts, choices, strict=True)
+            )
         cached = sum(c.cached for c in choices[:: job.n]) if job.show_cached else 0
         prompts = sum(c.prompt_tokens for c in choices[:: job.n])  # each once, whatever n is
         usage = Usage(prompts, sum(c.tokens for c in choices), cached)
@@ -405,13 +402,23 @@ def _best(job: Job, likelihood: Mapping[int, float]) -> Sequence[int]:
     return [i for prompt in prompts for i in sorted(prompt, key=lambda c: -likelihood[c])[: job.shown]]
 
 
-def first_error(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What ended a group of tasks, to be raised in its stead: a RequestError if there is one, as a copy.
+async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run them side by side. The first error cancels the others, whose own are its echo, and is raised: a RequestError
+    if there is one.
 
-    Raised itself it would get `errors` as its context, which holds it, and asyncio's frame in the group's traceback
-    holds the group: cycles, which keep the prompts and answers of all tasks until the collector comes by. One group
-    within another could not be freed of them.
+    It is raised where no group is its context: the group holds it, and is held by asyncio's frame in its traceback.
+    Such cycles would keep the prompts and answers of all until the collector comes by.
     """
-    errors.__traceback__ = None
-    found = next((error for error in errors.exceptions if isinstance(error, RequestError)), errors.exceptions[0])
-    return copy.copy(found) if isinstance(found, RequestError) else found
+    failed: BaseException | None = None
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except BaseExceptionGroup as errors:
+        errors.__traceback__ = None
+        failed = next((error for error in errors.exceptions if isinstance(error, RequestError)), errors.exceptions[0])
+    if failed is not None:
+        try:
+            raise failed
+        finally:
+            del failed  # its traceback has this frame

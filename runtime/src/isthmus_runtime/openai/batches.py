@@ -12,7 +12,7 @@ from ..interfaces.backend import Backend
 from ..metrics import RequestMetrics
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from ..serving.call import Call
-from .answer import first_error
+from .answer import together
 from .sse import Usage
 
 WIDTH = 32
@@ -58,12 +58,7 @@ class BatchRunner:
             for number, request in waiting:
                 found[number] = await self._last_chunk(request)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(width, len(batch.requests))):
-                    group.create_task(work())
-        except BaseExceptionGroup as errors:
-            raise first_error(errors) from errors
+        await together(work() for _ in range(min(width, len(batch.requests))))
         tokens = batch.prompt_tokens
         body = await asyncio.to_thread(batch.tell, [found[number] for number in range(len(found))], tokens)
         if self._metrics is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from urllib.parse import urlsplit
 
-from ..errors import Cancelled, DeadlineExceeded, EngineFailed, EngineLost, Overloaded, RequestError
+from ..errors import Cancelled, DeadlineExceeded, EngineFailed, EngineLost, Overloaded, RequestError, is_panic
 from ..interfaces.backend import Said, Take
 from ..metrics import RouterMetrics
 from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line, parse_prefill_answer
@@ -216,8 +216,11 @@ class Attempt:
             return
         try:
             said = self._pass_plain(take)
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and not is_panic(error):
+                raise
             done.set_exception(error)
+            del done  # the error holds this frame
             return
         assert self._response is not None
         if self._ended or self._lines or self._response.over or said not in (None, True):

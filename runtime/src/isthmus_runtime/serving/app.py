@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.metadata import version
 from typing import Any, Literal, TypeVar
-from weakref import WeakKeyDictionary
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -21,6 +22,7 @@ from starlette.types import ASGIApp, Lifespan, Receive, Scope, Send
 
 from ..credentials import Credentials
 from ..errors import EngineFailed, InvalidRequest, RequestError, unforeseen
+from ..threads import running_pool
 from .access import PeersOnly
 from .call import Calls, error_response
 from .limits import BodyLimit
@@ -31,9 +33,6 @@ MAX_PUBLIC_BODY = 16 << 20
 MAX_INTERNAL_BODY = 64 << 20
 """A million-token prompt is about 7 MB of JSON."""
 _OFF_LOOP_BYTES = 64 << 10
-_large: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
-"""Turns at parsing large bodies of calls, one at a time: each holds the interpreter's lock, and hundreds of them at
-once would leave nothing for what else the loop has to do."""
 _REF = "#/components/schemas/{model}"
 
 
@@ -72,13 +71,19 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
+@cache
+def _parser() -> ThreadPoolExecutor:
+    """Parses large bodies of calls, one at a time: each holds the interpreter's lock, and hundreds of them at once
+    would leave nothing for what else the loop has to do."""
+    return running_pool(1, "calls")
+
+
 async def read_model(request: Request, model: type[_M]) -> _M:
     """The body of an internal call; a large one is parsed off the loop. InvalidRequest names the first problem."""
     raw = await request.body()
     try:
         if len(raw) > _OFF_LOOP_BYTES:
-            async with _large.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-                return await asyncio.to_thread(model.model_validate_json, raw)
+            return await asyncio.get_running_loop().run_in_executor(_parser(), model.model_validate_json, raw)
         return model.model_validate_json(raw)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
