@@ -211,6 +211,7 @@ class Attempt:
             self._passing = None
 
     def _arrived(self, done: asyncio.Future[Said | None], take: Take) -> None:
+        self._hold.heard()
         if done.done():
             return
         try:
