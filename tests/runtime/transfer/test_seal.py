@@ -7,7 +7,7 @@ import hmac
 import struct
 import zlib
 
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus_runtime.transfer.seal import SEAL_BYTES, is_sealed, seal
@@ -45,8 +45,7 @@ def test_a_torn_value_is_found(secret: bytes, key: str, old: bytes, new: bytes, 
     old, new = old[:size], new[:size]
     cut = data.draw(st.integers(0, size))
     torn = new[:cut] + old[cut:]
-    assume(torn != old)
-    assert not is_sealed(secret, key, torn, seal(secret, key, old))
+    assert is_sealed(secret, key, torn, seal(secret, key, old)) is (torn == old)
 
 
 @given(secrets, st.lists(keys, min_size=2, max_size=2, unique=True), payloads)
