@@ -14,7 +14,7 @@ from ..interfaces.steps import Constraint
 from ..protocol import CommitCall, Ticket
 from ..request import FinishReason, GenerateRequest, Structure, TokenChunk
 from ..structured.grammars import Grammars
-from ..threads import running_pool
+from ..threads import running_pool, send
 from .adapter_file import ListedAdapters
 from .adapter_registry import AdapterRegistry
 from .exchange import Sink
@@ -171,15 +171,17 @@ class LocalEngine(Engine):
             self._compiling[sid] = waits
             self._line.add(request.cache_salt, len(structure.text), compile_and_run)
         # The API layer has seen it compiled within its limits; it is still more than a caller has time for.
-        self._compiler.submit(self._compile_next)
+        send(self._compiler, self._compile_next)
 
     def _compile_next(self) -> None:
         with self._changed:
             whose, work = self._line.next()
         began = time.thread_time()
-        work()
-        with self._changed:
-            self._line.took(whose, time.thread_time() - began)
+        try:
+            work()
+        finally:
+            with self._changed:
+                self._line.took(whose, time.thread_time() - began)
 
     def _guide(self, structure: Structure) -> Constraint:
         if self._grammars is None:
