@@ -23,8 +23,8 @@ from pathlib import Path
 
 from ..errors import InvalidRequest, Overloaded
 from ..request import Structure
+from ..turns import Turns
 from .grammars import MAX_TEXT, Grammars, check_size
-from .turns import Turns
 
 _log = logging.getLogger(__name__)
 
