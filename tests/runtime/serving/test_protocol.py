@@ -1099,7 +1099,8 @@ def test_an_answer_of_which_nothing_is_read_ends(run, head, times):
     run(main())
 
 
-def test_whole_answers_that_nobody_reads_are_bounded_together(run):
+@pytest.mark.parametrize("sweep_s", [0.05, 1e6], ids=["by the sweep", "as they are written"])
+def test_whole_answers_that_nobody_reads_are_bounded_together(run, sweep_s):
     answered = 0
 
     async def counted(call):
@@ -1108,7 +1109,7 @@ def test_whole_answers_that_nobody_reads_are_bounded_together(run):
         answered += 1
 
     async def main():
-        async with served(counted, max_unread=20 << 20) as there:
+        async with served(counted, max_unread=20 << 20, sweep_s=sweep_s) as there:
             with ExitStack() as clients:
                 for _ in range(6):
                     clients.enter_context(reader_of_nothing(there.port))

@@ -40,6 +40,10 @@ a chunk's size may begin with zeros (RFC 9112, 7.1). The system of a client that
 _PIECES, _PIECE = 4096, 64
 """Chunks that a body may come in however small they are, and bytes that further ones have on average: a chunk takes
 some two microseconds, in which nobody else is served."""
+_LOOKS = 16
+"""What is unread is summed up after each so-manieth part of its bound that was written and not read at once."""
+_WORTH_A_LOOK = 4096
+"""Bytes of a piece of a stream. Smaller ones are looked at by the sweep alone: streams that are not read pause."""
 _EXTENSIONS: dict[str, dict[object, object]] = {WHOLE: {}}
 """Of every scope."""
 _GONE = 7
@@ -56,6 +60,31 @@ class PortState(ServerState):
         self.bodies: BodyBudget[Protocol] = BodyBudget(limits.max_body_memory)
         self.leaving = False
         """The next answer on each connection is its last, and says so."""
+        self._written = 0
+        """Bytes that were not read at once, of what was written since `bound_unread`."""
+
+    def wrote(self, size: int) -> None:
+        """So many bytes more that wait to be read, if not so many: by and by all are looked at."""
+        self._written += size
+        if self._written > self.limits.max_unread // _LOOKS:
+            self.bound_unread()
+
+    def bound_unread(self) -> None:
+        """End the connections with most that is unread until the rest is within its bound: a handler that has answered
+        is gone, and whoever reads nothing would keep answers here as long as he likes."""
+        self._written = 0
+        held = [(c.unread, c) for c in self.connections if isinstance(c, Protocol) and c.unread]
+        left = sum(size for size, _ in held)
+        if left <= (most := self.limits.max_unread):
+            return
+        ended = 0
+        for size, connection in sorted(held, key=lambda one: -one[0]):
+            if left <= most:
+                break
+            connection.transport.abort()
+            left -= size
+            ended += 1
+        _log.warning("ended %d connections whose clients had most unread: more than %d bytes in all", ended, most)
 
 
 class _Phase(Enum):
@@ -248,6 +277,7 @@ class Protocol(HttpToolsProtocol):
                 if (body := message.pop(WHOLE, None)) is not None:
                     if self._may_write(cycle):
                         self._write_whole(cycle, message["status"], message["headers"], body)
+                        self._wrote(len(body))
                     else:
                         await send(message)
                         await send({"type": "http.response.body", "body": body})
@@ -259,6 +289,7 @@ class Protocol(HttpToolsProtocol):
             if early:  # uvicorn would close at once, and so reset an answer to a body that is still on its way
                 cycle.keep_alive = True
             await cycle.send(message)
+            self._wrote(len(message.get("body", b"")))
             if early and isinstance(self._refusal, Overloaded):
                 self.transport.close()  # there is no room to wait
             elif early:
@@ -271,6 +302,8 @@ class Protocol(HttpToolsProtocol):
             if self.flow.write_paused or cycle.transport is not transport or not cycle.chunked_encoding:
                 return False
             transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            if len(piece) > _WORTH_A_LOOK:
+                self._wrote(len(piece))
             return True
 
         extensions: dict[str, Any] = cycle.scope["extensions"]
@@ -355,6 +388,10 @@ class Protocol(HttpToolsProtocol):
         elif waited > self._limits.arrival_s and (self._running is None or self._reads_body()):
             # A head behind a request that is still answered has time until that is over.
             self._refuse(TooSlow(f"the request did not arrive within {self._limits.arrival_s:g} s"))
+
+    def _wrote(self, size: int) -> None:
+        if unread := self.unread:
+            self.server_state.wrote(min(size, unread))
 
     @property
     def unread(self) -> int:
