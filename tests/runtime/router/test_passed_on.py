@@ -6,8 +6,8 @@ import asyncio
 import json
 import os
 import random
-import threading
 import re
+import threading
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
