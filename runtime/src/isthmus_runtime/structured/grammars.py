@@ -47,8 +47,7 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """llguidance's `whitespace_pattern`, wherever a schema is compiled."""
 _ERROR_TEXT = 400
 _KEPT, _KEPT_TEXT = 32, 1 << 22
-"""Compiled grammars, and characters of them together: a grammar takes some 120 bytes for each (30 MB the largest), and
-its lexer up to 17 MB."""
+"""Compiled grammars, and characters of them together."""
 _SPENT = "lexer error"
 """What llguidance's word for a lexer that is used up begins with, whatever of it is; it gets no more for anybody who
 shares it."""
@@ -57,11 +56,14 @@ _LEAST_SHARED, _LEAST_PROGRESS = 8, 256
 length of answers."""
 _MOST_ALONE = 8
 """Requests of an engine that have a lexer of their own, at a time."""
-_FIRST_STATES = 5_000
-"""Of a grammar's first lexer; few need more. A text of counted characters does after some 200 tokens."""
-_OF_A_CHARACTER, _OF_A_STATE, _MOST_MEMORY = 120, 340, 1 << 30
-"""Bytes of a compiled grammar for each of its characters, of a lexer for each state that it may have, and of all that
-an engine has at a time: requests may each have a grammar that nobody else has."""
+_FIRST_STATES, _GROWTH = 2_000, 5
+"""Of a grammar's first lexer, and how many times as many the next one has; few need more than the first. A text of
+counted characters does after some 100 tokens."""
+_OF_A_GRAMMAR, _OF_A_CHARACTER, _OF_A_STATE = 1 << 20, 256, 340
+"""Bytes that a compiled grammar may take, and more for each of its characters (usual ones take 150 for each, and those
+of a few words 100 KiB); and of a lexer for each state that it may have."""
+_MOST_MEMORY = 1 << 30
+"""Bytes of all that an engine has at a time: requests may each have a grammar that nobody else has."""
 
 
 _SLOW_S, _MOST_COUNTED_S = 0.0005, 0.25
@@ -75,11 +77,11 @@ class _Place:
 class _Compiled:
     """A grammar and its lexer, there for as long as a request walks with it, or it is kept."""
 
-    def __init__(self, matcher: LLMatcher, memory: int, *, first: bool) -> None:
-        """`matcher`: at the start. `memory`: bytes, at most. `first`: its lexer is a small one."""
+    def __init__(self, matcher: LLMatcher, memory: int, states: int) -> None:
+        """`matcher`: at the start. `memory`: bytes, at most. `states` that its lexer may have."""
         self.matcher = matcher
         self.memory = memory
-        self.first = first
+        self.states = states
         self.guides: WeakSet[Guide] = WeakSet()
         self.gives_way = False
         """It costs most where there is no room for another: who walks with it ends."""
@@ -162,7 +164,7 @@ class Grammars:
         with self._lock:
             found = self._compiled.get(structure)
         if found is None or found is spent or found.gives_way:
-            made = self._compile(structure, first=spent is None)
+            made = self._compile(structure, _FIRST_STATES if spent is None else _GROWTH * spent.states)
             with self._lock:
                 found = self._compiled.get(structure)
                 if found is None or found is spent or found.gives_way:
@@ -181,28 +183,32 @@ class Grammars:
         if self._compiled.pop(structure, None) is not None:
             self._size -= len(structure.text)
 
-    def _compile(self, structure: Structure, *, first: bool = False) -> _Compiled:
-        """`first`: with a small lexer, if that is enough to begin with."""
+    def check(self, structure: Structure) -> object:
+        """Compile it as an engine does, without keeping it: what it takes is taken for as long as what is returned is
+        held. Raises as `guide`."""
+        return self._compile(structure, _FIRST_STATES)
+
+    def _compile(self, structure: Structure, states: int | None = None) -> _Compiled:
+        """`states`: with no larger lexer than that, if it is enough to begin with; None: the largest."""
         param = "structure"
         check_size(structure, param)
         most: int = _LIMITS.max_lexer_states
-        first = first and most > _FIRST_STATES
-        memory = _OF_A_CHARACTER * len(structure.text) + _OF_A_STATE * (_FIRST_STATES if first else most)
+        states = most if states is None else min(states, most)
+        memory = memory_of(structure) + _OF_A_STATE * states
         self._make_room(memory)
         try:
             grammar = _GRAMMARS[structure.kind](structure.text)
         except (ValueError, RecursionError) as e:
             raise InvalidRequest(f"{param}: {e}"[:_ERROR_TEXT], param=param) from e
-        limits = _with_states(_FIRST_STATES) if first else _LIMITS
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_with_states(states))
         if not matcher.is_error():
             # The first mask shows what compiling does not: that nothing at all fulfils the grammar.
             matcher.compute_bitmask()
         if matcher.is_error():
-            if first and _SPENT in matcher.get_error():
-                return self._compile(structure)
+            if states < most and _SPENT in matcher.get_error():
+                return self._compile(structure, _GROWTH * states)
             raise InvalidRequest(f"{param}: {_first_line(matcher)}", param=param)
-        compiled = _Compiled(matcher, memory, first=first)
+        compiled = _Compiled(matcher, memory, states)
         with self._lock:
             self._there.add(compiled)
         return compiled
@@ -225,6 +231,12 @@ class Grammars:
 
     def _used(self) -> int:
         return sum(one.memory for one in self._there if not one.gives_way)
+
+
+def memory_of(structure: Structure) -> int:
+    """Most bytes that it may take when it is compiled, without its lexer's states: `checker` refuses what takes more,
+    however short (a `multipleOf` of 199999 takes 90 MB)."""
+    return _OF_A_GRAMMAR + _OF_A_CHARACTER * len(structure.text)
 
 
 def _with_states(most: int) -> LLParserLimits:
@@ -397,7 +409,7 @@ class Guide:
     def _renew(self, count: int) -> None:
         """Go on with another lexer. The walk begins anew: what it comes by is a small part of what masks look at."""
         soon, self._begun_at = count - self._begun_at < _LEAST_SHARED, count
-        grows = self._compiled.first
+        grows = self._compiled.states < _LIMITS.max_lexer_states
         self._renewed += not grows
         if self._shared is not None and (grows or self._renewed == 1 or not soon):
             self._shared = self._another(self._shared, None)
