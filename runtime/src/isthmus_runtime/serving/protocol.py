@@ -27,8 +27,9 @@ from .writing import Flow, Opening, whole_answer
 
 _log = logging.getLogger(__name__)
 
-_MAX_AHEAD = 64
-"""Requests that may wait behind the one that is answered. Reading stops at the first; these came with it."""
+_MAX_AHEAD = 8
+"""Requests that may wait behind the one that is answered, whose heads together are no larger than one may be. Reading
+stops at the first; these came with it."""
 _LINGER_S = 2.0
 """How long a client that still sends may take to read an answer: closing at once would reset it unread."""
 _FIRST_LOOK_S, _LATER_LOOKS_S = 0.005, 1.0
@@ -131,6 +132,8 @@ class Protocol(HttpToolsProtocol):
         self._refusal: RequestError | None = None
         """The answer that is due to what has arrived last. Raised as a copy: a traceback holds what its frames hold,
         the body among it, for as long as the error is kept."""
+        self._ahead = 0
+        """Bytes of the heads of the latest request and of those that wait before it."""
         self._deaf = False
         """Nothing more is understood; what comes is dropped."""
         self.half_closed = False
@@ -185,7 +188,7 @@ class Protocol(HttpToolsProtocol):
                 known = isinstance(cause, RequestError)
                 self._refuse(cause if known else InvalidRequest(f"this is not HTTP/1.1: {e}"))  # type: ignore[arg-type]
                 return
-            if self._pending > self._limits.max_head_bytes:
+            if self._pending > self._limits.max_head_bytes or len(self.headers or ()) > self._limits.max_headers:
                 self._refuse(self._too_large())
 
     def on_message_begin(self) -> None:
@@ -201,8 +204,12 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Of the parser."""
         limit = self._limits.max_head_bytes
-        if self._pending > limit and sum(len(n) + len(v) for n, v in self.headers) + len(self.url) > limit:
-            raise self._too_large()
+        ahead = self._running is not None
+        if self._pending > limit or ahead or len(self.headers) > self._limits.max_headers:
+            size = sum(len(n) + len(v) for n, v in self.headers) + len(self.url)
+            self._ahead = size + (self._ahead if self.pipeline else 0)
+            if self._ahead > limit or len(self.headers) > self._limits.max_headers:
+                raise self._too_large()
         hosts, has_body, extensions = 0, False, _EXTENSIONS
         for name, value in self.headers:
             if name == b"host":
@@ -439,7 +446,11 @@ class Protocol(HttpToolsProtocol):
             largest = self.server_state.bodies.excess()
 
     def _too_large(self) -> HeadTooLarge:
-        return HeadTooLarge(f"the head of the request has more than {self._limits.max_head_bytes} bytes")
+        most = self._limits
+        return HeadTooLarge(
+            f"the head of the request has more than {most.max_head_bytes} bytes, with those of requests that were sent "
+            f"before the last one was answered, or more than {most.max_headers} lines"
+        )
 
     def _refuse(self, error: RequestError) -> None:
         """Answer for what arrives, once that is due, and close."""
