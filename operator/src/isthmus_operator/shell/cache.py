@@ -51,7 +51,7 @@ MOST_OF_A_SERVICE = 1024 * 1024
 """Compressed bytes of a service's children but pods. Those of the largest spec, in three revisions, have half of it."""
 MOST_WEIGHT_OF_A_SERVICE = 24 * 1024 * 1024
 """What they take as Python objects, about, when they are looked at: empty values and one letter repeated compress to
-nothing. Eight services are looked at side by side."""
+nothing. One service that has so much is looked at at a time."""
 MOST_CHILDREN = 256
 """Of a service, but for pods. Three revisions of the largest spec are some fifty."""
 MOST_WEIGHT_OF_PODS = 24 * 1024 * 1024
