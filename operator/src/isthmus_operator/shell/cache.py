@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ..api.v1alpha1 import API_VERSION
 from ..plan.ownership import TEMPLATE_MARK
 from ..render.names import READ_LABELS, SERVICE_LABEL
-from .answers import MOST_NAME, weight
+from .answers import MOST_NAME, weight_of_dumped
 
 Object = dict[str, Any]
 Key = tuple[str, str]
@@ -319,7 +319,11 @@ def _keep(body: Mapping[str, Any]) -> _Kept:
     # In the server's own order, which is the same each time.
     text = json.dumps(_read(body), separators=(",", ":"))
     fits = body["kind"] == SERVICE or len(text) <= (MOST_OF_A_POD if body["kind"] == "Pod" else MOST_KEPT)
-    return _Kept(uid, version, zlib.compress(text.encode(), 1), weight(text)) if fits else _Kept(uid, version, b"")
+    return (
+        _Kept(uid, version, zlib.compress(text.encode(), 1), weight_of_dumped(text))
+        if fits
+        else _Kept(uid, version, b"")
+    )
 
 
 def _is_of_its_service(meta: Mapping[str, Any]) -> bool:

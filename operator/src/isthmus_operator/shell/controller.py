@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from ..plan.autoscale import Decision
 from ..plan.contests import Contests
 from ..plan.decision import Decision as Decided
 from ..plan.decision import decide
-from ..plan.desired import name_of
+from ..plan.desired import Name, name_of
 from ..plan.events import Event, contested, events, healed, overridden, scaled
 from ..plan.observe import is_child, observe, unknown_makers
 from ..plan.observed import Facts, Observed
@@ -33,7 +34,7 @@ from ..render.service import components
 from .apply import NOBODY, Applier
 from .budget import Workbench
 from .cache import Cache, Children, Key
-from .client import FORBIDDEN, Api
+from .client import FORBIDDEN, NO_TIME, Api
 from .known_facts import KnownFacts
 from .telemetry import Metrics
 
@@ -45,6 +46,11 @@ ADAPTERS_PERIOD_S = 15.0
 LIGHT = 4 * 1024 * 1024
 """What the children of a service weigh that is looked at beside others; of more there is one at a time. Somebody has
 filled them: what a spec asks for weighs less, but for hundreds of pods."""
+HEAVY_S = 60.0
+"""How long such a run may take, so that others' have their turn however slow the API server is with its objects."""
+ROUNDS = 3
+"""Of finding the service's objects that have lost their labels: the first finds what made its pods, the second what
+is wanted beside that."""
 EVERYWHERE = ""
 """In place of a namespace: all of them."""
 _FAILURES = (Reason.RECONCILE_FAILED, Reason.NAME_TAKEN, Reason.INTERNAL_ERROR, Reason.OVER_BUDGET)
@@ -90,7 +96,8 @@ class Controller:
         bench = partial(self.bench.run, key)
         applier = Applier(self.api, lambda verb, written: self._written(key, verb, written), bench)
         try:
-            return await self._reconcile(key, body, before, applier, make)
+            async with asyncio.timeout(HEAVY_S if make.weight > LIGHT else None) as timer:
+                return await self._reconcile(key, body, before, applier, make)
         except InvalidSpec as error:
             after = invalid_status(error, before, body["metadata"]["generation"], self._stamp())
             await self._report(applier, body, before, after, events(before, after))
@@ -100,6 +107,10 @@ class Controller:
                 raise
             await self._failed(applier, body, before, Reason.RECONCILE_FAILED, str(error))
             raise Refused([error]) from error
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            raise ApiError(NO_TIME, f"took longer than {HEAVY_S:g} s over the service's many objects") from error
         except OverBudget as error:
             await self._failed(applier, body, before, Reason.OVER_BUDGET, f"the spec {error}; make it smaller")
             raise
@@ -124,15 +135,19 @@ class Controller:
             raise ApiError(FORBIDDEN, why)
         now = self.clock()
         children, known = await self.bench.run(key, partial(_look, service, make))
-        while True:
+        there: dict[Name, Object | None] = {name_of(child): child for child in children}
+        asked: list[Object] | None = None
+        for _ in range(ROUNDS):
             facts = await self._facts(key, service, known)
             if facts is None:
                 return None
             work = partial(_decide, service, children, facts, before, self.defaults, now)
             decision, makers = await self.bench.run(key, work)
             seen, wanted, exact = decision.seen, decision.wanted, decision.exact
-            named = {name_of(child): child for child in children}
-            there = await applier.standing((*exact.apply, *exact.create, *makers), named, service)
+            # Whoever may make pods says what has made them, and behind the first there would always be further ones.
+            asked = makers if asked is None else asked
+            named = set(there)
+            there = await applier.standing((*exact.apply, *exact.create, *asked), there, service)
             # Somebody has taken their labels off, by which they are watched: no reason to act as if they were gone.
             bare = [one for name, one in there.items() if one and name not in named and is_child(service, one)]
             if not bare:
