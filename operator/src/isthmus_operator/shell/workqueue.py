@@ -1,7 +1,8 @@
 """A queue of object keys: each at most once, never two workers on one key, failures again after growing pauses.
 
 Who may write a service's objects decides how often it is woken. A burst is handled as it comes; what goes on for longer
-is handled once a second, so that it leaves time for the others.
+is handled once a second, so that it leaves time for the others. Keys that are heavy have a line and a worker of their
+own: of them one is worked on at a time, and none of those that wait holds a worker.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class WorkQueue:
 
     `work` returns when to run again at the latest, in seconds, or None for the usual resync. An exception of it is
     handed to `failed`, and the key runs again after a pause. A key that is removed is forgotten when it is next idle.
+    `heavy` is asked when it is a key's turn, and nothing happens on the loop until `work` begins.
     """
 
     def __init__(
@@ -68,15 +70,18 @@ class WorkQueue:
         work: Callable[[Key], Awaitable[float | None]],
         *,
         failed: Callable[[Key, Exception], None],
+        heavy: Callable[[Key], bool] = lambda key: False,
         pauses: Pauses | None = None,
         spread: Callable[[], float] = random.random,
     ) -> None:
         self._work = work
+        self._is_heavy = heavy
         self._failed = failed
         self._pauses = pauses or Pauses()
         self._spread = spread
         self._due: dict[Key, tuple[float, asyncio.TimerHandle]] = {}
         self._ready = _Ready()
+        self._heavy = _Ready()
         self._waiting: set[Key] = set()
         self._running: set[Key] = set()
         self._again: set[Key] = set()
@@ -116,14 +121,19 @@ class WorkQueue:
         self._full.pop(key, None)
 
     async def run(self, workers: int) -> None:
-        """Work until cancelled. May be called again after that, and continues with what was left."""
+        """Work until cancelled, with so many workers beside the one for heavy keys. May be called again after that, and
+        continues with what was left."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._worker(self._heavy))
             for _ in range(workers):
-                group.create_task(self._worker())
+                group.create_task(self._worker(self._ready))
 
-    async def _worker(self) -> None:
+    async def _worker(self, ready: _Ready) -> None:
         while True:
-            key = await self._ready.get()
+            key = await ready.get()
+            if ready is self._ready and self._is_heavy(key):
+                self._heavy.put_nowait(key)
+                continue
             self._waiting.discard(key)
             self._running.add(key)
             self._count(key)
