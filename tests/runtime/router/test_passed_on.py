@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+import threading
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -110,12 +111,13 @@ def test_an_old_engine_that_joins_after_planning_gets_ids(rig, run, kit):
     run(main())
 
 
-def test_an_engine_that_does_not_understand_gets_ids(rig, run, kit):
+@pytest.mark.parametrize("named", ["prompt", "request.prompt"])
+def test_an_engine_that_does_not_understand_gets_ids(rig, run, kit, named):
     """As one of an older version does that runs where a newer one was since it was last asked."""
 
     async def main():
         async with rig(engine := unified(kit), tokenizer=OWN) as r:
-            refusal = InvalidRequest("/internal/generate: request.prompt: extra inputs are not permitted")
+            refusal = InvalidRequest("as its library words it", param=named)
             play, engine.before = engine._play, [refusal]
 
             async def once(request, response, script):
@@ -447,6 +449,34 @@ def test_the_engine_refuses_what_is_too_long_as_a_router_does(run, tokenizer, te
                 assert (await got.json())["error"] == told
 
     run(main())
+
+
+def test_a_text_that_takes_long_ends_in_time(run, tokenizer):
+    """On the engine, whose thread goes on; no router is there that would know better."""
+    over = threading.Event()
+
+    async def main():
+        async with unified_engine(tokenizer, Slow(over)) as (address, _), aiohttp.ClientSession() as session:
+            prompt = {"text": "x" * 20_001, "special": True, "room": MODEL_LEN}
+            asked = {"request_id": "r", "sampling": {"max_tokens": 4}, "prompt": prompt, "timeout_s": 0.1}
+            try:
+                async with session.post(f"http://{address}/internal/generate", json={"request": asked}) as got:
+                    assert got.status == 504 and (await got.json())["error"]["code"] == "deadline_exceeded"
+            finally:
+                over.set()
+
+    run(main())
+
+
+class Slow(list):
+    """Takes nothing in until it may."""
+
+    def __init__(self, over):
+        super().__init__()
+        self.over = over
+
+    def append(self, prompt):
+        assert self.over.wait(30)
 
 
 @asynccontextmanager

@@ -30,10 +30,11 @@ from ..protocol import (
     reserved_line,
     token_line,
 )
-from ..request import FinishReason, GenerateRequest, PromptText, TokenChunk, tokenised
+from ..request import FinishReason, GenerateRequest, PromptText, TokenChunk
 from ..serving.app import errors, json_body, model_response, read_model
 from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
+from ..tokenising import Tokenising
 from ..tracing.span import NO_TRACER, Tracer, within
 from .backend import EngineBackend
 from .kv_events import KvEventFeed
@@ -44,8 +45,6 @@ log = logging.getLogger(__name__)
 BODIES = (GenerateCall, PrefillCall, CommitCall, AbortCall, AdapterCall)
 """What `make_app` has to know for the document."""
 _NDJSON = {"content-type": "application/x-ndjson"}
-_OFF_LOOP_CHARACTERS = 20_000
-"""Longer prompts are tokenised in a thread."""
 
 
 class Health(BaseModel):
@@ -106,7 +105,7 @@ class EngineServer:
     ) -> None:
         """`kv_events` None: there is no prefix cache, so the route is not added. `credentials`: without usable ones it
         is not ready. `tokenise` raises InvalidRequest; None: prompts come as ids alone."""
-        self._tokenise = tokenise
+        self._tokenising = None if tokenise is None else Tokenising(tokenise)
         self._credentials = credentials
         self._tracer = tracer
         self._backend = backend
@@ -244,7 +243,7 @@ class EngineServer:
         told = 0
         if request.prompt is not None:
             try:
-                request = await self._tokenised(request, request.prompt)
+                request = await self._tokenised(request)
             except asyncio.CancelledError:
                 error = self._in_flight.cancelled()
                 if error is None:
@@ -284,12 +283,10 @@ class EngineServer:
             await stream.aclose()
         await call.end()
 
-    async def _tokenised(self, request: GenerateRequest, prompt: PromptText) -> GenerateRequest:
-        if self._tokenise is None:
+    async def _tokenised(self, request: GenerateRequest) -> GenerateRequest:
+        if self._tokenising is None:
             raise InvalidRequest("prompt: this engine has no tokenizer; send prompt_token_ids", param="prompt")
-        if len(prompt.text) > _OFF_LOOP_CHARACTERS:
-            return tokenised(request, await asyncio.to_thread(self._tokenise, prompt))
-        return tokenised(request, self._tokenise(prompt))
+        return await self._tokenising.by_ids(request)
 
     async def prefill(self, request: Request) -> Response:
         """Compute and send one prompt."""
