@@ -96,8 +96,7 @@ class Controller:
         bench = partial(self.bench.run, key)
         applier = Applier(self.api, lambda verb, written: self._written(key, verb, written), bench)
         try:
-            async with asyncio.timeout(HEAVY_S if make.weight > LIGHT else None) as timer:
-                return await self._reconcile(key, body, before, applier, make)
+            return await self._timely(key, body, before, applier, make)
         except InvalidSpec as error:
             after = invalid_status(error, before, body["metadata"]["generation"], self._stamp())
             await self._report(applier, body, before, after, events(before, after))
@@ -107,10 +106,6 @@ class Controller:
                 raise
             await self._failed(applier, body, before, Reason.RECONCILE_FAILED, str(error))
             raise Refused([error]) from error
-        except TimeoutError as error:
-            if not timer.expired():
-                raise
-            raise ApiError(NO_TIME, f"took longer than {HEAVY_S:g} s over the service's many objects") from error
         except OverBudget as error:
             await self._failed(applier, body, before, Reason.OVER_BUDGET, f"the spec {error}; make it smaller")
             raise
@@ -126,6 +121,15 @@ class Controller:
         except ApiError as error:
             # The first failure is the one to go on with.
             _log.warning("%s/%s: no status: %s", body["metadata"]["namespace"], body["metadata"]["name"], error)
+
+    async def _timely(self, key: Key, body: Object, before: Status, applier: Applier, make: Children) -> float | None:
+        try:
+            async with asyncio.timeout(HEAVY_S if make.weight > LIGHT else None) as timer:
+                return await self._reconcile(key, body, before, applier, make)
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            raise ApiError(NO_TIME, f"took longer than {HEAVY_S:g} s over the service's many objects") from error
 
     async def _reconcile(
         self, key: Key, body: Object, before: Status, applier: Applier, make: Children
