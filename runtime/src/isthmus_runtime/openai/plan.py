@@ -37,6 +37,8 @@ from .tokenizer import Tokenizer, TooManyTokens, last
 
 MakeFormat = Callable[..., Format]
 """Takes what `Format` does."""
+_LONG = 1024
+"""Tokens of a prompt that is worth being made compact."""
 _DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions."""
 _ROUTES: Mapping[str, str] = MappingProxyType(
@@ -94,7 +96,8 @@ class Planner:
         single = given[0] if len(given) == 1 and not request.echo and self._may_be_text(request) else ()
         if isinstance(single, str) and self._tokenizer.surely_fits(single, limit - max(1, wanted), special=True):
             text = PromptText(text=single, special=True, room=limit)
-        prompts = [self.prompt_ids(p, limit, keep) if text is None else () for p in given]
+        many = len(given) > 1
+        prompts = [self.prompt_ids(p, limit, keep, many=many) if text is None else () for p in given]
         longest = max(map(len, prompts))
         _check_room("max_tokens", request.max_tokens, longest, limit)
 
@@ -192,7 +195,7 @@ class Planner:
         if prompt.ids is None:
             text, wanted = PromptText(text=prompt.text, special=False, room=limit), asked or limit - 1
         else:
-            ids = tuple(prompt.ids)
+            ids = self._tokenizer.compact(prompt.ids) if len(prompt.ids) > _LONG else tuple(prompt.ids)
             if not ids:
                 raise InvalidRequest("messages: the rendered prompt is empty", param="messages")
             if len(ids) >= limit:
@@ -235,9 +238,20 @@ class Planner:
         return limit
 
     def prompt_ids(
-        self, prompt: str | tuple[int, ...], limit: int, keep: int | None = None, name: str = "prompt"
+        self,
+        prompt: str | tuple[int, ...],
+        limit: int,
+        keep: int | None = None,
+        name: str = "prompt",
+        *,
+        many: bool = True,
     ) -> tuple[int, ...]:
-        """1 to `limit` - 1 ids; the last `keep` where that is given. Errors call it `name`."""
+        """1 to `limit` - 1 ids; the last `keep` where that is given. Errors call it `name`. `many`: of a request that
+        has many prompts."""
+        ids = self._prompt_ids(prompt, limit, keep, name)
+        return self._tokenizer.compact(ids) if many or len(ids) > _LONG else ids
+
+    def _prompt_ids(self, prompt: str | tuple[int, ...], limit: int, keep: int | None, name: str) -> tuple[int, ...]:
         if keep is not None:
             count = _kept(keep, limit)
             prompt = tuple(
@@ -263,7 +277,7 @@ class Planner:
             raise too_long(str(e), limit, name) from e
         if not ids:
             raise InvalidRequest(f"{name}: the rendered prompt is empty", param=name)
-        return tuple(ids)
+        return self._tokenizer.compact(ids)
 
     def named(self, model: str) -> str:
         """The name that an answer tells, of a request for `model`."""
