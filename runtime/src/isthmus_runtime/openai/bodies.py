@@ -79,8 +79,8 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 
 def ids_as_written(body: bytes, data: Mapping[str, Any], name: str) -> WrittenIds | None:
-    """The value of `name` in `data`, which `json_object` has made of this body, if it is a list of numbers without sign,
-    point and exponent whose place in the body is certain; else None.
+    """The value of `name` in `data`, which `json_object` has made of this body, if it is a list of numbers without
+    sign, point and exponent whose place in the body is certain; else None.
 
     Certain: without escapes a name is spelt as it is, and what is spelt once is the one that is in `data`.
     """

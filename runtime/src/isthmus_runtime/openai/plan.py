@@ -92,9 +92,10 @@ class Planner:
         wanted = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         text: PromptText | None = None
         first = given[0]
-        may_be_text = len(given) == 1 and isinstance(first, str) and not request.echo and self._may_be_text(request)
-        if may_be_text and self._tokenizer.surely_fits(first, limit - max(1, wanted), special=True):
-            text = PromptText(text=first, special=True, room=limit)
+        alone = first if len(given) == 1 and isinstance(first, str) and not request.echo else None
+        room = limit - max(1, wanted)
+        if alone is not None and self._may_be_text(request) and self._tokenizer.surely_fits(alone, room, special=True):
+            text = PromptText(text=alone, special=True, room=limit)
         prompts = [self.prompt_ids(p, limit, keep) if text is None else () for p in given]
         longest = max(map(len, prompts)) if len(prompts) > 1 else len(prompts[0])
         _check_room("max_tokens", request.max_tokens, longest, limit)
