@@ -14,8 +14,8 @@ An interpreter that was built without profile guidance (pyenv's, by default) tak
 the images; `--python` runs the router on another one of the same version, with the packages of this one.
 
 What is compared: vllm-router parses a body and writes it again, ids included; ours validates, applies limits, tokenises
-and detokenises. Rows with token-id prompts show the routing alone, those with text what a user gets. Exits with 1 when a
-bar is missed.
+and detokenises. Rows with token-id prompts show the routing alone, those with text what a user gets. Exits with 1 when
+a bar is missed.
 """
 
 from __future__ import annotations
