@@ -50,6 +50,7 @@ ATTEMPT = r"^[!-~]{0,128}$"
 """An attempt's name is part of a line where processes greet each other."""
 SESSION = r"^[!-~]{0,261}$"
 GREETING = r"^([!-~]{1,255}:[0-9]{1,5}(/[!-~]{1,128})?)?$"
+MAPPING = r"^([0-9a-f-]{36}/[0-9a-f]{32}/[0-9a-f]{128}/[0-9]{1,20}/[0-9]{1,20})?$"
 _Word = Annotated[int, Field(ge=0, lt=2**64)]
 """An address or a size in a peer's memory."""
 PEER_URL = r"^(http://([0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5})?$"
@@ -301,6 +302,8 @@ class Ticket(_Wire):
     record_address: _Word = 0
     record_capacity: _Word = 0
     """Direct: where the record is written, last, and how many bytes it may take."""
+    mapping: str = Field(default="", pattern=MAPPING)
+    """Direct over NVLink: how processes of the host map decode's pool (transfer/peer_memory.py). Empty: it is not."""
 
 
 class PrefillRecord(_Wire):
