@@ -35,6 +35,16 @@ class Error(IntEnum):
     cudaErrorInvalidValue = 1
 
 
+class Handle:
+    """Of memory, as bytes."""
+
+    def __init__(self) -> None:
+        self.raw = (ctypes.c_ubyte * 64)()
+
+    def getPtr(self) -> int:
+        return ctypes.addressof(self.raw)
+
+
 class Cuda:
     """CUDA's run-time library, for what `PeerMemory` calls: handles hold addresses of this process."""
 
@@ -42,7 +52,7 @@ class Cuda:
     cudaMemcpyKind = SimpleNamespace(cudaMemcpyDefault=4)
     cudaStreamNonBlocking = cudaIpcMemLazyEnablePeerAccess = 1
     cudaEventDisableTiming = 2
-    cudaIpcMemHandle_t = SimpleNamespace
+    cudaIpcMemHandle_t = Handle
 
     def __init__(self) -> None:
         self.mapped: list[int] = []
@@ -51,10 +61,12 @@ class Cuda:
         self._kept: list[Any] = []
 
     def cudaIpcGetMemHandle(self, base: int) -> tuple[Error, Any]:
-        return Error.cudaSuccess, SimpleNamespace(reserved=base.to_bytes(64, "little"))
+        handle = Handle()
+        handle.raw[:8] = list(base.to_bytes(8, "little"))
+        return Error.cudaSuccess, handle
 
     def cudaIpcOpenMemHandle(self, handle: Any, flags: int) -> tuple[Error, int]:
-        self.mapped.append(int.from_bytes(handle.reserved, "little"))
+        self.mapped.append(int.from_bytes(bytes(handle.raw[:8]), "little"))
         return Error.cudaSuccess, self.mapped[-1]
 
     def cudaIpcCloseMemHandle(self, address: int) -> tuple[Error]:

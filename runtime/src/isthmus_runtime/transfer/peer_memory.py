@@ -10,6 +10,7 @@ written through for a while is closed, which takes less time than a process need
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import logging
 import re
@@ -36,6 +37,7 @@ BATCH_BYTES = 128 << 20
 """Runs of about so many bytes end together: a third of a millisecond, and a poll of the thread that waits for it."""
 _STREAMS = 2
 """In turns: between two copies of one stream the link stands still for a microsecond or two."""
+_HANDLE_BYTES = 64
 _OFFER = re.compile(r"([0-9a-f-]{36})/([0-9a-f]{32})/([0-9a-f]{128})/([0-9]{1,20})/([0-9]{1,20})")
 
 
@@ -183,7 +185,7 @@ class PeerMemory:
         try:
             self._enter()
             base = _allocation(self.region.base)
-            handle = bytes(_call(self._cuda.cudaIpcGetMemHandle(base)).reserved)
+            handle = ctypes.string_at(_call(self._cuda.cudaIpcGetMemHandle(base)).getPtr(), _HANDLE_BYTES)
             gpu = bytes(_call(self._cuda.cudaGetDeviceProperties(self._device)).uuid.bytes)
             flags = self._cuda.cudaStreamNonBlocking
             self._streams = [_call(self._cuda.cudaStreamCreateWithFlags(flags)) for _ in range(_STREAMS)]
@@ -257,7 +259,7 @@ class PeerMemory:
         if offer.host != _host():
             raise ValueError("its GPU is in another host, where NVLink does not reach; use rdma or tcp")
         handle = self._cuda.cudaIpcMemHandle_t()
-        handle.reserved = offer.handle
+        ctypes.memmove(handle.getPtr(), offer.handle, _HANDLE_BYTES)
         flags = self._cuda.cudaIpcMemLazyEnablePeerAccess
         began = self.clock()
         address = int(_call(self._cuda.cudaIpcOpenMemHandle(handle, flags)))
