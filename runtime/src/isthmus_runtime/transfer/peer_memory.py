@@ -185,8 +185,11 @@ class PeerMemory:
         try:
             self._enter()
             base = _allocation(self.region.base)
-            handle = ctypes.string_at(_call(self._cuda.cudaIpcGetMemHandle(base)).getPtr(), _HANDLE_BYTES)
-            gpu = bytes(_call(self._cuda.cudaGetDeviceProperties(self._device)).uuid.bytes)
+            # What has the memory is kept until it is read.
+            shared = _call(self._cuda.cudaIpcGetMemHandle(base))
+            handle = ctypes.string_at(shared.getPtr(), _HANDLE_BYTES)
+            properties = _call(self._cuda.cudaGetDeviceProperties(self._device))
+            gpu = bytes(properties.uuid.bytes)
             flags = self._cuda.cudaStreamNonBlocking
             self._streams = [_call(self._cuda.cudaStreamCreateWithFlags(flags)) for _ in range(_STREAMS)]
             self._scratch = int(_call(self._cuda.cudaMalloc(PROBE_BYTES)))
