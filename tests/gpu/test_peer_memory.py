@@ -68,7 +68,7 @@ def other(request: pytest.FixtureRequest) -> Iterator[Other]:
     made = Other(request.param)
     yield made
     made.process.kill()
-    made.process.wait(WAIT_S)
+    made.process.communicate(timeout=WAIT_S)
 
 
 def test_blocks_arrive_and_nothing_else_changes(other: Other) -> None:
