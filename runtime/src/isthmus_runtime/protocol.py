@@ -57,6 +57,11 @@ PEER_URL = r"^(http://([0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5
 """An engine's address as discovery makes it: an IP address and a port, no name, no path, no user."""
 
 
+CLIENT_HEADER = "isthmus-client"
+"""Names the client of a request for turns, on /internal/generate and /internal/prefill: an engine of an older version
+passes it over, where it would refuse a field."""
+MOST_OF_A_CLIENT = 64
+"""Characters of it."""
 MANY_ALLOWED = 256
 """Ids that may be drawn from which they go as a mask."""
 MAX_ALLOWED_TEXT = 1 << 18
@@ -131,7 +136,7 @@ class WireRequest(_Wire):
 
 
 _REQUEST = TypeAdapter(GenerateRequest).serializer
-_ROUTERS_OWN = {"prompt_group": True}
+_ROUTERS_OWN = {"prompt_group": True, "client": True}
 _AND_ALLOWED: Any = {**_ROUTERS_OWN, "sampling": {"allowed_token_ids"}}
 
 
