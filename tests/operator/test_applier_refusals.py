@@ -173,3 +173,13 @@ def test_what_is_read_by_its_name_in_one_run_is_bounded() -> None:
     assert "small" in whole and 1 < len(whole) < 8
     assert all(name == "small" or name.startswith("ours") for name in whole)
     assert sum(len(json.dumps(one)) for one in found.values()) < 4 * 1024 * 1024
+    # Small ones count, too, and so does what was read in the calls before.
+    several = [
+        {**body("ConfigMap", f"some-{number}", owned=False), "data": {"a": "b" * 100_000}} for number in range(99)
+    ]
+    server = Server(lambda verb, kind: False, several)
+    applier = Applier(server, lambda verb, written: None)  # type: ignore[arg-type]
+    parts = (several[:33], several[33:66], several[66:])
+    reads = [asyncio.run(applier.standing(part, {}, service)) for part in parts]
+    whole = {name for (_, name), one in (item for read in reads for item in read.items()) if one and "data" in one}
+    assert len(whole) == 41 and whole.isdisjoint(one["metadata"]["name"] for one in parts[2])

@@ -444,3 +444,10 @@ def test_pods_have_the_room_of_one_service_and_of_one_namespace(
         assert not one.cache._used, "they have given all of it back"
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("letter", "fits"), [("a", 48), ("\u0142", 24), ("\U0001f600", 12)])
+def test_a_text_takes_what_its_widest_letter_takes_for_each_other_one(letter: str, fits: int) -> None:
+    """47 ConfigMaps of one emoji each took four times what was counted."""
+    kept = cache._keep(body(1, kind="ConfigMap", data={"x": "a" * (cache.MOST_KEPT - 2000) + letter}))
+    assert kept.data and cache.MOST_WEIGHT_OF_A_SERVICE // kept.weight == fits

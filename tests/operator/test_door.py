@@ -155,13 +155,86 @@ def test_who_is_being_answered_does_not_give_way_to_its_own_address(
     run(main)
 
 
-def test_a_handshake_that_never_ends_is_ended(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Shaking:
+    """A client that has begun a handshake, by hand: `hello` sends the first word, `end` does the rest."""
+
+    def __init__(self, both: Connection) -> None:
+        self.reader, self.writer = both
+        self.read, self.write = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self.tls = trusting().wrap_bio(self.read, self.write)
+
+    async def hello(self) -> None:
+        """Returns when the server has answered it."""
+        with pytest.raises(ssl.SSLWantReadError):
+            self.tls.do_handshake()
+        self.writer.write(self.write.read())
+        self.read.write(await self.reader.read(1))
+
+    async def end(self, request: bytes) -> bytes:
+        """The first bytes that the server sends after it, or nothing."""
+        while True:
+            try:
+                self.tls.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                if not (came := await self.reader.read(1 << 16)):
+                    return b""
+                self.read.write(came)
+        self.tls.write(request)
+        self.writer.write(self.write.read())
+        while True:
+            try:
+                return self.tls.read(12)
+            except ssl.SSLWantReadError:
+                if not (came := await self.reader.read(1 << 16)):
+                    return b""
+                self.read.write(came)
+
+
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02"])
+def test_a_handshake_that_never_ends_is_ended(pair: Path, monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
     monkeypatch.setattr(door, "HANDSHAKE_S", 0.2)
 
     async def main() -> None:
         async with hall(pair) as there:
-            reader, _ = await there.connect(STRANGER, tls=False)
+            reader, writer = await there.connect(STRANGER, tls=False)
+            writer.write(said)
             assert await reader.read(1) == b""
+
+    run(main)
+
+
+def test_a_handshake_that_takes_its_time_does_not_give_way_to_who_waits(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the API server's took more than a tenth of a second, and was ended."""
+    monkeypatch.setattr(door, "QUIET_S", 0.0)
+    monkeypatch.setattr(door, "SHAKING_S", WITHIN_S)
+    body = review()
+
+    async def main() -> None:
+        async with hall(pair) as there:
+            slow = Shaking(await there.connect(STRANGER, tls=False))
+            await slow.hello()
+            for _ in range(door.MOST_OF_ONE - 1):
+                await there.connect(STRANGER)
+            assert (await there.post(STRANGER, body))[0] == 200
+            head = f"POST /validate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            assert await slow.end(head + body) == b"HTTP/1.1 200"
+
+    run(main)
+
+
+def test_but_not_for_ever(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "SHAKING_S", 0.0)
+    monkeypatch.setattr(door, "HANDSHAKE_S", WITHIN_S)
+    monkeypatch.setattr(door, "WAIT_S", WITHIN_S)
+
+    async def main() -> None:
+        async with hall(pair) as there:
+            for _ in range(door.MOST_OF_ONE):
+                await Shaking(await there.connect(STRANGER, tls=False)).hello()
+            assert (await there.post(STRANGER, review()))[0] == 200
 
     run(main)
 
@@ -391,82 +464,6 @@ def test_many_reviews_of_one_namespace_do_not_keep_others_out(pair: Path) -> Non
             assert json.loads((await victim)[1])["response"]["allowed"] is True
             assert there.asked.index("few") == 1, "it is next"
             assert [status for status, _ in await asyncio.gather(*answers)] == [200] * storm
-
-    run(main)
-
-
-def test_of_many_namespaces_with_a_small_review_each_none_gives_way() -> None:
-    """As whoever applies a hundred services at once has them: nobody has more than another."""
-
-    async def main() -> None:
-        taken = turns.Turns()
-
-        async def judged(namespace: str, size: int) -> str:
-            try:
-                async with taken.turn("a", namespace, size):
-                    return ""
-            except turns.Busy:
-                return namespace
-
-        async with taken.turn("a", "first", 100):
-            answers = [asyncio.create_task(judged(f"n{i}", 100)) for i in range(100)]
-            answers += [asyncio.create_task(judged("large", turns.LEAST_BYTES)) for _ in range(2)]
-            await asyncio.sleep(0)  # all of them wait, or have left
-        assert {*await asyncio.gather(*answers)} == {"", "large"}
-
-    asyncio.run(main())
-
-
-def test_turns_go_round_by_address_and_by_namespace() -> None:
-    async def main() -> None:
-        taken, order = turns.Turns(), []
-        held = asyncio.Event()
-
-        async def one(address: str, namespace: str, number: int) -> None:
-            async with taken.turn(address, namespace, 1):
-                order.append((address, namespace, number))
-                await held.wait()
-
-        first = asyncio.create_task(one("a", "x", 0))
-        await asyncio.sleep(0)
-        several = [one("a", "x", number) for number in range(1, 4)]
-        several += [one("a", "y", number) for number in range(2)]
-        several += [one("b", "z", number) for number in range(2)]
-        waiting = [asyncio.create_task(work) for work in several]
-        await asyncio.sleep(0)
-        left = waiting.pop()  # of b/z, while it waits
-        left.cancel()
-        held.set()
-        await asyncio.gather(first, *waiting)
-        assert [(address, namespace) for address, namespace, _ in order] == [
-            ("a", "x"), ("b", "z"), ("a", "y"), ("a", "x"), ("a", "y"), ("a", "x"), ("a", "x"),
-        ]  # fmt: skip
-        assert [number for _, namespace, number in order if namespace == "x"] == [0, 1, 2, 3]
-
-    run(main)
-
-
-def test_of_too_many_the_newest_of_whoever_has_most_leave() -> None:
-    async def main() -> None:
-        taken, left = turns.Turns(), []
-        held, enough = asyncio.Event(), asyncio.Event()
-
-        async def one(namespace: str, number: int) -> None:
-            try:
-                async with taken.turn("a", namespace, turns.MOST_BYTES // 8):
-                    await held.wait()
-            except turns.Busy:
-                left.append((namespace, number))
-                if len(left) == 7:
-                    enough.set()
-
-        tasks = [asyncio.create_task(one("few", number)) for number in range(3)]
-        tasks += [asyncio.create_task(one("many", number)) for number in range(12)]
-        tasks += [asyncio.create_task(one("few", 3))]
-        await enough.wait()
-        held.set()
-        await asyncio.gather(*tasks)
-        assert sorted(number for _, number in left) == list(range(5, 12)) and {one for one, _ in left} == {"many"}
 
     run(main)
 

@@ -11,21 +11,24 @@ import yaml
 
 from isthmus_operator.api.profile import PERMISSIVE, Profile
 from isthmus_operator.api.reasons import Reason
-from isthmus_operator.api.v1alpha1 import parse
+from isthmus_operator.api.v1alpha1 import InferenceService, parse
 from isthmus_operator.errors import ApiError, OverBudget, Refused
 from isthmus_operator.plan import contests
 from isthmus_operator.plan.autoscale import Decision
+from isthmus_operator.plan.observe import MOST_MAKERS
 from isthmus_operator.plan.observed import Facts, Observed
 from isthmus_operator.plan.planner import Plan
 from isthmus_operator.render import scaler
 from isthmus_operator.render.names import Component, Defaults
 from isthmus_operator.shell import controller
+from isthmus_operator.shell.apply import NOBODY
 from isthmus_operator.shell.budget import Workbench
-from isthmus_operator.shell.cache import Cache, Key
+from isthmus_operator.shell.cache import Cache, Children, Key
 from isthmus_operator.shell.client import Api
 from isthmus_operator.shell.controller import Controller
 from isthmus_operator.shell.known_facts import KnownFacts
 from isthmus_operator.shell.telemetry import Metrics
+from isthmus_operator.shell.workqueue import WorkQueue
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "direct.yaml"
 KEY = ("default", "smollm2")
@@ -252,41 +255,191 @@ def test_what_the_profile_refuses_is_not_carried_out_though_the_webhook_has_let_
     assert "Deployment" in allowed.written
 
 
+def child(namespace: str, service: str, uid: str, values: int) -> Object:
+    """A ConfigMap that a service has made, of so many values."""
+    owner = {"apiVersion": "serving.isthmus.dev/v1alpha1", "kind": "InferenceService", "name": service, "uid": uid}
+    meta: Object = {"name": f"x-{service}", "namespace": namespace, "uid": f"x-{uid}", "resourceVersion": "1"}
+    meta |= {"labels": {"serving.isthmus.dev/service": service}, "ownerReferences": [owner]}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {str(n): "v" for n in range(values)}}
+
+
 def test_of_services_whose_objects_are_heavy_one_is_looked_at_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight of them side by side were 538 MiB; and they held all workers."""
+    """Eight of them side by side were 538 MiB; and they held all workers, or tried again each half second, which the
+    namespace with most of them won."""
     monkeypatch.setattr(controller, "LIGHT", 10_000)
+    heavy = [("many", f"m{number}") for number in range(3)] + [("few", "a")]
+    light = ("many", "light")
 
     async def main() -> None:
         cache = Cache(lambda key: None, lambda key: None, lambda key: None)
         body = yaml.safe_load(EXAMPLE.read_text())
-        owner = {"apiVersion": body["apiVersion"], "kind": body["kind"], "uid": "u"}
-        for number, name in enumerate(("heavy", "heavier", "light")):
-            meta = {"namespace": "default", "uid": f"u{number}", "name": name, "generation": 1}
+        for number, (namespace, name) in enumerate((*heavy, light)):
+            meta = {"namespace": namespace, "uid": f"u{number}", "name": name, "generation": 1}
             cache.changed({**copy.deepcopy(body), "metadata": {**meta, "resourceVersion": "1"}, "status": {}})
-            if name != "light":
-                there = {"name": f"x{number}", "namespace": "default", "uid": f"c{number}", "resourceVersion": "1"}
-                there["labels"] = {"serving.isthmus.dev/service": name}
-                there["ownerReferences"] = [{**owner, "name": name, "uid": f"u{number}"}]
-                data = {"data": {str(key): "v" for key in range(500)}}
-                cache.changed({"apiVersion": "v1", "kind": "ConfigMap", "metadata": there, **data})
-        begun, go = asyncio.Event(), asyncio.Event()
+            cache.changed(child(namespace, name, f"u{number}", 500 if name != "light" else 1))
+        begun: list[Key] = []
+        running: set[Key] = set()
+        go, heavy_begun, light_done, all_done = (asyncio.Event() for _ in range(4))
 
         class Slow:
             async def read(self, key: Key, *_: object, **__: object) -> Facts:
-                if key[1] == "heavy":
-                    begun.set()
+                begun.append(key)
+                if key != light:
+                    assert not running, "one at a time"
+                    running.add(key)
+                    heavy_begun.set()
                     await go.wait()
                 return Facts()
 
         one = Controller(
             api=cast(Api, Server()), cache=cache, facts=cast(KnownFacts, Slow()), defaults=Defaults(), metrics=Metrics()
         )
-        first = asyncio.create_task(one.reconcile(("default", "heavy")))
-        await begun.wait()
-        assert await one.reconcile(("default", "heavier")) == controller.HEAVY_AGAIN_S
-        assert await one.reconcile(("default", "light")) != controller.HEAVY_AGAIN_S
+        assert [key for key in (*heavy, light) if one.is_heavy(key)] == heavy
+
+        failed: list[Exception] = []
+
+        async def work(key: Key) -> float | None:
+            try:
+                return await one.reconcile(key)
+            finally:
+                running.discard(key)
+                if key == light:
+                    light_done.set()
+                if len(begun) == 5 and not running:
+                    all_done.set()
+
+        queue = WorkQueue(work, failed=lambda key, error: failed.append(error), heavy=one.is_heavy)
+        for key in (*heavy, light):
+            queue._now(key)
+        working = asyncio.create_task(queue.run(1))
+        await light_done.wait()
+        await heavy_begun.wait()
+        assert set(begun) == {heavy[0], light}, "those that wait hold no worker"
         go.set()
-        assert await first != controller.HEAVY_AGAIN_S
-        assert await one.reconcile(("default", "heavier")) != controller.HEAVY_AGAIN_S
+        await all_done.wait()
+        working.cancel()
+        await asyncio.wait((working,))
+        assert not failed
+        assert [key for key in begun if key != light] == [heavy[0], ("few", "a"), *heavy[1:3]], "namespaces have turns"
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+class Unlabelled(Server):
+    """Has Deployments of the service without its labels, under many names. asked: for which of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    async def named(self, version: str, kind: str, namespace: str, name: str) -> Object | None:
+        if not name.startswith("maker-"):
+            return None
+        self.asked.append(name)
+        owner = {"apiVersion": "serving.isthmus.dev/v1alpha1", "kind": "InferenceService", "name": KEY[1], "uid": "u"}
+        meta = {"name": name, "namespace": namespace, "uid": name, "resourceVersion": "1", "ownerReferences": [owner]}
+        template = {"metadata": {"labels": {"x": "y"}}, "spec": {"containers": []}}
+        spec = {"replicas": 0, "selector": {"matchLabels": {"x": "y"}}, "template": template}
+        return {"apiVersion": version, "kind": kind, "metadata": meta, "spec": spec}
+
+    async def delete(self, body: Object) -> bool:
+        return True
+
+
+def made_by(maker: str) -> Object:
+    """A pod of the service's labels, and of a Deployment of that name as it says."""
+    owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": f"{maker}-h", "uid": "r", "controller": True}
+    labels = {"serving.isthmus.dev/service": KEY[1], "serving.isthmus.dev/role": "decode", "pod-template-hash": "h"}
+    meta = {"name": f"of-{maker}", "namespace": KEY[0], "uid": f"of-{maker}", "resourceVersion": "1", "labels": labels}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {**meta, "ownerReferences": [owner]}, "status": {}}
+
+
+def test_what_makes_pods_is_asked_for_once_in_a_run_and_no_more_of_it_than_a_service_has() -> None:
+    """A hundred and fifty Deployments without labels, and pods that named them, sixteen in each of ten rounds, took
+    70 MiB; in eight runs side by side 600."""
+
+    async def main() -> None:
+        cache = Cache(lambda key: None, lambda key: None, lambda key: None)
+        body = yaml.safe_load(EXAMPLE.read_text())
+        body["metadata"] |= {"namespace": "default", "uid": "u", "generation": 1, "resourceVersion": "1"}
+        cache.changed(body)
+        for number in range(3 * MOST_MAKERS):
+            cache.changed(made_by(f"maker-{number:03}"))
+        server = Unlabelled()
+        one = Controller(
+            api=cast(Api, server),
+            cache=cache,
+            facts=cast(KnownFacts, NoFacts()),
+            defaults=Defaults(),
+            metrics=Metrics(),
+        )
+        await one.reconcile(KEY)
+        assert sorted(server.asked) == [f"maker-{number:03}" for number in range(MOST_MAKERS)]
 
     asyncio.run(main())
+
+
+def test_a_run_with_heavy_objects_ends_when_it_has_had_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The API server takes seconds for some objects; others wait for their turn meanwhile."""
+    monkeypatch.setattr(controller, "LIGHT", 10_000)
+    monkeypatch.setattr(controller, "HEAVY_S", 0.2)
+
+    class Stands(Server):
+        async def apply(self, body: Object, *, over: Object | None, subresource: str = "") -> Object:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    async def main() -> None:
+        cache = Cache(lambda key: None, lambda key: None, lambda key: None)
+        body = yaml.safe_load(EXAMPLE.read_text())
+        body["metadata"] |= {"namespace": "default", "uid": "u", "generation": 1, "resourceVersion": "1"}
+        cache.changed(body)
+        cache.changed(child(*KEY, "u", 500))
+        one = Controller(
+            api=cast(Api, Stands()),
+            cache=cache,
+            facts=cast(KnownFacts, NoFacts()),
+            defaults=Defaults(),
+            metrics=Metrics(),
+        )
+        with pytest.raises(ApiError, match=r"longer than 0\.2 s") as told:
+            await one.reconcile(KEY)
+        assert told.value.status in NOBODY
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_what_is_looked_at_of_a_service_is_what_was_weighed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its spec is read, on the bench, which has turns, somebody may fill it."""
+    monkeypatch.setattr(controller, "LIGHT", 10_000)
+
+    async def main() -> None:
+        cache = Cache(lambda key: None, lambda key: None, lambda key: None)
+        body = yaml.safe_load(EXAMPLE.read_text())
+        body["metadata"] |= {"namespace": "default", "uid": "u", "generation": 1, "resourceVersion": "1"}
+        cache.changed(body)
+        key = "default", body["metadata"]["name"]
+        one = Controller(
+            api=cast(Api, Server()),
+            cache=cache,
+            facts=cast(KnownFacts, NoFacts()),
+            defaults=Defaults(),
+            metrics=Metrics(),
+        )
+        weights, look = [], controller._look
+
+        def weighed(service: InferenceService, make: Children) -> tuple[list[Object], Observed]:
+            weights.append(make.weight)
+            return look(service, make)
+
+        monkeypatch.setattr(controller, "_look", weighed)
+        assert not one.is_heavy(key)
+        await one.bench._turn.acquire()
+        running = asyncio.create_task(one.reconcile(key))
+        await asyncio.sleep(0)
+        cache.changed(child(*key, "u", 500))
+        one.bench._turn.release()
+        await running
+        assert one.is_heavy(key) and weights == [0]
+
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -550,3 +550,41 @@ def test_namespaces_have_turns_at_the_workers() -> None:
         assert [key for key in order if key[0] == "many"] == many
 
     asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_runs_that_take_long_do_not_hold_all_workers() -> None:
+    """Eight services of one namespace, whose objects took the API server 15 s each, kept everybody else's waiting."""
+
+    async def main() -> None:
+        at_work: set[Key] = set()
+        go, full, came, done = (asyncio.Event() for _ in range(4))
+        slow = [(namespace, str(number)) for namespace in ("many", "more") for number in range(20)]
+
+        async def work(key: Key) -> None:
+            if key == ("few", "a"):
+                came.set()
+                return
+            at_work.add(key)
+            if len(at_work) == 5:
+                full.set()
+            await go.wait()
+            at_work.discard(key)
+            slow.remove(key)
+            if not slow:
+                done.set()
+
+        queue = WorkQueue(work, failed=lambda key, error: None, pauses=FAST)
+        for key in slow:
+            queue._now(key)
+        running = asyncio.create_task(queue.run(7))
+        await full.wait()
+        queue.add(("few", "a"))
+        await came.wait()
+        assert len(at_work) == 5
+        go.set()
+        await done.wait()
+        running.cancel()
+        await asyncio.wait((running,))
+        assert not queue._ready._busy
+
+    asyncio.run(asyncio.wait_for(main(), 30))

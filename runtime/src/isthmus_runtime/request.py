@@ -173,6 +173,14 @@ class GenerateRequest:
     the others begin. Where it ran is where the prompt's KV is; only routers look at it."""
     prompt: PromptText | None = None
     """Instead of ids; None: ids are there."""
+    client: str = ""
+    """Who takes turns with others at what is slow: a name of letters and digits for a tenant or an address. "": not
+    said, as by routers of older versions. Engines get it beside the request (`protocol.CLIENT_HEADER`)."""
+
+    @property
+    def whose(self) -> str:
+        """The same; a salt where nothing better is known."""
+        return self.client or self.cache_salt
 
 
 def tokenised(request: GenerateRequest, ids: Iterable[int]) -> GenerateRequest:

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import json
+import random
 import threading
 import weakref
 
@@ -16,7 +17,7 @@ from small_bpe import byte_level_bpe
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
-from isthmus_runtime.errors import EngineFailed, Overloaded
+from isthmus_runtime.errors import EngineFailed, InvalidRequest, Overloaded
 from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai import words
 from isthmus_runtime.openai.answer import together
@@ -247,6 +248,45 @@ def test_exactly_as_many_tokens_as_asked_for_are_no_error(tokenizer):
     assert tokenizer.encode("größer als gedacht, schöner als erhofft", len(ids)) == ids
     with pytest.raises(TooManyTokens, match=f"^{len(ids)} tokens$"):
         tokenizer.encode("größer als gedacht, schöner als erhofft", len(ids) - 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_end_of_a_text_is_the_end_of_all_of_it(tokenizer, monkeypatch, seed):
+    """Its parts are tokenised from the last one on, and no more of them than are asked for."""
+    r, long = random.Random(seed), 4 * tokenizer_module._PART
+    text = "".join(r.choices(PARTS, k=2 * long // 3))
+    assert len(text) > long
+    whole = tokenizer.encode(text)
+    counting = Counting(tokenizer._words)
+    monkeypatch.setattr(tokenizer, "_words", counting)
+    for count in (1, 200, r.randrange(1, len(whole)), len(whole), len(whole) + 5, 10**9):
+        counting.characters = 0
+        assert tokenizer.encode_end(text, count) == whole[-count:], f"seed {seed}"
+        assert count > 200 or counting.characters < 2 * tokenizer_module._PART
+    assert tokenizer.encode_end(text, 0) == tokenizer.encode_end("a", 0) == []
+
+
+def test_what_cannot_be_cut_is_not_tokenised_at_any_length(tokenizer, monkeypatch):
+    """Where all of it would be: some hundred bytes for each of its characters, of which a packed body has millions."""
+    seen = []
+    batch = tokenizer._batch
+    monkeypatch.setattr(tokenizer, "_batch", lambda texts: seen.extend(texts) or batch(texts))
+    most, part = 20_000, tokenizer_module._PART
+    text = "zq" * (most * tokenizer._bound.longest // 2 - 10)
+    assert len(text) > 2 * part and tokenizer._bound.least(text) <= most
+    for one in (text, "word " * 10 + text, "<|end|>" + text):
+        with pytest.raises(TooManyTokens, match="tokens or more"):
+            tokenizer.encode(one, most)
+    assert sum(map(len, seen)) < 4 * (most + part)
+    monkeypatch.setattr(tokenizer_module, "_MOST_OF_AN_END", 1 << 17)
+    monkeypatch.setattr(tokenizer_module, "_MOST_WHOLE", 1 << 18)
+    assert len(tokenizer.encode_end("zq" * part, 9)) == 9
+    for end in ("zq" * (part + 1), "a b " * part + "zq" * (part + 1)):
+        with pytest.raises(InvalidRequest, match="131072 are taken at a time"):
+            tokenizer.encode_end(end, 9)
+    assert len(tokenizer.encode_end("zq" * (part + 1) + " a b" * part, 9)) == 9
+    with pytest.raises(InvalidRequest, match="262144 are taken at a time"):
+        tokenizer.encode("zq" * (2 * part + 1))
 
 
 def test_a_long_legal_text_lets_other_threads_run_throughout(tokenizer):

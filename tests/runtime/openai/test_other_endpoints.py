@@ -413,6 +413,8 @@ def test_texts_that_are_slow_to_tokenise_keep_nobody_else_waiting(serve, run, to
                     one.cancel()
                 await asyncio.wait(leaving)
                 await until(lambda: not len(api.in_flight))
+                failures = 'isthmus_request_failures_total{code="cancelled",model_name="tiny",status="499"'
+                assert api.metric(failures) == len(leaving)
                 body = {"prompt": [1], "max_tokens": 1, "user": "u" * 20_000}
                 async with session.post(api.url + "/v1/completions", json=body) as answer:
                     assert answer.status == 200, await answer.text()

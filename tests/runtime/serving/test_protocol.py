@@ -246,6 +246,9 @@ FORMS = {
     ),
     "large head": (post(b"{}", "X: " + "y" * (16 << 10), close=True), 431),
     "many headers": (post(b"{}", *[f"X{i}: y" for i in range(4000)], close=True), 431),
+    "some headers": (post(b"{}", *[f"X{i}: y" for i in range(120)], close=True), 200),
+    "tiny headers": (post(b"{}", *[f"X{i}: y" for i in range(130)], close=True), 431),
+    "tiny headers without end": (post(b"{}", *[f"X{i}: y" for i in range(130)])[:-10], 431),
     "large target": (post(b"{}", path="/" + "y" * (16 << 10), close=True), 431),
     "large trailer": (chunked(end=False) + b"0\r\n" + b"X: y\r\n" * 250_000 + b"\r\n", 431),
     "no http": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello\r\n\r\n", 400),
@@ -1099,7 +1102,8 @@ def test_an_answer_of_which_nothing_is_read_ends(run, head, times):
     run(main())
 
 
-def test_whole_answers_that_nobody_reads_are_bounded_together(run):
+@pytest.mark.parametrize("sweep_s", [0.05, 1e6], ids=["by the sweep", "as they are written"])
+def test_whole_answers_that_nobody_reads_are_bounded_together(run, sweep_s):
     answered = 0
 
     async def counted(call):
@@ -1108,7 +1112,7 @@ def test_whole_answers_that_nobody_reads_are_bounded_together(run):
         answered += 1
 
     async def main():
-        async with served(counted, max_unread=20 << 20) as there:
+        async with served(counted, max_unread=20 << 20, sweep_s=sweep_s) as there:
             with ExitStack() as clients:
                 for _ in range(6):
                     clients.enter_context(reader_of_nothing(there.port))

@@ -173,7 +173,7 @@ def test_a_grammar_that_proves_too_much_work_is_the_request_s_fault(grammars: Gr
     """Its first mask is cheap, so that compiling accepts it: engines would fail one after another, each with a 500."""
     guide = grammars.guide(Structure("regex", "a{1000000}"))
     token = next(i for i in allowed_ids(guide.allowed([])) if i not in EOS)
-    for _ in range(2):
+    for _ in range(4):  # a small lexer, larger ones, and one of its own
         with pytest.raises(Outgrown) as outgrown:
             guide.allowed([token])
         outgrown.value.renew()
@@ -185,7 +185,7 @@ def test_a_grammar_that_proves_too_much_work_is_the_request_s_fault(grammars: Gr
 def test_a_token_that_was_not_allowed_is_the_engine_s_fault(grammars: Grammars) -> None:
     guide = grammars.guide(Structure("choice", '["once"]'))
     refused = next(i for i in range(VOCAB) if i not in set(allowed_ids(guide.allowed([]))))
-    for _ in range(2):  # by the lexer that it shares, and by another
+    for _ in range(4):  # by the lexers that it shares, and by another
         with pytest.raises(Outgrown) as outgrown:
             guide.allowed([refused])
         outgrown.value.renew()
@@ -264,9 +264,9 @@ def test_a_lexer_that_others_have_used_up_is_replaced_for_all(model: Path, monke
     monkeypatch.setattr(module, "_LEAST_SHARED", 1000)
     made, compiled = list[Structure](), grammars._compile
 
-    def counted(structure: Structure) -> Any:
+    def counted(structure: Structure, states: int | None = None) -> Any:
         made.append(structure)
-        return compiled(structure)
+        return compiled(structure, states)
 
     monkeypatch.setattr(grammars, "_compile", counted)
     early = [grammars.guide(SPENDS) for _ in range(6)]
@@ -355,6 +355,47 @@ def test_few_have_a_lexer_of_their_own(model: Path, monkeypatch: pytest.MonkeyPa
     try:
         guides.clear()
         assert not grammars._places, "they wait for the collector"
+    finally:
+        gc.enable()
+
+
+def test_a_grammar_begins_with_a_small_lexer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of requests may each have a grammar of their own; few use up what they begin with."""
+    monkeypatch.setattr(module, "_FIRST_STATES", 500)
+    grammars = Grammars.load(model, eos_token_ids=EOS, vocab_size=VOCAB)
+    large = few_states(monkeypatch, model, 5000).guide(SPENDS)
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "_FIRST_STATES", 500)
+    guide = grammars.guide(SPENDS)
+    small, drawn = grammars._compiled[SPENDS], list[int]()
+    count, renewed, error = follow(guide, 250, 0, drawn)
+    assert (count, error) == (250, "") and renewed
+    assert small.states == 500 and grammars._compiled[SPENDS].states > 500
+    assert guide.allowed(drawn) == large.allowed(drawn)
+
+
+def test_grammars_that_differ_are_bounded_together(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what they may take: each request may have one that nobody else has. Who takes most gives way."""
+    one = module.memory_of(Structure("regex", "a000")) + module._OF_A_STATE * module._FIRST_STATES
+    monkeypatch.setattr(module, "_MOST_MEMORY", 8 * one)
+    grammars = Grammars.load(model, eos_token_ids=EOS, vocab_size=VOCAB)
+    for i in range(20):  # nobody walks with them any more
+        grammars.guide(Structure("regex", f"a{i:03}"))
+    costly = grammars.guide(Structure("regex", "(" + "|".join(f"b{i:03}" for i in range(2000)) + ")"))
+    guides = [grammars.guide(Structure("regex", f"c{i:03}")) for i in range(8)]
+    with pytest.raises(Overloaded, match="the most of all that are in use") as caught:
+        costly.allowed([])
+    assert caught.value.status == 429
+    assert all(guide.allowed([]) for guide in guides)
+    with pytest.raises(Overloaded, match="no other takes more") as caught:
+        grammars.guide(Structure("regex", "d000"))
+    assert caught.value.status == 429
+    shared = grammars.guide(Structure("regex", "c000"))
+    assert shared.allowed([]) == guides[0].allowed([])
+    gc.disable()
+    try:
+        del guides[1:]
+        assert grammars.guide(Structure("regex", "d000")).allowed([])
     finally:
         gc.enable()
 

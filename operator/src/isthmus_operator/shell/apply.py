@@ -17,14 +17,15 @@ from ..errors import ApiError, NameTaken
 from ..plan.desired import Desired, Name, name_of
 from ..plan.observe import is_child
 from ..plan.ownership import Look, is_quick, look, may_write, owners, was_made_by_us
-from .answers import SMALL, bare, weight
+from .answers import SMALL, bare, weight_of_dumped
 from .client import CONFLICT, INVALID, NOT_FOUND, Api, path_of
 
 Object = dict[str, Any]
 Written = Callable[[str, Object], None]
 """Told of each write: verb, and the object as it is then."""
 MOST_READ = 4 * 1024 * 1024
-"""What objects weigh that are read by their names in one run: of those of the usual kind there are twenty."""
+"""What objects weigh that are read by their names in one run and kept whole: of those of the usual kind there are
+twenty."""
 Bench = Callable[[Callable[[], Look]], Awaitable[Look]]
 BUDGET = "PodDisruptionBudget"
 NOBODY = (0, 429, 503, 504)
@@ -56,6 +57,7 @@ class Applier:
         self._api = api
         self._written = written
         self._bench = bench
+        self._room = MOST_READ
         self._futile: Mapping[Name, str] = {}
 
     async def run(
@@ -127,14 +129,13 @@ class Applier:
     async def standing(
         self, manifests: Iterable[Object], live: Mapping[Name, Object | None], service: InferenceService | None = None
     ) -> dict[Name, Object | None]:
-        """What stands under the names of `manifests`. `live` holds labelled objects alone: the server is asked whether
-        there is one of those that are missing in it, of somebody else or without its labels. What is not the
-        `service`'s is cut to what says so, and so is what is beyond MOST_READ."""
+        """What stands under the names of `manifests`. `live` holds labelled objects, and what was read before: the
+        server is asked whether there is one of those that are missing in it, of somebody else or without its labels.
+        What is large and not the `service`'s is cut to what says so, and so is what is beyond MOST_READ in all calls.
+        """
         missing = [manifest for manifest in manifests if name_of(manifest) not in live]
-        left = MOST_READ
 
         async def read(manifest: Object) -> Object | None:
-            nonlocal left
             found = await self._named(manifest)
             if found is None or service is None:
                 return found
@@ -142,9 +143,9 @@ class Applier:
                 ours = may_write(manifest, found)
             else:  # of it nothing is known but what its pods say
                 ours = is_child(service, found)
-            weighs = weight(json.dumps(found, separators=(",", ":")))
-            if weighs <= SMALL or (ours and weighs <= left):
-                left -= weighs
+            weighs = weight_of_dumped(json.dumps(found, separators=(",", ":")))
+            if weighs <= self._room and (ours or weighs <= SMALL):
+                self._room -= weighs
                 return found
             return bare(found, found["kind"])
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ..api.v1alpha1 import API_VERSION
 from ..plan.ownership import TEMPLATE_MARK
 from ..render.names import READ_LABELS, SERVICE_LABEL
-from .answers import MOST_NAME, weight
+from .answers import MOST_NAME, weight_of_dumped
 
 Object = dict[str, Any]
 Key = tuple[str, str]
@@ -51,7 +51,7 @@ MOST_OF_A_SERVICE = 1024 * 1024
 """Compressed bytes of a service's children but pods. Those of the largest spec, in three revisions, have half of it."""
 MOST_WEIGHT_OF_A_SERVICE = 24 * 1024 * 1024
 """What they take as Python objects, about, when they are looked at: empty values and one letter repeated compress to
-nothing. Eight services are looked at side by side."""
+nothing. One service that has so much is looked at at a time."""
 MOST_CHILDREN = 256
 """Of a service, but for pods. Three revisions of the largest spec are some fifty."""
 MOST_WEIGHT_OF_PODS = 24 * 1024 * 1024
@@ -319,7 +319,11 @@ def _keep(body: Mapping[str, Any]) -> _Kept:
     # In the server's own order, which is the same each time.
     text = json.dumps(_read(body), separators=(",", ":"))
     fits = body["kind"] == SERVICE or len(text) <= (MOST_OF_A_POD if body["kind"] == "Pod" else MOST_KEPT)
-    return _Kept(uid, version, zlib.compress(text.encode(), 1), weight(text)) if fits else _Kept(uid, version, b"")
+    return (
+        _Kept(uid, version, zlib.compress(text.encode(), 1), weight_of_dumped(text))
+        if fits
+        else _Kept(uid, version, b"")
+    )
 
 
 def _is_of_its_service(meta: Mapping[str, Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from ..plan.autoscale import Decision
 from ..plan.contests import Contests
 from ..plan.decision import Decision as Decided
 from ..plan.decision import decide
-from ..plan.desired import name_of
+from ..plan.desired import Name, name_of
 from ..plan.events import Event, contested, events, healed, overridden, scaled
 from ..plan.observe import is_child, observe, unknown_makers
 from ..plan.observed import Facts, Observed
@@ -33,7 +34,7 @@ from ..render.service import components
 from .apply import NOBODY, Applier
 from .budget import Workbench
 from .cache import Cache, Children, Key
-from .client import FORBIDDEN, Api
+from .client import FORBIDDEN, NO_TIME, Api
 from .known_facts import KnownFacts
 from .telemetry import Metrics
 
@@ -42,9 +43,14 @@ _log = logging.getLogger(__name__)
 AUTO_PERIOD_S = 15.0
 ADAPTERS_PERIOD_S = 15.0
 """No object changes when an engine has read its list, or has loaded what it could not load before."""
-LIGHT, HEAVY_AGAIN_S = 4 * 1024 * 1024, 0.5
-"""What the children of a service weigh that is looked at beside others; of more there is one at a time, and another one
-tries again then. Somebody has filled them: what a spec asks for weighs less, but for hundreds of pods."""
+LIGHT = 4 * 1024 * 1024
+"""What the children of a service weigh that is looked at beside others; of more there is one at a time. Somebody has
+filled them: what a spec asks for weighs less, but for hundreds of pods."""
+HEAVY_S = 60.0
+"""How long such a run may take, so that others' have their turn however slow the API server is with its objects."""
+ROUNDS = 3
+"""Of finding the service's objects that have lost their labels: the first finds what made its pods, the second what
+is wanted beside that."""
 EVERYWHERE = ""
 """In place of a namespace: all of them."""
 _FAILURES = (Reason.RECONCILE_FAILED, Reason.NAME_TAKEN, Reason.INTERNAL_ERROR, Reason.OVER_BUDGET)
@@ -69,11 +75,14 @@ class Controller:
     profile: Profile = PERMISSIVE
     contests: Contests = field(default_factory=Contests)
     bench: Workbench = field(default_factory=Workbench)
-    _heavy: bool = field(default=False, init=False)
-    """A run is going on in which more is held than is LIGHT."""
+
+    def is_heavy(self, key: Key) -> bool:
+        """Whether a run of it that begins now holds so much that there may be no other such run."""
+        return self.cache.children(key).weight > LIGHT
 
     async def reconcile(self, key: Key) -> float | None:
-        """Bring one service nearer to its spec; when to look again at the latest, or None.
+        """Bring one service nearer to its spec; when to look again at the latest, or None. Its children are those that
+        there are when this begins.
 
         Whatever keeps it from that is in the status when this raises, unless the API server answers nobody: no service
         is ready that was not looked at. Raises Refused for what the API server refuses, and OverBudget; anything else
@@ -83,10 +92,11 @@ class Controller:
         if body is None or body["metadata"].get("deletionTimestamp"):
             return None
         before: Status = body.get("status") or {}
+        make = self.cache.children(key)
         bench = partial(self.bench.run, key)
         applier = Applier(self.api, lambda verb, written: self._written(key, verb, written), bench)
         try:
-            return await self._reconcile(key, body, before, applier)
+            return await self._timely(key, body, before, applier, make)
         except InvalidSpec as error:
             after = invalid_status(error, before, body["metadata"]["generation"], self._stamp())
             await self._report(applier, body, before, after, events(before, after))
@@ -112,35 +122,36 @@ class Controller:
             # The first failure is the one to go on with.
             _log.warning("%s/%s: no status: %s", body["metadata"]["namespace"], body["metadata"]["name"], error)
 
-    async def _reconcile(self, key: Key, body: Object, before: Status, applier: Applier) -> float | None:
+    async def _timely(self, key: Key, body: Object, before: Status, applier: Applier, make: Children) -> float | None:
+        try:
+            async with asyncio.timeout(HEAVY_S if make.weight > LIGHT else None) as timer:
+                return await self._reconcile(key, body, before, applier, make)
+        except TimeoutError as error:
+            if not timer.expired():
+                raise
+            raise ApiError(NO_TIME, f"took longer than {HEAVY_S:g} s over the service's many objects") from error
+
+    async def _reconcile(
+        self, key: Key, body: Object, before: Status, applier: Applier, make: Children
+    ) -> float | None:
         service = await self.bench.run(key, partial(parse_stored, body, self.profile))
         if why := self.unread.get(key[0]) or self.unread.get(EVERYWHERE):
             raise ApiError(FORBIDDEN, why)
-        make = self.cache.children(key)
-        if make.weight <= LIGHT:
-            return await self._decided(key, body, before, applier, service, make)
-        if self._heavy:
-            return HEAVY_AGAIN_S
-        self._heavy = True
-        try:
-            return await self._decided(key, body, before, applier, service, make)
-        finally:
-            self._heavy = False
-
-    async def _decided(
-        self, key: Key, body: Object, before: Status, applier: Applier, service: InferenceService, make: Children
-    ) -> float | None:
         now = self.clock()
         children, known = await self.bench.run(key, partial(_look, service, make))
-        while True:
+        there: dict[Name, Object | None] = {name_of(child): child for child in children}
+        asked: list[Object] | None = None
+        for _ in range(ROUNDS):
             facts = await self._facts(key, service, known)
             if facts is None:
                 return None
             work = partial(_decide, service, children, facts, before, self.defaults, now)
             decision, makers = await self.bench.run(key, work)
             seen, wanted, exact = decision.seen, decision.wanted, decision.exact
-            named = {name_of(child): child for child in children}
-            there = await applier.standing((*exact.apply, *exact.create, *makers), named, service)
+            # Whoever may make pods says what has made them, and behind the first there would always be further ones.
+            asked = makers if asked is None else asked
+            named = set(there)
+            there = await applier.standing((*exact.apply, *exact.create, *asked), there, service)
             # Somebody has taken their labels off, by which they are watched: no reason to act as if they were gone.
             bare = [one for name, one in there.items() if one and name not in named and is_child(service, one)]
             if not bare:

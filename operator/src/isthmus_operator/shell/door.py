@@ -28,6 +28,8 @@ WAIT_S = 5.0
 """How long one waits there."""
 QUIET_S = 0.1
 """Whoever has said nothing for so long gives way to who waits: a request may be on its way."""
+SHAKING_S = 1.0
+"""The same of who has begun a handshake: on a busy machine the answers of both sides take their time."""
 LOOK_S = 0.05
 HANDSHAKE_S = 5.0
 ENDING_S = 2.0
@@ -41,22 +43,25 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(slots=True, eq=False)
 class _Guest:
-    """One connection. since: when it began to wait, came in, or was answered last; busy: requests that are being
-    answered on it."""
+    """One connection. since: when it began to wait, came in, began its handshake, ended it, or was answered last; busy:
+    requests that are being answered on it."""
 
     host: str
     connection: socket.socket
     since: float
     setting_up: asyncio.Task[None] | None = None
     transport: asyncio.BaseTransport | None = None
+    is_shaking: bool = False
     busy: int = 0
 
     @property
     def is_gone(self) -> bool:
         return self.connection.fileno() == -1
 
-    def is_quiet(self, now: float, within: float) -> bool:
-        """Whether nothing has been asked on it for `within`, what nobody has read yet included."""
+    def is_quiet(self, now: float, *, patient: bool) -> bool:
+        """Whether nothing has been asked on it for a while, or, without patience, now; what nobody has read yet
+        included."""
+        within = (SHAKING_S if self.is_shaking else QUIET_S) if patient else 0.0
         if self.busy or now < self.since + within:
             return False
         try:
@@ -70,6 +75,7 @@ class _Guest:
             self.transport.abort()
         elif self.setting_up is not None:
             self.setting_up.cancel()
+            return  # and closes it: a descriptor that is listened on must not be somebody else's meanwhile
         self.connection.close()
 
 
@@ -89,13 +95,13 @@ class _Guests:
         self.waiting.append(guest)
         entered = self.let_in(now)
         if self._too_many_wait():
-            entered += self.let_in(now, quiet_s=0.0)
+            entered += self.let_in(now, patient=False)
         while host := self._too_many_wait():
             last = max(index for index, one in enumerate(self.waiting) if one.host == host)
             self.waiting.pop(last).leave()
         return entered
 
-    def let_in(self, now: float, *, quiet_s: float = QUIET_S) -> list[_Guest]:
+    def let_in(self, now: float, *, patient: bool = True) -> list[_Guest]:
         """Those that come in now, after others have given way to them where there are enough.
 
         Of one address those give way on which nothing is asked, the oldest first, and where all are busy the new one
@@ -108,7 +114,7 @@ class _Guests:
         for guest in self.waiting:
             if now > guest.since + WAIT_S:
                 guest.leave()
-            elif guest.host in full or not self._has_room_for(guest.host, count, now, quiet_s):
+            elif guest.host in full or not self._has_room_for(guest.host, count, now, patient):
                 full.add(guest.host)
                 left.append(guest)
             else:
@@ -119,9 +125,12 @@ class _Guests:
         self.waiting = left
         return entered
 
-    def leave(self) -> None:
+    async def leave(self) -> None:
+        """Returns when none of them is being set up any more."""
         for guest in (*self.inside, *self.waiting):
             guest.leave()
+        if ending := [one.setting_up for one in self.inside if one.setting_up is not None]:
+            await asyncio.wait(ending)
 
     def of(self, transport: asyncio.BaseTransport | None) -> _Guest | None:
         """Whose transport it is."""
@@ -134,8 +143,8 @@ class _Guests:
         host, most = Counter(one.host for one in self.waiting).most_common(1)[0]
         return host if most > self._room * 3 // 4 or len(self.waiting) > self._room else ""
 
-    def _has_room_for(self, host: str, count: Counter[str], now: float, quiet_s: float) -> bool:
-        own = (one for one in self.inside if one.host == host and one.is_quiet(now, quiet_s))
+    def _has_room_for(self, host: str, count: Counter[str], now: float, patient: bool) -> bool:
+        own = (one for one in self.inside if one.host == host and one.is_quiet(now, patient=patient))
         if count[host] >= MOST_OF_ONE:
             return self._dismiss(own, count)
         if len(self.inside) < MOST:
@@ -207,7 +216,7 @@ async def listening(
                 await asyncio.wait(tasks)
     finally:
         await runner.cleanup()
-        guests.leave()
+        await guests.leave()
 
 
 def _ended(task: asyncio.Task[None]) -> None:
@@ -244,7 +253,7 @@ async def _accept(listener: socket.socket, runner: web.AppRunner, guests: _Guest
             continue
         now = loop.time()
         for guest in guests.come(_Guest(str(address[0]), connection, now), now):
-            guest.setting_up = asyncio.create_task(_set_up(guest, runner, tls))
+            _begin(guest, runner, tls)
         if guests.waiting:
             guests.news.set()  # somebody has to look again, though nobody else comes or is answered
 
@@ -258,16 +267,39 @@ async def _let_in(runner: web.AppRunner, guests: _Guests, tls: ssl.SSLContext | 
                 await guests.news.wait()
         guests.news.clear()
         for guest in guests.let_in(loop.time()):
-            guest.setting_up = asyncio.create_task(_set_up(guest, runner, tls))
+            _begin(guest, runner, tls)
+
+
+def _begin(guest: _Guest, runner: web.AppRunner, tls: ssl.SSLContext | None) -> None:
+    if guest.is_gone:  # it has given way to one that came in after it
+        return
+    guest.setting_up = asyncio.create_task(_set_up(guest, runner, tls))
+    guest.setting_up.add_done_callback(lambda _: guest.connection.close() if guest.transport is None else None)
 
 
 async def _set_up(guest: _Guest, runner: web.AppRunner, tls: ssl.SSLContext | None) -> None:
     assert runner.server is not None
-    within = HANDSHAKE_S if tls is not None else None
+    loop = asyncio.get_running_loop()
     # What fails here is a handshake, and a guest that fails at it is not worth a word.
     with contextlib.suppress(OSError, asyncio.CancelledError):
-        guest.transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
-            runner.server, guest.connection, ssl=tls, ssl_handshake_timeout=within
+        if tls is None:
+            guest.transport, _ = await loop.connect_accepted_socket(runner.server, guest.connection)
+            return
+        # Before it says something there is nothing to answer, and no need of what TLS takes.
+        async with asyncio.timeout(HANDSHAKE_S):
+            await _first_word(guest.connection)
+        guest.since, guest.is_shaking = loop.time(), True
+        guest.transport, _ = await loop.connect_accepted_socket(
+            runner.server, guest.connection, ssl=tls, ssl_handshake_timeout=HANDSHAKE_S
         )
-        return
-    guest.connection.close()
+        guest.since, guest.is_shaking = loop.time(), False
+
+
+async def _first_word(connection: socket.socket) -> None:
+    """Returns when there is something to read on it, or its end."""
+    loop, there = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, there.set)
+    try:
+        await there.wait()
+    finally:
+        loop.remove_reader(connection)

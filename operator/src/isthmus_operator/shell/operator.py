@@ -30,7 +30,8 @@ from .watched import UNREADABLE, look
 from .workqueue import Pauses, WorkQueue
 
 _log = logging.getLogger(__name__)
-WORKERS = 8
+WORKERS = 7
+"""Beside the one for heavy services."""
 LOOK_S = 120.0
 """Between two lists of everything: as long may something stay that was deleted while the watches were cut off."""
 LOOK_PAUSE_S = 0.02
@@ -69,7 +70,7 @@ class Operator:
         self.api = api
         self.options = options
         self.metrics = Metrics()
-        self.queue = WorkQueue(self._reconcile, failed=self._failed, pauses=options.pauses)
+        self.queue = WorkQueue(self._reconcile, failed=self._failed, heavy=self._is_heavy, pauses=options.pauses)
         self.cache = Cache(self.queue.add, partial(self.queue.add, anew=True), self._removed)
         self.facts = KnownFacts(FactReader(), self.queue.add)
         self.controller = Controller(
@@ -256,6 +257,9 @@ class Operator:
         self.metrics.reconciles.labels("done").inc()
         self._count()
         return after
+
+    def _is_heavy(self, key: Key) -> bool:
+        return self.controller.is_heavy(key)
 
     def _failed(self, key: Key, error: Exception) -> None:
         self.metrics.reconciles.labels("failed").inc()

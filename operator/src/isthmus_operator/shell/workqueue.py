@@ -1,7 +1,8 @@
 """A queue of object keys: each at most once, never two workers on one key, failures again after growing pauses.
 
 Who may write a service's objects decides how often it is woken. A burst is handled as it comes; what goes on for longer
-is handled once a second, so that it leaves time for the others.
+is handled once a second, so that it leaves time for the others. Keys that are heavy have a line and a worker of their
+own: of them one is worked on at a time, and none of those that wait holds a worker.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -34,26 +35,44 @@ class Pauses:
 
 
 class _Ready:
-    """Keys that wait for a worker: namespaces in a circle, those of each in the order of coming. Somebody's hundred
-    services, edited without end, wait for each other and not everybody else for them."""
+    """Keys that wait for one of some workers: namespaces in a circle, those of each in the order of coming. Somebody's
+    hundred services, edited without end, wait for each other and not everybody else for them. Of the workers that the
+    others leave a namespace has half: whose runs take long, as the API server may over an object, keeps nobody out."""
 
     def __init__(self) -> None:
-        self._count = asyncio.Semaphore(0)
+        self.workers = 1
         self._of: OrderedDict[str, deque[Key]] = OrderedDict()
+        self._busy: Counter[str] = Counter()
+        self._news = asyncio.Event()
 
     def put_nowait(self, key: Key) -> None:
         self._of.setdefault(key[0], deque()).append(key)
-        self._count.release()
+        self._news.set()
 
     async def get(self) -> Key:
-        await self._count.acquire()
-        namespace, keys = next(iter(self._of.items()))
+        """Whoever gets a key is busy with it until `done`."""
+        while (namespace := next(filter(self._may_have_one, self._of), None)) is None:
+            self._news.clear()
+            await self._news.wait()
+        keys = self._of[namespace]
         key = keys.popleft()
         if keys:
             self._of.move_to_end(namespace)
         else:
             del self._of[namespace]
+        self._busy[namespace] += 1
         return key
+
+    def done(self, key: Key) -> None:
+        self._busy[key[0]] -= 1
+        if not self._busy[key[0]]:
+            del self._busy[key[0]]
+        self._news.set()
+
+    def _may_have_one(self, namespace: str) -> bool:
+        own = self._busy[namespace]
+        left = self.workers - (self._busy.total() - own)
+        return own < (left + 1) // 2
 
 
 class WorkQueue:
@@ -61,6 +80,7 @@ class WorkQueue:
 
     `work` returns when to run again at the latest, in seconds, or None for the usual resync. An exception of it is
     handed to `failed`, and the key runs again after a pause. A key that is removed is forgotten when it is next idle.
+    `heavy` is asked when it is a key's turn, and nothing happens on the loop until `work` begins.
     """
 
     def __init__(
@@ -68,15 +88,18 @@ class WorkQueue:
         work: Callable[[Key], Awaitable[float | None]],
         *,
         failed: Callable[[Key, Exception], None],
+        heavy: Callable[[Key], bool] = lambda key: False,
         pauses: Pauses | None = None,
         spread: Callable[[], float] = random.random,
     ) -> None:
         self._work = work
+        self._is_heavy = heavy
         self._failed = failed
         self._pauses = pauses or Pauses()
         self._spread = spread
         self._due: dict[Key, tuple[float, asyncio.TimerHandle]] = {}
         self._ready = _Ready()
+        self._heavy = _Ready()
         self._waiting: set[Key] = set()
         self._running: set[Key] = set()
         self._again: set[Key] = set()
@@ -116,14 +139,21 @@ class WorkQueue:
         self._full.pop(key, None)
 
     async def run(self, workers: int) -> None:
-        """Work until cancelled. May be called again after that, and continues with what was left."""
+        """Work until cancelled, with so many workers beside the one for heavy keys. May be called again after that, and
+        continues with what was left."""
+        self._ready.workers = workers
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._worker(self._heavy))
             for _ in range(workers):
-                group.create_task(self._worker())
+                group.create_task(self._worker(self._ready))
 
-    async def _worker(self) -> None:
+    async def _worker(self, ready: _Ready) -> None:
         while True:
-            key = await self._ready.get()
+            key = await ready.get()
+            if ready is self._ready and self._is_heavy(key):
+                ready.done(key)
+                self._heavy.put_nowait(key)
+                continue
             self._waiting.discard(key)
             self._running.add(key)
             self._count(key)
@@ -134,6 +164,7 @@ class WorkQueue:
                 raise
             finally:
                 self._running.discard(key)
+                ready.done(key)
             again, anew = key in self._again, key in self._anew
             self._again.discard(key)
             self._anew.discard(key)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
@@ -17,6 +17,8 @@ from ..credentials import Credentials
 from ..errors import InvalidRequest, RequestError
 from ..metrics import CONTENT_TYPE, EngineMetrics, RequestMetrics, Scrapes, TransferMetrics
 from ..protocol import (
+    CLIENT_HEADER,
+    MOST_OF_A_CLIENT,
     AbortCall,
     AdapterCall,
     CommitCall,
@@ -30,10 +32,11 @@ from ..protocol import (
     reserved_line,
     token_line,
 )
-from ..request import FinishReason, GenerateRequest, PromptText, TokenChunk, tokenised
+from ..request import FinishReason, GenerateRequest, PromptText, TokenChunk
 from ..serving.app import errors, json_body, model_response, read_model
 from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
+from ..tokenising import Tokenising
 from ..tracing.span import NO_TRACER, Tracer, within
 from .backend import EngineBackend
 from .kv_events import KvEventFeed
@@ -44,8 +47,6 @@ log = logging.getLogger(__name__)
 BODIES = (GenerateCall, PrefillCall, CommitCall, AbortCall, AdapterCall)
 """What `make_app` has to know for the document."""
 _NDJSON = {"content-type": "application/x-ndjson"}
-_OFF_LOOP_CHARACTERS = 20_000
-"""Longer prompts are tokenised in a thread."""
 
 
 class Health(BaseModel):
@@ -106,7 +107,7 @@ class EngineServer:
     ) -> None:
         """`kv_events` None: there is no prefix cache, so the route is not added. `credentials`: without usable ones it
         is not ready. `tokenise` raises InvalidRequest; None: prompts come as ids alone."""
-        self._tokenise = tokenise
+        self._tokenising = None if tokenise is None else Tokenising(tokenise)
         self._credentials = credentials
         self._tracer = tracer
         self._backend = backend
@@ -241,10 +242,12 @@ class EngineServer:
 
     async def _stream(self, what: GenerateCall, call: Call) -> None:
         request = what.request.to_request()
+        if request.structure is not None or request.prompt is not None:
+            request = replace(request, client=_client(call.headers))
         told = 0
         if request.prompt is not None:
             try:
-                request = await self._tokenised(request, request.prompt)
+                request = await self._tokenised(request)
             except asyncio.CancelledError:
                 error = self._in_flight.cancelled()
                 if error is None:
@@ -284,19 +287,17 @@ class EngineServer:
             await stream.aclose()
         await call.end()
 
-    async def _tokenised(self, request: GenerateRequest, prompt: PromptText) -> GenerateRequest:
-        if self._tokenise is None:
+    async def _tokenised(self, request: GenerateRequest) -> GenerateRequest:
+        if self._tokenising is None:
             raise InvalidRequest("prompt: this engine has no tokenizer; send prompt_token_ids", param="prompt")
-        if len(prompt.text) > _OFF_LOOP_CHARACTERS:
-            return tokenised(request, await asyncio.to_thread(self._tokenise, prompt))
-        return tokenised(request, self._tokenise(prompt))
+        return await self._tokenising.by_ids(request)
 
     async def prefill(self, request: Request) -> Response:
         """Compute and send one prompt."""
         call = await read_model(request, PrefillCall)
         try:
             with self._in_flight.track(), within(self._tracer.remote(request.headers)):
-                answer = await self._prefill(call)
+                answer = await self._prefill(call, _client(request.headers))
         except RequestError as error:
             self._meters.requests.failed(error.status, error.code)
             raise error.located("admission", call.attempt) from error
@@ -308,11 +309,11 @@ class EngineServer:
             written = prefill_answer_json(answer)
         return Response(written, media_type="application/json")
 
-    async def _prefill(self, call: PrefillCall) -> PrefillAnswer:
+    async def _prefill(self, call: PrefillCall, client: str) -> PrefillAnswer:
         if call.request.prompt is not None:
             raise InvalidRequest("prompt: prefill takes prompt_token_ids", param="prompt")
         try:
-            return await self._backend.prefill(call)
+            return await self._backend.prefill(call, client)
         except asyncio.CancelledError:
             error = self._in_flight.cancelled()
             if error is None:
@@ -349,6 +350,10 @@ class EngineServer:
         async for line in feed.lines():
             await call.write(line.model_dump_json().encode() + b"\n")
         await call.end()
+
+
+def _client(headers: Mapping[str, str]) -> str:
+    return headers.get(CLIENT_HEADER, "")[:MOST_OF_A_CLIENT]
 
 
 class _Observer:

@@ -8,8 +8,8 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Executor
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 from ..errors import Cancelled, DeadlineExceeded, RequestError, is_panic, unforeseen
@@ -17,9 +17,8 @@ from ..metrics import RequestMetrics, TenantMetrics
 from ..serving.call import Call, Cut, error_answer
 from ..serving.in_flight import InFlight
 from ..serving.limits import BodyTooLarge
-from ..structured.turns import Turns
-from ..threads import running_pool
 from ..tracing.span import NO_TRACER, Tracer, current, within
+from ..turns import ThreadsInTurns
 from .keys import Keys
 from .sse import Format
 from .tenants import Tenant
@@ -87,10 +86,9 @@ class Lifecycle:
         self._tenant_metrics = tenant_metrics
         self._tracer = tracer
         self._clock = clock
-        self._turns = Turns(_MOST_COMPUTING, "requests of this kind wait for their turn")
-        self._planning = Turns(_MOST_PLANNING, "long prompts and batches wait to be planned", _PLACES)
         # What a thread has begun cannot be ended: generations have others than what no engine is asked for.
-        self._computing, self._planners = running_pool(1, "compute"), running_pool(_PLACES, "plan")
+        self._computing = ThreadsInTurns(1, "compute", _MOST_COMPUTING, "requests of this kind wait for their turn")
+        self._planners = ThreadsInTurns(_PLACES, "plan", _MOST_PLANNING, "long prompts and batches wait to be planned")
 
     async def answer(
         self, call: Call, work: Answering[_P], plan: _P, *, describe: Describe = openai_error, operation: str = "chat"
@@ -111,48 +109,21 @@ class Lifecycle:
         self, call: Call, make: Callable[[bytes], bytes], most: int, describe: Describe = openai_error
     ) -> None:
         """Answer with what `make` makes of a body of at most `most` bytes, in a thread: it may take long, and no engine
-        is asked."""
-        try:
-            with self._in_flight.track():
-                tenant = self._keys.check(call)
-                self._admit(tenant)
-                async with asyncio.timeout(self._timeout_s):
-                    body = await call.read()
-                    if len(body) > most:
-                        raise BodyTooLarge(f"the body has {len(body)} bytes, {call.path} takes {most}; send parts")
-                    answer = await self.apart(call, tenant, make, body)
-        except RequestError as e:
-            error = e
-        except TimeoutError:
-            error = DeadlineExceeded(f"the request did not end within {self._timeout_s:g} s (--request-timeout)")
-        except asyncio.CancelledError:
-            refusal = self._in_flight.cancelled()
-            if refusal is None:
-                raise
-            error = refusal
-        except BaseException as e:
-            if not is_panic(e):
-                raise
-            _log.exception("%s failed", call.path)
-            error = unforeseen(e)
-        else:
-            await call.reply(200, {"Content-Type": "application/json"}, answer)
-            return
-        try:
-            self._count(error)
-            await call.reply(*_described(error, describe))
-        finally:
-            del error  # see _respond
+        is asked. One at a time, in turns of clients; Overloaded (429) when too many wait."""
 
-    async def apart(self, call: Call, tenant: Tenant | None, make: Callable[[bytes], _M], body: bytes) -> _M:
-        """What `make` makes of a body, in a thread: one at a time, in turns of clients. Overloaded (429) when too many
-        wait."""
-        return await _in_turn(self._turns, whose(call, tenant), self._computing, make, body)
+        async def work(call: Call, make: Callable[[bytes], bytes], progress: Progress) -> None:
+            body = await call.read()
+            if len(body) > most:
+                raise BodyTooLarge(f"the body has {len(body)} bytes, {call.path} takes {most}; send parts")
+            answer = await self._computing.do(whose(call, progress.tenant), make, body)
+            await call.reply(200, {"Content-Type": "application/json"}, answer)
+
+        await self._respond(call, work, make, describe)
 
     async def planned(self, call: Call, tenant: Tenant | None, plan: Callable[[bytes], _M], body: bytes) -> _M:
         """What `plan` makes of a long body, in a thread: few at a time, in turns of clients, of whom none takes all
         threads. Overloaded (429) when too many wait."""
-        return await _in_turn(self._planning, whose(call, tenant), self._planners, plan, body)
+        return await self._planners.do(whose(call, tenant), plan, body)
 
     async def _respond(self, call: Call, work: Answering[_P], plan: _P, describe: Describe) -> None:
         progress = Progress(self._clock())
@@ -216,30 +187,16 @@ class Lifecycle:
             self._tenant_metrics.ended(progress.tenant.name, status)
 
 
-async def _in_turn(turns: Turns, who: str, threads: Executor, make: Callable[[bytes], _M], body: bytes) -> _M:
-    """The turn lasts as long as the thread works, which goes on when its client has left."""
-    await turns.take(who)
-    work = asyncio.get_running_loop().run_in_executor(threads, make, body)
-
-    def over(work: asyncio.Future[_M]) -> None:
-        turns.give_back(who)
-        error = work.exception()
-        if error is not None and not isinstance(error, RequestError):
-            # Whoever asked may have left, and then nobody else tells.
-            _log.error("a request could not be planned", exc_info=error)
-
-    work.add_done_callback(over)
-    try:
-        return await asyncio.shield(work)
-    finally:
-        del work  # an error of it holds this frame, and would be held by it
-
-
 def whose(call: Call, tenant: Tenant | None) -> str:
     """Who takes turns with others: a tenant, or an address where there are none."""
     if tenant is not None:
         return tenant.name
     return "" if call.client is None else call.client.host
+
+
+def known_as(client: str) -> str:
+    """What engines know a client by: neither a tenant's name nor an address."""
+    return blake2b(client.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 async def _last_words(call: Call, error: RequestError, progress: Progress) -> None:

@@ -33,7 +33,7 @@ from .schema import (
 )
 from .sse import ChatFormat, CompletionFormat, Format
 from .text_prompts import ids_of, too_long
-from .tokenizer import Tokenizer, TooManyTokens
+from .tokenizer import Tokenizer, TooManyTokens, last
 
 MakeFormat = Callable[..., Format]
 """Takes what `Format` does."""
@@ -183,6 +183,7 @@ class Planner:
                 limit - 1 if keep is None else None,
                 briefly=briefly,
                 as_text=limit - (asked or 1) if as_text else 0,
+                end=0 if keep is None else _kept(keep, limit),
             )
         except TooManyTokens as e:
             raise too_long(str(e), limit, "messages") from e
@@ -191,7 +192,7 @@ class Planner:
         if prompt.ids is None:
             text, wanted = PromptText(text=prompt.text, special=False, room=limit), asked or limit - 1
         else:
-            ids = tuple(_last(prompt.ids, keep, limit))
+            ids = tuple(prompt.ids)
             if not ids:
                 raise InvalidRequest("messages: the rendered prompt is empty", param="messages")
             if len(ids) >= limit:
@@ -238,8 +239,10 @@ class Planner:
     ) -> tuple[int, ...]:
         """1 to `limit` - 1 ids; the last `keep` where that is given. Errors call it `name`."""
         if keep is not None:
-            ids = tuple(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
-            prompt = tuple(_last(ids, keep, limit))
+            count = _kept(keep, limit)
+            prompt = tuple(
+                self._tokenizer.encode_end(prompt, count) if isinstance(prompt, str) else last(prompt, count)
+            )
             if not prompt:
                 raise InvalidRequest(f"{name}: is empty; give at least one token", param=name)
         if isinstance(prompt, str):
@@ -440,6 +443,6 @@ def _check_echo(characters: int, n: int) -> None:
         )
 
 
-def _last(ids: Sequence[int], keep: int | None, limit: int) -> Sequence[int]:
-    """What `truncate_prompt_tokens` leaves; -1: as many as fit."""
-    return ids if keep is None else ids[max(0, len(ids) - (limit - 1 if keep < 0 else keep)) :]
+def _kept(keep: int, limit: int) -> int:
+    """How many tokens `truncate_prompt_tokens` leaves; -1: as many as fit."""
+    return limit - 1 if keep < 0 else keep

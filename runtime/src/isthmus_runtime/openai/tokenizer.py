@@ -28,6 +28,11 @@ _OPTIONS = TypeAdapter(SamplingOptions)
 
 _PART = 1 << 16
 """Characters tokenised at a time: about a millisecond, after which other threads run."""
+_MOST_WHOLE, _MOST_OF_AN_END = 1 << 20, 1 << 18
+"""Characters that are tokenised as a whole where nobody asks how many tokens they are, and where only the last tokens
+are wanted. Of digits each is a token, and takes 300 bytes meanwhile."""
+_DIFFERENT = 256
+"""More tokens than a text has than its parts have together, for each cut: a few at either side of it differ."""
 
 
 class TooManyTokens(Exception):
@@ -148,6 +153,15 @@ class Tokenizer:
             return self._ids(text, special=False, most=most)
         return [self._bos, *self._ids(text, special=False, most=None if most is None else most - 1)]
 
+    def encode_end(self, text: str, count: int) -> list[int]:
+        """The last `count` ids of `encode`. What is before them is not tokenised where the text can be cut. Raises
+        InvalidRequest for a text, or a part of one, that cannot be cut and is long."""
+        if len(text) > _PART:
+            ids = self._end(text, count, special=self._add_bos is None)
+            if ids is not None:
+                return ids
+        return last(self.encode(text), count)
+
     def surely_fits(self, text: str, most: int, *, special: bool) -> bool:
         """Whether `text` has 1 to `most` ids for certain, without tokenising it. `special`: by `encode`, else by
         `encode_alone`."""
@@ -167,10 +181,17 @@ class Tokenizer:
         return self._ids(text, special=False, most=most)
 
     def chat(
-        self, conversation: Conversation, most: int | None = None, *, briefly: bool = False, as_text: int = 0
+        self,
+        conversation: Conversation,
+        most: int | None = None,
+        *,
+        briefly: bool = False,
+        as_text: int = 0,
+        end: int = 0,
     ) -> ChatPrompt:
         """A conversation as a prompt: rendered, its special tokens by the template, and tokenised (ADR 27); where it
         surely has no more than `as_text` tokens, and none of its text is a control token by mistake, left as text.
+        `end`: the last so many ids alone, as of `encode_end`; 0: all.
 
         Raises InvalidRequest, TooManyTokens as `encode` does, and where `briefly` is asked for, NeedsThread.
         """
@@ -202,10 +223,12 @@ class Tokenizer:
         if not guarded:
             if as_text and self.surely_fits(text, as_text, special=False):
                 return ChatPrompt(text, None)
-            return ChatPrompt(text, self._ids(text, special=False, most=most))
+            ids = self._end(text, end, special=False) if end and len(text) > _PART else None
+            return ChatPrompt(text, self._ids(text, special=False, most=most)[-end:] if ids is None else ids)
         plain = text.replace(marks.begin, "").replace(marks.end, "")
         self._check_bound(plain, most)
-        return ChatPrompt(plain, _at_most(self._control.encode(text, marks), most))
+        self._check_whole(plain, most, _MOST_OF_AN_END if end else _MOST_WHOLE)
+        return ChatPrompt(plain, _at_most(self._control.encode(text, marks), most)[-end:])
 
     def _has_control(self, conversation: Conversation) -> bool:
         found = self._control.found_in
@@ -269,22 +292,64 @@ class Tokenizer:
         if most is not None and bound is not None and (surely := bound.least(text)) > most:
             raise TooManyTokens(f"{surely} tokens or more")
 
+    def _check_whole(self, text: str, most: int | None, longest: int | None = None) -> None:
+        """Raise for a text that cannot be tokenised in parts if it surely has more than `most` tokens, as its parts
+        tell, or else is longer than `longest`: all its tokens at once may take gigabytes."""
+        longest = longest or _MOST_WHOLE
+        if most is None:
+            if len(text) > longest:
+                raise InvalidRequest(
+                    f"the text, or a part of it without a place to cut it, has {len(text)} characters; where all of it "
+                    f"has to be tokenised, {longest} are taken at a time: send less, or without truncate_prompt_tokens"
+                )
+            return
+        if len(text) <= max(_PART, 2 * most):
+            return
+        count = 0
+        for start in range(0, len(text), _PART):
+            (ids,) = self._batch([text[start : start + _PART]])
+            count += len(ids) - _DIFFERENT
+            if count > most:
+                raise TooManyTokens(f"{count} tokens or more")
+
+    def _end(self, text: str, count: int, *, special: bool) -> list[int] | None:
+        """The last `count` ids of a long text; None: all have to be made. Raises InvalidRequest as `encode_end`."""
+        if self._words is None or not self._cuts or (special and self._adds_special):
+            self._check_whole(text, None, _MOST_OF_AN_END)
+            return None
+        found: list[list[int]] = []
+        left = count
+        for part in reversed(list(cut(text, _PART))):
+            self._check_whole(part, None, _MOST_OF_AN_END)
+            found.append(self._words.encode(part))
+            left -= len(found[-1])
+            if left <= 0:
+                return last([one for ids in reversed(found) for one in ids], count)
+        return None
+
     def _encoded(self, text: str, *, special: bool, most: int | None) -> list[int]:
         if self._words is not None and not (special and self._adds_special):
-            if len(text) <= _PART or not self._cuts:
+            if len(text) <= _PART:
                 return self._words.encode(text)
             found: list[int] = []
-            for part in cut(text, _PART):
+            for part in cut(text, _PART) if self._cuts else (text,):
                 if most is not None and len(found) > most:
                     raise TooManyTokens(f"{len(found)} tokens or more")
+                self._check_whole(part, None if most is None else most - len(found))
                 found += self._words.encode(part)
             return found
+        self._check_whole(text, most)
         # Unlike `encode`, the batch form lets other threads run: a long prompt must not stop the process.
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def _batch(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+
+def last(ids: Sequence[int], count: int) -> list[int]:
+    """The last `count` of them."""
+    return list(ids[max(0, len(ids) - count) :])
 
 
 def _at_most(ids: list[int], most: int | None) -> list[int]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..request import GenerateRequest, PromptText, tokenised
+from ..request import GenerateRequest, PromptText
 from .policy import Endpoint, Fleet, PolicyName
 
-_OFF_LOOP_CHARACTERS = 20_000
-"""Longer prompts are tokenised in a thread."""
 _CHARACTERS_A_TOKEN = 4
 """Of most texts, for the load of a prompt that nobody has tokenised yet."""
 
@@ -49,11 +46,3 @@ def expected_tokens(request: GenerateRequest) -> int:
     if request.prompt is None:
         return len(request.prompt_token_ids)
     return len(request.prompt.text) // _CHARACTERS_A_TOKEN + 1
-
-
-async def by_ids(own: OwnTokenizer, request: GenerateRequest) -> GenerateRequest:
-    """A request whose prompt is text, for an engine that does not take it."""
-    assert request.prompt is not None
-    if len(request.prompt.text) > _OFF_LOOP_CHARACTERS:
-        return tokenised(request, await asyncio.to_thread(own.tokenise, request.prompt))
-    return tokenised(request, own.tokenise(request.prompt))

@@ -14,9 +14,10 @@ from ..interfaces.backend import Take
 from ..metrics import RouterMetrics
 from ..protocol import request_json
 from ..request import GenerateRequest, ServedTask, TokenChunk
+from ..tokenising import Tokenising
 from .attempt import Attempt, TryElsewhere
 from .links import Links
-from .passed_on import NeedsIds, OwnTokenizer, by_ids, expected_tokens, takes, takes_text
+from .passed_on import NeedsIds, OwnTokenizer, expected_tokens, takes, takes_text
 from .policy import Choice, Facts, Fleet, PolicyName, Refusal, Rules, choose
 from .pool import EnginePool
 from .prefixes import Prefixes, cached_tokens, prompt_hashes
@@ -31,6 +32,8 @@ _GROUPS = 4096
 """Prompts with several choices whose engine is remembered: the choices after the first follow it at once."""
 _OFF_LOOP_TOKENS = 8192
 """Longer prompts are hashed in a thread (about 0.1 ms per thousand tokens)."""
+_TEXT_REFUSED = ("prompt", "request.prompt")
+"""What engines name that take no text: those without a tokenizer, and those that do not know the field."""
 
 _REFUSALS = {
     Refusal.NO_DECODE: "no decode engine takes requests now",
@@ -61,6 +64,7 @@ class RouterBackend:
         """`tokenizer` None: prompts come as ids alone."""
         self._pool = pool
         self._tokenizer = tokenizer
+        self._tokenising = None if tokenizer is None else Tokenising(tokenizer.tokenise)
         self._links = links
         self._metrics = metrics
         self._new_attempt = new_attempt
@@ -203,11 +207,11 @@ class RouterBackend:
         try:
             return await self._try(request, deadline)
         except (NeedsIds, InvalidRequest) as error:
-            if isinstance(error, InvalidRequest) and error.param != "prompt" and "request.prompt" not in error.message:
+            if isinstance(error, InvalidRequest) and error.param not in _TEXT_REFUSED:
                 raise
             # Since it was planned, an engine of an older version has joined the others, or is where one of them was.
-            assert self._tokenizer is not None
-            request = await by_ids(self._tokenizer, request)
+            assert self._tokenising is not None
+            request = await self._tokenising.by_ids(request)
         attempt, chunk = await self._try(request, deadline)
         return attempt, chunk._replace(prompt_tokens=len(request.prompt_token_ids))
 

@@ -34,6 +34,8 @@ class Limits:
     max_unread: int = 256 << 20
     """Bytes of all answers that clients have not read."""
     max_head_bytes: int = 16 << 10
+    max_headers: int = 128
+    """Lines of a head: each takes some 200 bytes, however short."""
     arrival_s: float = 30.0
     """From a request's first byte to its last."""
     keep_alive_s: float = 620.0

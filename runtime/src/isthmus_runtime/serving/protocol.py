@@ -27,8 +27,9 @@ from .writing import Flow, Opening, whole_answer
 
 _log = logging.getLogger(__name__)
 
-_MAX_AHEAD = 64
-"""Requests that may wait behind the one that is answered. Reading stops at the first; these came with it."""
+_MAX_AHEAD = 8
+"""Requests that may wait behind the one that is answered, whose heads together are no larger than one may be. Reading
+stops at the first; these came with it."""
 _LINGER_S = 2.0
 """How long a client that still sends may take to read an answer: closing at once would reset it unread."""
 _FIRST_LOOK_S, _LATER_LOOKS_S = 0.005, 1.0
@@ -40,6 +41,10 @@ a chunk's size may begin with zeros (RFC 9112, 7.1). The system of a client that
 _PIECES, _PIECE = 4096, 64
 """Chunks that a body may come in however small they are, and bytes that further ones have on average: a chunk takes
 some two microseconds, in which nobody else is served."""
+_LOOKS = 16
+"""What is unread is summed up after each so-manieth part of its bound that was written and not read at once."""
+_WORTH_A_LOOK = 4096
+"""Bytes of a piece of a stream. Smaller ones are looked at by the sweep alone: streams that are not read pause."""
 _EXTENSIONS: dict[str, dict[object, object]] = {WHOLE: {}}
 """Of every scope."""
 _GONE = 7
@@ -56,6 +61,31 @@ class PortState(ServerState):
         self.bodies: BodyBudget[Protocol] = BodyBudget(limits.max_body_memory)
         self.leaving = False
         """The next answer on each connection is its last, and says so."""
+        self._written = 0
+        """Bytes that were not read at once, of what was written since `bound_unread`."""
+
+    def wrote(self, size: int) -> None:
+        """So many bytes more that wait to be read, if not so many: by and by all are looked at."""
+        self._written += size
+        if self._written > self.limits.max_unread // _LOOKS:
+            self.bound_unread()
+
+    def bound_unread(self) -> None:
+        """End the connections with most that is unread until the rest is within its bound: a handler that has answered
+        is gone, and whoever reads nothing would keep answers here as long as he likes."""
+        self._written = 0
+        held = [(c.unread, c) for c in self.connections if isinstance(c, Protocol) and c.unread]
+        left = sum(size for size, _ in held)
+        if left <= (most := self.limits.max_unread):
+            return
+        ended = 0
+        for size, connection in sorted(held, key=lambda one: -one[0]):
+            if left <= most:
+                break
+            connection.transport.abort()
+            left -= size
+            ended += 1
+        _log.warning("ended %d connections whose clients had most unread: more than %d bytes in all", ended, most)
 
 
 class _Phase(Enum):
@@ -102,6 +132,8 @@ class Protocol(HttpToolsProtocol):
         self._refusal: RequestError | None = None
         """The answer that is due to what has arrived last. Raised as a copy: a traceback holds what its frames hold,
         the body among it, for as long as the error is kept."""
+        self._ahead = 0
+        """Bytes of the heads of the latest request and of those that wait before it."""
         self._deaf = False
         """Nothing more is understood; what comes is dropped."""
         self.half_closed = False
@@ -156,7 +188,7 @@ class Protocol(HttpToolsProtocol):
                 known = isinstance(cause, RequestError)
                 self._refuse(cause if known else InvalidRequest(f"this is not HTTP/1.1: {e}"))  # type: ignore[arg-type]
                 return
-            if self._pending > self._limits.max_head_bytes:
+            if self._pending > self._limits.max_head_bytes or len(self.headers or ()) > self._limits.max_headers:
                 self._refuse(self._too_large())
 
     def on_message_begin(self) -> None:
@@ -172,8 +204,12 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Of the parser."""
         limit = self._limits.max_head_bytes
-        if self._pending > limit and sum(len(n) + len(v) for n, v in self.headers) + len(self.url) > limit:
-            raise self._too_large()
+        ahead = self._running is not None
+        if self._pending > limit or ahead or len(self.headers) > self._limits.max_headers:
+            size = sum(len(n) + len(v) for n, v in self.headers) + len(self.url)
+            self._ahead = size + (self._ahead if self.pipeline else 0)
+            if self._ahead > limit or len(self.headers) > self._limits.max_headers:
+                raise self._too_large()
         hosts, has_body, extensions = 0, False, _EXTENSIONS
         for name, value in self.headers:
             if name == b"host":
@@ -248,6 +284,7 @@ class Protocol(HttpToolsProtocol):
                 if (body := message.pop(WHOLE, None)) is not None:
                     if self._may_write(cycle):
                         self._write_whole(cycle, message["status"], message["headers"], body)
+                        self._wrote(len(body))
                     else:
                         await send(message)
                         await send({"type": "http.response.body", "body": body})
@@ -259,6 +296,7 @@ class Protocol(HttpToolsProtocol):
             if early:  # uvicorn would close at once, and so reset an answer to a body that is still on its way
                 cycle.keep_alive = True
             await cycle.send(message)
+            self._wrote(len(message.get("body", b"")))
             if early and isinstance(self._refusal, Overloaded):
                 self.transport.close()  # there is no room to wait
             elif early:
@@ -271,6 +309,8 @@ class Protocol(HttpToolsProtocol):
             if self.flow.write_paused or cycle.transport is not transport or not cycle.chunked_encoding:
                 return False
             transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            if len(piece) > _WORTH_A_LOOK:
+                self._wrote(len(piece))
             return True
 
         extensions: dict[str, Any] = cycle.scope["extensions"]
@@ -356,6 +396,10 @@ class Protocol(HttpToolsProtocol):
             # A head behind a request that is still answered has time until that is over.
             self._refuse(TooSlow(f"the request did not arrive within {self._limits.arrival_s:g} s"))
 
+    def _wrote(self, size: int) -> None:
+        if unread := self.unread:
+            self.server_state.wrote(min(size, unread))
+
     @property
     def unread(self) -> int:
         """Bytes of answers that wait here for the client to read."""
@@ -402,7 +446,11 @@ class Protocol(HttpToolsProtocol):
             largest = self.server_state.bodies.excess()
 
     def _too_large(self) -> HeadTooLarge:
-        return HeadTooLarge(f"the head of the request has more than {self._limits.max_head_bytes} bytes")
+        most = self._limits
+        return HeadTooLarge(
+            f"the head of the request has more than {most.max_head_bytes} bytes, with those of requests that were sent "
+            f"before the last one was answered, or more than {most.max_headers} lines"
+        )
 
     def _refuse(self, error: RequestError) -> None:
         """Answer for what arrives, once that is due, and close."""

@@ -64,24 +64,8 @@ class Server(uvicorn.Server):
             for connection in tuple(self.server_state.connections):
                 assert isinstance(connection, Protocol)
                 connection.check(now)
-            self._bound_unread()
+            self.server_state.bound_unread()
         return await super().on_tick(counter)
-
-    def _bound_unread(self) -> None:
-        """End the connections with most that is unread until the rest is within its bound: a handler that has answered
-        is gone, and whoever reads nothing would keep answers here as long as he likes."""
-        held = [(c.unread, c) for c in self.server_state.connections if isinstance(c, Protocol) and c.unread]
-        left = sum(size for size, _ in held)
-        if left <= (most := self.server_state.limits.max_unread):
-            return
-        ended = 0
-        for size, connection in sorted(held, key=lambda one: -one[0]):
-            if left <= most:
-                break
-            connection.transport.abort()
-            left -= size
-            ended += 1
-        _log.warning("ended %d connections whose clients had most unread: more than %d bytes in all", ended, most)
 
     def leave(self) -> None:
         """The next answer on each connection is its last."""

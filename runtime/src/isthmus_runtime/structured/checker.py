@@ -9,6 +9,7 @@ is remembered where it is the grammar's doing; a process that did not get to run
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
 import resource
@@ -16,20 +17,25 @@ import signal
 import sys
 import traceback
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
+from typing import ClassVar
 
 from ..errors import InvalidRequest, Overloaded
 from ..request import Structure
-from .grammars import MAX_TEXT, Grammars, check_size
-from .turns import Turns
+from ..turns import Turns
+from .grammars import MAX_TEXT, Grammars, check_size, memory_of
 
 _log = logging.getLogger(__name__)
 
 COMPILE_TIMEOUT_S = 3.0
 """Most processor time for one grammar."""
+_SHORT_S, _OF_A_CHARACTER_S = 0.5, 20e-6
+"""The same for a short one, and how much more for each character: engines compile what is short first, and a usual
+schema takes 7 microseconds a character."""
 _WALL = 20.0
 """How many times as long its answer is waited for, on a machine that does much else."""
 _BY_OTHERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -38,8 +44,8 @@ _START_TIMEOUT_S = 60.0
 """Longest time until a new process has read the tokenizer."""
 _END_TIMEOUT_S = 5.0
 """Longest time that a process whose output has ended may take to end itself."""
-_MAX_BYTES = 2 << 30
-"""Address space of the process."""
+_MAX_BYTES = 384 << 20
+"""Address space of the process, beside what it has before the first grammar: it is in the pod of a router."""
 _MAX_WAITING = 64
 _REMEMBERED = 1024
 _LINE_LIMIT = 8 * MAX_TEXT
@@ -125,7 +131,8 @@ class Checker:
                     await process.wait()
             await self._end()
             if process.returncode == -signal.SIGPROF:
-                return f"takes more than {self._timeout_s:g} s to compile; simplify it"
+                most_s = _seconds(structure, self._timeout_s)
+                return f"takes more than {most_s:.2g} s to compile; simplify it"
         if process.returncode is not None and -process.returncode in _BY_OTHERS:
             raise Overloaded(
                 "structured output: the checker of grammars was killed twice while it compiled this one, as a machine "
@@ -185,21 +192,58 @@ async def _answer(process: asyncio.subprocess.Process, structure: Structure) -> 
         return b""
 
 
+class _MallInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
+        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
+    ]
+
+
+def _memory_in_use() -> Callable[[], int]:
+    """What tells how many bytes are allocated, to the byte; on a system without glibc nothing does, and it is 0."""
+    told = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if told is None:
+        return lambda: 0
+    told.restype = _MallInfo
+
+    def used() -> int:
+        info = told()
+        return int(info.uordblks + info.hblkhd)
+
+    return used
+
+
+def _bound_memory() -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + _MAX_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
 def main() -> None:
     """The process: one line in, one line out, until its input ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     grammars = Grammars.load(sys.argv[1])
     most_s = float(sys.argv[2])
+    in_use = _memory_in_use()
+    grammars.check(Structure("json_object", ""))  # what is made once is nobody's
+    _bound_memory()
     out = sys.stdout.buffer
     out.write(_READY)
     out.flush()
     for line in sys.stdin.buffer:
         problem = ""
+        structure = Structure(**json.loads(line))
+        before = in_use()
         # Its signal's default is to end the process, in the midst of a library as well.
-        signal.setitimer(signal.ITIMER_PROF, most_s)
+        signal.setitimer(signal.ITIMER_PROF, _seconds(structure, most_s))
         try:
-            grammars.guide(Structure(**json.loads(line)))
+            compiled = grammars.check(structure)
+            taken, most = in_use() - before, memory_of(structure)
+            if taken > most:
+                problem = f"takes {taken >> 10} KiB, and one of its length may take {most >> 10}; simplify it"
+            del compiled
         except InvalidRequest as error:
             problem = error.message.partition(": ")[2]
         except MemoryError:
@@ -210,6 +254,10 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         out.write(json.dumps(problem).encode() + b"\n")
         out.flush()
+
+
+def _seconds(structure: Structure, most_s: float) -> float:
+    return min(most_s, _SHORT_S + _OF_A_CHARACTER_S * len(structure.text))
 
 
 if __name__ == "__main__":

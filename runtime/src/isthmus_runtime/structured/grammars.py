@@ -47,8 +47,7 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """llguidance's `whitespace_pattern`, wherever a schema is compiled."""
 _ERROR_TEXT = 400
 _KEPT, _KEPT_TEXT = 32, 1 << 22
-"""Compiled grammars, and characters of them together: a grammar takes some 120 bytes for each (30 MB the largest), and
-its lexer up to 17 MB."""
+"""Compiled grammars, and characters of them together."""
 _SPENT = "lexer error"
 """What llguidance's word for a lexer that is used up begins with, whatever of it is; it gets no more for anybody who
 shares it."""
@@ -57,6 +56,14 @@ _LEAST_SHARED, _LEAST_PROGRESS = 8, 256
 length of answers."""
 _MOST_ALONE = 8
 """Requests of an engine that have a lexer of their own, at a time."""
+_FIRST_STATES, _GROWTH = 2_000, 5
+"""Of a grammar's first lexer, and how many times as many the next one has; few need more than the first. A text of
+counted characters does after some 100 tokens."""
+_OF_A_GRAMMAR, _OF_A_CHARACTER, _OF_A_STATE = 1 << 20, 256, 340
+"""Bytes that a compiled grammar may take, and more for each of its characters (usual ones take 150 for each, and those
+of a few words 100 KiB); and of a lexer for each state that it may have."""
+_MOST_MEMORY = 1 << 30
+"""Bytes of all that an engine has at a time: requests may each have a grammar that nobody else has."""
 
 
 _SLOW_S, _MOST_COUNTED_S = 0.0005, 0.25
@@ -67,17 +74,32 @@ class _Place:
     """A request has it as long as it has a lexer of its own."""
 
 
+class _Compiled:
+    """A grammar and its lexer, there for as long as a request walks with it, or it is kept."""
+
+    def __init__(self, matcher: LLMatcher, memory: int, states: int) -> None:
+        """`matcher`: at the start. `memory`: bytes, at most. `states` that its lexer may have."""
+        self.matcher = matcher
+        self.memory = memory
+        self.states = states
+        self.guides: WeakSet[Guide] = WeakSet()
+        self.gives_way = False
+        """It costs most where there is no room for another: who walks with it ends."""
+
+
 class Grammars:
     """Makes a `Guide` of a `Structure`, for the vocabulary of one model. Safe to use from several threads."""
 
     def __init__(self, tokenizer_json: str, *, eos_token_ids: Sequence[int], vocab_size: int | None) -> None:
         """`tokenizer_json`: the text of the model's tokenizer.json. ConfigError for one that cannot be read."""
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[Structure, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[Structure, _Compiled] = OrderedDict()
         """At the start of their grammars; a request with n = 128 asks for one as often. All copies of one walk with one
         lexer, whose states are found once for all of them, and are bounded."""
         self._size = 0
         """Characters of their texts."""
+        self._there: WeakSet[_Compiled] = WeakSet()
+        """All that are kept or walked with."""
         self._places: WeakSet[_Place] = WeakSet()
         """Of the requests that have a lexer of their own."""
         self._executor: LLExecutor | None = None
@@ -103,14 +125,14 @@ class Grammars:
     def known(self, structure: Structure) -> Guide | None:
         """The same at once, where the grammar was compiled not long ago."""
         with self._lock:
-            matcher = self._compiled.get(structure)
-            if matcher is None:
+            compiled = self._compiled.get(structure)
+            if compiled is None or compiled.gives_way:
                 return None
             self._compiled.move_to_end(structure)
-        return self._guide(structure, matcher)
+        return self._guide(structure, compiled)
 
-    def _guide(self, structure: Structure, shared: LLMatcher) -> Guide:
-        def another(spent: LLMatcher | None, place: _Place | None) -> LLMatcher:
+    def _guide(self, structure: Structure, shared: _Compiled) -> Guide:
+        def another(spent: _Compiled | None, place: _Place | None) -> _Compiled:
             if place is None:
                 return self._shared(structure, spent)
             with self._lock:
@@ -137,22 +159,22 @@ class Grammars:
         assert idle.is_error(), "it would be work to feed it"
         return self._executor, idle
 
-    def _shared(self, structure: Structure, spent: LLMatcher | None) -> LLMatcher:
+    def _shared(self, structure: Structure, spent: _Compiled | None) -> _Compiled:
         """What all requests with this grammar copy: that which is kept, unless it is `spent`, else a new one."""
         with self._lock:
             found = self._compiled.get(structure)
-        if found is None or found is spent:
-            made = self._compile(structure)
+        if found is None or found is spent or found.gives_way:
+            made = self._compile(structure, _FIRST_STATES if spent is None else _GROWTH * spent.states)
             with self._lock:
                 found = self._compiled.get(structure)
-                if found is None or found is spent:
+                if found is None or found is spent or found.gives_way:
                     found = made
                     self._keep(structure, made)
         return found
 
-    def _keep(self, structure: Structure, matcher: LLMatcher) -> None:
+    def _keep(self, structure: Structure, compiled: _Compiled) -> None:
         self._drop(structure)
-        self._compiled[structure] = matcher
+        self._compiled[structure] = compiled
         self._size += len(structure.text)
         while len(self._compiled) > _KEPT or self._size > max(_KEPT_TEXT, len(structure.text)):
             self._drop(next(iter(self._compiled)))
@@ -161,20 +183,74 @@ class Grammars:
         if self._compiled.pop(structure, None) is not None:
             self._size -= len(structure.text)
 
-    def _compile(self, structure: Structure) -> LLMatcher:
+    def check(self, structure: Structure) -> object:
+        """Compile it as an engine does, without keeping it: what it takes is taken for as long as what is returned is
+        held. Raises as `guide`."""
+        return self._compile(structure, _FIRST_STATES)
+
+    def _compile(self, structure: Structure, states: int | None = None) -> _Compiled:
+        """`states`: with no larger lexer than that, if it is enough to begin with; None: the largest."""
         param = "structure"
         check_size(structure, param)
+        most: int = _LIMITS.max_lexer_states
+        states = most if states is None else min(states, most)
+        memory = memory_of(structure) + _OF_A_STATE * states
+        self._make_room(memory)
         try:
             grammar = _GRAMMARS[structure.kind](structure.text)
         except (ValueError, RecursionError) as e:
             raise InvalidRequest(f"{param}: {e}"[:_ERROR_TEXT], param=param) from e
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_with_states(states))
         if not matcher.is_error():
             # The first mask shows what compiling does not: that nothing at all fulfils the grammar.
             matcher.compute_bitmask()
         if matcher.is_error():
+            if states < most and _SPENT in matcher.get_error():
+                return self._compile(structure, _GROWTH * states)
             raise InvalidRequest(f"{param}: {_first_line(matcher)}", param=param)
-        return matcher
+        compiled = _Compiled(matcher, memory, states)
+        with self._lock:
+            self._there.add(compiled)
+        return compiled
+
+    def _make_room(self, memory: int) -> None:
+        """For so many bytes: what nobody walks with is kept no longer, and then what takes most gives way. Overloaded
+        where that would be the new one."""
+        with self._lock:
+            for structure, compiled in tuple(self._compiled.items()):
+                if self._used() + memory <= _MOST_MEMORY:
+                    return
+                if not compiled.guides:
+                    self._drop(structure)
+                    self._there.discard(compiled)
+            while (used := self._used()) + memory > _MOST_MEMORY:
+                largest = max((one for one in self._there if not one.gives_way), key=lambda one: one.memory)
+                if largest.memory <= memory:
+                    raise _crowded(used, memory)
+                largest.gives_way = True
+
+    def _used(self) -> int:
+        return sum(one.memory for one in self._there if not one.gives_way)
+
+
+def memory_of(structure: Structure) -> int:
+    """Most bytes that it may take when it is compiled, without its lexer's states: `checker` refuses what takes more,
+    however short (a `multipleOf` of 199999 takes 90 MB)."""
+    return _OF_A_GRAMMAR + _OF_A_CHARACTER * len(structure.text)
+
+
+def _with_states(most: int) -> LLParserLimits:
+    """The limits, of a lexer with so many states."""
+    names = ("initial_lexer_fuel", "step_lexer_fuel", "step_max_items", "max_items_in_row", "max_grammar_size")
+    return LLParserLimits(max_lexer_states=most, verbose_errors=False, **{n: getattr(_LIMITS, n) for n in names})
+
+
+def _crowded(used: int, memory: int) -> Overloaded:
+    return Overloaded(
+        f"structured output: the grammars of all requests take {used >> 20} MiB, and this one {memory >> 20} MiB more; "
+        f"{_MOST_MEMORY >> 20} are allowed, and no other takes more; simplify it, or retry later",
+        status=429,
+    )
 
 
 def check_size(structure: Structure, param: str) -> None:
@@ -193,11 +269,11 @@ class Guide:
 
     def __init__(
         self,
-        shared: LLMatcher,
-        another: Callable[[LLMatcher | None, _Place | None], LLMatcher],
+        shared: _Compiled,
+        another: Callable[[_Compiled | None, _Place | None], _Compiled],
         apart: Callable[[], tuple[LLExecutor, LLMatcher]],
     ) -> None:
-        """`shared`: at the start of the grammar; the guide walks with a copy. `another` takes a shared one whose lexer
+        """`shared`: the guide walks with a copy of it. `another` takes a shared one whose lexer
         is used up, and gives the next one that is shared, or for a place one that nobody shares; it may take seconds.
         `apart`: what slow tokens are taken in with."""
         self._another = another
@@ -205,13 +281,13 @@ class Guide:
         self._apart: tuple[LLExecutor, LLMatcher] | None = None
         self.apart_s = 0.0
         """Taken by work on another thread than the caller's, about."""
-        self._shared: LLMatcher | None = shared
+        self._shared: _Compiled | None = shared
         """None: it is alone."""
         self._renewed = 0
         self._place: _Place | None = None
         self._begun_at = 0
         """Tokens that were there when it got its present one."""
-        self._begin(shared.deep_copy())
+        self._begin(shared)
 
     def allowed(self, generated: Sequence[int]) -> bytes:
         """The mask for the token after these: once the grammar is fulfilled, end-of-sequence tokens are in it.
@@ -247,8 +323,11 @@ class Guide:
         self._check(len(generated))
         return Forced(tokens[: len(masks)], tuple(masks))
 
-    def _begin(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def _begin(self, compiled: _Compiled) -> None:
+        self._compiled = compiled
+        compiled.guides.add(self)
+        # One that nobody shares is kept as it is at its start, too: a copy shares its lexer, and is small.
+        self._matcher = compiled.matcher.deep_copy()
         self._taken = 0
         self._ahead: tuple[int, ...] = ()
         """Forced tokens that were found when `_ahead_at` tokens were there."""
@@ -266,6 +345,12 @@ class Guide:
 
     def _take(self, generated: Sequence[int]) -> None:
         assert len(generated) >= self._taken, "what was generated does not shrink"
+        if self._compiled.gives_way:
+            raise Overloaded(
+                f"structured output: this grammar takes {self._compiled.memory >> 20} MiB, the most of all that are in "
+                f"use, which together have no more than {_MOST_MEMORY >> 20}; simplify it, or retry later",
+                status=429,
+            )
         if len(generated) > self._taken:
             new = list(generated[self._taken :])
             taken = self._take_in(new)
@@ -324,10 +409,11 @@ class Guide:
     def _renew(self, count: int) -> None:
         """Go on with another lexer. The walk begins anew: what it comes by is a small part of what masks look at."""
         soon, self._begun_at = count - self._begun_at < _LEAST_SHARED, count
-        self._renewed += 1
-        if self._shared is not None and (self._renewed == 1 or not soon):
+        grows = self._compiled.states < _LIMITS.max_lexer_states
+        self._renewed += not grows
+        if self._shared is not None and (grows or self._renewed == 1 or not soon):
             self._shared = self._another(self._shared, None)
-            self._begin(self._shared.deep_copy())
+            self._begin(self._shared)
         else:
             self._place = self._place or _Place()
             self._begin(self._another(self._shared, self._place))

@@ -26,10 +26,11 @@ from ..interfaces.transport import Done, TransferResult
 from ..threads import guarded
 from .bounded import TookTooLong, run_bounded, split_address
 from .handshakes import Handshakes, started
-from .native_engine import DONE, FAILED, POLL_S
+from .native_engine import POLL_S
+from .peer_memory import IDLE_S, Batch, Copy, PeerMemory
 from .peers import Peer, Peers
 from .sockets import stuck_bytes_to
-from .transport import Run
+from .transport import DONE, FAILED, Run
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Write:
     peer: Peer
     claim: bytes
     """What the peer is shown of its ticket."""
-    runs: deque[Run]
+    runs: deque[Run | Batch]
     """Still to be submitted."""
     record: Run | None
     done: Done
@@ -56,11 +57,15 @@ class Write:
     """Called when nothing of it moves any more, which may be long after `done`."""
     timeout_s: float
     deadline: float
+    mapping: str = ""
+    """Over NVLink: the peer's offer of its pool (`PeerMemory`)."""
+    base: int = 0
+    """And where the pool is in the peer's process."""
     record_due: bool = field(init=False)
     """The record is still to be submitted."""
     asking: bool = False
     """Whether the peer is being asked for its epoch."""
-    flying: dict[int, Run] = field(default_factory=dict)
+    flying: dict[int | Copy, Run | Batch] = field(default_factory=dict)
     moved: int = 0
     problem: str = ""
     reported: bool = False
@@ -83,7 +88,7 @@ class Write:
         self.record_due = False
         self.problem = self.problem or problem
 
-    def pop(self) -> Run | None:
+    def pop(self) -> Run | Batch | None:
         """What may be submitted next; None: nothing yet, or nothing more."""
         if self.runs:
             return self.runs.popleft()
@@ -112,11 +117,13 @@ class Writes:
         self._handshakes = Handshakes(clock)
         self._thread = threading.Thread(target=self._run, name="transfer-direct", daemon=True)
         self._engine: Any = None
+        self._memory: PeerMemory | None = None
+        self._tidying = False
         self._moved_at = 0.0
 
-    def start(self, engine: Any) -> None:
-        """Begin, through a `mooncake.engine.TransferEngine`."""
-        self._engine = engine
+    def start(self, engine: Any, memory: PeerMemory | None = None) -> None:
+        """Begin, through a `mooncake.engine.TransferEngine`; with `memory`, blocks go by that."""
+        self._engine, self._memory = engine, memory
         self._thread.start()
 
     def submit(self, op: Write) -> None:
@@ -207,7 +214,7 @@ class Writes:
         if op.lost:
             return
         for transfer, run in tuple(op.flying.items()):
-            status = self._engine.transfer_check_status(transfer)
+            status = transfer.status() if isinstance(transfer, Copy) else self._engine.transfer_check_status(transfer)
             if status == DONE:
                 op.moved += 0 if run is op.record else run.nbytes
                 self._moved_at = self._clock()
@@ -239,18 +246,34 @@ class Writes:
             if run is None:
                 return
             session, problem = op.peer.session, ""
-            write = partial(self._engine.transfer_submit_write, session, run.source, run.target, run.nbytes)
+            transfer: int | Copy = 0
             try:
-                transfer = self._handshakes.submit(session, write)
+                transfer = self._submit(op, run)
             except Exception as error:  # what one peer's ticket says ends its own transfer, and no other
-                transfer, problem = 0, f"cannot be written to: {error!r}"
-            if started(transfer):
+                problem = f"cannot be written to: {error!r}"
+            if isinstance(transfer, Copy) or started(transfer):
                 op.flying[transfer] = run
                 self._moved_at = self._clock()
             else:
                 silent = self._handshakes.silent(session)
                 problem = problem or ("does not answer a handshake" if silent else "refused the handshake")
                 self._stop(op, f"{session} {problem}")
+
+    def _submit(self, op: Write, run: Run | Batch) -> int | Copy:
+        if isinstance(run, Run):
+            session = op.peer.session
+            write = partial(self._engine.transfer_submit_write, session, run.source, run.target, run.nbytes)
+            return self._handshakes.submit(session, write)
+        assert self._memory is not None, "blocks were batched without NVLink"
+        if not self._tidying:
+            self._tidying = True
+            self.call(self._tidy, IDLE_S)
+        return self._memory.submit(op.mapping, op.base, run)
+
+    def _tidy(self) -> None:
+        self._tidying = self._memory is not None and self._memory.tidy()
+        if self._tidying:
+            self.call(self._tidy, IDLE_S)
 
     def _greeted(self, op: Write, problem: str) -> None:
         def checked() -> None:

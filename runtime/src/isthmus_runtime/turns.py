@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
-from ..errors import Overloaded
+from .errors import Overloaded, RequestError
+from .threads import running_pool
+
+_log = logging.getLogger(__name__)
+_A = TypeVar("_A")
+_M = TypeVar("_M")
 
 
 class Turns:
@@ -102,3 +109,33 @@ class Turns:
             queue.remove(future)
         if not queue:
             self._waiting.pop(who, None)
+
+
+class ThreadsInTurns:
+    """Threads that work for clients in turn. Belongs to one event loop."""
+
+    def __init__(self, count: int, name: str, most: int, what: str) -> None:
+        """`count` threads, called `name`_N; of `most` and `what` see `Turns`."""
+        self._turns = Turns(most, what, count)
+        self._threads = running_pool(count, name)
+
+    async def do(self, who: str, make: Callable[[_A], _M], what: _A) -> _M:
+        """What `make` makes of `what`, on a thread. Overloaded as of `Turns.take`.
+
+        The turn lasts as long as the thread works, which cannot be ended, and goes on when its client has left.
+        """
+        await self._turns.take(who)
+        work = asyncio.get_running_loop().run_in_executor(self._threads, make, what)
+
+        def over(work: asyncio.Future[_M]) -> None:
+            self._turns.give_back(who)
+            error = None if work.cancelled() else work.exception()
+            if error is not None and not isinstance(error, RequestError):
+                # Whoever asked may have left, and then nobody else tells.
+                _log.error("work for a request failed", exc_info=error)
+
+        work.add_done_callback(over)
+        try:
+            return await asyncio.shield(work)
+        finally:
+            del work  # an error of it holds this frame, and would be held by it

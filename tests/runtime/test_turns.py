@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isthmus_runtime.errors import Overloaded
-from isthmus_runtime.structured.turns import Turns
+from isthmus_runtime.turns import Turns
 
 
 async def take(turns: Turns, who: str, order: list[str]) -> None:

@@ -1,0 +1,50 @@
+"""Prompts that came as text, made ids by whoever is not to stand still meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from .errors import DeadlineExceeded
+from .request import GenerateRequest, PromptText, tokenised
+from .turns import ThreadsInTurns
+
+LONG = 20_000
+"""Characters; longer prompts are tokenised on a thread."""
+_MOST_WAITING = 1024
+_LEAST_S = 0.001
+"""A request always has some time: it ends by its deadline like all others."""
+_THREADS = min(16, max(2, os.cpu_count() or 1))
+
+
+class Tokenising:
+    """Of one process. Belongs to one event loop."""
+
+    def __init__(self, tokenise: Callable[[PromptText], Sequence[int]]) -> None:
+        """`tokenise` raises InvalidRequest."""
+        self._tokenise = tokenise
+        self._threads = ThreadsInTurns(_THREADS, "tokenise", _MOST_WAITING, "prompts wait to be tokenised")
+
+    async def by_ids(self, request: GenerateRequest) -> GenerateRequest:
+        """`request`, whose prompt is text, by ids, with what is left of its time.
+
+        A long text waits for its turn among those of other clients. InvalidRequest as of `tokenise`, Overloaded (429)
+        when too many wait, DeadlineExceeded when the request's time is over before.
+        """
+        prompt = request.prompt
+        assert prompt is not None
+        if len(prompt.text) <= LONG:
+            return tokenised(request, self._tokenise(prompt))
+        loop = asyncio.get_running_loop()
+        until = loop.time() + request.timeout_s
+        try:
+            async with asyncio.timeout_at(until):
+                ids = await self._threads.do(request.whose, self._tokenise, prompt)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the request did not end within {request.timeout_s:g} s (--request-timeout): its prompt of "
+                f"{len(prompt.text)} characters waited to be tokenised"
+            ) from None
+        return replace(tokenised(request, ids), timeout_s=max(_LEAST_S, until - loop.time()))
