@@ -34,7 +34,7 @@ class FakeEvent:
 
 
 class FakeDevice:
-    """`executor.device.base.Device`. `sizes` and `token_sizes` are captured ahead, prompts to `met_tokens` as they come."""
+    """`executor.device.base.Device`. `sizes` and `token_sizes` are captured ahead, up to `met_tokens` as they come."""
 
     name = "cpu"
     torch_device = torch.device("cpu")

@@ -161,7 +161,7 @@ class Entry:
         self._pack = struct.Struct(signature).pack
 
     def __call__(self, kept: Kept, *values: float) -> int:
-        """Call with `values`, or record that; `kept` are the tensors behind the pointers. Raises what `explain` returns."""
+        """Call with `values`, or record that. `kept`: tensors behind the pointers. Raises what `explain` returns."""
         packed = self._pack(*values)
         program = _RECORDING.get()
         if program is not None:
@@ -236,8 +236,8 @@ _RECORDING: ContextVar[Program | None] = ContextVar("isthmus_recording", default
 
 @contextmanager
 def record() -> Iterator[Program]:
-    """Record every CPU op of the body into a `Program`, in place of running it: Python between two ops costs least while
-    none of them has filled the caches, and no thread waits for it.
+    """Record every CPU op of the body into a `Program`, in place of running it: Python between two ops costs least
+    while none of them has filled the caches, and no thread waits for it.
 
     PyTorch's own operations run, and are not recorded. Records nothing where the library is not compiled.
     """

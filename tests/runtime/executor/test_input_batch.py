@@ -79,7 +79,8 @@ def forward_of(inputs: StepInputs) -> ForwardBatch:
 @given(st.data())
 def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
     """With captured sizes, dummy rows and tokens follow the real ones and disturb nothing."""
-    batch, naive = Batch(*data.draw(st.sampled_from([(), ((1, 4, 6),), ((1, 4, 6), (8, 32)), ((), (), 20)]), label="sizes")), Naive()
+    sizes = st.sampled_from([(), ((1, 4, 6),), ((1, 4, 6), (8, 32)), ((), (), 20)])
+    batch, naive = Batch(*data.draw(sizes, label="sizes")), Naive()
     computed, scored_until = dict[int, int](), dict[int, int]()
     blocks = st.integers(0, 1000)
     for step in range(data.draw(st.integers(1, 6), label="steps")):
