@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from ..errors import InvalidRequest
+from ..request import WrittenIds
 from .logit_options import MAX_BIASES
 from .problems import MAX_NAME, MAX_PROBLEMS, invalid
 
@@ -42,6 +43,8 @@ _MOST_ESCAPES = 8
 """Backslashes before one that are looked at; with more it counts."""
 _LARGE = 1 << 16
 """Bytes of a body that is read alone."""
+
+_SPACE, _NUMBERS = b" \t\r\n", b"0123456789,"
 
 _R = TypeVar("_R", bound=BaseModel)
 
@@ -93,6 +96,24 @@ def _json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InvalidRequest(f"the body is a JSON {type(data).__name__}, expected an object")
     return data
+
+
+def ids_as_written(body: bytes, data: Mapping[str, Any], name: str) -> WrittenIds | None:
+    """The value of `name` in `data`, which `json_object` has made of this body, if it is a list of numbers without
+    sign, point and exponent whose place in the body is certain; else None.
+
+    Certain: without escapes a name is spelt as it is, and what is spelt once is the one that is in `data`.
+    """
+    value, key = data.get(name), b'"%b"' % name.encode()
+    if not isinstance(value, list) or not value or b"\\" in body or body.count(key) != 1:
+        return None
+    begin = body.index(b"[", body.index(key))
+    written = body[begin : body.index(b"]", begin) + 1].translate(None, _SPACE)
+    if written.translate(None, _NUMBERS) != b"[]":
+        return None
+    ids = WrittenIds(value)
+    ids.json = written
+    return ids
 
 
 def _check_values(body: bytes) -> None:
