@@ -20,12 +20,14 @@ from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.engine.exchange import Reply
 from isthmus_runtime.engine.loop import STEPS_IN_FLIGHT, EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
+from isthmus_runtime.executor.device.select import open_device
 from isthmus_runtime.executor.loading import LoadedModel, load
 from isthmus_runtime.executor.model_runner import TorchExecutor
-from isthmus_runtime.kv.plan import KvPlanInput, plan
+from isthmus_runtime.executor.ranks import LeadingExecutor, Ranks
+from isthmus_runtime.kv.plan import KvPlan, KvPlanInput, plan
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.models.base import ModelSpec
-from isthmus_runtime.models.shard import Slice
+from isthmus_runtime.models.shard import WHOLE, Slice
 from isthmus_runtime.request import FinishReason, GenerateRequest, SamplingParams, TokenChunk
 
 DEADLINE_S = 300.0
@@ -41,8 +43,10 @@ def open_model(
     on: str,
     quantization: str = "auto",
     deterministic: bool = False,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
-    """Random weights for `config`, generated on the device `on` (`cpu`: alike everywhere)."""
+    """Random weights for `config`, generated on the device `on` (`cpu`: alike everywhere). `ranks`: this process is one
+    of several, and takes its part of them."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
 
@@ -55,7 +59,9 @@ def open_model(
         model = ModelConfig(
             path=folder, device=device, dtype=dtype, quantization=quantization, deterministic=deterministic
         )
-        return load(model, scheduler, source=source)
+        shard = WHOLE if ranks is None else ranks.shard
+        own = open_device(device, index=shard.rank, deterministic=deterministic)
+        return load(model, scheduler, device=own, source=source, shard=shard)
 
 
 @dataclass
@@ -80,25 +86,39 @@ class Run:
     tokens: list[list[int]]
 
 
+def pool_plan(loaded: LoadedModel, scheduler: SchedulerConfig, kv: KvConfig, ranks: Ranks | None) -> KvPlan:
+    """Of the pool, as all ranks make it."""
+    specs = loaded.layer_specs(kv.block_size, kv.dtype)
+    available = kv.memory_bytes or loaded.device.kv_bytes(kv.memory_fraction, loaded.draw_bytes(scheduler))
+    every = (available,) if ranks is None else ranks.each(available)
+    return plan(
+        KvPlanInput(
+            ranks=(specs,) * len(every),
+            available_bytes=every,
+            max_model_len=scheduler.max_model_len or loaded.spec.max_position,
+            auto_fit=True,
+            max_num_batched_tokens=scheduler.max_batched_tokens,
+            batches_in_flight=STEPS_IN_FLIGHT,
+        )
+    )
+
+
 class Bench:
     """An engine without HTTP: loop, scheduler, executor."""
 
     def __init__(
-        self, loaded: LoadedModel, *, scheduler: SchedulerConfig, kv: KvConfig, prefix_caching: bool = False
+        self,
+        loaded: LoadedModel,
+        *,
+        scheduler: SchedulerConfig,
+        kv: KvConfig,
+        prefix_caching: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
-        specs = loaded.layer_specs(kv.block_size, kv.dtype)
-        beside = loaded.draw_bytes(scheduler)
-        self.plan = plan(
-            KvPlanInput(
-                ranks=(specs,),
-                available_bytes=(kv.memory_bytes or loaded.device.kv_bytes(kv.memory_fraction, beside),),
-                max_model_len=scheduler.max_model_len or loaded.spec.max_position,
-                auto_fit=True,
-                max_num_batched_tokens=scheduler.max_batched_tokens,
-                batches_in_flight=STEPS_IN_FLIGHT,
-            )
-        )
-        self.executor = TorchExecutor(loaded, self.plan, scheduler, kv)
+        """`ranks`: this process is the first of several; the others run `follow`."""
+        self.plan = pool_plan(loaded, scheduler, kv, ranks)
+        local = TorchExecutor(loaded, self.plan, scheduler, kv)
+        self.executor = local if ranks is None else LeadingExecutor(local, ranks.plans)
         self.overdrawn = 0
         """Bytes of the device that are taken beyond the fraction."""
         if kv.memory_bytes is None:
@@ -106,8 +126,8 @@ class Bench:
             self.overdrawn = loaded.device.overdrawn(kv.memory_fraction)
         groups = len(self.plan.groups)
         pool = BlockPool(self.plan.num_blocks, num_groups=groups, prefix_caching=prefix_caching)
-        planner = Scheduler(scheduler, self.plan, pool)
-        runner = self.executor.runner
+        planner = Scheduler(scheduler, self.plan, pool, late_masks=ranks is None)
+        runner = local.runner
         self.host = {
             "schedule": _timed(planner, "schedule"),
             "complete": _timed(planner, "complete"),

@@ -96,10 +96,19 @@ def test_replay_raises_what_the_op_raises() -> None:
 def test_program_keeps_its_memory() -> None:
     with native.record() as program:
         result = ops.silu_mul(torch.ones(2, 8))
-    want = result.clone()
     result.fill_(0)
     program.run()
-    assert torch.equal(result, want)
+    assert torch.equal(result, ops.silu_mul(torch.ones(2, 8)))
+
+
+def test_what_is_recorded_does_not_run_yet() -> None:
+    x, out = torch.ones(2, 8), torch.zeros(2, 4)
+    with native.record() as program:
+        ops.silu_mul(x, out=out)
+        assert not out.any()
+    assert not out.any() and len(program) == 1
+    program.run()
+    assert torch.equal(out, ops.silu_mul(x))
 
 
 def test_nothing_is_recorded_outside_or_after_an_error() -> None:

@@ -18,11 +18,12 @@ LONG = 20_001
 DEADLINE_S = 30.0
 
 
-def request(text: str, salt: str = "", timeout_s: float = DEADLINE_S) -> GenerateRequest:
+def request(text: str, client: str = "", timeout_s: float = DEADLINE_S, salt: str = "") -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         sampling=SamplingParams(max_tokens=100),
         cache_salt=salt,
+        client=client,
         timeout_s=timeout_s,
         prompt=PromptText(text=text, special=True, room=50),
     )
@@ -87,7 +88,9 @@ def test_a_text_that_takes_long_ends_its_request_in_time() -> None:
 def test_slow_texts_of_one_client_that_has_left_keep_no_other_waiting() -> None:
     async def main() -> None:
         with slow() as (found, waiting):
-            leaving = [asyncio.create_task(found.by_ids(request("s" * LONG, "a"))) for _ in range(60)]
+            # A salt is each client's to choose: a few of them make no more clients of one.
+            asked = [request("s" * LONG, "a", salt=str(number)) for number in range(60)]
+            leaving = [asyncio.create_task(found.by_ids(one)) for one in asked]
             assert await asyncio.to_thread(waiting.acquire, timeout=DEADLINE_S)
             for one in leaving:
                 one.cancel()

@@ -34,7 +34,7 @@ class FakeEvent:
 
 
 class FakeDevice:
-    """`executor.device.base.Device`. `sizes` and `token_sizes` are captured ahead."""
+    """`executor.device.base.Device`. `sizes` and `token_sizes` are captured ahead, up to `met_tokens` as they come."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -42,8 +42,11 @@ class FakeDevice:
     multiplies_fp8 = False
     reads_fp8 = True
 
-    def __init__(self, sizes: tuple[int, ...] = (1, 2, 4, 8), token_sizes: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, sizes: tuple[int, ...] = (1, 2, 4, 8), token_sizes: tuple[int, ...] = (), met_tokens: int = 0
+    ) -> None:
         self._sizes = sizes
+        self.met_tokens = met_tokens
         self._token_sizes = token_sizes
         self._work: deque[Body | FakeEvent] = deque()
         self._running = threading.Lock()

@@ -161,14 +161,15 @@ class Entry:
         self._pack = struct.Struct(signature).pack
 
     def __call__(self, kept: Kept, *values: float) -> int:
-        """Call with `values`; `kept` are the tensors behind the pointers. Raises what `explain` returns."""
+        """Call with `values`, or record that. `kept`: tensors behind the pointers. Raises what `explain` returns."""
         packed = self._pack(*values)
-        code = self._call(packed)
-        if code:
-            raise self.explain(code, kept)
         program = _RECORDING.get()
         if program is not None:
             program.add(self, packed, kept)
+            return 0
+        code = self._call(packed)
+        if code:
+            raise self.explain(code, kept)
         return code
 
     def query(self) -> int:
@@ -235,9 +236,10 @@ _RECORDING: ContextVar[Program | None] = ContextVar("isthmus_recording", default
 
 @contextmanager
 def record() -> Iterator[Program]:
-    """Record every CPU op of the body into a `Program`, while the body also runs as usual.
+    """Record every CPU op of the body into a `Program`, in place of running it: Python between two ops costs least
+    while none of them has filled the caches, and no thread waits for it.
 
-    PyTorch's own operations are not recorded. Records nothing where the library is not compiled.
+    PyTorch's own operations run, and are not recorded. Records nothing where the library is not compiled.
     """
     program = Program()
     token = _RECORDING.set(program)

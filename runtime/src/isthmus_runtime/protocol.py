@@ -38,6 +38,7 @@ from .request import (
     Structure,
     TokenChunk,
     TokenLogprobs,
+    WrittenIds,
 )
 from .score_wire import read_scores, read_with_scores, write_scores
 
@@ -50,12 +51,18 @@ ATTEMPT = r"^[!-~]{0,128}$"
 """An attempt's name is part of a line where processes greet each other."""
 SESSION = r"^[!-~]{0,261}$"
 GREETING = r"^([!-~]{1,255}:[0-9]{1,5}(/[!-~]{1,128})?)?$"
+MAPPING = r"^([0-9a-f-]{36}/[0-9a-f]{32}/[0-9a-f]{128}/[0-9]{1,20}/[0-9]{1,20})?$"
 _Word = Annotated[int, Field(ge=0, lt=2**64)]
 """An address or a size in a peer's memory."""
 PEER_URL = r"^(http://([0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5})?$"
 """An engine's address as discovery makes it: an IP address and a port, no name, no path, no user."""
 
 
+CLIENT_HEADER = "isthmus-client"
+"""Names the client of a request for turns, on /internal/generate and /internal/prefill: an engine of an older version
+passes it over, where it would refuse a field."""
+MOST_OF_A_CLIENT = 64
+"""Characters of it."""
 MANY_ALLOWED = 256
 """Ids that may be drawn from which they go as a mask."""
 MAX_ALLOWED_TEXT = 1 << 18
@@ -130,7 +137,8 @@ class WireRequest(_Wire):
 
 
 _REQUEST = TypeAdapter(GenerateRequest).serializer
-_ROUTERS_OWN = {"prompt_group": True}
+_ROUTERS_OWN = {"prompt_group": True, "client": True}
+_AND_IDS = {**_ROUTERS_OWN, "prompt_token_ids": True}
 _AND_ALLOWED: Any = {**_ROUTERS_OWN, "sampling": {"allowed_token_ids"}}
 
 
@@ -140,7 +148,10 @@ def request_json(request: GenerateRequest) -> bytes:
     What has its default is left out. During a rollout routers call engines of an older version, which refuse a field
     that they do not know: only requests that use a new one must fail there. So no default may change between versions.
     """
-    allowed = _allowed(request)
+    allowed, ids = _allowed(request), request.prompt_token_ids
+    if not allowed and isinstance(ids, WrittenIds):
+        rest = _REQUEST.to_json(request, exclude_defaults=True, exclude=_AND_IDS)
+        return b'{"prompt_token_ids":%b,%b' % (ids.json, rest[1:])
     if not allowed:
         return _REQUEST.to_json(request, exclude_defaults=True, exclude=_ROUTERS_OWN)
     return b'%b,"allowed":"%b"}' % (
@@ -301,6 +312,8 @@ class Ticket(_Wire):
     record_address: _Word = 0
     record_capacity: _Word = 0
     """Direct: where the record is written, last, and how many bytes it may take."""
+    mapping: str = Field(default="", pattern=MAPPING)
+    """Direct over NVLink: how processes of the host map decode's pool (transfer/peer_memory.py). Empty: it is not."""
 
 
 class PrefillRecord(_Wire):

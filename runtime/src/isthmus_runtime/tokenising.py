@@ -11,8 +11,8 @@ from .errors import DeadlineExceeded
 from .request import GenerateRequest, PromptText, tokenised
 from .turns import ThreadsInTurns
 
-_OFF_LOOP_CHARACTERS = 20_000
-"""Longer prompts are tokenised on a thread."""
+LONG = 20_000
+"""Characters; longer prompts are tokenised on a thread."""
 _MOST_WAITING = 1024
 _LEAST_S = 0.001
 """A request always has some time: it ends by its deadline like all others."""
@@ -30,18 +30,18 @@ class Tokenising:
     async def by_ids(self, request: GenerateRequest) -> GenerateRequest:
         """`request`, whose prompt is text, by ids, with what is left of its time.
 
-        A long text waits for its turn among those of others, who are told apart by their cache salts. InvalidRequest as
-        of `tokenise`, Overloaded (429) when too many wait, DeadlineExceeded when the request's time is over before.
+        A long text waits for its turn among those of other clients. InvalidRequest as of `tokenise`, Overloaded (429)
+        when too many wait, DeadlineExceeded when the request's time is over before.
         """
         prompt = request.prompt
         assert prompt is not None
-        if len(prompt.text) <= _OFF_LOOP_CHARACTERS:
+        if len(prompt.text) <= LONG:
             return tokenised(request, self._tokenise(prompt))
         loop = asyncio.get_running_loop()
         until = loop.time() + request.timeout_s
         try:
             async with asyncio.timeout_at(until):
-                ids = await self._threads.do(request.cache_salt, self._tokenise, prompt)
+                ids = await self._threads.do(request.whose, self._tokenise, prompt)
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the request did not end within {request.timeout_s:g} s (--request-timeout): its prompt of "

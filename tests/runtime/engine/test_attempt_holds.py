@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from engine_world import World, request
 from timed_engine import TimedEngine
 
 from isthmus_runtime.engine.loop import EngineLoop
-from isthmus_runtime.engine.sequence import Kind, SendBlocks
-from isthmus_runtime.errors import InvalidRequest, TransferFailed
+from isthmus_runtime.engine.sequence import Kind, OpenReceive, SendBlocks
+from isthmus_runtime.errors import DeadlineExceeded, InvalidRequest, TransferFailed
 from isthmus_runtime.interfaces.handoff import Failed, Released
 
 FAILED = TransferFailed("lost", stage="sending", attempt="t")
@@ -93,3 +95,24 @@ def test_the_loop_knows_when_it_must_wake() -> None:
     assert loop.wakes_at() == engine.now, "a step has ended"
     engine.run()
     assert loop.wakes_at() is None
+
+
+def test_a_reservation_to_which_no_prefill_writes_ends_with_its_request_s_time() -> None:
+    """A router that reserves on decode and then forgets about it, with its connection open."""
+    world = World(prefix_caching=False)
+    sid = world.add(replace(request("r", list(range(10)), 1), timeout_s=5.0), kind=Kind.RECEIVE, attempt="t")
+    for _ in range(10):
+        world.turn()
+    assert any(isinstance(effect, OpenReceive) for effect in world.effects) and not world.ends[sid]
+    free = world.pool.counts().free
+    while world.now < 4.9:
+        world.turn()
+    assert not world.ends[sid]
+    world.now = 5.1
+    world.turn()
+    (end,) = world.ends[sid]
+    assert isinstance(end.error, DeadlineExceeded)
+    assert world.pool.counts().free == free, "nobody has said yet that nothing is written any more"
+    world.scheduler.released("t", True)
+    assert world.pool.counts().free == world.num_blocks - 1
+    world.scheduler.check()

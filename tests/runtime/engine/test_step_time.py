@@ -8,7 +8,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus_runtime.engine.pace import LEAST_TOKENS, PromptBudget, prompt_seconds
+from isthmus_runtime.engine.pace import GRAIN, LEAST_TOKENS, PromptBudget, prompt_seconds
 from isthmus_runtime.engine.step_time import FIRST_TOKENS, GROWTH, StepSize, StepTimes, attended
 
 PROMPT = 2000
@@ -176,6 +176,14 @@ def test_what_fits_adds_no_more_than_the_time_given(
     assert times.prompt_seconds(start, count) <= seconds * (1 + 1e-9)
 
 
+def test_a_step_is_filled_with_what_there_is_time_for() -> None:
+    times = StepTimes()
+    times.learn(StepSize(1, 512, attended(0, 512)), 0.5)
+    for tokens in range(LEAST_TOKENS, 100):
+        taken = PromptBudget(times, times.prompt_seconds(0, tokens) * (1 + 1e-9)).take(0, 5000)
+        assert tokens - GRAIN < taken <= tokens
+
+
 @given(wanted=st.lists(st.integers(2, 5000), min_size=1, max_size=8), seconds=st.floats(0.0, 10.0))
 def test_prompts_share_one_budget_and_the_first_always_goes_on(wanted: list[int], seconds: float) -> None:
     times = StepTimes()
@@ -183,7 +191,8 @@ def test_prompts_share_one_budget_and_the_first_always_goes_on(wanted: list[int]
     budget = PromptBudget(times, seconds)
     taken = [budget.take(0, want) for want in wanted]
     assert taken[0] >= min(wanted[0], LEAST_TOKENS)
-    assert all(count in (0, want) or count % LEAST_TOKENS == 0 for count, want in zip(taken, wanted, strict=True))
+    for count, want in zip(taken, wanted, strict=True):
+        assert count in (0, want) or (count >= LEAST_TOKENS and (count % GRAIN == 0 or count == LEAST_TOKENS))
     least = times.prompt_seconds(0, LEAST_TOKENS)
     assert sum(times.prompt_seconds(0, count) for count in taken) <= max(seconds, least) * (1 + 1e-9)
     assert budget.spent == (taken != wanted)

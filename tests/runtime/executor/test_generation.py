@@ -13,12 +13,16 @@ import pytest
 import torch
 from fake_device import FakeDevice
 
+from isthmus_kernels import native
 from isthmus_runtime.config import KvConfig, SchedulerConfig
 from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.local import LocalEngine
 from isthmus_runtime.engine.loop import EngineLoop
 from isthmus_runtime.engine.scheduler import Scheduler
 from isthmus_runtime.engine.streams import Streams
+from isthmus_runtime.executor.device.base import Body, GraphMemory
+from isthmus_runtime.executor.device.cpu import CpuDevice
+from isthmus_runtime.executor.graphs import Graphs
 from isthmus_runtime.executor.model_runner import TorchExecutor
 from isthmus_runtime.kv.pool import BlockPool
 from isthmus_runtime.request import GenerateRequest, SamplingParams, TokenChunk
@@ -471,6 +475,55 @@ def test_steps_submitted_ahead_give_the_same_tokens(tmp_path: Path, start_engine
     prompts = [[rng.randrange(97) for _ in range(rng.randint(1, 40))] for _ in range(6)]
     got = engine.driver(seed=4, poison=False, ahead=True).run([job(p, 12) for p in prompts])
     assert got == [greedy(model, p, 12) for p in prompts]
+
+
+class CountingCpu(CpuDevice):
+    """Counts what is captured."""
+
+    captured = 0
+    failed = 0
+
+    def capture(self, body: Body, memory: GraphMemory) -> Body | None:
+        found = super().capture(body, memory)
+        self.captured += found is not None
+        self.failed += found is None
+        return found
+
+
+@pytest.mark.skipif(not native.available(), reason="the compiled library is not built")
+@pytest.mark.parametrize("name", ["gqa-tied", *slow("qwen2-two-groups", "mqa-narrow-heads")])
+def test_steps_with_prompts_are_recorded_once(
+    name: str, tmp_path: Path, start_engine: Callable[..., Any], job: Any
+) -> None:
+    """Other rows, lengths and blocks, and as many tokens: the recorded step, with the same answers."""
+    case = TINY[name]
+    model = build(case, tmp_path)
+    device = CountingCpu(2)
+    engine = start_engine(tmp_path, block_size=case.block_size, budget=20, max_rows=7, device=device)
+    rng = random.Random(name)
+    prompts = [[rng.randrange(97) for _ in range(rng.randint(1, 30))] for _ in range(9)]
+    driver = engine.driver(seed=5, poison=True)
+    assert driver.run([job(p, 12) for p in prompts]) == [greedy(model, p, 12) for p in prompts]
+    captured, steps = device.captured, driver.step
+    # Layers of each number of tokens, cut short or not. What draws has operations of PyTorch in it.
+    assert 7 < captured < steps
+    others = [[rng.randrange(97) for _ in prompt] for prompt in prompts]
+    assert driver.run([job(p, 12) for p in others]) == [greedy(model, p, 12) for p in others]
+    assert device.captured - captured < (driver.step - steps) // 2
+
+
+def test_the_sizes_met_last_are_kept() -> None:
+    device = FakeDevice((), met_tokens=1000)
+    graphs = Graphs(device, max_rows=8, max_tokens=1000, max_len=64)
+    ran: list[int] = []
+    for tokens in (*range(1, 257), 1, 257):
+        assert graphs.padded_tokens(tokens) == tokens
+        graphs.run("prompts", tokens, lambda tokens=tokens: ran.append(tokens))
+    assert len(graphs) == device.graphs == 256 and device.captured == 257
+    graphs.run("prompts", 1, lambda: ran.append(-1))
+    graphs.run("prompts", 2, lambda: ran.append(-2))
+    assert ran[-4:] == [1, 257, 1, -2]
+    assert graphs.padded_tokens(1001) == 0
 
 
 @pytest.mark.parametrize("name", ["gqa-tied", *slow("qwen2-two-groups", "mqa-narrow-heads")])

@@ -33,8 +33,8 @@ class Naive:
 class Batch:
     """An input batch on a device, its steps taken there at once."""
 
-    def __init__(self, sizes: tuple[int, ...] = (), token_sizes: tuple[int, ...] = ()) -> None:
-        self.device = FakeDevice(sizes, token_sizes)
+    def __init__(self, sizes: tuple[int, ...] = (), token_sizes: tuple[int, ...] = (), met_tokens: int = 0) -> None:
+        self.device = FakeDevice(sizes, token_sizes, met_tokens)
         graphs = Graphs(self.device, max_rows=MAX_ROWS, max_tokens=MAX_TOKENS, max_len=MAX_LEN)
         self.rows = InputBatch(
             self.device,
@@ -79,7 +79,8 @@ def forward_of(inputs: StepInputs) -> ForwardBatch:
 @given(st.data())
 def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
     """With captured sizes, dummy rows and tokens follow the real ones and disturb nothing."""
-    batch, naive = Batch(*data.draw(st.sampled_from([(), ((1, 4, 6),), ((1, 4, 6), (8, 32))]), label="sizes")), Naive()
+    sizes = st.sampled_from([(), ((1, 4, 6),), ((1, 4, 6), (8, 32)), ((), (), 20)])
+    batch, naive = Batch(*data.draw(sizes, label="sizes")), Naive()
     computed, scored_until = dict[int, int](), dict[int, int]()
     blocks = st.integers(0, 1000)
     for step in range(data.draw(st.integers(1, 6), label="steps")):
@@ -129,10 +130,11 @@ def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
         elif graphs.token_sizes and len(spans) <= 32:
             size = 8 if len(spans) <= 8 else 32
             graph, rows, extra = ("prompts", size), 6, size - len(spans)
+        elif len(spans) <= batch.device.met_tokens:
+            graph, rows, extra = ("prompts", len(spans)), MAX_ROWS, 0
         else:
             graph, rows, extra = None, len(chunks), 0
         dummies = rows - len(chunks)
-        assert inputs.graph == graph
         assert forward.token_ids.tolist()[: len(spans)] == [naive.tokens[row][p] for row, p in spans]
         assert forward.positions.tolist() == [p for _, p in spans] + [0] * extra
         assert forward.seq_lens.tolist() == [c.start + c.num_tokens for c in chunks] + [int(decode)] * dummies
@@ -151,10 +153,16 @@ def test_steps_match_a_plain_loop(data: st.DataObject) -> None:
             for c, table in zip(chunks, got.block_tables.tolist(), strict=False):
                 used = -(-(c.start + c.num_tokens) // size)
                 assert table[:used] == [naive.tables[c.row][number].get(i, 0) for i in range(used)]
-            assert all(table[0] == 0 for table in got.block_tables.tolist()[len(chunks) :])
+            # Rows without tokens are not looked at, and taken to the device only where others are padded as well.
+            if decode or graphs.sizes:
+                assert all(table[0] == 0 for table in got.block_tables.tolist()[len(chunks) :])
         scored = [c.start < min(c.start + c.num_tokens, scored_until[c.row]) for c in chunks]
         reads = [c.num_tokens if told else c.draws for c, told in zip(chunks, scored, strict=True)]
-        if (graph is None and 2 * sum(reads) > len(spans)) or decode:
+        whole = 2 * sum(reads) > len(spans) and not (graph and graphs.sizes)
+        if graph is not None and whole and not decode:
+            graph = ("prompts whose tokens are all read", graph[1])
+        assert inputs.graph == graph
+        if whole or decode:
             assert inputs.read is None
             reads = [c.num_tokens for c in chunks]
         else:
@@ -259,6 +267,32 @@ def test_steps_with_prompts_of_one_size_lie_at_the_same_addresses() -> None:
     other = RowStart(1, "r", [1] * 3, 3, ((1,), (2,)), GREEDY)
     plan = StepPlan(1, (start, other), (), (Chunk(4, 5, 10, 0), Chunk(1, 2, 1, 1)), 11)
     assert addresses(batch.describe(plan, slot=1)) == first
+
+
+def test_steps_with_prompts_met_before_lie_at_the_same_addresses() -> None:
+    """Whatever their rows and lengths: nothing but the number of tokens, and whether all are read, tells two apart."""
+    batch = Batch(met_tokens=20)
+
+    def addresses(chunks: tuple[Chunk, ...], slot: int, name: str = "prompts") -> list[int]:
+        tokens = sum(chunk.num_tokens for chunk in chunks)
+        inputs = batch.describe(StepPlan(1, (), (), chunks, tokens), slot)
+        forward = forward_of(inputs)
+        assert inputs.graph == (None if tokens > 20 else (name, tokens))
+        if inputs.graph is None:
+            return []
+        assert forward.token_ids.shape == (tokens,) and forward.seq_lens.shape == (MAX_ROWS,)
+        assert forward.seq_lens.tolist()[len(chunks) :] == [0] * (MAX_ROWS - len(chunks))
+        tensors = [forward.token_ids, forward.positions, forward.query_start_loc, forward.seq_lens]
+        tensors += [t for group in forward.groups for t in (group.block_tables, group.slot_mapping)]
+        return [t.data_ptr() for t in tensors]
+
+    starts = tuple(RowStart(row, "r", [1] * 30, 30, ((1,) * 8, (2,) * 4), GREEDY) for row in range(4))
+    batch.describe(StepPlan(0, starts, (), (), 0))
+    first = addresses((Chunk(0, 0, 12, 0),), 0)
+    assert addresses((Chunk(3, 8, 10, 0), Chunk(1, 29, 1, 1), Chunk(2, 12, 1, 1)), 1) == first
+    whole = addresses((Chunk(3, 26, 4, 4), Chunk(1, 22, 8, 8)), 1, "prompts whose tokens are all read")
+    assert whole == first
+    assert not addresses((Chunk(3, 0, 21, 0),), 0)
 
 
 def test_a_new_request_sees_nothing_of_the_row_before() -> None:

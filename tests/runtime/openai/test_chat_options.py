@@ -287,12 +287,15 @@ def test_grammars_are_checked_in_turns_of_addresses_where_there_are_no_tenants(s
             for host in ("127.0.0.1", "127.0.0.2"):
                 connector = aiohttp.TCPConnector(local_addr=(host, 0))
                 body = {"model": "tiny", "messages": HELLO, "response_format": {"type": "json_object"}}
-                async with (
-                    aiohttp.ClientSession(connector=connector) as http,
-                    http.post(f"{api.url}/v1/chat/completions", json=body) as answer,
-                ):
-                    assert answer.status == 200
-        assert asked.by == ["127.0.0.1", "127.0.0.2"]
+                async with aiohttp.ClientSession(connector=connector) as http:
+                    for salt in ("a", "b"):
+                        asks = http.post(f"{api.url}/v1/chat/completions", json={**body, "cache_salt": salt})
+                        async with asks as answer:
+                            assert answer.status == 200
+            # Engines tell clients apart as well: not by a salt, of which each may have many.
+            one, again, other, last = (request.client for request in api.backend.requests)
+            assert one == again != other == last and "127" not in one
+        assert asked.by == ["127.0.0.1", "127.0.0.1", "127.0.0.2", "127.0.0.2"]
 
     run(main())
 

@@ -113,7 +113,7 @@ words_of_ab = st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_s
 @settings(max_examples=500)
 @given(
     words=words_of_ab,
-    stops=st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=3),
+    stops=st.lists(st.text("abc", min_size=1, max_size=6), min_size=1, max_size=16),
     step=st.integers(1, 4),
 )
 def test_stop_strings_cut_exactly(words, stops, step):

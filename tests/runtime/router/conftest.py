@@ -14,6 +14,7 @@ from isthmus_runtime.config import ModelConfig, RouterConfig, ServerConfig
 from isthmus_runtime.errors import RequestError
 from isthmus_runtime.metrics import render
 from isthmus_runtime.protocol import (
+    CLIENT_HEADER,
     AbortCall,
     AdapterCall,
     AdapterInfo,
@@ -88,6 +89,8 @@ class FakeEngine:
         self.kv_readers = 0
         self.epoch = "e1"
         self.generates = []
+        self.clients = []
+        """As calls to generate and prefill name them."""
         self.prefills = []
         self.commits = []
         self.aborts = []
@@ -177,6 +180,7 @@ class FakeEngine:
                 await response.write(item if isinstance(item, bytes) else token_line(item))
 
     async def _generate(self, request):
+        self.clients.append(request.headers.get(CLIENT_HEADER))
         call = GenerateCall.model_validate_json(await request.read())
         self.generates.append(call)
         self.started.set()
@@ -200,6 +204,7 @@ class FakeEngine:
         return response
 
     async def _prefill(self, request):
+        self.clients.append(request.headers.get(CLIENT_HEADER))
         call = PrefillCall.model_validate_json(await request.read())
         self.prefills.append(call)
         self.started.set()

@@ -29,12 +29,13 @@ from isthmus_runtime.metrics import RequestMetrics, render
 from isthmus_runtime.openai.app import BODIES, ApiConfig, add_openai_routes
 from isthmus_runtime.openai.text_prompts import ids_of_passed_on
 from isthmus_runtime.openai.tokenizer import Tokenizer
-from isthmus_runtime.protocol import EngineInfo, KvInfo, TransferInfo
+from isthmus_runtime.protocol import CLIENT_HEADER, EngineInfo, KvInfo, TransferInfo
 from isthmus_runtime.request import GenerateRequest, PromptText, SamplingOptions, SamplingParams
 from isthmus_runtime.router.app import make_router
 from isthmus_runtime.router.passed_on import OwnTokenizer
 from isthmus_runtime.serving.app import make_app
 from isthmus_runtime.serving.in_flight import InFlight
+from isthmus_runtime.turns import ThreadsInTurns
 
 OWN = OwnTokenizer("d1", lambda prompt: [len(prompt.text), 9])
 """Two ids of any text."""
@@ -464,6 +465,29 @@ def test_a_text_that_takes_long_ends_in_time(run, tokenizer):
                     assert got.status == 504 and (await got.json())["error"]["code"] == "deadline_exceeded"
             finally:
                 over.set()
+
+    run(main())
+
+
+def test_an_engine_knows_whose_a_text_is(run, tokenizer, monkeypatch):
+    """By what its router says, and where that says nothing by the salt."""
+    asked, do = [], ThreadsInTurns.do
+
+    async def noted(self, who, make, what):
+        asked.append(who)
+        return await do(self, who, make, what)
+
+    monkeypatch.setattr(ThreadsInTurns, "do", noted)
+
+    async def main():
+        async with unified_engine(tokenizer, []) as (address, _), aiohttp.ClientSession() as session:
+            prompt = {"text": "x" * 20_001, "special": True, "room": MODEL_LEN}
+            wanted = {"request_id": "r", "sampling": {"max_tokens": 4}, "prompt": prompt, "cache_salt": "salt"}
+            for headers in ({}, {CLIENT_HEADER: "c" * 100}):
+                url = f"http://{address}/internal/generate"
+                async with session.post(url, json={"request": wanted}, headers=headers) as got:
+                    assert got.status == 400
+        assert asked == ["salt", "c" * 64]
 
     run(main())
 

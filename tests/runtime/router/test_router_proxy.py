@@ -53,6 +53,19 @@ def test_pair(rig, run, kit):
     run(main())
 
 
+@pytest.mark.parametrize("client", ["", "5f3a"])
+def test_engines_are_told_whose_a_request_is(rig, run, kit, client):
+    """Beside it: those of an older version would refuse a field."""
+
+    async def main():
+        prefill, decode = kit.Engine("prefill"), kit.Engine("decode")
+        async with rig(prefill, decode) as r:
+            await kit.collect(r.backend, replace(kit.request(), client=client))
+            assert prefill.clients == decode.clients == [client or None]
+
+    run(main())
+
+
 def test_tokens_pass_one_by_one(rig, run, kit):
     async def main():
         gates = [asyncio.Event(), asyncio.Event()]

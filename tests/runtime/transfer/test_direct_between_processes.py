@@ -368,10 +368,11 @@ def test_runs_are_adjacent_on_both_sides() -> None:
         ("auto", "cpu", [], False, "tcp"),
         ("auto", "cpu", ["mlx5_0"], False, "rdma"),
         ("auto", "cuda:0", ["mlx5_0"], True, "nvlink"),
+        ("auto", "cuda:0", ["mlx5_0"], False, "rdma"),
         ("tcp", "cpu", ["mlx5_0"], False, "tcp"),
         ("rdma", "cpu", [], False, "no RDMA device"),
         ("nvlink", "cpu", [], True, "not on a GPU"),
-        ("nvlink", "cuda:0", [], False, "no NVLink"),
+        ("nvlink", "cuda:0", ["mlx5_0"], False, "nvlink"),
         ("auto", "cuda:0", [], False, "allow-tcp"),
         ("ib", "cpu", [], False, "unknown"),
     ],
@@ -380,15 +381,15 @@ def test_transports_are_chosen_or_refused_by_name(
     asked: str, device: str, rdma: list[str], nvlink: bool, expected: str
 ) -> None:
     if expected in ("tcp", "rdma", "nvlink"):
-        chosen, _ = choose_transport(asked, "deny", device=device, rdma_devices=rdma, nvlink_built=nvlink)
+        chosen, _ = choose_transport(asked, "deny", device=device, rdma_devices=rdma, nvlink=nvlink)
         assert chosen == expected
     else:
         with pytest.raises(ConfigError, match=expected):
-            choose_transport(asked, "deny", device=device, rdma_devices=rdma, nvlink_built=nvlink)
+            choose_transport(asked, "deny", device=device, rdma_devices=rdma, nvlink=nvlink)
 
 
 def test_auto_may_settle_on_tcp_when_allowed() -> None:
-    chosen = choose_transport("auto", "allow-tcp", device="cuda:0", rdma_devices=[], nvlink_built=False)
+    chosen = choose_transport("auto", "allow-tcp", device="cuda:0", rdma_devices=[], nvlink=False)
     assert chosen == ("tcp", "tcp")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 
@@ -116,9 +117,12 @@ class EngineBackend(Backend):
             if not ended:
                 self.engine.abort(request.request_id, name, "the client disconnected", answer=False)
 
-    async def prefill(self, call: PrefillCall) -> PrefillAnswer:
-        """Compute and send one prompt. Raises the RequestError that ended it; cancellation aborts it."""
+    async def prefill(self, call: PrefillCall, client: str = "") -> PrefillAnswer:
+        """Compute and send one prompt. Raises the RequestError that ended it; cancellation aborts it. `client`: as
+        `GenerateRequest.client`."""
         request = call.request.to_request()
+        if client:
+            request = replace(request, client=client)
         self._check(request)
         inbox = self._claim(call.attempt)
         trace = self._trace(call.attempt, request)

@@ -169,7 +169,7 @@ class LocalEngine(Engine):
 
         with self._changed:
             self._compiling[sid] = waits
-            self._line.add(request.cache_salt, len(structure.text), compile_and_run)
+            self._line.add(request.whose, len(structure.text), compile_and_run)
         # The API layer has seen it compiled within its limits; it is still more than a caller has time for.
         send(self._compiler, self._compile_next)
 

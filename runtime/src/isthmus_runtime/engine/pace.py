@@ -4,7 +4,8 @@
   step, and no less than that rest (where decoding alone takes as long, half of each step goes to prompts).
 - While none does, only arrivals and cancellations wait: `ALONE` times as long, and no less than `ALONE_FIXED` times
   the step's fixed cost, so that short steps cost prompts no throughput.
-- Each step with prompts computes at least `LEAST_TOKENS` of them, so they always come to an end.
+- Each step with prompts computes at least `LEAST_TOKENS` of them, so they always come to an end, and no prompt gets
+  fewer unless they are its last: no slivers.
 
 A step is planned `AHEAD` before the one that runs is expected to end: early enough to be ready, late enough that
 whoever arrived or was cancelled meanwhile is in it or out of it.
@@ -22,7 +23,9 @@ from .step_time import StepSize, StepTimes, attended
 ALONE = 2.0
 ALONE_FIXED = 8.0
 LEAST_TOKENS = 16
-"""Also what chunks that time limits are a multiple of: no slivers of prompts."""
+GRAIN = 4
+"""What chunks that time limits are a multiple of. Where a step has room for 44 tokens, one of 32 in their place takes a
+quarter more steps, each with what a step costs whatever is in it."""
 AHEAD_S, AHEAD_SHARE = 0.010, 0.1
 """A step is planned so long, and this share of its predecessor's time, before that is expected to end."""
 
@@ -63,9 +66,9 @@ class PromptBudget:
         """How many of `wanted` tokens from position `start` on are computed in this step; they are taken off."""
         count = min(wanted, self._tokens, self._times.tokens_in(self._seconds, start))
         if count < wanted:
-            count -= count % LEAST_TOKENS
-            if self._untouched:
-                count = max(count, min(wanted, LEAST_TOKENS))
+            count -= count % GRAIN
+            if count < LEAST_TOKENS:
+                count = min(wanted, LEAST_TOKENS) if self._untouched else 0
             self.spent = count < wanted
         self._untouched = False
         self._tokens -= count

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 from fastapi import FastAPI, Query, Request
@@ -17,6 +17,8 @@ from ..credentials import Credentials
 from ..errors import InvalidRequest, RequestError
 from ..metrics import CONTENT_TYPE, EngineMetrics, RequestMetrics, Scrapes, TransferMetrics
 from ..protocol import (
+    CLIENT_HEADER,
+    MOST_OF_A_CLIENT,
     AbortCall,
     AdapterCall,
     CommitCall,
@@ -240,6 +242,8 @@ class EngineServer:
 
     async def _stream(self, what: GenerateCall, call: Call) -> None:
         request = what.request.to_request()
+        if request.structure is not None or request.prompt is not None:
+            request = replace(request, client=_client(call.headers))
         told = 0
         if request.prompt is not None:
             try:
@@ -293,7 +297,7 @@ class EngineServer:
         call = await read_model(request, PrefillCall)
         try:
             with self._in_flight.track(), within(self._tracer.remote(request.headers)):
-                answer = await self._prefill(call)
+                answer = await self._prefill(call, _client(request.headers))
         except RequestError as error:
             self._meters.requests.failed(error.status, error.code)
             raise error.located("admission", call.attempt) from error
@@ -305,11 +309,11 @@ class EngineServer:
             written = prefill_answer_json(answer)
         return Response(written, media_type="application/json")
 
-    async def _prefill(self, call: PrefillCall) -> PrefillAnswer:
+    async def _prefill(self, call: PrefillCall, client: str) -> PrefillAnswer:
         if call.request.prompt is not None:
             raise InvalidRequest("prompt: prefill takes prompt_token_ids", param="prompt")
         try:
-            return await self._backend.prefill(call)
+            return await self._backend.prefill(call, client)
         except asyncio.CancelledError:
             error = self._in_flight.cancelled()
             if error is None:
@@ -346,6 +350,10 @@ class EngineServer:
         async for line in feed.lines():
             await call.write(line.model_dump_json().encode() + b"\n")
         await call.end()
+
+
+def _client(headers: Mapping[str, str]) -> str:
+    return headers.get(CLIENT_HEADER, "")[:MOST_OF_A_CLIENT]
 
 
 class _Observer:

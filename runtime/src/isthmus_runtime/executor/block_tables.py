@@ -62,12 +62,12 @@ class BlockTables:
         here[real:] = -1
         return there
 
-    def of(self, pack: Packer, rows: Longs, longest: int, num_rows: int) -> StepTable:
-        """The table of a step with `num_rows` rows, the first of them `rows`, that reads `longest` positions."""
+    def of(self, pack: Packer, rows: Longs, longest: int, num_rows: int, read: int) -> StepTable:
+        """The table of a step with `num_rows` rows, the first of them `rows`, that reads `longest` positions of the
+        first `read`; those beyond `rows` are dummies."""
         width = -(-longest // self._block_size)
-        here, there = pack.take(num_rows * width, torch.int32)
-        grid = here.reshape(num_rows, width)
+        here, there = pack.take(read * width, torch.int32)
+        grid = here.reshape(read, width)
         np.take(self._rows[:, :width], rows, axis=0, out=grid[: len(rows)])
         grid[len(rows) :] = NULL_BLOCK
-        table = self._there[:num_rows]
-        return StepTable(table, table[:, :width], there.view(num_rows, width))
+        return StepTable(self._there[:num_rows], self._there[:read, :width], there.view(read, width))

@@ -5,6 +5,9 @@ rows added are dummies: token 0 at position 0 of the null block, with slot -1, s
 draw goes to a row of the token table that nobody reads. A step with prompts (`Device.graph_tokens`) runs with more
 tokens, which belong to no row, and as many rows as there can be, which have no tokens. Bounds that a graph was captured
 with hold for every step.
+
+Where a device captures each size when it is first met, nothing is computed in vain: a step with prompts has those rows
+without tokens, and its own tokens (at most `Device.met_tokens`). The sizes met last are kept.
 """
 
 from __future__ import annotations
@@ -12,6 +15,10 @@ from __future__ import annotations
 from bisect import bisect_left
 
 from .device.base import Body, Device
+
+_KEPT = 256
+"""Captured parts that are kept where sizes are captured as they are met: of a model of 28 layers one holds a third of a
+megabyte, and steps that are bounded by time have some dozens of sizes."""
 
 
 class Graphs:
@@ -23,11 +30,13 @@ class Graphs:
         self.sizes = device.graph_sizes(max_rows)
         """Rows of decode steps, captured ahead, ascending; empty: each size when it is first met."""
         self.token_sizes = device.graph_tokens(max_tokens)
-        """Tokens of steps with prompts, likewise; empty: such steps are not captured."""
+        """Tokens of steps with prompts, likewise."""
+        self._met_tokens = device.met_tokens
         self.most_rows = self.padded(max_rows)
         """Rows that a step may be padded to."""
         self._memory = device.graph_memory()
         self._captured: dict[tuple[str, int], Body | None] = {}
+        """The one used last is the last, unless sizes are captured ahead."""
 
     def padded(self, rows: int) -> int:
         """The size that a decode step of `rows` rows runs as."""
@@ -35,6 +44,8 @@ class Graphs:
 
     def padded_tokens(self, tokens: int) -> int:
         """The tokens that a step with prompts of `tokens` tokens runs as; 0: it is not captured."""
+        if tokens <= self._met_tokens:
+            return tokens
         at = bisect_left(self.token_sizes, tokens)
         return self.token_sizes[at] if at < len(self.token_sizes) else 0
 
@@ -47,9 +58,16 @@ class Graphs:
         memory."""
         key = (name, size)
         if key not in self._captured:
-            self._captured[key] = self._device.capture(body, self._memory)
+            self._captured[key] = captured = self._device.capture(body, self._memory)
+            if captured is None and name.startswith("prompts"):
+                # What cannot be repeated at one size cannot at others, and need not be like others of its size.
+                self._met_tokens = 0
+            elif not self.sizes and len(self._captured) > _KEPT:
+                del self._captured[next(iter(self._captured))]
             return
         replay = self._captured[key]
+        if not self.sizes:
+            self._captured[key] = self._captured.pop(key)
         (replay or body)()
 
     def close(self) -> None:

@@ -34,8 +34,6 @@ Longs = npt.NDArray[np.int64]
 _WORDS_PER_ROW, _WORDS_PER_DRAW, _WORDS_PER_READ = 16, 8, 3
 _WORDS_PER_ANSWER = 1 + 20 + 10 + 1
 """A log-probability, and ids and log-probabilities of 20 alternatives: the most that the OpenAI API has."""
-_RECORDED_TOKENS = 32
-"""Steps with drafts up to this size are recorded where a device records each size when it is first met."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,8 +195,6 @@ class InputBatch:
                 num_rows, num_tokens, most = self._graphs.most_rows, padded, padded
                 longest = self._graphs.bound(longest)
                 graph = ("prompts", padded)
-            elif not self._graphs.sizes and num_tokens <= _RECORDED_TOKENS and draws.max(initial=0) > 1:
-                graph = (f"{num_rows} rows with drafts", num_tokens)
         pack = self._packer
         pack.begin(slot)
 
@@ -233,14 +229,18 @@ class InputBatch:
         pooled = self._pooled.of(columns)
         for chunk in pooled:
             reads[chunk.chunk] = chunk.reads
-        # What was captured is cut short always or never. Otherwise two products in place of one have to pay.
-        short = 2 * reads.sum() <= num_tokens if graph is None else graph[0].startswith("prompts")
+        # Two products in place of one have to pay. What was captured ahead is cut short always or never.
+        short = not decode and (2 * reads.sum() <= num_tokens or (graph is not None and bool(self._graphs.sizes)))
         if not short:
             reads = counts
+            if graph is not None and not decode:
+                graph = (f"{graph[0]} whose tokens are all read", graph[1])
         read_last = np.cumsum(reads)
         drawn = self._draws.of(pack, rows, ends, read_last, draws, masks, late_masks, num_rows if decode else 0)
         width = int(ends.max(initial=1))
-        tables = [table.of(pack, rows, width, num_rows) for table in self._tables]
+        # Rows without tokens beside the step's own are many where nothing else is padded, and are not read.
+        read_rows = num_rows if decode or self._graphs.sizes else len(rows)
+        tables = [table.of(pack, rows, width, num_rows, read_rows) for table in self._tables]
         forward = ForwardBatch(
             token_ids=self.token_ids[:num_tokens],
             positions=positions_there,

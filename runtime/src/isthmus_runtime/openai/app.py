@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..serving.app import errors, json_body
 from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
 from ..structured.checker import Checker
+from ..tokenising import LONG
 from ..tracing.span import NO_TRACER, Span, Tracer, current
 from . import anthropic
 from .answer import Job, Runner
@@ -30,7 +31,7 @@ from .bodies import json_object
 from .chat import NeedsThread
 from .embeddings import Embeddings, EmbeddingsRequest, VectorRequests, plan_embeddings
 from .keys import Keys
-from .lifecycle import Lifecycle, Progress, whose
+from .lifecycle import Lifecycle, Progress, known_as, whose
 from .plan import Plan, Planner
 from .ranking import Ranker, Ranking, RerankRequest, ScoreRequest, Scores
 from .reference import Chat, Completion, Model, ModelList
@@ -305,8 +306,11 @@ class _Api:
         if span.recording:
             _describe_job(span, job, self._config.served_names[0])
         del body  # megabytes, which an answer would keep as long as it streams
-        if job.structure is not None:
-            await self._check_structure(job.structure, job.structure_param, whose(call, progress.tenant))
+        if _takes_turns(job):
+            client = whose(call, progress.tenant)
+            job.requests = tuple(replace(request, client=known_as(client)) for request in job.requests)
+            if job.structure is not None:
+                await self._check_structure(job.structure, job.structure_param, client)
         progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
         with self._scores.holding(job.scores):
             if progress.tenant is None:
@@ -384,6 +388,12 @@ class _Api:
 
     def _limit(self) -> int | None:
         return self._backend.max_model_len or self._tokenizer.model_limit or None
+
+
+def _takes_turns(job: Job) -> bool:
+    """Whether what engines do for it is done in turns of clients."""
+    text = job.requests[0].prompt
+    return job.structure is not None or (text is not None and len(text.text) > LONG)
 
 
 def _describe_job(span: Span, job: Job, model: str) -> None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from ..errors import InvalidRequest
+from ..request import WrittenIds
 from .logit_options import MAX_BIASES
 from .problems import MAX_NAME, MAX_PROBLEMS, invalid
 
@@ -35,6 +36,8 @@ MOST_CONTAINERS, _BYTES_OF_A_CONTAINER = 1 << 17, 64
 MOST_ITEMS, _BYTES_OF_AN_ITEM = 1 << 20, 16
 """Lists and objects in a body, by their brackets, and values, by their commas: so many, and one more for as many
 bytes."""
+
+_SPACE, _NUMBERS = b" \t\r\n", b"0123456789,"
 
 _R = TypeVar("_R", bound=BaseModel)
 
@@ -73,6 +76,24 @@ def json_object(body: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise InvalidRequest(f"the body is a JSON {type(data).__name__}, expected an object")
     return data
+
+
+def ids_as_written(body: bytes, data: Mapping[str, Any], name: str) -> WrittenIds | None:
+    """The value of `name` in `data`, which `json_object` has made of this body, if it is a list of numbers without
+    sign, point and exponent whose place in the body is certain; else None.
+
+    Certain: without escapes a name is spelt as it is, and what is spelt once is the one that is in `data`.
+    """
+    value, key = data.get(name), b'"%b"' % name.encode()
+    if not isinstance(value, list) or not value or b"\\" in body or body.count(key) != 1:
+        return None
+    begin = body.index(b"[", body.index(key))
+    written = body[begin : body.index(b"]", begin) + 1].translate(None, _SPACE)
+    if written.translate(None, _NUMBERS) != b"[]":
+        return None
+    ids = WrittenIds(value)
+    ids.json = written
+    return ids
 
 
 def _check_values(body: bytes) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ..request import TokenLogprobs
 from .pieces import Pieces
@@ -13,39 +14,52 @@ from .pieces import Pieces
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
-@lru_cache(256)
-def _fallback(pattern: str) -> tuple[int, ...]:
-    """For each beginning of `pattern`, how long a beginning it ends with. Kept: a request may have 128 choices."""
-    found = [0] * len(pattern)
-    length = 0
-    for i in range(1, len(pattern)):
-        while length and pattern[i] != pattern[length]:
-            length = found[length - 1]
-        length += pattern[i] == pattern[length]
-        found[i] = length
-    return tuple(found)
+class _Stops:
+    """All stop strings as one automaton (Aho and Corasick, 1975): a character costs one step, however many they are.
+
+    A state is the longest end of the text so far that begins a stop string.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        assert all(stops), "an empty stop string would match everywhere"
+        self.next: list[dict[str, int]] = [{}]
+        """By state: the state that a character leads to, where that is one character longer."""
+        self.length = [0]
+        """By state: of that end of the text."""
+        self.ended = [""]
+        """By state: the longest stop string that ends there."""
+        for stop in stops:
+            state = 0
+            for char in stop:
+                state = self.next[state].setdefault(char, len(self.next))
+                if state == len(self.next):
+                    self.next.append({})
+                    self.length.append(0)
+                    self.ended.append("")
+            self.ended[state] = stop
+        self.begins = re.compile("|".join(map(re.escape, self.next[0])))
+        """A character that leads away from the beginning."""
+        self.shorter = [0] * len(self.next)
+        """By state: that of the next shorter end which begins a stop string."""
+        row = [0]
+        while row:
+            row = [self._join(state, char, after) for state in row for char, after in self.next[state].items()]
+
+    def _join(self, state: int, char: str, after: int) -> int:
+        self.length[after] = self.length[state] + 1
+        if state:
+            end = self.shorter[state]
+            while end and char not in self.next[end]:
+                end = self.shorter[end]
+            self.shorter[after] = end = self.next[end].get(char, 0)
+            self.ended[after] = self.ended[after] or self.ended[end]
+        return after
 
 
-class _Matcher:
-    """Knuth-Morris-Pratt search for one stop string, a character at a time."""
-
-    __slots__ = ("_fallback", "matched", "pattern")
-
-    def __init__(self, pattern: str) -> None:
-        assert pattern, "an empty stop string would match everywhere"
-        self.pattern = pattern
-        self.matched = 0
-        """Length of the longest end of the text so far that begins the pattern."""
-        self._fallback = _fallback(pattern)
-
-    def step(self, char: str) -> bool:
-        """Add a character; True when the pattern is complete. Not to be called after that."""
-        matched = self.matched
-        while matched and char != self.pattern[matched]:
-            matched = self._fallback[matched - 1]
-        matched += char == self.pattern[matched]
-        self.matched = matched
-        return matched == len(self.pattern)
+@lru_cache(16)
+def _stops(stops: tuple[str, ...]) -> _Stops:
+    """Kept: a request may have 128 choices."""
+    return _Stops(stops)
 
 
 class TextStream:
@@ -64,10 +78,11 @@ class TextStream:
         """`include_stop`: the text ends after the stop string instead of before it."""
         self._include_stop = include_stop
         self._piece = pieces.of
-        self._stop = tuple(_Matcher(s) for s in stop)
+        self._stop = _stops(tuple(stop)) if stop else None
+        self._state = 0
+        """Of `_stop`."""
         self.may_stop = bool(stop)
         """Whether there are stop strings."""
-        self._utf8 = _UTF8(errors="replace")
         self._half = False
         """The text so far ends inside a character."""
         self._certain = not stop and not logprobs
@@ -81,6 +96,11 @@ class TextStream:
         """A stop string was met; `push` must not be called again."""
         self.met = ""
         """Which."""
+
+    @cached_property
+    def _utf8(self) -> codecs.IncrementalDecoder:
+        """Made for the first text that is not ASCII."""
+        return _UTF8(errors="replace")
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> str:
         """Add tokens; returns the text that is now certain, often all of it, sometimes none."""
@@ -97,12 +117,14 @@ class TextStream:
 
     def finish(self) -> str:
         """No token follows: what was held back, an incomplete character as U+FFFD."""
-        if self.stopped:
+        if self.stopped or (self._certain and not self._half):
             return ""
         return self._advance(self._utf8.decode(b"", final=True), final=True)
 
     def take_logprobs(self) -> list[TokenLogprobs]:
         """Entries of the tokens that made the text returned since the last call."""
+        if not self._released:
+            return []
         taken, self._released = self._released, []
         return taken
 
@@ -119,7 +141,7 @@ class TextStream:
         return "".join(parts)
 
     def _advance(self, text: str, *, final: bool) -> str:
-        if not self._stop:
+        if self._stop is None:
             self._shown += len(text)
             self._release(final=final)
             return text
@@ -129,7 +151,7 @@ class TextStream:
             self.stopped = True
             out, self._held = held[:cut], ""
         else:
-            keep = 0 if final else max(m.matched for m in self._stop)
+            keep = 0 if final else self._stop.length[self._state]
             out, self._held = held[: len(held) - keep], held[len(held) - keep :]
         self._shown += len(out)
         self._release(final=final or self.stopped)
@@ -137,13 +159,25 @@ class TextStream:
 
     def _find_stop(self, text: str) -> int | None:
         """Where to cut held + `text`: the start of the stop string that is complete first; of several, the longest."""
-        end = len(self._held)
-        for char in text:
-            end += 1
-            complete = [m.pattern for m in self._stop if m.step(char)]
-            if complete:
-                self.met = max(complete, key=len)
+        stops, state, before = self._stop, self._state, len(self._held)
+        assert stops is not None
+        following, shorter, at = stops.next, stops.shorter, 0
+        while at < len(text):
+            if not state:
+                found = stops.begins.search(text, at)
+                if found is None:
+                    break
+                at = found.start()
+            char = text[at]
+            at += 1
+            while state and char not in following[state]:
+                state = shorter[state]
+            state = following[state].get(char, 0)
+            if stops.ended[state]:
+                self.met = stops.ended[state]
+                end = before + at
                 return end if self._include_stop else end - len(self.met)
+        self._state = state
         return None
 
     def _release(self, *, final: bool) -> None:

@@ -9,6 +9,7 @@ import os
 import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, TypeVar
 
 from ..errors import Cancelled, DeadlineExceeded, RequestError, is_panic, unforeseen
@@ -191,6 +192,11 @@ def whose(call: Call, tenant: Tenant | None) -> str:
     if tenant is not None:
         return tenant.name
     return "" if call.client is None else call.client.host
+
+
+def known_as(client: str) -> str:
+    """What engines know a client by: neither a tenant's name nor an address."""
+    return blake2b(client.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 async def _last_words(call: Call, error: RequestError, progress: Progress) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, create_model, model_validator
 
 from ..errors import InvalidRequest
-from ..request import SamplingOptions, Structure
+from ..request import SamplingOptions, Structure, WrittenIds
 from . import messages
-from .bodies import hints, json_object, parsed
+from .bodies import hints, ids_as_written, json_object, parsed
 from .logit_options import LogitOptions
 from .structured import ResponseFormat, StructuredOutputs, structure_of
 
@@ -323,7 +323,10 @@ class ChatRequest(_Common):
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """A checked request. InvalidRequest tells every problem and names the parameter of the first."""
-    return completion_request(json_object(body))
+    data = json_object(body)
+    if (ids := ids_as_written(body, data, "prompt")) is not None:
+        data["prompt"] = ids
+    return completion_request(data)
 
 
 def completion_request(data: Mapping[str, Any]) -> CompletionRequest:
@@ -343,7 +346,7 @@ def chat_request(data: Mapping[str, Any]) -> ChatRequest:
 
 def as_prompts(value: Any, param: str) -> list[Prompt]:
     """Prompts as OpenAI lets them be given, each text or ids. InvalidRequest names `param` and what it may be."""
-    if isinstance(value, str):
+    if isinstance(value, str | WrittenIds):
         return [value]
     if isinstance(value, list) and value and all(isinstance(p, str) for p in value):
         return list(value)

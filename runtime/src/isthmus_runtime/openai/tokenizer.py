@@ -261,6 +261,8 @@ class Tokenizer:
 
     def pieces_with(self, special: Iterable[str] | None) -> Pieces:
         """Pieces in which these special tokens are text; None: all of them."""
+        if special == ():
+            return self.pieces
         names = frozenset(self._special if special is None else self._special.keys() & set(special))
         if not names:
             return self.pieces

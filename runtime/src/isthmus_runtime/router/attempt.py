@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from ..errors import Cancelled, DeadlineExceeded, EngineFailed, EngineLost, Overloaded, RequestError, is_panic
 from ..interfaces.backend import Said, Take
 from ..metrics import RouterMetrics
-from ..protocol import CommitCall, PrefillAnswer, Ticket, parse_line, parse_prefill_answer
+from ..protocol import CLIENT_HEADER, CommitCall, PrefillAnswer, Ticket, parse_line, parse_prefill_answer
 from ..request import FinishReason, GenerateRequest, TokenChunk
 from ..tracing.span import current
 from .links import LOST, Links, lost, refusal
@@ -63,6 +63,7 @@ class Attempt:
         self._body = body
         self._decode = choice.decode
         self._prefill = choice.prefill
+        self._client = f"{CLIENT_HEADER}: {request.client}\r\n".encode() if request.client else b""
         self._attempt = attempt
         self._pool = pool
         self._links = links
@@ -242,7 +243,7 @@ class Attempt:
             self._response = response  # from here on `_interrupt` ends every wait by closing it
             self.unsent = False
             body = b'{"request":%b%b}' % (self._body, pairing.encode())
-            await self._links.send(response, url, "/internal/generate", body, self._span.headers())
+            await self._links.send(response, url, "/internal/generate", body, self._headers())
             if response.status == 200:
                 return
             raw = await response.read()
@@ -250,6 +251,9 @@ class Attempt:
             raise self._failure or self._lost_decode(e) from e
         self._ended = True
         raise refusal(response.status, raw, "decode", url)
+
+    def _headers(self) -> bytes:
+        return self._span.headers() + self._client
 
     async def _connect(self, url: str) -> Exchange:
         """A new connection, unless `_interrupt` ends the wait first."""
@@ -370,7 +374,7 @@ class Attempt:
         try:
             async with timer:
                 self._prefill_timer = timer
-                response = await self._links.open(url, "/internal/prefill", body, self._span.headers())
+                response = await self._links.open(url, "/internal/prefill", body, self._headers())
                 try:
                     raw = await response.read()
                 except BaseException:

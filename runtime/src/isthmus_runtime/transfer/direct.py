@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ..credentials import Credentials
@@ -24,6 +25,7 @@ from .bounded import TookTooLong, run_bounded
 from .drain import Answer, host_of
 from .greeting import Greeter
 from .native_engine import NativeEngine, start_engine
+from .peer_memory import batches
 from .peers import Peers, peer_of
 from .places import reserved
 from .slots import SLOT_BYTES, RecordSlots
@@ -82,10 +84,13 @@ class DirectTransfer:
         return False
 
     def effective(self) -> Effective:
-        return Effective("", 0.0) if self._native is None else self._native.effective
+        if self._native is None:
+            return Effective("", 0.0)
+        memory = self._native.memory
+        return self._native.effective if memory is None else replace(self._native.effective, gbps=memory.gbps)
 
     def prepare(self, region: KvRegion, timeout_s: float) -> None:
-        """As in `KvTransfer`; also measures a loopback write of 8 MiB."""
+        """As in `KvTransfer`; also measures a loopback write of 8 MiB, but over NVLink: there each peer is measured."""
         start = partial(
             start_engine,
             self._host,
@@ -105,7 +110,7 @@ class DirectTransfer:
             ) from error
         self._native, self._region = native, region
         self._greeter = Greeter(self._host, self._epoch, self._claim_problem)
-        self._writes.start(native.engine)
+        self._writes.start(native.engine, native.memory)
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
@@ -128,6 +133,7 @@ class DirectTransfer:
             blocks=reserved(job.blocks),
             record_address=address,
             record_capacity=SLOT_BYTES,
+            mapping="" if self._native.memory is None else self._native.memory.offer,
         )
         return self._signer.sign(ticket, job.deadline_s)
 
@@ -170,13 +176,21 @@ class DirectTransfer:
         assert self._region is not None, "prepare first"
         if record is not None and len(record) > min(ticket.record_capacity, SLOT_BYTES):
             raise ValueError(f"record of {len(record)} bytes; decode has room for {ticket.record_capacity}")
-        runs = merge_runs(pieces, self._region, MAX_RUN_BYTES[self.effective().transport])
+        transport = self.effective().transport
+        if bool(ticket.mapping) != (transport == "nvlink"):
+            raise ValueError(
+                f"decode {'takes' if ticket.mapping else 'does not take'} KV over NVLink, and this prefill sends it "
+                f"over {transport}; give both the same --transfer-transport"
+            )
+        runs = merge_runs(pieces, self._region, MAX_RUN_BYTES[transport])
         slot = None if record is None else self._stage(record)
         op = Write(
             attempt=attempt,
             peer=peer_of(ticket),
             claim=claim(ticket),
-            runs=deque(runs),
+            runs=deque(batches(runs) if ticket.mapping else runs),
+            mapping=ticket.mapping,
+            base=ticket.pool_base,
             record=None if slot is None or record is None else Run(slot, ticket.record_address, len(record)),
             done=done,
             over=partial(self._give, slot),

@@ -15,14 +15,13 @@ from ..interfaces.transport import KvRegion
 from .backend import Effective
 from .bounded import INSTALL_HINT, built_for_cpus
 from .handshakes import started
+from .peer_memory import PeerMemory, reaches_a_peer
 from .slots import RecordSlots
 from .sockets import listening_ports, probe_accepted
-from .transport import FLOOR_GBPS, check_memory, choose_transport, transport_environment
+from .transport import DONE, FAILED, FLOOR_GBPS, check_memory, choose_transport, transport_environment
 
 POLL_S = 0.0005
 """Pace of looking at a transfer that moves: Mooncake offers no completion event, and its own waits spin on a core."""
-DONE, FAILED = 1, -1
-"""What `transfer_check_status` answers of a transfer that has ended."""
 PROBE_BYTES = 8 << 20
 PROBE_PARTS = 8
 PROBE_S = 4.0
@@ -39,11 +38,16 @@ class NativeEngine:
     ports: frozenset[int]
     """Where this process takes what peers write."""
     effective: Effective
+    memory: PeerMemory | None = None
+    """What moves blocks over NVLink; the engine then has nothing but the records."""
 
-    def release(self, *bases: int) -> None:
-        """Unregister the memory that begins at each of `bases`. Only when no transfer reads or writes it any more."""
-        for base in bases:
-            self.engine.unregister_memory(base)
+    def release(self, pool: int, records: int) -> None:
+        """Unregister the memory that begins there. Only when no transfer reads or writes it any more."""
+        if self.memory is None:
+            self.engine.unregister_memory(pool)
+        else:
+            self.memory.close()
+        self.engine.unregister_memory(records)
 
 
 def start_engine(
@@ -61,19 +65,20 @@ def start_engine(
     Raises:
         ConfigError: no Mooncake, none that reads this memory, no such transport, a refusal, or too slow a probe.
     """
-    check_memory("direct", region.device, built_for_cpus=built_for_cpus())
     rdma = sorted(p.name for p in Path("/sys/class/infiniband").glob("*"))
-    try:
-        import mooncake.engine as mooncake
-    except ImportError as error:
-        raise ConfigError(f"--transfer-mode direct: Mooncake cannot be loaded ({error}); {INSTALL_HINT}") from error
     transport, protocol = choose_transport(
         transport,
         fallback,
         device=region.device,
         rdma_devices=rdma,
-        nvlink_built=bool(getattr(mooncake, "SUPPORT_INTRA_NVLINK", False)),
+        nvlink=transport == "auto" and reaches_a_peer(region.device),
     )
+    if transport != "nvlink":
+        check_memory("direct", region.device, built_for_cpus=built_for_cpus())
+    try:
+        import mooncake.engine as mooncake
+    except ImportError as error:
+        raise ConfigError(f"--transfer-mode direct: Mooncake cannot be loaded ({error}); {INSTALL_HINT}") from error
     apply_native_environment(transport_environment(transport, timeout_s))
     engine = mooncake.TransferEngine()
     code = engine.initialize(host, "P2PHANDSHAKE", protocol, ",".join(rdma) if transport == "rdma" else "")
@@ -84,9 +89,11 @@ def start_engine(
         )
     ports = listening_ports()
     probe_accepted()
-    size = region.num_blocks * region.block_stride
-    _register(engine, transport, {"KV pool": (region.base, size), "records": (slots.base, slots.nbytes)})
+    _register(engine, transport, {"records": (slots.base, slots.nbytes)})
     session = f"{host}:{engine.get_rpc_port()}"
+    if transport == "nvlink":
+        return NativeEngine(engine, session, ports, Effective(transport, 0.0), PeerMemory(region, clock))
+    _register(engine, transport, {"KV pool": (region.base, region.num_blocks * region.block_stride)})
     gbps = _probe(engine, session, region, slots, clock)
     if gbps < FLOOR_GBPS.get(transport, 0.0):
         raise ConfigError(

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from ..errors import ConfigError
 from ..interfaces.transport import KvRegion, Piece
 
-FLOOR_GBPS = {"rdma": 2.0, "nvlink": 20.0}
+FLOOR_GBPS = {"rdma": 2.0}
 """A probe below this means that something slower moved the bytes."""
+MOVING, DONE, FAILED = 0, 1, -1
+"""What has become of a write: as Mooncake's `transfer_check_status` answers, which has other values for the first."""
 
 
 MAX_RUN_BYTES = {"tcp": 2 << 20, "rdma": 16 << 20, "nvlink": 16 << 20}
@@ -42,9 +44,11 @@ def merge_runs(pieces: Iterable[Piece], region: KvRegion, max_bytes: int) -> lis
 
 
 def choose_transport(
-    asked: str, fallback: str, *, device: str, rdma_devices: Sequence[str], nvlink_built: bool
+    asked: str, fallback: str, *, device: str, rdma_devices: Sequence[str], nvlink: bool
 ) -> tuple[str, str]:
-    """(transport, Mooncake protocol) for a request of auto | rdma | nvlink | tcp.
+    """(transport, Mooncake protocol) for a request of auto | rdma | nvlink | tcp. Over NVLink only records go by it.
+
+    `nvlink`: this process sees another GPU that its own may access.
 
     Raises:
         ConfigError: an explicit transport is not available here, or auto would settle for less than the device needs.
@@ -57,15 +61,13 @@ def choose_transport(
     if asked == "nvlink":
         if not gpu:
             raise ConfigError(f"--transfer-transport nvlink: the KV pool is on {device!r}, not on a GPU; use tcp")
-        if not nvlink_built:
-            raise ConfigError("--transfer-transport nvlink: this Mooncake build has no NVLink; install the CUDA build")
-        return "nvlink", "nvlink_intra"
+        return "nvlink", "tcp"
     if asked == "tcp":
         return "tcp", "tcp"
     if asked != "auto":
         raise ConfigError(f"--transfer-transport {asked!r} is unknown; allowed: auto, rdma, nvlink, tcp")
-    if gpu and nvlink_built:
-        return "nvlink", "nvlink_intra"
+    if gpu and nvlink:
+        return "nvlink", "tcp"
     if rdma_devices:
         return "rdma", "rdma"
     if gpu and fallback != "allow-tcp":
@@ -89,7 +91,8 @@ def check_memory(mode: str, device: str, *, built_for_cpus: bool) -> None:
     if built_for_cpus:
         raise ConfigError(
             f"--transfer-mode {mode}: the KV pool is on {device!r}, and mooncake-transfer-engine-non-cuda would read "
-            "its addresses as host memory; install mooncake-transfer-engine-cuda13 in its place"
+            "its addresses as host memory; install mooncake-transfer-engine-cuda13 in its place, or use "
+            "--transfer-transport nvlink between GPUs of one host"
         )
 
 
@@ -111,10 +114,7 @@ def transport_environment(transport: str, timeout_s: float) -> dict[str, str]:
         "MC_TCP_STATUS_TIMEOUT_SEC": seconds,
         "MC_LOG_LEVEL": "ERROR",
     }
-    if transport == "tcp":
+    if transport != "rdma":
         # Without it an engine on a host with RDMA cards takes those, whatever protocol it is given.
         env["MC_FORCE_TCP"] = "1"
-    if transport == "nvlink":
-        # The name differs between releases; without it the protocol silently runs over TCP.
-        env["MC_INTRANODE_NVLINK"] = env["MC_INTRA_NVLINK"] = "1"
     return env

@@ -3,7 +3,8 @@
 It submits each run of adjacent blocks as a transfer of its own and reads its status until that is final: a batch call
 would report the first failure while the rest of the batch still moves, and would free a batch that timed out. So an
 operation that ends here has truly ended, and one that does not end in time is reported as unsettled and watched until
-it does. The thread looks every POLL_S while something moves, and sleeps on a condition otherwise.
+it does. The thread looks every POLL_S while something moves, more often at what is short, and sleeps on a condition
+otherwise. Between GPUs of one host many runs are one copy, which ends when its events have been reached.
 
 A write is complete when the receiver has stored it (acknowledged framing, MC_TCP_PROTO 2), so the record, submitted
 after everything else completed, is really last.
@@ -26,15 +27,20 @@ from ..interfaces.transport import Done, TransferResult
 from ..threads import guarded
 from .bounded import TookTooLong, run_bounded, split_address
 from .handshakes import Handshakes, started
-from .native_engine import DONE, FAILED, POLL_S
+from .native_engine import POLL_S
+from .peer_memory import IDLE_S, Batch, Copy, PeerMemory
 from .peers import Peer, Peers
 from .sockets import stuck_bytes_to
-from .transport import Run
+from .transport import DONE, FAILED, Run
 
 _log = logging.getLogger(__name__)
 
 WINDOW = 64
 """Runs in flight per operation: what a cancelled operation still has to wait for."""
+SOON_POLL_S = 0.0001
+"""Pace of looking, for `SOON_S`, at what takes less than a poll: records, and copies between GPUs. Two of them stand
+between a prompt's last step and its first token."""
+SOON_S = 0.003
 IDLE_POLL_S = 0.01
 """Pace of looking at transfers that have not moved for BUSY_S."""
 BUSY_S = 0.1
@@ -48,7 +54,7 @@ class Write:
     peer: Peer
     claim: bytes
     """What the peer is shown of its ticket."""
-    runs: deque[Run]
+    runs: deque[Run | Batch]
     """Still to be submitted."""
     record: Run | None
     done: Done
@@ -56,11 +62,15 @@ class Write:
     """Called when nothing of it moves any more, which may be long after `done`."""
     timeout_s: float
     deadline: float
+    mapping: str = ""
+    """Over NVLink: the peer's offer of its pool (`PeerMemory`)."""
+    base: int = 0
+    """And where the pool is in the peer's process."""
     record_due: bool = field(init=False)
     """The record is still to be submitted."""
     asking: bool = False
     """Whether the peer is being asked for its epoch."""
-    flying: dict[int, Run] = field(default_factory=dict)
+    flying: dict[int | Copy, Run | Batch] = field(default_factory=dict)
     moved: int = 0
     problem: str = ""
     reported: bool = False
@@ -77,13 +87,18 @@ class Write:
         """Whether something of it is still to be submitted."""
         return bool(self.runs) or self.record_due
 
+    @property
+    def soon(self) -> bool:
+        """Whether what is in flight takes a fraction of a millisecond."""
+        return all(isinstance(run, Batch) or run is self.record for run in self.flying.values())
+
     def stop(self, problem: str) -> None:
         """Submit nothing more of it; what is in flight is watched until it ends. The first problem counts."""
         self.runs.clear()
         self.record_due = False
         self.problem = self.problem or problem
 
-    def pop(self) -> Run | None:
+    def pop(self) -> Run | Batch | None:
         """What may be submitted next; None: nothing yet, or nothing more."""
         if self.runs:
             return self.runs.popleft()
@@ -112,11 +127,13 @@ class Writes:
         self._handshakes = Handshakes(clock)
         self._thread = threading.Thread(target=self._run, name="transfer-direct", daemon=True)
         self._engine: Any = None
+        self._memory: PeerMemory | None = None
+        self._tidying = False
         self._moved_at = 0.0
 
-    def start(self, engine: Any) -> None:
-        """Begin, through a `mooncake.engine.TransferEngine`."""
-        self._engine = engine
+    def start(self, engine: Any, memory: PeerMemory | None = None) -> None:
+        """Begin, through a `mooncake.engine.TransferEngine`; with `memory`, blocks go by that."""
+        self._engine, self._memory = engine, memory
         self._thread.start()
 
     def submit(self, op: Write) -> None:
@@ -197,8 +214,12 @@ class Writes:
                     self._lose(op, error)
 
     def _pause(self) -> float | None:
-        if any(op.flying for op in self._ops if not op.lost):
-            return POLL_S if self._clock() - self._moved_at < BUSY_S else IDLE_POLL_S
+        moving = [op for op in self._ops if op.flying and not op.lost]
+        if moving:
+            still = self._clock() - self._moved_at
+            if still < SOON_S and all(op.soon for op in moving):
+                return SOON_POLL_S
+            return POLL_S if still < BUSY_S else IDLE_POLL_S
         ends = [op.deadline for op in self._ops if not op.reported]
         due = min(ends + [at for at, _, _ in self._later[:1]], default=None)
         return None if due is None else max(0.0, due - self._clock())
@@ -207,7 +228,7 @@ class Writes:
         if op.lost:
             return
         for transfer, run in tuple(op.flying.items()):
-            status = self._engine.transfer_check_status(transfer)
+            status = transfer.status() if isinstance(transfer, Copy) else self._engine.transfer_check_status(transfer)
             if status == DONE:
                 op.moved += 0 if run is op.record else run.nbytes
                 self._moved_at = self._clock()
@@ -239,18 +260,34 @@ class Writes:
             if run is None:
                 return
             session, problem = op.peer.session, ""
-            write = partial(self._engine.transfer_submit_write, session, run.source, run.target, run.nbytes)
+            transfer: int | Copy = 0
             try:
-                transfer = self._handshakes.submit(session, write)
+                transfer = self._submit(op, run)
             except Exception as error:  # what one peer's ticket says ends its own transfer, and no other
-                transfer, problem = 0, f"cannot be written to: {error!r}"
-            if started(transfer):
+                problem = f"cannot be written to: {error!r}"
+            if isinstance(transfer, Copy) or started(transfer):
                 op.flying[transfer] = run
                 self._moved_at = self._clock()
             else:
                 silent = self._handshakes.silent(session)
                 problem = problem or ("does not answer a handshake" if silent else "refused the handshake")
                 self._stop(op, f"{session} {problem}")
+
+    def _submit(self, op: Write, run: Run | Batch) -> int | Copy:
+        if isinstance(run, Run):
+            session = op.peer.session
+            write = partial(self._engine.transfer_submit_write, session, run.source, run.target, run.nbytes)
+            return self._handshakes.submit(session, write)
+        assert self._memory is not None, "blocks were batched without NVLink"
+        if not self._tidying:
+            self._tidying = True
+            self.call(self._tidy, IDLE_S)
+        return self._memory.submit(op.mapping, op.base, run)
+
+    def _tidy(self) -> None:
+        self._tidying = self._memory is not None and self._memory.tidy()
+        if self._tidying:
+            self.call(self._tidy, IDLE_S)
 
     def _greeted(self, op: Write, problem: str) -> None:
         def checked() -> None:

@@ -47,6 +47,8 @@ class Device(Protocol):
     """Whether products of 8-bit floats (E4M3) run on it, and fast."""
     reads_fp8: bool
     """Whether its attention reads keys and values that are 8-bit floats."""
+    met_tokens: int
+    """Steps with prompts of at most so many tokens are captured when their size is first met, padded with nothing."""
 
     def enter(self) -> None:
         """Make it the calling thread's device, with the threads and the stream of this process. Once a thread."""

@@ -29,6 +29,7 @@ class CpuDevice:
     dtype_varies = True
     multiplies_fp8 = False
     reads_fp8 = True
+    met_tokens = 512 if native.available() else 0
 
     def __init__(self, threads: int = 0, *, deterministic: bool = False) -> None:
         """`deterministic` asks for nothing but the compiled kernels, which compute rows alike in any batch (ADR 25)."""
@@ -102,10 +103,18 @@ class CpuDevice:
         return None
 
     def capture(self, body: Body, memory: GraphMemory) -> Body | None:
-        """Record the compiled operations of `body`. None where PyTorch computed something: that is not recorded."""
-        with native.record() as program, _Unrecorded() as others:  # type: ignore[no-untyped-call]
+        """Record the compiled operations of `body`, then run them. None where PyTorch computes something, which is not
+        recorded: `body` is run as it is then."""
+        try:
+            with native.record() as program, _NothingComputed():  # type: ignore[no-untyped-call]
+                body()
+        except _ComputedError:
+            program = None
+        if program is None or not len(program):
             body()
-        return None if others.found or not len(program) else program.run
+            return None
+        program.run()
+        return program.run
 
     def explain(self, error: BaseException) -> str:
         """The error as Python names it."""
@@ -123,11 +132,14 @@ class _Past:
         """Nothing to wait for."""
 
 
-class _Unrecorded(TorchDispatchMode):
-    """Sees what PyTorch itself computes. Views and fresh memory are no computation: addresses stay as they were."""
+class _ComputedError(Exception):
+    """PyTorch was asked to compute something."""
+
+
+class _NothingComputed(TorchDispatchMode):
+    """Stops before PyTorch itself computes. Views and fresh memory are no computation: addresses stay as they were."""
 
     _FREE = ("aten::empty", "aten::detach", "aten::alias")
-    found = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -136,7 +148,8 @@ class _Unrecorded(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found |= not func.is_view and not func.name().startswith(self._FREE)
+        if not func.is_view and not func.name().startswith(self._FREE):
+            raise _ComputedError(func.name())
         return func(*args, **(kwargs or {}))
 
 

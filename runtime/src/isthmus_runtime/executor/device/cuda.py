@@ -59,6 +59,7 @@ class CudaDevice:
     """`device.base.Device` on the GPU `index`. All work runs on one stream."""
 
     dtype_varies = False
+    met_tokens = 0
     _planned = (0, 0)
     """Bytes that were taken when the pool was planned, and that were set aside."""
     _pooled = 0
