@@ -165,6 +165,7 @@ def test_bombs_end_with_a_clear_error_in_little_memory(source):
     assert isinstance(caught.value, ConfigError) or caught.value.param == "messages"
 
 
+@pytest.mark.slow
 def test_a_budget_is_for_one_rendering():
     template = ChatTemplate("{% for m in messages %}{{ m.content | upper }}{% endfor %}", {})
     many = Conversation(messages=[{"role": "user", "content": "x"}] * 20_000)

@@ -252,6 +252,7 @@ def test_a_byte_order_mark_is_read_over() -> None:
         parse_completion(b"\xef\xbb\xbf" * 2 + body)
 
 
+@pytest.mark.slow
 def test_an_answer_lists_few_of_many_problems_and_repeats_little_of_what_was_sent():
     many = {f"unknown_{number}": 1 for number in range(100_000)}
     long = "x" * 1_000_000
@@ -371,13 +372,21 @@ def test_logit_options_that_cannot_be(given, structured, words):
         # A megabyte of mistakes is not to become a gigabyte of what is wrong with each.
         ({"structured_outputs": {"choice": [1] * 200_000}}, "at most 4096 items"),
         ({"structured_outputs": {f"u{i}": 1 for i in range(100_000)}}, "more than 1024 fields"),
-        ({"response_format": {"type": "text", **{f"u{i}": 1 for i in range(100_000)}}}, "more than 1024 fields"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {f"u{i}": 1 for i in range(100_000)}}},
-            "more than 1024 fields",
+        *(
+            pytest.param(given, words, marks=pytest.mark.slow)
+            for given, words in (
+                (
+                    {"response_format": {"type": "text", **{f"u{i}": 1 for i in range(100_000)}}},
+                    "more than 1024 fields",
+                ),
+                (
+                    {"response_format": {"type": "json_schema", "json_schema": {f"u{i}": 1 for i in range(100_000)}}},
+                    "more than 1024 fields",
+                ),
+                ({"logit_bias": {str(i): "a" for i in range(60_000)}}, "more than 1024 fields"),
+                ({"stop": [{f"u{i}": 1 for i in range(100_000)}]}, "more than 4096 fields"),
+            )
         ),
-        ({"logit_bias": {str(i): "a" for i in range(60_000)}}, "more than 1024 fields"),
-        ({"stop": [{f"u{i}": 1 for i in range(100_000)}]}, "more than 4096 fields"),
     ],
 )
 def test_what_is_large_and_wrong_is_refused_by_its_size(given, words):

@@ -713,6 +713,7 @@ def test_a_handler_is_told_why_a_body_came_to_nothing(run):
     assert [error.status for error in told] == [408]
 
 
+@pytest.mark.slow
 def test_what_a_client_sends_ahead_is_bounded(run):
     async def main():
         go, began = asyncio.Event(), asyncio.Event()
