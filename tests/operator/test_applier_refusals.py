@@ -196,7 +196,7 @@ def test_of_a_full_optional_object_of_somebody_elses_nothing_is_held_but_whose_i
     """What was refused is told of at the end of a run, and until then its frames held the object: 33 MB."""
     wanted = {**body("PodMonitor", "m"), "apiVersion": "monitoring.coreos.com/v1"}
     full = {**body("PodMonitor", "m", owned=False), "spec": {"podMetricsEndpoints": [{}] * 60_000}}
-    full["metadata"]["ownerReferences"] = [{**OWNER, "uid": "another"}]
+    full["metadata"]["ownerReferences"] = [{**OWNER, "name": "other", "uid": "another"}]
     changes = run(Server(lambda verb, kind: False, [full]), Desired(apply=(), optional=(wanted,)), [])
     (error,) = changes.left_out
     held = [frame.f_locals.get("there") for frame, _ in traceback.walk_tb(error.__traceback__)]
