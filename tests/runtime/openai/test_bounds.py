@@ -289,6 +289,14 @@ def test_what_cannot_be_cut_is_not_tokenised_at_any_length(tokenizer, monkeypatc
         tokenizer.encode("zq" * (2 * part + 1))
 
 
+def test_ids_of_prompts_share_their_numbers(tokenizer, monkeypatch):
+    """A number above 256 takes 28 bytes beside its place, and prompts of a request may have millions."""
+    monkeypatch.setitem(tokenizer.__dict__, "_ints", tuple(range(1000)))
+    one, other = (tokenizer.compact([int(text) for text in ("7", "300", "999")]) for _ in range(2))
+    assert one == other == (7, 300, 999) and all(a is b for a, b in zip(one, other, strict=True))
+    assert tokenizer.compact([1, 1000]) == (1, 1000)
+
+
 def test_a_long_legal_text_lets_other_threads_run_throughout(tokenizer):
     """Words that are known need no call that gives the interpreter's lock away: the parts must.
 

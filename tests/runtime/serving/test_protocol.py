@@ -1090,6 +1090,22 @@ def reader_of_nothing(port, head=b"", times=1):
     return sock
 
 
+@pytest.mark.parametrize("lines", [5000, 130])
+def test_a_head_of_many_lines_leaves_nothing_while_its_connection_lingers(run, lines):
+    """Each took 48 bytes and its text."""
+
+    async def main():
+        async with served() as there:
+            reader, writer = await there.connect()
+            writer.write(b"GET / HTTP/1.1\r\n" + b"a:\r\n" * lines)
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 431 ")
+            (connection,) = there.connections
+            assert connection._deaf and not connection.headers
+            writer.close()
+
+    run(main())
+
+
 @pytest.mark.parametrize(("head", "times"), [(b"", 1), (b"", 2), (b"Connection: close\r\n", 1)])
 def test_an_answer_of_which_nothing_is_read_ends(run, head, times):
     """Its connection stayed for good: closing it waited for the rest to be read."""
