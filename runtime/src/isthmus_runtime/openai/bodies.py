@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeVar
@@ -36,14 +37,33 @@ MOST_CONTAINERS, _BYTES_OF_A_CONTAINER = 1 << 17, 64
 MOST_ITEMS, _BYTES_OF_AN_ITEM = 1 << 20, 16
 """Lists and objects in a body, by their brackets, and values, by their commas: so many, and one more for as many
 bytes."""
+MOST_QUOTES, _BYTES_OF_A_QUOTE = 1 << 18, 64
+"""Quotation marks, two for each key and text: a key takes four times as long to be made as a number."""
+_MOST_ESCAPES = 8
+"""Backslashes before one that are looked at; with more it counts."""
+_LARGE = 1 << 16
+"""Bytes of a body that is read alone."""
 
 _SPACE, _NUMBERS = b" \t\r\n", b"0123456789,"
 
 _R = TypeVar("_R", bound=BaseModel)
 
 
+_reading = threading.Lock()
+
+
 def json_object(body: bytes) -> dict[str, Any]:
-    """A body that must be a JSON object. InvalidRequest says where it is not."""
+    """A body that must be a JSON object. InvalidRequest says where it is not.
+
+    No other thread runs while one is read, which of several large ones would follow one another without a break.
+    """
+    if len(body) <= _LARGE:
+        return _json_object(body)
+    with _reading:
+        return _json_object(body)
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
     _check_values(body)
     body = body.removeprefix(codecs.BOM_UTF8)
     try:
@@ -109,6 +129,21 @@ def _check_values(body: bytes) -> None:
                 f"the body has {found} {what} (those inside of texts count); at most {most} are allowed in "
                 f"{len(body)} bytes; shorten it"
             )
+    most = MOST_QUOTES + len(body) // _BYTES_OF_A_QUOTE
+    if len(body) > most and (found := _quotes(body, most)) > most:
+        raise InvalidRequest(
+            f"the body has {found // 2} keys and texts; at most {most // 2} are allowed in {len(body)} bytes; send less"
+        )
+
+
+def _quotes(body: bytes, most: int) -> int:
+    """How many quotation marks begin or end a text; those inside of texts, which are escaped, are told apart only where
+    all are more than `most`."""
+    found = body.count(b'"')
+    if found > most:
+        for escapes in range(1, _MOST_ESCAPES + 1):
+            found += (-1) ** escapes * body.count(b"\\" * escapes + b'"')
+    return found
 
 
 def _refuse_constant(name: str) -> None:

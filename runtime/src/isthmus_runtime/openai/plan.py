@@ -37,6 +37,8 @@ from .tokenizer import Tokenizer, TooManyTokens, last
 
 MakeFormat = Callable[..., Format]
 """Takes what `Format` does."""
+_LONG = 1024
+"""Tokens of a prompt that is worth being made compact."""
 _DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions."""
 _ROUTES: Mapping[str, str] = MappingProxyType(
@@ -96,7 +98,8 @@ class Planner:
         room = limit - max(1, wanted)
         if alone is not None and self._may_be_text(request) and self._tokenizer.surely_fits(alone, room, special=True):
             text = PromptText(text=alone, special=True, room=limit)
-        prompts = [self.prompt_ids(p, limit, keep) if text is None else () for p in given]
+        many = len(given) > 1
+        prompts = [self.prompt_ids(p, limit, keep, many=many) if text is None else () for p in given]
         longest = max(map(len, prompts)) if len(prompts) > 1 else len(prompts[0])
         _check_room("max_tokens", request.max_tokens, longest, limit)
 
@@ -194,7 +197,7 @@ class Planner:
         if prompt.ids is None:
             text, wanted = PromptText(text=prompt.text, special=False, room=limit), asked or limit - 1
         else:
-            ids = tuple(prompt.ids)
+            ids = self._tokenizer.compact(prompt.ids) if len(prompt.ids) > _LONG else tuple(prompt.ids)
             if not ids:
                 raise InvalidRequest("messages: the rendered prompt is empty", param="messages")
             if len(ids) >= limit:
@@ -237,9 +240,20 @@ class Planner:
         return limit
 
     def prompt_ids(
-        self, prompt: str | tuple[int, ...], limit: int, keep: int | None = None, name: str = "prompt"
+        self,
+        prompt: str | tuple[int, ...],
+        limit: int,
+        keep: int | None = None,
+        name: str = "prompt",
+        *,
+        many: bool = True,
     ) -> tuple[int, ...]:
-        """1 to `limit` - 1 ids; the last `keep` where that is given. Errors call it `name`."""
+        """1 to `limit` - 1 ids; the last `keep` where that is given. Errors call it `name`. `many`: of a request that
+        has many prompts."""
+        ids = self._prompt_ids(prompt, limit, keep, name)
+        return self._tokenizer.compact(ids) if many or len(ids) > _LONG else ids
+
+    def _prompt_ids(self, prompt: str | tuple[int, ...], limit: int, keep: int | None, name: str) -> tuple[int, ...]:
         if keep is not None:
             count = _kept(keep, limit)
             prompt = tuple(
@@ -266,7 +280,7 @@ class Planner:
             raise too_long(str(e), limit, name) from e
         if not ids:
             raise InvalidRequest(f"{name}: the rendered prompt is empty", param=name)
-        return tuple(ids)
+        return self._tokenizer.compact(ids)
 
     def named(self, model: str) -> str:
         """The name that an answer tells, of a request for `model`."""

@@ -25,7 +25,8 @@ MAX_COPIED_IDS, MAX_COPIED_TEXT = 1 << 22, 1 << 23
 with its own. 150 MB as they hold them."""
 MAX_ECHO = 1 << 24
 """Most characters of prompts in one answer."""
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS, MAX_STOP_TEXT = 16, 1024
+"""And their characters together: what looks for them takes 270 bytes for each as long as the request runs."""
 
 Prompt = str | tuple[int, ...]
 """Text, or ids that are taken as they are."""
@@ -125,6 +126,8 @@ class _Common(LogitOptions, _Sampling):
             raise ValueError("prompt_logprobs: not in a stream; remove stream, or use echo with logprobs")
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise ValueError(f"stop: {len(self.stop_strings)} strings, at most {MAX_STOP_STRINGS} are allowed")
+        if (length := sum(map(len, self.stop_strings))) > MAX_STOP_TEXT:
+            raise ValueError(f"stop: {length} characters, at most {MAX_STOP_TEXT} are allowed in all strings together")
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens: 0 would leave nothing; give at least 1, or -1 for what fits")
         if self.stop == "":
