@@ -3,7 +3,8 @@
 Both routers stand before the same fake engines (`router_upstream.py`). 32 keep-alive connections, prompts of 1.2 kB,
 plain answers and streams of 64 chunks 2 ms apart. Quoted is CPU time of the router process per request:
 unlike latency it does not depend on how busy the load generator is. The routers take turns, `--rounds` times; medians
-are printed, each beside the peer's of the same kind: one engine by turns, by prefix, or a prefill and a decode engine.
+are printed, each beside the peer's of the same kind and the same bodies, text or token ids: one engine by turns, by
+prefix, or a prefill and a decode engine.
 At the end 1,000 concurrent streams run through ours.
 
     python runtime/bench/router.py [--rounds 5] [--requests 3200] [--peer PATH/bin/vllm-router] [--out FILE]
@@ -12,8 +13,9 @@ At the end 1,000 concurrent streams run through ours.
 An interpreter that was built without profile guidance (pyenv's, by default) takes a tenth more or worse than those of
 the images; `--python` runs the router on another one of the same version, with the packages of this one.
 
-What is compared: vllm-router passes bodies through; ours validates, applies limits, tokenises and detokenises. Its rows
-with token-id prompts show the routing alone, those with text what a user gets. Exits with 1 when a bar is missed.
+What is compared: vllm-router parses a body and writes it again, ids included; ours validates, applies limits, tokenises
+and detokenises. Rows with token-id prompts show the routing alone, those with text what a user gets. Exits with 1 when
+a bar is missed.
 """
 
 from __future__ import annotations
@@ -286,18 +288,21 @@ def main() -> None:
     workers = Engines(worker=(free_port(), free_port()))
     pairs = Engines(prefill=(free_port(), free_port()), decode=(free_port(), free_port()))
     by_turns, by_prefix, paired = "vllm-router round_robin", "vllm-router cache_aware", "vllm-router prefill + decode"
+    by_turns_ids, paired_ids = f"{by_turns}, ids", f"{paired}, ids"
     beside = {
-        ours("isthmus ids", workers, args.model, id_prompt, "round-robin", args.python): by_turns,
+        ours("isthmus ids", workers, args.model, id_prompt, "round-robin", args.python): by_turns_ids,
         ours("isthmus text", workers, args.model, text_prompt, "round-robin", args.python): by_turns,
         ours("isthmus text prefix-aware", workers, args.model, text_prompt, "prefix-aware", args.python): by_prefix,
-        ours("isthmus ids prefill + decode", pairs, args.model, id_prompt, "round-robin", args.python): paired,
+        ours("isthmus ids prefill + decode", pairs, args.model, id_prompt, "round-robin", args.python): paired_ids,
         ours("isthmus text prefill + decode", pairs, args.model, text_prompt, "round-robin", args.python): paired,
     }
     routers = list(beside)
     if args.peer.exists():
         routers += [
+            theirs(by_turns_ids, args.peer, workers, "round_robin", id_prompt),
             theirs(by_turns, args.peer, workers, "round_robin", text_prompt),
             theirs(by_prefix, args.peer, workers, "cache_aware", text_prompt),
+            theirs(paired_ids, args.peer, pairs, "round_robin", id_prompt),
             theirs(paired, args.peer, pairs, "round_robin", text_prompt),
         ]
     else:
@@ -327,14 +332,14 @@ def main() -> None:
             engine.wait()
     missed = []
     print(
-        f"{'CPU ms per request':<32}{'plain':>8}{'stream':>8}{'peak RSS MB':>13}{'plain x':>9}{'stream x':>9}  beside"
+        f"{'CPU ms per request':<36}{'plain':>8}{'stream':>8}{'peak RSS MB':>13}{'plain x':>9}{'stream x':>9}  beside"
     )
     for router in routers:
         row, peer = rows[router.name], beside.get(router, "")
         ratios = {kind: row[kind] / rows[peer][kind] for kind in BARS} if peer in rows else {}
         missed += [f"{router.name}: {k} {r:.2f}x, bar {BARS[k]:g}x" for k, r in ratios.items() if r > BARS[k]]
         tail = "".join(f"{ratios[kind]:>9.2f}" for kind in BARS) + f"  {peer}" if ratios else ""
-        print(f"{router.name:<32}{row['plain']:>8.3f}{row['stream']:>8.2f}{row['rss_mb']:>13.0f}{tail}")
+        print(f"{router.name:<36}{row['plain']:>8.3f}{row['stream']:>8.2f}{row['rss_mb']:>13.0f}{tail}")
     report: dict[str, object] = {
         "machine": platform.platform(),
         "cpus": os.cpu_count(),

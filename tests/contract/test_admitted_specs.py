@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import hypothesis
+import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
@@ -116,6 +117,7 @@ def body(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, phases=PHASES, suppress_health_check=list(HealthCheck))
 @given(specs())
 def test_the_parser_reads_what_the_schema_takes_and_processes_take_what_is_rendered(spec: dict[str, Any]) -> None:

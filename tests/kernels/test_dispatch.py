@@ -31,6 +31,7 @@ dispatch.paged_attention(case.q, case.kv, case.block_tables, case.query_start_lo
 """
 
 
+@pytest.mark.slow
 def test_everything_works_without_the_library_and_says_so_once() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_LIBRARY], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -60,6 +60,7 @@ def test_implementations_agree(vocab: int, coarse: bool, holes: bool, filters: s
 TEMPERATURES = [2.0**-149, 2.0**-140, 1e-40, 2.0**-126, 1e-37, 1e-30, 1e-20, 1e-6, 0.1, 1.0, 1e4, 1e30, 3.4e38]
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     temperatures=st.lists(

@@ -95,6 +95,7 @@ def test_an_event_with_a_heavy_object_is_cut_and_another_is_not_touched() -> Non
     assert told(b'{"type":  "ADDED"}') == b'{"type":  "ADDED"}'
 
 
+@pytest.mark.slow
 def test_a_page_of_full_objects_takes_the_room_of_one() -> None:
     text = json.dumps({"kind": "NetworkPolicyList", "items": [policy(number) for number in range(10)]})
     gc.collect()

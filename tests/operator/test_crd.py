@@ -124,6 +124,7 @@ def test_parents_are_never_filled_in() -> None:
         assert not isinstance(node.get("default"), dict | list), path
 
 
+@pytest.mark.slow
 def test_cel_rules_sit_where_the_schema_has_a_place_for_them() -> None:
     for place, rules in cel.RULES.items():
         node = schema()

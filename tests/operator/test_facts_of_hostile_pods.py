@@ -270,6 +270,7 @@ def test_a_ready_pod_that_falls_silent_keeps_what_it_said_but_not_its_load(monke
     assert forgotten.engines == {}
 
 
+@pytest.mark.slow
 def test_pods_of_one_namespace_leave_room_for_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     silent, well, most = "127.0.0.1", "127.0.0.2", 0
 

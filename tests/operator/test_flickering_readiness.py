@@ -70,7 +70,7 @@ def copy(world: World) -> World:
 
 
 @pytest.mark.parametrize("rollout", [{}, {"maxSurge": 1, "maxUnavailable": 0}, {"maxUnavailable": 2}, {"maxSurge": 1}])
-@pytest.mark.parametrize(("p", "d"), [(1, 1), (2, 2), (1, 3), (3, 2)])
+@pytest.mark.parametrize(("p", "d"), [(1, 1), (2, 2), (1, 3), pytest.param(3, 2, marks=pytest.mark.slow)])
 def test_whichever_pods_flicker_in_whatever_state_of_a_rollout(p: int, d: int, rollout: dict[str, Any]) -> None:
     old, new = (service(version, p=p, d=d, rollout=rollout) for version in (1, 2))
     world = settled(old, drain_s=2)
@@ -196,6 +196,7 @@ def chosen(world: World, which: Any) -> set[str]:
     return {pod.name for at, pod in enumerate(pods) if at % 10 in which}
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     policy=st.sampled_from([{}, {"maxSurge": 1, "maxUnavailable": 0}, {"maxSurge": "50%"}, {"maxUnavailable": "100%"}]),

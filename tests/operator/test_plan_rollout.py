@@ -345,6 +345,7 @@ rollouts = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(world=worlds(), p=st.integers(0, 4), d=st.integers(1, 5), rollout=rollouts, edits=st.lists(st.integers(1, 4)))
 def test_from_any_state_and_any_edits_the_goal_is_reached_within_the_bounds(

@@ -220,6 +220,7 @@ def test_a_namespace_that_may_not_be_read_stops_no_other(
     play(tmp_path, test)
 
 
+@pytest.mark.slow
 def test_a_kind_that_is_no_more_ends_the_operator(tmp_path: Path) -> None:
     """Of a CRD that was removed; it is started anew, and waits for it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from isthmus_runtime.protocol import MANY_ALLOWED, EngineInfo, KvInfo, TransferInfo, WireRequest, request_json
-from isthmus_runtime.request import GenerateRequest, PromptText, SamplingParams, Structure, tokenised
+from isthmus_runtime.request import GenerateRequest, PromptText, SamplingParams, Structure, WrittenIds, tokenised
 
 sampling = st.builds(
     SamplingParams,
@@ -121,3 +122,13 @@ def test_what_a_newer_engine_tells_beyond_what_we_know_is_passed_over():
     told = info.model_dump() | {"new": 1}
     told["kv"]["new"] = told["transfer"]["new"] = {"a": 1}
     assert EngineInfo.model_validate(told) == info
+
+
+def test_ids_go_on_as_they_were_written():
+    ids = WrittenIds((1, 20, 300))
+    ids.json = b"[1,20,300]"
+    for sampling in (SamplingParams(max_tokens=1), SamplingParams(max_tokens=1, allowed_token_ids=tuple(range(1000)))):
+        written = GenerateRequest(request_id="r", prompt_token_ids=ids, sampling=sampling, cache_salt="s")
+        plain = replace(written, prompt_token_ids=tuple(ids))
+        assert json.loads(request_json(written)) == json.loads(request_json(plain))
+        assert WireRequest.model_validate_json(request_json(written)).to_request() == plain

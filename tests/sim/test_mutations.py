@@ -467,7 +467,13 @@ MUTATIONS = [
 ]
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        pytest.param(mutation, id=mutation.name, marks=[pytest.mark.slow] if number % 4 else [])
+        for number, mutation in enumerate(MUTATIONS)
+    ],
+)
 def test_a_broken_rule_is_noticed(mutation: Mutation, monkeypatch: Patch) -> None:
     mutation.apply(monkeypatch)
     for seed in range(mutation.seeds):
@@ -484,6 +490,7 @@ def test_a_broken_rule_is_noticed(mutation: Mutation, monkeypatch: Patch) -> Non
 SHAPES = (memory, store, flaky, flaky_store, lossy_store, tight, busy, hybrid, tight_sliding, leaving, late_calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda f: f.__name__)
 def test_the_worlds_of_the_mutations_hold_without_one(shape: Callable[[Scenario], Scenario]) -> None:
     for seed in range(2):

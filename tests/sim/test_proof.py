@@ -39,8 +39,11 @@ KINDS = {"full": (None,), "sliding": (6,), "hybrid": (None, 6), "three": (9, Non
 """Sliding windows of the KV groups, in tokens; None keeps the whole prefix."""
 
 
+MODES = ["store", pytest.param("memory", marks=pytest.mark.slow)]
+
+
 @pytest.mark.parametrize("windows", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("mode", ["memory", "store"])
+@pytest.mark.parametrize("mode", MODES)
 def test_without_faults_every_request_that_fits_ends_well(mode: str, windows: Windows) -> None:
     calm = Scenario(
         seed=1,
@@ -60,7 +63,7 @@ def test_without_faults_every_request_that_fits_ends_well(mode: str, windows: Wi
 
 
 @pytest.mark.parametrize("windows", list(KINDS.values())[1:], ids=list(KINDS)[1:])
-@pytest.mark.parametrize("mode", ["memory", "store"])
+@pytest.mark.parametrize("mode", MODES)
 def test_pools_of_the_least_size_finish_what_they_take(mode: str, windows: Windows) -> None:
     """A prompt may be much longer than the pool where windows are short; every role must get through with its peak."""
     calm = Scenario(
@@ -87,6 +90,7 @@ def test_pools_of_the_least_size_finish_what_they_take(mode: str, windows: Windo
         assert outcome.facts["transfers failed"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("windows", list(KINDS.values())[1:], ids=list(KINDS)[1:])
 def test_the_invariants_hold_for_sliding_and_hybrid_models_too(windows: Windows) -> None:
     facts: Counter[str] = Counter()

@@ -38,6 +38,7 @@ from .request import (
     Structure,
     TokenChunk,
     TokenLogprobs,
+    WrittenIds,
 )
 from .score_wire import read_scores, read_with_scores, write_scores
 
@@ -137,6 +138,7 @@ class WireRequest(_Wire):
 
 _REQUEST = TypeAdapter(GenerateRequest).serializer
 _ROUTERS_OWN = {"prompt_group": True, "client": True}
+_AND_IDS = {**_ROUTERS_OWN, "prompt_token_ids": True}
 _AND_ALLOWED: Any = {**_ROUTERS_OWN, "sampling": {"allowed_token_ids"}}
 
 
@@ -146,7 +148,10 @@ def request_json(request: GenerateRequest) -> bytes:
     What has its default is left out. During a rollout routers call engines of an older version, which refuse a field
     that they do not know: only requests that use a new one must fail there. So no default may change between versions.
     """
-    allowed = _allowed(request)
+    allowed, ids = _allowed(request), request.prompt_token_ids
+    if not allowed and isinstance(ids, WrittenIds):
+        rest = _REQUEST.to_json(request, exclude_defaults=True, exclude=_AND_IDS)
+        return b'{"prompt_token_ids":%b,%b' % (ids.json, rest[1:])
     if not allowed:
         return _REQUEST.to_json(request, exclude_defaults=True, exclude=_ROUTERS_OWN)
     return b'%b,"allowed":"%b"}' % (

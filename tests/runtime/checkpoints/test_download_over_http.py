@@ -100,6 +100,7 @@ def bucket(tmp_path: Path) -> Iterator[Bucket]:
     server.stop()
 
 
+@pytest.mark.slow
 def test_a_folder_of_a_bucket(bucket: Bucket, tmp_path: Path) -> None:
     done = bucket.fetch(tmp_path / "o" / "m")
     assert done.returncode == 0, done.stderr
@@ -110,6 +111,7 @@ def test_a_folder_of_a_bucket(bucket: Bucket, tmp_path: Path) -> None:
     assert holds(tmp_path / "t", {name: WANTED[name] for name in ("config.json", "tokenizer.json")})
 
 
+@pytest.mark.slow
 def test_a_try_takes_the_whole_files_of_the_one_before(bucket: Bucket, tmp_path: Path) -> None:
     left = tmp_path / ".m.pod.partial"
     left.mkdir()
@@ -123,6 +125,7 @@ def test_a_try_takes_the_whole_files_of_the_one_before(bucket: Bucket, tmp_path:
     assert "downloading model-00002" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "said"), [("s3://models/nothing", "holds no model files"), ("s3://none/tiny", "NoSuchBucket")]
 )
@@ -205,6 +208,7 @@ def storage(hostile: str, asked: list[str]) -> Iterator[str]:
         thread.join(timeout=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hostile", "said"),
     [
@@ -361,6 +365,7 @@ def hub_server() -> Iterator[Hub]:
         thread.join(timeout=10)
 
 
+@pytest.mark.slow
 def test_a_model_of_a_hub(tmp_path: Path) -> None:
     with hub_server() as hub:
         done = fetch("hf://owner/tiny@main", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
@@ -379,6 +384,7 @@ def test_a_mirror_that_lists_no_sizes(tmp_path: Path) -> None:
         assert holds(tmp_path / "m", WHOLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("endless", ["listing", "tokenizer.json"])
 def test_an_answer_without_end_is_left(tmp_path: Path, endless: str) -> None:
     """It filled the memory, or a disk that other pods share, and stayed there for the next try."""
@@ -394,6 +400,7 @@ def test_an_answer_without_end_is_left(tmp_path: Path, endless: str) -> None:
     assert not list(out.parent.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["listing", "tokenizer.json"])
 @pytest.mark.parametrize("host", ["169.254.169.254", "[::ffff:169.254.169.254]", "168.63.129.16"])
 def test_a_hub_sends_nobody_to_an_address_nearer_than_its_own(tmp_path: Path, what: str, host: str) -> None:
@@ -406,6 +413,7 @@ def test_a_hub_sends_nobody_to_an_address_nearer_than_its_own(tmp_path: Path, wh
     assert "a link address, while its own is loopback" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_hub_may_have_its_files_elsewhere(tmp_path: Path) -> None:
     with hub_server() as hub, hub_server() as other:
         hub.sent_to = {name: f"{other.url}/owner/tiny/resolve/{COMMIT}/{name}" for name in WANTED}
@@ -415,6 +423,7 @@ def test_a_hub_may_have_its_files_elsewhere(tmp_path: Path) -> None:
     assert holds(tmp_path / "m", WHOLE)
 
 
+@pytest.mark.slow
 def test_files_come_over_http_alone_where_their_bytes_are_counted(tmp_path: Path) -> None:
     """Xet's client is another one, which goes where the hub says and writes what it is sent."""
     with hub_server() as hub:
@@ -425,6 +434,7 @@ def test_files_come_over_http_alone_where_their_bytes_are_counted(tmp_path: Path
     assert holds(tmp_path / "m", WHOLE)
 
 
+@pytest.mark.slow
 def test_a_revision_is_pinned_to_the_commit_that_it_was(tmp_path: Path) -> None:
     with hub_server() as hub:
         hub.digests["model-00001.safetensors"] = hashlib.sha256(WEIGHTS).hexdigest()
@@ -436,6 +446,7 @@ def test_a_revision_is_pinned_to_the_commit_that_it_was(tmp_path: Path) -> None:
     assert pinned_revision(out) == COMMIT
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None, reason="mounting a small file system needs root"
 )
@@ -456,6 +467,7 @@ def test_a_disk_that_is_too_small_is_told_as_that_by_either_client(tmp_path: Pat
     assert "make the volume larger" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["../../x", "/etc/cron.d/x.json", "x\0.json", "Config.json"])
 def test_a_listing_with_hostile_names_is_refused_before_anything_is_downloaded(tmp_path: Path, name: str) -> None:
     with hub_server() as hub:
@@ -467,6 +479,7 @@ def test_a_listing_with_hostile_names_is_refused_before_anything_is_downloaded(t
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
+@pytest.mark.slow
 def test_what_a_hub_says_of_itself_is_not_believed(tmp_path: Path) -> None:
     with hub_server() as hub:
         hub.sha = "../../evil"

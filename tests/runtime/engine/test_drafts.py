@@ -179,6 +179,7 @@ class Anything:
         return Forced()
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**31),

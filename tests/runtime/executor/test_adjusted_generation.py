@@ -112,7 +112,7 @@ def reference(model: Any, prompt: Sequence[int], rule: NextResidue | None, asked
     [
         pytest.param(512, None, id="roomy-cpu", marks=pytest.mark.slow),
         pytest.param(24, None, id="preempting-cpu"),
-        pytest.param(512, FakeDevice((1, 2, 4, 8), (4, 12)), id="roomy-captured late"),
+        pytest.param(512, FakeDevice((1, 2, 4, 8), (4, 12)), id="roomy-captured late", marks=pytest.mark.slow),
         pytest.param(24, FakeDevice((1, 2, 4, 8), (4, 12)), id="preempting-captured late", marks=pytest.mark.slow),
     ],
 )

@@ -63,6 +63,7 @@ def test_the_pool_is_a_share_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> 
     assert CpuDevice().kv_bytes(0.25) == 250
 
 
+@pytest.mark.slow
 def test_capturing_does_not_import_the_compiler_of_torch() -> None:
     """Which takes seconds, and fails for a user without a name: a container's."""
     code = """

@@ -77,6 +77,7 @@ def test_draws_differ_by_seed_and_by_position() -> None:
     assert len(set(draws.values())) > 30
 
 
+@pytest.mark.slow
 def test_frequencies_follow_the_softmax() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     count = 4000

@@ -198,7 +198,16 @@ def answers(engine: Ranked, driver: Any, job: Any) -> tuple[list[list[int]], lis
     return tokens, [logprobs for j in jobs for logprobs in j.logprobs]
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in MODELS), ("llama", 4), ("qwen3-one-kv-head", 4)])
+SPLITS = [
+    ("llama", 2),
+    *(
+        pytest.param(name, size, marks=pytest.mark.slow)
+        for name, size in [*((name, 2) for name in MODELS if name != "llama"), ("llama", 4), ("qwen3-one-kv-head", 4)]
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "size"), SPLITS)
 def test_ranks_give_what_one_gives(
     name: str, size: int, tmp_path: Path, start_ranks: Callable[[Path, int], Ranked], driver: Any, job: Any
 ) -> None:
@@ -209,7 +218,7 @@ def test_ranks_give_what_one_gives(
     assert len({token for tokens in got[0] for token in tokens}) > 4, "a model that repeats itself proves little"
 
 
-@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in MODELS), ("llama", 4), ("qwen3-one-kv-head", 4)])
+@pytest.mark.parametrize(("name", "size"), SPLITS)
 def test_adapters_of_ranks_equal_merged_weights(
     name: str, size: int, tmp_path: Path, start_ranks: Callable[..., Ranked], driver: Any, job: Any
 ) -> None:

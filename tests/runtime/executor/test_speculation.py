@@ -221,6 +221,7 @@ def test_a_draft_model_whose_files_were_changed_is_refused(tmp_path: Path) -> No
         load_drafts(tmp_path / "draft", ModelConfig(path=str(tmp_path / "served")), block_size=4, max_model_len=None)
 
 
+@pytest.mark.slow
 def test_draws_have_the_distribution_of_the_model(
     tmp_path: Path, start_engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

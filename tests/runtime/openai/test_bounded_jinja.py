@@ -165,6 +165,7 @@ def test_bombs_end_with_a_clear_error_in_little_memory(source):
     assert isinstance(caught.value, ConfigError) or caught.value.param == "messages"
 
 
+@pytest.mark.slow
 def test_a_budget_is_for_one_rendering():
     template = ChatTemplate("{% for m in messages %}{{ m.content | upper }}{% endfor %}", {})
     many = Conversation(messages=[{"role": "user", "content": "x"}] * 20_000)
@@ -223,3 +224,18 @@ def test_a_key_is_looked_for_without_going_through_its_mapping() -> None:
     listed = "{% for a in messages %}{{ 'y' if 'none' in a.content }}{% endfor %}"
     with pytest.raises(InvalidRequest, match="too many steps"):
         ChatTemplate(listed, {}).render(Conversation(messages=[message] * 20), steps=30_000)
+
+
+def test_a_comparison_with_a_constant_looks_at_no_more_than_that() -> None:
+    """Templates look ahead over a long conversation for a role, from each message on."""
+    message = {"role": "user", "content": ["x"] * 5000}
+
+    def render(condition: str) -> str:
+        ahead = "{% for b in messages %}{{ 'y' if " + condition + " }}{% endfor %}"
+        source = "{% for a in messages %}" + ahead + "{% endfor %}"
+        return ChatTemplate(source, {}).render(Conversation(messages=[message] * 20), steps=5_000)
+
+    assert render("b.role == 'none' or 'none' == b.content or b.content == 5") == ""
+    for costly in ("a.content != b.content", "'a' < b.role < b.content", "b.content in ['a']"):
+        with pytest.raises((InvalidRequest, ValueError), match="too many steps"):
+            render(costly)

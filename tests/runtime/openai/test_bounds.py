@@ -250,7 +250,7 @@ def test_exactly_as_many_tokens_as_asked_for_are_no_error(tokenizer):
         tokenizer.encode("größer als gedacht, schöner als erhofft", len(ids) - 1)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_the_end_of_a_text_is_the_end_of_all_of_it(tokenizer, monkeypatch, seed):
     """Its parts are tokenised from the last one on, and no more of them than are asked for."""
     r, long = random.Random(seed), 4 * tokenizer_module._PART
@@ -287,6 +287,14 @@ def test_what_cannot_be_cut_is_not_tokenised_at_any_length(tokenizer, monkeypatc
     assert len(tokenizer.encode_end("zq" * (part + 1) + " a b" * part, 9)) == 9
     with pytest.raises(InvalidRequest, match="262144 are taken at a time"):
         tokenizer.encode("zq" * (2 * part + 1))
+
+
+def test_ids_of_prompts_share_their_numbers(tokenizer, monkeypatch):
+    """A number above 256 takes 28 bytes beside its place, and prompts of a request may have millions."""
+    monkeypatch.setitem(tokenizer.__dict__, "_ints", tuple(range(1000)))
+    one, other = (tokenizer.compact([int(text) for text in ("7", "300", "999")]) for _ in range(2))
+    assert one == other == (7, 300, 999) and all(a is b for a, b in zip(one, other, strict=True))
+    assert tokenizer.compact([1, 1000]) == (1, 1000)
 
 
 def test_a_long_legal_text_lets_other_threads_run_throughout(tokenizer):

@@ -491,3 +491,19 @@ def test_an_engine_that_breaks_off_is_an_error(serve, run):
             assert status == EngineFailed("x").status and "ended without a finish reason" in got["error"]["message"]
 
     run(main())
+
+
+def test_long_prompts_of_generations_have_the_same_budget(serve, run, monkeypatch):
+    async def main():
+        budget = app.token_budget()
+        monkeypatch.setattr(app, "token_budget", lambda: budget)
+        monkeypatch.setattr(app, "_MANY_TOKENS", 3)
+        async with serve(lambda request: [5]) as api:
+            with budget.holding(MAX_TOKENS_HELD - 7):
+                for prompt, expected in (([1, 2, 3], 200), ([1, 2, 3, 4], 200), ([[1, 2, 3, 4]] * 2, 429)):
+                    body = {"prompt": prompt, "max_tokens": 1, "n": 2}
+                    status, answer = await post(api, "/v1/completions", body)
+                    assert status == expected, answer
+            assert budget.held == 0
+
+    run(main())

@@ -459,6 +459,7 @@ def test_long_prompts_of_a_client_that_left_keep_no_other_client_waiting(serve, 
     run(main())
 
 
+@pytest.mark.slow
 def test_what_was_refused_leaves_no_body_behind(serve, run, tokenizer):
     """Nor a cycle with it, for the collector, which comes by seldom in a router."""
     bodies = [

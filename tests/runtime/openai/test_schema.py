@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
 import tracemalloc
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from isthmus_runtime.errors import InvalidRequest
+from isthmus_runtime.openai import bodies
 from isthmus_runtime.openai.bodies import json_object, parsed
 from isthmus_runtime.openai.messages import conversation
 from isthmus_runtime.openai.problems import MAX_PROBLEMS
@@ -247,6 +252,7 @@ def test_a_byte_order_mark_is_read_over() -> None:
         parse_completion(b"\xef\xbb\xbf" * 2 + body)
 
 
+@pytest.mark.slow
 def test_an_answer_lists_few_of_many_problems_and_repeats_little_of_what_was_sent():
     many = {f"unknown_{number}": 1 for number in range(100_000)}
     long = "x" * 1_000_000
@@ -362,16 +368,25 @@ def test_logit_options_that_cannot_be(given, structured, words):
     [
         # Work and memory for each choice, on the event loop.
         ({"stop": "a" * 1025, "n": 128}, "stop: string should have at most 1024 characters"),
+        ({"stop": ["a" * 600, "b" * 600]}, "stop: 1200 characters, at most 1024 are allowed in all strings together"),
         # A megabyte of mistakes is not to become a gigabyte of what is wrong with each.
         ({"structured_outputs": {"choice": [1] * 200_000}}, "at most 4096 items"),
         ({"structured_outputs": {f"u{i}": 1 for i in range(100_000)}}, "more than 1024 fields"),
-        ({"response_format": {"type": "text", **{f"u{i}": 1 for i in range(100_000)}}}, "more than 1024 fields"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {f"u{i}": 1 for i in range(100_000)}}},
-            "more than 1024 fields",
+        *(
+            pytest.param(given, words, marks=pytest.mark.slow)
+            for given, words in (
+                (
+                    {"response_format": {"type": "text", **{f"u{i}": 1 for i in range(100_000)}}},
+                    "more than 1024 fields",
+                ),
+                (
+                    {"response_format": {"type": "json_schema", "json_schema": {f"u{i}": 1 for i in range(100_000)}}},
+                    "more than 1024 fields",
+                ),
+                ({"logit_bias": {str(i): "a" for i in range(60_000)}}, "more than 1024 fields"),
+                ({"stop": [{f"u{i}": 1 for i in range(100_000)}]}, "more than 4096 fields"),
+            )
         ),
-        ({"logit_bias": {str(i): "a" for i in range(100_000)}}, "more than 1024 fields"),
-        ({"stop": [{f"u{i}": 1 for i in range(100_000)}]}, "more than 4096 fields"),
     ],
 )
 def test_what_is_large_and_wrong_is_refused_by_its_size(given, words):
@@ -416,10 +431,52 @@ def test_a_body_of_many_small_values_is_refused_unread(values):
         tracemalloc.stop()
 
 
+@pytest.mark.parametrize("ends", [b"", b"\\\\", b"\\\\" * 8], ids=["plain", "escaped", "escaped often"])
+@pytest.mark.parametrize("value", [b'"%d%b":1,', b'"%d%b":"",'], ids=["keys", "keys and texts"])
+def test_a_body_of_many_keys_is_refused_unread(ends, value):
+    """Each took four times as long as a number, and no other thread ran meanwhile."""
+    body = b'{"chat_template_kwargs":{' + b"".join(value % (i, ends) for i in range(280_000)) + b'"a":1}}'
+    with pytest.raises(InvalidRequest, match=r"the body has (280|560)\d+ keys and texts; at most"):
+        json_object(body)
+
+
+@given(text=st.text('a"\\', max_size=60))
+def test_quotation_marks_of_a_body(text):
+    """Those that are not escaped, as a text before them is read; more where very many backslashes come before one."""
+    plain = sum((len(run) - len(run.rstrip("\\"))) % 2 == 0 for run in text.split('"')[:-1])
+    longest = max((len(run) for run in re.findall(r"\\+", text)), default=0)
+    found = bodies._quotes(text.encode(), -1)
+    assert found == plain or (longest > 8 and found >= plain)
+
+
+def test_large_bodies_are_read_one_at_a_time(monkeypatch):
+    reading, at_once = threading.Semaphore(1), []
+    inner = bodies._json_object
+
+    def noted(body):
+        at_once.append(not reading.acquire(blocking=False))
+        try:
+            return inner(body)
+        finally:
+            if not at_once[-1]:
+                reading.release()
+
+    monkeypatch.setattr(bodies, "_json_object", noted)
+    body = json.dumps({"prompt": list(range(200_000))}).encode()
+    threads = [threading.Thread(target=json_object, args=(body,)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert at_once == [False] * 6
+
+
 def test_what_clients_send_has_few_values_for_its_length():
     code = {"content": 'if (a[i] == {"b": [1, 2]}) { c(d[0], e); }\n' * 5000}
+    quoted = {"content": json.dumps({"content": json.dumps({f"k{i}": str(i) for i in range(50_000)})})}
     tools = [{"function": {"parameters": {"properties": {f"p{i}": {"type": ["a"]} for i in range(40)}}}}] * 512
-    for data in ({"prompt": list(range(1_000_000))}, {"messages": [code] * 4}, {"tools": tools}):
+    ids = {"prompt": list(range(1_000_000))}
+    for data in (ids, {"messages": [code] * 4}, {"tools": tools}, {"messages": [quoted] * 3}):
         assert json_object(json.dumps(data).encode()) == data
 
 

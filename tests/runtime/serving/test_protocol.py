@@ -713,6 +713,7 @@ def test_a_handler_is_told_why_a_body_came_to_nothing(run):
     assert [error.status for error in told] == [408]
 
 
+@pytest.mark.slow
 def test_what_a_client_sends_ahead_is_bounded(run):
     async def main():
         go, began = asyncio.Event(), asyncio.Event()
@@ -1087,6 +1088,22 @@ def reader_of_nothing(port, head=b"", times=1):
     sock.connect(("127.0.0.1", port))
     sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n%bContent-Length: 0\r\n\r\n" % head * times)
     return sock
+
+
+@pytest.mark.parametrize("lines", [5000, 130])
+def test_a_head_of_many_lines_leaves_nothing_while_its_connection_lingers(run, lines):
+    """Each took 48 bytes and its text."""
+
+    async def main():
+        async with served() as there:
+            reader, writer = await there.connect()
+            writer.write(b"GET / HTTP/1.1\r\n" + b"a:\r\n" * lines)
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 431 ")
+            (connection,) = there.connections
+            assert connection._deaf and not connection.headers
+            writer.close()
+
+    run(main())
 
 
 @pytest.mark.parametrize(("head", "times"), [(b"", 1), (b"", 2), (b"Connection: close\r\n", 1)])

@@ -323,6 +323,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_signals():
     with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "up\n"

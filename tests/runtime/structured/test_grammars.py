@@ -169,6 +169,7 @@ def test_what_cannot_be_held_to_is_refused(grammars: Grammars, structure: Struct
     assert len(str(caught.value)) < 600
 
 
+@pytest.mark.slow
 def test_a_grammar_that_proves_too_much_work_is_the_request_s_fault(grammars: Grammars) -> None:
     """Its first mask is cheap, so that compiling accepts it: engines would fail one after another, each with a 500."""
     guide = grammars.guide(Structure("regex", "a{1000000}"))

@@ -6,17 +6,18 @@ import errno
 import time
 from collections import deque
 from queue import SimpleQueue
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from isthmus_runtime.interfaces.transport import TransferResult
 from isthmus_runtime.transfer import sockets
-from isthmus_runtime.transfer.native_engine import DONE
+from isthmus_runtime.transfer.native_engine import DONE, POLL_S
+from isthmus_runtime.transfer.peer_memory import Batch
 from isthmus_runtime.transfer.peers import Peer, Peers
 from isthmus_runtime.transfer.pool_jobs import Master, PoolJobs
 from isthmus_runtime.transfer.transport import Run
-from isthmus_runtime.transfer.writes import Write, Writes
+from isthmus_runtime.transfer.writes import BUSY_S, IDLE_POLL_S, SOON_POLL_S, SOON_S, Write, Writes
 
 BLOCKS = [Run(0, 64, 32), Run(128, 192, 32)]
 RECORD = Run(4096, 8192, 100)
@@ -63,6 +64,28 @@ def test_what_is_stopped_submits_nothing_and_keeps_its_first_problem() -> None:
     del op.flying[0]
     assert op.pop() is None and not op.waiting, "no record after a failure"
     assert op.problem == "a write failed"
+
+
+def test_what_is_short_is_looked_at_more_often_and_never_for_long() -> None:
+    now = 10.0
+    writes = Writes(cast(Peers, Willing()), lambda: now)
+    parts = cast(Any, writes)
+    parts._moved_at = now
+    op = write()
+    parts._ops.append(op)
+    assert op.record is not None
+    op.flying[1] = op.record
+    op.flying[2] = Batch((BLOCKS[0],), 32)
+    assert parts._pause() == SOON_POLL_S < POLL_S
+    now += SOON_S
+    assert parts._pause() == POLL_S, "something holds it up"
+    now += BUSY_S
+    assert parts._pause() == IDLE_POLL_S
+    parts._moved_at = now
+    other = write()
+    parts._ops.append(other)
+    other.flying[3] = BLOCKS[1]
+    assert parts._pause() == POLL_S, "a block over a network takes its time"
 
 
 class Engine:

@@ -127,7 +127,9 @@ class _Choice:
 
     def take_logprobs(self) -> list[TokenLogprobs]:
         """Entries of the tokens that made the text given since the last call."""
-        taken, self._end = self.text.take_logprobs() + self._end, []
+        taken = self.text.take_logprobs()
+        if self._end:
+            taken, self._end = taken + self._end, []
         return taken
 
     def take_more(self) -> More | None:
@@ -188,7 +190,8 @@ class _Choice:
         if self.text.stopped:
             told, entries = told[:taken], entries[:taken]
         self.tokens += len(told)
-        self._likelihood += sum(entry.logprob for entry in entries)
+        if entries:
+            self._likelihood += sum(entry.logprob for entry in entries)
         if self._ids is not None:
             self._ids += told
         if self.text.stopped:
@@ -239,23 +242,31 @@ class Runner:
         likelihood: dict[int, float] = {}
 
         def sink(choice: _Choice, delta: Delta) -> None:
-            answer = answers.setdefault(choice.index, Answer(choice.prompt))
+            answer = answers.get(choice.index)
+            if answer is None:
+                answer = answers[choice.index] = Answer(choice.prompt)
             answer.text += delta.content
+            answer.finish_reason = choice.finish
+            if job.shown != job.n:
+                likelihood[choice.index] = choice.mean_logprob
+            if choice.bare:
+                return
             answer.reasoning += delta.reasoning
             answer.calls += delta.calls
             if job.return_ids and (more := choice.take_more()) is not None:
                 answer.ids += more.ids or ()
             answer.logprobs += choice.take_logprobs()
-            answer.finish_reason, answer.stop = choice.finish, choice.text.met
-            likelihood[choice.index] = choice.mean_logprob
+            answer.stop = choice.text.met
 
         with self._scores.answer() as untold:
             usage = await self._run(job, sink, arrived, untold)
             headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
             shown = [answers[i] for i in _best(job, likelihood)]
-            scores = sum(len(answer.prompt.scores) for answer in shown)
-            ids = sum(len(answer.prompt.ids) for answer in shown)
-            if max(scores, untold.held) > _MANY_SCORES or ids > _MANY_IDS:
+            scores = ids = 0
+            for answer in shown:
+                scores += len(answer.prompt.scores)
+                ids += len(answer.prompt.ids)
+            if scores > _MANY_SCORES or untold.held > _MANY_SCORES or ids > _MANY_IDS:
                 body = await asyncio.to_thread(job.format.whole, shown, usage)
             else:
                 body = job.format.whole(shown, usage)
@@ -325,16 +336,18 @@ class Runner:
 
     async def _run(self, job: Job, sink: Sink, arrived: float, untold: Untold) -> Usage:
         choices = [_Choice(i, r, job) for i, r in enumerate(job.requests)]
+        first = choices[0]
         if len(choices) == 1:
-            await self._generate(choices[0], sink, arrived, untold)
+            await self._generate(first, sink, arrived, untold)
+            usage = Usage(first.prompt_tokens, first.tokens, first.cached if job.show_cached else 0)
         else:
             firsts = (choices[i - i % job.n] for i in range(len(choices)))
             await together(
                 self._after(first, choice, sink, arrived, untold) for first, choice in zip(firsts, choices, strict=True)
             )
-        cached = sum(c.cached for c in choices[:: job.n]) if job.show_cached else 0
-        prompts = sum(c.prompt_tokens for c in choices[:: job.n])  # each once, whatever n is
-        usage = Usage(prompts, sum(c.tokens for c in choices), cached)
+            cached = sum(c.cached for c in choices[:: job.n]) if job.show_cached else 0
+            prompts = sum(c.prompt_tokens for c in choices[:: job.n])  # each once, whatever n is
+            usage = Usage(prompts, sum(c.tokens for c in choices), cached)
         if self._metrics is not None:
             self._metrics.prompt_tokens.inc(usage.prompt_tokens)
             self._metrics.generation_tokens.inc(usage.completion_tokens)

@@ -51,6 +51,8 @@ _COMPUTED_BYTES, _COMPUTED_BYTES_OF_A_TOKEN = 1 << 20, 16
 to be slow takes seconds a megabyte."""
 _BRIEF_BATCH_BYTES = 200
 """The same for batches: each text, of which one letter is enough, may be rendered by a template (0.15 ms)."""
+_MANY_TOKENS = 1 << 14
+"""Of the prompts of a generation; fewer are not counted among those that all requests may have."""
 
 BODIES: tuple[type[BaseModel], ...] = (
     ChatRequest,
@@ -312,7 +314,8 @@ class _Api:
             if job.structure is not None:
                 await self._check_structure(job.structure, job.structure_param, client)
         progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
-        with self._scores.holding(job.scores):
+        tokens = sum(len(request.prompt_token_ids) for request in job.requests[:: job.n])
+        with self._scores.holding(job.scores), self._tokens.holding(tokens if tokens > _MANY_TOKENS else 0):
             if progress.tenant is None:
                 await self._run(job, progress.arrived, call)
             else:

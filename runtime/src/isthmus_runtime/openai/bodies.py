@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypeVar
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
 from ..errors import InvalidRequest
+from ..request import WrittenIds
 from .logit_options import MAX_BIASES
 from .problems import MAX_NAME, MAX_PROBLEMS, invalid
 
@@ -35,12 +37,33 @@ MOST_CONTAINERS, _BYTES_OF_A_CONTAINER = 1 << 17, 64
 MOST_ITEMS, _BYTES_OF_AN_ITEM = 1 << 20, 16
 """Lists and objects in a body, by their brackets, and values, by their commas: so many, and one more for as many
 bytes."""
+MOST_QUOTES, _BYTES_OF_A_QUOTE = 1 << 18, 64
+"""Quotation marks, two for each key and text: a key takes four times as long to be made as a number."""
+_MOST_ESCAPES = 8
+"""Backslashes before one that are looked at; with more it counts."""
+_LARGE = 1 << 16
+"""Bytes of a body that is read alone."""
+
+_SPACE, _NUMBERS = b" \t\r\n", b"0123456789,"
 
 _R = TypeVar("_R", bound=BaseModel)
 
 
+_reading = threading.Lock()
+
+
 def json_object(body: bytes) -> dict[str, Any]:
-    """A body that must be a JSON object. InvalidRequest says where it is not."""
+    """A body that must be a JSON object. InvalidRequest says where it is not.
+
+    No other thread runs while one is read, which of several large ones would follow one another without a break.
+    """
+    if len(body) <= _LARGE:
+        return _json_object(body)
+    with _reading:
+        return _json_object(body)
+
+
+def _json_object(body: bytes) -> dict[str, Any]:
     _check_values(body)
     body = body.removeprefix(codecs.BOM_UTF8)
     try:
@@ -75,6 +98,24 @@ def json_object(body: bytes) -> dict[str, Any]:
     return data
 
 
+def ids_as_written(body: bytes, data: Mapping[str, Any], name: str) -> WrittenIds | None:
+    """The value of `name` in `data`, which `json_object` has made of this body, if it is a list of numbers without
+    sign, point and exponent whose place in the body is certain; else None.
+
+    Certain: without escapes a name is spelt as it is, and what is spelt once is the one that is in `data`.
+    """
+    value, key = data.get(name), b'"%b"' % name.encode()
+    if not isinstance(value, list) or not value or b"\\" in body or body.count(key) != 1:
+        return None
+    begin = body.index(b"[", body.index(key))
+    written = body[begin : body.index(b"]", begin) + 1].translate(None, _SPACE)
+    if written.translate(None, _NUMBERS) != b"[]":
+        return None
+    ids = WrittenIds(value)
+    ids.json = written
+    return ids
+
+
 def _check_values(body: bytes) -> None:
     """Raise InvalidRequest for more values than any request has. Each takes tens of bytes, and no other thread runs
     while they are made; marks inside of texts count as well, and texts have few for their length."""
@@ -88,6 +129,21 @@ def _check_values(body: bytes) -> None:
                 f"the body has {found} {what} (those inside of texts count); at most {most} are allowed in "
                 f"{len(body)} bytes; shorten it"
             )
+    most = MOST_QUOTES + len(body) // _BYTES_OF_A_QUOTE
+    if len(body) > most and (found := _quotes(body, most)) > most:
+        raise InvalidRequest(
+            f"the body has {found // 2} keys and texts; at most {most // 2} are allowed in {len(body)} bytes; send less"
+        )
+
+
+def _quotes(body: bytes, most: int) -> int:
+    """How many quotation marks begin or end a text; those inside of texts, which are escaped, are told apart only where
+    all are more than `most`."""
+    found = body.count(b'"')
+    if found > most:
+        for escapes in range(1, _MOST_ESCAPES + 1):
+            found += (-1) ** escapes * body.count(b"\\" * escapes + b'"')
+    return found
 
 
 def _refuse_constant(name: str) -> None:

@@ -340,8 +340,9 @@ def _instrument(node: nodes.Node) -> None:
         _instrument(child)
     if isinstance(node, nodes.For):
         node.iter = _filtered(node.iter, "_loop")
-    elif isinstance(node, nodes.Compare):
-        node.expr = _filtered(node.expr, "_looked")
+    elif isinstance(node, nodes.Compare) and not _brief(node):
+        if not isinstance(node.expr, nodes.Const):
+            node.expr = _filtered(node.expr, "_looked")
         for operand in node.ops:
             operand.expr = _filtered(operand.expr, "_asked" if operand.op in ("in", "notin") else "_looked")
     elif isinstance(node, nodes.Pair) and not isinstance(node.key, nodes.Const):
@@ -352,6 +353,13 @@ def _instrument(node: nodes.Node) -> None:
             setattr(node, name, _replaced(value))
         elif isinstance(value, list):
             value[:] = [_replaced(v) if isinstance(v, nodes.Expr) else v for v in value]
+
+
+def _brief(node: nodes.Compare) -> bool:
+    """Whether it compares with a constant of the template: no more of the other side is looked at than that is long."""
+    (operand, *more) = node.ops
+    constant = isinstance(node.expr, nodes.Const) or isinstance(operand.expr, nodes.Const)
+    return constant and not more and operand.op in ("eq", "ne")
 
 
 def _replaced(node: nodes.Expr) -> nodes.Expr:

@@ -6,7 +6,7 @@ import codecs
 import re
 from collections import deque
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from ..request import TokenLogprobs
 from .pieces import Pieces
@@ -83,7 +83,6 @@ class TextStream:
         """Of `_stop`."""
         self.may_stop = bool(stop)
         """Whether there are stop strings."""
-        self._utf8 = _UTF8(errors="replace")
         self._half = False
         """The text so far ends inside a character."""
         self._certain = not stop and not logprobs
@@ -97,6 +96,11 @@ class TextStream:
         """A stop string was met; `push` must not be called again."""
         self.met = ""
         """Which."""
+
+    @cached_property
+    def _utf8(self) -> codecs.IncrementalDecoder:
+        """Made for the first text that is not ASCII."""
+        return _UTF8(errors="replace")
 
     def push(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> str:
         """Add tokens; returns the text that is now certain, often all of it, sometimes none."""
@@ -113,12 +117,14 @@ class TextStream:
 
     def finish(self) -> str:
         """No token follows: what was held back, an incomplete character as U+FFFD."""
-        if self.stopped:
+        if self.stopped or (self._certain and not self._half):
             return ""
         return self._advance(self._utf8.decode(b"", final=True), final=True)
 
     def take_logprobs(self) -> list[TokenLogprobs]:
         """Entries of the tokens that made the text returned since the last call."""
+        if not self._released:
+            return []
         taken, self._released = self._released, []
         return taken
 

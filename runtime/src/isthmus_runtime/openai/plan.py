@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ..config import ChatConfig
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
 from ..interfaces.backend import Backend
-from ..request import AdapterName, GenerateRequest, PromptText, SamplingParams, Structure
+from ..request import AdapterName, GenerateRequest, PromptText, SamplingParams, Structure, WrittenIds
 from . import anthropic, responses
 from .answer import Job
 from .bodies import json_object
@@ -37,6 +37,8 @@ from .tokenizer import Tokenizer, TooManyTokens, last
 
 MakeFormat = Callable[..., Format]
 """Takes what `Format` does."""
+_LONG = 1024
+"""Tokens of a prompt that is worth being made compact."""
 _DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` for /v1/completions."""
 _ROUTES: Mapping[str, str] = MappingProxyType(
@@ -91,11 +93,14 @@ class Planner:
         given = request.prompts()
         wanted = _DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
         text: PromptText | None = None
-        single = given[0] if len(given) == 1 and not request.echo and self._may_be_text(request) else ()
-        if isinstance(single, str) and self._tokenizer.surely_fits(single, limit - max(1, wanted), special=True):
-            text = PromptText(text=single, special=True, room=limit)
-        prompts = [self.prompt_ids(p, limit, keep) if text is None else () for p in given]
-        longest = max(map(len, prompts))
+        first = given[0]
+        alone = first if len(given) == 1 and isinstance(first, str) and not request.echo else None
+        room = limit - max(1, wanted)
+        if alone is not None and self._may_be_text(request) and self._tokenizer.surely_fits(alone, room, special=True):
+            text = PromptText(text=alone, special=True, room=limit)
+        many = len(given) > 1
+        prompts = [self.prompt_ids(p, limit, keep, many=many) if text is None else () for p in given]
+        longest = max(map(len, prompts)) if len(prompts) > 1 else len(prompts[0])
         _check_room("max_tokens", request.max_tokens, longest, limit)
 
         def echo(pieces: Pieces) -> tuple[Echo, ...]:
@@ -192,7 +197,7 @@ class Planner:
         if prompt.ids is None:
             text, wanted = PromptText(text=prompt.text, special=False, room=limit), asked or limit - 1
         else:
-            ids = tuple(prompt.ids)
+            ids = self._tokenizer.compact(prompt.ids) if len(prompt.ids) > _LONG else tuple(prompt.ids)
             if not ids:
                 raise InvalidRequest("messages: the rendered prompt is empty", param="messages")
             if len(ids) >= limit:
@@ -235,9 +240,20 @@ class Planner:
         return limit
 
     def prompt_ids(
-        self, prompt: str | tuple[int, ...], limit: int, keep: int | None = None, name: str = "prompt"
+        self,
+        prompt: str | tuple[int, ...],
+        limit: int,
+        keep: int | None = None,
+        name: str = "prompt",
+        *,
+        many: bool = True,
     ) -> tuple[int, ...]:
-        """1 to `limit` - 1 ids; the last `keep` where that is given. Errors call it `name`."""
+        """1 to `limit` - 1 ids; the last `keep` where that is given. Errors call it `name`. `many`: of a request that
+        has many prompts."""
+        ids = self._prompt_ids(prompt, limit, keep, name)
+        return self._tokenizer.compact(ids) if many or len(ids) > _LONG else ids
+
+    def _prompt_ids(self, prompt: str | tuple[int, ...], limit: int, keep: int | None, name: str) -> tuple[int, ...]:
         if keep is not None:
             count = _kept(keep, limit)
             prompt = tuple(
@@ -249,7 +265,8 @@ class Planner:
             return ids_of(self._tokenizer, prompt, limit, name)
         if len(prompt) >= limit:
             raise too_long(f"{len(prompt)} tokens", limit, name)
-        low, high, size = min(prompt), max(prompt), self._tokenizer.vocab_size
+        size, high = self._tokenizer.vocab_size, max(prompt)
+        low = 0 if isinstance(prompt, WrittenIds) else min(prompt)
         if low < 0 or high >= size:
             bad = low if low < 0 else high
             raise InvalidRequest(f"{name}: token id {bad} is not in the vocabulary (0 to {size - 1})", param=name)
@@ -263,7 +280,7 @@ class Planner:
             raise too_long(str(e), limit, name) from e
         if not ids:
             raise InvalidRequest(f"{name}: the rendered prompt is empty", param=name)
-        return tuple(ids)
+        return self._tokenizer.compact(ids)
 
     def named(self, model: str) -> str:
         """The name that an answer tells, of a request for `model`."""
@@ -311,7 +328,8 @@ class Planner:
             for p, ids in enumerate(prompts)
             for i in range(candidates)
         ]
-        _check_copies(requests, request.structure_param)
+        if len(requests) > 1:
+            _check_copies(requests, request.structure_param)
         return Job(
             answer_id=answer_id,
             requests=tuple(requests),
@@ -405,6 +423,8 @@ def _check_room(name: str, wanted: int | None, prompt: int, limit: int) -> None:
 def _scores(request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]]) -> int:
     """How many log-probabilities of prompts the answer will tell. Raises InvalidRequest for too many."""
     each = request.scores_per_token
+    if not each:
+        return 0
     tokens = sum(map(len, prompts))
     if tokens * each > MAX_SCORES:
         name = "logprobs" if request.prompt_logprobs is None else "prompt_logprobs"
@@ -426,7 +446,7 @@ def _check_copies(requests: Sequence[GenerateRequest], structure_param: str) -> 
         (structure_param, "characters", count * structure, MAX_COPIED_TEXT),
     )
     for name, what, found, most in carried:
-        if count > 1 and found > most:
+        if found > most:
             raise InvalidRequest(
                 f"{name}: {found} {what} in {count} choices, each of which carries its own, are more than {most}; ask "
                 "for fewer choices in a request",

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, create_model, model_validator
 
 from ..errors import InvalidRequest
-from ..request import SamplingOptions, Structure
+from ..request import SamplingOptions, Structure, WrittenIds
 from . import messages
-from .bodies import hints, json_object, parsed
+from .bodies import hints, ids_as_written, json_object, parsed
 from .logit_options import LogitOptions
 from .structured import ResponseFormat, StructuredOutputs, structure_of
 
@@ -25,7 +25,8 @@ MAX_COPIED_IDS, MAX_COPIED_TEXT = 1 << 22, 1 << 23
 with its own. 150 MB as they hold them."""
 MAX_ECHO = 1 << 24
 """Most characters of prompts in one answer."""
-MAX_STOP_STRINGS = 16
+MAX_STOP_STRINGS, MAX_STOP_TEXT = 16, 1024
+"""And their characters together: what looks for them takes 270 bytes for each as long as the request runs."""
 
 Prompt = str | tuple[int, ...]
 """Text, or ids that are taken as they are."""
@@ -125,6 +126,8 @@ class _Common(LogitOptions, _Sampling):
             raise ValueError("prompt_logprobs: not in a stream; remove stream, or use echo with logprobs")
         if len(self.stop_strings) > MAX_STOP_STRINGS:
             raise ValueError(f"stop: {len(self.stop_strings)} strings, at most {MAX_STOP_STRINGS} are allowed")
+        if (length := sum(map(len, self.stop_strings))) > MAX_STOP_TEXT:
+            raise ValueError(f"stop: {length} characters, at most {MAX_STOP_TEXT} are allowed in all strings together")
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens: 0 would leave nothing; give at least 1, or -1 for what fits")
         if self.stop == "":
@@ -323,7 +326,10 @@ class ChatRequest(_Common):
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """A checked request. InvalidRequest tells every problem and names the parameter of the first."""
-    return completion_request(json_object(body))
+    data = json_object(body)
+    if (ids := ids_as_written(body, data, "prompt")) is not None:
+        data["prompt"] = ids
+    return completion_request(data)
 
 
 def completion_request(data: Mapping[str, Any]) -> CompletionRequest:
@@ -343,7 +349,7 @@ def chat_request(data: Mapping[str, Any]) -> ChatRequest:
 
 def as_prompts(value: Any, param: str) -> list[Prompt]:
     """Prompts as OpenAI lets them be given, each text or ids. InvalidRequest names `param` and what it may be."""
-    if isinstance(value, str):
+    if isinstance(value, str | WrittenIds):
         return [value]
     if isinstance(value, list) and value and all(isinstance(p, str) for p in value):
         return list(value)

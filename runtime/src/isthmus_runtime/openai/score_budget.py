@@ -16,8 +16,8 @@ MAX_HELD = 4 * MAX_SCORES
 """About 240 MiB, in an engine as records and here as records and then as text."""
 MAX_NUMBERS_HELD = 16 * MAX_NUMBERS
 """256 MiB as vectors, and three times as much where all of them are told as text at once."""
-MAX_TOKENS_HELD = 8 * MAX_TOKENS
-"""512 MiB."""
+MAX_TOKENS_HELD = 4 * MAX_TOKENS
+"""256 MiB."""
 _RETRY_AFTER_S = 1.0
 _NOTHING = nullcontext()
 
@@ -59,5 +59,5 @@ def vector_budget() -> ScoreBudget:
 
 
 def token_budget() -> ScoreBudget:
-    """The same for the tokens of requests of many prompts, which are held until the last one is answered."""
+    """The same for the tokens of requests of many or long prompts, which are held until the last one is answered."""
     return ScoreBudget(MAX_TOKENS_HELD, MAX_TOKENS, "tokens of prompts")

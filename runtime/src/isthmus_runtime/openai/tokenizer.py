@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,17 @@ class Tokenizer:
                 return ids
         return last(self.encode(text), count)
 
+    @cached_property
+    def _ints(self) -> tuple[int, ...]:
+        return tuple(range(max(self.vocab_size, 1 + max(self._control_ids.values(), default=0))))
+
+    def compact(self, ids: Sequence[int]) -> tuple[int, ...]:
+        """`ids` of the vocabulary, made of numbers that all prompts share: a token takes 8 bytes, and 36 otherwise."""
+        try:
+            return tuple(map(self._ints.__getitem__, ids))
+        except IndexError:  # a vocabulary larger than its model's
+            return tuple(ids)
+
     def surely_fits(self, text: str, most: int, *, special: bool) -> bool:
         """Whether `text` has 1 to `most` ids for certain, without tokenising it. `special`: by `encode`, else by
         `encode_alone`."""
@@ -261,6 +273,8 @@ class Tokenizer:
 
     def pieces_with(self, special: Iterable[str] | None) -> Pieces:
         """Pieces in which these special tokens are text; None: all of them."""
+        if special == ():
+            return self.pieces
         names = frozenset(self._special if special is None else self._special.keys() & set(special))
         if not names:
             return self.pieces

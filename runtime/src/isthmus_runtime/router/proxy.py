@@ -220,7 +220,7 @@ class RouterBackend:
         loop = asyncio.get_running_loop()
         patience = loop.time() + min(self._gap_s, request.timeout_s)
         body = request_json(request)
-        hashes = await self._hashes(request)
+        hashes: Mapping[int, Sequence[int]] = {} if self._prefixes is None else await self._hashes(request)
         self._turn += 1
         excluded: frozenset[str] = frozenset()
         failed: RequestError | None = None
@@ -301,8 +301,6 @@ class RouterBackend:
 
     async def _hashes(self, request: GenerateRequest) -> Mapping[int, Sequence[int]]:
         """The prompt's block hashes by block size, for the policies that ask for them."""
-        if self._prefixes is None:
-            return {}
         fleet = self._pool.fleet
         found: dict[int, Sequence[int]] = {}
         for size in {e.block_size for e in (*fleet.prefill, *fleet.decode)} - {0}:

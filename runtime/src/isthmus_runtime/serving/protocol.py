@@ -61,6 +61,8 @@ class PortState(ServerState):
         self.bodies: BodyBudget[Protocol] = BodyBudget(limits.max_body_memory)
         self.leaving = False
         """The next answer on each connection is its last, and says so."""
+        self.left = asyncio.Event()
+        """A connection has ended."""
         self._written = 0
         """Bytes that were not read at once, of what was written since `bound_unread`."""
 
@@ -155,6 +157,7 @@ class Protocol(HttpToolsProtocol):
         self.server_state.table.remove(self)
         self.server_state.bodies.release(self)
         self._forsake()
+        self.server_state.left.set()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Of asyncio: the client sends no more. It has left, or has closed its side alone and still reads; what becomes
@@ -188,7 +191,7 @@ class Protocol(HttpToolsProtocol):
                 known = isinstance(cause, RequestError)
                 self._refuse(cause if known else InvalidRequest(f"this is not HTTP/1.1: {e}"))  # type: ignore[arg-type]
                 return
-            if self._pending > self._limits.max_head_bytes or len(self.headers or ()) > self._limits.max_headers:
+            if self._pending > self._limits.max_head_bytes:
                 self._refuse(self._too_large())
 
     def on_message_begin(self) -> None:
@@ -201,14 +204,20 @@ class Protocol(HttpToolsProtocol):
             self.server_state.table.waits(self)
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Of the parser: a line of a head, or a trailer."""
+        if len(self.headers) >= self._limits.max_headers:
+            raise self._too_large()
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Of the parser."""
         limit = self._limits.max_head_bytes
         ahead = self._running is not None
-        if self._pending > limit or ahead or len(self.headers) > self._limits.max_headers:
+        if self._pending > limit or ahead:
             size = sum(len(n) + len(v) for n, v in self.headers) + len(self.url)
             self._ahead = size + (self._ahead if self.pipeline else 0)
-            if self._ahead > limit or len(self.headers) > self._limits.max_headers:
+            if self._ahead > limit:
                 raise self._too_large()
         hosts, has_body, extensions = 0, False, _EXTENSIONS
         for name, value in self.headers:
@@ -456,6 +465,8 @@ class Protocol(HttpToolsProtocol):
         """Answer for what arrives, once that is due, and close."""
         self._refusal = error
         self._deaf = True
+        if self.headers:
+            self.headers.clear()  # of a head of which nobody hears; they would stay as long as the connection lingers
         if isinstance(error, InvalidRequest):
             _log.info("a client sent a bad request: %s", error.message)
         if self._running is None or self._reads_body():

@@ -3,7 +3,8 @@
 It submits each run of adjacent blocks as a transfer of its own and reads its status until that is final: a batch call
 would report the first failure while the rest of the batch still moves, and would free a batch that timed out. So an
 operation that ends here has truly ended, and one that does not end in time is reported as unsettled and watched until
-it does. The thread looks every POLL_S while something moves, and sleeps on a condition otherwise.
+it does. The thread looks every POLL_S while something moves, more often at what is short, and sleeps on a condition
+otherwise. Between GPUs of one host many runs are one copy, which ends when its events have been reached.
 
 A write is complete when the receiver has stored it (acknowledged framing, MC_TCP_PROTO 2), so the record, submitted
 after everything else completed, is really last.
@@ -36,6 +37,10 @@ _log = logging.getLogger(__name__)
 
 WINDOW = 64
 """Runs in flight per operation: what a cancelled operation still has to wait for."""
+SOON_POLL_S = 0.0001
+"""Pace of looking, for `SOON_S`, at what takes less than a poll: records, and copies between GPUs. Two of them stand
+between a prompt's last step and its first token."""
+SOON_S = 0.003
 IDLE_POLL_S = 0.01
 """Pace of looking at transfers that have not moved for BUSY_S."""
 BUSY_S = 0.1
@@ -81,6 +86,11 @@ class Write:
     def waiting(self) -> bool:
         """Whether something of it is still to be submitted."""
         return bool(self.runs) or self.record_due
+
+    @property
+    def soon(self) -> bool:
+        """Whether what is in flight takes a fraction of a millisecond."""
+        return all(isinstance(run, Batch) or run is self.record for run in self.flying.values())
 
     def stop(self, problem: str) -> None:
         """Submit nothing more of it; what is in flight is watched until it ends. The first problem counts."""
@@ -204,8 +214,12 @@ class Writes:
                     self._lose(op, error)
 
     def _pause(self) -> float | None:
-        if any(op.flying for op in self._ops if not op.lost):
-            return POLL_S if self._clock() - self._moved_at < BUSY_S else IDLE_POLL_S
+        moving = [op for op in self._ops if op.flying and not op.lost]
+        if moving:
+            still = self._clock() - self._moved_at
+            if still < SOON_S and all(op.soon for op in moving):
+                return SOON_POLL_S
+            return POLL_S if still < BUSY_S else IDLE_POLL_S
         ends = [op.deadline for op in self._ops if not op.reported]
         due = min(ends + [at for at, _, _ in self._later[:1]], default=None)
         return None if due is None else max(0.0, due - self._clock())
