@@ -49,7 +49,8 @@ class Cuda:
     """CUDA's run-time library, for what `PeerMemory` calls: handles hold addresses of this process."""
 
     cudaError_t = Error
-    cudaMemcpyKind = SimpleNamespace(cudaMemcpyDefault=4)
+    cudaMemcpyAttributes = SimpleNamespace
+    cudaMemcpySrcAccessOrder = SimpleNamespace(cudaMemcpySrcAccessOrderStream=1)
     cudaStreamNonBlocking = cudaIpcMemLazyEnablePeerAccess = 1
     cudaEventDisableTiming = 2
     cudaIpcMemHandle_t = Handle
@@ -80,10 +81,13 @@ class Cuda:
         self._kept.append(ctypes.create_string_buffer(nbytes))
         return Error.cudaSuccess, ctypes.addressof(self._kept[-1])
 
-    def cudaMemcpyAsync(self, to: int, source: int, nbytes: int, kind: int, stream: object) -> tuple[Error]:
+    def cudaMemcpyBatchAsync(
+        self, to: tuple[int, ...], source: tuple[int, ...], sizes: tuple[int, ...], count: int, *_: object
+    ) -> tuple[Error]:
         if self.failing:
             return (Error.cudaErrorInvalidValue,)
-        ctypes.memmove(to, source, nbytes)
+        for one in range(count):
+            ctypes.memmove(to[one], source[one], sizes[one])
         return (Error.cudaSuccess,)
 
     def cudaEventElapsedTime(self, one: object, other: object) -> tuple[Error, float]:

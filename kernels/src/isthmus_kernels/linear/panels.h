@@ -23,6 +23,9 @@ constexpr int64_t ROW_BYTES = VW == 16 ? 640 << 10 : 320 << 10;
 constexpr int AHEAD = 12288;
 // The same where it comes from L2.
 constexpr int NEAR = 2048;
+// Where more than half a tile of rows multiplies a streamed weight that is widened, requests into L1 alone leave memory idle:
+// the weight is requested so far ahead into L2 as well.
+constexpr int FAR_AHEAD = 49152;
 // What a tile requests while it computes: what follows the panel by `near` bytes, into L1, and `far`, into L2, as much of it
 // a word as `step` bytes.
 struct Ahead {
@@ -34,7 +37,9 @@ struct Ahead {
 // leaves room there for the rows.
 constexpr int64_t DEPTH = 1024;
 // From so many tiles on the first one leaves the slice in fp32 for the others: widening takes 2 instructions beside 24.
-constexpr int64_t WIDE_TILES = 4;
+constexpr int64_t WIDE_TILES = 3;
+// Words of a row that are brought into the form of a tile in one go: few tiles have more such pieces than threads.
+constexpr int64_t PIECE = 256;
 
 struct pair {
     uint32_t bits;
@@ -191,14 +196,17 @@ template <int M, class W, class A, class O>
 void skinny_rows(O *out, const A *x, const W *w, const float *bias, int64_t n, int64_t k, int64_t x_step,
                  int64_t out_step) {
     constexpr int P = ABREAST<M>;
+    constexpr bool FAR = VW == 16 && Kind<W>::WIDENED && P == 1;
     parallel_ranges((n + NR - 1) / NR, n * k, [&](int64_t begin, int64_t end) {
         float c[MR * NR], edge[NR];
-        const Ahead ahead = {AHEAD, nullptr, 0};
+        const auto ahead = [&](int64_t p) __attribute__((always_inline)) {
+            return Ahead{FAR ? NEAR : AHEAD, (const char *)(w + p * NR * k) + FAR_AHEAD, NR * int64_t(sizeof(W))};
+        };
         const auto take = [&](auto at_once, int64_t p, const float *from) __attribute__((always_inline)) {
             constexpr int64_t width = at_once.value * NR;
             float *to = direct(out + p * NR, true);
-            tile<M, at_once.value, false, false>(to ? to : c, to ? out_step : width, from, false, x, x_step, 1,
-                                                 w + p * NR * k, NR * k, k, ahead, nullptr);
+            tile<M, at_once.value, FAR, false>(to ? to : c, to ? out_step : width, from, false, x, x_step, 1,
+                                               w + p * NR * k, NR * k, k, ahead(p), nullptr);
             if (!to) copy_rows(out + p * NR, out_step, c, M, width, width);
         };
         int64_t p = begin;
@@ -206,8 +214,8 @@ void skinny_rows(O *out, const A *x, const W *w, const float *bias, int64_t n, i
         for (; p + P <= whole; p += P) take(Number<P>(), p, bias ? bias + p * NR : nullptr);
         for (; p < whole; p++) take(Number<1>(), p, bias ? bias + p * NR : nullptr);
         for (; p < end; p++) {
-            tile<M, 1, false, false>(c, NR, panel_bias(bias, p, n, edge), false, x, x_step, 1, w + p * NR * k, 0, k,
-                                     ahead, nullptr);
+            tile<M, 1, FAR, false>(c, NR, panel_bias(bias, p, n, edge), false, x, x_step, 1, w + p * NR * k, 0, k,
+                                   ahead(p), nullptr);
             copy_rows(out + p * NR, out_step, c, M, n - p * NR, NR);
         }
     });
@@ -240,23 +248,24 @@ INLINE void take_word(pair *to, const bf16 *row, int64_t i, int64_t columns) {
     to->bits = row[2 * i].bits | (2 * i + 1 < columns ? uint32_t(row[2 * i + 1].bits) << 16 : 0);
 }
 
-// Call f(to, first row, rows) for each tile of m rows of k words. `packed` holds the tiles one after another, each as
-// [K][rows of the tile] at `to`: the inner loop walks one stream.
+// Call f(to, first row, rows, first word, word behind the last) for each piece of each tile of m rows of k words. `packed` holds
+// the tiles one after another, each as [K][rows of the tile] at `to`: the inner loop walks one stream.
 template <class A, class F>
-INLINE void each_tile(A *packed, int64_t m, int64_t k, int64_t tiles, const F &f) {
-    parallel_ranges(tiles, m * k, [&](int64_t begin, int64_t end) {
-        for (int64_t t = begin; t < end; t++) {
-            const int64_t start = tile_start(t, m, tiles);
-            f(packed + start * k, start, tile_start(t + 1, m, tiles) - start);
+INLINE void each_piece(A *packed, int64_t m, int64_t k, int64_t tiles, const F &f) {
+    const int64_t pieces = (k + PIECE - 1) / PIECE;
+    parallel_ranges(tiles * pieces, m * k, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            const int64_t start = tile_start(i / pieces, m, tiles), first = i % pieces * PIECE;
+            f(packed + start * k, start, tile_start(i / pieces + 1, m, tiles) - start, first, smaller(k, first + PIECE));
         }
     });
 }
 
 template <class A, class X>
 void pack_rows(A *packed, const X *x, int64_t m, int64_t k, int64_t columns, int64_t x_step, int64_t tiles) {
-    each_tile(packed, m, k, tiles, [&](A *to, int64_t start, int64_t rows) {
+    each_piece(packed, m, k, tiles, [&](A *to, int64_t start, int64_t rows, int64_t first, int64_t end) {
         for (int64_t r = 0; r < rows; r++)
-            for (int64_t i = 0; i < k; i++) take_word(to + i * rows + r, x + (start + r) * x_step, i, columns);
+            for (int64_t i = first; i < end; i++) take_word(to + i * rows + r, x + (start + r) * x_step, i, columns);
     });
 }
 
@@ -285,23 +294,22 @@ INLINE void turn(A *to, int64_t to_step, const X *from, int64_t from_step) {
 }
 
 template <int R, class A, class X>
-INLINE void turn_all(A *to, int64_t to_step, const X *from, int64_t from_step, int64_t k) {
-    int64_t i = 0;
-    for (; i + 4 <= k; i += 4) turn<R>(to + i * to_step, to_step, from + i, from_step);
-    for (; i < k; i++)
-        for (int r = 0; r < R; r++) take_word(to + i * to_step + r, from + r * from_step, i, k);
+INLINE void turn_all(A *to, int64_t to_step, const X *from, int64_t from_step, int64_t i, int64_t end) {
+    for (; i + 4 <= end; i += 4) turn<R>(to + i * to_step, to_step, from + i, from_step);
+    for (; i < end; i++)
+        for (int r = 0; r < R; r++) take_word(to + i * to_step + r, from + r * from_step, i, end);
 }
 
 // As pack_rows, for rows whose values are words, or become such one by one.
 template <class A, class X>
 void turn_rows(A *packed, const X *x, int64_t m, int64_t k, int64_t x_step, int64_t tiles) {
-    each_tile(packed, m, k, tiles, [&](A *to, int64_t start, int64_t rows) {
+    each_piece(packed, m, k, tiles, [&](A *to, int64_t start, int64_t rows, int64_t first, int64_t end) {
         const X *from = x + start * x_step;
         int64_t r = 0;
-        for (; r + 4 <= rows; r += 4) turn_all<4>(to + r, rows, from + r * x_step, x_step, k);
-        if (rows - r == 3) turn_all<3>(to + r, rows, from + r * x_step, x_step, k);
-        if (rows - r == 2) turn_all<2>(to + r, rows, from + r * x_step, x_step, k);
-        if (rows - r == 1) turn_all<1>(to + r, rows, from + r * x_step, x_step, k);
+        for (; r + 4 <= rows; r += 4) turn_all<4>(to + r, rows, from + r * x_step, x_step, first, end);
+        if (rows - r == 3) turn_all<3>(to + r, rows, from + r * x_step, x_step, first, end);
+        if (rows - r == 2) turn_all<2>(to + r, rows, from + r * x_step, x_step, first, end);
+        if (rows - r == 1) turn_all<1>(to + r, rows, from + r * x_step, x_step, first, end);
     });
 }
 

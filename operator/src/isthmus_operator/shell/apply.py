@@ -17,7 +17,7 @@ from ..errors import ApiError, NameTaken
 from ..plan.desired import Desired, Name, name_of
 from ..plan.observe import is_child
 from ..plan.ownership import Look, is_quick, look, may_write, owners, was_made_by_us
-from .answers import SMALL, bare, weight_of_dumped
+from .answers import HEAVY, SMALL, bare, cut, weight, weight_of_dumped
 from .client import CONFLICT, INVALID, NOT_FOUND, Api, path_of
 
 Object = dict[str, Any]
@@ -227,7 +227,7 @@ class Applier:
         if not await self._api.serves(version, kind):
             changes.missing.append(kind)
             return
-        there = await self._api.find(path_of(version, kind, meta["namespace"], meta["name"]))
+        there = _cut(await self._api.find(path_of(version, kind, meta["namespace"], meta["name"])), kind)
         try:
             await self._apply(manifest, there, changes, settled, complete)
         except ApiError as error:
@@ -241,7 +241,7 @@ class Applier:
         if not await self._api.serves(version, kind):
             return
         meta = wanted.apply[0]["metadata"]
-        there = await self._api.find(path_of(version, kind, meta["namespace"], name))
+        there = _cut(await self._api.find(path_of(version, kind, meta["namespace"], name)), kind)
         if there is None or not owners(wanted.apply[0]) & owners(there):
             return
         if await self._api.delete(there):
@@ -295,6 +295,13 @@ class Applier:
         }
         await self._api.create(body)
         self._written("event", body)
+
+
+def _cut(found: Object | None, kind: str) -> Object | None:
+    """As objects of lists are: it is held until the run has ended, and may be somebody's."""
+    if found is None or (weighs := weight(json.dumps(found, separators=(",", ":")))) <= HEAVY:
+        return found
+    return cut(found, kind, weighs)
 
 
 def _taken(manifest: Object) -> NameTaken:
