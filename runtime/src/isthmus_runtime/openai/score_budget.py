@@ -46,8 +46,8 @@ class ScoreBudget:
         share = max(self._each, self._most - self._each)
         if self.held + count > self._most or (who and self._of_client[who] + count > share):
             raise Overloaded(
-                f"{count} {self._of}: requests that run have {self.held}, and all together may have {self._most}, those "
-                f"of one client {share}; retry later, or with fewer prompts or alternatives in a request",
+                f"{count} {self._of}: requests that run have {self.held}, and all together may have {self._most}, "
+                f"those of one client {share}; retry later, or with fewer prompts or alternatives in a request",
                 status=429,
                 retry_after_s=_RETRY_AFTER_S,
             )
