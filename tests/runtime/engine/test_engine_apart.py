@@ -368,10 +368,10 @@ class Slow:
     def __call__(self) -> Slow:
         return self
 
-    def known(self, structure: Structure) -> None:
+    def known(self, structure: Structure, whose: str) -> None:
         return None
 
-    def guide(self, structure: Structure) -> Slow:
+    def guide(self, structure: Structure, whose: str) -> Slow:
         self.begun.set()
         assert self.go.wait(DEADLINE_S)
         if structure.text == "wrong":
