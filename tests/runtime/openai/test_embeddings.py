@@ -493,6 +493,16 @@ def test_an_engine_that_breaks_off_is_an_error(serve, run):
     run(main())
 
 
+def test_one_client_leaves_room_for_the_largest_request_of_another():
+    budget = app.ScoreBudget(40, 10, "things")
+    with budget.holding(10, "a"), budget.holding(20, "a"):
+        with pytest.raises(Overloaded, match="those of one client 30"), budget.holding(1, "a"):
+            pass
+        with budget.holding(10, "b"), pytest.raises(Overloaded, match="all together"), budget.holding(1, "b"):
+            pass
+    assert budget.held == 0 and not budget._of_client
+
+
 def test_long_prompts_of_generations_have_the_same_budget(serve, run, monkeypatch):
     async def main():
         budget = app.token_budget()

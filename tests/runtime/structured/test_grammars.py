@@ -265,9 +265,9 @@ def test_a_lexer_that_others_have_used_up_is_replaced_for_all(model: Path, monke
     monkeypatch.setattr(module, "_LEAST_SHARED", 1000)
     made, compiled = list[Structure](), grammars._compile
 
-    def counted(structure: Structure, states: int | None = None) -> Any:
+    def counted(structure: Structure, states: int | None = None, whose: str = "") -> Any:
         made.append(structure)
-        return compiled(structure, states)
+        return compiled(structure, states, whose)
 
     monkeypatch.setattr(grammars, "_compile", counted)
     early = [grammars.guide(SPENDS) for _ in range(6)]
@@ -376,23 +376,30 @@ def test_a_grammar_begins_with_a_small_lexer(model: Path, monkeypatch: pytest.Mo
 
 
 def test_grammars_that_differ_are_bounded_together(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what they may take: each request may have one that nobody else has. Who takes most gives way."""
+    """By what they may take: each request may have one that nobody else has. Whose client has most gives way."""
     one = module.memory_of(Structure("regex", "a000")) + module._OF_A_STATE * module._FIRST_STATES
     monkeypatch.setattr(module, "_MOST_MEMORY", 8 * one)
     grammars = Grammars.load(model, eos_token_ids=EOS, vocab_size=VOCAB)
     for i in range(20):  # nobody walks with them any more
         grammars.guide(Structure("regex", f"a{i:03}"))
-    costly = grammars.guide(Structure("regex", "(" + "|".join(f"b{i:03}" for i in range(2000)) + ")"))
-    guides = [grammars.guide(Structure("regex", f"c{i:03}")) for i in range(8)]
-    with pytest.raises(Overloaded, match="the most of all that are in use") as caught:
+    costly = grammars.guide(Structure("regex", "(" + "|".join(f"b{i:03}" for i in range(2000)) + ")"), "many")
+    guides = [grammars.guide(Structure("regex", f"c{i:03}"), "many") for i in range(8)]
+    with pytest.raises(Overloaded, match="the most of this client's") as caught:
         costly.allowed([])
     assert caught.value.status == 429
     assert all(guide.allowed([]) for guide in guides)
-    with pytest.raises(Overloaded, match="no other takes more") as caught:
-        grammars.guide(Structure("regex", "d000"))
+    with pytest.raises(Overloaded, match="no client has more of them") as caught:
+        grammars.guide(Structure("regex", "d000"), "many")
     assert caught.value.status == 429
-    shared = grammars.guide(Structure("regex", "c000"))
-    assert shared.allowed([]) == guides[0].allowed([])
+    # Whoever has less finds room, with a grammar that takes more than each of theirs.
+    few = grammars.guide(Structure("regex", "(e|f)" * 100), "few")
+    with pytest.raises(Overloaded, match="the most of this client's"):
+        for guide in guides:
+            guide.allowed([])
+    assert few.allowed([])
+    guides = [guide for guide in guides if not guide._compiled.gives_way]
+    shared = grammars.guide(Structure("regex", "c007"))
+    assert shared.allowed([]) == guides[-1].allowed([])
     gc.disable()
     try:
         del guides[1:]

@@ -139,7 +139,7 @@ class LocalEngine(Engine):
     def _compiled(self, request: GenerateRequest, attempt: str, run: Callable[[Constraint | None], None]) -> None:
         """Call `run` with what the request's text must be, at once or when that is compiled; not if it was aborted."""
         structure = request.structure
-        known = None if structure is None or self._loaded is None else self._loaded.known(structure)
+        known = None if structure is None or self._loaded is None else self._loaded.known(structure, request.whose)
         if structure is None or known is not None:
             run(known)
             return
@@ -150,7 +150,7 @@ class LocalEngine(Engine):
                 return
             found: Constraint | RequestError
             try:
-                found = self._guide(structure)
+                found = self._guide(structure, request.whose)
             except RequestError as error:
                 found = error
             except BaseException as error:  # one request ends, the thread goes on; Rust's panics are no Exception
@@ -183,8 +183,8 @@ class LocalEngine(Engine):
             with self._changed:
                 self._line.took(whose, time.thread_time() - began)
 
-    def _guide(self, structure: Structure) -> Constraint:
+    def _guide(self, structure: Structure, whose: str) -> Constraint:
         if self._grammars is None:
             raise InvalidRequest("structure: this engine has no tokenizer to build masks with", param="structure")
         self._loaded = self._grammars()
-        return self._loaded.guide(structure)
+        return self._loaded.guide(structure, whose)

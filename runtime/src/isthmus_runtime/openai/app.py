@@ -315,7 +315,9 @@ class _Api:
                 await self._check_structure(job.structure, job.structure_param, client)
         progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
         tokens = sum(len(request.prompt_token_ids) for request in job.requests[:: job.n])
-        with self._scores.holding(job.scores), self._tokens.holding(tokens if tokens > _MANY_TOKENS else 0):
+        who = whose(call, progress.tenant)
+        counted = tokens if tokens > _MANY_TOKENS else 0
+        with self._scores.holding(job.scores, who), self._tokens.holding(counted, who):
             if progress.tenant is None:
                 await self._run(job, progress.arrived, call)
             else:
@@ -335,7 +337,8 @@ class _Api:
             tokenise.end()
         del body
         progress.stage, progress.answer_id = "generation", batch.answer_id
-        with self._numbers.holding(batch.numbers), self._tokens.holding(batch.prompt_tokens):
+        who = whose(call, progress.tenant)
+        with self._numbers.holding(batch.numbers, who), self._tokens.holding(batch.prompt_tokens, who):
             await self._run_batch(batch, progress.tenant, progress.arrived, call)
 
     async def _run_batch(self, batch: Batch, tenant: Tenant | None, arrived: float, call: Call) -> None:

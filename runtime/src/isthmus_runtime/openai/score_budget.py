@@ -4,6 +4,7 @@ Pure, of one event loop."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -30,27 +31,35 @@ class ScoreBudget:
         assert most >= each, f"{most} {of} for all requests, but one may ask for {each}"
         self._most = most
         self._of = of
+        self._each = each
         self.held = 0
         """By the requests that run."""
+        self._of_client: Counter[str] = Counter()
 
-    def holding(self, count: int) -> AbstractContextManager[None]:
-        """Within, a request of `count` scores runs. Raises Overloaded (429) while others leave no room for them."""
-        return self._holding(count) if count else _NOTHING
+    def holding(self, count: int, who: str = "") -> AbstractContextManager[None]:
+        """Within, a request of `count` scores of a client runs. Raises Overloaded (429) while others leave no room for
+        them, or this client, where it is known, would leave none for the largest request of another."""
+        return self._holding(count, who) if count else _NOTHING
 
     @contextmanager
-    def _holding(self, count: int) -> Iterator[None]:
-        if self.held + count > self._most:
+    def _holding(self, count: int, who: str) -> Iterator[None]:
+        share = max(self._each, self._most - self._each)
+        if self.held + count > self._most or (who and self._of_client[who] + count > share):
             raise Overloaded(
-                f"{count} {self._of}: requests that run have {self.held}, and all together may have "
-                f"{self._most}; retry later, or with fewer prompts or alternatives in a request",
+                f"{count} {self._of}: requests that run have {self.held}, and all together may have {self._most}, "
+                f"those of one client {share}; retry later, or with fewer prompts or alternatives in a request",
                 status=429,
                 retry_after_s=_RETRY_AFTER_S,
             )
         self.held += count
+        self._of_client[who] += count
         try:
             yield
         finally:
             self.held -= count
+            self._of_client[who] -= count
+            if not self._of_client[who]:
+                del self._of_client[who]
 
 
 def vector_budget() -> ScoreBudget:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -77,14 +77,16 @@ class _Place:
 class _Compiled:
     """A grammar and its lexer, there for as long as a request walks with it, or it is kept."""
 
-    def __init__(self, matcher: LLMatcher, memory: int, states: int) -> None:
-        """`matcher`: at the start. `memory`: bytes, at most. `states` that its lexer may have."""
+    def __init__(self, matcher: LLMatcher, memory: int, states: int, whose: str) -> None:
+        """`matcher`: at the start. `memory`: bytes, at most. `states` that its lexer may have. `whose`: of the client
+        that was the first to ask for it."""
+        self.whose = whose
         self.matcher = matcher
         self.memory = memory
         self.states = states
         self.guides: WeakSet[Guide] = WeakSet()
         self.gives_way = False
-        """It costs most where there is no room for another: who walks with it ends."""
+        """There is no room for another, and it takes most of its client's, who has most: who walks with it ends."""
 
 
 class Grammars:
@@ -114,27 +116,27 @@ class Grammars:
         text = (Path(model) / "tokenizer.json").read_text(encoding="utf-8")
         return Grammars(text, eos_token_ids=eos_token_ids, vocab_size=vocab_size)
 
-    def guide(self, structure: Structure) -> Guide:
-        """A new guide at the start of the grammar. InvalidRequest for one that is wrong or impossible.
+    def guide(self, structure: Structure, whose: str = "") -> Guide:
+        """A new guide at the start of the grammar, for a client. InvalidRequest for one that is wrong or impossible.
 
         A grammar that nobody has checked (`checker.Checker`) may take very long.
         """
-        found = self.known(structure)
-        return self._guide(structure, self._shared(structure, None)) if found is None else found
+        found = self.known(structure, whose)
+        return self._guide(structure, self._shared(structure, None, whose), whose) if found is None else found
 
-    def known(self, structure: Structure) -> Guide | None:
+    def known(self, structure: Structure, whose: str = "") -> Guide | None:
         """The same at once, where the grammar was compiled not long ago."""
         with self._lock:
             compiled = self._compiled.get(structure)
             if compiled is None or compiled.gives_way:
                 return None
             self._compiled.move_to_end(structure)
-        return self._guide(structure, compiled)
+        return self._guide(structure, compiled, whose)
 
-    def _guide(self, structure: Structure, shared: _Compiled) -> Guide:
+    def _guide(self, structure: Structure, shared: _Compiled, whose: str) -> Guide:
         def another(spent: _Compiled | None, place: _Place | None) -> _Compiled:
             if place is None:
-                return self._shared(structure, spent)
+                return self._shared(structure, spent, whose)
             with self._lock:
                 if self._compiled.get(structure) is spent:
                     self._drop(structure)
@@ -145,7 +147,7 @@ class Grammars:
                         status=429,
                     )
                 self._places.add(place)
-            return self._compile(structure)
+            return self._compile(structure, whose=whose)
 
         return Guide(shared, another, self._apart)
 
@@ -159,12 +161,12 @@ class Grammars:
         assert idle.is_error(), "it would be work to feed it"
         return self._executor, idle
 
-    def _shared(self, structure: Structure, spent: _Compiled | None) -> _Compiled:
+    def _shared(self, structure: Structure, spent: _Compiled | None, whose: str) -> _Compiled:
         """What all requests with this grammar copy: that which is kept, unless it is `spent`, else a new one."""
         with self._lock:
             found = self._compiled.get(structure)
         if found is None or found is spent or found.gives_way:
-            made = self._compile(structure, _FIRST_STATES if spent is None else _GROWTH * spent.states)
+            made = self._compile(structure, _FIRST_STATES if spent is None else _GROWTH * spent.states, whose)
             with self._lock:
                 found = self._compiled.get(structure)
                 if found is None or found is spent or found.gives_way:
@@ -188,14 +190,14 @@ class Grammars:
         held. Raises as `guide`."""
         return self._compile(structure, _FIRST_STATES)
 
-    def _compile(self, structure: Structure, states: int | None = None) -> _Compiled:
+    def _compile(self, structure: Structure, states: int | None = None, whose: str = "") -> _Compiled:
         """`states`: with no larger lexer than that, if it is enough to begin with; None: the largest."""
         param = "structure"
         check_size(structure, param)
         most: int = _LIMITS.max_lexer_states
         states = most if states is None else min(states, most)
         memory = memory_of(structure) + _OF_A_STATE * states
-        self._make_room(memory)
+        self._make_room(memory, whose)
         try:
             grammar = _GRAMMARS[structure.kind](structure.text)
         except (ValueError, RecursionError) as e:
@@ -206,16 +208,16 @@ class Grammars:
             matcher.compute_bitmask()
         if matcher.is_error():
             if states < most and _SPENT in matcher.get_error():
-                return self._compile(structure, _GROWTH * states)
+                return self._compile(structure, _GROWTH * states, whose)
             raise InvalidRequest(f"{param}: {_first_line(matcher)}", param=param)
-        compiled = _Compiled(matcher, memory, states)
+        compiled = _Compiled(matcher, memory, states, whose)
         with self._lock:
             self._there.add(compiled)
         return compiled
 
-    def _make_room(self, memory: int) -> None:
-        """For so many bytes: what nobody walks with is kept no longer, and then what takes most gives way. Overloaded
-        where that would be the new one."""
+    def _make_room(self, memory: int, whose: str) -> None:
+        """For so many bytes of a client: what nobody walks with is kept no longer, and then what takes most of the
+        client's that has most gives way. Overloaded where that would be the new one, or takes no more."""
         with self._lock:
             for structure, compiled in tuple(self._compiled.items()):
                 if self._used() + memory <= _MOST_MEMORY:
@@ -224,8 +226,14 @@ class Grammars:
                     self._drop(structure)
                     self._there.discard(compiled)
             while (used := self._used()) + memory > _MOST_MEMORY:
-                largest = max((one for one in self._there if not one.gives_way), key=lambda one: one.memory)
-                if largest.memory <= memory:
+                of = Counter({whose: memory})
+                for one in self._there:
+                    if not one.gives_way:
+                        of[one.whose] += one.memory
+                most = max(of, key=lambda client: of[client])
+                theirs = [one for one in self._there if one.whose == most and not one.gives_way]
+                largest = max(theirs, key=lambda one: one.memory, default=None)
+                if largest is None or (most == whose and largest.memory <= memory):
                     raise _crowded(used, memory)
                 largest.gives_way = True
 
@@ -248,7 +256,7 @@ def _with_states(most: int) -> LLParserLimits:
 def _crowded(used: int, memory: int) -> Overloaded:
     return Overloaded(
         f"structured output: the grammars of all requests take {used >> 20} MiB, and this one {memory >> 20} MiB more; "
-        f"{_MOST_MEMORY >> 20} are allowed, and no other takes more; simplify it, or retry later",
+        f"{_MOST_MEMORY >> 20} are allowed, and no client has more of them; simplify it, or retry later",
         status=429,
     )
 
@@ -347,8 +355,8 @@ class Guide:
         assert len(generated) >= self._taken, "what was generated does not shrink"
         if self._compiled.gives_way:
             raise Overloaded(
-                f"structured output: this grammar takes {self._compiled.memory >> 20} MiB, the most of all that are in "
-                f"use, which together have no more than {_MOST_MEMORY >> 20}; simplify it, or retry later",
+                f"structured output: this grammar takes {self._compiled.memory >> 20} MiB, the most of this client's, "
+                f"who has most of the {_MOST_MEMORY >> 20} of all; simplify it, or retry later",
                 status=429,
             )
         if len(generated) > self._taken:
