@@ -80,7 +80,7 @@ def fetch(
                 # The client believes what it is sent.
                 raise WeightsError(f"{source}: the hub's listing is none: {type(e).__name__}: {e}") from e
             if not readable:
-                raise WeightsError(f"{source}: the hub's listing has names or hashes that are no text, or sizes that are none")
+                raise WeightsError(f"{source}: the hub's listing has names or hashes that are no text, or odd sizes")
             if not _COMMIT.match(commit):
                 raise WeightsError(f"{source}: the hub gave {commit!r} for revision {revision!r}, which is no commit")
             names = choose_files([*listed], patterns, source=source)
