@@ -232,10 +232,11 @@ def test_replay_keeps_lengths_and_order_and_names_a_refusal() -> None:
         b"data: " + b"a" * 3_000_000,
         b"data: {nope",
         b'data: {"choices":[{"text":"a","finish_reason":"stop"}],"usage":{"completion_tokens":"x"}}',
+        b'data: {"choices":[{"text":"a","finish_reason":"stop"}],"usage":{"completion_tokens":1e999}}',
         b"data: []",
         b"data: " + b"[" * 100_000,
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_a_server_that_answers_something_else_is_named(line: bytes) -> None:
     async def answer(request: web.Request) -> web.StreamResponse:

@@ -261,6 +261,8 @@ class Hub:
     downloads: list[str] = field(default_factory=list)
     sent_to: dict[str, str] = field(default_factory=dict)
     """URL that is answered in place of a file, or of "listing"."""
+    odd: dict[str, object] = field(default_factory=dict)
+    """What the listing has in place of what is right."""
     xet: bool = False
     """Whether files have a hash of Xet's."""
     asked: list[str] = field(default_factory=list)
@@ -306,7 +308,7 @@ def hub_server() -> Iterator[Hub]:
                 if hub.endless == "listing":
                     self.send_endless()
                     return
-                listing = {"id": "owner/tiny", "sha": hub.sha or COMMIT, "siblings": siblings}
+                listing = {"id": "owner/tiny", "sha": hub.sha or COMMIT, "siblings": siblings} | hub.odd
                 self.send(200, json.dumps(listing).encode(), {"Content-Type": "application/json"}, body=body)
                 return
             name = path.removeprefix(f"/owner/tiny/resolve/{COMMIT}/")
@@ -489,6 +491,26 @@ def test_what_a_hub_says_of_itself_is_not_believed(tmp_path: Path) -> None:
         done = fetch("hf://owner/tiny", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
         assert done.returncode == 1 and "model-00002.safetensors has SHA-256" in done.stderr
         assert not (tmp_path / "m").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"siblings": [None]},
+        {"siblings": [{"rfilename": "config.json", "size": "8"}]},
+        {"siblings": [{"rfilename": "config.json", "size": 8, "lfs": {"sha256": 5, "size": 8, "pointerSize": 1}}]},
+        {"sha": 5},
+    ],
+    ids=str,
+)
+def test_a_listing_that_is_none_is_named(tmp_path: Path, odd: dict[str, object]) -> None:
+    with hub_server() as hub:
+        hub.odd = odd
+        done = fetch("hf://owner/tiny", str(tmp_path / "m"), env={"HF_ENDPOINT": hub.url})
+    assert done.returncode == 1 and "the hub's listing " in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "m").exists()
 
 
 def test_a_model_the_hub_does_not_have(tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ def test_a_prefill_that_a_drain_ends_is_refused_and_not_cut_off() -> None:
             body = PrefillCall(request=WireRequest.of(request("a", [1], 3)), attempt="a-1", ticket=ticket)
             waits = asyncio.Event()
 
-            async def endless(call: PrefillCall, client: str) -> PrefillAnswer:
+            async def endless(call: PrefillCall, client: str = "") -> PrefillAnswer:
                 waits.set()
                 await asyncio.Event().wait()
                 raise AssertionError

@@ -68,15 +68,24 @@ def fetch(
 
         configure_http_backend(session)
         try:
-            listing = HfApi().model_info(repo, revision=revision, files_metadata=True, token=token or None)
-            commit = listing.sha or ""
+            try:
+                listing = HfApi().model_info(repo, revision=revision, files_metadata=True, token=token or None)
+                commit, files = listing.sha or "", listing.siblings or []
+                listed = {file.rfilename: file.size for file in files}
+                expected = {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
+                readable = all(isinstance(text, str) for text in (commit, *listed, *expected.values())) and all(
+                    size is None or (isinstance(size, int) and size >= 0) for size in listed.values()
+                )
+            except (AttributeError, KeyError, RecursionError, TypeError) as e:
+                # The client believes what it is sent.
+                raise WeightsError(f"{source}: the hub's listing is none: {type(e).__name__}: {e}") from e
+            if not readable:
+                raise WeightsError(f"{source}: the hub's listing has names or hashes that are no text, or odd sizes")
             if not _COMMIT.match(commit):
                 raise WeightsError(f"{source}: the hub gave {commit!r} for revision {revision!r}, which is no commit")
-            files = listing.siblings or []
-            listed = [file.rfilename for file in files]
-            names = choose_files(listed, patterns, source=source)
+            names = choose_files([*listed], patterns, source=source)
             nested = [] if tokenizer_only else [name for name in NESTED if name in listed]
-            sizes = [file.size for file in files if file.rfilename in {*names, *nested}]
+            sizes = [listed[name] for name in {*names, *nested}]
             # A mirror may list none; of what is free, others that share the cache have half.
             unknown = shutil.disk_usage(folder).free // 2 if None in sizes else 0
             bound.allow(unknown or sum(size or 0 for size in sizes))
@@ -117,7 +126,6 @@ def fetch(
             if path.name not in names:
                 # Of an earlier try, when the revision was another commit.
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        expected = {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
         record_files(folder, source, revision=revision, commit=commit, expected=expected)
 
     in_place(out, progress, download, weights=not tokenizer_only, resume_as=resume_as)

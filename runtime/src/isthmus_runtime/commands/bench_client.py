@@ -76,7 +76,7 @@ async def stream(
         return await _stream(session, target, prompt, output_len, on_text)
     except (aiohttp.ClientError, HttpProcessingError, TimeoutError) as error:
         raise BenchFailed(f"{target.url}: {type(error).__name__}: {error}") from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         what = f"{type(error).__name__}: {error}"[:200]
         raise BenchFailed(f"{target.url}: its answer is none of a completion: {what}") from error
 
