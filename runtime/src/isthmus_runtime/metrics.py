@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from .tallies import Spread, Tallies, Tally
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each, which nobody reads
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 """Of what `render` returns."""
@@ -82,20 +83,39 @@ class _Names:
         self._view(metric, vllm)
         return metric.labels(self._model)
 
-    def counter(self, name: str, text: str, *, vllm: str = "") -> Tally:
-        return self.counter_by(name, text, (), vllm=vllm).of()
+    def counter(self, name: str, text: str, *, vllm: str = "") -> Counter:
+        return self._counter(name, text, (), vllm).labels(self._model)
 
-    def counter_by(self, name: str, text: str, labels: tuple[str, ...], *, vllm: str = "") -> Tallies:
-        metric = Tallies(self._prefix + name, text, labels, {"model_name": self._model})
-        self._registry.register(metric)
+    def counter_by(self, name: str, text: str, labels: tuple[str, ...], *, vllm: str = "") -> _LabelledCounter:
+        return _LabelledCounter(self._counter(name, text, labels, vllm), self._model)
+
+    def histogram(
+        self, name: str, text: str, buckets: tuple[float, ...], *, vllm: str = "", also: str = ""
+    ) -> Histogram:
+        metric = Histogram(self._prefix + name, text, ("model_name",), registry=self._registry, buckets=buckets)
+        self._view(metric, vllm, also)
+        return metric.labels(self._model)
+
+    def _counter(self, name: str, text: str, labels: tuple[str, ...], vllm: str) -> Counter:
+        metric = Counter(self._prefix + name, text, ("model_name", *labels), registry=self._registry)
         self._view(metric, vllm)
         return metric
 
-    def histogram(self, name: str, text: str, buckets: tuple[float, ...], *, vllm: str = "", also: str = "") -> Spread:
-        metric = Spread(self._prefix + name, text, buckets, {"model_name": self._model})
-        self._registry.register(metric)
-        self._view(metric, vllm, also)
-        return metric
+
+class _LabelledCounter:
+    """A counter whose first label, the model, is already bound."""
+
+    def __init__(self, metric: Counter, model_name: str) -> None:
+        self._metric = metric
+        self._model = model_name
+        self._series: dict[tuple[str, ...], Counter] = {}
+
+    def inc(self, *labels: str, amount: float = 1.0) -> None:
+        """Add `amount` to the series of these label values, in the order of construction."""
+        series = self._series.get(labels)
+        if series is None:
+            series = self._series[labels] = self._metric.labels(self._model, *labels)
+        series.inc(amount)
 
 
 class RequestMetrics:
@@ -132,12 +152,12 @@ class RequestMetrics:
 
     def succeeded(self, finished_reason: str, seconds: float) -> None:
         """Count an answered request; `seconds` from arrival to end."""
-        self._success.of(finished_reason).inc()
+        self._success.inc(finished_reason)
         self.e2e_latency.observe(seconds)
 
     def failed(self, status: int, code: str | None) -> None:
         """Count a request that ended with an error."""
-        self._failures.of(str(status), code or "").inc()
+        self._failures.inc(str(status), code or "")
 
 
 class TenantMetrics:
@@ -150,12 +170,12 @@ class TenantMetrics:
 
     def ended(self, tenant: str, status: int) -> None:
         """Count a request that ended; 200 is an answer, 499 a client that left."""
-        self._requests.of(tenant, str(status)).inc()
+        self._requests.inc(tenant, str(status))
 
     def used(self, tenant: str, prompt: int, generation: int) -> None:
         """Count the tokens of an answer."""
-        self._tokens.of(tenant, "prompt").inc(prompt)
-        self._tokens.of(tenant, "generation").inc(generation)
+        self._tokens.inc(tenant, "prompt", amount=prompt)
+        self._tokens.inc(tenant, "generation", amount=generation)
 
 
 class EngineMetrics:
@@ -227,11 +247,11 @@ class TransferMetrics:
 
     def failed(self, stage: str, times: int = 1) -> None:
         """Count failed transfers."""
-        self._failures.of(stage).inc(times)
+        self._failures.inc(stage, amount=times)
 
     def prompt(self, source: str) -> None:
         """Count a prompt: `local`, `transferred` or `recomputed`."""
-        self._prompts.of(source).inc()
+        self._prompts.inc(source)
 
 
 class RouterMetrics:
@@ -274,19 +294,19 @@ class RouterMetrics:
 
     def chosen(self, reason: str) -> None:
         """Count a decision of the policy."""
-        self._choices.of(reason).inc()
+        self._choices.inc(reason)
 
     def refused(self, reason: str) -> None:
         """Count a refusal of the policy or of the queue limit."""
-        self._refusals.of(reason).inc()
+        self._refusals.inc(reason)
 
     def leg_failed(self, leg: str, code: str | None) -> None:
         """Count a failed `prefill` or `decode` leg by error code."""
-        self._leg_failures.of(leg, code or "").inc()
+        self._leg_failures.inc(leg, code or "")
 
     def prompt(self, source: str) -> None:
         """Count a prompt: `local`, `transferred` or `recomputed`, as decode reported it."""
-        self._prompts.of(source).inc()
+        self._prompts.inc(source)
 
     def placed(self, expected: int, blocks: int) -> None:
         """Count a prompt of `blocks` full KV blocks, of which the engine that computes it was expected to have
