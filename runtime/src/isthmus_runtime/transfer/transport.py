@@ -48,7 +48,7 @@ def choose_transport(
 ) -> tuple[str, str]:
     """(transport, Mooncake protocol) for a request of auto | rdma | nvlink | tcp. Over NVLink only records go by it.
 
-    `nvlink`: this process sees another GPU that NVLink joins to its own. Its peer may be elsewhere all the same, so what
+    `nvlink`: this process sees another GPU that NVLink joins to its own. Its peer may be elsewhere all the same: what
     reaches other hosts goes first.
 
     Raises:
