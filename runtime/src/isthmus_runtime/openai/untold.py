@@ -71,14 +71,14 @@ class Untold:
         if self.held > MAX_OF_AN_ANSWER:
             raise InvalidRequest(
                 f"the answer has more than {MAX_OF_AN_ANSWER} log-probabilities that were not sent yet, with their "
-                f"alternatives and over all choices, or {CHARACTERS} characters of text for each; stream it, or ask for "
-                "fewer tokens (max_tokens), choices (n) or alternatives (logprobs)"
+                f"alternatives and over all choices, or {CHARACTERS} characters of text for each; stream it, or ask "
+                "for fewer tokens (max_tokens), choices (n) or alternatives (logprobs)"
             )
         self._budget.make_room()
         if self.gives_way:
             raise Overloaded(
-                f"{self.held} log-probabilities of this answer, or {CHARACTERS} characters of its text for each: all that "
-                f"run may have {MAX_OF_ANSWERS} together, and no other has more; retry later, stream it, or ask for "
+                f"{self.held} log-probabilities of this answer, or {CHARACTERS} characters of its text for each: all "
+                f"that run may have {MAX_OF_ANSWERS} together, and no other has more; retry later, stream it, or ask for "
                 "fewer tokens, choices or alternatives",
                 status=429,
                 retry_after_s=_RETRY_AFTER_S,
