@@ -111,7 +111,7 @@ def test_the_memory_of_a_process_that_ended_is_free_once_it_is_unmapped(other: O
     other.process.wait(WAIT_S)
     held = torch.cuda.mem_get_info(1)[0]
     memory.close()
-    assert torch.cuda.mem_get_info(1)[0] >= held
+    assert torch.cuda.mem_get_info(1)[0] - held >= BLOCKS * BLOCK
     print(f"{(torch.cuda.mem_get_info(1)[0] - held) / 2**20:.0f} MiB were held by the mapping")
 
 

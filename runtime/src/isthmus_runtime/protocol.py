@@ -23,7 +23,15 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    model_serializer,
+    model_validator,
+)
 
 from .errors import RequestError, error_from_json
 from .request import (
@@ -313,7 +321,16 @@ class Ticket(_Wire):
     record_capacity: _Word = 0
     """Direct: where the record is written, last, and how many bytes it may take."""
     mapping: str = Field(default="", pattern=MAPPING)
-    """Direct over NVLink: how processes of the host map decode's pool (transfer/peer_memory.py). Empty: it is not."""
+    """Direct over NVLink: how processes of the host map decode's pool (transfer/peer_memory.py). Empty: it is not, and
+    is not written: engines and routers of an older version refuse a field that they do not know, and the signature is
+    of what is written."""
+
+    @model_serializer(mode="wrap")
+    def _known_to_older(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
+        written: dict[str, object] = write(self)
+        if not self.mapping:
+            del written["mapping"]
+        return written
 
 
 class PrefillRecord(_Wire):

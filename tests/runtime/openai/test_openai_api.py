@@ -323,6 +323,25 @@ def test_the_log_probabilities_that_an_answer_holds_are_bounded(serve, run, monk
     run(main())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_text_that_an_answer_holds_is_bounded(serve, run, monkeypatch, stream):
+    """128 choices of the longest token of a vocabulary were 83 MB of text, written on the event loop."""
+    monkeypatch.setattr(untold, "MAX_OF_AN_ANSWER", 1)
+
+    async def main():
+        async with serve(lambda request: [65] * 100) as api:
+            for count in (1, 2):
+                body = {"model": "tiny", "prompt": "x", "max_tokens": 90, "n": count, "stream": stream}
+                async with aiohttp.ClientSession() as http, http.post(f"{api.url}/v1/completions", json=body) as answer:
+                    text = await answer.text()
+                if stream or count == 1:
+                    assert answer.status == 200 and "error" not in text
+                else:
+                    assert answer.status == 400 and "64 characters of text for each" in text and "stream it" in text
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     ("more", "name"),
     [

@@ -397,7 +397,7 @@ def test_grammars_that_differ_are_bounded_together(model: Path, monkeypatch: pyt
         for guide in guides:
             guide.allowed([])
     assert few.allowed([])
-    guides = [guide for guide in guides if not guide._compiled.gives_way]
+    guides = [guide for guide in guides if guide.compiled is not None]
     shared = grammars.guide(Structure("regex", "c007"))
     assert shared.allowed([]) == guides[-1].allowed([])
     gc.disable()
@@ -406,6 +406,73 @@ def test_grammars_that_differ_are_bounded_together(model: Path, monkeypatch: pyt
         assert grammars.guide(Structure("regex", "d000")).allowed([])
     finally:
         gc.enable()
+
+
+def bounded(model: Path, monkeypatch: pytest.MonkeyPatch, small: int) -> Grammars:
+    """With room for so many grammars of a few characters."""
+    one = module.memory_of(Structure("regex", "a000")) + module._OF_A_STATE * module._FIRST_STATES
+    monkeypatch.setattr(module, "_MOST_MEMORY", small * one)
+    return Grammars.load(model, eos_token_ids=EOS, vocab_size=VOCAB)
+
+
+def really_there(grammars: Grammars) -> int:
+    return sum(one.memory for one in grammars._there)
+
+
+def test_grammars_of_requests_that_wait_are_bounded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody asks these for a mask until they have a row. Each is smaller than the last, so that the last gives way."""
+    grammars, held = bounded(model, monkeypatch, 8), list[Guide]()
+    for i in range(40):
+        held.append(grammars.guide(Structure("regex", "(a|b)" * (100 - i)), "many"))
+        assert really_there(grammars) <= module._MOST_MEMORY, f"{i + 1} wait"
+    with pytest.raises(Overloaded, match="the most of this client's"):
+        held[0].allowed([])
+    assert held[-1].allowed([])
+
+
+def test_who_gives_way_counts_until_gone(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = bounded(model, monkeypatch, 2)
+    monkeypatch.setattr(module, "_LET_GO_S", 0.0)
+    guide = grammars.guide(Structure("regex", "(a|b)" * 100), "many")
+    guide._using.acquire()  # as a mask that takes long
+    with pytest.raises(Overloaded, match="what gives way for it is still in use") as caught:
+        grammars.guide(Structure("regex", "(c|d)" * 99), "few")
+    assert caught.value.status == 429 and really_there(grammars) <= module._MOST_MEMORY
+    guide._end_use()
+    few = grammars.guide(Structure("regex", "(c|d)" * 99), "few")
+    assert few.allowed([]) and really_there(grammars) <= module._MOST_MEMORY
+
+
+def test_a_grammar_that_clients_share_is_not_let_go_for_one_s_excess(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars, shared = bounded(model, monkeypatch, 6), Structure("regex", "(a|b)" * 400)
+    first = grammars.guide(shared, "many")  # the first to have asked for it, and the largest of all
+    others = [grammars.guide(shared, f"few {i}") for i in range(3)]
+    held = [grammars.guide(Structure("regex", f"c{i:03}"), "many") for i in range(4)]
+    few = grammars.guide(Structure("regex", "d000"), "few 0")
+    assert few.allowed([]) and all(guide.allowed([]) for guide in (first, *others))
+    with pytest.raises(Overloaded, match="the most of this client's"):
+        for guide in held:
+            guide.allowed([])
+
+
+def test_what_walks_keep_is_bounded(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of the parser, with all that it may be, for each token."""
+    grammars = bounded(model, monkeypatch, 8)
+    monkeypatch.setattr(module, "_WALK_RATE", 1e18)
+    monkeypatch.setattr(module, "_TAKING_RATE", 1e18)
+    monkeypatch.setattr(module, "_TOKEN_WALK", 1 << 20)  # whatever time it takes
+    kinds = range(20)
+    text = "start: x*\nx: " + " | ".join(f"x{i}" for i in kinds) + "".join(f'\nx{i}: "a"' for i in kinds)
+    walks, few = grammars.guide(Structure("grammar", text), "many"), grammars.guide(Structure("regex", "b*"), "few")
+    generated = list[int]()
+    with pytest.raises(Overloaded, match=r"takes 1[0-9] MiB, the most of this client's"):
+        while len(generated) < 40:
+            mask = walks.allowed(generated)
+            generated.append(next(i for i in allowed_ids(mask) if i not in EOS))
+    assert 5 < len(generated) < 40 and few.allowed([])
+    assert grammars._used() <= module._MOST_MEMORY
 
 
 def test_whatever_of_a_lexer_is_used_up(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

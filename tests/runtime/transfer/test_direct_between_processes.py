@@ -367,7 +367,8 @@ def test_runs_are_adjacent_on_both_sides() -> None:
     [
         ("auto", "cpu", [], False, "tcp"),
         ("auto", "cpu", ["mlx5_0"], False, "rdma"),
-        ("auto", "cuda:0", ["mlx5_0"], True, "nvlink"),
+        ("auto", "cuda:0", ["mlx5_0"], True, "rdma"),
+        ("auto", "cuda:0", [], True, "nvlink"),
         ("auto", "cuda:0", ["mlx5_0"], False, "rdma"),
         ("tcp", "cpu", ["mlx5_0"], False, "tcp"),
         ("rdma", "cpu", [], False, "no RDMA device"),

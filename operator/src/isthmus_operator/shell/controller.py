@@ -34,7 +34,7 @@ from ..render.service import components
 from .apply import NOBODY, Applier
 from .budget import Workbench
 from .cache import Cache, Children, Key
-from .client import FORBIDDEN, NO_TIME, Api
+from .client import FORBIDDEN, TOO_SLOW, Api
 from .known_facts import KnownFacts
 from .telemetry import Metrics
 
@@ -129,7 +129,8 @@ class Controller:
         except TimeoutError as error:
             if not timer.expired():
                 raise
-            raise ApiError(NO_TIME, f"took longer than {HEAVY_S:g} s over the service's many objects") from error
+            # Told in the status: where the API server is slow for good, nothing else says why nothing happens.
+            raise ApiError(TOO_SLOW, f"took longer than {HEAVY_S:g} s over the service's many objects") from error
 
     async def _reconcile(
         self, key: Key, body: Object, before: Status, applier: Applier, make: Children

@@ -152,7 +152,7 @@ class LocalEngine(Engine):
             try:
                 found = self._guide(structure, request.whose)
             except RequestError as error:
-                found = error
+                found = error.with_traceback(None)  # which holds what was compiled
             except BaseException as error:  # one request ends, the thread goes on; Rust's panics are no Exception
                 _log.exception("a grammar could not be compiled")
                 found = EngineFailed(f"structured output failed: {error}")

@@ -31,8 +31,8 @@ _STREAM_HEADERS = {
 
 _NOTHING = Delta()
 _MANY_SCORES = 2000
-"""With log-probabilities of more tokens of prompts, or with more of them of its own, an answer is written in a thread
-(about 10 ms of work)."""
+"""With log-probabilities of more tokens of prompts, or with more of them of its own (or as much text), an answer is
+written in a thread (about 10 ms of work)."""
 _MANY_IDS = 100_000
 """The same where all choices' prompts have more tokens, whose ids an answer may tell (about 10 ms of work, too)."""
 
@@ -239,19 +239,24 @@ class Runner:
     async def whole(self, job: Job, arrived: float, call: Call) -> Usage:
         """The answer in one piece. Raises RequestError."""
         answers: dict[int, Answer] = {}
+        # A text that grew by each token would be copied as often.
+        texts: dict[int, list[str]] = {}
+        reasonings: dict[int, list[str]] = {}
         likelihood: dict[int, float] = {}
 
         def sink(choice: _Choice, delta: Delta) -> None:
             answer = answers.get(choice.index)
             if answer is None:
                 answer = answers[choice.index] = Answer(choice.prompt)
-            answer.text += delta.content
+                texts[choice.index], reasonings[choice.index] = [], []
+            texts[choice.index].append(delta.content)
+            untold.add_text(len(delta.content) + len(delta.reasoning))
             answer.finish_reason = choice.finish
             if job.shown != job.n:
                 likelihood[choice.index] = choice.mean_logprob
             if choice.bare:
                 return
-            answer.reasoning += delta.reasoning
+            reasonings[choice.index].append(delta.reasoning)
             answer.calls += delta.calls
             if job.return_ids and (more := choice.take_more()) is not None:
                 answer.ids += more.ids or ()
@@ -263,6 +268,8 @@ class Runner:
             headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
             shown = [answers[i] for i in _best(job, likelihood)]
             scores = ids = 0
+            for index, answer in answers.items():
+                answer.text, answer.reasoning = "".join(texts[index]), "".join(reasonings[index])
             for answer in shown:
                 scores += len(answer.prompt.scores)
                 ids += len(answer.prompt.ids)

@@ -309,6 +309,7 @@ class _Api:
         if span.recording:
             _describe_job(span, job, self._config.served_names[0])
         del body  # megabytes, which an answer would keep as long as it streams
+        call.drop()
         if _takes_turns(job):
             client = whose(call, progress.tenant)
             job.requests = tuple(replace(request, client=known_as(client)) for request in job.requests)
@@ -337,6 +338,7 @@ class _Api:
         finally:
             tokenise.end()
         del body
+        call.drop()
         progress.stage, progress.answer_id = "generation", batch.answer_id
         who = whose(call, progress.tenant)
         with self._numbers.holding(batch.numbers, who), self._tokens.holding(batch.prompt_tokens, who):

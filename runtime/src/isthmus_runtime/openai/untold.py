@@ -1,5 +1,5 @@
-"""How many log-probabilities of generated tokens a server holds until they are told, all requests together. Pure, of
-one event loop.
+"""How many log-probabilities of generated tokens, and how much text, a server holds until they are told, all requests
+together. Pure, of one event loop.
 
 How many there will be is known by nobody before: an answer in one piece is held whole, and so is text of which nobody
 knows yet whether it is a call of a tool. What prompts add is known (`score_budget`).
@@ -12,6 +12,8 @@ from ..errors import InvalidRequest, Overloaded
 MAX_OF_AN_ANSWER, MAX_OF_ANSWERS = 1 << 19, 1 << 20
 """Log-probabilities of what was generated that nobody has been told: of one request, as of 25,000 tokens with 20
 alternatives, and of all. Each takes 120 bytes as a record, and 70 as text."""
+CHARACTERS = 64
+"""Of a whole answer's text that count as one: they take as much, where it is written for the client."""
 _RETRY_AFTER_S = 1.0
 
 
@@ -53,6 +55,7 @@ class Untold:
         self.held = 0
         self.gives_way = False
         self._budget = budget
+        self._characters = 0
 
     def __enter__(self) -> Untold:
         self._budget.begins(self)
@@ -67,18 +70,26 @@ class Untold:
         self._budget.held += count
         if self.held > MAX_OF_AN_ANSWER:
             raise InvalidRequest(
-                f"logprobs: the answer has more than {MAX_OF_AN_ANSWER} log-probabilities that were not sent yet, with "
-                "their alternatives and over all choices; stream it, or ask for fewer tokens, choices or alternatives",
-                param="logprobs",
+                f"the answer has more than {MAX_OF_AN_ANSWER} log-probabilities that were not sent yet, with their "
+                f"alternatives and over all choices, or {CHARACTERS} characters of text for each; stream it, or ask "
+                "for fewer tokens (max_tokens), choices (n) or alternatives (logprobs)"
             )
         self._budget.make_room()
         if self.gives_way:
             raise Overloaded(
-                f"{self.held} log-probabilities of this answer: all that run may have {MAX_OF_ANSWERS} together, "
-                "and no other has more; retry later, stream it, or ask for fewer tokens, choices or alternatives",
+                f"{self.held} log-probabilities of this answer, or {CHARACTERS} characters of its text for each: all "
+                f"that run may have {MAX_OF_ANSWERS} together, and no other has more; retry later, stream it, or ask "
+                "for fewer tokens, choices or alternatives",
                 status=429,
                 retry_after_s=_RETRY_AFTER_S,
             )
+
+    def add_text(self, characters: int) -> None:
+        """So much text more that is told last. Raises as `add`."""
+        self._characters += characters
+        count, self._characters = divmod(self._characters, CHARACTERS)
+        if count:
+            self.add(count)
 
     def told(self, count: int) -> None:
         """So many were sent."""

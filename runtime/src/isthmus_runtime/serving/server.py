@@ -48,7 +48,6 @@ class Server(uvicorn.Server):
                 access_log=_log.isEnabledFor(logging.DEBUG),
                 proxy_headers=False,
                 server_header=False,
-                timeout_graceful_shutdown=_ABORT_GRACE_S,
             )
         )
         self.server_state = PortState(limits)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -23,6 +23,7 @@ from ..errors import ConfigError, EngineFailed, InvalidRequest, Overloaded
 from ..interfaces.steps import Forced, Outgrown
 from ..request import Structure
 from .schemas import closed
+from .shares import Held, giving_way
 
 MAX_TEXT = 256 * 1024
 """Most characters of a grammar."""
@@ -64,10 +65,21 @@ _OF_A_GRAMMAR, _OF_A_CHARACTER, _OF_A_STATE = 1 << 20, 256, 340
 of a few words 100 KiB); and of a lexer for each state that it may have."""
 _MOST_MEMORY = 1 << 30
 """Bytes of all that an engine has at a time: requests may each have a grammar that nobody else has."""
+_WALK_RATE, _TAKING_RATE, _TOKEN_WALK = 24e6, 320e6, 200_000
+"""What a walk keeps, as llguidance does not tell it: bytes for each second of a processor that it takes, and for each
+of taking tokens in, whichever is less; and of a token at most. Measured: 4 to 20 MB a second, and 44 to 300, of usual
+schemas (230 bytes a token, 5 and 17 microseconds) as of those that are made to keep much (19 KB, 0.1 and 2.3 ms)."""
+_STEP = 512 << 10
+"""Bytes that a walk may grow until all are added up again."""
+_LET_GO_S = 2.0
+"""Longest wait for the masks that those are at who give way."""
 
 
 _SLOW_S, _MOST_COUNTED_S = 0.0005, 0.25
 """A grammar that takes longer to take a token in has the next ones taken in apart; and how much is counted of each."""
+
+
+_R = TypeVar("_R")
 
 
 class _Place:
@@ -77,16 +89,12 @@ class _Place:
 class _Compiled:
     """A grammar and its lexer, there for as long as a request walks with it, or it is kept."""
 
-    def __init__(self, matcher: LLMatcher, memory: int, states: int, whose: str) -> None:
-        """`matcher`: at the start. `memory`: bytes, at most. `states` that its lexer may have. `whose`: of the client
-        that was the first to ask for it."""
-        self.whose = whose
-        self.matcher = matcher
+    def __init__(self, memory: int, states: int) -> None:
+        """`memory`: bytes, at most. `states` that its lexer may have."""
+        self.matcher: LLMatcher | None = None
+        """At the start; None while it is compiled."""
         self.memory = memory
         self.states = states
-        self.guides: WeakSet[Guide] = WeakSet()
-        self.gives_way = False
-        """There is no room for another, and it takes most of its client's, who has most: who walks with it ends."""
 
 
 class Grammars:
@@ -101,7 +109,8 @@ class Grammars:
         self._size = 0
         """Characters of their texts."""
         self._there: WeakSet[_Compiled] = WeakSet()
-        """All that are kept or walked with."""
+        """All that are compiled now, kept or walked with, until they are really gone."""
+        self._guides: WeakSet[Guide] = WeakSet()
         self._places: WeakSet[_Place] = WeakSet()
         """Of the requests that have a lexer of their own."""
         self._executor: LLExecutor | None = None
@@ -128,7 +137,7 @@ class Grammars:
         """The same at once, where the grammar was compiled not long ago."""
         with self._lock:
             compiled = self._compiled.get(structure)
-            if compiled is None or compiled.gives_way:
+            if compiled is None:
                 return None
             self._compiled.move_to_end(structure)
         return self._guide(structure, compiled, whose)
@@ -149,7 +158,10 @@ class Grammars:
                 self._places.add(place)
             return self._compile(structure, whose=whose)
 
-        return Guide(shared, another, self._apart)
+        guide = Guide(shared, another, self._apart, self._grew, whose)
+        with self._lock:
+            self._guides.add(guide)
+        return guide
 
     def _apart(self) -> tuple[LLExecutor, LLMatcher]:
         """A thread of llguidance's own, of which all have one, and a matcher that refuses all tokens at once."""
@@ -165,11 +177,11 @@ class Grammars:
         """What all requests with this grammar copy: that which is kept, unless it is `spent`, else a new one."""
         with self._lock:
             found = self._compiled.get(structure)
-        if found is None or found is spent or found.gives_way:
+        if found is None or found is spent:
             made = self._compile(structure, _FIRST_STATES if spent is None else _GROWTH * spent.states, whose)
             with self._lock:
                 found = self._compiled.get(structure)
-                if found is None or found is spent or found.gives_way:
+                if found is None or found is spent:
                     found = made
                     self._keep(structure, made)
         return found
@@ -196,49 +208,94 @@ class Grammars:
         check_size(structure, param)
         most: int = _LIMITS.max_lexer_states
         states = most if states is None else min(states, most)
-        memory = memory_of(structure) + _OF_A_STATE * states
-        self._make_room(memory, whose)
+        compiled = self._room_for(memory_of(structure) + _OF_A_STATE * states, states, whose)
         try:
-            grammar = _GRAMMARS[structure.kind](structure.text)
-        except (ValueError, RecursionError) as e:
-            raise InvalidRequest(f"{param}: {e}"[:_ERROR_TEXT], param=param) from e
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_with_states(states))
-        if not matcher.is_error():
-            # The first mask shows what compiling does not: that nothing at all fulfils the grammar.
-            matcher.compute_bitmask()
-        if matcher.is_error():
-            if states < most and _SPENT in matcher.get_error():
-                return self._compile(structure, _GROWTH * states, whose)
-            raise InvalidRequest(f"{param}: {_first_line(matcher)}", param=param)
-        compiled = _Compiled(matcher, memory, states, whose)
-        with self._lock:
-            self._there.add(compiled)
-        return compiled
-
-    def _make_room(self, memory: int, whose: str) -> None:
-        """For so many bytes of a client: what nobody walks with is kept no longer, and then what takes most of the
-        client's that has most gives way. Overloaded where that would be the new one, or takes no more."""
-        with self._lock:
-            for structure, compiled in tuple(self._compiled.items()):
-                if self._used() + memory <= _MOST_MEMORY:
-                    return
-                if not compiled.guides:
-                    self._drop(structure)
+            try:
+                grammar = _GRAMMARS[structure.kind](structure.text)
+            except (ValueError, RecursionError) as e:
+                raise InvalidRequest(f"{param}: {e}"[:_ERROR_TEXT], param=param) from e
+            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_with_states(states))
+            if not matcher.is_error():
+                # The first mask shows what compiling does not: that nothing at all fulfils the grammar.
+                matcher.compute_bitmask()
+            if not matcher.is_error():
+                compiled.matcher = matcher
+                return compiled
+            if states >= most or _SPENT not in matcher.get_error():
+                raise InvalidRequest(f"{param}: {_first_line(matcher)}", param=param)
+        finally:
+            if compiled.matcher is None:  # an error may hold this frame for a while
+                with self._lock:
                     self._there.discard(compiled)
-            while (used := self._used()) + memory > _MOST_MEMORY:
-                of = Counter({whose: memory})
-                for one in self._there:
-                    if not one.gives_way:
-                        of[one.whose] += one.memory
-                most = max(of, key=lambda client: of[client])
-                theirs = [one for one in self._there if one.whose == most and not one.gives_way]
-                largest = max(theirs, key=lambda one: one.memory, default=None)
-                if largest is None or (most == whose and largest.memory <= memory):
-                    raise _crowded(used, memory)
-                largest.gives_way = True
+        del compiled, matcher
+        return self._compile(structure, _GROWTH * states, whose)
+
+    def _room_for(self, memory: int, states: int, whose: str) -> _Compiled:
+        """One of so many bytes, of a client, that is counted from now on. For its sake what nobody walks with is kept
+        no longer, and then what takes most of the client's that has most gives way. Overloaded where that would be the
+        new one, or takes no more, or is not gone soon."""
+        why = ""
+        while True:
+            with self._lock:
+                used = self._used()
+                if used + memory > _MOST_MEMORY:
+                    used = self._drop_unused(memory)
+                if used + memory <= _MOST_MEMORY:
+                    compiled = _Compiled(memory, states)
+                    self._there.add(compiled)
+                    return compiled
+                ending = None if why else self._giving_way(memory, whose)
+            if ending is None:
+                raise _crowded(used, memory, why or "no client has more of them")
+            _let_go(ending)
+            why = "what gives way for it is still in use"
+
+    def _grew(self) -> None:
+        """A walk did: where all take too much, let go what gives way."""
+        ending = list[Guide]()
+        with self._lock:
+            if self._used() > _MOST_MEMORY and self._drop_unused(0) > _MOST_MEMORY:
+                ending = self._giving_way(0, "") or []
+        _let_go(ending)
 
     def _used(self) -> int:
-        return sum(one.memory for one in self._there if not one.gives_way)
+        """Bytes of all that is there."""
+        return sum(one.memory for one in self._there) + sum(one.walk for one in self._guides)
+
+    def _drop_unused(self, memory: int) -> int:
+        """Keep no longer what nobody walks with until there is room; bytes in use then."""
+        walked = {id(guide.compiled) for guide in self._guides}
+        for structure in [s for s, compiled in self._compiled.items() if id(compiled) not in walked]:
+            if self._used() + memory <= _MOST_MEMORY:
+                break
+            self._drop(structure)
+        return self._used()
+
+    def _giving_way(self, memory: int, whose: str) -> list[Guide] | None:
+        """Whose walks are to end for so many bytes more; what only they walk with is kept no longer. None: as
+        `giving_way`."""
+        holders: dict[Held, list[Guide]] = {}
+        grammars: dict[int, int] = {}
+        for guide in self._guides:
+            compiled = guide.compiled
+            if compiled is not None:
+                grammars[id(compiled)] = compiled.memory
+                holders.setdefault((guide.whose, id(compiled)), []).append(guide)
+        walks = {held: sum(guide.walk for guide in guides) for held, guides in holders.items()}
+        gone = giving_way(grammars, walks, self._used() + memory - _MOST_MEMORY, whose, memory)
+        if gone is None:
+            return None
+        left = {key for _, key in walks.keys() - set(gone)}
+        unused = {key for _, key in gone} - left
+        for structure in [s for s, compiled in self._compiled.items() if id(compiled) in unused]:
+            self._drop(structure)
+        return [guide for held in gone for guide in holders[held]]
+
+
+def _let_go(guides: Sequence[Guide]) -> None:
+    ends_at = time.monotonic() + _LET_GO_S
+    for guide in guides:
+        guide.let_go(max(0.0, ends_at - time.monotonic()))
 
 
 def memory_of(structure: Structure) -> int:
@@ -253,10 +310,10 @@ def _with_states(most: int) -> LLParserLimits:
     return LLParserLimits(max_lexer_states=most, verbose_errors=False, **{n: getattr(_LIMITS, n) for n in names})
 
 
-def _crowded(used: int, memory: int) -> Overloaded:
+def _crowded(used: int, memory: int, why: str) -> Overloaded:
     return Overloaded(
         f"structured output: the grammars of all requests take {used >> 20} MiB, and this one {memory >> 20} MiB more; "
-        f"{_MOST_MEMORY >> 20} are allowed, and no client has more of them; simplify it, or retry later",
+        f"{_MOST_MEMORY >> 20} are allowed, and {why}; simplify it, or retry later",
         status=429,
     )
 
@@ -272,7 +329,8 @@ class Guide:
 
     Where the lexer that it shares with other requests is used up, it goes on with the next one that is shared, and
     where that does not last with one of its own, which few have: what others ask for does not end it, and a long answer
-    may use up many.
+    may use up many. Any thread may have it let go of its grammar, at once where it is not in use, as that of a request
+    which waits for a row: it refuses to answer then.
     """
 
     def __init__(
@@ -280,10 +338,25 @@ class Guide:
         shared: _Compiled,
         another: Callable[[_Compiled | None, _Place | None], _Compiled],
         apart: Callable[[], tuple[LLExecutor, LLMatcher]],
+        grew: Callable[[], None],
+        whose: str,
     ) -> None:
         """`shared`: the guide walks with a copy of it. `another` takes a shared one whose lexer
         is used up, and gives the next one that is shared, or for a place one that nobody shares; it may take seconds.
-        `apart`: what slow tokens are taken in with."""
+        `apart`: what slow tokens are taken in with. `grew` is called when the walk has, and may let go of any. `whose`:
+        of which client."""
+        self.whose = whose
+        self.walk = 0
+        """Bytes that it keeps of the tokens it has taken, about."""
+        self._taking_s = 0.0
+        """Taken to take the newest tokens in."""
+        self._told = 0
+        """How many they were when `grew` was called."""
+        self._grew = grew
+        self._using = threading.Lock()
+        """Held by whoever looks at the matcher."""
+        self._gave_way = ""
+        """Why it has let go, or is to."""
         self._another = another
         self._make_apart = apart
         self._apart: tuple[LLExecutor, LLMatcher] | None = None
@@ -291,6 +364,9 @@ class Guide:
         """Taken by work on another thread than the caller's, about."""
         self._shared: _Compiled | None = shared
         """None: it is alone."""
+        self.compiled: _Compiled | None = None
+        """What it walks with; None: it has let go."""
+        self._matcher: Any = None
         self._renewed = 0
         self._place: _Place | None = None
         self._begun_at = 0
@@ -303,7 +379,9 @@ class Guide:
         Raises InvalidRequest when a limit of the work for one token was met, which compiling did not show, EngineFailed
         when a token was not allowed, and Outgrown.
         """
-        self._take(generated)
+        return self._walking(generated, lambda: self._mask(generated))
+
+    def _mask(self, generated: Sequence[int]) -> bytes:
         mask: bytes = self._matcher.compute_bitmask()
         self._check(len(generated))
         return mask
@@ -314,7 +392,53 @@ class Guide:
         They are the tokens that the tokenizer makes of the forced text, and the masks before them allow no others: a
         token that also fits the text that may follow is left to be drawn.
         """
-        self._take(generated)
+        return self._walking(generated, lambda: self._forced(generated, most))
+
+    def let_go(self, timeout_s: float) -> None:
+        """Give the grammar back: within so many seconds, or with the mask that it is at. Nothing is allowed then."""
+        compiled = self.compiled
+        if compiled is None:
+            return
+        self._gave_way = (
+            f"structured output: this grammar takes {compiled.memory + self.walk >> 20} MiB, the most of this "
+            f"client's, who has most of the {_MOST_MEMORY >> 20} of all; simplify it, or retry later"
+        )
+        del compiled
+        if self._using.acquire(timeout=timeout_s):
+            self._end_use()
+
+    def _end_use(self) -> None:
+        if self._gave_way:
+            self.compiled = self._shared = self._matcher = self._apart = self._place = None
+            self.walk = 0
+        self._using.release()
+
+    def _begin_use(self) -> None:
+        self._using.acquire()
+        if self._gave_way:
+            self._end_use()
+            raise Overloaded(self._gave_way, status=429)
+
+    def _walking(self, generated: Sequence[int], look: Callable[[], _R]) -> _R:
+        """What a look at the matcher shows, once it has taken these in."""
+        self._begin_use()
+        try:
+            began, apart, new = time.thread_time(), self.apart_s, len(generated) - self._taken
+            self._taking_s = 0.0
+            try:
+                self._take(generated)
+                return look()
+            finally:
+                took = time.thread_time() - began + self.apart_s - apart
+                if new > 0:
+                    self.walk += int(min(_WALK_RATE * took, _TAKING_RATE * self._taking_s, _TOKEN_WALK * new))
+        finally:
+            self._end_use()
+            if self.walk > self._told + _STEP:
+                self._told = self.walk
+                self._grew()
+
+    def _forced(self, generated: Sequence[int], most: int) -> Forced:
         tokens = self._forced_tokens(generated)
         if not most or not tokens:
             return Forced(tokens[:1])
@@ -332,8 +456,9 @@ class Guide:
         return Forced(tokens[: len(masks)], tuple(masks))
 
     def _begin(self, compiled: _Compiled) -> None:
-        self._compiled = compiled
-        compiled.guides.add(self)
+        assert compiled.matcher is not None, "it is compiled"
+        self.compiled = compiled
+        self.walk = self._told = 0
         # One that nobody shares is kept as it is at its start, too: a copy shares its lexer, and is small.
         self._matcher = compiled.matcher.deep_copy()
         self._taken = 0
@@ -353,12 +478,6 @@ class Guide:
 
     def _take(self, generated: Sequence[int]) -> None:
         assert len(generated) >= self._taken, "what was generated does not shrink"
-        if self._compiled.gives_way:
-            raise Overloaded(
-                f"structured output: this grammar takes {self._compiled.memory >> 20} MiB, the most of this client's, "
-                f"who has most of the {_MOST_MEMORY >> 20} of all; simplify it, or retry later",
-                status=429,
-            )
         if len(generated) > self._taken:
             new = list(generated[self._taken :])
             taken = self._take_in(new)
@@ -380,7 +499,8 @@ class Guide:
         if self._apart is None:
             began = time.thread_time()
             taken: int = self._matcher.try_consume_tokens(new)
-            if time.thread_time() - began > _SLOW_S * len(new):
+            self._taking_s = time.thread_time() - began
+            if self._taking_s > _SLOW_S * len(new):
                 self._apart = self._make_apart()
             return taken
         executor, idle = self._apart
@@ -390,7 +510,8 @@ class Guide:
             if not allowed:
                 break
             taken += 1
-        self.apart_s += min(time.perf_counter() - began, _MOST_COUNTED_S)
+        self._taking_s = min(time.perf_counter() - began, _MOST_COUNTED_S)
+        self.apart_s += self._taking_s
         return taken
 
     def _check(self, count: int) -> None:
@@ -416,16 +537,25 @@ class Guide:
 
     def _renew(self, count: int) -> None:
         """Go on with another lexer. The walk begins anew: what it comes by is a small part of what masks look at."""
-        soon, self._begun_at = count - self._begun_at < _LEAST_SHARED, count
-        grows = self._compiled.states < _LIMITS.max_lexer_states
-        self._renewed += not grows
-        if self._shared is not None and (grows or self._renewed == 1 or not soon):
-            self._shared = self._another(self._shared, None)
-            self._begin(self._shared)
-        else:
-            self._place = self._place or _Place()
-            self._begin(self._another(self._shared, self._place))
-            self._shared = None
+        self._begin_use()
+        try:
+            assert self.compiled is not None
+            spent, soon, self._begun_at = self._shared, count - self._begun_at < _LEAST_SHARED, count
+            grows = self.compiled.states < _LIMITS.max_lexer_states
+            self._renewed += not grows
+            alone = spent is None or not (grows or self._renewed == 1 or not soon)
+            if alone:
+                self._place = self._place or _Place()
+            place = self._place if alone else None
+        finally:
+            self._end_use()
+        found = self._another(spent, place)  # it may take seconds
+        self._begin_use()
+        try:
+            self._begin(found)
+            self._shared = None if alone else found
+        finally:
+            self._end_use()
 
 
 def _first_line(matcher: LLMatcher) -> str:

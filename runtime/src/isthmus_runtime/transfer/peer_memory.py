@@ -33,6 +33,8 @@ PROBE_BYTES = 64 << 20
 _PROBES = 3
 IDLE_S = 5.0
 """A mapping through which nothing was written for so long is closed. Mapping one again takes some milliseconds."""
+REFUSED_S = 30.0
+"""For so long a peer that was read too slowly is not looked at again."""
 BATCH_BYTES = 128 << 20
 """Runs of about so many bytes end together: a third of a millisecond, and a poll of the thread that waits for it."""
 _STREAMS = 4
@@ -108,13 +110,15 @@ def available() -> bool:
 
 
 def reaches_a_peer(device: str) -> bool:
-    """Whether this process sees another GPU that its own, `device`, may access."""
+    """Whether this process sees another GPU that NVLink joins to its own, `device`: atomic operations of one are then
+    native on the other's memory, which they are not over PCIe."""
     if not device.startswith("cuda") or not available():
         return False
     cuda, own = _runtime(), _index(device)
     try:
-        count = int(_call(cuda.cudaGetDeviceCount()))
-        return any(bool(_call(cuda.cudaDeviceCanAccessPeer(own, peer))) for peer in range(count) if peer != own)
+        peers = [peer for peer in range(int(_call(cuda.cudaGetDeviceCount()))) if peer != own]
+        native = cuda.cudaDeviceP2PAttr.cudaDevP2PAttrNativeAtomicSupported
+        return any(int(_call(cuda.cudaDeviceGetP2PAttribute(native, own, peer))) for peer in peers)
     except RuntimeError as error:
         _log.warning("this GPU's peers are not known: %s", error)
         return False
@@ -144,7 +148,10 @@ class Copy:
             if code == self._cuda.cudaError_t.cudaErrorNotReady:
                 return MOVING
             if code != self._cuda.cudaError_t.cudaSuccess:
+                # An error of CUDA's is one of all streams: nothing of this process moves any more.
                 _log.error("a copy to another GPU failed: %s", code.name)
+                for event in self._events:
+                    self._cuda.cudaEventDestroy(event)
                 self._end(FAILED)
                 return FAILED
             self._cuda.cudaEventDestroy(self._events.pop())
@@ -175,6 +182,8 @@ class PeerMemory:
     _streams: list[Any] = field(init=False)
     _scratch: int = field(init=False)
     _mapped: dict[Offer, _Mapping] = field(init=False, default_factory=dict)
+    _refused: dict[Offer, tuple[float, str]] = field(init=False, default_factory=dict)
+    """Until when, and why: to look again costs all peers the time of a probe."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError where the pool cannot be offered."""
@@ -220,6 +229,8 @@ class PeerMemory:
             # Nobody will ask about the part that is on its way.
             for stream in self._streams:
                 self._cuda.cudaStreamSynchronize(stream)
+            for event in events:
+                self._cuda.cudaEventDestroy(event)
             raise
         mapping.flying += 1
         return Copy(self._cuda, events, mapping)
@@ -232,6 +243,9 @@ class PeerMemory:
         """Its mapping, address here and size."""
         self._enter()
         told = Offer.read(offer)
+        until, why = self._refused.get(told, (0.0, ""))
+        if self.clock() < until:
+            raise ValueError(why)
         mapping = self._mapped.get(told) or self._map(told)
         mapping.used_s = self.clock()
         return mapping, mapping.address + told.offset, told.nbytes
@@ -270,9 +284,9 @@ class PeerMemory:
         try:
             gbps = self._read(address + offer.offset, min(PROBE_BYTES, offer.nbytes))
             if gbps < FLOOR_GBPS:
-                raise ValueError(
-                    f"its GPU is read at {gbps:.1f} GB/s, less than the {FLOOR_GBPS:g} that NVLink would do; use tcp"
-                )
+                why = f"its GPU is read at {gbps:.1f} GB/s, less than the {FLOOR_GBPS:g} that NVLink would do; use tcp"
+                self._refuse(offer, why)
+                raise ValueError(why)
         except BaseException:
             self._unmap(mapping)
             raise
@@ -283,6 +297,11 @@ class PeerMemory:
         self.gbps = min(self.gbps or gbps, gbps)
         self._mapped[offer] = mapping
         return mapping
+
+    def _refuse(self, offer: Offer, why: str) -> None:
+        now = self.clock()
+        self._refused = {known: (until, said) for known, (until, said) in self._refused.items() if now < until}
+        self._refused[offer] = (now + REFUSED_S, why)
 
     def _read(self, source: int, nbytes: int) -> float:
         """GB/s, the best of some tries."""

@@ -48,7 +48,8 @@ def choose_transport(
 ) -> tuple[str, str]:
     """(transport, Mooncake protocol) for a request of auto | rdma | nvlink | tcp. Over NVLink only records go by it.
 
-    `nvlink`: this process sees another GPU that its own may access.
+    `nvlink`: this process sees another GPU that NVLink joins to its own. Its peer may be elsewhere all the same: what
+    reaches other hosts goes first.
 
     Raises:
         ConfigError: an explicit transport is not available here, or auto would settle for less than the device needs.
@@ -66,10 +67,10 @@ def choose_transport(
         return "tcp", "tcp"
     if asked != "auto":
         raise ConfigError(f"--transfer-transport {asked!r} is unknown; allowed: auto, rdma, nvlink, tcp")
-    if gpu and nvlink:
-        return "nvlink", "tcp"
     if rdma_devices:
         return "rdma", "rdma"
+    if gpu and nvlink:
+        return "nvlink", "tcp"
     if gpu and fallback != "allow-tcp":
         raise ConfigError("--transfer-transport auto found neither NVLink nor RDMA; --transfer-fallback allow-tcp")
     return "tcp", "tcp"

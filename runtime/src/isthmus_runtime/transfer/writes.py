@@ -285,9 +285,13 @@ class Writes:
         return self._memory.submit(op.mapping, op.base, run)
 
     def _tidy(self) -> None:
-        self._tidying = self._memory is not None and self._memory.tidy()
-        if self._tidying:
-            self.call(self._tidy, IDLE_S)
+        left = True
+        try:
+            left = self._memory is not None and self._memory.tidy()
+        finally:
+            self._tidying = left
+            if left:
+                self.call(self._tidy, IDLE_S)
 
     def _greeted(self, op: Write, problem: str) -> None:
         def checked() -> None:
