@@ -299,7 +299,7 @@ def test_a_long_text_with_special_tokens_is_tokenised_by_parts(name, monkeypatch
     assert len(text) > 8000 and made.encode("") == inner.encode("").ids
     if made._around is None:
         assert made.encode(text) == whole
-        with pytest.raises(InvalidRequest, match="4000 are taken at a time"):
+        with pytest.raises(InvalidRequest, match="4000 are tokenised at a time"):
             made.encode_end(text, 9)
         return
     counting = Counting(made._words)
@@ -343,11 +343,15 @@ def test_what_cannot_be_cut_is_not_tokenised_at_any_length(tokenizer, monkeypatc
     monkeypatch.setattr(tokenizer_module, "_MOST_WHOLE", 1 << 18)
     assert len(tokenizer.encode_end("zq" * part, 9)) == 9
     for end in ("zq" * (part + 1), "a b " * part + "zq" * (part + 1)):
-        with pytest.raises(InvalidRequest, match="131072 are taken at a time"):
+        with pytest.raises(InvalidRequest, match="131072 are tokenised at a time"):
             tokenizer.encode_end(end, 9)
     assert len(tokenizer.encode_end("zq" * (part + 1) + " a b" * part, 9)) == 9
-    with pytest.raises(InvalidRequest, match="262144 are taken at a time"):
+    with pytest.raises(InvalidRequest, match="262144 are tokenised at a time"):
         tokenizer.encode("zq" * (2 * part + 1))
+    # However few tokens a word of a megabyte has: it takes 100 bytes for each of its characters, and seconds.
+    with pytest.raises(InvalidRequest, match="262144 are tokenised at a time"):
+        tokenizer.encode("zq" * (2 * part + 1), 10**6)
+    assert tokenizer.encode("zq" * part, 10**6)
 
 
 def test_ids_of_prompts_share_their_numbers(tokenizer, monkeypatch):

@@ -32,6 +32,8 @@ _PART = 1 << 16
 _MOST_WHOLE, _MOST_OF_AN_END = 1 << 20, 1 << 18
 """Characters that are tokenised as a whole where nobody asks how many tokens they are, and where only the last tokens
 are wanted. Of digits each is a token, and takes 300 bytes meanwhile."""
+_MOST_UNCUT = 1 << 22
+"""The same of a tokenizer whose texts have no places to be cut at: a word of so many takes half a gigabyte."""
 _DIFFERENT = 256
 """More tokens than a text has than its parts have together, for each cut: a few at either side of it differ."""
 
@@ -307,17 +309,17 @@ class Tokenizer:
             raise TooManyTokens(f"{surely} tokens or more")
 
     def _check_whole(self, text: str, most: int | None, longest: int | None = None) -> None:
-        """Raise for a text that cannot be tokenised in parts if it surely has more than `most` tokens, as its parts
-        tell, or else is longer than `longest`: all its tokens at once may take gigabytes."""
+        """Raise for a text that cannot be tokenised in parts if it is longer than `longest` (one word, or all tokens at
+        once, may take gigabytes), or surely has more than `most` tokens, as its parts tell."""
         longest = longest or _MOST_WHOLE
-        if most is None:
-            if len(text) > longest:
-                raise InvalidRequest(
-                    f"the text, or a part of it without a place to cut it, has {len(text)} characters; where all of it "
-                    f"has to be tokenised, {longest} are taken at a time: send less, or without truncate_prompt_tokens"
-                )
-            return
-        if len(text) <= max(_PART, 2 * most):
+        if most is not None and not self._cuts:
+            longest = max(longest, _MOST_UNCUT)  # honest texts come whole as well
+        if len(text) > longest:
+            raise InvalidRequest(
+                f"the text, or a part of it without a place to cut it, has {len(text)} characters, and {longest} are "
+                "tokenised at a time: send less, with spaces or lines in it, or without truncate_prompt_tokens"
+            )
+        if most is None or len(text) <= max(_PART, 2 * most):
             return
         count = 0
         for start in range(0, len(text), _PART):
