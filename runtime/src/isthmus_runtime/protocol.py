@@ -329,7 +329,7 @@ class Ticket(_Wire):
     def _known_to_older(self, write: SerializerFunctionWrapHandler) -> dict[str, object]:
         written: dict[str, object] = write(self)
         if not self.mapping:
-            del written["mapping"]
+            written.pop("mapping", None)
         return written
 
 

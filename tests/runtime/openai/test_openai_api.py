@@ -326,7 +326,9 @@ def test_the_log_probabilities_that_an_answer_holds_are_bounded(serve, run, monk
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_text_that_an_answer_holds_is_bounded(serve, run, monkeypatch, stream):
     """128 choices of the longest token of a vocabulary were 83 MB of text, written on the event loop."""
+    monkeypatch.setattr("isthmus_runtime.openai.answer._PIECES", 3)
     monkeypatch.setattr(untold, "MAX_OF_AN_ANSWER", 1)
+    monkeypatch.setattr(untold, "CHARACTERS", 64)
 
     async def main():
         async with serve(lambda request: [65] * 100) as api:
@@ -336,6 +338,7 @@ def test_the_text_that_an_answer_holds_is_bounded(serve, run, monkeypatch, strea
                     text = await answer.text()
                 if stream or count == 1:
                     assert answer.status == 200 and "error" not in text
+                    assert stream or json.loads(text)["choices"][0]["text"] == "_" * 90
                 else:
                     assert answer.status == 400 and "64 characters of text for each" in text and "stream it" in text
 

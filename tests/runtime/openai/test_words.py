@@ -14,7 +14,10 @@ from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from isthmus_runtime.openai import words
 from isthmus_runtime.openai.words import Words, cuts_at_words
 
+SPACES = ["a  b   c", "a \n  b\n 1 \n\n c", "x  \t y\t ", "  two  "] * 9
+"""So that there are tokens of more than one space, and of spaces after lines, which a cut would break."""
 CORPUS = ["the quick brown fox's den", "it isn't the others' word, they'll say 12 words", "a word a Word word_word"] * 9
+CORPUS += SPACES
 GPT2, LLAMA3, QWEN2 = sorted(words._LETTER_PATTERNS, key=len)[0], *sorted(words._LETTER_PATTERNS, key=len)[:0:-1]
 
 
@@ -58,6 +61,14 @@ def test_ids_are_the_tokenizers(name, texts):
     cut = of(tokenizer)
     for text in texts * 2:  # the second time from what is known
         assert cut.encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("text", ["a  ", "1   = ", "\n 1", "\n ", "b\t ", " ", "  ", "a b  c ", "\n\n  a "])
+def test_spaces_at_the_ends_are_the_tokenizers(name, text):
+    cut = of(MADE[name])
+    for _ in range(2):
+        assert cut.encode(text) == MADE[name].encode(text, add_special_tokens=False).ids
 
 
 def test_what_is_known_stays_bounded(monkeypatch):

@@ -33,6 +33,7 @@ _NOTHING = Delta()
 _MANY_SCORES = 2000
 """With log-probabilities of more tokens of prompts, or with more of them of its own (or as much text), an answer is
 written in a thread (about 10 ms of work)."""
+_PIECES = 256
 _MANY_IDS = 100_000
 """The same where all choices' prompts have more tokens, whose ids an answer may tell (about 10 ms of work, too)."""
 
@@ -249,14 +250,14 @@ class Runner:
             if answer is None:
                 answer = answers[choice.index] = Answer(choice.prompt)
                 texts[choice.index], reasonings[choice.index] = [], []
-            texts[choice.index].append(delta.content)
+            _append(texts[choice.index], delta.content)
             untold.add_text(len(delta.content) + len(delta.reasoning))
             answer.finish_reason = choice.finish
             if job.shown != job.n:
                 likelihood[choice.index] = choice.mean_logprob
             if choice.bare:
                 return
-            reasonings[choice.index].append(delta.reasoning)
+            _append(reasonings[choice.index], delta.reasoning)
             answer.calls += delta.calls
             if job.return_ids and (more := choice.take_more()) is not None:
                 answer.ids += more.ids or ()
@@ -407,6 +408,13 @@ class Runner:
 async def _then(told: Callable[[], Awaitable[None]], more: bool) -> bool:
     await told()
     return more
+
+
+def _append(pieces: list[str], piece: str) -> None:
+    """Join them from time to time: a token's text takes 60 bytes by itself."""
+    pieces.append(piece)
+    if len(pieces) > _PIECES:
+        pieces[:] = ["".join(pieces)]
 
 
 def _scores(entries: Sequence[TokenLogprobs]) -> int:

@@ -241,7 +241,7 @@ class Tokenizer:
             return ChatPrompt(text, self._ids(text, special=False, most=most)[-end:] if ids is None else ids)
         plain = text.replace(marks.begin, "").replace(marks.end, "")
         self._check_bound(plain, most)
-        self._check_whole(plain, most, _MOST_OF_AN_END if end else _MOST_WHOLE)
+        self._check_whole(plain, most, _MOST_OF_AN_END if end else _MOST_UNCUT)
         return ChatPrompt(plain, _at_most(self._control.encode(text, marks), most)[-end:])
 
     def _has_control(self, conversation: Conversation) -> bool:

@@ -12,8 +12,8 @@ from ..errors import InvalidRequest, Overloaded
 MAX_OF_AN_ANSWER, MAX_OF_ANSWERS = 1 << 19, 1 << 20
 """Log-probabilities of what was generated that nobody has been told: of one request, as of 25,000 tokens with 20
 alternatives, and of all. Each takes 120 bytes as a record, and 70 as text."""
-CHARACTERS = 64
-"""Of a whole answer's text that count as one: they take as much, where it is written for the client."""
+CHARACTERS = 256
+"""Of a whole answer's text that count as one: of all answers 268 million, as much as clients may leave unread."""
 _RETRY_AFTER_S = 1.0
 
 

@@ -55,7 +55,8 @@ class Words:
         except (KeyError, TypeError):  # it begins with a word that is new, or has one
             missing = {word for word, ids in zip(words, parts, strict=True) if ids is None}
         # Of a known word none of this is true. The last one is followed by no space, so that it cannot be wrong.
-        if not all(word and not word[-1].isspace() for word in missing.difference(words[-1:])):
+        before = missing.intersection(words[:-1])
+        if first[-1:].isspace() or not all(word and not word[-1].isspace() for word in before):
             first, *words = _CUT.split(text)  # `split` cuts too often where spaces follow white space
             parts = list(map(self._known.get, words))
             missing = {word for word, ids in zip(words, parts, strict=True) if ids is None}
