@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from .errors import DeadlineExceeded
+from .loop_share import LoopShare
 from .request import GenerateRequest, PromptText, tokenised
 from .turns import ThreadsInTurns
 
@@ -25,6 +26,7 @@ class Tokenising:
     def __init__(self, tokenise: Callable[[PromptText], Sequence[int]]) -> None:
         """`tokenise` raises InvalidRequest."""
         self._tokenise = tokenise
+        self._short = LoopShare()
         self._threads = ThreadsInTurns(_THREADS, "tokenise", _MOST_WAITING, "prompts wait to be tokenised")
 
     async def by_ids(self, request: GenerateRequest) -> GenerateRequest:
@@ -36,7 +38,9 @@ class Tokenising:
         prompt = request.prompt
         assert prompt is not None
         if len(prompt.text) <= LONG:
-            return tokenised(request, self._tokenise(prompt))
+            await self._short.room()
+            with self._short.spending():
+                return tokenised(request, self._tokenise(prompt))
         loop = asyncio.get_running_loop()
         until = loop.time() + request.timeout_s
         try:

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from ..config import ChatConfig
 from ..errors import ConfigError, InvalidRequest
 from ..interfaces.backend import Backend
+from ..loop_share import LoopShare
 from ..metrics import RequestMetrics, TenantMetrics
 from ..request import AdapterName, Structure
 from ..serving.app import errors, json_body
@@ -206,6 +207,7 @@ class _Api:
         )
         self._runner = Runner(backend, metrics, clock)
         self._batches = BatchRunner(backend, metrics, clock)
+        self._planning = LoopShare()
         self._vectors = VectorRequests(self._planner, config.request_timeout_s)
         self._ranker = Ranker(self._planner, self._vectors, tokenizer, lambda: backend.task, config.request_timeout_s)
         self._scores = ScoreBudget()
@@ -332,7 +334,9 @@ class _Api:
         tokenise = current().child("tokenise")
         try:
             if len(body) <= _BRIEF_BATCH_BYTES:
-                batch = plan(body)
+                await self._planning.room()
+                with self._planning.spending():
+                    batch = plan(body)
             else:
                 batch = await self._requests.planned(call, progress.tenant, plan, body)
         finally:
@@ -380,8 +384,10 @@ class _Api:
     async def _plan(self, call: Call, plan: Plan, body: bytes, tenant: Tenant | None) -> Job:
         """A short body is planned here and now, unless that turns out to take long."""
         if len(body) <= _OFF_LOOP_BYTES:
+            await self._planning.room()
             try:
-                return plan(body, briefly=True)
+                with self._planning.spending():
+                    return plan(body, briefly=True)
             except NeedsThread:
                 pass
         return await self._requests.planned(call, tenant, plan, body)

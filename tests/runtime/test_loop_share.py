@@ -1,0 +1,48 @@
+"""Work that is due all at once is spread over turns of the event loop."""
+
+import asyncio
+from contextlib import suppress
+
+from isthmus_runtime.loop_share import LoopShare
+
+
+def test_a_turn_has_no_more_of_it_than_its_share_and_one_piece():
+    now, turn, done = 0.0, 0, []
+    share = LoopShare(0.02, lambda: now)
+
+    async def piece(number, seconds):
+        nonlocal now
+        await share.room()
+        with share.spending():
+            now += seconds
+        done.append((turn, number))
+
+    async def main():
+        nonlocal turn
+        pieces = [asyncio.create_task(piece(number, 0.009)) for number in range(20)]
+        while not all(one.done() for one in pieces):
+            await asyncio.sleep(0)
+            turn += 1
+        assert [number for _, number in done] == list(range(20)), "in the order of asking"
+        assert max(sum(at == one for at, _ in done) for one, _ in done) == 3
+        await asyncio.sleep(0)
+        await asyncio.wait_for(piece(20, 0.0), 60)  # and afterwards there is room at once
+
+    asyncio.run(main())
+
+
+def test_work_that_fails_has_spent_its_time_as_well():
+    now = 0.0
+    share = LoopShare(0.02, lambda: now)
+
+    async def main():
+        nonlocal now
+        waits = asyncio.create_task(share.room())
+        with suppress(ValueError), share.spending():
+            now += 1
+            raise ValueError
+        await asyncio.sleep(0)
+        assert not waits.done()
+        await asyncio.wait_for(waits, 60)
+
+    asyncio.run(main())
