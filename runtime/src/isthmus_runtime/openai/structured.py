@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..request import Structure
-from ..structured.grammars import MAX_CHOICES
+from ..structured.sources import MAX_CHOICES
 
 
 class _Strict(BaseModel):
