@@ -14,7 +14,7 @@ from isthmus_runtime.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from isthmus_runtime.request import GenerateRequest, PromptText, SamplingParams
 from isthmus_runtime.tokenising import Tokenising
 
-LONG = 20_001
+LONG = 4097
 DEADLINE_S = 30.0
 
 

@@ -11,7 +11,7 @@ from .errors import DeadlineExceeded
 from .request import GenerateRequest, PromptText, tokenised
 from .turns import ThreadsInTurns
 
-LONG = 20_000
+LONG = 1 << 12
 """Characters; longer prompts are tokenised on a thread."""
 _MOST_WAITING = 1024
 _LEAST_S = 0.001

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_bpe import byte_level_bpe
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 
 from isthmus_runtime.errors import EngineFailed, InvalidRequest, Overloaded
@@ -22,6 +22,7 @@ from isthmus_runtime.openai import tokenizer as tokenizer_module
 from isthmus_runtime.openai import words
 from isthmus_runtime.openai.answer import together
 from isthmus_runtime.openai.bounds import cut, growth, may_cut, token_bound
+from isthmus_runtime.openai.tokenizer import Tokenizer as ModelTokenizer
 from isthmus_runtime.openai.tokenizer import TooManyTokens
 from isthmus_runtime.openai.words import cuts_at_words
 from isthmus_runtime.request import SamplingOptions
@@ -266,6 +267,66 @@ def test_the_end_of_a_text_is_the_end_of_all_of_it(tokenizer, monkeypatch, seed)
     assert tokenizer.encode_end(text, 0) == tokenizer.encode_end("a", 0) == []
 
 
+AROUND = {
+    "before": ("<|end|> $A", ([0], [])),
+    "both": ("<|end|> <|a|> $A <|end|>", ([0, 1], [0])),
+    "as text is": ("a $A", None),
+}
+"""What a post-processor adds, as Llama 3 has one, and its ids; None: they may be the text's."""
+
+
+def with_specials(name):
+    """A tokenizer whose post-processor adds ids, and the library's own, that tells what is right."""
+    inner = byte_level_bpe(CORPUS, special=["<|end|>", "<|a|>"])
+    special = [(text, inner.token_to_id(text)) for text in ("<|end|>", "<|a|>", "a")]
+    inner.post_processor = processors.TemplateProcessing(single=AROUND[name][0], special_tokens=special)
+    size = inner.get_vocab_size()
+    made = ModelTokenizer(
+        inner, config={}, eos_token_ids=[0], vocab_size=size, chat_template=None, defaults=SamplingOptions()
+    )
+    return made, inner
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_a_long_text_with_special_tokens_is_tokenised_by_parts(name, monkeypatch):
+    """Llama 3's tokenizers add the token that texts begin with: theirs are no slower, and as few are refused."""
+    made, inner = with_specials(name)
+    assert made._around == AROUND[name][1]
+    monkeypatch.setattr(tokenizer_module, "_PART", 1000)
+    monkeypatch.setattr(tokenizer_module, "_MOST_OF_AN_END", 4000)
+    text = "".join(random.Random(5).choices([part for part in PARTS if part != "<|end|>"], k=5000))
+    whole = inner.encode(text).ids
+    assert len(text) > 8000 and made.encode("") == inner.encode("").ids
+    if made._around is None:
+        assert made.encode(text) == whole
+        with pytest.raises(InvalidRequest, match="4000 are tokenised at a time"):
+            made.encode_end(text, 9)
+        return
+    counting = Counting(made._words)
+    monkeypatch.setattr(made, "_words", counting)
+    for count in (0, 1, 2, 200, len(whole) - 1, len(whole), len(whole) + 9):
+        counting.characters = 0
+        assert made.encode_end(text, count) == tokenizer_module.last(whole, count)
+        assert counting.characters <= (2500 if count <= 200 else len(text))
+    counting.characters = 0
+    assert made.encode(text, len(whole)) == whole
+    assert counting.characters == len(text)
+    with pytest.raises(TooManyTokens):
+        made.encode(text, len(whole) - 1)
+
+
+@pytest.mark.parametrize("count", [1, 10**6])
+def test_no_text_is_tokenised_twice_for_its_end(tokenizer, monkeypatch, count):
+    counting = Counting(tokenizer._words)
+    monkeypatch.setattr(tokenizer, "_words", counting)
+    monkeypatch.setattr(tokenizer, "_add_bos", True)
+    monkeypatch.setattr(tokenizer, "_bos", 1)
+    text = "some words, and more of them. " * 5000
+    ids = tokenizer.encode_end(text, count)
+    assert counting.characters <= len(text)
+    assert (ids[0] == 1) is (count > 1) and len(ids) <= count
+
+
 def test_what_cannot_be_cut_is_not_tokenised_at_any_length(tokenizer, monkeypatch):
     """Where all of it would be: some hundred bytes for each of its characters, of which a packed body has millions."""
     seen = []
@@ -282,11 +343,15 @@ def test_what_cannot_be_cut_is_not_tokenised_at_any_length(tokenizer, monkeypatc
     monkeypatch.setattr(tokenizer_module, "_MOST_WHOLE", 1 << 18)
     assert len(tokenizer.encode_end("zq" * part, 9)) == 9
     for end in ("zq" * (part + 1), "a b " * part + "zq" * (part + 1)):
-        with pytest.raises(InvalidRequest, match="131072 are taken at a time"):
+        with pytest.raises(InvalidRequest, match="131072 are tokenised at a time"):
             tokenizer.encode_end(end, 9)
     assert len(tokenizer.encode_end("zq" * (part + 1) + " a b" * part, 9)) == 9
-    with pytest.raises(InvalidRequest, match="262144 are taken at a time"):
+    with pytest.raises(InvalidRequest, match="262144 are tokenised at a time"):
         tokenizer.encode("zq" * (2 * part + 1))
+    # However few tokens a word of a megabyte has: it takes 100 bytes for each of its characters, and seconds.
+    with pytest.raises(InvalidRequest, match="262144 are tokenised at a time"):
+        tokenizer.encode("zq" * (2 * part + 1), 10**6)
+    assert tokenizer.encode("zq" * part, 10**6)
 
 
 def test_ids_of_prompts_share_their_numbers(tokenizer, monkeypatch):

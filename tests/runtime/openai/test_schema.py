@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus_runtime.errors import InvalidRequest
-from isthmus_runtime.openai import bodies
+from isthmus_runtime.openai import bodies, structured
 from isthmus_runtime.openai.bodies import json_object, parsed
 from isthmus_runtime.openai.messages import conversation
 from isthmus_runtime.openai.problems import MAX_PROBLEMS
@@ -469,6 +469,81 @@ def test_large_bodies_are_read_one_at_a_time(monkeypatch):
     for thread in threads:
         thread.join(30)
     assert at_once == [False] * 6
+
+
+def calls(*arguments):
+    made = [{"type": "function", "function": {"name": "f", "arguments": text}} for text in arguments]
+    return [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": made}]
+
+
+def test_texts_of_json_are_counted_together_before_they_are_read():
+    """Within a text quotation marks are escaped, and no others of the body's: a million keys were made at once."""
+    keys, where = json.dumps({f"{i:x}": 1 for i in range(80_000)}), "messages[1].tool_calls[1].function.arguments"
+    assert len(conversation(calls(keys))[1]["tool_calls"][0]["function"]["arguments"]) == 80_000
+    with pytest.raises(InvalidRequest, match=r"have 160000 keys and texts; at most 14\d{4} are allowed") as caught:
+        conversation(calls(keys, keys))
+    assert caught.value.param == where
+    for text, words in ((f'{{"a":"{"a" * (1 << 20)}"}}', "at most 1048576 are"), ("[{}," * 140_000, "280001 brackets")):
+        with pytest.raises(InvalidRequest, match=words) as caught:
+            conversation(calls("{}", text))
+        assert caught.value.param == where
+    code = json.dumps({"code": 'a["b"], ' * 70_000})
+    told = conversation(calls(code, ""))[1]["tool_calls"]
+    assert [call["function"]["arguments"] for call in told] == [json.loads(code), {}]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=4), inner),
+)
+
+
+@given(value=VALUES, most=st.integers(0, 60))
+def test_a_value_is_no_shorter_than_its_least(value, most):
+    written = len(json.dumps(value))
+    assert bodies.least_written(value, 1 << 20) <= written
+    assert (bodies.least_written(value, most) <= most) or written > most
+
+
+def test_a_value_of_texts_is_as_long_as_its_least():
+    value = [{"a": ["b", "c", "ddd"], "e": {}}, "f", []]
+    assert bodies.least_written(value, 99) == len(json.dumps(value))
+    assert bodies.least_written([10**4000], 9999) > 3000 and bodies.least_written([[1] * 60], 99) > 99
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1] * 200_000}}}},
+        {"structured_outputs": {"json": {"enum": [1] * 200_000}}},
+        {"structured_outputs": {"json": json.dumps({"enum": [1] * 200_000})}},
+        {"structured_outputs": {"choice": ["a" * 200_000] * 2}},
+        {"structured_outputs": {"regex": "a" * 300_000}},
+    ],
+)
+def test_a_structure_is_bounded_before_it_is_written(given, monkeypatch):
+    """It was written each time that anybody looked at it, by a call that let nothing else run."""
+    both = (
+        (parse_completion, json.dumps({"prompt": "p", **given}).encode()),
+        (parse_chat, json.dumps({"messages": calls(), **given}).encode()),
+    )
+    written = []
+    monkeypatch.setattr(structured.json, "dumps", written.append)
+    for parse, body in both:
+        with pytest.raises(InvalidRequest, match=r"\d+ characters or more, at most 262144 are allowed") as caught:
+            parse(body)
+        assert caught.value.param == next(iter(given))
+    assert not written
+
+
+def test_a_structure_is_written_once():
+    for parse in (completion, chat):
+        request = parse(
+            response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}}
+        )
+        assert request.structure is request.structure
+    longest = "a" * (1 << 18)
+    assert completion(structured_outputs={"regex": longest}).structure.text == longest
 
 
 def test_what_clients_send_has_few_values_for_its_length():

@@ -74,6 +74,34 @@ def test_bodies_never_exceed_their_budget_while_one_can_give_way(most, steps):
         assert budget.used == sum(held.values())
 
 
+@given(st.integers(4, 50), st.lists(STEPS))
+def test_of_one_address_bodies_have_three_quarters_while_one_of_its_own_can_give_way(most, steps):
+    budget, held, arriving = BodyBudget(most), {}, set()
+    address = lambda name: f"a{name % 3}"  # noqa: E731
+    for step, name, size in steps:
+        if step == "add":
+            held[name] = held.get(name, 0) + size
+            arriving.add(name)
+            leaver = budget.add(name, size, address(name))
+            while leaver is not None:
+                of = sum(size for one, size in held.items() if address(one) == address(leaver))
+                assert leaver in arriving and (sum(held.values()) > most or of > most - most // 4)
+                del held[leaver]
+                arriving.discard(leaver)
+                leaver = budget.excess()
+        elif step == "arrived":
+            budget.arrived(name)
+            arriving.discard(name)
+        else:
+            budget.release(name)
+            held.pop(name, None)
+            arriving.discard(name)
+        assert budget.used == sum(held.values())
+        for side in range(3):
+            own = [one for one in held if address(one) == f"a{side}"]
+            assert sum(held[one] for one in own) <= most - most // 4 or not arriving & {*own}
+
+
 def test_every_connection_has_descriptors_for_its_answer():
     assert [connections_within(n) for n in (0, 64, 128, 1024)] == [8, 8, 21, 320]
 

@@ -43,6 +43,8 @@ _MOST_ESCAPES = 8
 """Backslashes before one that are looked at; with more it counts."""
 _LARGE = 1 << 16
 """Bytes of a body that is read alone."""
+MOST_IN_A_TEXT = 1 << 20
+"""Characters of a text that holds JSON: a call in an answer has half of it, and spaces may be added when it is told."""
 
 _SPACE, _NUMBERS = b" \t\r\n", b"0123456789,"
 
@@ -98,6 +100,57 @@ def _json_object(body: bytes) -> dict[str, Any]:
     return data
 
 
+class TextsOfJson:
+    """JSON that texts of one body hold, as arguments of calls do. Its quotation marks are escaped in the body and not
+    counted there: what all such texts make is counted together, as a body's own values are."""
+
+    def __init__(self) -> None:
+        self._size, self._found = 0, [0] * len(_COUNTED)
+
+    def read(self, text: str, param: str) -> Any:
+        """The value. InvalidRequest, naming `param`, for too long a text or too many values, before it is read;
+        ValueError where it is no JSON."""
+        if len(text) > MOST_IN_A_TEXT:
+            raise InvalidRequest(
+                f"{param}: {len(text)} characters, at most {MOST_IN_A_TEXT} are allowed; shorten it", param=param
+            )
+        raw = text.encode()
+        self._size += len(raw)
+        for i, (count, usual, apart, each, what) in enumerate(_COUNTED):
+            self._found[i] += count(raw, -1)
+            if self._found[i] > (most := usual + self._size // apart):
+                raise InvalidRequest(
+                    f"{param}: the texts of JSON up to here have {self._found[i] // each} {what}; at most "
+                    f"{most // each} are allowed in {self._size} bytes; send less",
+                    param=param,
+                )
+        if len(raw) <= _LARGE:
+            return from_json(raw)
+        with _reading:
+            return from_json(raw)
+
+
+def least_written(value: Any, most: int) -> int:
+    """How many characters `value` has as JSON at the least, counted until they are more than `most`: what is far too
+    long is not to be written to be measured, which lets no other thread run."""
+    found, left = 0, [value]
+    while left and found <= most:
+        value = left.pop()
+        if isinstance(value, str):
+            found += len(value) + 2
+        elif isinstance(value, (list, tuple)):
+            found += max(2, 2 * len(value))
+            left += value if found <= most else ()
+        elif isinstance(value, Mapping):
+            found += max(2, 6 * len(value))
+            if found <= most:
+                found += sum(map(len, value))
+                left += value.values()
+        else:
+            found += 1 + (value.bit_length() // 4 if isinstance(value, int) else 0)
+    return found
+
+
 def ids_as_written(body: bytes, data: Mapping[str, Any], name: str) -> WrittenIds | None:
     """The value of `name` in `data`, which `json_object` has made of this body, if it is a list of numbers without
     sign, point and exponent whose place in the body is certain; else None.
@@ -119,21 +172,13 @@ def ids_as_written(body: bytes, data: Mapping[str, Any], name: str) -> WrittenId
 def _check_values(body: bytes) -> None:
     """Raise InvalidRequest for more values than any request has. Each takes tens of bytes, and no other thread runs
     while they are made; marks inside of texts count as well, and texts have few for their length."""
-    for marks, usual, apart, what in (
-        ((b"[", b"{"), MOST_CONTAINERS, _BYTES_OF_A_CONTAINER, "brackets [ and {"),
-        ((b",",), MOST_ITEMS, _BYTES_OF_AN_ITEM, "commas"),
-    ):
+    for count, usual, apart, each, what in _COUNTED:
         most = usual + len(body) // apart
-        if len(body) > most and (found := sum(map(body.count, marks))) > most:
+        if len(body) > most and (found := count(body, most)) > most:
             raise InvalidRequest(
-                f"the body has {found} {what} (those inside of texts count); at most {most} are allowed in "
-                f"{len(body)} bytes; shorten it"
+                f"the body has {found // each} {what}; at most {most // each} are allowed in {len(body)} bytes; "
+                "send less"
             )
-    most = MOST_QUOTES + len(body) // _BYTES_OF_A_QUOTE
-    if len(body) > most and (found := _quotes(body, most)) > most:
-        raise InvalidRequest(
-            f"the body has {found // 2} keys and texts; at most {most // 2} are allowed in {len(body)} bytes; send less"
-        )
 
 
 def _quotes(body: bytes, most: int) -> int:
@@ -144,6 +189,20 @@ def _quotes(body: bytes, most: int) -> int:
         for escapes in range(1, _MOST_ESCAPES + 1):
             found += (-1) ** escapes * body.count(b"\\" * escapes + b'"')
     return found
+
+
+_COUNTED: tuple[tuple[Callable[[bytes, int], int], int, int, int, str], ...] = (
+    (
+        lambda body, most: body.count(b"[") + body.count(b"{"),
+        MOST_CONTAINERS,
+        _BYTES_OF_A_CONTAINER,
+        1,
+        "brackets [ and { (those inside of texts count)",
+    ),
+    (lambda body, most: body.count(b","), MOST_ITEMS, _BYTES_OF_AN_ITEM, 1, "commas (those inside of texts count)"),
+    (_quotes, MOST_QUOTES, _BYTES_OF_A_QUOTE, 2, "keys and texts"),
+)
+"""What is counted, how many are allowed, one more for how many bytes, and how many marks one thing has."""
 
 
 def _refuse_constant(name: str) -> None:

@@ -13,6 +13,7 @@ from ..request import Structure
 from .chat import Conversation
 from .output import Reader, Thinking
 from .schema import ChatRequest
+from .structured import check_length
 from .tokenizer import Tokenizer
 from .tool_formats import FORMATS, format_of
 from .tool_grammar import calls_grammar
@@ -64,6 +65,7 @@ class Conversations:
                     param="structured_outputs",
                 )
             schema = _schema(answer.text or '{"type": "object"}')
+        check_length([tool["function"].get("parameters") for tool in callable_tools], "tools")
         return calls_grammar(
             self.tool_format.name,
             [tool["function"] for tool in callable_tools],

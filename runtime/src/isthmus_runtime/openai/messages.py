@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic_core import from_json
-
 from ..errors import InvalidRequest
+from .bodies import TextsOfJson
 from .problems import MAX_PROBLEMS, invalid
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -107,7 +106,8 @@ def conversation(messages: object) -> list[dict[str, Any]]:
     """Messages with plain text content; arguments of tool calls are objects, as templates expect them."""
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages: must be a list with at least one message", param="messages")
-    return [_message(m, f"messages[{i}]") for i, m in enumerate(messages)]
+    texts = TextsOfJson()
+    return [_message(m, f"messages[{i}]", texts) for i, m in enumerate(messages)]
 
 
 def offered(tools: object) -> list[dict[str, Any]]:
@@ -143,7 +143,7 @@ def _tool(tool: object, path: str) -> dict[str, Any]:
     return {"type": "function", "function": {k: v for k, v in function.items() if v is not None and k != "strict"}}
 
 
-def _message(value: object, path: str) -> dict[str, Any]:
+def _message(value: object, path: str, texts: TextsOfJson) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{path}: must be an object with role and content", param=path)
     role = value.get("role")
@@ -167,7 +167,7 @@ def _message(value: object, path: str) -> dict[str, Any]:
             if field and role != "assistant":
                 problems.append((where, f"{where}: only messages of the assistant have calls; remove it"))
             elif field:
-                message[name] = [_call(c, f"{where}[{i}]") for i, c in enumerate(field)]
+                message[name] = [_call(c, f"{where}[{i}]", texts) for i, c in enumerate(field)]
         elif name in _NEUTRAL:
             if field not in _NEUTRAL[name]:
                 problems.append((where, f"{where}: not supported; remove it"))
@@ -180,21 +180,22 @@ def _message(value: object, path: str) -> dict[str, Any]:
     return message
 
 
-def _call(call: object, path: str) -> dict[str, Any]:
+def _call(call: object, path: str, texts: TextsOfJson) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(call, dict) or call.get("type", "function") != "function" or not isinstance(function, dict):
         raise InvalidRequest(f"{path}: must be an object with id, type: function, and function", param=path)
     if not isinstance(name, str) or not name:
         raise InvalidRequest(f"{path}.function.name: must be a string", param=f"{path}.function.name")
-    arguments = function.get("arguments")
+    arguments, where = function.get("arguments"), f"{path}.function.arguments"
     if isinstance(arguments, str):
         try:
-            arguments = from_json(arguments or "{}")
+            arguments = texts.read(arguments or "{}", where)
+        except InvalidRequest:
+            raise
         except ValueError:
             arguments = None
     if not isinstance(arguments, dict):
-        where = f"{path}.function.arguments"
         raise InvalidRequest(f"{where}: must be the text of a JSON object", param=where)
     identifier = call.get("id")
     if identifier is not None and not isinstance(identifier, str):

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from ..errors import InvalidRequest, RequestError
 from ..request import GenerateRequest, TokenLogprobs
+from .bodies import least_written
 from .messages import few_tools
 from .output import Delta
 from .problems import MAX_NAME, fields_at, object_at
@@ -227,9 +228,13 @@ class ResponsesFormat(Format):
             "truncation": "disabled",
             "user": asked.get("user"),
         }
-        written = {name: json.dumps(value) for name, value in about.items()}
-        if sum(map(len, written.values())) > MAX_REPEATED:
-            name = max(written, key=lambda name: len(written[name]))
+        sizes = {name: least_written(value, MAX_REPEATED) for name, value in about.items()}
+        written = {}
+        if sum(sizes.values()) <= MAX_REPEATED:
+            written = {name: json.dumps(value) for name, value in about.items()}
+            sizes = {name: len(text) for name, text in written.items()}
+        if sum(sizes.values()) > MAX_REPEATED:
+            name = max(sizes, key=lambda name: sizes[name])
             raise InvalidRequest(
                 f"{name}: the answer repeats it, and at most {MAX_REPEATED} bytes of a request as JSON; shorten it, or "
                 "use /v1/chat/completions",

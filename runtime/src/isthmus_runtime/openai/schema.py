@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, create_model, model_validator
@@ -138,9 +139,9 @@ class _Common(LogitOptions, _Sampling):
             raise ValueError("ignore_eos: text with a structure ends where that ends; remove one of the two")
         return self
 
-    @property
+    @cached_property
     def structure(self) -> Structure | None:
-        """What the answer's text must be; None: any text."""
+        """What the answer's text must be; None: any text. Written once."""
         if self.structured_outputs is not None:
             return self.structured_outputs.structure()
         return None if self.response_format is None else structure_of(self.response_format)

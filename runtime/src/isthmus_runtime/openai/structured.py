@@ -7,8 +7,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from ..errors import InvalidRequest
 from ..request import Structure
+from ..structured.grammars import MAX_TEXT
 from ..structured.sources import MAX_CHOICES
+from .bodies import least_written
+
+
+def check_length(value: Any, param: str) -> None:
+    """Raise InvalidRequest, naming `param`, where `value` is longer as JSON than any structure may be."""
+    found = len(value) if isinstance(value, str) else least_written(value, MAX_TEXT)
+    if found > MAX_TEXT:
+        raise InvalidRequest(f"{param}: {found} characters or more, at most {MAX_TEXT} are allowed", param=param)
 
 
 class _Strict(BaseModel):
@@ -43,6 +53,11 @@ class JsonSchemaFormat(_Strict):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
+    @model_validator(mode="after")
+    def _check(self) -> JsonSchemaFormat:
+        check_length(self.json_schema.schema_, "response_format")
+        return self
+
 
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
@@ -66,6 +81,7 @@ class StructuredOutputs(_Strict):
                 "structured_outputs: give exactly one of json, json_object, regex, choice and grammar; "
                 f"{len(given)} are given"
             )
+        check_length(getattr(self, given[0]), "structured_outputs")
         return self
 
     def structure(self) -> Structure:

@@ -32,6 +32,8 @@ _PART = 1 << 16
 _MOST_WHOLE, _MOST_OF_AN_END = 1 << 20, 1 << 18
 """Characters that are tokenised as a whole where nobody asks how many tokens they are, and where only the last tokens
 are wanted. Of digits each is a token, and takes 300 bytes meanwhile."""
+_MOST_UNCUT = 1 << 22
+"""The same of a tokenizer whose texts have no places to be cut at: a word of so many takes half a gigabyte."""
 _DIFFERENT = 256
 """More tokens than a text has than its parts have together, for each cut: a few at either side of it differ."""
 
@@ -90,7 +92,7 @@ class Tokenizer:
         self._bound = token_bound(raw)
         self._growth = growth(raw)
         self._num_special = tokenizer.num_special_tokens_to_add(False)
-        self._adds_special = self._num_special > 0
+        self._around = self._specials()
         self._template = ChatTemplate(chat_template, special, now) if chat_template is not None else None
         normalizer = tokenizer.normalizer
         self._control = ControlTokens(
@@ -160,7 +162,7 @@ class Tokenizer:
         if len(text) > _PART:
             ids = self._end(text, count, special=self._add_bos is None)
             if ids is not None:
-                return ids
+                return last([self._bos, *ids], count) if self._add_bos and self._bos is not None else ids
         return last(self.encode(text), count)
 
     @cached_property
@@ -307,17 +309,17 @@ class Tokenizer:
             raise TooManyTokens(f"{surely} tokens or more")
 
     def _check_whole(self, text: str, most: int | None, longest: int | None = None) -> None:
-        """Raise for a text that cannot be tokenised in parts if it surely has more than `most` tokens, as its parts
-        tell, or else is longer than `longest`: all its tokens at once may take gigabytes."""
+        """Raise for a text that cannot be tokenised in parts if it is longer than `longest` (one word, or all tokens at
+        once, may take gigabytes), or surely has more than `most` tokens, as its parts tell."""
         longest = longest or _MOST_WHOLE
-        if most is None:
-            if len(text) > longest:
-                raise InvalidRequest(
-                    f"the text, or a part of it without a place to cut it, has {len(text)} characters; where all of it "
-                    f"has to be tokenised, {longest} are taken at a time: send less, or without truncate_prompt_tokens"
-                )
-            return
-        if len(text) <= max(_PART, 2 * most):
+        if most is not None and not self._cuts:
+            longest = max(longest, _MOST_UNCUT)  # honest texts come whole as well
+        if len(text) > longest:
+            raise InvalidRequest(
+                f"the text, or a part of it without a place to cut it, has {len(text)} characters, and {longest} are "
+                "tokenised at a time: send less, with spaces or lines in it, or without truncate_prompt_tokens"
+            )
+        if most is None or len(text) <= max(_PART, 2 * most):
             return
         count = 0
         for start in range(0, len(text), _PART):
@@ -326,36 +328,60 @@ class Tokenizer:
             if count > most:
                 raise TooManyTokens(f"{count} tokens or more")
 
+    def _specials(self) -> tuple[list[int], list[int]] | None:
+        """Ids that the post-processor adds before and after a text; None: that is not certain, or of no use."""
+        if not self._num_special:
+            return [], []
+        if self._words is None:
+            return None
+        whole, bare, added = (
+            self._tokenizer.encode(text, add_special_tokens=special).ids
+            for text, special in (("a", True), ("a", False), ("", True))
+        )
+        if not bare or len(added) != self._num_special or not set(bare).isdisjoint(added):
+            return None
+        at = whole.index(bare[0]) if bare[0] in whole else 0
+        before, after = whole[:at], whole[at + len(bare) :]
+        return (before, after) if [*before, *bare, *after] == whole and [*before, *after] == added else None
+
     def _end(self, text: str, count: int, *, special: bool) -> list[int] | None:
-        """The last `count` ids of a long text; None: all have to be made. Raises InvalidRequest as `encode_end`."""
-        if self._words is None or not self._cuts or (special and self._adds_special):
+        """The last `count` ids of a long text, or all where it has fewer; None: it cannot be cut. Raises InvalidRequest
+        as `encode_end`."""
+        around = self._around if special else ([], [])
+        if self._words is None or not self._cuts or around is None:
             self._check_whole(text, None, _MOST_OF_AN_END)
             return None
-        found: list[list[int]] = []
-        left = count
+        before, after = around
+        found = [after]
+        left = count - len(after)
         for part in reversed(list(cut(text, _PART))):
             self._check_whole(part, None, _MOST_OF_AN_END)
             found.append(self._words.encode(part))
             left -= len(found[-1])
             if left <= 0:
-                return last([one for ids in reversed(found) for one in ids], count)
-        return None
+                break
+        else:
+            found.append(before)
+        return last([one for ids in reversed(found) for one in ids], count)
 
     def _encoded(self, text: str, *, special: bool, most: int | None) -> list[int]:
-        if self._words is not None and not (special and self._adds_special):
+        around = self._around if special else ([], [])
+        if self._words is not None and around is not None:
+            before, after = around
             if len(text) <= _PART:
-                return self._words.encode(text)
-            found: list[int] = []
+                ids = self._words.encode(text)
+                return [*before, *ids, *after] if special else ids
+            found = list(before)
             for part in cut(text, _PART) if self._cuts else (text,):
                 if most is not None and len(found) > most:
                     raise TooManyTokens(f"{len(found)} tokens or more")
                 self._check_whole(part, None if most is None else most - len(found))
                 found += self._words.encode(part)
-            return found
+            return found + after
         self._check_whole(text, most)
         # Unlike `encode`, the batch form lets other threads run: a long prompt must not stop the process.
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
-        return ids
+        whole: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        return whole
 
     def _batch(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]

@@ -73,31 +73,42 @@ class Connections(Generic[_C]):
 
 
 class BodyBudget(Generic[_C]):
-    """Bounds the bytes of all bodies that arrive or wait for their answer to begin.
+    """Bounds the bytes of all bodies that arrive or are not read yet: what a handler has made of them is counted by it.
 
     Where there are more, the largest one that is not here whole gives way: who sends little is served beside those who
-    send much, or who never finish.
+    send much, or who never finish. Of one address all together may have three quarters, however whole they are.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.used = 0
+        self._share = most - most // 4
         self._held: dict[_C, int] = {}
         self._arriving: set[_C] = set()
+        self._addresses: dict[_C, str] = {}
+        self._of: dict[str, int] = {}
+        self._greedy: set[str] = set()
+        """Addresses that have more than their share."""
 
-    def add(self, holder: _C, size: int) -> _C | None:
-        """Count `size` more bytes of a body that arrives. Returns who must be refused, until it is None: its bytes
-        are no longer counted."""
+    def add(self, holder: _C, size: int, address: str = "") -> _C | None:
+        """Count `size` more bytes of a body that arrives from an address (empty: not known, and without a share).
+        Returns who must be refused, until it is None: its bytes are no longer counted."""
         self.used += size
         self._held[holder] = self._held.get(holder, 0) + size
         self._arriving.add(holder)
+        if address:
+            self._addresses[holder] = address
+            self._count(address, size)
         return self.excess()
 
     def excess(self) -> _C | None:
         """Who must be refused now."""
-        if self.used <= self.most or not self._arriving:
+        candidates = self._arriving if self.used > self.most else set[_C]()
+        if not candidates and self._greedy:
+            candidates = {one for one in self._arriving if self._addresses.get(one) in self._greedy}
+        if not candidates:
             return None
-        largest = max(self._arriving, key=self._held.__getitem__)
+        largest = max(candidates, key=self._held.__getitem__)
         self.release(largest)
         return largest
 
@@ -107,5 +118,17 @@ class BodyBudget(Generic[_C]):
 
     def release(self, holder: _C) -> None:
         """Its bytes are no longer needed. Idempotent."""
-        self.used -= self._held.pop(holder, 0)
+        size = self._held.pop(holder, 0)
+        self.used -= size
         self._arriving.discard(holder)
+        if (address := self._addresses.pop(holder, "")) != "":
+            self._count(address, -size)
+
+    def _count(self, address: str, size: int) -> None:
+        held = self._of[address] = self._of.get(address, 0) + size
+        if held > self._share:
+            self._greedy.add(address)
+        else:
+            self._greedy.discard(address)
+        if not held:
+            del self._of[address]

@@ -22,6 +22,9 @@ PIECE = "isthmus.answer.piece"
 """Extension of the ASGI scope: its `write` takes a piece of an answer in pieces and tells whether that is on its way,
 which it is not where there is something to wait for first: that is for `send`. Raises ConnectionResetError."""
 
+DROPPED = "isthmus.body.dropped"
+"""Extension of the ASGI scope: to its `tell` the body, which was read whole, is needed no more."""
+
 
 class Cut(Exception):
     """Raised by a handler to cut the connection: a broken answer must not look complete."""
@@ -53,6 +56,11 @@ class Call(Request):
         if parts[-1]["type"] != "http.request":
             raise ConnectionResetError("the client has disconnected")
         return b"".join([part["body"] for part in parts])
+
+    def drop(self) -> None:
+        """What was read is needed no more: others' bodies may have its room, however long the answer takes."""
+        if (dropped := self.scope.get("extensions", {}).get(DROPPED)) is not None:
+            dropped["tell"]()
 
     async def reply(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
         """Answer in one piece."""

@@ -12,6 +12,7 @@ import copy
 import logging
 import socket
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import httptools
@@ -21,7 +22,7 @@ from uvicorn.server import ServerState
 
 from ..errors import InvalidRequest, Overloaded, RequestError
 from .admission import BodyBudget, Connections
-from .call import PIECE, WHOLE, Cut, error_answer
+from .call import DROPPED, PIECE, WHOLE, Cut, error_answer
 from .limits import ACCOUNT, HeadTooLarge, Limits, TooSlow
 from .writing import Flow, Opening, whole_answer
 
@@ -147,7 +148,7 @@ class Protocol(HttpToolsProtocol):
         """Of asyncio."""
         super().connection_made(transport)
         self.flow: Flow = Flow(transport)
-        leaver = self.server_state.table.add(self, self.client[0] if self.client else "")
+        leaver = self.server_state.table.add(self, self._address)
         if leaver is not None:
             leaver.give_way(Overloaded("too many connections; try again", retry_after_s=1.0))
 
@@ -254,7 +255,7 @@ class Protocol(HttpToolsProtocol):
                 "larger chunks"
             )
         super().on_body(body)
-        self._make_room(self.server_state.bodies.add(self, len(body)))
+        self._make_room(self.server_state.bodies.add(self, len(body), self._address))
 
     def on_message_complete(self) -> None:
         """Of the parser: the last byte of a request."""
@@ -324,6 +325,7 @@ class Protocol(HttpToolsProtocol):
 
         extensions: dict[str, Any] = cycle.scope["extensions"]
         extensions[PIECE] = {"write": write}
+        extensions[DROPPED] = {"tell": partial(self.server_state.bodies.release, self)}
         try:
             await app(cycle.scope, receive, send)
         except asyncio.CancelledError:
@@ -336,7 +338,7 @@ class Protocol(HttpToolsProtocol):
                 _log.exception("%s %s failed", cycle.scope["method"], cycle.scope["path"])
         finally:
             cycle.on_response = _nothing  # a cycle of references otherwise
-            del extensions[PIECE]  # and another one
+            del extensions[PIECE], extensions[DROPPED]  # and others
             if not cycle.response_complete and not cycle.disconnected:
                 self.transport.abort()
 
@@ -405,6 +407,10 @@ class Protocol(HttpToolsProtocol):
             # A head behind a request that is still answered has time until that is over.
             self._refuse(TooSlow(f"the request did not arrive within {self._limits.arrival_s:g} s"))
 
+    @property
+    def _address(self) -> str:
+        return self.client[0] if self.client else ""
+
     def _wrote(self, size: int) -> None:
         if unread := self.unread:
             self.server_state.wrote(min(size, unread))
@@ -439,7 +445,7 @@ class Protocol(HttpToolsProtocol):
 
     def _account(self, size: int) -> None:
         """Count `size` bytes that were made of the body. Raises Overloaded when it is this one that has to go."""
-        self._make_room(self.server_state.bodies.add(self, size))
+        self._make_room(self.server_state.bodies.add(self, size, self._address))
         if self._refusal is not None:
             raise copy.copy(self._refusal)
 
