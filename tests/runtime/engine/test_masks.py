@@ -18,7 +18,7 @@ from isthmus_runtime.engine import masks as module
 from isthmus_runtime.engine.backend import EngineBackend
 from isthmus_runtime.engine.grammar_line import GrammarLine
 from isthmus_runtime.engine.masks import MaskThread
-from isthmus_runtime.errors import EngineFailed, InvalidRequest, RequestError
+from isthmus_runtime.errors import EngineFailed, InvalidRequest, Overloaded, RequestError
 from isthmus_runtime.executor.fake import expected_tokens
 from isthmus_runtime.interfaces.steps import Forced, Later, Outgrown
 from isthmus_runtime.request import FinishReason, TokenChunk
@@ -85,6 +85,37 @@ def test_others_go_on_while_a_mask_is_computed(error: BaseException | None) -> N
             assert rule.threads == {"masks"}
             backend.engine.loop.call(backend.engine.loop.scheduler.check)
             assert not backend.engine.loop.call(lambda: backend.engine.loop.scheduler.has_work)
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+class Lost(Rule):
+    """Refuses at once when it is told to, though nobody asks it."""
+
+    refusal: RequestError | None = None
+
+    def lost(self) -> RequestError | None:
+        return self.refusal
+
+
+def test_who_waits_for_a_row_ends_when_its_grammar_is_let_go() -> None:
+    async def main() -> None:
+        with engine(max_num_seqs=1) as backend:
+            loop, running, waits, early = backend.engine.loop, Lost(), Lost(), Lost()
+            first = asyncio.create_task(ask(backend, "runs", running))
+            second = asyncio.create_task(ask(backend, "waits", waits))
+            await asyncio.sleep(0)
+            loop.call(lambda: None)  # it has both, and one row
+            waits.refusal, early.refusal = Overloaded("let go", status=429), Overloaded("let go before", status=429)
+            loop.end_lost()
+            for task, words in ((second, "let go"), (asyncio.create_task(ask(backend, "early", early)), "go before")):
+                chunks = await task
+                assert [chunk.finish_reason for chunk in chunks] == [FinishReason.ERROR]
+                assert isinstance(chunks[0].error, Overloaded) and words in str(chunks[0].error)
+            assert not early.threads and not first.done()
+            running.gate.set()
+            assert (await first)[-1].finish_reason is FinishReason.LENGTH
+            loop.call(loop.scheduler.check)
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
 

@@ -187,4 +187,5 @@ class LocalEngine(Engine):
         if self._grammars is None:
             raise InvalidRequest("structure: this engine has no tokenizer to build masks with", param="structure")
         self._loaded = self._grammars()
+        self._loaded.told = self.loop.end_lost
         return self._loaded.guide(structure, whose)

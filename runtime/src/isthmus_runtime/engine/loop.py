@@ -135,6 +135,7 @@ class EngineLoop:
         def command(now: float) -> list[Effect]:
             if kind is Kind.RECEIVE:
                 self._check_moves_kv()
+            self._check_masks(beside)
             self.scheduler.add(
                 request,
                 now,
@@ -156,6 +157,7 @@ class EngineLoop:
 
         def command(now: float) -> list[Effect]:
             handoff = self._check_moves_kv()
+            self._check_masks(beside)
             skip = ticket.skip_blocks
             self.scheduler.add(request, now, kind=Kind.SEND, attempt=attempt, skip_blocks=skip, masks=beside)
             self.scheduler.handoffs.open_send(attempt)
@@ -196,6 +198,10 @@ class EngineLoop:
     def abort_all(self, error: RequestError) -> None:
         """End every request."""
         self._inbox.put(lambda now: self.scheduler.abort_all(error))
+
+    def end_lost(self) -> None:
+        """End every request whose constraint was `lost`, which nobody may have asked."""
+        self._inbox.put(lambda now: self.scheduler.end_masked(self._masks.lost))
 
     def add_adapter(self, name: str, adapter: Adapter) -> None:
         """Requests that are handed over from now on may ask for it."""
@@ -276,6 +282,14 @@ class EngineLoop:
         if self._handoff is None:
             raise InvalidRequest("this engine has no KV transfer; start it with --transfer-mode direct or store")
         return self._handoff
+
+    def _check_masks(self, masks: Masks | None) -> None:
+        lost = self._masks.lost(masks)  # since it was made; from now on `end_lost` finds it
+        try:
+            if lost is not None:
+                raise lost
+        finally:
+            del lost  # or the error would hold this frame, and be held by it
 
     def _beside(self, constraint: Constraint | None) -> Masks | None:
         return None if constraint is None else self._masks.beside(constraint)

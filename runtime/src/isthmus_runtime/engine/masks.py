@@ -189,6 +189,11 @@ class MaskThread:
         """The masks of `constraint`, computed on this thread."""
         return _Beside(constraint, self._ask, self._changed)
 
+    def lost(self, masks: Masks | None) -> RequestError | None:
+        """Why these of `beside` will allow nothing any more, whether or not they are asked; None: they may."""
+        lost = getattr(masks.constraint, "lost", None) if isinstance(masks, _Beside) else None
+        return None if lost is None else lost()
+
     @property
     def busy(self) -> bool:
         """Whether it has not answered everything. For the thread that asks."""
@@ -235,6 +240,7 @@ class _Beside:
     """One request's masks: asks another thread, and says `Later` meanwhile."""
 
     def __init__(self, constraint: Constraint, submit: Callable[[_Job], None], changed: threading.Condition) -> None:
+        self.constraint = constraint
         self._request = _Counted(constraint)
         self._submit = submit
         self._changed = changed

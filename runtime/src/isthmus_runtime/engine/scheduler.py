@@ -18,7 +18,7 @@ have gone, unless the device has nothing to do meanwhile: of a long prompt it ta
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from ..config import SchedulerConfig
 from ..errors import Cancelled, DeadlineExceeded, EngineFailed, InvalidRequest, Overloaded, RequestError
@@ -152,6 +152,11 @@ class Scheduler:
     def abort_all(self, error: RequestError) -> list[Effect]:
         """End everything with one error (drain deadline, broken executor)."""
         return [e for seq in list(self.live()) for e in self._completion.end(seq, FinishReason.ERROR, error)]
+
+    def end_masked(self, lost: Callable[[Masks], RequestError | None]) -> list[Effect]:
+        """End those whose masks are `lost`, wherever they stand, with the error that it tells."""
+        found = [(seq, lost(seq.masks)) for seq in self.live() if seq.masks is not None]
+        return [e for seq, error in found if error for e in self._completion.end(seq, FinishReason.ERROR, error)]
 
     # --------------------------------------------------------------------------------------------------- deadlines
 

@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ..errors import InvalidRequest
 from ..request import Structure
-from ..structured.grammars import MAX_CHOICES, MAX_TEXT
+from ..structured.grammars import MAX_TEXT
+from ..structured.sources import MAX_CHOICES
 from .bodies import least_written
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..request import Structure
-from ..structured.grammars import WHITESPACE
 from ..structured.schemas import closed
+from ..structured.sources import WHITESPACE
 
 MAX_CALLS = 16
 """Most calls in one answer that must call: a model that is held to a list may go on with it."""

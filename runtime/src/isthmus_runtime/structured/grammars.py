@@ -7,13 +7,11 @@ sees it, an engine makes the masks.
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -22,12 +20,11 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from ..errors import ConfigError, EngineFailed, InvalidRequest, Overloaded
 from ..interfaces.steps import Forced, Outgrown
 from ..request import Structure
-from .schemas import closed
 from .shares import Held, giving_way
+from .sources import GRAMMARS
 
 MAX_TEXT = 256 * 1024
 """Most characters of a grammar."""
-MAX_CHOICES = 4096
 _LIMITS = LLParserLimits(
     # Regular expressions and terminals: about a second of work at most, and 64 MiB, for all of a grammar.
     initial_lexer_fuel=1_000_000,
@@ -43,9 +40,6 @@ _LIMITS = LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
-# Between JSON's tokens a model may put white space, but not without end: small models do.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
-"""llguidance's `whitespace_pattern`, wherever a schema is compiled."""
 _ERROR_TEXT = 400
 _KEPT, _KEPT_TEXT = 32, 1 << 22
 """Compiled grammars, and characters of them together."""
@@ -114,6 +108,8 @@ class Grammars:
         self._places: WeakSet[_Place] = WeakSet()
         """Of the requests that have a lexer of their own."""
         self._executor: LLExecutor | None = None
+        self.told: Callable[[], None] = lambda: None
+        """Called, on any thread, when guides have let go: requests that wait may have one of them (`Guide.lost`)."""
         try:
             self._tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
         except ValueError as e:
@@ -211,7 +207,7 @@ class Grammars:
         compiled = self._room_for(memory_of(structure) + _OF_A_STATE * states, states, whose)
         try:
             try:
-                grammar = _GRAMMARS[structure.kind](structure.text)
+                grammar = GRAMMARS[structure.kind](structure.text)
             except (ValueError, RecursionError) as e:
                 raise InvalidRequest(f"{param}: {e}"[:_ERROR_TEXT], param=param) from e
             matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_with_states(states))
@@ -247,7 +243,7 @@ class Grammars:
                 ending = None if why else self._giving_way(memory, whose)
             if ending is None:
                 raise _crowded(used, memory, why or "no client has more of them")
-            _let_go(ending)
+            self._let_go(ending)
             why = "what gives way for it is still in use"
 
     def _grew(self) -> None:
@@ -256,7 +252,7 @@ class Grammars:
         with self._lock:
             if self._used() > _MOST_MEMORY and self._drop_unused(0) > _MOST_MEMORY:
                 ending = self._giving_way(0, "") or []
-        _let_go(ending)
+        self._let_go(ending)
 
     def _used(self) -> int:
         """Bytes of all that is there."""
@@ -291,11 +287,12 @@ class Grammars:
             self._drop(structure)
         return [guide for held in gone for guide in holders[held]]
 
-
-def _let_go(guides: Sequence[Guide]) -> None:
-    ends_at = time.monotonic() + _LET_GO_S
-    for guide in guides:
-        guide.let_go(max(0.0, ends_at - time.monotonic()))
+    def _let_go(self, guides: Sequence[Guide]) -> None:
+        ends_at = time.monotonic() + _LET_GO_S
+        for guide in guides:
+            guide.let_go(max(0.0, ends_at - time.monotonic()))
+        if guides:
+            self.told()
 
 
 def memory_of(structure: Structure) -> int:
@@ -406,6 +403,10 @@ class Guide:
         del compiled
         if self._using.acquire(timeout=timeout_s):
             self._end_use()
+
+    def lost(self) -> Overloaded | None:
+        """Why nothing is allowed any more, without looking; None: something may be."""
+        return Overloaded(self._gave_way, status=429) if self._gave_way else None
 
     def _end_use(self) -> None:
         if self._gave_way:
@@ -561,33 +562,3 @@ class Guide:
 def _first_line(matcher: LLMatcher) -> str:
     error: str = matcher.get_error()
     return error.strip().splitlines()[0][:_ERROR_TEXT] if error.strip() else "the grammar was not accepted"
-
-
-def _json_schema(text: str) -> str:
-    schema = json.loads(text)
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
-    grammar: str = LLMatcher.grammar_from_json_schema(closed(schema), overrides={"whitespace_pattern": WHITESPACE})
-    return grammar
-
-
-def _choice(text: str) -> str:
-    choices: Any = json.loads(text)
-    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
-        raise ValueError("give a list of one or more strings, none empty")
-    if len(choices) > MAX_CHOICES:
-        raise ValueError(f"{len(choices)} choices, at most {MAX_CHOICES} are allowed")
-    return str(LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices)))
-
-
-_GRAMMARS: Mapping[str, Any] = MappingProxyType(
-    {
-        "json_object": lambda _: _json_schema('{"type": "object"}'),
-        "json_schema": _json_schema,
-        "regex": LLMatcher.grammar_from_regex,
-        "choice": _choice,
-        "grammar": LLMatcher.grammar_from_lark,
-    }
-)

@@ -1,0 +1,48 @@
+"""The texts that clients send, as the grammars that llguidance compiles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from llguidance import LLMatcher
+
+from .schemas import closed
+
+MAX_CHOICES = 4096
+# Between JSON's tokens a model may put white space, but not without end: small models do.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""llguidance's `whitespace_pattern`, wherever a schema is compiled."""
+
+
+def _json_schema(text: str) -> str:
+    schema = json.loads(text)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
+    grammar: str = LLMatcher.grammar_from_json_schema(closed(schema), overrides={"whitespace_pattern": WHITESPACE})
+    return grammar
+
+
+def _choice(text: str) -> str:
+    choices: Any = json.loads(text)
+    if not isinstance(choices, list) or not choices or not all(isinstance(c, str) and c for c in choices):
+        raise ValueError("give a list of one or more strings, none empty")
+    if len(choices) > MAX_CHOICES:
+        raise ValueError(f"{len(choices)} choices, at most {MAX_CHOICES} are allowed")
+    return str(LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices)))
+
+
+GRAMMARS: Mapping[str, Any] = MappingProxyType(
+    {
+        "json_object": lambda _: _json_schema('{"type": "object"}'),
+        "json_schema": _json_schema,
+        "regex": LLMatcher.grammar_from_regex,
+        "choice": _choice,
+        "grammar": LLMatcher.grammar_from_lark,
+    }
+)
+"""By kind; ValueError and RecursionError for what is none."""
