@@ -62,8 +62,6 @@ class PortState(ServerState):
         self.bodies: BodyBudget[Protocol] = BodyBudget(limits.max_body_memory)
         self.leaving = False
         """The next answer on each connection is its last, and says so."""
-        self.left = asyncio.Event()
-        """A connection has ended."""
         self._written = 0
         """Bytes that were not read at once, of what was written since `bound_unread`."""
 
@@ -158,7 +156,6 @@ class Protocol(HttpToolsProtocol):
         self.server_state.table.remove(self)
         self.server_state.bodies.release(self)
         self._forsake()
-        self.server_state.left.set()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Of asyncio: the client sends no more. It has left, or has closed its side alone and still reads; what becomes

@@ -48,6 +48,7 @@ class Server(uvicorn.Server):
                 access_log=_log.isEnabledFor(logging.DEBUG),
                 proxy_headers=False,
                 server_header=False,
+                timeout_graceful_shutdown=_ABORT_GRACE_S,
             )
         )
         self.server_state = PortState(limits)
@@ -74,37 +75,10 @@ class Server(uvicorn.Server):
             connection.leave()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the listener and idle connections, then the others when their answer is complete, in time or not.
-
-        In place of uvicorn's, which looks ten times a second and sleeps for one of them even where nothing is open.
-        """
-        for server in self.servers:
-            server.close()
-        for one in sockets or ():
-            one.close()
-        state = self.server_state
-        for connection in tuple(state.connections):
-            connection.shutdown()
-        try:
-            async with asyncio.timeout(_ABORT_GRACE_S):
-                await self._all_left()
-        except TimeoutError:
-            _log.warning("%d connections and %d requests did not end in time", len(state.connections), len(state.tasks))
-            for task in state.tasks:
-                task.cancel()
-        await self.lifespan.shutdown()
-        for connection in tuple(state.connections):
+        """Close the listener and idle connections, then the others when their answer is complete, in time or not."""
+        await super().shutdown(sockets)
+        for connection in tuple(self.server_state.connections):
             connection.transport.abort()
-
-    async def _all_left(self) -> None:
-        state = self.server_state
-        while state.connections:
-            state.left.clear()
-            await state.left.wait()
-        while state.tasks:
-            await asyncio.wait(state.tasks)
-        for server in self.servers:
-            await server.wait_closed()
 
 
 async def run_app(
