@@ -158,8 +158,8 @@ TEXTS: dict[Reason, Text] = {
         "Undo the last edit of the spec, and report the message with the operator's log, which has the traceback.",
     ),
     Reason.OVER_BUDGET: Text(
-        "Working out what the spec asks for takes longer than a service may have, or the services of the namespace say more"
-        " than the operator keeps of one. The service is left as it was; other services are not affected.",
+        "Working out what the spec asks for takes longer than a service may have, or the services of the namespace say"
+        " more than the operator keeps of one. The service is left as it was; other services are not affected.",
         "Make the spec smaller, most likely a `podPatch`. Of a spec that takes long report it: sizes that are admitted"
         " should not. Where a namespace has no more room, delete services, or use another one.",
     ),
