@@ -89,7 +89,8 @@ class Controller:
         is a defect.
         """
         if self.cache.left_out(key):
-            return await self._left_out(key)
+            await self._left_out(key)
+            return None
         body = self.cache.service(key)
         if body is None or body["metadata"].get("deletionTimestamp"):
             return None
