@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from ..errors import ConfigError, InvalidRequest
 from ..request import SamplingOptions
+from ..turns import go_on
 from .bounds import cut, growth, may_cut, token_bound
 from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
 from .control import ControlTokens, Marks
@@ -320,6 +321,7 @@ class Tokenizer:
             return
         count = 0
         for start in range(0, len(text), _PART):
+            go_on()
             (ids,) = self._batch([text[start : start + _PART]])
             count += len(ids) - _DIFFERENT
             if count > most:
@@ -352,6 +354,7 @@ class Tokenizer:
         found = [after]
         left = count - len(after)
         for part in reversed(list(cut(text, _PART))):
+            go_on()
             self._check_whole(part, None, _MOST_OF_AN_END)
             found.append(self._words.encode(part))
             left -= len(found[-1])
@@ -362,6 +365,7 @@ class Tokenizer:
         return last([one for ids in reversed(found) for one in ids], count)
 
     def _encoded(self, text: str, *, special: bool, most: int | None) -> list[int]:
+        go_on()
         around = self._around if special else ([], [])
         if self._words is not None and around is not None:
             before, after = around
@@ -370,6 +374,7 @@ class Tokenizer:
                 return [*before, *ids, *after] if special else ids
             found = list(before)
             for part in cut(text, _PART) if self._cuts else (text,):
+                go_on()
                 if most is not None and len(found) > most:
                     raise TooManyTokens(f"{len(found)} tokens or more")
                 self._check_whole(part, None if most is None else most - len(found))
