@@ -17,7 +17,6 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """llguidance's `whitespace_pattern`, wherever a schema is compiled."""
 
 
-
 def _schema(text: str) -> dict[str, Any]:
     schema = json.loads(text)
     if schema is True:
