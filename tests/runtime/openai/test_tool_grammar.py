@@ -176,6 +176,7 @@ def test_a_reasoning_that_the_prompt_has_begun_comes_first(model_dir: Path, ends
             "start1",
             "restart",
         ),
+        (Structure("grammar", json.dumps({"grammars": [{"json_schema": {"type": "integer"}}]})), "17", "a"),
         (Structure("grammar", 'TEXT: "a"\nthought: TEXT\nSPACE: "b"\nanswer: thought SPACE\nstart: answer'), "ab", "b"),
     ],
     ids=lambda value: value.kind if isinstance(value, Structure) else "",

@@ -57,7 +57,7 @@ class Conversations:
         callable_tools = request.callable_tools()
         opened = self._thinks and prompt.rstrip().endswith(Thinking.OPEN)
         if not tools and answer is not None and opened:
-            return self._after_thought(answer)
+            return self._after_thought(answer, request.structure_param)
         if not tools or not (request.must_call or answer is not None):
             return None
         # A model that may call and is held to JSON otherwise must be let do either.
@@ -79,12 +79,12 @@ class Conversations:
             thinking=Thinking.CLOSE if opened else "",
         )
 
-    def _after_thought(self, answer: Structure) -> Structure:
+    def _after_thought(self, answer: Structure, param: str) -> Structure:
         """The prompt has begun a reasoning, which is no part of what the answer is held to."""
         try:
             return after_thought(answer, self._tokenizer.control_id, Thinking.CLOSE)
         except (ValueError, RecursionError) as e:
-            raise InvalidRequest(f"structured_outputs: {e}", param="structured_outputs") from e
+            raise InvalidRequest(f"{param}: {e}", param=param) from e
 
     def reader(self, tools: list[dict[str, Any]], prompt: str) -> Callable[[], Reader] | None:
         """What takes the answers apart; None: nothing does."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..request import Structure
 from ..structured.schemas import BY_NAME, closed
-from ..structured.sources import ANSWER, as_rules, json_rule
+from ..structured.sources import after, json_rule
 
 MAX_CALLS = 16
 """Most calls in one answer that must call: a model that is held to a list may go on with it."""
@@ -50,17 +50,15 @@ def after_thought(answer: Structure, token_id: TokenId, thinking: str) -> Struct
     ValueError and RecursionError where that is none.
     """
     before, thought = _thought(thinking, token_id)
-    return Structure("grammar", "\n".join([as_rules(answer), f"start: {before}{ANSWER}", *thought]))
+    return Structure("grammar", after("\n".join([f"start: {before}@answer", *thought]), answer.kind, answer.text))
 
 
 def _thought(thinking: str, token_id: TokenId) -> tuple[str, list[str]]:
-    """What stands before an answer, and its rules, by names that no client's grammar has by accident."""
-    space = "SPACE_AFTER_THOUGHT: /[ \\n]{1,4}/"
+    """What stands before an answer, and its rules."""
+    space = "SPACE: /[ \\n]{1,4}/"
     if token_id(thinking) is None:
-        rules = [f"the_thought[suffix={json.dumps(thinking)}]: /(.|\\n)*/", space]
-        return "the_thought SPACE_AFTER_THOUGHT? ", rules
-    rules = [f"the_thought: THOUGHT {_tag(thinking, token_id)} SPACE_AFTER_THOUGHT?", "THOUGHT: /(.|\\n)*/", space]
-    return "the_thought ", rules
+        return "thought SPACE? ", [f"thought[suffix={json.dumps(thinking)}]: /(.|\\n)*/", space]
+    return "thought ", [f"thought: TEXT {_tag(thinking, token_id)} SPACE?", "TEXT: /(.|\\n)*/", space]
 
 
 def _hermes(functions: Sequence[Mapping[str, Any]], token_id: TokenId, several: bool) -> list[str]:

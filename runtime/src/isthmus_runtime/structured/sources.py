@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from llguidance import LLMatcher
 
-from ..request import Structure
 from .schemas import closed
 
-ANSWER = "the_answer"
-"""The rule that `as_rules` begins with."""
 MAX_CHOICES = 4096
 # Between JSON's tokens a model may put white space, but not without end: small models do.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """llguidance's `whitespace_pattern`, wherever a schema is compiled."""
-
-
-_START = re.compile(r'"(?:\\.|[^"\\])*"|//[^\n]*|/(?:\\.|[^/\\\n])*/|<[^<>\s]*>|\bstart\b')
-"""In Lark: what may hold the word without meaning the rule, or the rule's name."""
 
 
 def _schema(text: str) -> dict[str, Any]:
@@ -54,27 +46,6 @@ def _choice(text: str) -> str:
     return str(LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(choice) for choice in choices)))
 
 
-def _renamed(lark: str) -> str:
-    return _START.sub(lambda found: ANSWER if found[0] == "start" else found[0], lark)
-
-
-def as_rules(structure: Structure) -> str:
-    """A structure as rules of a Lark grammar, which begin with ANSWER, to put something before it. ValueError and
-    RecursionError for what is none; that its text is right is not checked."""
-    match structure.kind:
-        case "json_object":
-            return json_rule(ANSWER, {"type": "object"})
-        case "json_schema":
-            return json_rule(ANSWER, closed(_schema(structure.text)))
-        case "regex":
-            (made,) = json.loads(LLMatcher.grammar_from_regex(structure.text))["grammars"]
-            return _renamed(made["lark_grammar"])
-        case "choice":
-            return _renamed(_choice(structure.text))
-        case "grammar":
-            return _renamed(structure.text)
-
-
 GRAMMARS: Mapping[str, Any] = MappingProxyType(
     {
         "json_object": lambda _: _json_schema('{"type": "object"}'),
@@ -85,3 +56,12 @@ GRAMMARS: Mapping[str, Any] = MappingProxyType(
     }
 )
 """By kind; ValueError and RecursionError for what is none."""
+
+
+def after(begin: str, kind: str, text: str) -> str:
+    """A grammar of two: `begin`, rules in Lark's syntax of which `start` ends with `@answer`, and what `text` is by its
+    `kind`, whose names are its own. ValueError and RecursionError for a text that is none."""
+    source: str = GRAMMARS[kind](text)
+    first, *others = json.loads(source)["grammars"] if source.lstrip().startswith("{") else [{"lark_grammar": source}]
+    main = {"name": "begin", "lark_grammar": begin}
+    return json.dumps({"grammars": [main, {**first, "name": "answer"}, *others]})
