@@ -218,7 +218,7 @@ def test_a_cache_is_a_whole_folder_that_is_listed(path: str) -> None:
 
     for right in ("/cache", "/own/default"):
         assert paths(cached(right), profile) == []
-    with pytest.raises(InvalidSpec, match="spec.model.cache.hostPath.path"):
+    with pytest.raises(InvalidSpec, match=r"spec\.model\.cache\.hostPath\.path"):
         admit(cached(path), profile)
 
 

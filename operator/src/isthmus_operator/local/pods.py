@@ -152,8 +152,8 @@ _SERVICE_NAME = re.compile(
 def _service_names(
     services: Sequence[dict[str, Any]], drafts: Sequence[_Draft]
 ) -> Callable[[str], Callable[[str], str]]:
-    """By namespace, replaces `name:port` and `name.namespace:port` (or with `.svc`) by the addresses of the pods behind:
-    all for a headless Service, one otherwise, as DNS would."""
+    """By namespace, replaces `name:port` and `name.namespace:port` (or with `.svc`) by the addresses of the pods
+    behind: all for a headless Service, one otherwise, as DNS would."""
     table: dict[tuple[str, str, int], str] = {}
     for service in services:
         meta, spec = service["metadata"], service["spec"]
