@@ -1,11 +1,15 @@
-"""Shared by every test: the hypothesis profile, how threads wait, clusters (kube.py), and skipping `gpu` tests without
-a GPU."""
+"""Shared by every test: the hypothesis profile, how threads wait, the garbage collector, clusters (kube.py), and skipping
+`gpu` tests without a GPU."""
 
+import gc
 import os
 
 # Before torch is loaded, for this process and all that tests start. OpenMP's threads spin for milliseconds at the end
 # of each operation; where there are more of them than cores they take the cores from those they wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# What is imported and collected stays to the end: garbage is looked for in what tests make (`pytest_collection_finish`).
+gc.disable()
 
 import pytest
 from hypothesis import settings
@@ -16,6 +20,11 @@ from kube import images as images
 # No per-example deadline: a busy machine is not a failing test. The blob reproduces a failure.
 settings.register_profile("isthmus", deadline=None, print_blob=True)
 settings.load_profile("isthmus")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
