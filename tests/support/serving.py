@@ -20,8 +20,8 @@ _prompt = ContextVar("_prompt", default=False)
 
 
 class _Asyncio:
-    """asyncio as uvicorn's server sees it. At each end that sleeps a tenth of a second, whatever is left to wait for: in
-    all tests together more than a minute."""
+    """asyncio as uvicorn's server sees it, which sleeps a tenth of a second at each end, whatever is left to wait for:
+    in all tests together more than a minute."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)

@@ -104,9 +104,13 @@ class Planner:
         _check_room("max_tokens", request.max_tokens, longest, limit)
 
         def echo(pieces: Pieces) -> tuple[Echo, ...]:
-            echoes = tuple(map(partial(self._echo, request, pieces), given, prompts))
-            _check_echo(sum(len(echo.text) for echo in echoes), request.n)
-            return echoes
+            echoes: list[Echo] = []
+            characters = 0
+            for one, ids in zip(given, prompts, strict=True):
+                echoes.append(self._echo(request, pieces, one, ids))
+                characters += len(echoes[-1].text)
+                _check_echo(characters, request.n)
+            return tuple(echoes)
 
         return self._job(
             request,
@@ -336,7 +340,7 @@ class Planner:
             n=candidates,
             shown=request.n,
             structure=structure,
-            structure_param="tools" if calls is not None else request.structure_param,
+            structure_param="tools" if tools and calls is not None else request.structure_param,
             stop=tuple(request.stop_strings),
             logprobs=logprobs >= 0,
             scores=scores,
