@@ -46,3 +46,27 @@ def test_work_that_fails_has_spent_its_time_as_well():
         await asyncio.wait_for(waits, 60)
 
     asyncio.run(main())
+
+
+def test_clients_are_served_in_a_circle_and_those_that_have_left_take_no_room():
+    now, done = 0.0, []
+    share = LoopShare(0.02, lambda: now)
+
+    async def piece(who):
+        nonlocal now
+        await share.room(who)
+        with share.spending():
+            now += 0.02
+        done.append(who)
+
+    async def main():
+        crowd = [asyncio.create_task(piece("many")) for _ in range(50)]
+        await asyncio.sleep(0)
+        crowd.append(asyncio.create_task(piece("few")))
+        await asyncio.sleep(0)
+        for one in crowd[20:30]:
+            one.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
+        assert done.index("few") <= 4 and done.count("many") == 40
+
+    asyncio.run(asyncio.wait_for(main(), 60))

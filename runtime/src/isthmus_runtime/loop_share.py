@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,17 +13,27 @@ MOST_S = 0.02
 
 
 class LoopShare:
-    """How much of a turn of the event loop one kind of work may have. Of one loop."""
+    """How much of a turn of the event loop one kind of work may have: of those that wait for it clients are served in a
+    circle, so that nobody gets more by asking more often. Of one loop."""
 
     def __init__(self, most_s: float = MOST_S, clock: Callable[[], float] = time.perf_counter) -> None:
         self._most_s = most_s
         self._clock = clock
         self._spent_s = 0.0
+        self._usual_s = 0.0
+        """What a piece takes, of late."""
+        self._ends = False
+        """The present turn is known to end."""
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        """By client, the next one first."""
 
-    async def room(self) -> None:
-        """Return in a turn that has room for more, in the order of asking. Usually that is this one."""
-        while self._spent_s >= self._most_s:  # noqa: ASYNC110  (the next turn is what is waited for)
-            await asyncio.sleep(0)
+    async def room(self, who: str = "") -> None:
+        """Return in a turn that has room for a piece of client `who`. Usually that is this one."""
+        if not self._waiting and self._spent_s < self._most_s:
+            return
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(who, deque()).append(future)
+        await future
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -31,9 +42,28 @@ class LoopShare:
         try:
             yield
         finally:
-            if not self._spent_s:
-                asyncio.get_running_loop().call_soon(self._next_turn)
-            self._spent_s += self._clock() - began
+            self._end_turn()
+            took = self._clock() - began
+            self._spent_s += took
+            self._usual_s = (self._usual_s + took) / 2
+
+    def _end_turn(self) -> None:
+        if not self._ends:
+            self._ends = True
+            asyncio.get_running_loop().call_soon(self._next_turn)
 
     def _next_turn(self) -> None:
-        self._spent_s = 0.0
+        self._spent_s, self._ends = 0.0, False
+        left = self._most_s
+        while self._waiting and left > 0:
+            left -= max(self._usual_s, self._most_s / 100)
+            who, queue = self._waiting.popitem(last=False)
+            future = queue.popleft()
+            if queue:
+                self._waiting[who] = queue
+            if future.done():  # it has left
+                left += max(self._usual_s, self._most_s / 100)
+            else:
+                future.set_result(None)
+        if self._waiting:
+            self._end_turn()
