@@ -107,8 +107,8 @@ class Untold:
         if self.gives_way:
             raise Overloaded(
                 f"{self.held} log-probabilities of this answer, or {CHARACTERS} characters of its text for each: all "
-                f"that run may have {MAX_OF_ANSWERS} together, and no other client has more; retry later, stream it, or ask "
-                "for fewer tokens, choices or alternatives",
+                f"that run may have {MAX_OF_ANSWERS} together, and no other client has more; retry later, stream it, "
+                "or ask for fewer tokens, choices or alternatives",
                 status=429,
                 retry_after_s=_RETRY_AFTER_S,
             )
