@@ -1,6 +1,7 @@
 """Work that is due all at once is spread over turns of the event loop."""
 
 import asyncio
+from collections import Counter
 from contextlib import suppress
 
 from isthmus_runtime.loop_share import LoopShare
@@ -68,5 +69,30 @@ def test_clients_are_served_in_a_circle_and_those_that_have_left_take_no_room():
             one.cancel()
         await asyncio.gather(*crowd, return_exceptions=True)
         assert done.index("few") <= 4 and done.count("many") == 40
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_pieces_that_take_longer_than_those_before_have_no_more_of_a_turn():
+    now, turn, spent, done = 0.0, 0, Counter(), []
+    share = LoopShare(0.02, lambda: now)
+
+    async def piece(number, seconds):
+        nonlocal now
+        await share.room("one")
+        with share.spending():
+            now += seconds
+            spent[turn] += seconds
+        done.append(number)
+
+    async def main():
+        nonlocal turn
+        costs = [0.00005] * 1500 + [0.009] * 100
+        pieces = [asyncio.create_task(piece(*one)) for one in enumerate(costs)]
+        while not all(one.done() for one in pieces):
+            await asyncio.sleep(0)
+            turn += 1
+        assert done == list(range(1600)), "in the order of asking"
+        assert max(spent.values()) < 0.02 + 0.009
 
     asyncio.run(asyncio.wait_for(main(), 60))

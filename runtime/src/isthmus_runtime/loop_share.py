@@ -26,14 +26,19 @@ class LoopShare:
         """The present turn is known to end."""
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
         """By client, the next one first."""
+        self._called: deque[asyncio.Future[None]] = deque()
+        """Before them: those whose turn it was, and for whom others before them in it left no room."""
 
     async def room(self, who: str = "") -> None:
         """Return in a turn that has room for a piece of client `who`. Usually that is this one."""
-        if not self._waiting and self._spent_s < self._most_s:
-            return
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(who, deque()).append(future)
-        await future
+        loop = asyncio.get_running_loop()
+        if self._waiting or self._called or self._spent_s >= self._most_s:
+            future = loop.create_future()
+            self._waiting.setdefault(who, deque()).append(future)
+            await future
+            while self._spent_s >= self._most_s:  # they took longer than such pieces did until now
+                self._called.append(future := loop.create_future())
+                await future
 
     @contextmanager
     def spending(self) -> Iterator[None]:
@@ -55,15 +60,20 @@ class LoopShare:
     def _next_turn(self) -> None:
         self._spent_s, self._ends = 0.0, False
         left = self._most_s
-        while self._waiting and left > 0:
-            left -= max(self._usual_s, self._most_s / 100)
-            who, queue = self._waiting.popitem(last=False)
-            future = queue.popleft()
-            if queue:
-                self._waiting[who] = queue
-            if future.done():  # it has left
-                left += max(self._usual_s, self._most_s / 100)
-            else:
+        while left > 0 and (future := self._next()) is not None:
+            if not future.done():  # it has not left
                 future.set_result(None)
-        if self._waiting:
+                left -= max(self._usual_s, self._most_s / 100)
+        if self._waiting or self._called:
             self._end_turn()
+
+    def _next(self) -> asyncio.Future[None] | None:
+        if self._called:
+            return self._called.popleft()
+        if not self._waiting:
+            return None
+        who, queue = self._waiting.popitem(last=False)
+        future = queue.popleft()
+        if queue:
+            self._waiting[who] = queue
+        return future
