@@ -126,9 +126,8 @@ def test_a_page_of_full_objects_takes_the_room_of_one() -> None:
 
 def test_a_page_of_objects_that_are_written_at_length_takes_the_room_of_one() -> None:
     """The API server writes `<` as six bytes, and one letter beyond U+FFFF makes four of each character of a text."""
-    item = json.dumps(
-        {"metadata": {"name": "n", "uid": "u"}, "spec": {"x": "<" * 100_000 + "\U0001f642"}}, ensure_ascii=False
-    )
+    spec = {"x": "<" * 100_000 + "\U0001f642"}
+    item = json.dumps({"metadata": {"name": "n", "uid": "u"}, "spec": spec}, ensure_ascii=False)
     raw = ('{"kind": "DeploymentList", "items": [' + ", ".join([item.replace("<", r"\u003c")] * 20) + "]}").encode()
     gc.collect()
     tracemalloc.start()
