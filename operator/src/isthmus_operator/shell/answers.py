@@ -2,8 +2,8 @@
 
 Whoever may write objects of a watched kind decides how large they are, and of what: 1.4 MB of empty rules in a
 NetworkPolicy are 30 MB as dictionaries, and a page of a list is read at once, after each start anew. So one large
-answer is read at a time, of a list one object after the other as they come, and what is heavier than all that is made for a service
-is cut down to what says whose it is.
+answer is read at a time, of a list one object after the other as they come, and what is heavier than all that is made
+for a service is cut down to what says whose it is.
 """
 
 from __future__ import annotations
