@@ -1,9 +1,10 @@
 """Shared by every test: the hypothesis profile, how threads wait, what the garbage collector passes over, clusters
-(kube.py), and skipping `gpu` tests without a GPU."""
+(kube.py) and which worker has one, and skipping `gpu` tests without a GPU."""
 
 import gc
 import os
 from collections.abc import Generator
+from typing import Any
 
 # Before torch is loaded, for this process and all that tests start. OpenMP's threads spin for milliseconds at the end
 # of each operation; where there are more of them than cores they take the cores from those they wait for.
@@ -14,6 +15,8 @@ from hypothesis import settings
 from kube import cluster as cluster
 from kube import control_plane as control_plane
 from kube import images as images
+
+ON_THE_CONTROL_PLANE = ("tests/operator/cluster/", "tests/cluster/test_light_cluster.py")
 
 # No per-example deadline: a busy machine is not a failing test. The blob reproduces a failure.
 settings.register_profile("isthmus", deadline=None, print_blob=True)
@@ -29,6 +32,21 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """By `--dist loadfile` one worker has all tests of the control plane, which runs to the end: with its operator it
+    takes a part of a core also where nobody asks it anything, and every worker would start its own."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneControlPlane(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "control plane" if nodeid.startswith(ON_THE_CONTROL_PLANE) else super()._split_scope(nodeid)
+
+    return OneControlPlane(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
