@@ -206,6 +206,7 @@ async def _serve_ports(
             task=facts.task,
             model_revision=facts.model_revision,
             tokenizer="" if tokenizer is None else tokenizer.digest,
+            begins_early=True,
         )
 
     server = EngineServer(

@@ -43,8 +43,13 @@ class Exchange:
             effect = self.effects.popleft()  # first: one that breaks is not tried again
             if isinstance(effect, tuple):  # an Emit
                 self._replies.append(effect)
-            else:
-                self._move(effect, now)
+                continue
+            if self._replies and isinstance(effect, SendBlocks):
+                self._give()  # the blocks of a long prompt take longer than all the rest
+            self._move(effect, now)
+        self._give()
+
+    def _give(self) -> None:
         if self._replies:
             replies, self._replies = self._replies, []
             self._sink(replies)

@@ -30,6 +30,7 @@ from .channel import (
     Frames,
     FromEngine,
     Generate,
+    GiveTicket,
     Gone,
     KvChanges,
     Prefill,
@@ -183,6 +184,8 @@ class EngineHost:
                 engine.generate(request, attempt=attempt, local_attempt=local, peer_url=url, peer_epoch=epoch)
             case Prefill(request=request, attempt=attempt, ticket=ticket):
                 engine.prefill(request, attempt, ticket)
+            case GiveTicket(ticket=ticket):
+                engine.ticket(ticket)
             case Commit(call=call):
                 engine.commit(call)
             case Abort(request_id=request_id, attempt=attempt, reason=reason, answer=answer):

@@ -150,16 +150,20 @@ class EngineLoop:
         self._add(name or request.request_id, name, command)
 
     def prefill(
-        self, request: GenerateRequest, attempt: str, ticket: Ticket, constraint: Constraint | None = None
+        self, request: GenerateRequest, attempt: str, ticket: Ticket | None, constraint: Constraint | None = None
     ) -> None:
-        """Compute a prompt and send its KV as the ticket says; the reply is a PrefillAnswer or an ending chunk."""
+        """Compute a prompt and send its KV as the ticket says; the reply is a PrefillAnswer or an ending chunk. Without
+        a ticket the first token comes before, unless it is the last; and `ticket` has to follow."""
         beside = self._beside(constraint)
 
         def command(now: float) -> list[Effect]:
             handoff = self._check_moves_kv()
             self._check_masks(beside)
-            skip = ticket.skip_blocks
+            skip = 0 if ticket is None else ticket.skip_blocks
             self.scheduler.add(request, now, kind=Kind.SEND, attempt=attempt, skip_blocks=skip, masks=beside)
+            if ticket is None:
+                self.scheduler.begin_early(attempt)
+                return []
             self.scheduler.handoffs.open_send(attempt)
             job = SendJob(
                 request_id=request.request_id, attempt=attempt, ticket=ticket, deadline_s=now + request.timeout_s
@@ -169,10 +173,28 @@ class EngineLoop:
 
         self._add(attempt, attempt, command)
 
+    def ticket(self, ticket: Ticket) -> None:
+        """Decode has reserved for a prompt that was begun without its ticket. Ignored where that has ended."""
+
+        def command(now: float) -> list[Effect]:
+            seq = self.scheduler.awaits_ticket(ticket.attempt)
+            if seq is None:
+                return []
+            job = SendJob(
+                request_id=seq.request.request_id, attempt=seq.attempt, ticket=ticket, deadline_s=seq.deadline_s
+            )
+            effects = self.scheduler.give_ticket(seq, ticket.skip_blocks)
+            self._check_moves_kv().open_send(job, now)
+            return effects
+
+        self._inbox.put(command)
+
     def commit(self, call: CommitCall) -> None:
         """The router's word about the prefill leg of an attempt that is received here."""
 
         def command(now: float) -> list[Effect]:
+            if call.first_token is not None:
+                self.scheduler.first_told(call.attempt, call.first_token)
             if self._handoff is not None:
                 self._handoff.commit(call, now)
             if not call.ok and not self.scheduler.handoffs.open(call.attempt):
