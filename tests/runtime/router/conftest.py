@@ -23,6 +23,7 @@ from isthmus_runtime.protocol import (
     GenerateCall,
     KvEvents,
     KvInfo,
+    LoadInfo,
     PrefillAnswer,
     PrefillCall,
     Ticket,
@@ -76,7 +77,7 @@ class FakeEngine:
         self.begins_early = False
         self.early_script = [tokens(7)]
         """What prefill says of a prompt that was begun without its ticket, before the answer."""
-        self.waiting = 0
+        self.kv_usage = 0.0
         self.tickets = []
         self.frozen = None
         """An event: nothing is answered before it is set."""
@@ -160,7 +161,7 @@ class FakeEngine:
             adapters=adapters,
             tokenizer=self.tokenizer,
             begins_early=self.begins_early,
-            waiting=self.waiting,
+            load=LoadInfo(kv_usage=self.kv_usage),
         )
         return web.Response(text=info.model_dump_json(), content_type="application/json")
 

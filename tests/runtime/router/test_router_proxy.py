@@ -720,13 +720,13 @@ def test_engines_of_an_older_version_are_asked_one_after_the_other(rig, run, kit
     run(main())
 
 
-@pytest.mark.parametrize("why", ["waiting", "full", "scores", "structure"])
+@pytest.mark.parametrize("why", ["others", "full", "scores", "structure"])
 def test_who_waits_for_decode_s_word_all_the_same(rig, run, kit, why):
     """Decode has no room as far as the router knows (docs/adr/0006), or more than a token comes with the first."""
 
     async def main():
         prefill, decode = pair_that_begins_early(kit)
-        decode.waiting = int(why == "waiting")
+        decode.kv_usage = 0.5 if why == "others" else 0.0
         wanted = kit.request(range(130 if why == "full" else 100))
         if why == "scores":
             wanted = replace(wanted, sampling=replace(wanted.sampling, prompt_logprobs=0))

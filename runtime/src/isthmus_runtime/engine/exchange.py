@@ -6,6 +6,7 @@ On the engine thread alone. Effects wait until the turn applies them; if it brea
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
@@ -19,6 +20,8 @@ from .sequence import CancelAttempt, Effect, Emit, FinishSend, OpenReceive, Send
 log = logging.getLogger(__name__)
 
 Reply = TokenChunk | Ticket | PrefillAnswer
+LEAVE_S = 0.0003
+"""For a token to leave before its blocks are seen to."""
 Sink = Callable[[Sequence[tuple[str, Reply]]], None]
 
 
@@ -28,10 +31,17 @@ class Exchange:
     effects: of the turn that runs, not yet applied; transfer_failures: by stage
     """
 
-    def __init__(self, scheduler: Scheduler, handoff: KvHandoff | None, sink: Sink) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        handoff: KvHandoff | None,
+        sink: Sink,
+        pause: Callable[[float], object] = time.sleep,
+    ) -> None:
         self._scheduler = scheduler
         self._handoff = handoff
         self._sink = sink
+        self._pause = pause
         self.effects: deque[Effect] = deque()
         self._replies: list[tuple[str, Reply]] = []
         """Of effects that were applied, not yet given."""
@@ -45,7 +55,10 @@ class Exchange:
                 self._replies.append(effect)
                 continue
             if self._replies and isinstance(effect, SendBlocks):
-                self._give()  # the blocks of a long prompt take longer than all the rest
+                # The blocks of a long prompt take longer than all the rest, and the thread by which a first token
+                # leaves needs the interpreter that they would keep: for 5 ms, by Python's rules.
+                self._give()
+                self._pause(LEAVE_S)
             self._move(effect, now)
         self._give()
 

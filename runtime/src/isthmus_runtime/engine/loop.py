@@ -77,6 +77,7 @@ class EngineLoop:
         started: Callable[[Sequence[RowStart]], None] | None = None,
         adapters: AdapterHolder | None = None,
         draft_model: DraftModel | None = None,
+        pause: Callable[[float], object] = time.sleep,
     ) -> None:
         """`sink` receives batches of (scheduler id, reply) on the engine thread and must not block; nor must `started`,
         which is told there of the rows that begin with a step.
@@ -94,7 +95,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[float], list[Effect]] | None] = queue.SimpleQueue()
         self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
         self._handoff = None if handoff is None else handoff(self._on_handoff)
-        self.exchange = Exchange(scheduler, self._handoff, sink)
+        self.exchange = Exchange(scheduler, self._handoff, sink, pause)
         self._masks = MaskThread(lambda: self._inbox.put(_look_again))
         self._draft_model = draft_model
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -182,16 +182,14 @@ def choose(rules: Rules, engines: Fleet, loads: Mapping[str, Load], facts: Facts
     return Refusal.NO_COMPATIBLE_PREFILL if _allowed(engines.prefill, facts) else Refusal.NO_PREFILL
 
 
-def has_room(decode: Endpoint, outstanding: Load, tokens: int, *, usage: float, waiting: int) -> bool:
+def has_room(decode: Endpoint, outstanding: Load, tokens: int, *, usage: float) -> bool:
     """Whether decode will reserve for `tokens` more at once, as far as a router can know: by what it has `outstanding`
-    there and, for what others have, by the last probe (`usage`: share of KV blocks, `waiting`: requests).
+    there and, for what others have, by the last probe (`usage`: share of KV blocks).
 
     Where it will, prefill begins without waiting for it. A prompt is computed in vain where this is wrong.
     """
     room = decode.blocks * decode.block_size
-    if not room or waiting:
-        return False
-    return max(outstanding.tokens, usage * room) + tokens <= ROOM_SHARE * room
+    return room > 0 and max(outstanding.tokens, usage * room) + tokens <= ROOM_SHARE * room
 
 
 def _allowed(engines: Sequence[Endpoint], facts: Facts) -> Sequence[Endpoint]:

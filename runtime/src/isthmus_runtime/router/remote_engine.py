@@ -160,7 +160,7 @@ class RemoteEngine:
         if self.info is None or not self.routable:
             return False
         load, outstanding = self.info.load, self._loads.get(self.url, Load())
-        return has_room(self.endpoint(), outstanding, tokens, usage=load.kv_usage, waiting=self.info.waiting)
+        return has_room(self.endpoint(), outstanding, tokens, usage=load.kv_usage)
 
     def known(self) -> tuple[Endpoint, int, tuple[AdapterInfo, ...]] | None:
         """What the fleet shows of this engine; None: it takes no requests."""

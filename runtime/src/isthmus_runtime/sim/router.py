@@ -1,8 +1,8 @@
 """The router in virtual time: the real policy, and the order of calls that `router/attempt.py` makes over HTTP.
 
 Per request: decode reserves and answers a ticket, prefill gets it, decode hears how that went (commit), tokens stream
-back. Or prefill begins `early`, beside decode's reservation, and the ticket follows. The first failure ends the other leg; before the first token the request is tried once more elsewhere, under a
-new attempt id.
+back. Or prefill begins `early`, beside decode's reservation, and the ticket follows. The first failure ends the other
+leg; before the first token the request is tried once more elsewhere, under a new attempt id.
 """
 
 from __future__ import annotations
