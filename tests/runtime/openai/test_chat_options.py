@@ -12,6 +12,7 @@ from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.openai import tokenizer as tokenizer_module
+from isthmus_runtime.openai import untold
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.tokenizer import Tokenizer
 from isthmus_runtime.openai.tool_grammar import after_thought, calls_grammar
@@ -120,6 +121,25 @@ def test_reasoning(serve, run, caller):
         async with serve(spell(caller, "<think>a</think>b"), used=caller, chat=ChatConfig(reasoning="none")) as api:
             _, answer = await events(api, "/v1/chat/completions", {"messages": HELLO})
             assert answer["choices"][0]["message"]["content"] == "<think>a</think>b"
+
+    run(main())
+
+
+@pytest.mark.parametrize("text", ['<tool_call>\n{"name": "look", "arguments": {"at": "%s', "<think>a%s"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_held_back_of_an_answer_is_bounded(serve, run, caller, monkeypatch, text, stream):
+    """A call that never ends, and white space after which more may come."""
+    monkeypatch.setattr(untold, "MAX_OF_AN_ANSWER", 4)
+
+    async def main():
+        for size, fits in ((50, True), (400, False)):
+            script = spell(caller, text % (" " * size))
+            async with serve(script, used=caller) as api, aiohttp.ClientSession() as http:
+                api.backend.max_model_len = 2000
+                body = {"model": "tiny", "messages": HELLO, "tools": [LOOK], "max_tokens": 900, "stream": stream}
+                async with http.post(f"{api.url}/v1/chat/completions", json=body) as answer:
+                    told = await answer.text()
+                assert ("characters of text for each" in told) is not fits, told
 
     run(main())
 

@@ -38,7 +38,7 @@ from .ranking import Ranker, Ranking, RerankRequest, ScoreRequest, Scores
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
 from .schema import ChatRequest, CompletionRequest, chat_request
-from .score_budget import ScoreBudget, token_budget, vector_budget
+from .score_budget import ScoreBudget, echo_budget, token_budget, vector_budget
 from .sse import Usage
 from .tenants import Tenant
 from .tenants_file import TenantsFile
@@ -55,6 +55,9 @@ _BRIEF_BATCH_BYTES = 200
 """The same for batches: each text, of which one letter is enough, may be rendered by a template (0.15 ms)."""
 _MANY_TOKENS = 1 << 14
 """Of the prompts of a generation; fewer are not counted among those that all requests may have."""
+
+_MUCH_ECHO = 1 << 16
+"""Bytes that an answer repeats; fewer are not counted among those of all requests."""
 
 BODIES: tuple[type[BaseModel], ...] = (
     ChatRequest,
@@ -213,6 +216,7 @@ class _Api:
         self._scores = ScoreBudget()
         self._numbers = vector_budget()
         self._tokens = token_budget()
+        self._echoes = echo_budget()
         self._tokenizer = tokenizer
         self._keys = Keys(config.api_key, config.tenants, clock)
         self._tenants = config.tenants
@@ -312,16 +316,20 @@ class _Api:
             _describe_job(span, job, self._config.served_names[0])
         del body  # megabytes, which an answer would keep as long as it streams
         call.drop()
+        who = whose(call, progress.tenant)
+        echoed = sum(echo.bytes_held for echo in job.echoes)
+        with self._echoes.holding(echoed if echoed > _MUCH_ECHO else 0, who):
+            await self._run_planned(call, job, progress, who)
+
+    async def _run_planned(self, call: Call, job: Job, progress: Progress, client: str) -> None:
         if _takes_turns(job):
-            client = whose(call, progress.tenant)
             job.requests = tuple(replace(request, client=known_as(client)) for request in job.requests)
             if job.structure is not None:
                 await self._check_structure(job.structure, job.structure_param, client)
         progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
         tokens = sum(len(request.prompt_token_ids) for request in job.requests[:: job.n])
-        who = whose(call, progress.tenant)
         counted = tokens if tokens > _MANY_TOKENS else 0
-        with self._scores.holding(job.scores, who), self._tokens.holding(counted, who):
+        with self._scores.holding(job.scores, client), self._tokens.holding(counted, client):
             if progress.tenant is None:
                 await self._run(job, progress.arrived, call)
             else:
