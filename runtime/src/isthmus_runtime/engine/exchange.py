@@ -6,7 +6,6 @@ On the engine thread alone. Effects wait until the turn applies them; if it brea
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
@@ -21,7 +20,7 @@ log = logging.getLogger(__name__)
 
 Reply = TokenChunk | Ticket | PrefillAnswer
 LEAVE_S = 0.0003
-"""For a token to leave before its blocks are seen to."""
+"""So long a first token's blocks wait for it to leave."""
 Sink = Callable[[Sequence[tuple[str, Reply]]], None]
 
 
@@ -36,12 +35,12 @@ class Exchange:
         scheduler: Scheduler,
         handoff: KvHandoff | None,
         sink: Sink,
-        pause: Callable[[float], object] = time.sleep,
+        left: Callable[[float], object] = lambda timeout_s: None,
     ) -> None:
         self._scheduler = scheduler
         self._handoff = handoff
         self._sink = sink
-        self._pause = pause
+        self._left = left
         self.effects: deque[Effect] = deque()
         self._replies: list[tuple[str, Reply]] = []
         """Of effects that were applied, not yet given."""
@@ -58,7 +57,7 @@ class Exchange:
                 # The blocks of a long prompt take longer than all the rest, and the thread by which a first token
                 # leaves needs the interpreter that they would keep: for 5 ms, by Python's rules.
                 self._give()
-                self._pause(LEAVE_S)
+                self._left(LEAVE_S)
             self._move(effect, now)
         self._give()
 

@@ -107,6 +107,12 @@ class EngineHost:
         """Of `EngineLoop`; any thread."""
         self._out.put(found)
 
+    def left(self, timeout_s: float) -> None:
+        """Of `EngineLoop`: returns when what the sink was given is being sent, or the time has passed."""
+        taken = threading.Event()
+        self._out.put(taken.set)
+        taken.wait(timeout_s)
+
     def _rows_started(self, rows: Sequence[RowStart]) -> None:
         self._out.put(Started([row.request_id for row in rows], self._clock()))
 

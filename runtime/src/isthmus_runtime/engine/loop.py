@@ -77,11 +77,12 @@ class EngineLoop:
         started: Callable[[Sequence[RowStart]], None] | None = None,
         adapters: AdapterHolder | None = None,
         draft_model: DraftModel | None = None,
-        pause: Callable[[float], object] = time.sleep,
+        left: Callable[[float], object] = lambda timeout_s: None,
     ) -> None:
         """`sink` receives batches of (scheduler id, reply) on the engine thread and must not block; nor must `started`,
         which is told there of the rows that begin with a step.
 
+        `left(timeout_s)` returns when what the sink was given has left this process, or the time has passed.
         `draft_model`: the scheduler's, started and stopped with the loop.
         `step_timeout_s`: a step that has not ended for so long never will; every request is told. `adapters`: the
         executor's, where it has any.
@@ -95,7 +96,7 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[float], list[Effect]] | None] = queue.SimpleQueue()
         self._in_flight: deque[tuple[StepPlan, Future[StepOutput]]] = deque()
         self._handoff = None if handoff is None else handoff(self._on_handoff)
-        self.exchange = Exchange(scheduler, self._handoff, sink, pause)
+        self.exchange = Exchange(scheduler, self._handoff, sink, left)
         self._masks = MaskThread(lambda: self._inbox.put(_look_again))
         self._draft_model = draft_model
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

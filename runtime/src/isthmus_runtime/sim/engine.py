@@ -174,9 +174,7 @@ class VirtualEngine:
             self.agents.append(agent)
             return agent
 
-        self.loop = EngineLoop(
-            self.scheduler, self.executor, self._sink, handoff=handoff, clock=clock.time, pause=_no_time
-        )
+        self.loop = EngineLoop(self.scheduler, self.executor, self._sink, handoff=handoff, clock=clock.time)
         self.orphans: dict[str, float] = {}
         """Attempts that hold blocks though their request has ended, and since when."""
         self._streams: dict[str, _Stream] = {}
@@ -375,10 +373,6 @@ class VirtualEngine:
             gone(self)
 
         look()
-
-
-def _no_time(seconds: float) -> None:
-    """Threads of a virtual process do not wait for one another."""
 
 
 def _short(reply: Reply) -> object:

@@ -14,7 +14,7 @@ import ctypes
 import importlib.util
 import logging
 import re
-import time
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -336,11 +336,11 @@ class PeerMemory:
 
     def _ended(self, stream: Any) -> None:
         """Wait until all of a stream has ended, or failed. StillMoving: it has not within STUCK_S."""
-        until = self.clock() + STUCK_S
+        until, pause = self.clock() + STUCK_S, threading.Event()
         while self._cuda.cudaStreamQuery(stream)[0] == self._cuda.cudaError_t.cudaErrorNotReady:
             if self.clock() >= until:
                 raise StillMoving(f"a copy to another GPU has not ended within {STUCK_S:g} s")
-            time.sleep(LOOK_S)
+            pause.wait(LOOK_S)
 
     def _unmap(self, mapping: _Mapping) -> None:
         code = self._cuda.cudaIpcCloseMemHandle(mapping.address)[0]
