@@ -248,7 +248,7 @@ class EngineServer:
         except ConnectionResetError:
             self._reader_left(what)
 
-    def _reader_left(self, what: GenerateCall) -> None:
+    def _reader_left(self, what: GenerateCall | PrefillCall) -> None:
         self._meters.requests.failed(499, "cancelled")
         log.debug("the reader of %s has disconnected", what.attempt or what.request.request_id)
 
@@ -307,6 +307,12 @@ class EngineServer:
     async def prefill(self, call: Call) -> None:
         """Compute and send one prompt: one answer, or lines where the ticket is to follow."""
         what = await read_model(call, PrefillCall)
+        try:
+            await self._prefill_answer(what, call)
+        except ConnectionResetError:
+            self._reader_left(what)
+
+    async def _prefill_answer(self, what: PrefillCall, call: Call) -> None:
         try:
             with self._in_flight.track(), within(self._tracer.remote(call.headers)):
                 answer = await self._prefill(what, call)
