@@ -68,6 +68,8 @@ class Loaded:
     """False: every state of a prompt counts, so none is left out for a prefix hit."""
     drafts: Drafts | None = None
     """Of a draft model."""
+    rank_sums: str = ""
+    """How its ranks sum; empty: there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +176,7 @@ def start_engine(
         vocab_size=loaded.vocab_size,
         model_revision=pinned_revision(Path(config.model.path)),
         task=loaded.task,
+        rank_sums=loaded.rank_sums,
     )
     loop.start()
     if adapter_file is not None:
@@ -226,6 +229,7 @@ def _load_torch(config: EngineConfig) -> Loaded:
         task=served.task,
         takes_hits=served.pooling is None or not served.pooling.needs_every_state,
         drafts=drafts,
+        rank_sums=loaded.rank_sums,
     )
 
 

@@ -65,6 +65,8 @@ class EngineFacts:
     model_revision: str
     """What exactly is served; empty where that is not known."""
     task: ServedTask = GENERATES
+    rank_sums: str = ""
+    """How the ranks of the engine sum; empty: there is one."""
 
 
 class Engine(Protocol):
