@@ -78,6 +78,8 @@ def serve_engine(config: EngineConfig, process: EngineProcess | None) -> NoRetur
     if config.server.metrics_port:
         check_port(config.server.host, config.server.metrics_port, "--metrics-port")
     tokenizer = Tokenizer.load(config.model.path) if config.role is Role.UNIFIED else None
+    if tokenizer is not None:
+        tokenizer.prepare()
     opened = _here(config, load_executor(config)) if process is None else _apart(config, process)
     try:
         status = uvloop.run(_serve(config, opened, tokenizer, started))

@@ -46,6 +46,7 @@ def serve_router(config: RouterConfig) -> int:
     """Run one router until SIGTERM. Raises ConfigError when it cannot start."""
     verify_files(Path(config.model.path))
     tokenizer = Tokenizer.load(config.model.path)
+    tokenizer.prepare()
     api_key = read_api_key(config.api_key_file)
     tenants = TenantsFile(config.tenants_file, time.monotonic()) if config.tenants_file else None
     # What is there now stays, and a request leaves hardly a cycle behind: the collector need not look that often.

@@ -148,6 +148,11 @@ class Tokenizer:
             now=now,
         )
 
+    def prepare(self) -> None:
+        """What a server does before it serves: else its first conversation of some kind would hold up all others."""
+        if self._template is not None:
+            self._control.prepare()
+
     def encode(self, text: str, most: int | None = None) -> list[int]:
         """Ids of a completion prompt, with the tokens before and after it that the model wants.
 
