@@ -36,6 +36,7 @@ from .channel import (
     Stop,
     Stopped,
     ToEngine,
+    Trim,
     from_engine,
     pack,
 )
@@ -167,6 +168,10 @@ class RemoteEngine(Engine):
             del self._changing[number]
         if error is not None:
             raise error
+
+    def trim(self) -> None:
+        """Of `Engine`."""
+        self._send(Trim())
 
     def status(self) -> EngineStatus:
         """Of `Engine`: what the engine last told, and whether that is long ago."""

@@ -81,6 +81,8 @@ class Format:
     chunk_name = ""
     _text_open, _text_close = "", b""
     """What is around the text of a chunk."""
+    repeated = 0
+    """Bytes of the request that its answer repeats."""
 
     def __init__(
         self,

@@ -7,6 +7,8 @@ knows yet whether it is a call of a tool. What prompts add is known (`score_budg
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..errors import InvalidRequest, Overloaded
 
 MAX_OF_AN_ANSWER, MAX_OF_ANSWERS = 1 << 19, 1 << 20
@@ -24,9 +26,13 @@ class AnswerScores:
         self.held = 0
         self._answers: set[Untold] = set()
 
-    def answer(self) -> Untold:
-        """Of one request, while it is entered."""
-        return Untold(self)
+    def answer(self, task: object = None) -> Untold:
+        """Of one request, which the task works on, while it is entered."""
+        return Untold(self, task)
+
+    def by_task(self) -> Iterator[tuple[object, int]]:
+        """Bytes of each request that runs."""
+        return ((one.task, one.held * CHARACTERS) for one in self._answers if one.held)
 
     def begins(self, untold: Untold) -> None:
         """A request runs."""
@@ -51,7 +57,8 @@ class AnswerScores:
 class Untold:
     """What one request's answer holds."""
 
-    def __init__(self, budget: AnswerScores) -> None:
+    def __init__(self, budget: AnswerScores, task: object) -> None:
+        self.task = task
         self.held = 0
         self.gives_way = False
         self._budget = budget

@@ -113,6 +113,21 @@ class BodyBudget(Generic[_C]):
         self.release(largest)
         return largest
 
+    def of(self, holder: _C) -> int:
+        """Bytes that are counted for it."""
+        return self._held.get(holder, 0)
+
+    def keep(self, holder: _C, size: int) -> None:
+        """Of a body that is here whole only so much is needed from now on, until `release`."""
+        address = self._addresses.get(holder, "")
+        self.release(holder)
+        if size:
+            self.used += size
+            self._held[holder] = size
+            if address:
+                self._addresses[holder] = address
+                self._count(address, size)
+
     def arrived(self, holder: _C) -> None:
         """The body is here whole."""
         self._arriving.discard(holder)
