@@ -602,7 +602,7 @@ def test_what_services_may_ask_for_reaches_the_operator() -> None:
     assert profile("defaults", **{"security.profile": "permissive"}) == Profile(restricted=False)
     assert profile("everything") == Profile(
         host_paths=("/var/lib/isthmus/models", "/mnt/models"),
-        writable_host_paths=("/var/cache/isthmus",),
+        writable_host_paths=("/var/cache/isthmus", "/var/cache/tenants/{namespace}"),
         gateway_namespaces=("gateways",),
         allow=frozenset({Feature.LOAD_BALANCER, Feature.RDMA}),
     )
@@ -610,7 +610,10 @@ def test_what_services_may_ask_for_reaches_the_operator() -> None:
     assert set(allowed["items"]["enum"]) == {one.value for one in Feature}
 
 
-@pytest.mark.parametrize("path", ["/", "models", "/models/", "/models/../etc", "/models/.", "//models", "/mo dels"])
+@pytest.mark.parametrize(
+    "path", ["/", "models", "/models/", "/models/../etc", "/models/.", "//models", "/mo dels", "/models/{x}"]
+)
 def test_a_folder_that_may_be_mounted_is_named_plainly(path: str) -> None:
     for value in ("security.hostPaths", "security.writableHostPaths"):
         assert template(None, {value: [path]}).returncode != 0
+    assert template(None, {"security.hostPaths": ["/models/{namespace}"]}).returncode != 0

@@ -123,7 +123,7 @@ def test_every_setting_arrives_at_the_engine() -> None:
     transfer = decode.transfer
     assert (transfer.mode, transfer.transport, transfer.fallback) == ("store", "auto", "allow-tcp")
     assert (transfer.timeout_s, transfer.on_failure, transfer.verify_crc) == (20, OnFailure.FAIL, True)
-    assert transfer.store.master == "svc-store.ns.svc:50051"
+    assert transfer.store.master == "svc-store:50051"
     assert (transfer.store.segment_bytes, transfer.store.replicas) == (2**29, 2)
     assert transfer.store.secret_file == "/etc/isthmus/store/secret"
 
@@ -131,8 +131,8 @@ def test_every_setting_arrives_at_the_engine() -> None:
 def test_every_setting_arrives_at_the_router() -> None:
     router = configs(FULL)["router"]
     assert isinstance(router, RouterConfig)
-    assert router.prefill == ("svc-prefill.ns.svc:8001",)
-    assert router.decode == ("svc-decode.ns.svc:8001",)
+    assert router.prefill == ("svc-prefill:8001",)
+    assert router.decode == ("svc-decode:8001",)
     assert (router.policy, router.disaggregate_above, router.on_prefill_unavailable) == ("round-robin", 256, "reject")
     assert (router.max_queue, router.request_timeout_s) == (17, 300)
     assert router.api_key_file == "/etc/isthmus/auth/key"

@@ -310,6 +310,56 @@ def test_what_found_no_room_is_kept_once_there_is_some() -> None:
     asyncio.run(main())
 
 
+def test_services_of_a_namespace_have_its_room_and_those_beyond_are_left_out_until_there_is_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cache, "MOST_OF_SERVICES", 100 * 1024)
+    noise = random.Random(0)
+
+    def large(number: int, namespace: str = "ns", version: int = 1, size: int = 15) -> dict[str, Any]:
+        patch = {"x": noise.randbytes(size * 1024).hex()}
+        one = body(version, uid=f"{namespace}{number}", name=f"s{number}", kind="InferenceService", spec=patch)
+        one["metadata"]["namespace"] = namespace
+        return one
+
+    async def main() -> None:
+        one = Woken()
+        several = [large(number) for number in range(10)]
+        for each in several:
+            one.cache.changed(each)
+        kept = [number for number in range(10) if not one.cache.left_out(("ns", f"s{number}"))]
+        assert kept == [0, 1, 2, 3, 4], "those that came first"
+        assert one.cache.service(("ns", "s9")) is None and ("ns", "s9") in one.cache
+        assert one.since() == ["changed"] * 10, "each is told"
+        one.cache.written(("ns", "s9"), "status", several[9] | {"status": {"x": "y"}})
+        assert one.cache.service(("ns", "s9")) is None
+        one.cache.changed(large(0, "other"))
+        assert one.cache.service(("other", "s0")) is not None, "another namespace has its own room"
+        one.cache.changed(large(1, version=2, size=14))
+        one.cache.changed(large(2, version=2, size=60))
+        assert not one.cache.left_out(("ns", "s1")) and one.cache.left_out(("ns", "s2"))
+        one.since()
+        one.cache.changed(several[9])
+        assert one.cache.service(("ns", "s9")) == several[9] | {"status": {}} and one.since() == ["changed"]
+        used = sum(len(there["InferenceService", key[1]].data) for key, there in one.cache._watched.items())
+        assert used <= 2 * 100 * 1024
+
+    asyncio.run(main())
+
+
+def test_an_answer_is_not_kept_beside_what_the_watch_tells_of_the_same() -> None:
+    async def main() -> None:
+        one = Woken()
+        one.cache.changed(service(1))
+        one.cache.written(KEY, "status", service(3))
+        one.cache.changed(service(2))
+        assert one.cache._written[KEY]
+        one.cache.changed(service(3))
+        assert not one.cache._written[KEY]
+
+    asyncio.run(main())
+
+
 def test_what_took_the_name_of_another_may_go_first() -> None:
     """Watches tell of each object in order, not of one and its successor."""
 
@@ -441,7 +491,7 @@ def test_pods_have_the_room_of_one_service_and_of_one_namespace(
         assert "beside other namespace ns" in caplog.text
         for number in (*range(200), *range(300, 600)):
             one.cache.gone({**pod(number), "metadata": {**pod(number)["metadata"], "resourceVersion": "9999"}})
-        assert not one.cache._used, "they have given all of it back"
+        assert set(one.cache._used) == {("services", "ns")}, "they have given all of it back"
 
     asyncio.run(main())
 

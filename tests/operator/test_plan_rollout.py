@@ -22,6 +22,33 @@ def test_first_installation_makes_all_pods_at_once() -> None:
     assert_done(service(), settled(service()))
 
 
+def test_what_a_decision_asks_of_its_workloads_does_not_grow_with_the_steps_of_a_rollout(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps of one pod each, of two and of two hundred: it went through all that there will be."""
+    asked = 0
+    real = Workload.ready.fget
+    assert real is not None
+
+    def ready(workload: Workload) -> int:
+        nonlocal asked
+        asked += 1
+        return real(workload)
+
+    monkeypatch.setattr(Workload, "ready", property(ready))
+    counted = []
+    for number in (2, 200):
+        rollout = {"maxSurge": 1, "maxUnavailable": 0}
+        world = settled(service(1, p=number, d=number, rollout=rollout))
+        target = service(2, p=number, d=number, rollout=rollout)
+        world.apply(target, plan(target, world.seen, world.now))
+        world.tick()
+        asked = 0
+        plan(target, world.seen, world.now)
+        counted.append(asked)
+    assert counted[0] == counted[1]
+
+
 @pytest.mark.parametrize(("p", "d"), [(2, 2), (2, 3), (1, 4), (4, 1), (3, 8), (5, 2)])
 def test_full_cluster_rolls_without_surge_and_keeps_a_pair(p: int, d: int) -> None:
     """T1: exactly as many places as pods; no pod waits for a place, and a whole pair is there at every moment."""

@@ -206,6 +206,36 @@ def test_a_folder_is_below_the_allowed_one_or_refused(path: str) -> None:
         admit(changed(model__source={"hostPath": {"path": path}}), profile)
 
 
+@pytest.mark.parametrize(
+    "path", ["/cache/a", "/cache/", "/cache/../cache", "/ca", "/own/{namespace}", "/own/b", "/own"]
+)
+def test_a_cache_is_a_whole_folder_that_is_listed(path: str) -> None:
+    """What is below a folder that pods write may be a link, which the node would follow to mount it."""
+    profile = Profile(writable_host_paths=("/cache", "/own/{namespace}"))
+
+    def cached(path: str) -> dict[str, Any]:
+        return changed(model={"source": {"huggingFace": {"repo": "a/b"}}, "cache": {"hostPath": {"path": path}}})
+
+    for right in ("/cache", "/own/default"):
+        assert paths(cached(right), profile) == []
+    with pytest.raises(InvalidSpec, match=r"spec\.model\.cache\.hostPath\.path"):
+        admit(cached(path), profile)
+
+
+@pytest.mark.parametrize(
+    "other", ["/a", "/a/b", "/a/b/c", "/a/{namespace}", "/{namespace}/b", "/{namespace}", "/a/x{namespace}"]
+)
+def test_folders_that_pods_write_lie_beside_all_others(other: str) -> None:
+    for folders in (
+        {"host_paths": (other,), "writable_host_paths": ("/a/b",)},
+        {"writable_host_paths": ("/a/b", other)},
+        {"writable_host_paths": (other, "/a/b")},
+    ):
+        with pytest.raises(ValueError, match="beside each other"):
+            Profile(**folders)
+    Profile(host_paths=("/a/b", "/a/b/c"), writable_host_paths=("/a/bb", "/b/{namespace}"))
+
+
 @pytest.mark.parametrize("example", ["direct", "store", "unified"])
 def test_the_examples_need_their_folder_and_nothing_else(example: str) -> None:
     manifest = yaml.safe_load((EXAMPLES / f"{example}.yaml").read_text())

@@ -243,6 +243,26 @@ def test_a_service_over_its_budget_is_told_so_and_left_as_it_was(monkeypatch: py
     assert [event["reason"] for event in server.events] == ["OverBudget"]
 
 
+def test_a_service_for_which_its_namespace_has_no_room_is_told_so_and_left_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("isthmus_operator.shell.cache.MOST_OF_SERVICES", 100)
+
+    class Named(Server):
+        async def named(self, version: str, kind: str, namespace: str, name: str) -> Object | None:
+            status = self.statuses[-1] if self.statuses else {"revision": {"current": "r"}, "conditions": READY}
+            meta = {"name": name, "namespace": namespace, "uid": "u", "generation": 2, "resourceVersion": "1"}
+            return {"apiVersion": version, "kind": kind, "metadata": meta, "spec": {}, "status": status}
+
+    server = Named()
+    assert reconcile(server, times=2) == [None, None]
+    (status,) = server.statuses
+    assert condition(status, "Ready") == ("False", "OverBudget")
+    assert "the services of namespace default take more than" in status["conditions"][0]["message"]
+    assert status["revision"] == {"current": "r"}, "what is known of it stays"
+    assert [event["reason"] for event in server.events] == ["OverBudget"] and not server.written
+
+
 def test_what_the_profile_refuses_is_not_carried_out_though_the_webhook_has_let_it_pass() -> None:
     server = Server()
     assert reconcile(server, profile=Profile()) == [None]

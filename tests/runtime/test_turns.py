@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from contextlib import suppress
 
@@ -10,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isthmus_runtime.errors import Overloaded
-from isthmus_runtime.turns import Turns
+from isthmus_runtime import turns as turns_module
+from isthmus_runtime.errors import Cancelled, InvalidRequest, Overloaded
+from isthmus_runtime.turns import ThreadsInTurns, Turns, go_on
 
 
 async def take(turns: Turns, who: str, order: list[str]) -> None:
@@ -120,5 +122,47 @@ def test_nobody_waits_for_who_has_left(crowd: list[tuple[str, int, bool]], most:
             assert not turns._having and not turns._waiting
             async with turns.turn("z"):
                 assert not turns._waiting
+
+    asyncio.run(main())
+
+
+def test_a_thread_gives_up_what_nobody_waits_for_any_more() -> None:
+    """A thread cannot be ended, but asks; its turn lasts until then."""
+
+    async def main() -> None:
+        threads = ThreadsInTurns(1, "test", 8, "wait")
+        begun, left, ended = threading.Event(), threading.Event(), threading.Event()
+
+        def long(_: object) -> None:
+            begun.set()
+            go_on()
+            assert left.wait(60)
+            try:
+                go_on()
+            except Cancelled:
+                ended.set()
+                raise
+
+        one = asyncio.create_task(threads.do("a", long, None))
+        assert await asyncio.to_thread(begun.wait, 60)
+        one.cancel()
+        with suppress(asyncio.CancelledError):
+            await one
+        left.set()
+        assert await asyncio.wait_for(threads.do("b", str, 1), 60) == "1"
+        assert ended.is_set()
+
+    asyncio.run(main())
+
+
+def test_a_thread_works_for_one_request_for_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        threads = ThreadsInTurns(1, "test", 8, "wait")
+        monkeypatch.setattr(turns_module, "MOST_WORK_S", -1.0)
+        with pytest.raises(InvalidRequest, match="of a processor to be tokenised"):
+            await threads.do("a", lambda _: go_on(), None)
+        monkeypatch.setattr(turns_module, "MOST_WORK_S", 3600.0)
+        await threads.do("a", lambda _: go_on(), None)
+        go_on()  # this thread works for nobody
 
     asyncio.run(main())

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
+import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from .errors import Overloaded, RequestError
+from .errors import Cancelled, InvalidRequest, Overloaded, RequestError
 from .threads import running_pool
 
 _log = logging.getLogger(__name__)
+MOST_WORK_S = 20.0
+"""Of a processor, that a thread works for one request. The longest texts that are taken need half of it."""
 _A = TypeVar("_A")
 _M = TypeVar("_M")
 
@@ -120,6 +124,30 @@ class Turns:
             self._waiting.pop(who, None)
 
 
+class _Work(threading.local):
+    """What this thread does for somebody. left: set when nobody waits for it; until: seconds of this thread."""
+
+    left: threading.Event | None = None
+    until = 0.0
+
+
+_work = _Work()
+
+
+def go_on() -> None:
+    """Called now and then by what may take long. Cancelled where nobody waits for this thread's work any more, and
+    InvalidRequest where it has taken too long; on a thread that works for nobody in turns, nothing."""
+    if _work.left is None:
+        return
+    if _work.left.is_set():
+        raise Cancelled("nobody waits for this any more")
+    if time.thread_time() > _work.until:
+        raise InvalidRequest(
+            f"the request's texts take more than {MOST_WORK_S:g} s of a processor to be tokenised: send fewer or "
+            "shorter ones in a request"
+        )
+
+
 class ThreadsInTurns:
     """Threads that work for clients in turn. Belongs to one event loop."""
 
@@ -133,10 +161,20 @@ class ThreadsInTurns:
     async def do(self, who: str, make: Callable[[_A], _M], what: _A) -> _M:
         """What `make` makes of `what`, on a thread. Overloaded as of `Turns.take`.
 
-        The turn lasts as long as the thread works, which cannot be ended, and goes on when its client has left.
+        The turn lasts as long as the thread works, which goes on until it asks whether to (`go_on`) when its client has
+        left, or it has worked for MOST_WORK_S.
         """
         await self._turns.take(who)
-        work = asyncio.get_running_loop().run_in_executor(self._threads, make, what)
+        left = threading.Event()
+
+        def make_it() -> _M:
+            _work.left, _work.until = left, time.thread_time() + MOST_WORK_S
+            try:
+                return make(what)
+            finally:
+                _work.left = None
+
+        work = asyncio.get_running_loop().run_in_executor(self._threads, make_it)
 
         def over(work: asyncio.Future[_M]) -> None:
             self._turns.give_back(who)
@@ -149,4 +187,5 @@ class ThreadsInTurns:
         try:
             return await asyncio.shield(work)
         finally:
+            left.set()
             del work  # an error of it holds this frame, and would be held by it

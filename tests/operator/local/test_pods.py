@@ -72,6 +72,20 @@ def test_service_names_become_the_addresses_of_their_pods() -> None:
     assert value(found["decode-0"], "--store-master") == "10.0.0.1:50051"
 
 
+@pytest.mark.parametrize("form", ["", ".NS", ".NS.svc", ".NS.svc.cluster.local"])
+def test_names_of_services_are_known_in_all_their_forms_and_others_left(form: str) -> None:
+    name = "svc-decode" + form.replace("NS", parsed().namespace)
+    given = {
+        "a": f"{name}:8001",
+        "b": f"x{name}:8001",
+        "c": f"{name}:80010",
+        "d": f"{name}:80",
+        "e": "svc-decode.x:8001",
+    }
+    found = pods(engine={"extraArgs": given})["prefill-0"]
+    assert {flag: value(found, f"--{flag}") for flag in given} == given | {"a": "10.0.0.4:8001"}
+
+
 def test_every_pod_listens_on_its_own_address() -> None:
     found = pods()
     assert value(found["prefill-1"], "--host") == "10.0.0.3"

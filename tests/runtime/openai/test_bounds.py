@@ -105,8 +105,9 @@ def test_a_text_has_the_ids_of_its_parts_and_no_fewer_than_its_bound(name, text,
 
 
 def loaded(made, **config):
+    own = Tokenizer.from_str(made.to_str())
     return tokenizer_module.Tokenizer(
-        made, config=config, eos_token_ids=(), vocab_size=400, chat_template=None, defaults=SamplingOptions()
+        own, config=config, eos_token_ids=(), vocab_size=400, chat_template=None, defaults=SamplingOptions()
     )
 
 
@@ -319,8 +320,7 @@ def test_a_long_text_with_special_tokens_is_tokenised_by_parts(name, monkeypatch
 def test_no_text_is_tokenised_twice_for_its_end(tokenizer, monkeypatch, count):
     counting = Counting(tokenizer._words)
     monkeypatch.setattr(tokenizer, "_words", counting)
-    monkeypatch.setattr(tokenizer, "_add_bos", True)
-    monkeypatch.setattr(tokenizer, "_bos", 1)
+    monkeypatch.setattr(tokenizer, "_around", ([1], []))
     text = "some words, and more of them. " * 5000
     ids = tokenizer.encode_end(text, count)
     assert counting.characters <= len(text)

@@ -12,10 +12,12 @@ from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.openai import tokenizer as tokenizer_module
+from isthmus_runtime.openai import untold
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.tokenizer import Tokenizer
-from isthmus_runtime.openai.tool_grammar import calls_grammar
+from isthmus_runtime.openai.tool_grammar import after_thought, calls_grammar
 from isthmus_runtime.openai.tool_prompt import in_plain_text
+from isthmus_runtime.request import Structure
 from isthmus_runtime.structured.checker import Checker
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -119,6 +121,61 @@ def test_reasoning(serve, run, caller):
         async with serve(spell(caller, "<think>a</think>b"), used=caller, chat=ChatConfig(reasoning="none")) as api:
             _, answer = await events(api, "/v1/chat/completions", {"messages": HELLO})
             assert answer["choices"][0]["message"]["content"] == "<think>a</think>b"
+
+    run(main())
+
+
+@pytest.mark.parametrize("text", ['<tool_call>\n{"name": "look", "arguments": {"at": "%s', "<think>a%s"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_held_back_of_an_answer_is_bounded(serve, run, caller, monkeypatch, text, stream):
+    """A call that never ends, and white space after which more may come."""
+    monkeypatch.setattr(untold, "MAX_OF_AN_ANSWER", 4)
+
+    async def main():
+        for size, fits in ((50, True), (400, False)):
+            script = spell(caller, text % (" " * size))
+            async with serve(script, used=caller) as api, aiohttp.ClientSession() as http:
+                api.backend.max_model_len = 2000
+                body = {"model": "tiny", "messages": HELLO, "tools": [LOOK], "max_tokens": 900, "stream": stream}
+                async with http.post(f"{api.url}/v1/chat/completions", json=body) as answer:
+                    told = await answer.text()
+                assert ("characters of text for each" in told) is not fits, told
+
+    run(main())
+
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}{# </think> #}"
+)
+
+
+def test_an_answer_that_is_held_to_something_is_so_after_the_reasoning_that_its_prompt_begins(
+    serve, run, model_dir, tmp_path
+):
+    """DeepSeek-R1's template opens it, and so do those of QwQ and Qwen3-Thinking."""
+    root = tmp_path / "copy"
+    shutil.copytree(model_dir, root)
+    (root / "chat_template.jinja").write_text(THINKING_TEMPLATE)
+    thinker = Tokenizer.load(root)
+
+    async def main():
+        checker = Checker(root)
+        try:
+            script = spell(thinker, 'hm\n</think>\n\n{"a": 1}')
+            async with serve(script, used=thinker, grammars=checker) as api, client(api) as c:
+                for form in ({"type": "json_object"}, {"type": "text"}):
+                    ask = {"model": "tiny", "messages": HELLO, "response_format": form}
+                    got = (await c.chat.completions.create(**ask)).choices[0].message
+                    assert (got.reasoning_content, got.content) == ("hm", '{"a": 1}')
+                held, free = (request.structure for request in api.backend.requests)
+                assert free is None and held == after_thought(Structure("json_object"), thinker.control_id, "</think>")
+                for wrong in ({"json": "[1"}, {"regex": "("}, {"grammar": "start: x"}):
+                    with pytest.raises(openai.BadRequestError, match="structured_outputs"):
+                        more = {"structured_outputs": wrong}
+                        await c.chat.completions.create(model="tiny", messages=HELLO, extra_body=more)
+        finally:
+            await checker.close()
 
     run(main())
 

@@ -373,6 +373,25 @@ def test_a_query_is_not_repeated_without_end(serve, run, words, monkeypatch):
     run(main())
 
 
+def test_pairs_are_bounded_by_their_characters_before_any_is_tokenised(serve, run, words, monkeypatch):
+    """Of a text that is slow to tokenise a token may be eighty letters."""
+
+    async def main():
+        used, yes, no = words
+        monkeypatch.setattr(ranking, "MAX_CHARACTERS", 20_000)
+        async with serve(judge(yes, no), used=used) as api:
+            api.backend.task, api.backend.max_model_len = SCORES, 4000
+            asked = []
+            monkeypatch.setattr(used, "chat", lambda *a, chat=used.chat, **k: asked.append(1) or chat(*a, **k))
+            status, got = await post(api, "/v1/rerank", {"query": "the dog " * 30, "documents": ["a"] * 100})
+            assert status == 400 and "100 pairs are 31500 characters, with the query" in got["error"]["message"], got
+            assert not asked
+            status, got = await post(api, "/v1/rerank", {"query": "the dog " * 30, "documents": ["a"] * 10})
+            assert status == 200 and len(asked) == 10, got
+
+    run(main())
+
+
 def test_score_pairs_one_with_many_and_each_with_its_own(serve, run, words):
     async def main():
         used, yes, no = words

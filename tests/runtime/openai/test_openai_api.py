@@ -15,7 +15,7 @@ from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
-from isthmus_runtime.openai import answer, plan, untold
+from isthmus_runtime.openai import answer, plan, responses, untold
 from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.sse import ChatFormat, CompletionFormat
@@ -326,7 +326,7 @@ def test_the_log_probabilities_that_an_answer_holds_are_bounded(serve, run, monk
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_text_that_an_answer_holds_is_bounded(serve, run, monkeypatch, stream):
     """128 choices of the longest token of a vocabulary were 83 MB of text, written on the event loop."""
-    monkeypatch.setattr("isthmus_runtime.openai.answer._PIECES", 3)
+    monkeypatch.setattr("isthmus_runtime.openai.tool_formats.base._PIECES", 3)
     monkeypatch.setattr(untold, "MAX_OF_AN_ANSWER", 1)
     monkeypatch.setattr(untold, "CHARACTERS", 64)
 
@@ -341,6 +341,42 @@ def test_the_text_that_an_answer_holds_is_bounded(serve, run, monkeypatch, strea
                     assert stream or json.loads(text)["choices"][0]["text"] == "_" * 90
                 else:
                     assert answer.status == 400 and "64 characters of text for each" in text and "stream it" in text
+
+    run(main())
+
+
+def test_text_with_wide_letters_counts_as_what_it_takes(serve, run, tokenizer, monkeypatch):
+    monkeypatch.setattr(untold, "MAX_OF_AN_ANSWER", 1)
+    monkeypatch.setattr(untold, "CHARACTERS", 64)
+
+    async def main():
+        for letter, status in (("a", 200), ("🙂", 400)):
+            async with serve(spell(tokenizer, 40 * letter)) as api, aiohttp.ClientSession() as http:
+                body = {"model": "tiny", "prompt": "x", "max_tokens": 200}
+                async with http.post(f"{api.url}/v1/completions", json=body) as answer:
+                    assert answer.status == status, await answer.text()
+
+    run(main())
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(90, True), (190, False)])
+def test_what_a_stream_tells_again_at_its_end_is_bounded(serve, run, monkeypatch, tokens, fits):
+    """/v1/responses has all of its text in its last events."""
+    monkeypatch.setattr(untold, "MAX_OF_AN_ANSWER", 1)
+    monkeypatch.setattr(untold, "CHARACTERS", 64)
+    monkeypatch.setattr("isthmus_runtime.openai.answer._MUCH_TEXT", 50)
+    where, end = [], responses.ResponsesFormat.end
+    noted = lambda *a, **k: where.append(threading.current_thread()) or end(*a, **k)  # noqa: E731
+    monkeypatch.setattr(responses.ResponsesFormat, "end", noted)
+
+    async def main():
+        async with serve(lambda request: [65] * 200) as api, aiohttp.ClientSession() as http:
+            body = {"model": "tiny", "input": "x", "max_output_tokens": tokens, "stream": True}
+            async with http.post(f"{api.url}/v1/responses", json=body) as answer:
+                text = await answer.text()
+            assert answer.status == 200 and ("event: error" in text) is not fits
+            assert text.count("_" * tokens) == (4 if fits else 0)
+            assert len(where) == fits and threading.main_thread() not in where
 
     run(main())
 

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from isthmus_runtime.openai.output import Reader, Thinking
 from isthmus_runtime.openai.tool_formats import FORMATS
-from isthmus_runtime.openai.tool_grammar import MAX_CALLS, calls_grammar
+from isthmus_runtime.openai.tool_grammar import MAX_CALLS, after_thought, calls_grammar
+from isthmus_runtime.request import Structure
 from isthmus_runtime.structured.grammars import Grammars
 
 EOS = (2, 0)
@@ -159,3 +160,53 @@ def test_a_reasoning_that_the_prompt_has_begun_comes_first(model_dir: Path, ends
             text = f"{reasoning}</think>{space}{call}"
             found, content, calls = read("hermes", text, thinking=Thinking(opened=True))
             assert (found, content, len(calls)) == (reasoning.strip(), "", 1)
+
+
+@pytest.mark.parametrize("ends", [{}, {"</think>": 1}])
+@pytest.mark.parametrize(
+    ("structure", "answer", "wrong"),
+    [
+        (Structure("json_object"), '{"a": 1}', "1"),
+        (Structure("json_schema", json.dumps(ANSWER)), '{"sum": 3}', '{"a": 1}'),
+        (Structure("json_schema", "true"), "[1]", "a"),
+        (Structure("regex", "a/b|start+\\\\n"), "starttt\\n", "stop"),
+        (Structure("choice", '["start", "the end"]'), "the end", "a"),
+        (
+            Structure("grammar", 'start: "start" first | /start|x\\/y/ // start\nfirst: "1"\nrestart: start'),
+            "start1",
+            "restart",
+        ),
+        (Structure("grammar", json.dumps({"grammars": [{"json_schema": {"type": "integer"}}]})), "17", "a"),
+        (Structure("grammar", 'TEXT: "a"\nthought: TEXT\nSPACE: "b"\nanswer: thought SPACE\nstart: answer'), "ab", "b"),
+    ],
+    ids=lambda value: value.kind if isinstance(value, Structure) else "",
+)
+def test_what_an_answer_must_be_holds_after_a_reasoning_that_the_prompt_has_begun(
+    model_dir: Path, structure: Structure, answer: str, wrong: str, ends: dict[str, int]
+) -> None:
+    tokenizer = HfTokenizer.from_file(str(model_dir / "tokenizer.json"))
+    grammars = Grammars.load(model_dir, eos_token_ids=EOS, vocab_size=tokenizer.get_vocab_size())
+
+    def allowed(ids: list[int]) -> bool:
+        guide = grammars.guide(after_thought(structure, ends.get, "</think>"))
+        masks = ((guide.allowed(ids[:taken]), one) for taken, one in enumerate([*ids, EOS[0]]))
+        return all(mask[one // 8] >> one % 8 & 1 for mask, one in masks)
+
+    closing = list(ends.values()) or tokenizer.encode("</think>").ids
+    for reasoning in ("", "hm\n, <so>", answer):
+        for space in ("", "\n\n"):
+            begin = tokenizer.encode(reasoning).ids + closing
+            assert allowed(begin + tokenizer.encode(space + answer).ids)
+        assert not allowed(begin + tokenizer.encode(wrong).ids)
+    assert not allowed(tokenizer.encode(answer).ids), "nothing has ended the reasoning"
+
+
+@pytest.mark.parametrize("name", ["value", "default", "const", "enum", "examples", "properties"])
+@pytest.mark.parametrize("form", ["hermes", "mistral"])
+def test_a_parameter_may_be_named_as_a_keyword_of_schemas(drawn, name: str, form: str) -> None:
+    place = {"$ref": "#/$defs/place"}
+    schema = {"type": "object", "properties": {name: place}, "required": [name], "$defs": {"place": {"const": 7}}}
+    function = {"name": "stop.now", "parameters": schema}
+    text = drawn(calls_grammar(form, [function], lambda _: None, several=False), 1)
+    (call,) = read(form, text)[2]
+    assert json.loads(call.arguments) == {name: 7}

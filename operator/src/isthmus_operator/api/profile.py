@@ -37,8 +37,10 @@ class Profile:
     """restricted: False lets everything pass, for clusters where whoever may create a service may create any pod.
 
     The rest is what `restricted` lets pass: host_paths: folders of the node below which models and adapters lie, which
-    pods mount read-only; writable_host_paths: below which caches lie; gateway_namespaces: of Gateways that routes may
-    name beside those of their own namespace; allow: features
+    pods mount read-only; writable_host_paths: folders that are caches, in which `{namespace}` is the service's;
+    gateway_namespaces: of Gateways that routes may name beside those of their own namespace; allow: features
+
+    ValueError: a writable folder lies within another folder, or around it.
     """
 
     restricted: bool = True
@@ -47,7 +49,24 @@ class Profile:
     gateway_namespaces: tuple[str, ...] = ()
     allow: frozenset[Feature] = frozenset()
 
+    def __post_init__(self) -> None:
+        for index, folder in enumerate(self.writable_host_paths):
+            for other in (*self.host_paths, *self.writable_host_paths[:index]):
+                if _overlap(folder, other):
+                    raise ValueError(
+                        f"writable folder of nodes {folder}: lies within {other}, or around it, so that a link which a "
+                        "pod leaves there may lead another's mount anywhere; give folders beside each other"
+                    )
 
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether one of two folders is or holds the other, whatever `{namespace}` stands for."""
+    pairs = zip(one.strip("/").split("/"), other.strip("/").split("/"), strict=False)
+    return all(a == b or NAMESPACE in a + b for a, b in pairs)
+
+
+NAMESPACE = "{namespace}"
+"""In a folder for caches: the namespace of the service."""
 PERMISSIVE = Profile(restricted=False)
 
 
@@ -55,7 +74,7 @@ def refused(spec: Spec, profile: Profile, namespace: str) -> Iterator[Problem]:
     """Every field that a service in `namespace` may not have."""
     if not profile.restricted:
         return
-    yield from _folders(spec, profile)
+    yield from _folders(spec, profile, namespace)
     yield from _features(spec, profile.allow)
     route = spec.router.expose.http_route
     for index, ref in enumerate(route.parent_refs if route else ()):
@@ -94,12 +113,17 @@ def _replaces_security(patch: Mapping[str, Any]) -> bool:
     return context.get("runAsNonRoot") is not True or "seccompProfile" not in context
 
 
-def _folders(spec: Spec, profile: Profile) -> Iterator[Problem]:
+def _folders(spec: Spec, profile: Profile, namespace: str) -> Iterator[Problem]:
     model, cache = spec.model.source.host_path, spec.model.cache.host_path if spec.model.cache else None
     adapters = [one.source.host_path for one in spec.model.adapters]
+    caches = tuple(top.replace(NAMESPACE, namespace) for top in profile.writable_host_paths)
+    # Nothing below one: what is there pods have made, and may be a link that the node would follow to mount it.
+    if cache is not None and cache.path not in caches:
+        where = ", ".join(caches) or "no folder of nodes"
+        fix = "use another kind, or have the folder allowed"
+        yield refused_field("spec.model.cache.hostPath.path", f"{show(cache.path)} is not allowed", where, fix)
     for path, folder, allowed in (
         ("spec.model.source.hostPath.path", model.path if model else None, profile.host_paths),
-        ("spec.model.cache.hostPath.path", cache.path if cache else None, profile.writable_host_paths),
         *(
             (f"spec.model.adapters[{index}].source.hostPath.path", one.path if one else None, profile.host_paths)
             for index, one in enumerate(adapters)

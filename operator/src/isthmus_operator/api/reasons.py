@@ -158,9 +158,10 @@ TEXTS: dict[Reason, Text] = {
         "Undo the last edit of the spec, and report the message with the operator's log, which has the traceback.",
     ),
     Reason.OVER_BUDGET: Text(
-        "Working out what the spec asks for takes longer than a service may have. The service is left as it was; other"
-        " services are not affected.",
-        "Make the spec smaller, most likely a `podPatch`, and report it: sizes that are admitted should not take long.",
+        "Working out what the spec asks for takes longer than a service may have, or the services of the namespace say"
+        " more than the operator keeps of one. The service is left as it was; other services are not affected.",
+        "Make the spec smaller, most likely a `podPatch`. Of a spec that takes long report it: sizes that are admitted"
+        " should not. Where a namespace has no more room, delete services, or use another one.",
     ),
     Reason.TRANSFER_NOT_READY: Text("An engine cannot move KV.", "The message is the engine's own."),
     Reason.TRANSPORT_REPLACED: Text(

@@ -35,6 +35,16 @@ def options_of(arguments: argparse.Namespace, who: Identity) -> OperatorOptions:
         )
     if arguments.webhook_port and not arguments.webhook_cert_dir:
         raise UserError("--webhook-port needs --webhook-cert-dir, a folder with tls.crt and tls.key")
+    try:
+        profile = Profile(
+            restricted=arguments.profile == "restricted",
+            host_paths=tuple(arguments.host_path),
+            writable_host_paths=tuple(arguments.writable_host_path),
+            gateway_namespaces=tuple(arguments.gateway_namespace),
+            allow=frozenset(Feature(one) for one in arguments.allow),
+        )
+    except ValueError as e:
+        raise UserError(f"--writable-host-path: {e}") from e
     home = who.namespace or (namespaces[0] if namespaces else "default")
     lease = LeaseSettings(namespace=home, name=arguments.lease_name, holder=who.name) if arguments.lease_name else None
     return OperatorOptions(
@@ -46,13 +56,7 @@ def options_of(arguments: argparse.Namespace, who: Identity) -> OperatorOptions:
             router_image=arguments.router_image,
             operator_namespace=who.namespace,
         ),
-        profile=Profile(
-            restricted=arguments.profile == "restricted",
-            host_paths=tuple(arguments.host_path),
-            writable_host_paths=tuple(arguments.writable_host_path),
-            gateway_namespaces=tuple(arguments.gateway_namespace),
-            allow=frozenset(Feature(one) for one in arguments.allow),
-        ),
+        profile=profile,
         webhook_port=arguments.webhook_port,
         webhook_cert_dir=arguments.webhook_cert_dir,
         metrics_host=arguments.metrics_host,

@@ -119,8 +119,8 @@ def translate(
     """
     drafts = [draft for manifest in manifests for draft in _drafts(manifest, ports, take_address)]
     services = [m for m in manifests if m["kind"] == "Service"]
-    replace = _service_names(services, drafts)
-    return [_pod(draft, run_dir, replace, ports.get(draft.role), objects) for draft in drafts]
+    names = _service_names(services, drafts)
+    return [_pod(draft, run_dir, names(draft.namespace), ports.get(draft.role), objects) for draft in drafts]
 
 
 def _drafts(
@@ -144,9 +144,16 @@ def _drafts(
     return drafts
 
 
-def _service_names(services: Sequence[dict[str, Any]], drafts: Sequence[_Draft]) -> Callable[[str], str]:
-    """Replaces `name.namespace.svc:port` by the addresses of the pods behind it: all for a headless Service, one
-    otherwise, as DNS would."""
+_SERVICE_NAME = re.compile(
+    r"(?<![\w.-])([a-z][a-z0-9-]*)(?:\.([a-z0-9-]+)(?:\.svc(?:\.cluster\.local)?)?)?:(\d+)(?!\w)"
+)
+
+
+def _service_names(
+    services: Sequence[dict[str, Any]], drafts: Sequence[_Draft]
+) -> Callable[[str], Callable[[str], str]]:
+    """By namespace, replaces `name:port` and `name.namespace:port` (or with `.svc`) by the addresses of the pods
+    behind: all for a headless Service, one otherwise, as DNS would."""
     table: dict[tuple[str, str, int], str] = {}
     for service in services:
         meta, spec = service["metadata"], service["spec"]
@@ -159,12 +166,11 @@ def _service_names(services: Sequence[dict[str, Any]], drafts: Sequence[_Draft])
             target = port.get("targetPort", port["port"])
             found = [f"{d.address}:{d.ports[target] if isinstance(target, str) else target}" for d in behind]
             table[meta["name"], meta["namespace"], port["port"]] = ",".join(found)
-    pattern = re.compile(r"\b([a-z][a-z0-9-]*)\.([a-z0-9-]+)\.svc(?:\.cluster\.local)?:(\d+)")
 
-    def replace(text: str) -> str:
-        return pattern.sub(lambda m: table.get((m[1], m[2], int(m[3])), m[0]), text)
+    def of(namespace: str) -> Callable[[str], str]:
+        return lambda text: _SERVICE_NAME.sub(lambda m: table.get((m[1], m[2] or namespace, int(m[3])), m[0]), text)
 
-    return replace
+    return of
 
 
 _VARIABLE = re.compile(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
 from ..api.v1alpha1 import InferenceService
-from ..render.engine import master_address
+from ..render.engine import managed_addresses
 from ..render.names import GUARDED_LABEL, PAIRING_LABEL, REVISION_LABEL, ROLE_LABEL, UID_LABEL, Component, is_engine
 from .observed import UNSCHEDULABLE, Condition, Facts, Observed, Pod, Workload
 
@@ -245,7 +245,7 @@ def _workload(service: InferenceService, child: Object, pods: Sequence[Object]) 
         replicas=spec.get("replicas", 1),
         created=seconds(meta.get("creationTimestamp")),
         pairing=labels.get(PAIRING_LABEL, ""),
-        pooled=_uses(child, master_address(service, managed=True)),
+        pooled=_uses(child, managed_addresses(service)),
         problem=problem,
         problem_since=since,
         image=next((str(c.get("image", "")) for c in spec["template"]["spec"].get("containers") or ()), ""),
@@ -268,9 +268,9 @@ def _with_missing(workload: Workload, said: Iterable[Condition]) -> Workload:
     return replace(workload, problem_since=max(times))
 
 
-def _uses(child: Object, address: str) -> bool:
+def _uses(child: Object, addresses: Collection[str]) -> bool:
     containers = child["spec"]["template"]["spec"].get("containers") or ()
-    return any(address in (container.get("args") or ()) for container in containers)
+    return any(one in addresses for container in containers for one in container.get("args") or ())
 
 
 def _cannot_make_pods(status: Object) -> tuple[str, float]:

@@ -69,6 +69,7 @@ class Workload:
     problem_since: since when pods that it asks for are missing, for whatever reason; 0: none is, or nobody knows
     image:     of its main container
     exact:     its template and all its pods carry the uid of their service
+    live:      pods that are not stopping
     """
 
     name: str
@@ -83,23 +84,27 @@ class Workload:
     image: str = ""
     exact: bool = True
     pods: tuple[Pod, ...] = ()
+    live: tuple[Pod, ...] = field(init=False, repr=False, compare=False)
+    _ready: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def live(self) -> tuple[Pod, ...]:
-        """Pods that are not stopping."""
-        return tuple(pod for pod in self.pods if pod.ends is None and not pod.failed)
+    def __post_init__(self) -> None:
+        # Once: each decision asks dozens of times, of thousands of pods.
+        object.__setattr__(self, "live", tuple(pod for pod in self.pods if pod.ends is None and not pod.failed))
+        object.__setattr__(self, "_ready", sum(pod.ready for pod in self.live))
 
     @property
     def ready(self) -> int:
         """Pods that are ready and will stay: a controller that still has to remove some may take ready ones."""
-        return min(self.replicas, sum(pod.ready for pod in self.live))
+        return min(self.replicas, self._ready)
 
     def well(self, now: float) -> int:
         """Pods that are ready or flicker and will stay: a controller that has to remove some takes unready ones first,
         whichever they are."""
+        if self._ready >= self.replicas:
+            return self.replicas
         flickering = sum(pod.flickers(now) for pod in self.live)
         surplus = max(0, len(self.live) - self.replicas)
-        return min(self.replicas, sum(pod.ready for pod in self.live) + max(0, flickering - surplus))
+        return min(self.replicas, self._ready + max(0, flickering - surplus))
 
     @property
     def fresh(self) -> Workload:

@@ -177,7 +177,8 @@ def _key(workload: Workload) -> Key:
 
 
 def _without_ended(workload: Workload, now: float) -> Workload:
-    return replace(workload, pods=tuple(pod for pod in workload.pods if pod.ends is None or pod.ends > now))
+    left = tuple(pod for pod in workload.pods if pod.ends is None or pod.ends > now)
+    return workload if len(left) == len(workload.pods) else replace(workload, pods=left)
 
 
 def rehearse(service: InferenceService, world: World, *, limit: int = 2000) -> Iterator[tuple[Plan, World]]:

@@ -167,8 +167,12 @@ def _step(roles: Sequence[_Role]) -> tuple[int, int]:
     """(steps that every rolling role has behind it, steps in all)."""
     rolling = [role for role in roles if role.rolling]
     total = max((math.ceil(role.goal.count / _batch(role.goal)) for role in rolling), default=1) or 1
-    done = [max(k for k in range(total + 1) if role.ready_new >= _share(role.goal, k, total)) for role in rolling]
-    return min(done, default=total), total
+    return min((_done(role.goal, role.ready_new, total) for role in rolling), default=total), total
+
+
+def _done(goal: Goal, ready: int, total: int) -> int:
+    """The last step whose share is ready."""
+    return min(total, ready * total // goal.count) if goal.count else total
 
 
 def _share(goal: Goal, step: int, total: int) -> int:

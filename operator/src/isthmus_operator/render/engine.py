@@ -27,6 +27,7 @@ from .names import (
     child_name,
     exactly,
     metadata,
+    older_address,
     selector,
 )
 from .pod import GRACE_AFTER_DRAIN_S, flag, http_probes, literal, pod_env, pod_template, resources, security_context
@@ -55,11 +56,15 @@ def own_replicas(role: Role) -> int | None:
     return 1 if role.scaling.replicas is None else role.scaling.replicas
 
 
-def master_address(service: InferenceService, *, managed: bool = False) -> str:
-    """host:port of the pool's master; empty without a store. `managed`: of the master that this service would run."""
+def managed_addresses(service: InferenceService) -> tuple[str, str]:
+    """host:port of the master that this service would run, as it is written now and as it was before."""
+    where = service, Component.STORE, MASTER_RPC_PORT
+    return address(*where), older_address(*where)
+
+
+def master_address(service: InferenceService) -> str:
+    """host:port of the pool's master; empty without a store."""
     store = service.spec.store
-    if managed:
-        return address(service, Component.STORE, MASTER_RPC_PORT)
     if store is None:
         return ""
     if store.master.external:

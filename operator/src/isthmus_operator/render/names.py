@@ -135,11 +135,18 @@ def metadata(
 
 
 def address(service: InferenceService, component: Component, port: int) -> str:
-    """host:port of a component's Service. The cluster's domain is not ours to know; the pod's search list adds it."""
+    """host:port of a component's Service, for pods of the same namespace, which is the first that their search list
+    adds. Of `NAME.NAMESPACE.svc` resolvers ask `NAME.NAMESPACE.svc.svc.DOMAIN` first, which is a Service in a namespace
+    that somebody has called `svc`."""
+    return f"{child_name(service.name, component.value)}:{port}"
+
+
+def older_address(service: InferenceService, component: Component, port: int) -> str:
+    """What operators up to November 2026 wrote for `address`; pods that they made have it until they are replaced."""
     return f"{child_name(service.name, component.value)}.{service.namespace}.svc:{port}"
 
 
 def url(service: InferenceService) -> str:
-    """Base URL for OpenAI clients inside the cluster."""
+    """Base URL for OpenAI clients inside the cluster. Without `.svc`, as in `address`."""
     port = service.spec.router.expose.service.port
-    return f"http://{service.name}.{service.namespace}.svc" + ("" if port == 80 else f":{port}") + "/v1"
+    return f"http://{service.name}.{service.namespace}" + ("" if port == 80 else f":{port}") + "/v1"

@@ -59,6 +59,9 @@ MOST_WEIGHT_OF_PODS = 24 * 1024 * 1024
 MOST_OF_A_NAMESPACE = 16 * 1024 * 1024
 """Compressed bytes of everything in it but services, whichever they are said to belong to: a label may name one that
 does not exist. Ten thousand pods have 6 MB."""
+MOST_OF_SERVICES = 8 * 1024 * 1024
+"""Compressed bytes of all services of a namespace. Thousands of usual ones; of the largest that are admitted, full of
+letters that do not compress, twenty."""
 _MOST_OWNERS = 16
 _POD_STATUS = ("phase", "reason", "message", "podIP")
 _POD_CONDITION = ("type", "status", "reason", "message", "lastTransitionTime")
@@ -128,11 +131,16 @@ class Cache:
     # -------------------------------------------------------------------------------------------------- decisions
 
     def service(self, key: Key) -> Object | None:
-        """The InferenceService itself; None when it is gone."""
+        """The InferenceService itself; None when it is gone, and when it is left out."""
         if key not in self:
             return None
         found = self._newest(key).get((SERVICE, key[1]))
-        return _body(found) if found is not None else None
+        return _body(found) if found is not None and found.data else None
+
+    def left_out(self, key: Key) -> bool:
+        """Whether there is such a service, and nothing is kept of it: others of its namespace have all the room."""
+        found = self._watched.get(key, {}).get((SERVICE, key[1]))
+        return found is not None and not found.data
 
     def children(self, key: Key) -> Children:
         """Every object labelled as the service's that a service of its name has made, and every pod, as they are now;
@@ -161,6 +169,8 @@ class Cache:
         if verb == "delete":
             self._deleted[body["metadata"]["uid"]] = now, 0
         elif "resourceVersion" in body["metadata"]:
+            if body["kind"] == SERVICE and self.left_out(key):
+                return
             self._written.setdefault(key, {})[body["kind"], body["metadata"]["name"]] = (now, _keep(body))
 
     # ------------------------------------------------------------------------------------------------ what is told
@@ -179,6 +189,9 @@ class Cache:
         if place is not None and place[0] != key:
             self._drop(uid)
         answer = self._written.get(key, {}).get(name)
+        if answer is not None and answer[1].version <= version:
+            # The watch has caught up: an answer would take as much room again until somebody looks.
+            del self._written[key][name]
         self._put(key, name, kept)
         self._places[uid] = key, name
         if name[0] == SERVICE:
@@ -282,7 +295,7 @@ class Cache:
 def _purses(key: Key, name: Name) -> tuple[tuple[tuple[str, ...], Budget], ...]:
     """Out of what an object's room is taken, and how much there is in each."""
     if name[0] == SERVICE:
-        return ()
+        return ((("services", key[0]), (MOST_OF_SERVICES, _UNBOUNDED, _UNBOUNDED)),)
     if name[0] == "Pod":
         own = ("pods", *key), (_UNBOUNDED, MOST_WEIGHT_OF_PODS, _UNBOUNDED)
     else:

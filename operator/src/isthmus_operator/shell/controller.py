@@ -14,7 +14,7 @@ from typing import Any
 from ..api.choices import ScalingMode
 from ..api.profile import PERMISSIVE, Profile
 from ..api.reasons import Reason
-from ..api.v1alpha1 import InferenceService, parse_stored
+from ..api.v1alpha1 import API_VERSION, InferenceService, parse_stored
 from ..errors import ApiError, InvalidSpec, OverBudget, Refused
 from ..plan import autoscale
 from ..plan.autoscale import Decision
@@ -33,7 +33,7 @@ from ..render.names import Component, Defaults, is_engine
 from ..render.service import components
 from .apply import NOBODY, Applier
 from .budget import Workbench
-from .cache import Cache, Children, Key
+from .cache import MOST_OF_SERVICES, SERVICE, Cache, Children, Key
 from .client import FORBIDDEN, TOO_SLOW, Api
 from .known_facts import KnownFacts
 from .telemetry import Metrics
@@ -88,6 +88,9 @@ class Controller:
         is ready that was not looked at. Raises Refused for what the API server refuses, and OverBudget; anything else
         is a defect.
         """
+        if self.cache.left_out(key):
+            await self._left_out(key)
+            return None
         body = self.cache.service(key)
         if body is None or body["metadata"].get("deletionTimestamp"):
             return None
@@ -113,6 +116,20 @@ class Controller:
             message = f"{type(error).__name__}: {error}"
             await self._failed(applier, body, before, Reason.INTERNAL_ERROR, message)
             raise
+
+    async def _left_out(self, key: Key) -> None:
+        """Tell a service that there is no room for it, over the status that it has."""
+        body = await self.api.named(API_VERSION, SERVICE, *key)
+        if body is None or body["metadata"].get("deletionTimestamp"):
+            return
+        applier = Applier(
+            self.api, lambda verb, written: self._written(key, verb, written), partial(self.bench.run, key)
+        )
+        message = (
+            f"the services of namespace {key[0]} take more than the {MOST_OF_SERVICES} bytes (compressed) that they may"
+            " have together: delete some, or make their specs smaller"
+        )
+        await self._failed(applier, body, body.get("status") or {}, Reason.OVER_BUDGET, message)
 
     async def _failed(self, applier: Applier, body: Object, before: Status, reason: Reason, message: str) -> None:
         after = failed_status(reason, message, before, body["metadata"]["generation"], self._stamp())

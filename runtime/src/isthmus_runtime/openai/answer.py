@@ -20,7 +20,8 @@ from .output import Delta, Reader
 from .pieces import Pieces
 from .prompts import Echo, Told
 from .sse import TOOL_CALLS, Answer, Format, More, Usage
-from .untold import AnswerScores, Untold
+from .tool_formats.base import collect
+from .untold import AnswerScores, Untold, size_of
 
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -33,7 +34,10 @@ _NOTHING = Delta()
 _MANY_SCORES = 2000
 """With log-probabilities of more tokens of prompts, or with more of them of its own (or as much text), an answer is
 written in a thread (about 10 ms of work)."""
-_PIECES = 256
+_MUCH_TEXT = 1 << 18
+"""Characters of a stream that are told again at its end: more are written in a thread."""
+_OF_AN_ID = 36
+"""Bytes of a token's id that is held: counted as characters."""
 _MANY_IDS = 100_000
 """The same where all choices' prompts have more tokens, whose ids an answer may tell (about 10 ms of work, too)."""
 
@@ -100,6 +104,7 @@ class _Choice:
         self._reader = job.reader() if job.reader is not None else None
         self.bare = not (job.reader or job.stop or job.logprobs or job.return_ids or job.continuous_usage or job.silent)
         """Of the tokens nothing is told but their text, as it is."""
+        self._held = 0
         self._called = False
         self.shown = False
         """A stream has begun to tell of it."""
@@ -132,6 +137,19 @@ class _Choice:
         if self._end:
             taken, self._end = taken + self._end, []
         return taken
+
+    @property
+    def untold_ids(self) -> int:
+        """How many ids `take_more` would tell."""
+        return len(self._ids or ())
+
+    def newly_held(self) -> int:
+        """How many more characters are held back than at the last call."""
+        if self._reader is None:
+            return 0
+        held = 4 * self._reader.held
+        before, self._held = self._held, held
+        return held - before
 
     def take_more(self) -> More | None:
         """What a chunk of a stream tells beside its text, since the last call; None: nothing."""
@@ -251,17 +269,18 @@ class Runner:
             if answer is None:
                 answer = answers[choice.index] = Answer(choice.prompt)
                 texts[choice.index], reasonings[choice.index] = [], []
-            _append(texts[choice.index], delta.content)
-            untold.add_text(len(delta.content) + len(delta.reasoning))
+            collect(texts[choice.index], delta.content)
+            untold.add_text(_size(delta))
             answer.finish_reason = choice.finish
             if job.shown != job.n:
                 likelihood[choice.index] = choice.mean_logprob
             if choice.bare:
                 return
-            _append(reasonings[choice.index], delta.reasoning)
+            collect(reasonings[choice.index], delta.reasoning)
             answer.calls += delta.calls
             if job.return_ids and (more := choice.take_more()) is not None:
                 answer.ids += more.ids or ()
+                untold.add_text(_OF_AN_ID * len(more.ids or ()))
             answer.logprobs += choice.take_logprobs()
             answer.stop = choice.text.met
 
@@ -295,8 +314,11 @@ class Runner:
     async def stream(self, job: Job, arrived: float, call: Call) -> Usage:
         """The answer as server-sent events, begun when the first text is there: until then a failure still gets its
         own HTTP status. Raises RequestError."""
-        opening, opened = asyncio.Lock(), False
+        opening, opened, kept = asyncio.Lock(), False, 0
         form, write_now = job.format, call.writer()
+
+        def is_long(choice: _Choice, delta: Delta) -> bool:
+            return kept > _MUCH_TEXT and (bool(choice.finish) or form.ends_text(delta))
 
         def written(choice: _Choice, delta: Delta, logprobs: Sequence[TokenLogprobs]) -> bytes:
             more = choice.take_more()
@@ -323,7 +345,7 @@ class Runner:
                     data = form.echo(choice.index, choice.prompt)
             choice.shown = True
             logprobs = choice.take_logprobs()
-            if (count := _scores(logprobs)) > _MANY_SCORES:
+            if (count := _scores(logprobs)) > _MANY_SCORES or is_long(choice, delta):
                 data += await asyncio.to_thread(written, choice, delta, logprobs)
             else:
                 data += written(choice, delta, logprobs)
@@ -331,7 +353,12 @@ class Runner:
             untold.told(count)
 
         def sink(choice: _Choice, delta: Delta) -> Callable[[], Awaitable[None]] | None:
-            if not choice.shown or job.logprobs:
+            nonlocal kept
+            if form.keeps_text:
+                more = _size(delta) + (_OF_AN_ID * choice.untold_ids)
+                kept += more
+                untold.add_text(more)
+            if not choice.shown or job.logprobs or is_long(choice, delta):
                 return partial(tell, choice, delta)
             bare = choice.bare and not choice.finish
             data = form.delta(choice.index, delta, (), None) if bare else written(choice, delta, ())
@@ -339,7 +366,8 @@ class Runner:
 
         with self._scores.answer(asyncio.current_task()) as untold:
             usage = await self._run(job, sink, arrived, untold)
-        await call.write(form.end(usage, tell=job.include_usage))
+            end = partial(form.end, usage, tell=job.include_usage)
+            await call.write(await asyncio.to_thread(end) if kept > _MUCH_TEXT else end())
         await call.end()
         return usage
 
@@ -390,6 +418,8 @@ class Runner:
             if choice.text.keeps_logprobs and chunk.logprobs:
                 untold.add(_scores(chunk.logprobs))
             delta = choice.feed(chunk)
+            if (back := choice.newly_held()) != 0:
+                untold.add_text(back)
             if choice.begun is not None:
                 choice.begun.set()
             told = sink(choice, delta) if delta != _NOTHING or choice.finish else None
@@ -411,11 +441,9 @@ async def _then(told: Callable[[], Awaitable[None]], more: bool) -> bool:
     return more
 
 
-def _append(pieces: list[str], piece: str) -> None:
-    """Join them from time to time: a token's text takes 60 bytes by itself."""
-    pieces.append(piece)
-    if len(pieces) > _PIECES:
-        pieces[:] = ["".join(pieces)]
+def _size(delta: Delta) -> int:
+    """Characters of what is new, as `Untold` counts them."""
+    return size_of(delta.content) + size_of(delta.reasoning) + sum(size_of(call.arguments) for call in delta.calls)
 
 
 def _scores(entries: Sequence[TokenLogprobs]) -> int:

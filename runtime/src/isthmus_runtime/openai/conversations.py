@@ -16,7 +16,7 @@ from .schema import ChatRequest
 from .structured import check_length
 from .tokenizer import Tokenizer
 from .tool_formats import FORMATS, format_of
-from .tool_grammar import calls_grammar
+from .tool_grammar import after_thought, calls_grammar
 from .tool_prompt import in_plain_text
 
 
@@ -51,9 +51,13 @@ class Conversations:
         )
 
     def calls(self, request: ChatRequest, tools: list[dict[str, Any]], prompt: str) -> Structure | None:
-        """What the answer must be where tools make that another thing than the request's own structure."""
+        """What the answer must be where tools, or a reasoning that the prompt has begun, make that another thing than
+        the request's own structure."""
         answer = request.structure
         callable_tools = request.callable_tools()
+        opened = self._thinks and prompt.rstrip().endswith(Thinking.OPEN)
+        if not tools and answer is not None and opened:
+            return self._after_thought(answer, request.structure_param)
         if not tools or not (request.must_call or answer is not None):
             return None
         # A model that may call and is held to JSON otherwise must be let do either.
@@ -72,8 +76,15 @@ class Conversations:
             self._tokenizer.control_id,
             several=request.tool_choice in (None, "auto", "required") and request.parallel_tool_calls,
             answer=schema,
-            thinking=Thinking.CLOSE if self._thinks and prompt.rstrip().endswith(Thinking.OPEN) else "",
+            thinking=Thinking.CLOSE if opened else "",
         )
+
+    def _after_thought(self, answer: Structure, param: str) -> Structure:
+        """The prompt has begun a reasoning, which is no part of what the answer is held to."""
+        try:
+            return after_thought(answer, self._tokenizer.control_id, Thinking.CLOSE)
+        except (ValueError, RecursionError) as e:
+            raise InvalidRequest(f"{param}: {e}", param=param) from e
 
     def reader(self, tools: list[dict[str, Any]], prompt: str) -> Callable[[], Reader] | None:
         """What takes the answers apart; None: nothing does."""

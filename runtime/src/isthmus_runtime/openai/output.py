@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .tool_formats.base import ToolCall, ToolParser, overlap
+from .tool_formats.base import ToolCall, ToolParser, collect, overlap
 
 
 class Delta(NamedTuple):
@@ -26,6 +26,12 @@ class Reader:
     def __init__(self, tools: ToolParser | None, thinking: Thinking | None) -> None:
         self._tools = tools
         self._thinking = thinking
+
+    @property
+    def held(self) -> int:
+        """Characters of the text so far of which nothing is certain yet."""
+        tools = self._tools.held if self._tools is not None else 0
+        return tools + (self._thinking.held if self._thinking is not None else 0)
 
     def feed(self, text: str) -> Delta:
         """What is certain after more text."""
@@ -70,6 +76,11 @@ class Thinking:
         self._begun = False
         """A part of the present side was given: white space before it is dropped."""
 
+    @property
+    def held(self) -> int:
+        """Characters of white space that are not told yet."""
+        return sum(map(len, self._space))
+
     def feed(self, text: str) -> tuple[str, str]:
         """(reasoning, content) that are certain after more text."""
         return self._state(text, False)
@@ -81,7 +92,7 @@ class Thinking:
     def _before(self, text: str, last: bool) -> tuple[str, str]:
         text, self._tail = self._tail + text, ""
         start = text.lstrip()
-        self._space.append(text[: len(text) - len(start)])
+        collect(self._space, text[: len(text) - len(start)])
         if start.startswith(self.OPEN):
             self._space = []
             self._state = self._reasoning
@@ -103,9 +114,9 @@ class Thinking:
             self._begun = True
             text, shown = text[len(shown) :], "".join((*self._space, shown))
             self._space = []
-        self._space.append(text)
+        collect(self._space, text)
         if closed:
-            self._state, self._begun = self._answer, False
+            self._state, self._begun, self._space = self._answer, False, []
             return shown, self._answer(rest, last)[1]
         return shown, ""
 

@@ -336,7 +336,7 @@ class Planner:
             n=candidates,
             shown=request.n,
             structure=structure,
-            structure_param="tools" if calls is not None else request.structure_param,
+            structure_param="tools" if tools and calls is not None else request.structure_param,
             stop=tuple(request.stop_strings),
             logprobs=logprobs >= 0,
             scores=scores,

@@ -29,6 +29,8 @@ MAX_PAIRS = 2048
 MAX_TOKENS = 1 << 23
 """Most tokens of all prompts of one request, 64 MiB of them. A body has fewer, but a model that is served to score gets
 the query once for each document."""
+MAX_CHARACTERS = 1 << 24
+"""The same of their texts, which are tokenised one by one, as a query ends where its document begins."""
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """What Qwen3-Reranker was trained to be told where a request says nothing else."""
 _SYSTEM = (
@@ -215,6 +217,15 @@ class Ranker:
                 "truncate_prompt_tokens: would cut the question in front of a document; remove it, or shorten the "
                 "documents",
                 param="truncate_prompt_tokens",
+            )
+        characters = sum(len(query) + len(document) for query, document in pairs) + len(pairs) * len(
+            request.instruction
+        )
+        if characters > MAX_CHARACTERS:
+            raise InvalidRequest(
+                f"{param}: {len(pairs)} pairs are {characters} characters, with the query in each of them, and at most "
+                f"{MAX_CHARACTERS} are allowed; send several requests",
+                param=param,
             )
         yes, no = self._word("yes"), self._word("no")
         prompts: list[tuple[int, ...]] = []

@@ -16,7 +16,7 @@ from .messages import few_tools
 from .output import Delta
 from .problems import MAX_NAME, fields_at, object_at
 from .sse import Answer, Format, More, Usage
-from .tool_formats.base import ToolCall
+from .tool_formats.base import ToolCall, collect
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "background": (False,),
@@ -203,6 +203,8 @@ def _part(part: Any, path: str) -> dict[str, Any]:
 class ResponsesFormat(Format):
     """Answers of /v1/responses: one choice, whose reasoning, text and calls are items."""
 
+    keeps_text = True
+
     def __init__(self, *args: Any, asked: Mapping[str, Any], **kwargs: Any) -> None:
         """`asked`: the body, of which the answer repeats some. Raises InvalidRequest where that is too much."""
         super().__init__(*args, **kwargs)
@@ -247,6 +249,8 @@ class ResponsesFormat(Format):
         self._items: list[dict[str, Any]] = []
         """Of a stream: the items so far; the last may be open."""
         self._growing = False
+        self._text: list[str] = []
+        """Of the open item. Grown within it, all of it would be copied for each token."""
         self._reason = ""
 
     def whole(self, answers: Sequence[Answer], usage: Usage) -> bytes:
@@ -275,6 +279,13 @@ class ResponsesFormat(Format):
         for call in delta.calls:
             data += self._close_item() + self._call_events(call)
         return data
+
+    def ends_text(self, delta: Delta) -> bool:
+        """Whether `delta` ends an item, whose text is told again."""
+        if not self._growing:
+            return False
+        is_text = self._items[-1]["type"] == "message"
+        return bool(delta.calls or (delta.reasoning if is_text else delta.content))
 
     def finish(self, index: int, reason: str, more: More | None, stop: str = "") -> bytes:
         """The last item ends."""
@@ -339,7 +350,7 @@ class ResponsesFormat(Format):
             data += self._event("response.output_item.added", output_index=self._place, item={**item, "content": []})
             data += self._event("response.content_part.added", **self._where(item), part=dict(item["content"][0]))
         item = self._items[-1]
-        item["content"][0]["text"] += text
+        collect(self._text, text)
         logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         return data + (self._event(f"{events}.delta", **self._where(item), delta=text, **logprobs) if text else b"")
 
@@ -350,6 +361,7 @@ class ResponsesFormat(Format):
         item = self._items[-1]
         item["status"] = "completed"
         part = item["content"][0]
+        part["text"], self._text = "".join(self._text), []
         events = "response.output_text" if item["type"] == "message" else "response.reasoning_text"
         logprobs: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
         return (

@@ -79,6 +79,8 @@ class Format:
 
     object_name = ""
     chunk_name = ""
+    keeps_text = False
+    """A stream's text is told again at its end, and kept until then."""
     _text_open, _text_close = "", b""
     """What is around the text of a chunk."""
     repeated = 0
@@ -129,6 +131,10 @@ class Format:
     def delta(self, index: int, delta: Delta, logprobs: Sequence[TokenLogprobs], more: More | None) -> bytes:
         """A chunk with something new."""
         raise AssertionError("defined by each format")
+
+    def ends_text(self, delta: Delta) -> bool:
+        """Whether a stream's text, of formats that keep it, is told again with `delta`."""
+        return False
 
     def finish(self, index: int, reason: str, more: More | None, stop: str = "") -> bytes:
         """What ends a choice; `stop`: the stop string that has."""

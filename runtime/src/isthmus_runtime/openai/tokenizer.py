@@ -17,10 +17,12 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from ..errors import ConfigError, InvalidRequest
 from ..request import SamplingOptions
+from ..turns import go_on
 from .bounds import cut, growth, may_cut, token_bound
 from .chat import MOST_STEPS, SOME_STEPS, ChatTemplate, Conversation, NeedsThread, TooCostly
 from .control import ControlTokens, Marks
 from .pieces import Pieces
+from .text_ends import set_ends
 from .words import Words, cuts_at_words
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -64,14 +66,19 @@ class Tokenizer:
         chat_template: str | None,
         defaults: SamplingOptions,
         model_limit: int = 0,
+        model_type: str = "",
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """`config` is tokenizer_config.json. ConfigError: unsupported decoder, broken template, unknown specials."""
+        """`tokenizer` is this one's own from now on: it may get another post-processor. `config` is
+        tokenizer_config.json. ConfigError: unsupported decoder, broken template, unknown specials."""
         self._tokenizer = tokenizer
         self.template = chat_template or ""
         """Source of the chat template."""
         self.model_limit = model_limit
         """Tokens of prompt and answer that the model is made for; 0: config.json does not say."""
+        special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
+        plain = tokenizer.to_str()
+        set_ends(tokenizer, config, special, model_type)
         source = tokenizer.to_str()
         raw = json.loads(source)
         added = tokenizer.get_added_tokens_decoder()
@@ -81,7 +88,6 @@ class Tokenizer:
         self.pieces = Pieces(tokenizer, self._decoder, frozenset(self._special.values()))
         self._shown: dict[frozenset[str], Pieces] = {}
         self._added = frozenset(t.content for t in added.values())
-        special = {name: text for name in _SPECIAL_NAMES if (text := _token_text(config.get(name))) is not None}
         self.eos_token_ids = tuple(eos_token_ids)
         """Ids that end a generation."""
         self.vocab_size = vocab_size
@@ -101,15 +107,10 @@ class Tokenizer:
             chat_template or "",
             normalizer.normalize_str if normalizer is not None else None,
         )
-        # Absent in tokenizer_config.json: whatever the post-processor of tokenizer.json does is right.
-        self._add_bos: bool | None = config.get("add_bos_token")
         bos = special.get("bos_token")
-        self._bos = tokenizer.token_to_id(bos) if bos is not None else None
-        if self._add_bos and self._bos is None:
-            raise ConfigError(
-                f"tokenizer_config.json: add_bos_token is true, but bos_token {bos!r} is not a token of tokenizer.json"
-            )
-        about = f"{source}\0{self._add_bos}\0{self._bos}"
+        about = f"{plain}\0{config.get('add_bos_token')}\0{tokenizer.token_to_id(bos) if bos is not None else None}"
+        if source != plain:
+            about += f"\0{json.dumps(raw['post_processor'])}"
         self.digest = hashlib.sha256(about.encode("utf-8", "surrogatepass")).hexdigest()
         """Equal for tokenizers that make the same ids of any text."""
 
@@ -142,27 +143,24 @@ class Tokenizer:
             chat_template=_template_source(root, config),
             defaults=_defaults(root, generation),
             model_limit=limit if type(limit := text_model.get("max_position_embeddings")) is int else 0,
+            model_type=str(model.get("model_type") or ""),
             now=now,
         )
 
     def encode(self, text: str, most: int | None = None) -> list[int]:
-        """Ids of a completion prompt, with the beginning-of-text token if the model wants one.
+        """Ids of a completion prompt, with the tokens before and after it that the model wants.
 
         Raises TooManyTokens when there are more than `most`, as soon as that is sure: often without tokenising.
         """
-        if self._add_bos is None:
-            return self._ids(text, special=True, most=most)
-        if not self._add_bos or self._bos is None:
-            return self._ids(text, special=False, most=most)
-        return [self._bos, *self._ids(text, special=False, most=None if most is None else most - 1)]
+        return self._ids(text, special=True, most=most)
 
     def encode_end(self, text: str, count: int) -> list[int]:
         """The last `count` ids of `encode`. What is before them is not tokenised where the text can be cut. Raises
         InvalidRequest for a text, or a part of one, that cannot be cut and is long."""
         if len(text) > _PART:
-            ids = self._end(text, count, special=self._add_bos is None)
+            ids = self._end(text, count, special=True)
             if ids is not None:
-                return last([self._bos, *ids], count) if self._add_bos and self._bos is not None else ids
+                return ids
         return last(self.encode(text), count)
 
     @cached_property
@@ -323,6 +321,7 @@ class Tokenizer:
             return
         count = 0
         for start in range(0, len(text), _PART):
+            go_on()
             (ids,) = self._batch([text[start : start + _PART]])
             count += len(ids) - _DIFFERENT
             if count > most:
@@ -355,6 +354,7 @@ class Tokenizer:
         found = [after]
         left = count - len(after)
         for part in reversed(list(cut(text, _PART))):
+            go_on()
             self._check_whole(part, None, _MOST_OF_AN_END)
             found.append(self._words.encode(part))
             left -= len(found[-1])
@@ -365,6 +365,7 @@ class Tokenizer:
         return last([one for ids in reversed(found) for one in ids], count)
 
     def _encoded(self, text: str, *, special: bool, most: int | None) -> list[int]:
+        go_on()
         around = self._around if special else ([], [])
         if self._words is not None and around is not None:
             before, after = around
@@ -373,6 +374,7 @@ class Tokenizer:
                 return [*before, *ids, *after] if special else ids
             found = list(before)
             for part in cut(text, _PART) if self._cuts else (text,):
+                go_on()
                 if most is not None and len(found) > most:
                     raise TooManyTokens(f"{len(found)} tokens or more")
                 self._check_whole(part, None if most is None else most - len(found))

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..request import Structure
-from ..structured.schemas import closed
-from ..structured.sources import WHITESPACE
+from ..structured.schemas import BY_NAME, closed
+from ..structured.sources import after, json_rule
 
 MAX_CALLS = 16
 """Most calls in one answer that must call: a model that is held to a list may go on with it."""
@@ -37,20 +37,28 @@ def calls_grammar(
     the prompt has begun; it comes before anything else.
     """
     calls = _FORMATS[form](functions, token_id, several)
-    rules = ["start: " + ("thought " if thinking else "") + ("(calls | answer)" if answer is not None else "calls")]
-    rules += calls
+    before, thought = _thought(thinking, token_id) if thinking else ("", [])
+    rules = [f"start: {before}" + ("(calls | answer)" if answer is not None else "calls"), *calls, *thought]
     if answer is not None:
-        rules.append(f"answer: {_json(closed(answer))}")
-    if thinking:
-        ends = token_id(thinking)
-        if ends is None:
-            rules += [f"thought[suffix={json.dumps(thinking)}]: /(.|\\n)*/"]
-        else:
-            rules += [f"thought: TEXT {_tag(thinking, token_id)} SPACE?", "TEXT: /(.|\\n)*/"]
-        rules.append("SPACE: /[ \\n]{1,4}/")
-        if ends is None:
-            rules[0] = rules[0].replace("thought ", "thought SPACE? ")
+        rules.append(json_rule("answer", closed(answer)))
     return Structure("grammar", "\n".join(rules))
+
+
+def after_thought(answer: Structure, token_id: TokenId, thinking: str) -> Structure:
+    """The rest of a reasoning that the prompt has begun, the text `thinking`, which ends it, and then `answer`.
+
+    ValueError and RecursionError where that is none.
+    """
+    before, thought = _thought(thinking, token_id)
+    return Structure("grammar", after("\n".join([f"start: {before}@answer", *thought]), answer.kind, answer.text))
+
+
+def _thought(thinking: str, token_id: TokenId) -> tuple[str, list[str]]:
+    """What stands before an answer, and its rules."""
+    space = "SPACE: /[ \\n]{1,4}/"
+    if token_id(thinking) is None:
+        return "thought SPACE? ", [f"thought[suffix={json.dumps(thinking)}]: /(.|\\n)*/", space]
+    return "thought ", [f"thought: TEXT {_tag(thinking, token_id)} SPACE?", "TEXT: /(.|\\n)*/", space]
 
 
 def _hermes(functions: Sequence[Mapping[str, Any]], token_id: TokenId, several: bool) -> list[str]:
@@ -70,7 +78,8 @@ def _mistral(functions: Sequence[Mapping[str, Any]], token_id: TokenId, several:
         return [f"calls: {opening} list", _list(several), _object(functions, "arguments")]
     ends = _tag("[ARGS]", token_id)
     named = [
-        f"call_{number}: {opening} {json.dumps(function['name'])} {ends} {_json(_arguments(function))}"
+        f"call_{number}: {opening} {json.dumps(function['name'])} {ends} arguments_{number}\n"
+        + json_rule(f"arguments_{number}", _arguments(function))
         for number, function in enumerate(functions)
     ]
     more = f"{{1,{MAX_CALLS}}}" if several else ""
@@ -99,7 +108,7 @@ def _tag(text: str, token_id: TokenId) -> str:
 
 def _object(functions: Sequence[Mapping[str, Any]], arguments: str) -> str:
     """Each function by a rule of its own, so that references within its schema have a root."""
-    rules = [f"object_{number}: {_json(_call(function, arguments))}" for number, function in enumerate(functions)]
+    rules = [json_rule(f"object_{number}", _call(function, arguments)) for number, function in enumerate(functions)]
     return "\n".join(["object: " + " | ".join(f"object_{number}" for number in range(len(functions))), *rules])
 
 
@@ -128,12 +137,15 @@ def _under(schema: Any, name: str) -> Any:
         return [_under(item, name) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: value if key in _DATA else _under(value, name) for key, value in schema.items()}
+    found = {
+        key: {inner: _under(one, name) for inner, one in value.items()}  # names of properties are no keywords
+        if key in BY_NAME and isinstance(value, dict)
+        else value
+        if key in _DATA
+        else _under(value, name)
+        for key, value in schema.items()
+    }
     ref = found.get("$ref")
     if isinstance(ref, str) and ref.startswith("#"):
         found["$ref"] = f"#/properties/{name}{ref[1:]}"
     return found
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})

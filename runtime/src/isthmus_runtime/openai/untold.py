@@ -19,6 +19,11 @@ CHARACTERS = 256
 _RETRY_AFTER_S = 1.0
 
 
+def size_of(text: str) -> int:
+    """Characters as which a text counts: with one that is not ASCII each may take four bytes."""
+    return len(text) if text.isascii() else 4 * len(text)
+
+
 class AnswerScores:
     """Of one server."""
 
@@ -92,11 +97,13 @@ class Untold:
             )
 
     def add_text(self, characters: int) -> None:
-        """So much text more that is told last. Raises as `add`."""
+        """So much text more that is told last, or, below zero, so much less that is held back. Raises as `add`."""
         self._characters += characters
         count, self._characters = divmod(self._characters, CHARACTERS)
-        if count:
+        if count > 0:
             self.add(count)
+        elif count:
+            self.told(-count)
 
     def told(self, count: int) -> None:
         """So many were sent."""

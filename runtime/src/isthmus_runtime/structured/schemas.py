@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values are schemas by name."""
 _INNER = (
     *("anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalItems", "contains", "propertyNames"),
@@ -35,7 +35,7 @@ def _closed(schema: Any) -> Any:
         return schema
     found: dict[str, Any] = {}
     for name, value in schema.items():
-        if name in _BY_NAME and isinstance(value, Mapping):
+        if name in BY_NAME and isinstance(value, Mapping):
             found[name] = {key: _closed(one) for key, one in value.items()}
         else:
             found[name] = _closed(value) if name in _INNER else value
@@ -62,7 +62,7 @@ def _joins(schema: Any) -> bool:
 
 def _parts(schema: Mapping[str, Any]) -> Iterator[Any]:
     for name, value in schema.items():
-        if name in _BY_NAME and isinstance(value, Mapping):
+        if name in BY_NAME and isinstance(value, Mapping):
             yield from value.values()
         elif name in _INNER:
             yield value

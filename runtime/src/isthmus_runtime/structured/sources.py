@@ -17,14 +17,24 @@ WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """llguidance's `whitespace_pattern`, wherever a schema is compiled."""
 
 
-def _json_schema(text: str) -> str:
+def _schema(text: str) -> dict[str, Any]:
     schema = json.loads(text)
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError(f"a JSON schema is an object, not {type(schema).__name__}")
+    return schema
+
+
+def _json_schema(text: str) -> str:
+    schema = _schema(text)
     grammar: str = LLMatcher.grammar_from_json_schema(closed(schema), overrides={"whitespace_pattern": WHITESPACE})
     return grammar
+
+
+def json_rule(name: str, schema: Mapping[str, Any]) -> str:
+    """A rule of a Lark grammar whose text is JSON of a schema, which is taken as it is."""
+    return f"{name}: %json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
 
 
 def _choice(text: str) -> str:
@@ -46,3 +56,12 @@ GRAMMARS: Mapping[str, Any] = MappingProxyType(
     }
 )
 """By kind; ValueError and RecursionError for what is none."""
+
+
+def after(begin: str, kind: str, text: str) -> str:
+    """A grammar of two: `begin`, rules in Lark's syntax of which `start` ends with `@answer`, and what `text` is by its
+    `kind`, whose names are its own. ValueError and RecursionError for a text that is none."""
+    source: str = GRAMMARS[kind](text)
+    first, *others = json.loads(source)["grammars"] if source.lstrip().startswith("{") else [{"lark_grammar": source}]
+    main = {"name": "begin", "lark_grammar": begin}
+    return json.dumps({"grammars": [main, {**first, "name": "answer"}, *others]})

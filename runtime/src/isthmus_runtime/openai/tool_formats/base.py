@@ -18,6 +18,15 @@ from typing import Any, ClassVar
 
 from .json_end import JsonEnd
 
+_PIECES = 256
+
+
+def collect(pieces: list[str], piece: str) -> None:
+    """Add to a text that comes in many pieces; they are joined from time to time: one takes 60 bytes by itself."""
+    pieces.append(piece)
+    if len(pieces) > _PIECES:
+        pieces[:] = ["".join(pieces)]
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -75,6 +84,11 @@ class ToolParser:
         """Nothing but calls has come so far, or since the last call."""
         self._after_call = False
         self._json_end = JsonEnd()
+
+    @property
+    def held(self) -> int:
+        """Characters of which it is not certain yet what they are."""
+        return len(self._buffer) + sum(map(len, self._held))
 
     def feed(self, text: str) -> list[str | ToolCall]:
         """Text and calls that are certain after more text, in order."""
@@ -182,7 +196,7 @@ class ToolParser:
         buffer, begin = self._buffer, self._at
         self._at = at = _ANY_SPACE.match(buffer, begin).end()  # type: ignore[union-attr]  # it may match nothing
         if not self._after_call or self._separated:
-            self._held.append(buffer[begin:at])
+            collect(self._held, buffer[begin:at])
         rest = buffer[at : at + self._longest + 1]
         if not rest:
             return False
@@ -211,7 +225,7 @@ class ToolParser:
         shown = text.rstrip()
         if not shown:
             if text and (self._separated or not self._after_call):
-                self._held.append(text)
+                collect(self._held, text)
             return
         held = "".join(self._held)
         self._held = [text[len(shown) :]] if len(shown) < len(text) else []
