@@ -138,11 +138,9 @@ class MemoryGuard:
         """Whether nothing new is taken."""
         return self.level is Level.CRITICAL
 
-    def tick(self, *, idle: bool) -> None:
-        """From time to time, a few times a second. `idle`: no request is there."""
-        if self._pressure is None or (idle and self._clock() - self._looked < _IDLE_LOOK_S):
-            return
-        self.look(idle=idle)
+    def due(self, *, works: bool) -> bool:
+        """Whether to look by time, which is asked ten times a second: always while requests are there."""
+        return self._pressure is not None and (works or self._clock() - self._looked >= _IDLE_LOOK_S)
 
     def came(self, size: int) -> bool:
         """So many bytes of a body more are here. Whether memory is tight."""

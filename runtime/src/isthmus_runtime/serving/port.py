@@ -86,7 +86,10 @@ class PortState(ServerState):
 
     def relieve(self) -> None:
         """Look at the memory of the process, and end requests of which most comes back where that has to be."""
-        self.memory.tick(idle=not (len(self.in_flight) or self.bodies.used))
+        works = bool(len(self.in_flight) or self.bodies.used)
+        if self.memory.due(works=works):
+            # Answers that nobody reads are requests', too.
+            self.memory.look(idle=not works and not any(one.unread for one in self._all))
         if self.memory.may_end():
             beside = self.memory.beside()
             held = [one.held(beside) for one in self._all if one.may_end]

@@ -21,6 +21,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from ..errors import InvalidRequest, MemoryShort, Overloaded, RequestError
+from .access import OF_RUNNING
 from .call import DROPPED, PIECE, WHOLE, Cut, error_answer
 from .limits import ACCOUNT, HeadTooLarge, TooSlow
 from .memory import LARGE_BODY
@@ -202,6 +203,8 @@ class Protocol(HttpToolsProtocol):
                 "a request with a body asks for an Upgrade, and this server speaks HTTP/1.1 alone; send it without the "
                 "Upgrade header (Java's HttpClient: version(HTTP_1_1))"
             )
+        if has_body and self.server_state.memory.tight:
+            self._bound_new()
         self._pending = self._pieces = 0
         self._phase = _Phase.BODY
         self.scope["extensions"] = {**extensions}
@@ -448,17 +451,30 @@ class Protocol(HttpToolsProtocol):
         if self._refusal is not None:
             raise copy.copy(self._refusal)
 
+    def _bound_new(self) -> None:
+        """Before a body is read: raises MemoryShort where it is large, or where nothing is taken."""
+        memory = self.server_state.memory
+        if memory.critical and not self.url.startswith(OF_RUNNING):
+            raise memory.new()
+        if any(name == b"content-length" and int(value) > LARGE_BODY for name, value in self.headers):
+            raise memory.large()
+
     def _bound_large(self) -> None:
-        """Where memory is tight nothing large comes in; where it is critical nothing more of what has been let in."""
+        """Where memory is tight nothing large comes in; where it is critical nothing more of what has been let in. What
+        is here of it goes at once, and not when its task has its turn: others come before."""
         bodies, memory = self.server_state.bodies, self.server_state.memory
         if self._deaf:
             return
         if bodies.of(self) > LARGE_BODY:
-            bodies.release(self)
-            self.give_way(memory.large())
+            error = memory.large()
         elif memory.critical and self.server_state.in_flight.works_on(self._task):
-            bodies.release(self)
-            self.give_way(memory.new())
+            error = memory.new()
+        else:
+            return
+        bodies.release(self)
+        if self._reads_body():
+            self.cycle.body = bytearray()
+        self.give_way(error)
 
     def _keeps(self, cycle: RequestResponseCycle, kept: int, beside: int, who: str) -> None:
         """What the handler of a request keeps of its body, until it has ended."""
