@@ -185,6 +185,23 @@ def test_a_body_that_is_on_its_way_when_memory_becomes_tight_is_refused() -> Non
     run(main())
 
 
+def test_a_refusal_holds_nothing_of_what_was_read() -> None:
+    """As the traceback of an error does: thousands that were refused had kept their bodies until the collector came."""
+
+    async def main() -> None:
+        async with served() as port:
+            port.look(0.85)
+            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+            writer.write(PLAIN[:-1])
+            assert parse(await asyncio.wait_for(reader.read(), 20))[0][0] == 503
+            (connection,) = port.servers[0].server_state.connections  # it waits for us to hang up
+            assert connection._refusal is not None and connection._refusal.__traceback__ is None
+            assert not connection.headers
+            writer.close()
+
+    run(main())
+
+
 def test_while_it_is_critical_nothing_is_taken_but_probes_and_what_peers_say() -> None:
     async def main() -> None:
         async with served() as port:

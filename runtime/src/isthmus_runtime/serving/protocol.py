@@ -156,8 +156,9 @@ class Protocol(HttpToolsProtocol):
                 data = data[e.args[0] :]  # nothing is upgraded to: RFC 9110, 7.8 lets it be ignored
             except httptools.HttpParserError as e:
                 cause = e.__context__ if isinstance(e, httptools.HttpParserCallbackError) else None
-                known = isinstance(cause, RequestError)
-                self._refuse(cause if known else InvalidRequest(f"this is not HTTP/1.1: {e}"))  # type: ignore[arg-type]
+                # A copy has no traceback, which would hold `data` for as long as this connection is remembered.
+                known = copy.copy(cause) if isinstance(cause, RequestError) else None
+                self._refuse(known or InvalidRequest(f"this is not HTTP/1.1: {e}"))
                 return
             if self._pending > self._limits.max_head_bytes:
                 self._refuse(self._too_large())
