@@ -119,14 +119,15 @@ test-models: setup ## Real weights of three families beside transformers; 480 MB
 FAST_WORKERS = $(shell echo $$(( $$(nproc) + $$(nproc) / 2 )))
 
 test-fast: setup ## What to run while editing: no test that starts services or a cluster, or is slow
-	@$(PY) -m pytest -q -n $(FAST_WORKERS) --dist worksteal -m 'not (slow or e2e or light_cluster or cluster or gpu)' $(ARGS)
+	@$(PY) -m pytest -q -n $(FAST_WORKERS) --dist worksteal -m 'not (slow or e2e or light_cluster or cluster or gpu)' \
+		--ignore tests/e2e --ignore tests/gpu $(ARGS)
 
 # Tests that start services wait for them most of the time. A file stays in one process: its tests share what it starts.
 SLOW_WORKERS = 3
 
 test-slow: setup ## What `make test` has beyond test-fast, several files at a time; but for tests marked `alone`
 	@$(PY) -m pytest -q -n $(SLOW_WORKERS) --dist loadfile \
-		-m '(slow or e2e or light_cluster) and not (cluster or long or alone or gpu)' $(ARGS)
+		-m '(slow or e2e or light_cluster) and not (cluster or long or alone or gpu)' --ignore tests/gpu $(ARGS)
 
 clients: setup ## Users' own libraries, unchanged, against the Direct example (docs/clients.md); installs each, GBs (ARGS= chooses)
 	@$(PY) tests/clients/run.py $(ARGS)

@@ -5,13 +5,33 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
+import uvicorn.server
 from fastapi import FastAPI
 
 from isthmus_runtime.serving.protocol import Protocol
 from isthmus_runtime.serving.server import run_app
+
+_prompt = ContextVar("_prompt", default=False)
+"""In the task of a server that `served` started: it ends as soon as its connections have."""
+
+
+class _Asyncio:
+    """asyncio as uvicorn's server sees it, which sleeps a tenth of a second at each end, whatever is left to wait for:
+    in all tests together more than a minute."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    @staticmethod
+    async def sleep(delay: float) -> None:
+        await asyncio.sleep(min(delay, 0.002) if _prompt.get() else delay)
+
+
+uvicorn.server.asyncio = _Asyncio()
 
 
 @asynccontextmanager
@@ -19,8 +39,13 @@ async def served(app: FastAPI, **settings: Any) -> AsyncIterator[int]:
     """Its port. What still runs at the end is aborted at once."""
     stop = asyncio.Event()
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def started(bound: int) -> None:
+        _prompt.set(True)  # its ticks, a task that runs by now, keep their pace
+        port.set_result(bound)
+
     settings = {"host": "127.0.0.1", "port": 0, "drain_timeout_s": 0.0, **settings}
-    task = asyncio.create_task(run_app(app, stop=stop, on_started=port.set_result, **settings))
+    task = asyncio.create_task(run_app(app, stop=stop, on_started=started, **settings))
     await asyncio.wait({task, port}, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         await task

@@ -15,7 +15,7 @@ from api_calls import HELLO, client, events, spell
 
 from isthmus_runtime.config import ChatConfig
 from isthmus_runtime.errors import ConfigError, EngineFailed, InvalidRequest, NeverFits, Overloaded, TransferFailed
-from isthmus_runtime.openai import answer, plan, responses, untold
+from isthmus_runtime.openai import answer, app, plan, responses, score_budget, untold
 from isthmus_runtime.openai.app import read_api_key
 from isthmus_runtime.openai.chat import Conversation
 from isthmus_runtime.openai.sse import ChatFormat, CompletionFormat
@@ -341,6 +341,26 @@ def test_the_text_that_an_answer_holds_is_bounded(serve, run, monkeypatch, strea
                     assert stream or json.loads(text)["choices"][0]["text"] == "_" * 90
                 else:
                     assert answer.status == 400 and "64 characters of text for each" in text and "stream it" in text
+
+    run(main())
+
+
+@pytest.mark.parametrize(("prompt", "held"), [("abc", 3), ("ab🙂", 12), ([65, 65, 65], 3)])
+def test_prompts_that_answers_repeat_have_a_budget(serve, run, monkeypatch, prompt, held):
+    """As long as it runs a request holds them, 64 MiB for 2,404 bytes of a packed body."""
+    monkeypatch.setattr(app, "_MUCH_ECHO", 0)
+    budget = score_budget.echo_budget()
+    monkeypatch.setattr(app, "echo_budget", lambda: budget)
+
+    async def main():
+        async with serve(lambda request: [65, 2]) as api, aiohttp.ClientSession() as http:
+            for left, echo, status in ((held - 1, True, 429), (held - 1, False, 200), (held, True, 200)):
+                body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, "echo": echo}
+                with budget.holding(score_budget.MAX_ECHOES_HELD - left):
+                    async with http.post(f"{api.url}/v1/completions", json=body) as answer:
+                        text = await answer.text()
+                assert answer.status == status and (status == 200 or f"{held} bytes of prompts to repeat" in text), text
+            assert budget.held == 0
 
     run(main())
 

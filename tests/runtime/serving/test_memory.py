@@ -107,8 +107,12 @@ class Port:
 async def served():
     port = Port()
     app = make_app("memory", bodies=())
-    for path in ("/v1/completions", "/internal/commit"):
-        add_call_route(app, path, port.call, "POST")
+    add_call_route(app, "/v1/completions", port.call, "POST")
+
+    async def commit(call: Call) -> None:
+        await call.reply(200, {}, await call.read())
+
+    add_call_route(app, "/internal/commit", commit, "POST")
 
     async def health() -> dict[str, str]:
         return {"memory": port.guard.told}
@@ -211,6 +215,8 @@ def test_while_it_is_critical_nothing_is_taken_but_probes_and_what_peers_say() -
             assert status == 503 and json.loads(body)["error"]["code"] == "memory_short"
             health = await port.raw(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             assert json.loads(parse(health)[0][2]) == {"memory": "critical"}
+            said = post(b"ok", close=True).replace(b"/v1/completions", b"/internal/commit")
+            assert parse(await port.raw(said))[0][2] == b"ok"
             assert port.refused == ["request"]
             port.in_flight.remove(asyncio.current_task())
 
@@ -265,6 +271,23 @@ def test_who_is_alone_and_holds_nothing_serves_however_much_is_used() -> None:
             assert await port.status(PLAIN) == 200
 
     run(main())
+
+
+def test_files_that_cannot_be_read_refuse_nobody(caplog) -> None:
+    meter = Meter()
+    guard = MemoryGuard(meter)
+    guard.start()
+    meter.fill(0.95)
+    guard.look()
+    assert guard.critical
+
+    def torn() -> Use:
+        raise ValueError("invalid literal for int() with base 10: ''")
+
+    meter.read = torn
+    guard.look()
+    guard.close()
+    assert guard.told == "calm"
 
 
 def test_a_limit_below_what_a_process_has_at_its_start_is_refused() -> None:

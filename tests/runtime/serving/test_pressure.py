@@ -54,7 +54,15 @@ def test_a_pool_that_is_filled_by_and_by_is_no_request() -> None:
 
 def test_a_promise_of_more_than_there_is_leaves_the_guard_awake() -> None:
     pressure = Pressure(alone(100 * MIB), reserved=10 * GIB)
-    assert pressure.look(alone(GIB - 10 * MIB), idle=False) is Level.CRITICAL
+    assert pressure.look(alone(GIB - 4 * MIB), idle=False) is Level.CRITICAL
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8, 0.9, 0.95, 0.99])
+def test_a_pool_of_most_that_is_free_is_no_reason_when_it_is_full(share: float) -> None:
+    start = alone(2 * GIB, 16 * GIB)
+    pool = int(14 * GIB * share)
+    full = alone(2 * GIB + min(pool, 13 * GIB), 16 * GIB)
+    assert Pressure(start, reserved=pool).look(full, idle=False) is Level.CALM
 
 
 def test_others_in_the_same_group_are_no_reason_while_there_is_room() -> None:
@@ -72,6 +80,19 @@ def test_what_stays_when_no_request_is_there_is_nobodys() -> None:
     # It came back later: then there is room again.
     assert pressure.look(alone(100 * MIB), idle=True) is Level.CALM
     assert pressure.look(alone(1001 * MIB), idle=False) is Level.CRITICAL
+
+
+def test_what_came_back_after_an_idle_look_counts_again() -> None:
+    """Or who pushes it once, and waits until it is idle, has the guard asleep for as long as somebody is there."""
+    pressure, fresh = Pressure(alone(150 * MIB)), Pressure(alone(150 * MIB))
+    pressure.look(alone(960 * MIB), idle=False)
+    pressure.look(alone(960 * MIB), idle=True)
+    pressure.look(alone(200 * MIB), idle=False)
+    for mebibytes in (900, 945, 1000):
+        found = pressure.look(alone(mebibytes * MIB), idle=False)
+        # What stays is at most what it had then, which is below 16 MiB more than at the start or counts as that.
+        assert found >= fresh.look(alone((mebibytes - 50) * MIB), idle=False)
+    assert found is Level.CRITICAL
 
 
 SIZES = st.integers(0, 2 * GIB)

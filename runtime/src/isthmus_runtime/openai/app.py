@@ -39,7 +39,7 @@ from .ranking import Ranker, Ranking, RerankRequest, ScoreRequest, Scores
 from .reference import Chat, Completion, Model, ModelList
 from .responses import Response, ResponsesRequest
 from .schema import ChatRequest, CompletionRequest, chat_request
-from .score_budget import ScoreBudget, token_budget, vector_budget
+from .score_budget import ScoreBudget, echo_budget, token_budget, vector_budget
 from .sse import Usage
 from .tenants import Tenant
 from .tenants_file import TenantsFile
@@ -58,6 +58,8 @@ _MANY_TOKENS = 1 << 14
 """Of the prompts of a generation; fewer are not counted among those that all requests may have."""
 
 _ID_BYTES = 8
+_MUCH_ECHO = 1 << 16
+"""Bytes that an answer repeats; fewer are not counted among those of all requests."""
 
 BODIES: tuple[type[BaseModel], ...] = (
     ChatRequest,
@@ -219,6 +221,7 @@ class _Api:
         self._scores = ScoreBudget()
         self._numbers = vector_budget()
         self._tokens = token_budget()
+        self._echoes = echo_budget()
         self._tokenizer = tokenizer
         self._keys = Keys(config.api_key, config.tenants, clock)
         self._tenants = config.tenants
@@ -319,9 +322,14 @@ class _Api:
         if span.recording:
             _describe_job(span, job, self._config.served_names[0])
         del body  # megabytes, which an answer would keep as long as it streams
+        who = whose(call, progress.tenant)
         tokens = sum(len(request.prompt_token_ids) for request in job.requests[:: job.n])
-        client = whose(call, progress.tenant)
-        call.drop(_kept(job), tokens * _ID_BYTES, client)
+        echoed = sum(echo.bytes_held for echo in job.echoes)
+        call.drop(_kept(job), tokens * _ID_BYTES + echoed, who)
+        with self._echoes.holding(echoed if echoed > _MUCH_ECHO else 0, who):
+            await self._run_planned(call, job, progress, who, tokens)
+
+    async def _run_planned(self, call: Call, job: Job, progress: Progress, client: str, tokens: int) -> None:
         if _takes_turns(job):
             job.requests = tuple(replace(request, client=known_as(client)) for request in job.requests)
             if job.structure is not None:
@@ -413,10 +421,10 @@ class _Api:
 
 
 def _kept(job: Job) -> int:
-    """Bytes that a job keeps of its body and that no budget of tokens counts."""
+    """Bytes that a job keeps of its body and that no other budget counts."""
     texts = sum(len(request.prompt.text) for request in job.requests[:: job.n] if request.prompt is not None)
     structure = 0 if job.structure is None else len(job.structure.text)
-    return texts + structure + sum(len(echo.text) for echo in job.echoes) + job.format.repeated
+    return texts + structure + job.format.repeated
 
 
 def _takes_turns(job: Job) -> bool:

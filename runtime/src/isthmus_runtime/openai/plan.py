@@ -104,9 +104,13 @@ class Planner:
         _check_room("max_tokens", request.max_tokens, longest, limit)
 
         def echo(pieces: Pieces) -> tuple[Echo, ...]:
-            echoes = tuple(map(partial(self._echo, request, pieces), given, prompts))
-            _check_echo(sum(len(echo.text) for echo in echoes), request.n)
-            return echoes
+            echoes: list[Echo] = []
+            characters = 0
+            for one, ids in zip(given, prompts, strict=True):
+                echoes.append(self._echo(request, pieces, one, ids))
+                characters += len(echoes[-1].text)
+                _check_echo(characters, request.n)
+            return tuple(echoes)
 
         return self._job(
             request,

@@ -14,6 +14,10 @@ LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot carry; first in `max`, also for what is not a number."""
 
 
+_OF_A_NUMBER = 36
+"""Bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class Echo:
     """A prompt as its answer repeats it."""
@@ -21,6 +25,12 @@ class Echo:
     text: str
     offsets: tuple[int, ...] = ()
     """Where in it each token begins; empty unless log-probabilities are asked for."""
+
+    @property
+    def bytes_held(self) -> int:
+        """What it takes, about."""
+        wide = 1 if self.text.isascii() else 4
+        return wide * len(self.text) + _OF_A_NUMBER * len(self.offsets)
 
 
 @dataclass(slots=True)

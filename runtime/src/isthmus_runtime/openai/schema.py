@@ -24,8 +24,8 @@ them. About 60 MiB."""
 MAX_COPIED_IDS, MAX_COPIED_TEXT = 1 << 22, 1 << 23
 """Most tokens of prompts, and characters of a grammar, in all choices of a request together: engines get each choice
 with its own. 150 MB as they hold them."""
-MAX_ECHO = 1 << 24
-"""Most characters of prompts in one answer."""
+MAX_ECHO = 1 << 22
+"""Most characters of prompts in one answer, over all its choices."""
 MAX_STOP_STRINGS, MAX_STOP_TEXT = 16, 1024
 """And their characters together: what looks for them takes 270 bytes for each as long as the request runs."""
 

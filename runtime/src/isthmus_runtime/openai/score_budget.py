@@ -19,6 +19,9 @@ MAX_NUMBERS_HELD = 16 * MAX_NUMBERS
 """256 MiB as vectors, and three times as much where all of them are told as text at once."""
 MAX_TOKENS_HELD = 4 * MAX_TOKENS
 """256 MiB."""
+MAX_ECHOES, MAX_ECHOES_HELD = 1 << 25, 1 << 27
+"""Bytes of prompts that answers repeat, of one request (characters of four bytes, and where its tokens begin) and of
+all."""
 _RETRY_AFTER_S = 1.0
 _NOTHING = nullcontext()
 
@@ -70,3 +73,8 @@ def vector_budget() -> ScoreBudget:
 def token_budget() -> ScoreBudget:
     """The same for the tokens of requests of many or long prompts, which are held until the last one is answered."""
     return ScoreBudget(MAX_TOKENS_HELD, MAX_TOKENS, "tokens of prompts")
+
+
+def echo_budget() -> ScoreBudget:
+    """The same for the prompts that answers repeat, which are held until they are told."""
+    return ScoreBudget(MAX_ECHOES_HELD, MAX_ECHOES, "bytes of prompts to repeat (echo)")

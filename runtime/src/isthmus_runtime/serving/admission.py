@@ -73,8 +73,8 @@ class Connections(Generic[_C]):
 
 
 class BodyBudget(Generic[_C]):
-    """Bounds the bytes of all bodies that arrive or are not planned yet. What is kept of them afterwards (text that is
-    passed on, a structure) is not counted here.
+    """Bounds the bytes of all bodies that arrive or are not planned yet, and of what is kept of them afterwards (text
+    that is passed on, a structure).
 
     Where there are more, the largest one that is not here whole gives way: who sends little is served beside those who
     send much, or who never finish. Of one address all together may have three quarters, however whole they are.

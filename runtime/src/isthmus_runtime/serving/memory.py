@@ -156,8 +156,9 @@ class MemoryGuard:
             return
         try:
             self._last = self._use.read()
-        except OSError as error:
-            self._tell("the memory of this process cannot be read, and is watched no more: %s", error)
+        except (OSError, ValueError) as error:
+            self.level = Level.CALM
+            self._tell("the memory of this process cannot be read, so nothing is refused for it: %s", error)
             return
         before, now = self.level, self._clock()
         self._looked = now

@@ -21,6 +21,8 @@ HYSTERESIS = 0.05
 USUAL = 16 << 20
 """Bytes that a process takes for itself as it begins to serve: heaps of threads, caches. No reason for anything, or one
 that starts a few megabytes below its limit would refuse all that comes."""
+_REST = 4 * USUAL
+"""Of what is free at the start, so much or a sixteenth is for requests, whatever else is promised."""
 STEP_S = 0.5
 """Between two times that requests are ended: for their tasks to end and for their memory to come back."""
 _MOST_AT_ONCE = 8
@@ -62,21 +64,23 @@ class Pressure:
 
     def __init__(self, start: Use, reserved: int = 0) -> None:
         """`start`: when no request was there yet. `reserved`: bytes that this process has promised itself and takes by
-        and by (a KV pool is committed as it is written); of what is free at most half, or nobody would be watched."""
+        and by (a KV pool is committed as it is written); of what is free all but a rest, or nobody would be watched."""
         self.level = Level.CALM
         self.share = 0.0
         """Of what requests may take, how much they have."""
         self.excess = 0
         """Bytes that they have beyond what makes it tight."""
-        self._start = start.mine + USUAL + min(reserved, max(0, start.limit - start.used) // 2)
+        free = max(0, start.limit - start.used)
+        self._start = start.mine + USUAL + min(reserved, max(0, free - max(_REST, free // 16)))
         self._floor = self._start
         self._next_end = 0.0
 
     def look(self, use: Use, *, idle: bool) -> Level:
         """The level from now on. `idle`: no request is there, so that what is used is no request's."""
-        if idle:
-            # As much as it has now: heaps that did not come back, caches, a pool that was filled.
-            self._floor = max(self._start, use.mine + USUAL)
+        # As much as it has while nobody is there: heaps that did not come back, caches, a pool that was filled. What
+        # comes back later was no such thing.
+        has = use.mine + USUAL
+        self._floor = max(self._start, has if idle else min(self._floor, has))
         grown = max(0, use.mine - self._floor)
         # Who shares the limit and takes more of it leaves less for requests, and that is all: with little of our own
         # we give way late, as nothing of what we could refuse would help.
