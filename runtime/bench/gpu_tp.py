@@ -80,7 +80,10 @@ def rank_main(args: argparse.Namespace) -> None:
     device = torch.device(args.device, args.rank if args.device == "cuda" else None)
     if args.device == "cuda":
         torch.cuda.set_device(device)
-    ranks = None if args.of == 1 else join(args.rank, args.of, args.meeting, device, 120.0)
+    ranks = None
+    if args.of > 1:
+        ranks = join(args.rank, args.of, args.meeting, device, 120.0, peer_sums=args.sums != "nccl")
+        say(f"rank {args.rank} sums by {ranks.sums}")
     dtype = BY_NAME[args.model]["torch_dtype"]
     loaded = open_model(
         BY_NAME[args.model], scheduler, device=args.device, dtype=dtype, seed=0,
@@ -124,7 +127,7 @@ def run(args: argparse.Namespace, model: str, size: int) -> dict[str, Any]:
     """What the first of `size` ranks found."""
     with tempfile.TemporaryDirectory() as folder:
         argv = [sys.executable, __file__, "--model", model, "--device", args.device, "--rows", args.rows]
-        argv += ["--of", str(size), "--meeting", str(Path(folder) / "meeting"), "--rank"]
+        argv += ["--sums", args.sums, "--of", str(size), "--meeting", str(Path(folder) / "meeting"), "--rank"]
         first = subprocess.Popen([*argv, "0"], stdout=subprocess.PIPE, text=True)
         started = [first, *(subprocess.Popen([*argv, str(rank)]) for rank in range(1, size))]
         try:
@@ -153,6 +156,7 @@ def main() -> int:
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks, one after the other")
     parser.add_argument("--rows", default="", help="comma-separated names; default: all")
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
+    parser.add_argument("--sums", default="auto", choices=["auto", "nccl"], help="how ranks sum; auto: as an engine")
     parser.add_argument("--parity", action="store_true", help="compare tokens, float32, and measure nothing")
     parser.add_argument("--out", default="", help="JSON file for the results")
     parser.add_argument("--rank", type=int, default=-1, help=argparse.SUPPRESS)

@@ -81,6 +81,8 @@ def test_three_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
             process.wait_http(f"{url}/ready")
             followers = children(process.pid)
             assert len(followers) == ranks - 1
+            with urllib.request.urlopen(f"{url}/info", timeout=DEADLINE_S) as told:
+                assert json.load(told)["rank_sums"] == ("gloo" if ranks > 1 else "")
             # Steps of the same sizes come again: what was captured of the first must not leave the exchange out.
             answers.append([complete(url, prompt) for prompt in PROMPTS for _ in range(2)])
         finally:

@@ -11,7 +11,9 @@ HELLO = [{"role": "user", "content": "hi"}]
 
 
 def client(api, key="any"):
-    return openai.AsyncOpenAI(base_url=api.url + "/v1", api_key=key, max_retries=0, timeout=20)
+    """Without the certificates that nobody needs here and each client would read anew, which takes 40 ms."""
+    plain = openai.DefaultAsyncHttpxClient(verify=False)
+    return openai.AsyncOpenAI(base_url=api.url + "/v1", api_key=key, max_retries=0, timeout=20, http_client=plain)
 
 
 def spell(tokenizer, text, *, eos=True):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import fastapi.routing
 import pytest
 import uvicorn.server
 from fastapi import FastAPI
 
 from isthmus_runtime.serving.protocol import Protocol
 from isthmus_runtime.serving.server import run_app
+
+# Hundreds of tests make an application of the same routes. FastAPI would make what it checks each answer with anew, 200
+# of them for the API: most of what such a test takes.
+fastapi.routing.create_model_field = functools.cache(fastapi.routing.create_model_field)
 
 _prompt = ContextVar("_prompt", default=False)
 """In the task of a server that `served` started: it ends as soon as its connections have."""

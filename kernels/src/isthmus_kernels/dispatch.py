@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isthmus_kernels.kv_swap.swap import KvSwap
 from isthmus_kernels.kv_view import check_layer
-from isthmus_kernels.linear.packed import GatedWeight, PackedLinear, SummingWeight
+from isthmus_kernels.linear.packed import GatedWeight, PackedLinear, PartedWeight, SummingWeight
 from isthmus_kernels.lora.shapes import check_adapters
 from isthmus_kernels.selection import select
 
@@ -235,6 +235,12 @@ def kv_swap(pool: Tensor, host: Tensor, *, impl: str | None = None, **options: A
 def linear(x: Tensor, packed: PackedLinear, *, out: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``, in x's dtype, for `x` ``[T, K]``; accumulation is fp32."""
     return packed.weight.apply(x, out)
+
+
+def linear_parts(x: Tensor, packed: PackedLinear) -> Tensor | None:
+    """fp32 ``[P, T, N]``, whose sum over P is ``linear(x, packed)``, in memory that the next such product overwrites.
+    None where that is not faster for whoever adds up several anyway."""
+    return packed.weight.apply_parts(x) if isinstance(packed.weight, PartedWeight) else None
 
 
 def lora(

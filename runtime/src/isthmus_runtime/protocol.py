@@ -277,6 +277,9 @@ class EngineInfo(_Reading):
     """None: it has no --lora-file."""
     vocab_size: int = 0
     task: ServedTask = GENERATES
+    rank_sums: str = ""
+    """How the ranks of a tensor-parallel engine sum: `peer`, by memory of each other over NVLink, or the library's
+    name, `nccl` or `gloo`. Empty: it has one rank."""
     model_revision: str = ""
     """What exactly is served, as `checkpoints.provenance.pinned_revision` finds it; empty where that is not known."""
     tokenizer: str = ""

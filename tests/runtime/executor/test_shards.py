@@ -21,6 +21,7 @@ from lora_adapters import ATTENTION, MLP, save_adapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from isthmus_kernels import dispatch
 from isthmus_runtime.config import KvConfig, ModelConfig, SchedulerConfig
 from isthmus_runtime.errors import ConfigError
 from isthmus_runtime.executor.loading import LoadedModel, load
@@ -83,6 +84,11 @@ class InMemory:
 
     def sum(self, x: Tensor) -> None:
         x.copy_(torch.stack(self.meeting.all(self.rank, x)).sum(0))
+
+    def sum_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        self.sum(x)
+        dispatch.add_rms_norm(x, residual, weight, eps, out=out)
+        x.fill_(math.nan) if x.data_ptr() != out.data_ptr() else None  # nobody reads it
 
     def gather(self, part: Tensor) -> Tensor:
         return torch.stack(self.meeting.all(self.rank, part))

@@ -31,9 +31,9 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture
-def caller(model_dir, tmp_path) -> Tokenizer:
-    root = tmp_path / "copy"
+@pytest.fixture(scope="module")
+def caller(model_dir, tmp_path_factory) -> Tokenizer:
+    root = tmp_path_factory.mktemp("caller") / "copy"
     shutil.copytree(model_dir, root)
     (root / "chat_template.jinja").write_text(TEMPLATE)
     return Tokenizer.load(root)
@@ -50,7 +50,8 @@ def anthropic():
 @pytest.fixture
 def claude(anthropic):
     def make(api, key="any"):
-        return anthropic.AsyncAnthropic(base_url=api.url, api_key=key, max_retries=0, timeout=20)
+        plain = anthropic.DefaultAsyncHttpxClient(verify=False)
+        return anthropic.AsyncAnthropic(base_url=api.url, api_key=key, max_retries=0, timeout=20, http_client=plain)
 
     return make
 

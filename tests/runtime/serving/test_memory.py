@@ -13,6 +13,7 @@ import serving
 from serving import parse
 
 from isthmus_runtime.errors import ConfigError, MemoryShort, error_from_json
+from isthmus_runtime.serving.access import OF_RUNNING
 from isthmus_runtime.serving.admission import BodyBudget
 from isthmus_runtime.serving.app import make_app
 from isthmus_runtime.serving.call import Call, add_call_route
@@ -112,7 +113,8 @@ async def served():
     async def commit(call: Call) -> None:
         await call.reply(200, {}, await call.read())
 
-    add_call_route(app, "/internal/commit", commit, "POST")
+    for path in OF_RUNNING:
+        add_call_route(app, path.decode(), commit, "POST")
 
     async def health() -> dict[str, str]:
         return {"memory": port.guard.told}
@@ -189,6 +191,24 @@ def test_a_body_that_is_on_its_way_when_memory_becomes_tight_is_refused() -> Non
     run(main())
 
 
+def test_a_small_request_behind_one_that_keeps_much_is_no_large_body() -> None:
+    async def main() -> None:
+        async with served() as port:
+            kept = json.dumps({"who": "a", "kept": 2 * LARGE_BODY}).encode()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+            writer.write(post(kept))
+            await until(lambda: port.waiting == 1)
+            port.look(0.85)
+            writer.write(post(b"next", close=True))
+            await until(lambda: port.bodies.used > 2 * LARGE_BODY)
+            port.go.set()
+            assert [each[0] for each in parse(await asyncio.wait_for(reader.read(), 20))] == [200, 200]
+            writer.close()
+            assert not port.refused
+
+    run(main())
+
+
 def test_a_refusal_holds_nothing_of_what_was_read() -> None:
     """As the traceback of an error does: thousands that were refused had kept their bodies until the collector came."""
 
@@ -215,8 +235,9 @@ def test_while_it_is_critical_nothing_is_taken_but_probes_and_what_peers_say() -
             assert status == 503 and json.loads(body)["error"]["code"] == "memory_short"
             health = await port.raw(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             assert json.loads(parse(health)[0][2]) == {"memory": "critical"}
-            said = post(b"ok", close=True).replace(b"/v1/completions", b"/internal/commit")
-            assert parse(await port.raw(said))[0][2] == b"ok"
+            for path in OF_RUNNING:
+                said = post(b"ok", close=True).replace(b"/v1/completions", path)
+                assert parse(await port.raw(said))[0][2] == b"ok"
             assert port.refused == ["request"]
             port.in_flight.remove(asyncio.current_task())
 

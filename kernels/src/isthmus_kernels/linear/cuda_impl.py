@@ -99,6 +99,10 @@ class TiledWeight:
         """As in `SkinnyWeight`."""
         return self.skinny.apply_add_rms_norm(x, residual, norm, eps, out)
 
+    def apply_parts(self, x: Tensor) -> Tensor | None:
+        """As in `SkinnyWeight`."""
+        return self.skinny.apply_parts(x)
+
     def outputs_from(self, first: int) -> "TiledWeight":
         """The outputs from `first` on, in the same memory."""
         return TiledWeight(self.skinny.outputs_from(first))

@@ -37,6 +37,15 @@ class SummingWeight(Weight, Protocol):
         """``residual += x @ weight.T``, its RMSNorm with the weight `norm` to `out`; False where the caller has to."""
 
 
+@runtime_checkable
+class PartedWeight(Weight, Protocol):
+    """A weight whose products are made in parts where that is faster for whoever adds several anyway."""
+
+    def apply_parts(self, x: Tensor) -> Tensor | None:
+        """fp32 ``[P, T, out]``, whose sum over P is ``x @ weight.T``, in memory that the next such product overwrites.
+        None: one product is faster, or has to be."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear:
     """The weight ``[out_features, in_features]`` and optional bias of one linear layer, ready for `linear`.

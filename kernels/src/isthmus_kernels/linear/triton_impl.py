@@ -235,19 +235,29 @@ class SkinnyWeight:
             return False
         if rows <= MOST_ROWS:
             return False
-        outputs, columns = weight.shape
-        processors = multiprocessors(x.device)
-        parts = column_parts(rows, outputs, columns, processors)
-        if parts == 1:
+        sums = self.apply_parts(x)
+        if sums is None:
             residual.addmm_(x, weight.T)
             rms_norm(residual, norm, eps, out=out)
-            return True
+        else:
+            add_parts_rms_norm(sums, residual, norm, eps, out)
+        return True
+
+    def apply_parts(self, x: Tensor) -> Tensor | None:
+        """fp32 ``[P, T, out]``, whose sum over P is ``x @ weight.T``; None: one product is faster, or has to be."""
+        weight, rows = self.plain.weight, x.shape[0]
+        if self.plain.bias is not None or x.dtype not in _DTYPES or batch_invariance.required(x.device):
+            return None
+        outputs, columns = weight.shape
+        processors = multiprocessors(x.device)
+        parts = 1 if rows <= MOST_ROWS else column_parts(rows, outputs, columns, processors)
+        if parts == 1:
+            return None
         room = scratch("linear sums", x.device, (processors * _TILE * _TILE,), torch.float32)
         sums = room[: parts * rows * outputs].view(parts, rows, outputs)
         left, right = (matrix.unflatten(1, (parts, -1)) for matrix in (x, weight))
         torch.bmm(left.transpose(0, 1), right.permute(1, 2, 0), out_dtype=torch.float32, out=sums)
-        add_parts_rms_norm(sums, residual, norm, eps, out)
-        return True
+        return sums
 
     def outputs_from(self, first: int) -> "SkinnyWeight":
         """The outputs from `first` on, in the same memory."""

@@ -68,6 +68,8 @@ class Loaded:
     """False: every state of a prompt counts, so none is left out for a prefix hit."""
     drafts: Drafts | None = None
     """Of a draft model."""
+    rank_sums: str = ""
+    """How its ranks sum; empty: there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +175,7 @@ def start_engine(
         model_revision=pinned_revision(Path(config.model.path)),
         task=loaded.task,
         host_pool_bytes=kv.num_blocks * kv.bytes_per_block if loaded.executor.kv_region().device == "cpu" else 0,
+        rank_sums=loaded.rank_sums,
     )
     loop.start()
     if adapter_file is not None:
@@ -225,6 +228,7 @@ def _load_torch(config: EngineConfig) -> Loaded:
         task=served.task,
         takes_hits=served.pooling is None or not served.pooling.needs_every_state,
         drafts=drafts,
+        rank_sums=loaded.rank_sums,
     )
 
 

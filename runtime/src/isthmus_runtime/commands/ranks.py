@@ -22,6 +22,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from ..config import EngineConfig, apply_native_environment
+from ..errors import EngineFailed
 from ..executor.device.base import Device
 from ..executor.device.cpu import usable_threads
 from ..executor.device.select import open_device
@@ -117,13 +118,18 @@ class Followers:
 class RankedExecutor:
     """`interfaces.steps.Executor` over the ranks: this process's, and the others' processes."""
 
-    def __init__(self, leader: LeadingExecutor, followers: Followers) -> None:
-        self._leader, self._followers = leader, followers
-        followers.watch(leader.lost)
+    def __init__(self, leader: LeadingExecutor, followers: Followers, give_up: Callable[[], None]) -> None:
+        """`give_up`: of this process's `Ranks`."""
+        self._leader, self._followers, self._give_up = leader, followers, give_up
+        followers.watch(self._lost)
 
     def submit(self, plan: StepPlan) -> Future[StepOutput]:
         """Queue a step on every rank."""
         return self._leader.submit(plan)
+
+    def _lost(self, reason: str) -> None:
+        self._leader.lost(reason)
+        self._give_up()
 
     def kv_region(self) -> KvRegion:
         """This rank's pool."""
@@ -145,6 +151,8 @@ class LoadedEngine:
     plan: KvPlan
     executor: Executor
     adapters: AdapterHolder | None
+    rank_sums: str = ""
+    """How its ranks sum (`executor.ranks.Ranks`); empty: there is one."""
 
 
 def load_engine(config: EngineConfig) -> LoadedEngine:
@@ -155,9 +163,10 @@ def load_engine(config: EngineConfig) -> LoadedEngine:
     check_shards(read_model_spec(config.model.path), config.tensor_parallel_size)
     followers = Followers(config)
     own, ranks = _load_rank(_Order(config, 0, followers.meeting))
-    leader, slots = LeadingExecutor(own.executor, ranks.plans), own.model.adapters
+    leader, slots = LeadingExecutor(own.executor, ranks.plans, ranks.overdue), own.model.adapters
     adapters = None if slots is None else LeadingAdapters(slots, leader, ranks.plans)
-    return replace(own, executor=RankedExecutor(leader, followers), adapters=adapters)
+    executor = RankedExecutor(leader, followers, ranks.give_up)
+    return replace(own, executor=executor, adapters=adapters, rank_sums=ranks.sums)
 
 
 def rank_main() -> int:
@@ -170,7 +179,12 @@ def rank_main() -> int:
         stream=sys.stderr,
     )
     own, ranks = _load_rank(order)
-    follow(own.executor, ranks.plans, own.model.adapters)
+    try:
+        follow(own.executor, ranks.plans, own.model.adapters)
+    except EngineFailed:
+        if because := ranks.overdue():
+            log.critical("%s", because)
+        raise
     own.executor.close()
     return 0
 

@@ -208,6 +208,7 @@ async def _serve_ports(
             adapter_list=None if now.adapter_list is None else _told(now.adapter_list),
             vocab_size=facts.vocab_size,
             task=facts.task,
+            rank_sums=facts.rank_sums,
             model_revision=facts.model_revision,
             tokenizer="" if tokenizer is None else tokenizer.digest,
         )

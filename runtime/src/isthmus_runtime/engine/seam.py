@@ -67,6 +67,8 @@ class EngineFacts:
     task: ServedTask = GENERATES
     host_pool_bytes: int = 0
     """Of the KV pool, where that is in the host's memory: taken by and by."""
+    rank_sums: str = ""
+    """How the ranks of the engine sum; empty: there is one."""
 
 
 class Engine(Protocol):

@@ -24,12 +24,15 @@ import torch
 from pydantic import ConfigDict, TypeAdapter
 from torch import distributed
 
+from isthmus_kernels import dispatch
+
 from ..checkpoints.peft import AdapterFiles
 from ..errors import ConfigError, EngineFailed
 from ..interfaces.steps import Adapter, Executor, StepOutput, StepPlan
 from ..interfaces.transport import KvRegion
 from ..models.shard import Shard
 from .adapters import AdapterSlots, HostAdapter
+from .peer_sums import LIMIT, ROOM, open_peer_sums
 
 _LOG = logging.getLogger(__name__)
 # A plain dataclass takes the configuration of what it is in. Late masks are the arbitrary type, and never travel.
@@ -62,6 +65,15 @@ class Collected:
         """In place. Both libraries reduce each element once and hand the result round: the same bits on every rank."""
         distributed.all_reduce(x, group=self._group)
 
+    def sum_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        """The sum is rounded before it is added."""
+        if x.dim() == 3:
+            x = x.sum(0).to(residual.dtype)
+        self.sum(x)
+        dispatch.add_rms_norm(x, residual, weight, eps, out=out)
+
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """[size, *part.shape], by rank."""
         size = self._group.size()
@@ -77,6 +89,12 @@ class Ranks:
     shard: Shard
     plans: distributed.ProcessGroup
     """On which plans travel."""
+    sums: str
+    """How a step's sums are made: `peer`, by memory of each other, or the library's name, `nccl` or `gloo`."""
+    give_up: Callable[[], None] = lambda: None
+    """A rank is lost: end what waits for it in a sum, if that can be. Any thread."""
+    overdue: Callable[[], str] = lambda: ""
+    """Which rank a sum of this one waited for in vain; empty: none."""
 
     def each(self, number: int) -> tuple[int, ...]:
         """Every rank's `number`, by rank. Every rank calls it."""
@@ -86,17 +104,35 @@ class Ranks:
         return tuple(int(one) for one in found)
 
 
-def join(rank: int, size: int, meeting: str, device: torch.device, timeout_s: float) -> Ranks:
-    """Meet the other ranks at the file `meeting`, which nobody used before. Every rank calls it, in any order.
+def join(
+    rank: int,
+    size: int,
+    meeting: str,
+    device: torch.device,
+    timeout_s: float,
+    *,
+    peer_sums: bool = True,
+    room: int = ROOM,
+    limit: int = LIMIT,
+    patience_s: float | None = None,
+) -> Ranks:
+    """Meet the other ranks at the file `meeting`, which nobody used before. Every rank calls it alike, in any order.
 
-    `timeout_s` bounds the meeting, and later each collective of a step.
+    `timeout_s` bounds the meeting, and later each collective of a step. `peer_sums` False: the library makes all sums;
+    `room`, `limit` and `patience_s` (`timeout_s` by default): of `peer_sums`.
     """
     timeout = timedelta(seconds=timeout_s)
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size, timeout=timeout)
-    steps = distributed.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+    library = "nccl" if device.type == "cuda" else "gloo"
+    steps = distributed.new_group(backend=library, timeout=timeout)
     plans = distributed.new_group(backend="gloo", timeout=_IDLE)
     assert isinstance(steps, distributed.ProcessGroup) and isinstance(plans, distributed.ProcessGroup)
-    return Ranks(Shard(rank, size, Collected(steps)), plans)
+    collected = Collected(steps)
+    if peer_sums and device.type == "cuda":
+        patience_s = timeout_s if patience_s is None else patience_s
+        if found := open_peer_sums(collected, plans, device, patience_s=patience_s, limit=limit, room=room):
+            return Ranks(Shard(rank, size, found), plans, "peer", found.give_up, found.overdue)
+    return Ranks(Shard(rank, size, collected), plans, library)
 
 
 def encode(plan: StepPlan) -> bytes:
@@ -132,10 +168,17 @@ def agree(region: KvRegion, group: distributed.ProcessGroup | None = None) -> No
 class LeadingExecutor:
     """`interfaces.steps.Executor` of rank 0. Its other ranks run `follow` over the same group."""
 
-    def __init__(self, local: Executor, group: distributed.ProcessGroup | None = None) -> None:
-        """Raises ConfigError when the ranks do not agree on their pools."""
+    def __init__(
+        self,
+        local: Executor,
+        group: distributed.ProcessGroup | None = None,
+        overdue: Callable[[], str] = lambda: "",
+    ) -> None:
+        """`overdue`: why a step of this rank failed, where another one is the cause. Raises ConfigError when the ranks
+        do not agree on their pools."""
         self._local = local
         self._group = group
+        self._overdue = overdue
         self._changed = threading.Lock()
         self._broken = ""
         self._running: dict[int, Future[StepOutput]] = {}
@@ -185,7 +228,8 @@ class LeadingExecutor:
         if error is None:
             promised.set_result(done.result())
         else:
-            promised.set_exception(error)
+            because = self._overdue()
+            promised.set_exception(EngineFailed(f"{because}: {error}") if because else error)
 
     @property
     def broken(self) -> bool:

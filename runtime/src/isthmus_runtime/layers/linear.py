@@ -86,8 +86,10 @@ class Linear:
     def join(self, x: Tensor, out: Tensor, joint: Joint, slots: Tensor | None = None) -> None:
         """The product x [T, in] of a branch to its joint. `out` [T, out], not x, is for what is not added."""
         norm = joint.norm
-        if norm is None or not joint.direct or (slots is not None and self.adapters is not None):
-            joint.take(self(x, out, slots))
+        adapted = slots is not None and self.adapters is not None
+        if norm is None or not joint.direct or adapted:
+            parts = dispatch.linear_parts(x, self._packed) if joint.takes_parts and not adapted else None
+            joint.take(self(x, out, slots) if parts is None else parts)
         else:
             dispatch.linear_add_rms_norm(
                 x, self._packed, joint.residual, norm.weight, norm.eps, scratch=out, out=joint.normed

@@ -369,7 +369,7 @@ class Decoder:
         in the same way for the `following` norm; without one as two states in `residual` and `projected`."""
         residual, hidden, projected = scratch.residual[:num], scratch.hidden[:num], scratch.projected[:num]
         flat = scratch.context[:num]
-        total = None if self._shard.collectives is None else self._shard.sum
+        ranks = self._shard.collectives
         layer.attention(
             hidden,
             batch,
@@ -379,12 +379,14 @@ class Decoder:
             context=flat.view(num, self._heads, self.spec.head_dim),
             flat=flat,
             out=projected,
-            joint=Joint(residual=residual, sum=total, after=layer.after_attention, norm=layer.mlp_norm, normed=hidden),
+            joint=Joint(
+                residual=residual, ranks=ranks, after=layer.after_attention, norm=layer.mlp_norm, normed=hidden
+            ),
         )
         layer.mlp(
             hidden,
             MlpScratch(scratch.gate_up[:num], scratch.inner[:num], projected),
-            Joint(residual=residual, sum=total, after=layer.after_mlp, norm=following, normed=hidden),
+            Joint(residual=residual, ranks=ranks, after=layer.after_mlp, norm=following, normed=hidden),
             batch.adapters,
         )
 

@@ -53,10 +53,14 @@ class Slice(NamedTuple):
 
 
 class Collectives(Protocol):
-    """What the ranks of one engine exchange inside a step. Every rank makes the same calls in the same order."""
+    """What the ranks of one engine exchange inside a step. Every rank makes the same calls in the same order. The sums
+    are those of `layers.norm.RankSums`."""
 
     def sum(self, x: Tensor) -> None:
         """Replace `x` on every rank by the sum over all ranks, the same bits on each."""
+
+    def sum_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
+        """Add the sum over all ranks to `residual` [T, H], in place, and write its norm to `out`."""
 
     def gather(self, part: Tensor) -> Tensor:
         """The parts of all ranks, which have one shape, by rank: [size, *part.shape]."""
@@ -81,11 +85,6 @@ class Shard:
             return self.part(count)
         head = self.rank * count // self.size
         return head, head + 1
-
-    def sum(self, x: Tensor) -> None:
-        """`Collectives.sum`; nothing for a rank that is alone."""
-        if self.collectives is not None:
-            self.collectives.sum(x)
 
 
 WHOLE = Shard()

@@ -101,6 +101,8 @@ class Protocol(HttpToolsProtocol):
         """Bytes of the heads of the latest request and of those that wait before it."""
         self._deaf = False
         """Nothing more is understood; what comes is dropped."""
+        self._arrived = 0
+        """Bytes of the latest body, as they came or inflated."""
         self._turned_away: RequestResponseCycle | None = None
         """Whose body was refused before it was here whole, though all of it may be here before that is told."""
         self._told: RequestResponseCycle | None = None
@@ -168,6 +170,7 @@ class Protocol(HttpToolsProtocol):
         if len(self.pipeline) >= _MAX_AHEAD:
             raise InvalidRequest(f"more than {_MAX_AHEAD} requests were sent before the first was answered")
         self._phase = _Phase.HEAD
+        self._arrived = 0
         self._since = self.loop.time()
         if self._running is None:
             self.server_state.table.waits(self)
@@ -225,6 +228,7 @@ class Protocol(HttpToolsProtocol):
                 "larger chunks"
             )
         super().on_body(body)
+        self._arrived += len(body)
         self._make_room(self.server_state.bodies.add(self, len(body), self._address))
         if self.server_state.memory.came(len(body)):
             self._bound_large()
@@ -447,6 +451,7 @@ class Protocol(HttpToolsProtocol):
     def _account(self, size: int) -> None:
         """Count `size` bytes that were made of the body. Raises Overloaded when it is this one that has to go."""
         self._make_room(self.server_state.bodies.add(self, size, self._address))
+        self._arrived += size
         if self.server_state.memory.came(size):
             self._bound_large()
         if self._refusal is not None:
@@ -463,18 +468,18 @@ class Protocol(HttpToolsProtocol):
     def _bound_large(self) -> None:
         """Where memory is tight nothing large comes in; where it is critical nothing more of what has been let in. What
         is here of it goes at once, and not when its task has its turn: others come before."""
-        bodies, memory = self.server_state.bodies, self.server_state.memory
+        memory = self.server_state.memory
         if self._deaf:
             return
-        if bodies.of(self) > LARGE_BODY:
+        if self._arrived > LARGE_BODY:
             error = memory.large()
         elif memory.critical and self.server_state.in_flight.works_on(self._task):
             error = memory.new()
         else:
             return
-        bodies.release(self)
-        if self._reads_body():
-            self.cycle.body = bytearray()
+        if self._running is self.cycle:  # else they count together with what the running one keeps, until that ends
+            self.server_state.bodies.release(self)
+        self.cycle.body = bytearray()
         self.give_way(error)
 
     def _keeps(self, cycle: RequestResponseCycle, kept: int, beside: int, who: str) -> None:
