@@ -4,7 +4,8 @@ import asyncio
 import gc
 import json
 import tracemalloc
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from isthmus_operator.plan.observed import Facts
 from isthmus_operator.plan.ownership import differs, may_write, owned, was_made_by_us
 from isthmus_operator.render.names import Component, Defaults
 from isthmus_operator.render.service import render
-from isthmus_operator.shell.answers import HEAVY, SMALL, Reader, cut, decoded, told, weight
+from isthmus_operator.shell.answers import HEAVY, SMALL, Body, Reader, cut, told, weight
 
 EXAMPLE = yaml.safe_load((Path(__file__).parents[2] / "examples" / "direct.yaml").read_text())
 EXAMPLE["metadata"] |= {"namespace": "ns", "uid": "u", "generation": 1}
@@ -35,6 +36,14 @@ def policy(number: int = 0) -> dict[str, Any]:
     return {"metadata": meta, "spec": {"ingress": DENSE}}
 
 
+def decoded(text: str, *, ends: Sequence[int] = ()) -> Any:
+    """In pieces that end at these bytes."""
+    raw, body = text.encode(), Body()
+    for begin, end in pairwise([0, *sorted(min(one, len(raw)) for one in ends), len(raw)]):
+        body.feed(raw[begin:end])
+    return body.end()
+
+
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
@@ -45,10 +54,12 @@ VALUES = st.recursive(
 @given(
     value=VALUES | st.fixed_dictionaries({"items": VALUES | st.lists(VALUES), "kind": st.text(), "z": VALUES}),
     indent=st.sampled_from([None, 1]),
+    ascii=st.booleans(),
+    ends=st.lists(st.integers(min_value=0, max_value=200), max_size=20),
 )
-def test_a_body_is_read_as_json_reads_it(value: Any, indent: int | None) -> None:
-    text = json.dumps(value, indent=indent)
-    assert decoded(text) == json.loads(text)
+def test_a_body_is_read_as_json_reads_it(value: Any, indent: int | None, ascii: bool, ends: list[int]) -> None:
+    text = json.dumps(value, indent=indent, ensure_ascii=ascii)
+    assert decoded(text, ends=ends) == json.loads(text)
 
 
 @given(cut_at=st.integers(min_value=0, max_value=60), insert=st.sampled_from(["", "]", "}", ",", "x"]))
@@ -111,6 +122,26 @@ def test_a_page_of_full_objects_takes_the_room_of_one() -> None:
     assert len(found["items"]) == 10
     assert one > 10 * 1024 * 1024, "what this is about"
     assert ten < 2 * one
+
+
+def test_a_page_of_objects_that_are_written_at_length_takes_the_room_of_one() -> None:
+    """The API server writes `<` as six bytes, and one letter beyond U+FFFF makes four of each character of a text."""
+    spec = {"x": "<" * 100_000 + "\U0001f642"}
+    item = json.dumps({"metadata": {"name": "n", "uid": "u"}, "spec": spec}, ensure_ascii=False)
+    raw = ('{"kind": "DeploymentList", "items": [' + ", ".join([item.replace("<", r"\u003c")] * 20) + "]}").encode()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        body = Body()
+        for at in range(0, len(raw), 50_000):
+            body.feed(raw[at : at + 50_000])
+        found = body.end()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert [len(one["spec"]["x"]) for one in found["items"]] == [100_001] * 20
+    kept = 20 * 4 * 100_000
+    assert peak < kept + len(raw) / 2, "the page was never whole"
 
 
 def test_large_answers_are_read_one_after_the_other_and_small_ones_at_once() -> None:

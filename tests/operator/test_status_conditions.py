@@ -292,7 +292,7 @@ def test_explain_names_one_cause_and_its_remedy() -> None:
     stale = body | {"metadata": body["metadata"] | {"generation": 9}}
     assert blocking(stale)["reason"] == "NotObserved"
     ready = manifest() | {"status": status(service(), settled(service()).seen)}
-    assert explain_text(ready, blocking(ready)) == "svc is ready: http://svc.ns/v1\n"
+    assert explain_text(ready, blocking(ready)) == "svc is ready: http://svc.ns.svc/v1\n"
     assert "prefill      2/2 ready" in status_text(ready)
 
 

@@ -1,6 +1,7 @@
 """Work that is due all at once is spread over turns of the event loop."""
 
 import asyncio
+from collections import Counter
 from contextlib import suppress
 
 from isthmus_runtime.loop_share import LoopShare
@@ -46,3 +47,52 @@ def test_work_that_fails_has_spent_its_time_as_well():
         await asyncio.wait_for(waits, 60)
 
     asyncio.run(main())
+
+
+def test_clients_are_served_in_a_circle_and_those_that_have_left_take_no_room():
+    now, done = 0.0, []
+    share = LoopShare(0.02, lambda: now)
+
+    async def piece(who):
+        nonlocal now
+        await share.room(who)
+        with share.spending():
+            now += 0.02
+        done.append(who)
+
+    async def main():
+        crowd = [asyncio.create_task(piece("many")) for _ in range(50)]
+        await asyncio.sleep(0)
+        crowd.append(asyncio.create_task(piece("few")))
+        await asyncio.sleep(0)
+        for one in crowd[20:30]:
+            one.cancel()
+        await asyncio.gather(*crowd, return_exceptions=True)
+        assert done.index("few") <= 4 and done.count("many") == 40
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_pieces_that_take_longer_than_those_before_have_no_more_of_a_turn():
+    now, turn, spent, done = 0.0, 0, Counter(), []
+    share = LoopShare(0.02, lambda: now)
+
+    async def piece(number, seconds):
+        nonlocal now
+        await share.room("one")
+        with share.spending():
+            now += seconds
+            spent[turn] += seconds
+        done.append(number)
+
+    async def main():
+        nonlocal turn
+        costs = [0.00005] * 1500 + [0.009] * 100
+        pieces = [asyncio.create_task(piece(*one)) for one in enumerate(costs)]
+        while not all(one.done() for one in pieces):
+            await asyncio.sleep(0)
+            turn += 1
+        assert done == list(range(1600)), "in the order of asking"
+        assert max(spent.values()) < 0.02 + 0.009
+
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode, b64encode
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -184,9 +184,21 @@ def mask_of_ids(ids: tuple[int, ...]) -> str:
 
 @lru_cache(8)
 def ids_of_mask(mask: str) -> tuple[int, ...]:
-    """Inverse of `mask_of_ids`, in rising order; one tuple for all that ask for the same. ValueError for other text."""
+    """Inverse of `mask_of_ids`, in rising order; one tuple for all that ask for the same, of numbers that all share: an
+    id takes 8 bytes, and 36 otherwise. ValueError for other text."""
     raw = b64decode(mask, validate=True)
-    return tuple(8 * at + bit for at, byte in enumerate(raw) if byte for bit in _BITS[byte])
+    shared = _numbers()
+    ids = (8 * at + bit for at, byte in enumerate(raw) if byte for bit in _BITS[byte])
+    return tuple(shared[i] if i < _SHARED else i for i in ids)
+
+
+_SHARED = 1 << 18
+"""As many numbers are kept for that, 9 MB, from the first request on that allows many: of most vocabularies all."""
+
+
+@cache
+def _numbers() -> tuple[int, ...]:
+    return tuple(range(_SHARED))
 
 
 _BITS = tuple(tuple(bit for bit in range(8) if byte >> bit & 1) for byte in range(256))

@@ -42,7 +42,7 @@ class Tokenising:
         prompt = request.prompt
         assert prompt is not None
         if len(prompt.text) <= LONG:
-            await self._short.room()
+            await self._short.room(request.whose)
             with self._short.spending():
                 return tokenised(request, self._tokenise(prompt))
         loop = asyncio.get_running_loop()

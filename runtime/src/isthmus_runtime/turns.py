@@ -15,8 +15,9 @@ from .errors import Cancelled, InvalidRequest, Overloaded, RequestError
 from .threads import running_pool
 
 _log = logging.getLogger(__name__)
-MOST_WORK_S = 20.0
-"""Of a processor, that a thread works for one request. The longest texts that are taken need half of it."""
+MOST_WORK_S = 60.0
+"""Of a processor, that a thread works for one request. The longest texts that are taken need a sixth of it, and more
+where processors are slow."""
 _A = TypeVar("_A")
 _M = TypeVar("_M")
 

@@ -39,7 +39,7 @@ def test_a_service_becomes_ready_and_says_so(service: Service) -> None:
     status = service.get()["status"]
     assert status["roles"]["prefill"]["summary"] == "2/2"
     assert status["roles"]["decode"]["summary"] == "3/3"
-    assert status["url"] == f"http://svc.{service.namespace}/v1"
+    assert status["url"] == f"http://svc.{service.namespace}.svc/v1"
     assert status["observedGeneration"] == 1
     assert status["pinned"]["engineImage"] == "engine:1"
     table = service.cluster.kubectl("get", "pdsvc", "-n", service.namespace, "-o", "wide")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ WIDTH = 64
 
 class Library:
     """`models.shard.Collectives` of two ranks with the same numbers, which counts rows."""
+
+    parts = False
 
     def __init__(self) -> None:
         self.rows = 0
@@ -167,27 +170,28 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_product_in_parts_joins_the_stream_of_ranks() -> None:
+def test_a_product_goes_to_the_ranks_in_parts_where_they_add_them_up(calls: list[int]) -> None:
     torch.manual_seed(1)
     weight, x = torch.randn(WIDTH, 32), torch.randn(5, 32)
     residual, norm = torch.randn(5, WIDTH), RmsNorm(torch.randn(WIDTH), 1e-6, torch.float32)
-    expected, normed = residual + x @ weight.T, torch.empty(5, WIDTH)
+    expected, normed = residual + 2 * (x @ weight.T), torch.empty(5, WIDTH)
     linear: Any = Linear(weight, None, torch.float32)
     linear._packed = type(linear._packed)(
         in_features=32, out_features=WIDTH, weight_dtype=torch.float32, weight=InParts(weight)
     )
-    group = distributed.group.WORLD
-    assert group is not None
-    joint = Joint(residual=residual, ranks=Collected(group), after=None, norm=norm, normed=normed)
-    linear.join(x, torch.empty(5, WIDTH), joint)
+    out, joint = (
+        torch.empty(5, WIDTH),
+        Joint(residual=residual, ranks=sums(Library()), after=None, norm=norm, normed=normed),
+    )
+    linear.join(x, out, joint)
     torch.testing.assert_close(residual, expected)
     torch.testing.assert_close(normed, torch.nn.functional.rms_norm(expected, (WIDTH,), norm.weight, 1e-6))
-    with pytest.raises(AssertionError, match="as a whole"):
-        linear.join(
-            x,
-            torch.empty(5, WIDTH),
-            Joint(residual=residual, ranks=Collected(group), after=norm, norm=norm, normed=normed),
-        )
+    assert sum(calls) == 5
+    group = distributed.group.WORLD
+    assert group is not None
+    for other in (replace(joint, ranks=Collected(group)), replace(joint, after=norm), replace(joint, norm=None)):
+        with pytest.raises(AssertionError, match="as a whole"):
+            linear.join(x, out, other)
 
 
 @pytest.mark.slow

@@ -79,6 +79,8 @@ class Meeting:
 class InMemory:
     """`models.shard.Collectives`."""
 
+    parts = False
+
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self.rank, self.meeting = rank, meeting
 

@@ -354,6 +354,20 @@ def test_what_cannot_be_cut_is_not_tokenised_at_any_length(tokenizer, monkeypatc
     assert tokenizer.encode("zq" * part, 10**6)
 
 
+def test_what_has_no_place_to_be_cut_is_bounded_by_what_a_context_is_worth(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer_module, "_MOST_WHOLE", 1 << 18)
+    for name, value in (("_words", None), ("_cuts", False)):
+        monkeypatch.setattr(tokenizer, name, value)
+    for size, most, error in (
+        (300_000, 50_000, TooManyTokens),
+        (500_000, 50_000, InvalidRequest),
+        (300_000, 10, InvalidRequest),
+        (1 << 18, 10, TooManyTokens),
+    ):
+        with pytest.raises(error):
+            tokenizer._check_whole("z" * size, most)
+
+
 def test_ids_of_prompts_share_their_numbers(tokenizer, monkeypatch):
     """A number above 256 takes 28 bytes beside its place, and prompts of a request may have millions."""
     monkeypatch.setitem(tokenizer.__dict__, "_ints", tuple(range(1000)))

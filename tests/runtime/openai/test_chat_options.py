@@ -144,6 +144,21 @@ def test_what_is_held_back_of_an_answer_is_bounded(serve, run, caller, monkeypat
     run(main())
 
 
+def test_tools_are_bounded_before_a_template_writes_them(serve, run, caller, tokenizer, monkeypatch):
+    monkeypatch.setattr("isthmus_runtime.openai.conversations.MAX_TOOLS", 1000)
+
+    async def main():
+        for used in (caller, tokenizer):
+            async with serve(spell(used, "a"), used=used) as api, client(api) as c:
+                tool = {"type": "function", "function": {"name": "look", "description": "x" * 1000}}
+                for choice in ("auto", "required"):
+                    with pytest.raises(openai.BadRequestError, match="characters or more, at most 1000 are"):
+                        ask = {"model": "tiny", "messages": HELLO, "tools": [tool], "tool_choice": choice}
+                        await c.chat.completions.create(**ask)
+
+    run(main())
+
+
 THINKING_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}{# </think> #}"

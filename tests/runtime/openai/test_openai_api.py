@@ -7,6 +7,7 @@ import errno
 import json
 import re
 import threading
+from contextlib import ExitStack
 
 import aiohttp
 import openai
@@ -365,13 +366,32 @@ def test_prompts_that_answers_repeat_have_a_budget(serve, run, monkeypatch, prom
     run(main())
 
 
+def test_ids_that_a_request_allows_are_counted_with_its_prompt(serve, run, monkeypatch):
+    """65,536 took 2.4 MB of each request that waited."""
+    monkeypatch.setattr(app, "_MANY_TOKENS", 50)
+    budget = score_budget.token_budget()
+    monkeypatch.setattr(app, "token_budget", lambda: budget)
+
+    async def main():
+        async with serve(lambda request: [65, 2]) as api, aiohttp.ClientSession() as http:
+            body = {"model": "tiny", "prompt": [5], "max_tokens": 2, "allowed_token_ids": list(range(100, 200)), "n": 2}
+            for left, status in ((100, 429), (101, 200)):
+                with budget.holding(score_budget.MAX_TOKENS_HELD - left):
+                    async with http.post(f"{api.url}/v1/completions", json=body) as answer:
+                        assert answer.status == status, await answer.text()
+            first, second = (request.sampling.allowed_token_ids for request in api.backend.requests)
+            assert first is second == tuple(range(100, 200)) and budget.held == 0
+
+    run(main())
+
+
 def test_text_with_wide_letters_counts_as_what_it_takes(serve, run, tokenizer, monkeypatch):
     monkeypatch.setattr(untold, "MAX_OF_AN_ANSWER", 1)
     monkeypatch.setattr(untold, "CHARACTERS", 64)
 
     async def main():
-        for letter, status in (("a", 200), ("🙂", 400)):
-            async with serve(spell(tokenizer, 40 * letter)) as api, aiohttp.ClientSession() as http:
+        for text, status in ((40 * "a", 200), ("🙂" + 40 * "a", 400), (40 * "a" + "🙂", 400)):
+            async with serve(spell(tokenizer, text)) as api, aiohttp.ClientSession() as http:
                 body = {"model": "tiny", "prompt": "x", "max_tokens": 200}
                 async with http.post(f"{api.url}/v1/completions", json=body) as answer:
                     assert answer.status == status, await answer.text()
@@ -437,11 +457,27 @@ def test_of_all_answers_that_hold_too_many_log_probabilities_the_largest_ends(mo
         small.add(30)
         large.add(60)
         small.add(20)  # 110 in all, for which the larger one gives way
-        with pytest.raises(Overloaded, match="no other has more") as caught:
+        with pytest.raises(Overloaded, match="no other client has more") as caught:
             large.add(1)
         assert caught.value.status == 429
         small.add(1)
         large.told(61)
+    assert budget.held == 0
+
+
+def test_of_all_answers_that_hold_too_many_the_largest_of_the_client_that_has_most_ends(monkeypatch):
+    monkeypatch.setattr(untold, "MAX_OF_ANSWERS", 100)
+    budget = untold.AnswerScores()
+    with ExitStack() as stack:
+        many = [stack.enter_context(budget.answer("many")) for _ in range(12)]
+        one = stack.enter_context(budget.answer("one"))
+        for number, answer in enumerate(many):
+            answer.add(7 if number != 5 else 8)
+        one.add(20)
+        assert [answer.gives_way for answer in many] == [number == 5 for number in range(12)]
+        assert not one.gives_way
+        one.add(7)
+        assert sum(answer.gives_way for answer in many) == 2 and not one.gives_way
     assert budget.held == 0
 
 

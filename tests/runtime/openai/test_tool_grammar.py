@@ -201,6 +201,12 @@ def test_what_an_answer_must_be_holds_after_a_reasoning_that_the_prompt_has_begu
     assert not allowed(tokenizer.encode(answer).ids), "nothing has ended the reasoning"
 
 
+@pytest.mark.parametrize("text", ['{"a": 1}', '{"grammars": []}', '{"grammars": ["x"]}', '{"grammars": {"a": 1}}', "{"])
+def test_a_grammar_that_is_other_json_is_none_after_a_reasoning_either(text: str) -> None:
+    with pytest.raises(ValueError):
+        after_thought(Structure("grammar", text), lambda _: None, "</think>")
+
+
 @pytest.mark.parametrize("name", ["value", "default", "const", "enum", "examples", "properties"])
 @pytest.mark.parametrize("form", ["hermes", "mistral"])
 def test_a_parameter_may_be_named_as_a_keyword_of_schemas(drawn, name: str, form: str) -> None:

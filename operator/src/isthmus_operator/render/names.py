@@ -147,6 +147,7 @@ def older_address(service: InferenceService, component: Component, port: int) ->
 
 
 def url(service: InferenceService) -> str:
-    """Base URL for OpenAI clients inside the cluster. Without `.svc`, as in `address`."""
+    """Base URL for OpenAI clients inside the cluster. With `.svc`, unlike `address`: it is copied to where no search
+    list is, and a namespace may be called as a top-level domain of the world."""
     port = service.spec.router.expose.service.port
-    return f"http://{service.name}.{service.namespace}" + ("" if port == 80 else f":{port}") + "/v1"
+    return f"http://{service.name}.{service.namespace}.svc" + ("" if port == 80 else f":{port}") + "/v1"

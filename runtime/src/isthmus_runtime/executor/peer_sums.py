@@ -11,7 +11,7 @@ import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
@@ -45,6 +45,8 @@ _PROBE_BYTES = 256
 class PeerSums:
     """`models.shard.Collectives`. Belongs to the thread that launches, and to its stream."""
 
+    parts = True
+
     def __init__(self, over: Collectives, inboxes: Inboxes, limit: int) -> None:
         """`over` does what cannot be done by these sums, and with more than two ranks what would have each send more
         than `limit` bytes."""
@@ -63,7 +65,8 @@ class PeerSums:
     def sum_add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         """In one kernel, which rounds once."""
         if not self._takes(residual):
-            self._over.sum_add_rms_norm(x, residual, weight, eps, out)
+            own = x.sum(0).to(residual.dtype) if x.dim() == 3 else x
+            self._over.sum_add_rms_norm(own, residual, weight, eps, out)
             return
         most = self._inboxes.rows(residual)
         for first in range(0, len(residual), most):
@@ -90,6 +93,13 @@ class PeerSums:
 
 class _Refused(Exception):
     """On every rank, with the reasons of all."""
+
+
+class _Taken(NamedTuple):
+    """What gives back what was taken: mappings of others' memory, and memory."""
+
+    mapped: list[Callable[[], object]]
+    made: list[Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +139,16 @@ def open_peer_sums(
     `patience_s`: so long a rank is waited for in a sum. Every rank calls it alike.
     """
     ranks = _Ranks(group.rank(), group.size(), group)
-    undo: list[Callable[[], object]] = []
+    taken = _Taken([], [])
     try:
         ranks.agree(_refusal(ranks, device))
-        inboxes = _connect(ranks, device, room, patience_s, undo)
+        inboxes = _connect(ranks, device, room, patience_s, taken)
     except _Refused as error:
-        for step in reversed(undo):
-            step()
+        for close in taken.mapped:
+            close()
+        ranks.tell(b"")  # what others have mapped is not freed
+        for free in taken.made:
+            free()
         _LOG.warning("ranks sum by NCCL and not by memory of each other, which takes 2 to 4 times as long: %s", error)
         return None
     _LOG.info(
@@ -170,10 +183,8 @@ def _refusal(ranks: _Ranks, device: torch.device) -> str:
     return ""
 
 
-def _connect(
-    ranks: _Ranks, device: torch.device, room: int, patience_s: float, undo: list[Callable[[], object]]
-) -> Inboxes:
-    """Make and map the inboxes. `undo`: what gives back what was made so far. Raises _Refused."""
+def _connect(ranks: _Ranks, device: torch.device, room: int, patience_s: float, taken: _Taken) -> Inboxes:
+    """Make and map the inboxes. Raises _Refused, with what was made so far in `taken`."""
     cuda = _runtime()
     told = ranks.tell(multiprocessors(device).to_bytes(4, "little"))
     blocks = min(int.from_bytes(one[:4], "little") for one in told)
@@ -182,7 +193,7 @@ def _connect(
     try:
         _call(cuda.cudaSetDevice(device.index))
         own = int(_call(cuda.cudaMalloc(size)))
-        undo.append(lambda: cuda.cudaFree(own))
+        taken.made.append(lambda: cuda.cudaFree(own))
         _call(cuda.cudaMemset(own, EMPTY, size))
         shared = _call(cuda.cudaIpcGetMemHandle(own))
         handle = ctypes.string_at(shared.getPtr(), _HANDLE_BYTES)
@@ -200,7 +211,7 @@ def _connect(
         ctypes.memmove(opened.getPtr(), handles[other][:_HANDLE_BYTES], _HANDLE_BYTES)
         try:
             addresses[other] = int(_call(cuda.cudaIpcOpenMemHandle(opened, cuda.cudaIpcMemLazyEnablePeerAccess)))
-            undo.append(lambda address=addresses[other]: cuda.cudaIpcCloseMemHandle(address))  # type: ignore[misc]
+            taken.mapped.append(lambda address=addresses[other]: cuda.cudaIpcCloseMemHandle(address))  # type: ignore[misc]
         except RuntimeError as error:
             problem = f"memory of rank {other} cannot be mapped: {error}"
     ranks.agree(problem)

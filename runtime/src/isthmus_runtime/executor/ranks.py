@@ -58,6 +58,8 @@ class _Kind(IntEnum):
 class Collected:
     """`models.shard.Collectives` over a group: gloo between CPUs, NCCL between GPUs."""
 
+    parts = False
+
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self._group = group
 
@@ -69,8 +71,6 @@ class Collected:
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
     ) -> None:
         """The sum is rounded before it is added."""
-        if x.dim() == 3:
-            x = x.sum(0).to(residual.dtype)
         self.sum(x)
         dispatch.add_rms_norm(x, residual, weight, eps, out=out)
 

@@ -32,6 +32,9 @@ class RmsNorm:
 class RankSums(Protocol):
     """Sums over the ranks that compute a model together. Every rank makes the same calls in the same order."""
 
+    parts: bool
+    """Whether `sum_add_rms_norm` adds up parts as it goes."""
+
     def sum(self, x: Tensor) -> None:
         """Replace `x` on every rank by the sum over all ranks, the same bits on each."""
 
@@ -40,8 +43,8 @@ class RankSums(Protocol):
         on every rank.
 
         Args:
-            x: this rank's summand [T, H], which may be `out`; or fp32 [P, T, H], whose sum over P it is. What is left
-                in it is not told.
+            x: this rank's summand [T, H], which may be `out`; or with `parts` fp32 [P, T, H], whose sum over P it is.
+                What is left in it is not told.
         """
 
 
@@ -68,7 +71,7 @@ class Joint:
     @property
     def takes_parts(self) -> bool:
         """Whether an output may come as fp32 [P, T, H], whose sum over P it is."""
-        return self.ranks is not None and self.after is None and self.norm is not None
+        return self.ranks is not None and self.ranks.parts and self.after is None and self.norm is not None
 
     def take(self, output: Tensor) -> None:
         """The whole output [T, H] of a branch, or its parts; it is changed."""

@@ -56,6 +56,9 @@ class Collectives(Protocol):
     """What the ranks of one engine exchange inside a step. Every rank makes the same calls in the same order. The sums
     are those of `layers.norm.RankSums`."""
 
+    parts: bool
+    """Whether a summand may come in parts."""
+
     def sum(self, x: Tensor) -> None:
         """Replace `x` on every rank by the sum over all ranks, the same bits on each."""
 

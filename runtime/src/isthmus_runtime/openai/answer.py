@@ -21,7 +21,7 @@ from .pieces import Pieces
 from .prompts import Echo, Told
 from .sse import TOOL_CALLS, Answer, Format, More, Usage
 from .tool_formats.base import collect
-from .untold import AnswerScores, Untold, size_of
+from .untold import AnswerScores, TextSize, Untold
 
 _STREAM_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -82,6 +82,8 @@ class Job:
     """The prompts, where the answer repeats them."""
     silent: bool = False
     """The one token that engines generate at least is left out: only the prompt is of interest."""
+    client: str = ""
+    """Whose it is, where that is known."""
     tells_end: bool = False
     """The token that ends a text has its log-probabilities told, though it is no part of the text."""
 
@@ -105,6 +107,7 @@ class _Choice:
         self.bare = not (job.reader or job.stop or job.logprobs or job.return_ids or job.continuous_usage or job.silent)
         """Of the tokens nothing is told but their text, as it is."""
         self._held = 0
+        self._size = TextSize()
         self._called = False
         self.shown = False
         """A stream has begun to tell of it."""
@@ -142,6 +145,10 @@ class _Choice:
     def untold_ids(self) -> int:
         """How many ids `take_more` would tell."""
         return len(self._ids or ())
+
+    def grown(self, delta: Delta) -> int:
+        """Characters of what is new, as `Untold` counts them."""
+        return self._size.more(delta.content, delta.reasoning, *(call.arguments for call in delta.calls))
 
     def newly_held(self) -> int:
         """How many more characters are held back than at the last call."""
@@ -270,7 +277,7 @@ class Runner:
                 answer = answers[choice.index] = Answer(choice.prompt)
                 texts[choice.index], reasonings[choice.index] = [], []
             collect(texts[choice.index], delta.content)
-            untold.add_text(_size(delta))
+            untold.add_text(choice.grown(delta))
             answer.finish_reason = choice.finish
             if job.shown != job.n:
                 likelihood[choice.index] = choice.mean_logprob
@@ -284,7 +291,7 @@ class Runner:
             answer.logprobs += choice.take_logprobs()
             answer.stop = choice.text.met
 
-        with self._scores.answer(asyncio.current_task()) as untold:
+        with self._scores.answer(job.client, asyncio.current_task()) as untold:
             usage = await self._run(job, sink, arrived, untold)
             headers = {"Content-Type": "application/json", "X-Request-Id": job.answer_id}
             shown = [answers[i] for i in _best(job, likelihood)]
@@ -355,7 +362,7 @@ class Runner:
         def sink(choice: _Choice, delta: Delta) -> Callable[[], Awaitable[None]] | None:
             nonlocal kept
             if form.keeps_text:
-                more = _size(delta) + (_OF_AN_ID * choice.untold_ids)
+                more = choice.grown(delta) + _OF_AN_ID * choice.untold_ids
                 kept += more
                 untold.add_text(more)
             if not choice.shown or job.logprobs or is_long(choice, delta):
@@ -364,7 +371,7 @@ class Runner:
             data = form.delta(choice.index, delta, (), None) if bare else written(choice, delta, ())
             return None if not data or write_now(data) else partial(call.write, data)
 
-        with self._scores.answer(asyncio.current_task()) as untold:
+        with self._scores.answer(job.client, asyncio.current_task()) as untold:
             usage = await self._run(job, sink, arrived, untold)
             end = partial(form.end, usage, tell=job.include_usage)
             await call.write(await asyncio.to_thread(end) if kept > _MUCH_TEXT else end())
@@ -439,11 +446,6 @@ class Runner:
 async def _then(told: Callable[[], Awaitable[None]], more: bool) -> bool:
     await told()
     return more
-
-
-def _size(delta: Delta) -> int:
-    """Characters of what is new, as `Untold` counts them."""
-    return size_of(delta.content) + size_of(delta.reasoning) + sum(size_of(call.arguments) for call in delta.calls)
 
 
 def _scores(entries: Sequence[TokenLogprobs]) -> int:

@@ -55,7 +55,8 @@ to be slow takes seconds a megabyte."""
 _BRIEF_BATCH_BYTES = 200
 """The same for batches: each text, of which one letter is enough, may be rendered by a template (0.15 ms)."""
 _MANY_TOKENS = 1 << 14
-"""Of the prompts of a generation; fewer are not counted among those that all requests may have."""
+"""Of the prompts of a generation, and ids that it allows; fewer are not counted among those that all requests may
+have."""
 
 _ID_BYTES = 8
 _MUCH_ECHO = 1 << 16
@@ -330,11 +331,13 @@ class _Api:
             await self._run_planned(call, job, progress, who, tokens)
 
     async def _run_planned(self, call: Call, job: Job, progress: Progress, client: str, tokens: int) -> None:
+        job.client = client
         if _takes_turns(job):
             job.requests = tuple(replace(request, client=known_as(client)) for request in job.requests)
             if job.structure is not None:
                 await self._check_structure(job.structure, job.structure_param, client)
         progress.stage, progress.answer_id, progress.format = "generation", job.answer_id, job.format
+        tokens += len(job.requests[0].sampling.allowed_token_ids)  # of all choices, which share them
         counted = tokens if tokens > _MANY_TOKENS else 0
         with self._scores.holding(job.scores, client), self._tokens.holding(counted, client):
             if progress.tenant is None:
@@ -349,7 +352,7 @@ class _Api:
         tokenise = current().child("tokenise")
         try:
             if len(body) <= _BRIEF_BATCH_BYTES:
-                await self._planning.room()
+                await self._planning.room(whose(call, progress.tenant))
                 with self._planning.spending():
                     batch = plan(body)
             else:
@@ -399,7 +402,7 @@ class _Api:
     async def _plan(self, call: Call, plan: Plan, body: bytes, tenant: Tenant | None) -> Job:
         """A short body is planned here and now, unless that turns out to take long."""
         if len(body) <= _OFF_LOOP_BYTES:
-            await self._planning.room()
+            await self._planning.room(whose(call, tenant))
             try:
                 with self._planning.spending():
                     return plan(body, briefly=True)

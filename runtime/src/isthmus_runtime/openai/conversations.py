@@ -19,6 +19,9 @@ from .tool_formats import FORMATS, format_of
 from .tool_grammar import after_thought, calls_grammar
 from .tool_prompt import in_plain_text
 
+MAX_TOOLS = 1 << 20
+"""Characters of all tools as JSON, which the template writes into the prompt."""
+
 
 class Conversations:
     """Of one model, as the server is set. Called from several threads."""
@@ -38,6 +41,7 @@ class Conversations:
                 "continue_final_message: the last message has tool calls, which cannot be continued",
                 param="continue_final_message",
             )
+        check_length(tools, "tools", MAX_TOOLS)
         if not self._tokenizer.knows("tools"):
             messages, tools = in_plain_text(messages, tools), []
         add = request.add_generation_prompt

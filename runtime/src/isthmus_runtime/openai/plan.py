@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from ..config import ChatConfig
 from ..errors import InvalidRequest, NeverFits, Overloaded, UnknownModel
 from ..interfaces.backend import Backend
+from ..protocol import MANY_ALLOWED
 from ..request import AdapterName, GenerateRequest, PromptText, SamplingParams, Structure, WrittenIds
 from . import anthropic, responses
 from .answer import Job
@@ -384,6 +385,9 @@ class Planner:
         options |= request.logit_params(
             self._tokenizer.encode_alone, size, max_tokens=max_tokens, structured=structured, stops=stop_ids
         )
+
+        if len(allowed := options.get("allowed_token_ids", ())) > MANY_ALLOWED:
+            options["allowed_token_ids"] = self._tokenizer.compact(allowed)
 
         # The best of several candidates are told by how likely they are.
         logprobs = request.num_logprobs if request.num_candidates == request.n else max(0, request.num_logprobs)

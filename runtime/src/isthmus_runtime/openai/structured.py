@@ -14,11 +14,11 @@ from ..structured.sources import MAX_CHOICES
 from .bodies import least_written
 
 
-def check_length(value: Any, param: str) -> None:
-    """Raise InvalidRequest, naming `param`, where `value` is longer as JSON than any structure may be."""
-    found = len(value) if isinstance(value, str) else least_written(value, MAX_TEXT)
-    if found > MAX_TEXT:
-        raise InvalidRequest(f"{param}: {found} characters or more, at most {MAX_TEXT} are allowed", param=param)
+def check_length(value: Any, param: str, most: int = MAX_TEXT) -> None:
+    """Raise InvalidRequest, naming `param`, where `value` is longer as JSON than `most`: than any structure may be."""
+    found = len(value) if isinstance(value, str) else least_written(value, most)
+    if found > most:
+        raise InvalidRequest(f"{param}: {found} characters or more, at most {most} are allowed", param=param)
 
 
 class _Strict(BaseModel):

@@ -27,9 +27,13 @@ _CLASSES = {
     "llama": "LlamaTokenizer",
     "mistral": "LlamaTokenizer",
     "mixtral": "LlamaTokenizer",
+    "deepseek": "LlamaTokenizer",
+    "phi3": "LlamaTokenizer",
     "gemma": "GemmaTokenizer",
     "cohere": "CohereTokenizer",
     "gpt_neox": "GPTNeoXTokenizer",
+    "olmo": "GPTNeoXTokenizer",
+    "stablelm": "GPTNeoXTokenizer",
 }
 """Beginning of a `model_type` -> its class where tokenizer_config.json names none."""
 

@@ -34,8 +34,9 @@ _PART = 1 << 16
 _MOST_WHOLE, _MOST_OF_AN_END = 1 << 20, 1 << 18
 """Characters that are tokenised as a whole where nobody asks how many tokens they are, and where only the last tokens
 are wanted. Of digits each is a token, and takes 300 bytes meanwhile."""
-_MOST_UNCUT = 1 << 22
-"""The same of a tokenizer whose texts have no places to be cut at: a word of so many takes half a gigabyte."""
+_MOST_UNCUT, _OF_A_TOKEN = 1 << 22, 8
+"""The same where all of a text is tokenised at once, at least for as many characters of a token that may be: a word of
+so many takes half a gigabyte, which only a model of a large context is worth."""
 _DIFFERENT = 256
 """More tokens than a text has than its parts have together, for each cut: a few at either side of it differ."""
 
@@ -239,7 +240,7 @@ class Tokenizer:
             return ChatPrompt(text, self._ids(text, special=False, most=most)[-end:] if ids is None else ids)
         plain = text.replace(marks.begin, "").replace(marks.end, "")
         self._check_bound(plain, most)
-        self._check_whole(plain, most, _MOST_OF_AN_END if end else _MOST_UNCUT)
+        self._check_whole(plain, most, _MOST_OF_AN_END if end else _at_once(most))
         return ChatPrompt(plain, _at_most(self._control.encode(text, marks), most)[-end:])
 
     def _has_control(self, conversation: Conversation) -> bool:
@@ -311,7 +312,7 @@ class Tokenizer:
         once, may take gigabytes), or surely has more than `most` tokens, as its parts tell."""
         longest = longest or _MOST_WHOLE
         if most is not None and not self._cuts:
-            longest = max(longest, _MOST_UNCUT)  # honest texts come whole as well
+            longest = max(longest, _at_once(most))  # honest texts come whole as well
         if len(text) > longest:
             raise InvalidRequest(
                 f"the text, or a part of it without a place to cut it, has {len(text)} characters, and {longest} are "
@@ -392,6 +393,11 @@ class Tokenizer:
 def last(ids: Sequence[int], count: int) -> list[int]:
     """The last `count` of them."""
     return list(ids[max(0, len(ids) - count) :])
+
+
+def _at_once(most: int | None) -> int:
+    """Characters of a text that are tokenised at once where it may have `most` tokens."""
+    return _MOST_UNCUT if most is None else min(_MOST_UNCUT, max(_MOST_WHOLE, _OF_A_TOKEN * most))
 
 
 def _at_most(ids: list[int], most: int | None) -> list[int]:

@@ -7,6 +7,7 @@ knows yet whether it is a call of a tool. What prompts add is known (`score_budg
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from ..errors import InvalidRequest, Overloaded
@@ -19,9 +20,24 @@ CHARACTERS = 256
 _RETRY_AFTER_S = 1.0
 
 
-def size_of(text: str) -> int:
-    """Characters as which a text counts: with one that is not ASCII each may take four bytes."""
-    return len(text) if text.isascii() else 4 * len(text)
+class TextSize:
+    """Characters as which a text counts that comes in pieces: with one that is not ASCII each may take four bytes, also
+    those before it, as all are joined."""
+
+    def __init__(self) -> None:
+        self._length = 0
+        self._wide = False
+
+    def more(self, *pieces: str) -> int:
+        """By how many it has grown with `pieces`."""
+        new = sum(map(len, pieces))
+        self._length += new
+        if self._wide:
+            return 4 * new
+        if all(map(str.isascii, pieces)):
+            return new
+        self._wide = True
+        return 3 * self._length + new
 
 
 class AnswerScores:
@@ -31,9 +47,9 @@ class AnswerScores:
         self.held = 0
         self._answers: set[Untold] = set()
 
-    def answer(self, task: object = None) -> Untold:
-        """Of one request, which the task works on, while it is entered."""
-        return Untold(self, task)
+    def answer(self, who: str = "", task: object = None) -> Untold:
+        """Of one request of a client, which the task works on, while it is entered."""
+        return Untold(self, who, task)
 
     def by_task(self) -> Iterator[tuple[object, int]]:
         """Bytes of each request that runs."""
@@ -49,20 +65,27 @@ class AnswerScores:
         self.held -= untold.held
 
     def make_room(self) -> None:
-        """Where all hold too many, those that hold most have to end."""
+        """Where all hold too many, the largest of the client that holds most has to end, until there is room."""
         if self.held <= MAX_OF_ANSWERS:
             return
-        over = self.held - MAX_OF_ANSWERS - sum(one.held for one in self._answers if one.gives_way)
+        stay = [one for one in self._answers if not one.gives_way]
+        of_client: Counter[str] = Counter()
+        for one in stay:
+            of_client[one.who] += one.held
+        over = of_client.total() - MAX_OF_ANSWERS
         while over > 0:
-            most = max((one for one in self._answers if not one.gives_way), key=lambda one: one.held)
-            most.gives_way = True
-            over -= most.held
+            (who, _), *_ = of_client.most_common(1)
+            largest = max((one for one in stay if one.who == who and not one.gives_way), key=lambda one: one.held)
+            largest.gives_way = True
+            of_client[who] -= largest.held
+            over -= largest.held
 
 
 class Untold:
     """What one request's answer holds."""
 
-    def __init__(self, budget: AnswerScores, task: object) -> None:
+    def __init__(self, budget: AnswerScores, who: str, task: object) -> None:
+        self.who = who
         self.task = task
         self.held = 0
         self.gives_way = False
@@ -90,8 +113,8 @@ class Untold:
         if self.gives_way:
             raise Overloaded(
                 f"{self.held} log-probabilities of this answer, or {CHARACTERS} characters of its text for each: all "
-                f"that run may have {MAX_OF_ANSWERS} together, and no other has more; retry later, stream it, or ask "
-                "for fewer tokens, choices or alternatives",
+                f"that run may have {MAX_OF_ANSWERS} together, and no other client has more; retry later, stream it, "
+                "or ask for fewer tokens, choices or alternatives",
                 status=429,
                 retry_after_s=_RETRY_AFTER_S,
             )

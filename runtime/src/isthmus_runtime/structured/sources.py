@@ -62,6 +62,11 @@ def after(begin: str, kind: str, text: str) -> str:
     """A grammar of two: `begin`, rules in Lark's syntax of which `start` ends with `@answer`, and what `text` is by its
     `kind`, whose names are its own. ValueError and RecursionError for a text that is none."""
     source: str = GRAMMARS[kind](text)
-    first, *others = json.loads(source)["grammars"] if source.lstrip().startswith("{") else [{"lark_grammar": source}]
+    parts: Any = [{"lark_grammar": source}]
+    if source.lstrip().startswith("{"):  # of a client it may be any JSON
+        parts = json.loads(source).get("grammars")
+        if not isinstance(parts, list) or not parts or not all(isinstance(part, dict) for part in parts):
+            raise ValueError("a grammar as JSON has `grammars`, a list of objects")
+    first, *others = parts
     main = {"name": "begin", "lark_grammar": begin}
     return json.dumps({"grammars": [main, {**first, "name": "answer"}, *others]})
