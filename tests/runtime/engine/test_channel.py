@@ -24,6 +24,7 @@ from isthmus_runtime.engine.channel import (
     Frames,
     FromEngine,
     Generate,
+    GiveTicket,
     Gone,
     KvChanges,
     Prefill,
@@ -77,6 +78,7 @@ TICKET = Ticket(
 TO_ENGINE: list[ToEngine] = [
     Generate(request("r", [1, 2], 3), "a", "", "http://1.2.3.4:5", "e"),
     Prefill(request("r", [2**31 - 1], 3), "a", TICKET),
+    GiveTicket(TICKET),
     Commit(CommitCall(request_id="r", attempt="a", ok=False, stage="s", reason="ä")),
     Abort("r", "a", "why", answer=False),
     AskDrained(7, "a"),

@@ -120,10 +120,11 @@ def start_engine(
     *,
     events: deque[BlockEvent] | None,
     started: Callable[[Sequence[RowStart]], None] | None,
+    left: Callable[[float], object] = lambda timeout_s: None,
 ) -> EngineCore:
     """Start the engine's threads. Raises ConfigError where peers or a pool cannot be reached.
 
-    `sink` and `started`: of `EngineLoop`. `events`: where the block pool puts changes of its prefix cache.
+    `sink`, `started` and `left`: of `EngineLoop`. `events`: where the block pool puts changes of its prefix cache.
     """
     kv, caches = loaded.plan, config.kv.prefix_caching and loaded.takes_hits
     draft_model = None if loaded.drafts is None else loaded.drafts.model
@@ -148,6 +149,7 @@ def start_engine(
         started=started,
         adapters=loaded.adapters,
         draft_model=draft_model,
+        left=left,
     )
     adapters = AdapterRegistry(
         loop,

@@ -211,6 +211,7 @@ async def _serve_ports(
             rank_sums=facts.rank_sums,
             model_revision=facts.model_revision,
             tokenizer="" if tokenizer is None else tokenizer.digest,
+            begins_early=True,
         )
 
     memory = _memory(config, served, meters)

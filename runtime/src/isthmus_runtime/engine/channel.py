@@ -50,6 +50,12 @@ class Prefill(_Message, frozen=True):
 
     request: GenerateRequest
     attempt: str
+    ticket: Ticket | None
+
+
+class GiveTicket(_Message, frozen=True):
+    """`Engine.ticket`."""
+
     ticket: Ticket
 
 
@@ -92,7 +98,7 @@ class Stop(_Message, frozen=True):
     """End all requests and transfers; `Stopped` answers, then the process ends."""
 
 
-ToEngine = Generate | Prefill | Commit | Abort | AskDrained | ChangeAdapter | Trim | Stop
+ToEngine = Generate | Prefill | GiveTicket | Commit | Abort | AskDrained | ChangeAdapter | Trim | Stop
 
 
 class Ready(_Message, frozen=True):

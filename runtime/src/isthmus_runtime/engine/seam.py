@@ -91,8 +91,15 @@ class Engine(Protocol):
     ) -> None:
         """Run a request; with an attempt, its KV comes from a peer. A refusal arrives as the last chunk."""
 
-    def prefill(self, request: GenerateRequest, attempt: str, ticket: Ticket) -> None:
-        """Compute a prompt and send its KV as the ticket says; the reply is a PrefillAnswer or an ending chunk."""
+    def prefill(self, request: GenerateRequest, attempt: str, ticket: Ticket | None) -> None:
+        """Compute a prompt and send its KV as the ticket says; the reply is a PrefillAnswer or an ending chunk.
+
+        Without a ticket, for requests that `may_begin_early`: the first token comes before, unless it is the last, and
+        `ticket` has to follow.
+        """
+
+    def ticket(self, ticket: Ticket) -> None:
+        """Of a prompt that was begun without; ignored where that has ended."""
 
     def commit(self, call: CommitCall) -> None:
         """The router's word about the prefill leg of an attempt that is received here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
@@ -28,8 +29,10 @@ from ..protocol import (
     PrefillAnswer,
     PrefillCall,
     Ticket,
+    TicketCall,
     prefill_answer_json,
     reserved_line,
+    sent_line,
     token_line,
 )
 from ..request import FinishReason, GenerateRequest, PromptText, TokenChunk
@@ -45,7 +48,7 @@ from .long_reply import has_many_scores
 
 log = logging.getLogger(__name__)
 
-BODIES = (GenerateCall, PrefillCall, CommitCall, AbortCall, AdapterCall)
+BODIES = (GenerateCall, PrefillCall, TicketCall, CommitCall, AbortCall, AdapterCall)
 """What `make_app` has to know for the document."""
 _NDJSON = {"content-type": "application/x-ndjson"}
 
@@ -150,8 +153,17 @@ class EngineServer:
             openapi_extra=json_body(GenerateCall),
             responses={**errors(404, 429, 499, 502, 504), **ndjson},
         )
+        add_call_route(
+            app,
+            "/internal/prefill",
+            self.prefill,
+            "POST",
+            tags=["internal"],
+            openapi_extra=json_body(PrefillCall),
+            responses={**errors(404, 429, 499, 502, 504), 200: {"model": PrefillAnswer, **ndjson[200]}},
+        )
         for name, endpoint, body, answer in (
-            ("prefill", self.prefill, PrefillCall, PrefillAnswer),
+            ("ticket", self.ticket, TicketCall, Done),
             ("commit", self.commit, CommitCall, Done),
             ("abort", self.abort, AbortCall, Done),
             ("adapter", self.adapter, AdapterCall, Done),
@@ -242,7 +254,7 @@ class EngineServer:
         except ConnectionResetError:
             self._reader_left(what)
 
-    def _reader_left(self, what: GenerateCall) -> None:
+    def _reader_left(self, what: GenerateCall | PrefillCall) -> None:
         self._meters.requests.failed(499, "cancelled")
         log.debug("the reader of %s has disconnected", what.attempt or what.request.request_id)
 
@@ -298,37 +310,66 @@ class EngineServer:
             raise InvalidRequest("prompt: this engine has no tokenizer; send prompt_token_ids", param="prompt")
         return await self._tokenising.by_ids(request)
 
-    async def prefill(self, request: Request) -> Response:
-        """Compute and send one prompt."""
-        call = await read_model(request, PrefillCall)
+    async def prefill(self, call: Call) -> None:
+        """Compute and send one prompt: one answer, or lines where the ticket is to follow."""
+        what = await read_model(call, PrefillCall)
         try:
-            with self._in_flight.track(), within(self._tracer.remote(request.headers)):
-                answer = await self._prefill(call, _client(request.headers))
+            await self._prefill_answer(what, call)
+        except ConnectionResetError:
+            self._reader_left(what)
+
+    async def _prefill_answer(self, what: PrefillCall, call: Call) -> None:
+        try:
+            with self._in_flight.track(), within(self._tracer.remote(call.headers)):
+                answer = await self._prefill(what, call)
         except RequestError as error:
             self._meters.requests.failed(error.status, error.code)
-            raise error.located("admission", call.attempt) from error
+            located = error.located("admission", what.attempt)
+            if not call.begun:
+                raise located from error
+            await call.write(token_line(TokenChunk(finish_reason=FinishReason.ERROR, error=located)))
+            await call.end()
+            return
         self._meters.transfer.seconds.observe(answer.transfer_s)
         self._meters.requests.prompt_tokens.inc(answer.num_tokens)
+        if call.begun:
+            await call.write(sent_line(answer))
+            await call.end()
+            return
         if has_many_scores(answer.prompt_logprobs):
             written = await asyncio.to_thread(prefill_answer_json, answer)
         else:
             written = prefill_answer_json(answer)
-        return Response(written, media_type="application/json")
+        await call.reply(200, {"content-type": "application/json"}, written)
 
-    async def _prefill(self, call: PrefillCall, client: str) -> PrefillAnswer:
-        if call.request.prompt is not None:
+    async def _prefill(self, what: PrefillCall, call: Call) -> PrefillAnswer:
+        if what.request.prompt is not None:
             raise InvalidRequest("prompt: prefill takes prompt_token_ids", param="prompt")
         try:
-            return await self._backend.prefill(call, client)
+            if what.ticket is not None:
+                return await self._backend.prefill(what, _client(call.headers))
+            async with aclosing(self._backend.prefill_lines(what, _client(call.headers))) as lines:
+                async for line in lines:
+                    if isinstance(line, PrefillAnswer):
+                        return line
+                    if not call.begun:
+                        await call.begin(_NDJSON)
+                    await call.write(token_line(line))
+            raise AssertionError("a prompt ended without an answer or an error")
         except asyncio.CancelledError:
             error = self._in_flight.cancelled()
             if error is None:
                 raise
-            raise error.located("draining", call.attempt) from None
+            raise error.located("draining", what.attempt) from None
+
+    async def ticket(self, request: Request) -> Response:
+        """Decode has reserved for a prompt that was begun without its ticket."""
+        self._backend.engine.ticket((await read_model(request, TicketCall)).ticket)
+        return model_response(Done())
 
     async def commit(self, request: Request) -> Response:
         """Prefill has sent everything, or has failed."""
-        self._backend.engine.commit(await read_model(request, CommitCall))
+        self._backend.commit(await read_model(request, CommitCall))
         return model_response(Done())
 
     async def abort(self, request: Request) -> Response:
