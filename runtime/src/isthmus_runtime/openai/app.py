@@ -351,7 +351,7 @@ class _Api:
         progress.stage = "planning"
         tokenise = current().child("tokenise")
         try:
-            if len(body) <= _BRIEF_BATCH_BYTES:
+            if len(body) <= _BRIEF_BATCH_BYTES and self._tokenizer.steady:
                 await self._planning.room(whose(call, progress.tenant))
                 with self._planning.spending():
                     batch = plan(body)
@@ -401,7 +401,7 @@ class _Api:
 
     async def _plan(self, call: Call, plan: Plan, body: bytes, tenant: Tenant | None) -> Job:
         """A short body is planned here and now, unless that turns out to take long."""
-        if len(body) <= _OFF_LOOP_BYTES:
+        if len(body) <= _OFF_LOOP_BYTES and self._tokenizer.steady:
             await self._planning.room(whose(call, tenant))
             try:
                 with self._planning.spending():
