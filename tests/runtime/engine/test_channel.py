@@ -35,6 +35,7 @@ from isthmus_runtime.engine.channel import (
     Stop,
     Stopped,
     ToEngine,
+    Trim,
     from_engine,
     pack,
     replies,
@@ -82,6 +83,7 @@ TO_ENGINE: list[ToEngine] = [
     Abort("r", "a", "why", answer=False),
     AskDrained(7, "a"),
     ChangeAdapter(8, "sql", None, True),
+    Trim(),
     Stop(),
 ]
 FROM_ENGINE: list[FromEngine] = [

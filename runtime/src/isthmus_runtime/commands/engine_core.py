@@ -176,6 +176,7 @@ def start_engine(
         vocab_size=loaded.vocab_size,
         model_revision=pinned_revision(Path(config.model.path)),
         task=loaded.task,
+        host_pool_bytes=kv.num_blocks * kv.bytes_per_block if loaded.executor.kv_region().device == "cpu" else 0,
         rank_sums=loaded.rank_sums,
     )
     loop.start()

@@ -18,6 +18,7 @@ import msgspec
 from ..errors import EngineFailed, RequestError
 from ..interfaces.steps import RowStart
 from ..kv.prefix import BlockStored
+from ..serving.memory import give_back
 from ..threads import running_pool, send
 from .channel import (
     Abort,
@@ -40,6 +41,7 @@ from .channel import (
     Stop,
     Stopped,
     ToEngine,
+    Trim,
     pack,
     replies,
     reply_frames,
@@ -204,6 +206,8 @@ class EngineHost:
             case ChangeAdapter():
                 # It reads files: whoever sends commands meanwhile does not wait for them.
                 send(self._changer, self._change_adapter, engine, message)
+            case Trim():
+                send(self._changer, give_back)
             case Stop():
                 self.stop.set()
 

@@ -126,6 +126,9 @@ class LocalEngine(Engine):
         """Of `Engine`."""
         await asyncio.to_thread(self.adapters.change, name, path, replace=replace)
 
+    def trim(self) -> None:
+        """Of `Engine`: whoever asks does so for this process."""
+
     def status(self) -> EngineStatus:
         """Of `Engine`."""
         loop = self.loop

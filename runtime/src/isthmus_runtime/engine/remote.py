@@ -37,6 +37,7 @@ from .channel import (
     Stop,
     Stopped,
     ToEngine,
+    Trim,
     from_engine,
     pack,
 )
@@ -172,6 +173,10 @@ class RemoteEngine(Engine):
             del self._changing[number]
         if error is not None:
             raise error
+
+    def trim(self) -> None:
+        """Of `Engine`."""
+        self._send(Trim())
 
     def status(self) -> EngineStatus:
         """Of `Engine`: what the engine last told, and whether that is long ago."""

@@ -65,6 +65,8 @@ class EngineFacts:
     model_revision: str
     """What exactly is served; empty where that is not known."""
     task: ServedTask = GENERATES
+    host_pool_bytes: int = 0
+    """Of the KV pool, where that is in the host's memory: taken by and by."""
     rank_sums: str = ""
     """How the ranks of the engine sum; empty: there is one."""
 
@@ -116,6 +118,9 @@ class Engine(Protocol):
 
         Raises InvalidRequest, which says what is wrong with it, and EngineFailed where the engine does not answer.
         """
+
+    def trim(self) -> None:
+        """Where it has a process of its own, that gives memory that is free back to the kernel."""
 
     def status(self) -> EngineStatus:
         """As of now, or of a moment ago."""

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from ..credentials import Credentials
 from ..errors import InvalidRequest, RequestError
-from ..metrics import CONTENT_TYPE, EngineMetrics, RequestMetrics, Scrapes, TransferMetrics
+from ..metrics import CONTENT_TYPE, EngineMetrics, MemoryMetrics, RequestMetrics, Scrapes, TransferMetrics
 from ..protocol import (
     CLIENT_HEADER,
     MOST_OF_A_CLIENT,
@@ -39,6 +39,7 @@ from ..request import FinishReason, GenerateRequest, PromptText, TokenChunk
 from ..serving.app import errors, json_body, model_response, read_model
 from ..serving.call import Call, add_call_route
 from ..serving.in_flight import InFlight
+from ..serving.memory import MemoryGuard
 from ..tokenising import Tokenising
 from ..tracing.span import NO_TRACER, Tracer, within
 from .backend import EngineBackend
@@ -53,9 +54,10 @@ _NDJSON = {"content-type": "application/x-ndjson"}
 
 
 class Health(BaseModel):
-    """`ok`, or why this process should be restarted."""
+    """`ok`, or why this process should be restarted; and how near it is to the limit of its memory."""
 
     status: str
+    memory: str
 
 
 class Readiness(BaseModel):
@@ -78,6 +80,7 @@ class EngineMeters:
     engine: EngineMetrics = field(init=False)
     requests: RequestMetrics = field(init=False)
     transfer: TransferMetrics = field(init=False)
+    memory: MemoryMetrics = field(init=False)
     _seen: dict[str, int] = field(default_factory=dict)
 
     def grown(self, name: str, total: int) -> int:
@@ -89,6 +92,7 @@ class EngineMeters:
         self.engine = EngineMetrics(self.registry, self.model)
         self.requests = RequestMetrics(self.registry, self.model)
         self.transfer = TransferMetrics(self.registry, self.model)
+        self.memory = MemoryMetrics(self.registry, self.model)
 
 
 class EngineServer:
@@ -107,10 +111,12 @@ class EngineServer:
         credentials: Credentials | None = None,
         tracer: Tracer = NO_TRACER,
         tokenise: Callable[[PromptText], Sequence[int]] | None = None,
+        memory: MemoryGuard | None = None,
     ) -> None:
         """`kv_events` None: there is no prefix cache, so the route is not added. `credentials`: without usable ones it
         is not ready. `tokenise` raises InvalidRequest; None: prompts come as ids alone."""
-        self._tokenising = None if tokenise is None else Tokenising(tokenise)
+        guard = self._memory = MemoryGuard() if memory is None else memory
+        self._tokenising = None if tokenise is None else Tokenising(tokenise, one_by_one=lambda: guard.tight)
         self._credentials = credentials
         self._tracer = tracer
         self._backend = backend
@@ -191,7 +197,7 @@ class EngineServer:
     async def health(self) -> Response:
         """200 while the engine makes progress or is idle."""
         reason = self.unhealthy()
-        return JSONResponse({"status": reason or "ok"}, 503 if reason else 200)
+        return JSONResponse({"status": reason or "ok", "memory": self._memory.told}, 503 if reason else 200)
 
     async def ready(self) -> Response:
         """200 when new requests are welcome."""
